@@ -8,6 +8,7 @@ RENDERERS := $(VENV)-renderers
 CLIENTS := $(VENV)-clients
 BENCHMARKS := $(VENV)-benchmarks
 FLOOR := $(VENV)-floor
+RENTED := $(VENV)-rented
 PYTHON312 ?= $(or $(lastword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python)),python3.12)
 # Two files of tests at a time, each in one thread; the kernels' tests have all threads to themselves.
 JOBS ?= 2
@@ -17,7 +18,7 @@ PYTEST_KERNELS := $(BIN)/python -m pytest contrib_backends/cpu/tests
 
 DISTRIBUTIONS := ./ $(dir $(wildcard core/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml))
 
-.PHONY: demo test test-all test-nightly test-renderers test-clients test-floor test-floor-here lint audit bench docs wheels clean
+.PHONY: demo test test-all test-nightly test-renderers test-clients test-floor test-floor-here test-gpu-kit gpu-kit lint audit bench docs wheels clean
 
 demo: $(STAMP)
 	@$(BIN)/python docs/examples/demo.py
@@ -31,7 +32,7 @@ test-all: lint docs test-renderers test-clients test-floor
 	$(PYTEST_KERNELS) -m "not nightly"
 
 # What is left of matrices of which test-all takes a part.
-test-nightly: test-all
+test-nightly: test-all test-gpu-kit
 	$(PYTEST) -m nightly
 
 # mistral-common needs an older numpy than the workspace has: an environment of its own, over that of the workspace.
@@ -57,6 +58,17 @@ test-floor:
 test-floor-here: $(FLOOR)/.installed $(STAMP)
 	@cp -r $(VENV)/lib/python3*/site-packages/*toolkit_lm* $(FLOOR)/lib/python3.12/site-packages/
 	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest -q -n $(JOBS) --dist loadfile -m "not slow" $(FLOOR_TESTS)
+
+# A dry run of the GPU kit, by what a rented machine has and what the kit brings.
+test-gpu-kit: gpu-kit
+	@if $(PYTHON312) -c '' 2>/dev/null; then $(MAKE) --no-print-directory $(RENTED)/.installed && \
+	OMP_NUM_THREADS=1 PYTHON=$(RENTED)/bin/python bash benchmarks/gpu_kit.sh --kit gpu-kit --quick; \
+	else echo "There is no $(PYTHON312): the dry run has this environment's versions. PYTHON312 names it."; \
+	OMP_NUM_THREADS=1 PYTHON=$(BIN)/python bash benchmarks/gpu_kit.sh --quick; fi
+
+# What a machine with a card and without a network lacks, in the folder gpu-kit.
+gpu-kit: $(STAMP)
+	PYTHONPATH=benchmarks $(BIN)/python -m gpu_kit.collect --to gpu-kit --python312 $(PYTHON312)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -111,5 +123,10 @@ $(FLOOR)/.installed: requirements-floor.txt
 	@$(FLOOR)/bin/pip install --quiet --disable-pip-version-check -r requirements-floor.txt
 	@touch $@
 
+$(RENTED)/.installed: benchmarks/gpu_kit/there.txt
+	@rm -rf $(RENTED) && $(PYTHON312) -m venv $(RENTED)
+	@$(RENTED)/bin/pip install --quiet --disable-pip-version-check -r benchmarks/gpu_kit/there.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(RENDERERS) $(CLIENTS) $(BENCHMARKS) $(FLOOR) site dist build
+	rm -rf $(VENV) $(RENDERERS) $(CLIENTS) $(BENCHMARKS) $(FLOOR) $(RENTED) gpu-kit site dist build

@@ -263,7 +263,7 @@ def test_the_flags_in_the_guides_exist():
     known |= {flag for section in sections for o in options_of(section) for flag in (o.flag, f"--no-{o.flag[2:]}")}
     known |= {"--runs", "--ways", "--states", "--repeats", "--batch-size", "--request-rate", "--concurrency", "--output", "--plot"}
     known |= {"--concurrencies", "--request-rates", "--minutes", "--attackers", "--python", "--instructions"}
-    known |= {"--folder", "--peer", "--preload", "--prepare", "--shapes", "--only", "--seconds", "--steps", "--turns"}
+    known |= {"--folder", "--peer", "--preload", "--prepare", "--shapes", "--only", "--seconds", "--steps", "--turns", "--quick"}
     known |= {row.flag for row in TABLE.values()} | {"--ctx-size"}
     # Of docker, and of `ray start`.
     known |= {"--target", "--profile", "--address", "--head"}

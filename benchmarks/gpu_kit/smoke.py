@@ -1,0 +1,203 @@
+"""The model `tiny` on a card against the CPU in float32: greedy tokens, seeded draws, and how likely the tokens are.
+
+usage: python -m gpu_kit.smoke [--device cuda] [--cases plain|graphs|inductor]
+
+Prompts of more than 256 tokens come in five chunks and more. In float32 the tokens are equal, but where the two best
+are as good as equally likely. In bfloat16 they need not be; the CPU's tokens must be as likely as the CPU says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gpu_kit.report import MissedError, RefusedError, checking, die_with_the_kit, emit
+
+LONG = "the cat and the dog went out to the garden and " * 30
+PROMPTS = [
+    "The cat sat on",
+    "Once upon a time",
+    "January, February,",
+    "2 + 3 =",
+    LONG[:900],
+    LONG[100:1300],
+    LONG[7:1100],
+    "A",
+]
+CHUNK, CHUNKS = 64, 5
+"""Tokens of a step, and how many steps the long prompts take at least."""
+TOKENS, DRAWN_TOKENS, SEEDS = 16, 12, 8
+NEAR = 1e-3
+"""Nearer log probabilities of the two best tokens may be told apart otherwise, in float32."""
+OFF = {"float32": 1e-3, "bfloat16": 0.15}
+"""The log probabilities of the same tokens may be so far from the CPU's in float32. In bfloat16 the CPU's own are 0.07 off."""
+BASE = {
+    "max_num_batched_tokens": CHUNK,
+    "max_num_seqs": 16,
+    "enable_prefix_caching": False,
+    "attention_backend": "sdpa",
+    "kernels": "torch",
+}
+EVERYTHING = {"attention_backend": "auto", "kernels": "auto", "max_num_batched_tokens": 8192}
+BF16 = {"dtype": "bfloat16"}
+FP32 = {"dtype": "float32"}
+
+
+def graphs(mode: str, backend: str = "eager") -> dict[str, Any]:
+    """Options: CUDA graphs of a mode, between parts that `backend` computes."""
+    details = {"backend": backend, "cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
+    return {"optimization_level": 1, "compilation_config": json.dumps(details)}
+
+
+CASES: dict[str, dict[str, dict[str, Any]]] = {
+    "plain": {
+        "fp32 sdpa": FP32,
+        "fp32 triton": {**FP32, "attention_backend": "triton"},
+        "bf16 flash_attn": {**BF16, "attention_backend": "flash_attn"},
+        "bf16 sdpa": BF16,
+        "bf16 triton": {**BF16, "attention_backend": "triton"},
+        "bf16 triton, its kernels": {**BF16, "attention_backend": "triton", "kernels": "triton"},
+        "bf16 auto, one step of all": {**BF16, **EVERYTHING},
+    },
+    "graphs": {
+        "fp32 sdpa, piecewise": {**FP32, **graphs("piecewise")},
+        "fp32 triton, whole decode steps": {**FP32, "attention_backend": "triton", **graphs("full_and_piecewise")},
+        "bf16 flash_attn, piecewise": {**BF16, "attention_backend": "flash_attn", **graphs("piecewise")},
+        "bf16 triton, its kernels, whole decode steps": {
+            **BF16,
+            "attention_backend": "triton",
+            "kernels": "triton",
+            **graphs("full_and_piecewise"),
+        },
+    },
+    "inductor": {"fp32 sdpa, piecewise, inductor": {**FP32, **graphs("piecewise", "inductor")}},
+}
+
+
+@dataclass(frozen=True)
+class Told:
+    """What an engine says of the prompts."""
+
+    tokens: list[list[int]]
+    gaps: list[list[float]]
+    """Between the log probabilities of the two best tokens, at each of them."""
+    drawn: list[list[int]]
+    likely: list[list[float]]
+    """Log probabilities of the reference's tokens after the prompts."""
+    num_chunks: int
+    replayed: dict[str, int] | None
+    """Steps by graphs, by their kind; None: there are no graphs."""
+
+
+def ask(device: str, reference: list[list[int]] | None = None, **options: Any) -> Told:
+    """`reference`: tokens whose log probabilities are asked for; None: the engine's own greedy ones. Raises RefusedError."""
+    from toolkit_lm import LLM, SamplingParams
+    from toolkit_lm.errors import UnsupportedError
+
+    blocks = {"num_kv_blocks": 600} if device == "cpu" else {}
+    try:
+        llm = LLM("tiny", device=device, **{**BASE, **blocks, **options})
+    except UnsupportedError as error:
+        raise RefusedError(str(error)) from None
+    with llm:
+        greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=2)
+        drawn = [
+            SamplingParams(temperature=0.9, top_p=0.9, top_k=50, seed=seed, max_tokens=DRAWN_TOKENS, ignore_eos=True)
+            for seed in range(SEEDS)
+        ]
+        outputs = llm.generate(PROMPTS, greedy, use_tqdm=False)
+        draws = [list(one.outputs[0].token_ids) for one in llm.generate(PROMPTS, drawn, use_tqdm=False)]
+        tokens = [list(one.outputs[0].token_ids) for one in outputs]
+        texts = [[*one.prompt_token_ids, *after] for one, after in zip(outputs, reference or tokens, strict=True)]
+        told = Told(
+            tokens,
+            [[_gap(step) for step in one.outputs[0].logprobs] for one in outputs],
+            draws,
+            _likely(llm, texts),
+            math.ceil(max(len(one.prompt_token_ids) for one in outputs) / llm.config.scheduler.max_num_batched_tokens),
+            _replayed(llm),
+        )
+    del llm
+    gc.collect()
+    return told
+
+
+def _gap(step: Mapping[int, Any]) -> float:
+    best, second, *_ = sorted((one.logprob for one in step.values()), reverse=True)
+    return best - second
+
+
+def _likely(llm: Any, texts: list[list[int]]) -> list[list[float]]:
+    """Log probabilities of the last tokens of each text."""
+    from toolkit_lm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0)
+    outputs = llm.generate([{"prompt_token_ids": one} for one in texts], params, use_tqdm=False)
+    return [
+        [step[token].logprob for token, step in zip(text[-TOKENS:], one.prompt_logprobs[-TOKENS:], strict=True)]
+        for text, one in zip(texts, outputs, strict=True)
+    ]
+
+
+def _replayed(llm: Any) -> dict[str, int] | None:
+    captured = getattr(llm.engine.client.core.executor.runner.compiler, "graphs", None)
+    if captured is None:
+        return None
+    return {str(kind): count for kind, count in captured.num_replays.items() if count and str(kind) != "none"}
+
+
+def agreeing(one: list[int], other: list[int]) -> int:
+    """How many of the first are the same."""
+    return next((place for place, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
+
+
+def compare(ours: Told, reference: Told, dtype: str, found: dict[str, Any]) -> None:
+    """Puts into `found` what is to be said of a case. Raises MissedError where it is wrong."""
+    agree = [agreeing(a, b) for a, b in zip(reference.tokens, ours.tokens, strict=True)]
+    drawn = [agreeing(a, b) for a, b in zip(reference.drawn, ours.drawn, strict=True)]
+    pairs = [pair for rows in zip(reference.likely, ours.likely, strict=True) for pair in zip(*rows, strict=True)]
+    # Not by `max`, which passes over NaN.
+    off = sorted((abs(a - b) for a, b in pairs), key=lambda one: (math.isnan(one), one))[-1]
+    found.update(agreeing=agree, drawn=drawn, off=round(off, 5))
+    if not off <= OFF[dtype]:
+        raise MissedError(f"log probabilities are {off:.4f} off, and may be {OFF[dtype]}")
+    if dtype == "float32":
+        far = [row for row, count in enumerate(agree) if count < TOKENS and reference.gaps[row][count] >= NEAR]
+        if far:
+            raise MissedError(f"other greedy tokens than the CPU's, of prompts {far}")
+        if min(drawn) < DRAWN_TOKENS:
+            raise MissedError("other seeded draws than the CPU's")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--cases", choices=list(CASES), default="plain")
+    args = parser.parse_args()
+    die_with_the_kit()
+    reference: Told | None = None
+    with checking("reference: the CPU in float32") as found:
+        reference = ask("cpu", **FP32)
+        found["chunks"] = reference.num_chunks
+        if reference.num_chunks < CHUNKS:
+            raise MissedError(f"the longest prompt takes {reference.num_chunks} chunks, and is to take {CHUNKS}")
+    if reference is None:
+        emit("all cases", "failed", why="there is nothing to compare with")
+        return
+    for name, options in CASES[args.cases].items():
+        with checking(name) as found:
+            ours = ask(args.device, reference.tokens, **options)
+            if args.cases != "plain":
+                found["replayed"] = ours.replayed
+            compare(ours, reference, options["dtype"], found)
+            if args.cases != "plain" and args.device == "cuda" and not ours.replayed:
+                raise MissedError("no graph was replayed")
+
+
+if __name__ == "__main__":
+    main()
