@@ -44,7 +44,14 @@ def test_graphs_are_captured_anew_after_a_trial():
 
 @pytest.mark.parametrize(
     ("mode", "attention"),
-    [("piecewise", "sdpa"), ("full_and_piecewise", "decode"), ("full_and_piecewise", "uniform"), ("full", "static"), ("full", "sdpa")],
+    [
+        ("piecewise", "sdpa"),
+        ("full_and_piecewise", "decode"),
+        ("full_and_piecewise", "triton"),
+        ("full_and_piecewise", "uniform"),
+        ("full", "static"),
+        ("full", "sdpa"),
+    ],
 )
 def test_an_engine_with_graphs_gives_what_one_without_gives(folder, mode, attention):
     expected = run(make_llm(folder, "none", attention, options={"device": "cuda", "optimization_level": 0}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 from compile_harness import QUICKLY
 from static_backend import StaticBackend, StaticBackends
 from toolkit_lm import LLM, SamplingParams
-from toolkit_lm.attention import BatchLimits, GraphSupport
+from toolkit_lm.attention import AttentionSpec, AttentionType, BatchLimits, FullSpec, GraphSupport
 from toolkit_lm.config import CompilationOptions, VllmConfig
 from toolkit_lm.errors import ConfigError, UnsupportedError
+from toolkit_lm.plugin import Plugins
 from toolkit_lm_compile import graphs as graphs_module
 from toolkit_lm_compile.dispatch import Kind, Mode, Run
 from toolkit_lm_compile.graphs import Graphs, Recorder, describe, make_graphs
@@ -234,6 +236,24 @@ def test_a_mode_that_attention_cannot_do_is_told_once(folder, recorder, caplog):
         "'sdpa' are not possible (what it launches depends on the rows of each step)" in caplog.text and "It is piecewise." in caplog.text
     )
     assert runner_of(llm).compiler.graphs.mode is Mode.PIECEWISE
+
+
+FIT = {name: f"{name}/tests/test_{name}_graphs.py" for name in ("flashinfer", "triton")}
+"""Backends whose decodes graphs may hold, and where steps at fixed addresses show that they read where they read."""
+
+
+def test_each_backend_is_shown_to_be_fit_for_graphs_or_says_why_it_is_not():
+    registry, page = Plugins.load().attention_backends, {"num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16"}
+    spec = AttentionSpec(
+        layer="one", type=AttentionType.DECODER, num_heads=4, device="cuda", kv_cache=FullSpec(block_size=16, **page), **page
+    )
+    for entry in registry.entries():
+        answer = registry.load(entry.key).graphs(spec)
+        if entry.key in FIT:
+            assert answer is GraphSupport.DECODE
+            assert "FixedSteps(" in (Path(__file__).parents[2] / FIT[entry.key]).read_text()
+        else:
+            assert isinstance(answer, str) and len(answer) > 20, (entry.key, answer)
 
 
 def test_a_device_without_graphs_is_told_and_runs_without(folder, expected, caplog):

@@ -1,93 +1,18 @@
 """Decode steps in CUDA graphs: with the stand-in and what stands for a graph anywhere, with FlashInfer and PyTorch's capture on a GPU."""
 
-import json
-
-import numpy as np
 import pytest
-import torch
+from decode_graphs import MOST, ROWS, FixedSteps, generate, make_model
 from flashinfer_stand_in import StandIn, StandInBackend
-from test_graphs import FakeRecorder, Reads
-from toolkit_lm import LLM, SamplingParams
-from toolkit_lm.attention import AttentionSpec, AttentionType, BatchLimits, BatchView, FullSpec, GroupSetup, LayerParams, WindowSpec
+from test_graphs import FakeRecorder
 from toolkit_lm_compile import graphs as graphs_module
 from toolkit_lm_compile.dispatch import Kind
-from toolkit_lm_devkit.naive import naive_attention
 from toolkit_lm_flashinfer.backend import missing
-from transformers import MistralConfig, MistralForCausalLM
-
-PROMPTS = [[5, 6, 7], [9], list(range(3, 30)), [40, 41], list(range(50, 61))]
-LENGTHS = [9, 3, 5, 7, 2]
-"""Of the answers: the number of rows changes from step to step."""
-
-
-ROWS, MOST, BLOCK = 4, 64, 16
-"""Of the steps below: rows, most keys of a row, keys of a block."""
-
-
-class FixedSteps:
-    """Decode steps of as many rows, in tensors that stay where they are. What nobody stored in the cache is NaN."""
-
-    def __init__(self, window: int | None) -> None:
-        sizes = {"num_kv_heads": 2, "head_size": 64, "dtype": "float32"}
-        kv_cache = FullSpec(block_size=BLOCK, **sizes) if window is None else WindowSpec(block_size=BLOCK, window=window, **sizes)
-        spec = AttentionSpec(layer="attn", type=AttentionType.DECODER, num_heads=4, device="cpu", kv_cache=kv_cache, window=window, **sizes)
-        limits, device = BatchLimits(ROWS, 32, MOST), torch.device("cpu")
-        self.backend = StandInBackend(GroupSetup(layers=[spec], kv_cache=kv_cache, limits=limits, device=device))
-        self.layer = LayerParams(
-            name="attn", attention_type=AttentionType.DECODER, num_heads=4, num_kv_heads=2, head_size=64, scale=0.1, window=window
-        )
-        generator = torch.Generator().manual_seed(0)
-        self.keys, self.values = torch.randn(2, ROWS, MOST, 2, 64, generator=generator)
-        self.q, self.out = torch.randn(ROWS, 4, 64, generator=generator), torch.empty(ROWS, 4, 64)
-        self.k, self.v = torch.empty(2, ROWS, 2, 64)
-        self.table = torch.randperm(ROWS * MOST // BLOCK, generator=generator).int().view(ROWS, -1)
-        self.cache = torch.empty(self.table.numel(), 2, BLOCK, 2, 64)
-        self.slots, self.seq_lens, self.query_start = torch.empty(ROWS).long(), torch.empty(ROWS).int(), torch.arange(ROWS + 1).int()
-
-    def run(self, lengths: list[int]) -> list:
-        """A step whose rows have so many keys, of which it brings the last; what it reads, and where. Its results are checked."""
-        self.cache.fill_(torch.nan)
-        for row, length in enumerate(lengths):
-            self._put(self.cache, row, length - 1)
-            self.slots[row] = self.table[row, (length - 1) // BLOCK] * BLOCK + (length - 1) % BLOCK if length else -1
-            self.k[row], self.v[row] = self.keys[row, length - 1], self.values[row, length - 1]
-        self.seq_lens.copy_(torch.tensor(lengths))
-        view = BatchView(
-            query_start=np.arange(ROWS + 1, dtype=np.int32),
-            seq_lens=np.array(lengths, np.int32),
-            starts=np.array(lengths) - 1,
-            query_start_device=self.query_start,
-            seq_lens_device=self.seq_lens,
-            block_table=self.table,
-            slot_mapping=self.slots,
-            max_query_len=1,
-            max_seq_len=MOST,
-            has_padding=True,
-            is_fixed=True,
-        )
-        meta = self.backend.build(view)
-        with Reads() as reads:
-            self.backend.write_kv(self.layer, self.k, self.v, (self.cache,), meta)
-            self.backend.forward(self.layer, self.q, None, None, (self.cache,), meta, self.out)
-        stored = torch.full_like(self.cache, torch.nan)
-        for row, length in enumerate(lengths):
-            self._put(stored, row, length)
-            if length:
-                given = (x.numpy() for x in (self.q[row : row + 1], self.keys[row, :length], self.values[row, :length]))
-                exact = naive_attention(*given, kind="decoder", scale=0.1, window=self.layer.window)
-                assert np.abs(self.out[row : row + 1].numpy() - exact).max() < 1e-5
-        torch.testing.assert_close(self.cache, stored, atol=0, rtol=0, equal_nan=True)
-        return reads.places
-
-    def _put(self, cache: torch.Tensor, row: int, count: int) -> None:
-        for at in range(count):
-            cache[self.table[row, at // BLOCK], :, at % BLOCK] = torch.stack([self.keys[row, at], self.values[row, at]])
 
 
 @pytest.mark.parametrize("window", [None, 6, 40])
 def test_later_steps_read_where_the_recorded_one_read(window) -> None:
     """What `plan` and `build` fill lies where it lay, has room for the longest rows, and holds nothing of longer steps before."""
-    steps = FixedSteps(window)
+    steps = FixedSteps(StandInBackend, window)
     recorded = steps.run([9, 0, 0, 0])
     for lengths in ([MOST] * ROWS, [10, 2, 30, 0], [17, 16, 1, 33], [3, 0, 0, 0]):
         assert steps.run(lengths) == recorded
@@ -95,33 +20,15 @@ def test_later_steps_read_where_the_recorded_one_read(window) -> None:
 
 @pytest.fixture(scope="module", params=[None, 12], ids=["no window", "window"])
 def folder(request, tmp_path_factory):
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    shape |= {"head_dim": 64, "vocab_size": 101, "max_position_embeddings": 128, "initializer_range": 0.3}
-    folder = tmp_path_factory.mktemp("model")
-    MistralForCausalLM(MistralConfig(**shape, sliding_window=request.param, dtype="float32")).save_pretrained(folder)
-    return folder
-
-
-def generate(folder, mode, attention, **options):
-    details = {"backend": "eager", "cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 2, 4, 8]}
-    plain = {"renderer": "tokens", "dtype": "float32", "kernels": "torch", "num_kv_blocks": 24, "max_num_seqs": 5}
-    plain |= {"max_num_batched_tokens": 64, "enable_prefix_caching": False, "optimization_level": 0 if mode == "none" else 1}
-    plain |= {"attention_backend": attention, "compilation_config": json.dumps(details)}
-    llm = LLM(str(folder), plugins=[StandIn()], **plain | options)
-    params = [SamplingParams(max_tokens=length, temperature=0, ignore_eos=True) for length in LENGTHS]
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
-    runner = llm.llm_engine.client.core.executor.runner
-    counts = {} if mode == "none" else dict(runner.compiler.graphs.num_replays)
-    return [list(one.outputs[0].token_ids) for one in outputs], counts
+    return make_model(tmp_path_factory.mktemp("model"), request.param)
 
 
 def test_steps_in_graphs_give_what_steps_without_give(folder, monkeypatch) -> None:
     recorder = FakeRecorder()
     monkeypatch.setattr(graphs_module, "make_recorder", lambda device: recorder)
     expected, _ = generate(folder, "none", "sdpa")
-    assert generate(folder, "none", "stand_in")[0] == expected
-    found, counts = generate(folder, "full_and_piecewise", "stand_in")
+    assert generate(folder, "none", "stand_in", [StandIn()])[0] == expected
+    found, counts = generate(folder, "full_and_piecewise", "stand_in", [StandIn()])
     assert found == expected
     assert counts[Kind.FULL] and counts[Kind.PIECEWISE], "of decodes the whole step, of others the parts beside attention"
     assert recorder.num_replays

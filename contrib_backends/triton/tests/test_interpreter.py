@@ -32,6 +32,16 @@ def test_some_kernels() -> None:
     interpret("test_triton_kernels.py", "-k", "row_without_keys or large_scores or many_scores or rotated_into or gated_layer")
 
 
+def test_a_decode_in_a_graph() -> None:
+    interpret("test_triton_graphs.py", "-k", "launch and plain")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_graphs() -> None:
+    interpret("test_triton_graphs.py", "-k", "not on_a_gpu")
+
+
 @pytest.mark.slow
 def test_kernels() -> None:
     interpret("test_triton_kernels.py")

@@ -13,13 +13,23 @@ import numpy as np
 import pytest
 import toolkit_lm_triton
 import torch
-from toolkit_lm.attention import AttentionSpec, AttentionType, BatchView, FullSpec, PageTensor
+from toolkit_lm.attention import AttentionSpec, AttentionType, BatchView, FullSpec, GraphSupport, PageTensor
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.plugin import AttentionBackendRegistry, KernelsRegistry, PluginInfo
 from toolkit_lm_triton.backend import TritonBackend
 from toolkit_lm_triton.fused import fits
 from toolkit_lm_triton.layers import TritonKernels
-from toolkit_lm_triton.pieces import SPLIT, Metadata, PlanKey, Tile, make_plan, power_of_2
+from toolkit_lm_triton.pieces import (
+    SPLIT,
+    Metadata,
+    PlanKey,
+    Tile,
+    decode_table,
+    fill_decode_table,
+    make_plan,
+    power_of_2,
+    split_for,
+)
 
 SPEC = AttentionSpec(
     layer="model.layers.0.self_attn.attn",
@@ -173,6 +183,38 @@ def test_pieces_hold_each_query_once_and_the_keys_that_any_of_them_sees(type, wi
                 found[token + index] = found.get(token + index, 0) + 1
             assert (min(seen), max(seen) + 1) == (first, end) if seen else end <= first
     assert found == dict.fromkeys(range(batch.num_tokens), 1)
+
+
+@pytest.mark.parametrize("window", [None, 1, 9])
+def test_decodes_in_graphs_are_cut_as_others_are(window) -> None:
+    """In one table for all steps of as many rows, without the host."""
+    key, table = PlanKey(AttentionType.DECODER, window, 2, False), decode_table(4, torch.device("cpu"))
+    place = table.data_ptr()
+    for lengths in ([90, 1, 7, 12], [3, 0, 0, 0], [8, 9, 10, 11]):
+        batch = batch_of([(1, length) for length in lengths])
+        fill_decode_table(table, batch.seq_lens_device, window)
+        (part,) = make_plan(batch, key)
+        assert part.tile == Tile.of_decodes(2) and table.data_ptr() == place
+        assert torch.equal(table, part.device_table)
+
+
+@pytest.mark.parametrize(("most", "split"), [(1, SPLIT), (32 * SPLIT, SPLIT), (32 * SPLIT + 1, 2 * SPLIT), (131072, 4096), (100_000, 4096)])
+def test_few_programs_share_the_keys_of_a_row(most, split) -> None:
+    assert split_for(most) == split and -(-most // split) <= 32
+
+
+@pytest.mark.parametrize(
+    ("change", "answer"),
+    [
+        ({}, GraphSupport.DECODE),
+        ({"window": 7, "soft_cap": 30.0, "sinks": True}, GraphSupport.DECODE),
+        ({"bias": True}, "biases are made for the keys of each step"),
+        ({"spans": True}, "the host alone knows the spans of tokens"),
+        ({"type": AttentionType.CROSS}, "only layers of decoders have plans that a graph can read"),
+    ],
+)
+def test_graphs_hold_decodes(change, answer) -> None:
+    assert TritonBackend.graphs(msgspec.structs.replace(SPEC, **change)) == answer
 
 
 def is_seen(query: int, key: int, type: AttentionType, window: int | None, span: tuple[int, int]) -> bool:

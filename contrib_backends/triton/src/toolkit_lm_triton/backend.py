@@ -12,6 +12,7 @@ from toolkit_lm.attention import (
     AttentionType,
     BatchView,
     FullSpec,
+    GraphSupport,
     GroupSetup,
     KVCacheSpec,
     LayerParams,
@@ -22,7 +23,17 @@ from toolkit_lm.attention import (
 from torch import Tensor
 
 from toolkit_lm_triton.device import DTYPES, LAUNCH, refusal
-from toolkit_lm_triton.pieces import COLUMNS, SPLIT, Metadata, Part, power_of_2
+from toolkit_lm_triton.pieces import (
+    COLUMNS,
+    Metadata,
+    Part,
+    PlanKey,
+    Tile,
+    decode_table,
+    fill_decode_table,
+    power_of_2,
+    split_for,
+)
 
 _MOST_SIZE = 256
 """Of heads: larger ones do not fit the memory that a program has."""
@@ -46,8 +57,8 @@ class _Bias(NamedTuple):
 class TritonBackend(AttentionBackend):
     """Exact attention of all types on GPUs. A page holds (2, block_size, num_kv_heads, head_size): keys before values.
 
-    Scores, softmax and sums are in float32. The keys of rows with few queries are shared out to programs, `SPLIT` to each. Nothing is
-    padded. In an encoder, a window hides keys at a distance of `window` or more on both sides.
+    Scores, softmax and sums are in float32. The keys of rows with few queries are shared out to programs, equally many to each. Nothing is
+    padded. In an encoder, a window hides keys at a distance of `window` or more on both sides. CUDA graphs may hold decodes.
     """
 
     @classmethod
@@ -64,6 +75,16 @@ class TritonBackend(AttentionBackend):
         assert isinstance(spec, FullSpec)
         return [PageTensor((2, spec.block_size, spec.num_kv_heads, spec.head_size), spec.dtype)]
 
+    @classmethod
+    def graphs(cls, spec: AttentionSpec | None) -> GraphSupport | str:
+        if spec is None or spec.type is not AttentionType.DECODER:
+            return "only layers of decoders have plans that a graph can read"
+        if spec.bias:
+            return "biases are made for the keys of each step"
+        if spec.spans:
+            return "the host alone knows the spans of tokens"
+        return GraphSupport.DECODE
+
     def __init__(self, setup: GroupSetup) -> None:
         super().__init__(setup)
         from toolkit_lm_triton.kernels import attention
@@ -72,8 +93,27 @@ class TritonBackend(AttentionBackend):
         self._tables: dict[int, Tensor] = {}
         """Of the biases that depend on offsets, by identity: layers hold them for as long as the backend lives."""
 
+        self._split = split_for(setup.limits.max_model_len)
+        self._decode_keys = list(dict.fromkeys(_decode_key(one) for one in setup.layers))
+        self._decode_tables: dict[tuple[PlanKey, int], Tensor] = {}
+        """By the number of rows, those that CUDA graphs read."""
+
     def build(self, batch: BatchView) -> Metadata:
-        return Metadata(batch)
+        meta = Metadata(batch, self._split)
+        if batch.is_fixed:
+            assert batch.max_query_len == 1, "graphs hold decodes alone"
+            for key in self._decode_keys:
+                meta.keep(key, self._decode_part(batch, key))
+        return meta
+
+    def _decode_part(self, batch: BatchView, key: PlanKey) -> Part:
+        """The rows of a step in a CUDA graph, where those of other steps of as many rows lay. As many programs as the longest row needs."""
+        place = key, batch.num_rows
+        if place not in self._decode_tables:
+            self._decode_tables[place] = decode_table(batch.num_rows, self.setup.device)
+        fill_decode_table(self._decode_tables[place], batch.seq_lens_device, key.window)
+        most = min(batch.max_seq_len, key.window or batch.max_seq_len)
+        return Part(Tile.of_decodes(key.group), None, self._decode_tables[place], max(-(-most // self._split), 1))
 
     def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Metadata) -> None:
         slots = meta.batch.slot_mapping
@@ -133,7 +173,7 @@ class TritonBackend(AttentionBackend):
         pieces, spans = part.device_table[bias.first : bias.end], layer.spans and meta.batch.spans is not None
         filled, kv_heads, is_shared = power_of_2(max(layer.head_size, 16)), layer.num_kv_heads, part.splits > 1
         shape = {"COLUMNS": COLUMNS, "GROUP": layer.num_heads // kv_heads, "GROUP_FILLED": part.tile.group, "QUERIES": part.tile.queries}
-        shape |= {"SIZE": layer.head_size, "SIZE_FILLED": filled, "SPLIT": SPLIT if is_shared else 0, **LAUNCH}
+        shape |= {"SIZE": layer.head_size, "SIZE_FILLED": filled, "SPLIT": meta.split if is_shared else 0, **LAUNCH}
         partial = stats = None
         if is_shared:
             shares = (len(pieces), part.splits, kv_heads, part.tile.rows)
@@ -171,8 +211,10 @@ class TritonBackend(AttentionBackend):
     def _biases(self, layer: LayerParams, meta: Metadata, part: Part) -> Iterator[_Bias]:
         """Of all pieces of the part."""
         if layer.bias is None:
-            yield _Bias(0, len(part.table), None, 0, 0)
-        elif isinstance(layer.bias, OffsetBias):
+            yield _Bias(0, len(part.device_table), None, 0, 0)
+            return
+        assert part.table is not None, "graphs hold no biases"
+        if isinstance(layer.bias, OffsetBias):
             table = self._by_offset(layer.bias, int(part.table[:, 2:6].max()))
             yield _Bias(0, len(part.table), table, 1, table.shape[1] // 2)
         else:
@@ -189,6 +231,10 @@ class TritonBackend(AttentionBackend):
             # It grows by doubling, so that most steps find one.
             table = self._tables[id(bias)] = bias.by_offset(1 << most.bit_length()).float().contiguous().to(self.setup.device)
         return table
+
+
+def _decode_key(spec: AttentionSpec) -> PlanKey:
+    return PlanKey(spec.type, spec.window, spec.num_heads // spec.num_kv_heads, spans=False)
 
 
 def _side_by_side(x: Tensor) -> Tensor:

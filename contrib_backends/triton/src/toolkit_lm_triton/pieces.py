@@ -17,7 +17,9 @@ COLUMNS = 8
 `token` is its first query, of the step's tokens, `position` that query's, of its row. Its place in the part counts queries.
 """
 SPLIT = 256
-"""Keys of a program, where few queries have many. It is fixed, so that what a row gives does not depend on the rows beside it."""
+"""Fewest keys of a program, where few queries have many."""
+_MOST_SPLITS = 32
+"""Most programs that share the keys of a row: what they leave for `merge` takes memory."""
 _LEAST_ROWS = 16
 """Rows of the smallest matrix that tensor cores multiply."""
 _ROWS = 64
@@ -38,6 +40,11 @@ class Tile(NamedTuple):
         filled = power_of_2(group)
         return cls(max(least // filled, 1), filled)
 
+    @classmethod
+    def of_decodes(cls, group: int) -> Tile:
+        """Of rows with few queries."""
+        return cls.of(group, _LEAST_ROWS)
+
 
 class PlanKey(NamedTuple):
     """The properties of a layer that a plan depends on."""
@@ -53,15 +60,16 @@ class Part:
     """The pieces that one launch of the kernels computes."""
 
     tile: Tile
-    table: np.ndarray
-    """[P, COLUMNS] int32."""
+    table: np.ndarray | None
+    """[P, COLUMNS] int32. None: the host does not know it, in a CUDA graph."""
     device_table: Tensor
-    """The same."""
+    """The same, [P, COLUMNS] int32."""
     splits: int
     """Programs that share the keys of a piece, at most. 1: none are shared."""
 
     def positions(self, first: int, end: int) -> np.ndarray:
         """[queries] int64: of the queries of pieces first : end, one piece after the other."""
+        assert self.table is not None
         table = self.table[first:end].astype(np.int64)
         ends = table[:, 3].cumsum()
         positions: np.ndarray = np.arange(table[:, 3].sum()) + np.repeat(table[:, 2] - ends + table[:, 3], table[:, 3])
@@ -69,6 +77,7 @@ class Part:
 
     def chunks(self, most: int) -> Iterator[tuple[int, int]]:
         """(first, end) of pieces that have at most so many queries together, or are one."""
+        assert self.table is not None
         first, queries = 0, 0
         for index, count in enumerate(self.table[:, 3].tolist()):
             if index > first and queries + count > most:
@@ -80,9 +89,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """One step. Plans are made by the first layer that needs them: the batch knows neither windows nor head counts."""
+    """One step. Plans are made by the first layer that needs them: the batch knows neither windows nor head counts.
+
+    In a CUDA graph they are there before: `keep`.
+    """
 
     batch: BatchView
+    split: int = SPLIT
+    """Keys of a program, as `split_for` has it."""
     _plans: dict[PlanKey, list[Part]] = field(default_factory=dict)
     _span_ends: list[Tensor] = field(default_factory=list)
 
@@ -90,8 +104,13 @@ class Metadata:
         spans = layer.spans and self.batch.spans is not None
         key = PlanKey(layer.attention_type, layer.window, layer.num_heads // layer.num_kv_heads, spans)
         if key not in self._plans:
-            self._plans[key] = make_plan(self.batch, key)
+            assert not self.batch.is_fixed, "a plan is made in `build`"
+            self._plans[key] = make_plan(self.batch, key, self.split)
         return self._plans[key]
+
+    def keep(self, key: PlanKey, part: Part) -> None:
+        """Gives the plan of a step in a CUDA graph."""
+        self._plans[key] = [part]
 
     def span_ends(self) -> Tensor:
         """[T] int32: the end of each token's span, as an index in its sequence."""
@@ -102,16 +121,39 @@ class Metadata:
         return self._span_ends[0]
 
 
-def make_plan(batch: BatchView, key: PlanKey) -> list[Part]:
+def split_for(max_model_len: int) -> int:
+    """Keys of a program in an engine. They are the same for all rows: what a row gives does not depend on the rows beside it."""
+    return max(SPLIT, power_of_2(-(-max_model_len // _MOST_SPLITS)))
+
+
+def decode_table(num_rows: int, device: torch.device) -> Tensor:
+    """[num_rows, COLUMNS] int32 of rows of one query each, for `fill_decode_table`."""
+    table = torch.zeros(num_rows, COLUMNS, dtype=torch.int32, device=device)
+    rows = torch.arange(num_rows, dtype=torch.int32, device=device)
+    for column in (0, 1, 6, 7):
+        table[:, column] = rows
+    table[:, 3] = 1
+    return table
+
+
+def fill_decode_table(table: Tensor, seq_lens: Tensor, window: int | None) -> None:
+    """The pieces of rows with so many keys, [num_rows] int32, of which the last is the query's. The host waits for nothing."""
+    torch.sub(seq_lens, 1, out=table[:, 2])
+    table[:, 5] = seq_lens
+    if window is not None:
+        torch.clamp(seq_lens - window, min=0, out=table[:, 4])
+
+
+def make_plan(batch: BatchView, key: PlanKey, split: int = SPLIT) -> list[Part]:
     """Rows of few queries (decode, drafts), whose keys are shared out; and the other ones (prefill, chunks, encoders)."""
     counts = np.diff(batch.query_start)
-    short = Tile.of(key.group, _LEAST_ROWS)
+    short = Tile.of_decodes(key.group)
     is_short, parts = counts <= short.queries, []
     for tile, rows in ((short, np.flatnonzero(is_short & (counts > 0))), (Tile.of(key.group, _ROWS), np.flatnonzero(~is_short))):
         if len(rows):
             table = _pieces(batch, key, rows, tile.queries)
             most = int((table[:, 5] - table[:, 4]).max())
-            splits = max(-(-most // SPLIT), 1) if tile is short else 1
+            splits = max(-(-most // split), 1) if tile is short else 1
             parts.append(Part(tile, table, torch.from_numpy(table).to(batch.seq_lens_device.device), splits))
     return parts
 
