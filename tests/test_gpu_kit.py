@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -237,6 +238,39 @@ def test_the_wheels_are_those_of_what_is_lacking_and_of_what_they_need(monkeypat
     has.clear()
     with pytest.raises(SystemExit, match=r"msgspec>=0.19 is missing, which toolkit-lm-core needs, and 0.1 is there\. A distribution that"):
         collect.download(ours, {"msgspec": needs.Found("0.1")}, tmp_path / "others")
+
+
+def test_the_metadata_of_the_kit_say_what_the_installed_ones_say(tmp_path):
+    """Requirements, and the entry points that make plugins of distributions."""
+    kit("collect").write_metadata(tmp_path / "metadata")
+    made = {one.metadata["Name"]: one for one in metadata.distributions(path=[str(tmp_path / "metadata")])}
+    installed = {name: metadata.distribution(name) for name in made}
+    assert len(made) > 40
+    points = {name: {(one.group, one.name, one.value) for one in found.entry_points} for name, found in made.items()}
+    assert points == {name: {(one.group, one.name, one.value) for one in found.entry_points} for name, found in installed.items()}
+    assert points["toolkit-lm-tiny"]
+    assert {name: found.version for name, found in made.items()} == {name: found.version for name, found in installed.items()}
+
+
+WITHOUT_COMPILED = """
+import importlib, pkgutil, sys
+for package, compiled in (one.split("=") for one in sys.argv[1:]):
+    sys.modules[f"{package}.{compiled}"] = None
+    for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
+        if module.name != f"{package}.{compiled}":
+            importlib.import_module(module.name)
+from toolkit_lm_cpu.library import refusal
+print(refusal())
+"""
+
+
+def test_the_kit_has_no_compiled_modules_and_all_others_import_without_them():
+    stubs = [path for path in ROOT.glob("*/*/src/*/_*.pyi") if path.name != "__init__.pyi"]
+    packages = [f"{path.parent.name}={path.stem}" for path in stubs]
+    assert "toolkit_lm_cpu=_kernels" in packages
+    done = subprocess.run([sys.executable, "-c", WITHOUT_COMPILED, *packages], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("its kernels are not there")
 
 
 def told(**changed):

@@ -16,6 +16,8 @@ from toolkit_lm_cpu.quota import granted_cores
 try:
     from toolkit_lm_cpu import _kernels as _kernels
 except ImportError as error:
+    # The other modules name it, and where `refusal` says that it is missing nothing of theirs is called.
+    _kernels = None  # type: ignore[assignment]
     _missing: str | None = f"its kernels are not there ({error}): a wheel has them, an installation from the sources compiles them"
 else:
     _missing = None
