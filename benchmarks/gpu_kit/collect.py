@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import tomllib
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import chdir
@@ -76,9 +77,21 @@ def write_metadata(folder: Path) -> dict[str, Found]:
         if (project / "pyproject.toml").exists():
             with chdir(project):
                 made = folder / hatchling.build.prepare_metadata_for_build_wheel(str(folder))
+            # The metadata that a build asks for first has none, and without them nothing is a plugin.
+            (made / "entry_points.txt").write_text(entry_points(project / "pyproject.toml"), encoding="utf-8")
             name, one = _read((made / "METADATA").read_text(encoding="utf-8"))
             found[name] = one
     return found
+
+
+def entry_points(pyproject: Path) -> str:
+    """As the file of that name has them."""
+    project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+    groups = {**project.get("entry-points", {}), "console_scripts": project.get("scripts", {})}
+    lines = []
+    for group, entries in groups.items():
+        lines += [f"[{group}]", *(f"{name} = {target}" for name, target in entries.items()), ""]
+    return "\n".join(lines)
 
 
 def wheel_metadata(folder: Path) -> dict[str, Found]:

@@ -14,7 +14,7 @@ from importlib import metadata
 from typing import Any
 
 from gpu_kit.limits import measure_limits
-from gpu_kit.report import checking, die_with_the_kit, emit
+from gpu_kit.report import MissedError, checking, die_with_the_kit, emit
 from gpu_kit.shape_8b import FULL, QUICK
 
 LIBRARIES = ("torch", "triton", "transformers", "tokenizers", "numpy")
@@ -105,6 +105,8 @@ def main() -> None:
         found.update(versions())
     with checking(REFUSALS) as found:
         found.update(refusals("cpu" if args.quick else "cuda"))
+        if "sdpa" not in found or found["sdpa"] is not None:
+            raise MissedError("the attention backend sdpa is not there, or refuses: are the plugins?")
     measure_limits(QUICK if args.quick else FULL)
 
 
