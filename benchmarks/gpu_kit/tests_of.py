@@ -18,7 +18,10 @@ KITS = {
     "tests/test_parity_llama.py": "OnCuda",
 }
 """By file a word that the names of its tests have, or "" for all."""
-GRAPHS = {"contrib_backends/compile/tests/test_cuda_graphs.py": ""}
+GRAPHS = {
+    "contrib_backends/compile/tests/test_cuda_graphs.py": "",
+    "contrib_backends/triton/tests/test_triton_graphs.py": "on_a_gpu",
+}
 OTHERS = {
     "contrib_backends/flex/tests/test_kit.py": "OnAGpu",
     "contrib_backends/flashinfer/tests/test_flashinfer_kit.py": "TestFlashInfer",
