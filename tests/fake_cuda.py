@@ -116,7 +116,12 @@ class FakeCuda(TorchFunctionMode):
             made = func(*args, **kwargs)
             if pin:
                 self._pinned.append(made)
-            return self._upload(made, late=False) if _is_cuda(device) else made
+            if not _is_cuda(device):
+                return made
+            is_made_there = func not in (torch.tensor, torch.as_tensor)
+            if not is_made_there:
+                self.wait(f"{func.__name__} of pageable memory")
+            return self._upload(made, late=False, counts=not is_made_there)
         if func in _TO and not isinstance(args[0], CudaTensor):
             places = [one for one in (*args[1:], kwargs.get("device")) if _is_cuda(one)]
             likes = [one for one in args[1:] if isinstance(one, CudaTensor)]
@@ -129,11 +134,12 @@ class FakeCuda(TorchFunctionMode):
                 return self._upload(source, late)
         return func(*args, **kwargs)
 
-    def _upload(self, source: Tensor, late: bool) -> CudaTensor:
+    def _upload(self, source: Tensor, late: bool, counts: bool = True) -> CudaTensor:
         target = CudaTensor(self, source.to("meta"))
         if not (late and self._is_pinned(source)):
             source = source.clone()
-        self.uploads.append(source.shape)
+        if counts:
+            self.uploads.append(source.shape)
 
         def copy() -> None:
             target.held = source.clone()

@@ -66,12 +66,15 @@ class Metadata:
     stored: Tensor | None
     """[S] int64: the tokens whose keys and values are stored; None: all."""
     _arguments: dict[LayerKey, Arguments] = field(default_factory=dict)
+    _slots: dict[int, Tensor] = field(default_factory=dict)
 
     def slots(self, block_size: int) -> Tensor:
         """[S] int64: where the step's keys go in the cache, seen as vectors [num_blocks * 2 * block_size, ...]."""
-        slots = self.batch.slot_mapping
-        assert slots is not None
-        return key_places(slots if self.stored is None else slots[self.stored], block_size)
+        if block_size not in self._slots:
+            slots = self.batch.slot_mapping
+            assert slots is not None
+            self._slots[block_size] = key_places(slots if self.stored is None else slots[self.stored], block_size)
+        return self._slots[block_size]
 
     def arguments(self, key: LayerKey) -> Arguments:
         if key not in self._arguments:
@@ -131,18 +134,21 @@ def _own(batch: BatchView, key: LayerKey) -> bool:
 
 
 def _key_places(batch: BatchView, key: LayerKey, found: Sequences) -> Tensor:
-    """[K] int64: the places of all keys, one sequence after the other."""
-    ends = found.num_keys.cumsum()
-    positions = np.arange(found.num_keys.sum()) + np.repeat(found.first_key - ends + found.num_keys, found.num_keys)
-    rows = np.repeat(found.row, found.num_keys)
-    device = batch.seq_lens_device.device
+    """[K] int64: the places of all keys, one sequence after the other. They are counted on the device: the host sends N numbers, not K."""
+    ends, total = found.num_keys.cumsum(), int(found.num_keys.sum())
+    first = found.first_key - ends + found.num_keys
     if key.block_size is None:
-        return torch.from_numpy(positions + batch.query_start[rows]).to(device)
+        first = first + batch.query_start[found.row]
+    given = np.stack([found.num_keys, first, found.row])
+    num_keys, first_place, row = torch.from_numpy(given).to(batch.seq_lens_device.device, non_blocking=True)
+    owner = torch.repeat_interleave(num_keys, output_size=total)
+    positions: Tensor = torch.arange(total, device=owner.device) + first_place[owner]
+    if key.block_size is None:
+        return positions
     assert batch.block_table is not None
-    where = torch.from_numpy(positions).to(device)
-    blocks = batch.block_table[torch.from_numpy(rows).to(device), where // key.block_size].long()
-    return key_places(blocks * key.block_size + where % key.block_size, key.block_size)
+    blocks = batch.block_table[row[owner], positions // key.block_size].long()
+    return key_places(blocks * key.block_size + positions % key.block_size, key.block_size)
 
 
 def _starts(counts: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate([[0], counts.cumsum()]).astype(np.int32)).to(device)
+    return torch.from_numpy(np.concatenate([[0], counts.cumsum()]).astype(np.int32)).to(device, non_blocking=True)

@@ -86,12 +86,15 @@ class Metadata:
     stored: Tensor | None
     """[S] int64: the tokens whose keys and values are stored; None: all."""
     _plans: dict[LayerKey, Plan] = field(default_factory=dict)
+    _slots: dict[int, Tensor] = field(default_factory=dict)
 
     def slots(self, block_size: int) -> Tensor:
         """[S] int64: where the step's keys go in the cache, seen as vectors [num_blocks * 2 * block_size, ...]."""
-        slots = self.batch.slot_mapping
-        assert slots is not None
-        return key_places(slots if self.stored is None else slots[self.stored], block_size)
+        if block_size not in self._slots:
+            slots = self.batch.slot_mapping
+            assert slots is not None
+            self._slots[block_size] = key_places(slots if self.stored is None else slots[self.stored], block_size)
+        return self._slots[block_size]
 
     def plan(self, layer: LayerParams, kv_cache: tuple[Tensor, ...] | None, most_scores: int) -> Plan:
         block_size = None if kv_cache is None else kv_cache[0].shape[2]

@@ -55,7 +55,8 @@ class XformersBackend(AttentionBackend):
         if meta.stored is not None:
             k, v = k[meta.stored], v[meta.stored]
         vectors.index_copy_(0, places, k)
-        vectors.index_copy_(0, places + block_size, v)
+        # A value is block_size after its key.
+        vectors[block_size:].index_copy_(0, places, v)
 
     def forward(
         self,

@@ -54,12 +54,15 @@ class Metadata:
     stored: Tensor | None
     """[S] int64: the tokens whose keys and values are stored; None: all."""
     _prepared: dict[LayerKey, Prepared] = field(default_factory=dict)
+    _slots: dict[int, Tensor] = field(default_factory=dict)
 
     def slots(self, block_size: int) -> Tensor:
         """[S] int64: where the step's keys go in the cache, seen as vectors [num_blocks * 2 * block_size, ...]."""
-        slots = self.batch.slot_mapping
-        assert slots is not None
-        return key_places(slots if self.stored is None else slots[self.stored], block_size)
+        if block_size not in self._slots:
+            slots = self.batch.slot_mapping
+            assert slots is not None
+            self._slots[block_size] = key_places(slots if self.stored is None else slots[self.stored], block_size)
+        return self._slots[block_size]
 
     def prepared(self, key: LayerKey) -> Prepared:
         if key not in self._prepared:
@@ -105,13 +108,19 @@ def make_mask(layout: Layout, key: LayerKey, device: torch.device) -> Any:
 
 
 def _tokens(first: np.ndarray, counts: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(_ranges(first, counts)).to(device)
+    return _ranges(first, counts, device)[0]
 
 
-def _ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """first[0], first[0] + 1, ..., counts[0] of them, then those of the others."""
-    found: np.ndarray = np.arange(counts.sum()) + np.repeat(first - counts.cumsum() + counts, counts)
-    return found
+def _ranges(first: np.ndarray, counts: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """first[0], first[0] + 1, ..., counts[0] of them, then those of the others; and of which range each is. [counts.sum()] int64 each.
+
+    They are counted on the device: the host sends a few numbers for each range.
+    """
+    given = np.stack([counts, first - counts.cumsum() + counts])
+    num, offset = torch.from_numpy(given).to(device, non_blocking=True)
+    total = int(counts.sum())
+    owners = torch.repeat_interleave(num, output_size=total)
+    return torch.arange(total, device=device) + offset[owners], owners
 
 
 def _key_places(batch: BatchView, key: LayerKey, rows: np.ndarray, first: np.ndarray, counts: np.ndarray) -> Tensor:
@@ -120,7 +129,6 @@ def _key_places(batch: BatchView, key: LayerKey, rows: np.ndarray, first: np.nda
     if key.block_size is None:
         return _tokens(batch.query_start[rows] + first, counts, device)
     assert batch.block_table is not None
-    positions = _tokens(first, counts, device)
-    owners = torch.from_numpy(np.repeat(rows, counts)).to(device)
-    blocks = batch.block_table[owners, positions // key.block_size].long()
+    positions, owners = _ranges(first, counts, device)
+    blocks = batch.block_table[torch.from_numpy(rows).to(device, non_blocking=True)[owners], positions // key.block_size].long()
     return key_places(blocks * key.block_size + positions % key.block_size, key.block_size)

@@ -1,0 +1,118 @@
+"""What the layers of a step share, an attention backend makes once: where their keys and values go in the cache."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import FakeCuda
+from flashinfer_stand_in import StandInBackend
+from stand_in_kernel import GATHERING, PAGING, backend_of
+from toolkit_lm.attention import AttentionBackend, AttentionType, BatchView
+from toolkit_lm.plugin import Plugins
+from toolkit_lm_cpu.backend import CpuBackend
+from toolkit_lm_cpu.library import refusal
+from toolkit_lm_devkit import AttentionStep
+from toolkit_lm_devkit.attention import BATCHES
+from toolkit_lm_flash_attn import arguments
+from toolkit_lm_flex.backend import FlexBackend
+from toolkit_lm_sdpa.backend import SdpaBackend
+from toolkit_lm_xformers import layout
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+BACKENDS: dict[str, list[type[AttentionBackend]]] = {
+    "cpu": [CpuBackend],
+    "flash_attn": [backend_of(GATHERING), backend_of(PAGING)],
+    "flashinfer": [StandInBackend],
+    "flex": [FlexBackend],
+    "sdpa": [SdpaBackend],
+}
+OTHERS = {"triton": "its kernels find the places themselves", "xformers": "its masks need the package: below"}
+_VIEWS = {"view", "slice", "select", "unsqueeze", "squeeze", "expand", "unbind", "as_strided", "alias", "permute", "transpose", "detach"}
+
+
+class MadeIntegers(TorchDispatchMode):
+    """Counts the operations whose results are integers, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        made = [one for one in tree_leaves(result) if isinstance(one, Tensor) and not one.is_floating_point() and one.dtype != torch.bool]
+        name = func.overloadpacket.__name__
+        if made and name not in _VIEWS:
+            self.counts[name] += 1
+        return result
+
+
+def with_two_layers(backend: type[AttentionBackend], made: MadeIntegers) -> type[AttentionBackend]:
+    """Writes what each layer keeps twice, and counts the second time."""
+
+    class Twice(backend):  # type: ignore[misc, valid-type]
+        def write_kv(self, *args: Any) -> None:
+            super().write_kv(*args)
+            with made:
+                super().write_kv(*args)
+
+    return Twice
+
+
+def test_every_backend_is_counted() -> None:
+    assert BACKENDS.keys() | OTHERS.keys() == {entry.key for entry in Plugins.load().attention_backends.entries()}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("backend", [pytest.param(one, id=f"{name} {i}") for name, all in BACKENDS.items() for i, one in enumerate(all)])
+def test_a_second_layer_knows_where_to_write(backend: type[AttentionBackend], batch: str) -> None:
+    if backend is CpuBackend and refusal() is not None:
+        pytest.skip(str(refusal()))
+    made = MadeIntegers()
+    step = AttentionStep(with_two_layers(backend, made), BATCHES[batch])
+    step.run()
+    assert not made.counts
+
+
+def batch_of(rows: list[tuple[int, int]], device: str) -> BatchView:
+    """Rows of (queries, keys), in blocks of 16."""
+    queries, keys = zip(*rows, strict=True)
+    table = torch.arange(len(rows) * 16, dtype=torch.int32).flip(0).view(len(rows), 16)
+    slots = torch.arange(sum(queries))
+    step = AttentionStep(SdpaBackend, rows, device=device)
+    return step._batch(queries, keys, [k - q for q, k in rows], table, slots)
+
+
+def test_xformers_finds_the_slots_once() -> None:
+    meta = layout.Metadata(batch_of([(3, 3), (20, 30)], "cpu"), None)
+    assert meta.slots(16) is meta.slots(16)
+    assert meta.slots(16)[15:18].tolist() == [15, 32, 33] and meta.slots(8)[7:9].tolist() == [7, 16]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("batch", sorted(BATCHES.keys() - {"prefill"}))
+@pytest.mark.parametrize("name", ["flash_attn", "xformers"])
+def test_the_host_sends_numbers_of_rows_and_not_of_keys(name: str, batch: str, window: int | None) -> None:
+    """To kernels that read no pages, of which the keys are gathered. Nor does it wait for the device."""
+
+    def keys(device: str) -> Tensor | None:
+        given = batch_of(BATCHES[batch], device)
+        sent = len(cuda.uploads)
+        cuda.waits.clear()
+        if name == "flash_attn":
+            key = arguments.LayerKey(AttentionType.DECODER, window, 16, paged=False)
+            found = arguments.make_arguments(given, key).keys
+        else:
+            found = layout.make_layout(given, layout.LayerKey(AttentionType.DECODER, window, 16, paged=False)).keys
+        assert sum(size.numel() for size in cuda.uploads[sent:]) <= 6 * len(BATCHES[batch]) + 2
+        assert not cuda.waits
+        return found
+
+    with FakeCuda() as cuda:
+        expected, found = keys("cpu"), keys("cuda")
+        assert found is not None and expected is not None
+        assert found.tolist() == expected.tolist() != []
