@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from fake_cuda import FakeCuda
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ConfigError, RequestError
+from toolkit_lm.messages import NewSequence, ScheduledSequence, SequenceInputs, StepPlan, StepResult
+from toolkit_lm.params import SamplingParams
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm_pooling_adapters.poolers import (
+    METHODS,
     PoolingMetadata,
     PoolingRow,
     classification_pooler,
@@ -265,3 +270,35 @@ def test_dimensions_are_checked():
             pooler.check(PoolingParams(task=task, dimensions=9))
         assert caught.value.param == "dimensions"
     assert pooler.output_size("embed") == SIZE
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("task", ["embed", "token_embed"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_waits_once_for_all_that_it_pools(method, task):
+    prompts = some_prompts()
+
+    def pooled(hidden_states):
+        options = config()
+        state = embedding_pooler(options, method).make_state(None, options, hidden_states.device)
+        ends = np.cumsum([0, *map(len, prompts)])
+        rows = np.arange(len(prompts))
+        for seq_id, prompt in enumerate(prompts):
+            asked = SequenceInputs(pooling=PoolingParams(task=task))
+            tokens = [0] * len(prompt)
+            known = {"seq_id": seq_id, "token_ids": tokens, "num_prompt_tokens": len(prompt), "block_tables": [], "inputs": asked}
+            state.add(NewSequence(**known, params=SamplingParams(), seed=0, stop_token_ids=[]))
+        histories = SimpleNamespace(tokens=lambda row: np.zeros(len(prompts[row]), np.int32))
+        plan = StepPlan(scheduled=[ScheduledSequence(seq_id, 0, len(prompt), [], False) for seq_id, prompt in enumerate(prompts)])
+        inputs = SimpleNamespace(plan=plan, query_start=ends, starts=np.zeros_like(rows), rows=rows, histories=histories)
+        result = StepResult(token_ids=[])
+        state.finish(inputs, hidden_states, result)
+        return {seq_id: array.to_numpy().tolist() for seq_id, array in result.pooled.items()}
+
+    expected = pooled(torch.cat(prompts))
+    with FakeCuda() as cuda:
+        hidden_states = torch.cat(prompts).to("cuda")
+        cuda.waits.clear()
+        assert pooled(hidden_states) == expected
+        assert cuda.waits == ["aten::_to_copy"]
+    assert len(expected) == len(prompts)

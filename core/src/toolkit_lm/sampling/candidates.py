@@ -10,6 +10,7 @@ from torch import Tensor
 from toolkit_lm.messages import Candidates
 from toolkit_lm.sampling.batch import SamplingBatch
 from toolkit_lm.sampling.masks import mask
+from toolkit_lm.sampling.transfer import to_host
 
 
 class BeamCandidates(NamedTuple):
@@ -27,7 +28,7 @@ def top_candidates(logits: Tensor, rows: SamplingBatch) -> BeamCandidates:
     Log probabilities are of the model's own distribution; masks and processors of the stage "logits" come after, and take nothing off the
     tokens that they leave.
     """
-    finite = torch.isfinite(logits.amax(dim=-1)).tolist()
+    are_finite = torch.isfinite(logits.amax(dim=-1))
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     mask(logprobs, rows)
     failed: dict[int, str] = {}
@@ -36,8 +37,9 @@ def top_candidates(logits: Tensor, rows: SamplingBatch) -> BeamCandidates:
         failed = rows.processors.errors
     best = logprobs.topk(min(int(rows.num_candidates.max()), logprobs.shape[-1]), dim=-1)
     found = BeamCandidates({}, {})
-    columns = zip(best.indices.tolist(), best.values.tolist(), rows.num_candidates.tolist(), finite, strict=True)
-    for row, (token_ids, values, wanted, is_finite) in enumerate(columns):
+    told = (column.tolist() for column in to_host(best.indices, best.values, are_finite))
+    columns = zip(rows.num_candidates.tolist(), *told, strict=True)
+    for row, (wanted, token_ids, values, is_finite) in enumerate(columns):
         if (key := int(rows.key[row])) in failed:
             found.errors[row] = failed[key]
         elif is_finite:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from toolkit_lm.sampling.batch import SamplingBatch
+from toolkit_lm.sampling.transfer import to_device
 
 _SELECTED = 256
 """Tokens that are sorted at first."""
@@ -21,7 +22,7 @@ def distribution(logits: Tensor, rows: SamplingBatch) -> Tensor:
         return _filter(logits, rows)
     probs = torch.softmax(logits, dim=-1)
     if len(filtered):
-        index = torch.from_numpy(filtered).to(logits.device)
+        index = to_device(filtered, logits.device)
         probs[index] = _filter(logits[index], rows.select(filtered))
     return probs
 
@@ -30,11 +31,11 @@ def _filter(logits: Tensor, rows: SamplingBatch) -> Tensor:
     probs = torch.softmax(logits, dim=-1)
     sorting = np.flatnonzero((rows.top_k > 0) | (rows.top_p < 1))
     if len(sorting):
-        index = torch.from_numpy(sorting).to(logits.device)
+        index = to_device(sorting, logits.device)
         probs[index] = _top(logits[index], rows.select(sorting))
     users = np.flatnonzero(rows.min_p > 0)
     if len(users):
-        index = torch.from_numpy(users).to(probs.device)
+        index = to_device(users, probs.device)
         probs[index] = _min_p(probs[index], rows.select(users))
     return probs
 
@@ -55,7 +56,7 @@ def _first(logits: Tensor, tokens: Tensor, rows: SamplingBatch) -> tuple[Tensor,
     # Sorting the logits and not the probabilities keeps the order of tokens whose probabilities round to the same.
     chosen, order = logits.gather(-1, tokens).sort(dim=-1, descending=True, stable=True)
     size, vocab_size = chosen.shape[-1], logits.shape[-1]
-    top_k = torch.from_numpy(np.where(rows.top_k > 0, rows.top_k, vocab_size)).to(logits.device)[:, None]
+    top_k = to_device(np.where(rows.top_k > 0, rows.top_k, vocab_size), logits.device)[:, None]
     weights = (chosen - chosen[:, :1]).exp().masked_fill(torch.arange(size, device=logits.device) >= top_k, 0.0)
     probs = weights / torch.where(top_k <= size, _total(weights), _total((logits - chosen[:, :1]).exp()))
     top_p = column(rows.top_p, probs)
@@ -80,4 +81,4 @@ def _total(x: Tensor) -> Tensor:
 
 def column(values: np.ndarray, like: Tensor) -> Tensor:
     """[R] -> [R, 1]."""
-    return torch.from_numpy(values).to(like)[:, None]
+    return to_device(values, like.device).to(like.dtype)[:, None]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from toolkit_lm.messages import TokenLogprobs
+from toolkit_lm.sampling.transfer import to_device, to_host
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, wanted: np.ndarray, named: np.ndarray | None = None) -> list[TokenLogprobs]:
@@ -18,7 +19,7 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, wanted: np.ndarray, named:
     chosen = logprobs.gather(-1, token_ids[:, None])
     ranks = (logprobs > chosen).sum(dim=-1) + 1
     top = logprobs.topk(min(int(wanted.max()), logprobs.shape[-1]), dim=-1)
-    found = (column.tolist() for column in (token_ids, chosen[:, 0], ranks, top.indices, top.values))
+    found = (column.tolist() for column in to_host(token_ids, chosen[:, 0], ranks, top.indices, top.values))
     columns = zip(*found, wanted.tolist(), strict=True)
     told = [TokenLogprobs([token, *ids[:n]], [logprob, *values[:n]], rank) for token, logprob, rank, ids, values, n in columns]
     for row, ids in enumerate(() if named is None else named.tolist()):
@@ -29,7 +30,9 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, wanted: np.ndarray, named:
 
 def _add(told: TokenLogprobs, logprobs: Tensor, token_ids: list[int]) -> None:
     """Those of the tokens that a request names, of one row [V]."""
-    values = logprobs[torch.tensor(token_ids, device=logprobs.device)]
+    values = logprobs[to_device(np.array(token_ids), logprobs.device)]
+    ranks = torch.stack([(logprobs > value).sum() for value in values]) + 1
+    values, ranks = to_host(values, ranks)
     told.token_ids += token_ids
     told.logprobs += values.tolist()
-    told.ranks = [int((logprobs > value).sum()) + 1 for value in values]
+    told.ranks = ranks.tolist()

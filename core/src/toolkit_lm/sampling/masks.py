@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from toolkit_lm.sampling.batch import SamplingBatch, TokenRules
+from toolkit_lm.sampling.transfer import to_device
 
 
 def mask(logits: Tensor, rows: SamplingBatch) -> None:
@@ -24,8 +25,10 @@ def mask(logits: Tensor, rows: SamplingBatch) -> None:
     early = np.flatnonzero(rows.position < rows.min_tokens)
     _put(logits, {int(row): rows.rules[row].stop[rows.rules[row].stop < vocab_size] for row in early}, -torch.inf)
     if forced := rows.must_draw():
-        logits[list(forced)] = -torch.inf
-        logits[list(forced), list(forced.values())] = 0.0
+        places = np.array([*forced, *forced.values()]).reshape(2, -1)
+        its, tokens = to_device(places, logits.device)
+        logits[its] = -torch.inf
+        logits[its, tokens] = 0.0
 
 
 def _allow(logits: Tensor, rows: SamplingBatch) -> None:
@@ -34,19 +37,21 @@ def _allow(logits: Tensor, rows: SamplingBatch) -> None:
         if rules.allowed is not None:
             sharing.setdefault(rules, []).append(row)
     for rules, its in sharing.items():
-        index = torch.tensor(its, device=logits.device)[:, None], torch.from_numpy(rules.allowed).to(logits.device)
+        assert rules.allowed is not None
+        own = to_device(np.array(its), logits.device)
+        index = own[:, None], to_device(rules.allowed, logits.device)
         kept = logits[index]
-        logits[its] = -torch.inf
+        logits[own] = -torch.inf
         logits[index] = kept
 
 
 def _put(logits: Tensor, token_ids: dict[int, np.ndarray], values: float | np.ndarray) -> None:
     """Adds to the logits of each row's tokens: minus infinity rules them out."""
     if token_ids:
-        added = torch.as_tensor(values, dtype=logits.dtype, device=logits.device)
+        added = to_device(np.asarray(values), logits.device).to(logits.dtype)
         logits.index_put_(_index(token_ids, logits.device), added, accumulate=True)
 
 
 def _index(token_ids: dict[int, np.ndarray], device: torch.device) -> tuple[Tensor, Tensor]:
     rows = np.repeat(list(token_ids), [len(ids) for ids in token_ids.values()])
-    return torch.from_numpy(rows).to(device), torch.from_numpy(np.concatenate(list(token_ids.values()))).to(device)
+    return to_device(rows, device), to_device(np.concatenate(list(token_ids.values())), device)

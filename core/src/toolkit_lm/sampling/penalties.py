@@ -8,20 +8,21 @@ from torch import Tensor
 
 from toolkit_lm.sampling.batch import SamplingBatch
 from toolkit_lm.sampling.filters import column
+from toolkit_lm.sampling.transfer import to_device
 
 
 def penalize(logits: Tensor, rows: SamplingBatch) -> None:
     """Changes logits [R, V] in place, those of the rows that have penalties."""
     repeating = np.flatnonzero(rows.repetition_penalty != 1)
     if len(repeating):
-        index = torch.from_numpy(repeating).to(logits.device)
+        index = to_device(repeating, logits.device)
         penalty = column(rows.repetition_penalty[repeating], logits)
         some = logits[index]
         scaled = torch.where(some > 0, some / penalty, some * penalty)
         logits[index] = torch.where(_counts(rows, repeating, logits, output_only=False) > 0, scaled, some)
     counting = np.flatnonzero((rows.presence_penalty != 0) | (rows.frequency_penalty != 0))
     if len(counting):
-        index = torch.from_numpy(counting).to(logits.device)
+        index = to_device(counting, logits.device)
         counts = _counts(rows, counting, logits, output_only=True)
         presence, frequency = column(rows.presence_penalty[counting], logits), column(rows.frequency_penalty[counting], logits)
         logits[index] -= presence * (counts > 0) + frequency * counts
@@ -30,6 +31,6 @@ def penalize(logits: Tensor, rows: SamplingBatch) -> None:
 def _counts(rows: SamplingBatch, index: np.ndarray, logits: Tensor, *, output_only: bool) -> Tensor:
     """[R, V] how often each token is in the sequence, or in its output."""
     vocab_size = logits.shape[-1]
-    tokens = torch.from_numpy(rows.history.padded(rows.row[index], output_only=output_only, fill=vocab_size)).to(logits.device)
+    tokens = to_device(rows.history.padded(rows.row[index], output_only=output_only, fill=vocab_size), logits.device)
     counts = logits.new_zeros(len(index), vocab_size + 1)
     return counts.scatter_add_(-1, tokens, torch.ones_like(tokens, dtype=counts.dtype))[:, :-1]

@@ -32,6 +32,7 @@ from toolkit_lm.sampling.logprobs import token_logprobs
 from toolkit_lm.sampling.masks import mask
 from toolkit_lm.sampling.penalties import penalize
 from toolkit_lm.sampling.processors import ProcessorTable
+from toolkit_lm.sampling.transfer import to_device, to_host
 from toolkit_lm.sampling.uniform import uniform
 
 
@@ -69,24 +70,30 @@ def sample(logits: Tensor, rows: SamplingBatch, likeliest: Callable[[Tensor], tu
         if len(edited) == len(rows):
             _edit(scores, rows, processors)
         else:
-            index = _to(edited, logits)
+            index = to_device(edited, logits.device)
             scores.index_copy_(0, index, _edit(scores.index_select(0, index), rows.select(edited), processors))
     best, token_ids = likeliest(scores)
     # max() passes NaN on, and is -inf where no token is allowed.
     failed = ~torch.isfinite(best)
     probs: dict[int, float] = {}
     if rows.temperature.max() >= MIN_TEMPERATURE:
-        random = (torch.from_numpy(rows.temperature) >= MIN_TEMPERATURE).logical_and_(~failed.cpu()).nonzero()[:, 0].numpy()
-        index = _to(random, logits)
+        random = np.flatnonzero(rows.temperature >= MIN_TEMPERATURE)
+        if processors is not None:
+            # They are shown no row that has failed.
+            random = random[~failed.cpu().numpy()[random]]
+        index = to_device(random, logits.device)
         part, selected = (scores, rows) if len(random) == len(rows) else (scores[index], rows.select(random))
-        token_ids[index], drawn, none_left = _draw(part.float(), selected, processors)
+        tokens, drawn, none_left = _draw(part.float(), selected, processors)
+        # What was drawn for a row that has failed is never asked for.
+        token_ids[index] = torch.where(failed[index], token_ids[index], tokens)
         failed[index] |= none_left
         if drawn is not None:
             probs = dict(zip(random.tolist(), drawn.tolist(), strict=True))
+    on_host, failed = to_host(token_ids, failed)
     without = failed.nonzero()[:, 0].tolist()
     errors = {row: _why_none(logits[row], rows.rules[row].given[0]) for row in without} if without else {}
     states: dict[int, SamplerState] = {}
-    drawn_ids = token_ids.tolist()
+    drawn_ids = on_host.tolist()
     if processors is not None:
         keys = rows.key.tolist()
         states = processors.after_draw(keys, rows.processor_row, drawn_ids, probs)
@@ -94,7 +101,7 @@ def sample(logits: Tensor, rows: SamplingBatch, likeliest: Callable[[Tensor], tu
     if rows.logprobs.max() < 0:
         return Sampled(drawn_ids, [], errors, states)
     if processors is not None and (changed := processors.in_logprobs(rows.key.tolist())):
-        logits = logits.float().index_copy(0, _to(np.array(changed), logits), scores[changed].float())
+        logits = logits.float().index_copy(0, to_device(np.array(changed), logits.device), scores[changed].float())
     logprobs = _logprobs(logits, token_ids, rows.logprobs, rows.logprob_token_ids)
     return Sampled(drawn_ids, logprobs, errors, states)
 
@@ -102,6 +109,8 @@ def sample(logits: Tensor, rows: SamplingBatch, likeliest: Callable[[Tensor], tu
 def take_likeliest(best: Tensor, token_ids: Tensor) -> Sampled:
     """As `sample`, of rows that just take the likeliest token: the greatest logit of each, and its token, [R] each."""
     errors = {}
+    if best.device.type != "cpu":
+        best, token_ids = to_host(best, token_ids)
     # No sum of finite float32 is too large for a double.
     if not math.isfinite(sum(best.tolist())):
         errors = dict.fromkeys((~torch.isfinite(best)).nonzero()[:, 0].tolist(), _NOT_FINITE)
@@ -123,7 +132,7 @@ def _draw(logits: Tensor, rows: SamplingBatch, processors: ProcessorTable | None
     if processors is not None:
         processors.apply(probs, rows.key.tolist(), rows.processor_row, "probs")
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
-    u = torch.from_numpy(uniform(rows.seed, rows.position, work=rows.work[0])).to(probs.device)[:, None]
+    u = to_device(uniform(rows.seed, rows.position, work=rows.work[0]), probs.device)[:, None]
     # The first token whose cumulative probability exceeds u of the whole.
     token_ids = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True).clamp_(max=probs.shape[-1] - 1)
     drawn = None if processors is None else probs.gather(-1, token_ids)[:, 0].double() / cumulative[:, -1]
@@ -137,10 +146,6 @@ def _why_none(logits: Tensor, params: SamplingParams) -> str:
 
 def _logprobs(logits: Tensor, token_ids: Tensor, wanted: np.ndarray, named: np.ndarray) -> list[TokenLogprobs | None]:
     asking = np.flatnonzero(wanted >= 0)
-    index = _to(asking, logits)
+    index = to_device(asking, logits.device)
     found = iter(token_logprobs(logits[index], token_ids[index], wanted[asking], named[asking]))
     return [next(found) if one >= 0 else None for one in wanted.tolist()]
-
-
-def _to(index: np.ndarray, like: Tensor) -> Tensor:
-    return torch.from_numpy(index).to(like.device)

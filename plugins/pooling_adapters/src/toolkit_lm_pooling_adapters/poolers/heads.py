@@ -99,5 +99,5 @@ class ClassifierHead(Head):
         use_activation, ids = self.postprocess_key(params)
         if ids is not None:
             # Among the logits, and before softmax: the chosen ones' probabilities add up to 1.
-            values = values[..., torch.tensor(ids, dtype=torch.int64, device=values.device)]
+            values = values[..., torch.tensor(ids, dtype=torch.int64).to(values.device, non_blocking=True)]
         return self._activate(values) if use_activation else values

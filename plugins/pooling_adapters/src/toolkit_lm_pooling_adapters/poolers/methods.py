@@ -117,8 +117,8 @@ class _Sum(PoolingMethod):
             vectors = hidden_states[block].float()
             sums.index_add_(0, segments.row_of_token[block], vectors if weights is None else vectors * weights[block])
         totals = self._carry(sums[:-1], segments)
-        factors = [self._factor(segments.rows[index]) for index in segments.finished]
-        return totals * torch.tensor(factors, dtype=torch.float32, device=segments.device).unsqueeze(1)
+        factors = np.array([self._factor(segments.rows[index]) for index in segments.finished], np.float32)
+        return totals * torch.from_numpy(factors).to(segments.device, non_blocking=True).unsqueeze(1)
 
     def _merge(self, row: PoolingRow, before: Tensor, now: Tensor) -> Tensor:
         return now
@@ -158,7 +158,7 @@ class WeightedMean(_Sum):
         weights = np.zeros(segments.num_tokens, np.float32)
         for row in segments.rows:
             weights[row.tokens] = np.arange(row.start + 1, row.start + 1 + len(row.token_ids))
-        return torch.from_numpy(weights).to(segments.device).unsqueeze(1)
+        return torch.from_numpy(weights).to(segments.device, non_blocking=True).unsqueeze(1)
 
     def _factor(self, row: PoolingRow) -> float:
         tokens, left_out = row.num_prompt_tokens, row.pooling_start

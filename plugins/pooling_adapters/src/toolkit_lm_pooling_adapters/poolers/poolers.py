@@ -98,7 +98,7 @@ class AllPooler(_HeadPooler):
         selected = [self._select(row) for row in meta.rows]
         tokens = np.concatenate(selected) if selected else np.empty(0, np.int64)
         if len(tokens) != hidden_states.shape[0]:
-            hidden_states = hidden_states[torch.from_numpy(tokens).to(hidden_states.device)]
+            hidden_states = hidden_states[torch.from_numpy(tokens).to(hidden_states.device, non_blocking=True)]
         values = self.head(hidden_states.float())
         keys = {self.head.postprocess_key(row.params) for row in meta.rows}
         if len(keys) == 1:

@@ -115,10 +115,9 @@ class PoolingState(ModelState):
         rows = {seq.seq_id: self._row(seq, index, inputs) for index, seq in self._rows(inputs)}
         if not rows:
             return
-        for seq_id, tensor in zip(rows, self.pooler(hidden_states, PoolingMetadata(list(rows.values()))), strict=True):
-            if tensor is None:
-                continue
-            values = tensor.float().contiguous().cpu().numpy()
+        pooled = self.pooler(hidden_states, PoolingMetadata(list(rows.values())))
+        found = {seq_id: one for seq_id, one in zip(rows, pooled, strict=True) if one is not None}
+        for seq_id, values in zip(found, _on_host(list(found.values())), strict=True):
             if np.isfinite(values).all():
                 result.pooled[seq_id] = Array.of(values)
             else:
@@ -144,3 +143,13 @@ class PoolingState(ModelState):
             pooling_start=seq.inputs.pooling_start,
             state=self._states[seq.seq_id],
         )
+
+
+def _on_host(tensors: Sequence[Tensor]) -> list[np.ndarray]:
+    """Each as float32, contiguous. All come from the device by one copy, for which the host waits."""
+    values = [one.float().contiguous() for one in tensors]
+    if not values or values[0].device.type == "cpu":
+        return [one.numpy() for one in values]
+    packed = torch.cat([one.flatten() for one in values]).cpu()
+    parts = torch.split(packed, [one.numel() for one in values])
+    return [part.view(one.shape).numpy() for part, one in zip(parts, values, strict=True)]
