@@ -102,14 +102,17 @@ def _for_runner(config: VllmConfig, choice: RunnerChoice, entry: ModelEntry) -> 
 
 def resolve_device(config: VllmConfig) -> VllmConfig:
     """The config with a device that is there. Raises ConfigError. For the process that computes: it imports torch."""
-    return config.replace(device=_device(config.device.device))
+    return config.replace(device=_device(config.device.device, config.parallel.num_ranks))
 
 
-def _device(wanted: str) -> str:
+def _device(wanted: str, num_ranks: int) -> str:
     import torch
 
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and num_ranks > 1 and torch.cuda.device_count():
+        # The workers compute. Something of this process on a GPU would take half a gigabyte from the first of them.
+        return wanted
     try:
         # Whether a device is there shows when something is put on it; "meta" holds nothing.
         torch.empty(1, device="none" if wanted == "meta" else wanted)
