@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from fake_cuda import CurrentDevice, FakeCuda
-from fake_model import SumBackend, continuation, make_runner, new, next_token, row
+from fake_model import SumBackend, continuation, make_config, make_plugins, make_runner, new, next_token, row
 from toolkit_lm.messages import StepPlan
+from toolkit_lm.runner import ModelRunner, model_runner, profile
+from toolkit_lm.runner.warm_up import _MOST_MEMORY
+from toolkit_lm.sampling import filters, sample
+from toolkit_lm_devkit import sampling_rows
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -49,3 +54,21 @@ def test_a_backend_is_asked_where_the_model_s_gpu_is_the_current_one(cuda, monke
     monkeypatch.setattr(SumBackend, "refuses", lambda spec: asked.append(CurrentDevice.now()))
     make_runner(device="cuda:3")
     assert set(asked) == {3} and CurrentDevice.now() == 0
+
+
+def test_the_largest_step_draws_as_what_takes_the_most_memory(cuda, monkeypatch):
+    """On a GPU what it took is no longer free when the KV cache gets its share."""
+    drawn = []
+
+    def sampling(logits, rows, likeliest):
+        drawn.append((len(logits), rows.temperature.tolist(), bool((rows.top_p < 1).all())))
+        return sample(logits, rows, likeliest)
+
+    monkeypatch.setattr(model_runner, "sample", sampling)
+    runner = ModelRunner(make_config(device="cuda"), make_plugins())
+    runner.load()
+    profile(runner)
+    assert drawn == [(4, [1.0] * 4, True)]
+    # Of the likeliest 256, as many as float32 can tell apart are kept: whether more are shows when all are sorted.
+    probs, is_certain = filters._first(torch.zeros(1, 300), torch.arange(256)[None], sampling_rows(_MOST_MEMORY))
+    assert not is_certain.any() and (probs > 0).sum() == 256

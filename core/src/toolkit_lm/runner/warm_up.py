@@ -21,6 +21,9 @@ from toolkit_lm.runner.proof import prove
 
 _KEPT_BYTES = 2**25 - 2**16
 """A little below the most that glibc adapts to."""
+_GREEDY = SamplingParams(temperature=0)
+_MOST_MEMORY = SamplingParams(top_p=1 - 1e-7)
+"""No few tokens hold as much, so that all are sorted."""
 
 
 def warm_up(runner: ModelRunner) -> None:
@@ -72,8 +75,9 @@ def _cause(runner: ModelRunner) -> str:
 def profile(runner: ModelRunner) -> int:
     """Bytes that the largest step, CUDA graphs and the encoder cache take, where the KV cache gets a share of the memory; else 0.
 
-    All ranks of an engine run it at the same time, before the cache is made. The allocator of a GPU keeps what the step took, so that it
-    is no longer free there, and does not count. Where the system does not tell a process' peak, nothing is known of the step.
+    In that step all rows draw with top-p. All ranks of an engine run it at the same time, before the cache is made. The allocator of a
+    GPU keeps what the step took, so that it is no longer free there, and does not count. Where the system does not tell a process' peak,
+    nothing is known of the step.
     """
     cache, scheduler, on_gpu = runner.config.cache, runner.config.scheduler, runner.device.type == "cuda"
     shares = on_gpu if cache.kv_cache_memory == "auto" else isinstance(parse_memory(cache.kv_cache_memory), float)
@@ -87,7 +91,7 @@ def profile(runner: ModelRunner) -> int:
     runner.init_kv_cache(kv_cache.sized(least, [0] * len(kv_cache.pools)))
     graphs = 0 if runner.compiler is None else runner.compiler.estimate(lambda: _compute_tokens(runner, 1))
     # All of them write into the same blocks.
-    plan = _made_up(runner, scheduler.max_num_seqs, length)
+    plan = _made_up(runner, scheduler.max_num_seqs, length, _MOST_MEMORY)
     with contextlib.suppress(OSError):
         # The peak begins anew.
         Path("/proc/self/clear_refs").write_text("5")
@@ -107,7 +111,7 @@ def _resident(name: str) -> int:
     return 0
 
 
-def _made_up(runner: ModelRunner, num_sequences: int, num_tokens: int) -> StepPlan:
+def _made_up(runner: ModelRunner, num_sequences: int, num_tokens: int, params: SamplingParams = _GREEDY) -> StepPlan:
     """Computes sequences -1, -2, ... of so many tokens in the first blocks, with room for one more; in a step of its own."""
     pooling, groups = None, [group.spec for group in runner.kv_cache.groups]
     if runner.config.model.runner == "pooling":
@@ -123,7 +127,7 @@ def _made_up(runner: ModelRunner, num_sequences: int, num_tokens: int) -> StepPl
             token_ids=[0] * num_tokens,
             num_prompt_tokens=num_tokens,
             block_tables=[[] if spec.of_encoder else list(range(spec.num_blocks(num_tokens + 1))) for spec in groups],
-            params=SamplingParams(temperature=0),
+            params=params,
             seed=0,
             stop_token_ids=[],
             inputs=SequenceInputs(pooling=pooling),
