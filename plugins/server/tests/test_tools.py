@@ -144,6 +144,51 @@ async def test_a_call_that_max_tokens_cuts_is_left_out(client_of, scripted):
     assert (plain(streamed), reason) == (plain(choice["message"]), "length")
 
 
+STRICT = {**BODY, "tools": [{**WEATHER, "function": {**WEATHER["function"], "strict": True}}, TIME]}
+HELD = {
+    "required": {**BODY, "tool_choice": "required"},
+    "named": {**BODY, "tool_choice": {"type": "function", "function": {"name": "get_weather"}}},
+    "strict": STRICT,
+}
+"""Requests whose answers a grammar holds to whole calls."""
+
+
+def pieces(response):
+    """The deltas of calls in a stream."""
+    lines = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    return [call for line in lines for choice in line["choices"] for call in choice["delta"].get("tool_calls", ())]
+
+
+@pytest.mark.parametrize("kind", HELD)
+async def test_a_call_that_must_become_whole_streams_as_it_is_written(client_of, scripted, kind):
+    engine = scripted(CALL.replace("Paris", "Paris, France"))
+    whole_call = (await whole(client_of, engine, HELD[kind]))["message"]["tool_calls"][0]["function"]
+    response = await ask(client_of, engine, {**HELD[kind], "stream": True})
+    streamed, reason, _ = joined(response.text.splitlines())
+    assert ([call["function"] for call in streamed["tool_calls"]], reason) == ([whole_call], "tool_calls")
+    first, *rest = pieces(response)
+    assert first["function"] == {"name": "get_weather", "arguments": ""} and first["id"] and first["type"] == "function"
+    assert len(rest) == len(whole_call["arguments"]) and all([*one] == ["index", "function"] for one in rest)
+
+
+@pytest.mark.parametrize("kind", HELD)
+async def test_a_streamed_call_that_is_cut_lacks_its_end(client_of, scripted, kind):
+    for end in (len(CALL) - len('"Paris"}}\n</tool_call>'), len(CALL) - len("}\n</tool_call>")):
+        engine = scripted(CALL[:end], reason="length")
+        response = await ask(client_of, engine, {**HELD[kind], "stream": True})
+        streamed, reason, _ = joined(response.text.splitlines())
+        assert (reason, streamed["content"]) == ("length", "")
+        for call in streamed.get("tool_calls", ()):
+            with pytest.raises(ValueError, match="line 1 column"):
+                json.loads(call["function"]["arguments"])
+    assert "tool_calls" not in (await whole(client_of, engine, HELD[kind]))["message"]
+
+
+async def test_a_call_that_may_turn_out_to_be_none_comes_whole(client_of, scripted):
+    response = await ask(client_of, scripted(CALL), {**BODY, "stream": True})
+    assert [call["function"]["arguments"] for call in pieces(response)] == ['{"city": "Paris"}']
+
+
 async def test_log_probabilities_stay_with_their_tokens(client_of, scripted):
     engine = scripted(f"{THOUGHT}{CALL}")
     body = {**BODY, "logprobs": True}
@@ -299,4 +344,6 @@ async def test_what_max_tokens_leaves_of_a_required_call_is_no_content(client_of
         choice = await whole(client_of, engine, body)
         assert (choice["finish_reason"], choice["message"]["content"] or "") == ("length", "")
         streamed, reason, _ = joined((await ask(client_of, engine, {**body, "stream": True})).text.splitlines())
-        assert (plain(streamed), reason) == (plain(choice["message"]), "length")
+        message, begun = plain(streamed)
+        are_whole = [call for call in begun if call["arguments"].endswith("}")]
+        assert (message, are_whole, reason) == (*plain(choice["message"]), "length")

@@ -181,6 +181,32 @@ def values(calls: Calls) -> Calls:
     return [(name, json.loads(given) if isinstance(given, str) else given) for name, given in calls]
 
 
+MUST: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"tool_choice": "required"},
+    "/v1/chat/completions/batch": {"tool_choice": "required"},
+    "/v1/responses": {"tool_choice": "required"},
+    "/v1/messages": {"tool_choice": {"type": "any"}},
+    "/v2/chat": {"tool_choice": "REQUIRED"},
+}
+"""What has an answer call a tool, of the doors that have it."""
+IN_PIECES = ("/v1/chat/completions",)
+"""Where a call streams as it is written."""
+
+
+@pytest.mark.parametrize("path", [path for path in MUST if DOORS[path].events is not None])
+async def test_a_call_that_must_be_is_not_executable_either_where_it_is_cut(serve, say, path):
+    door, written = DOORS[path], WRITTEN["hermes"]
+    async with serve(tool_call_parser="hermes") as client:
+        for end in (len(written.begin) + 30, len(written.oslo) - len(written.end)):
+            say(written.oslo[:end], "length")
+            streamed = (await client.post(path, json={**door.body, **MUST[path], "stream": True})).text
+            lines = [line.removeprefix("data: ") for line in streamed.splitlines()]
+            calls, reason = door.events([json.loads(line) for line in lines if line.startswith("{")])
+            assert reason == door.reason and bool(calls) == (path in IN_PIECES)
+            for name, arguments in calls:
+                assert name == "get_time" and arguments.startswith('{"c') and not arguments.endswith("}")
+
+
 @pytest.mark.parametrize("path", DOORS)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in WRITTEN])
 async def test_a_cut_call_is_executable_at_no_door(serve, say, name, path):

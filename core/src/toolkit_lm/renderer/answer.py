@@ -15,14 +15,14 @@ _PROMPT_END = 64
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A tool call that is new in an answer. It comes whole."""
+    """A tool call that is new in an answer, or the next piece of one that has begun in it."""
 
     index: int
     """Of the call: 0 for the answer's first."""
     name: str
-    """Of the function."""
+    """Of the function; empty in all pieces but a call's first."""
     arguments: str
-    """The JSON text of an object."""
+    """The JSON text of an object, or a piece of it. All pieces of a call together are the text."""
 
 
 class AnswerDelta(NamedTuple):
@@ -39,6 +39,12 @@ class AnswerParser(ABC):
     What it gives depends on the text, and not on how it is cut: the parts of all deltas together are equal for a whole answer and for any
     stream of it. It holds back only what may begin a mark, and a tool call until it is whole: one that a limit cuts, or that turns out to
     be malformed, can be executed by nobody. It raises nothing, whatever a model writes: what is no call is content.
+    """
+
+    in_pieces = False
+    """Set before the first `push` where a grammar holds the answer to whole calls: then a call may come in pieces, before it is whole.
+
+    The last piece comes when the call is whole, and without it the arguments are no JSON. A parser may give whole calls all the same.
     """
 
     @abstractmethod

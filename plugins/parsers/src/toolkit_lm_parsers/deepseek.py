@@ -50,7 +50,7 @@ class DeepSeekParser(MarkedCalls):
         if (yield from self.accept(_FENCE)):
             yield from self.accept("json")
         yield from self.spaces()
-        arguments = yield from self.json_arguments()
+        arguments = yield from self.json_arguments(name)
         if arguments is None or not self.call(name, arguments):
             return False
         yield from self.spaces()

@@ -104,7 +104,7 @@ class HarmonyParser(JsonCalls):
         self.keep()
         yield from self.spaces()
         is_empty = (yield from self.comes(_BREAKS)) or (self.at_end and not self.cut)
-        arguments = "{}" if is_empty else (yield from self.json_arguments())
+        arguments = "{}" if is_empty else (yield from self.json_arguments(name))
         if arguments is not None and self.call(name, arguments):
             yield from self.spaces()
         elif self.is_cut:

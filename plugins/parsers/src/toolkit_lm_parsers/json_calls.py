@@ -77,7 +77,7 @@ class JsonCalls(ScanParser):
                     return False
                 self.named = name
             elif key in _ARGUMENTS and arguments is None:
-                arguments = yield from self.json_arguments()
+                arguments = yield from self.json_arguments(name)
                 if arguments is None:
                     return False
             elif not (yield from self.json_value(lambda _: None)):
@@ -99,12 +99,22 @@ class JsonCalls(ScanParser):
             pass
         return True
 
-    def json_arguments(self) -> Reading[str | None]:
-        """The JSON of an object, which may be the text of a string. None: what comes next is none."""
+    def json_arguments(self, name: str | None = None) -> Reading[str | None]:
+        """The JSON of an object, which may be the text of a string. None: what comes next is none.
+
+        `name`: of the function, whose call may be given in pieces.
+        """
         read: list[str] = []
         first = yield from self.peek()
         if first == "{":
-            return "".join(read) if (yield from self.json_value(read.append, ends=self.all_ends)) else None
+            tell = None if name is None else self.begin_call(name)
+
+            def take(piece: str) -> None:
+                read.append(piece)
+                if tell is not None:
+                    tell(piece)
+
+            return "".join(read) if (yield from self.json_value(take, ends=self.all_ends)) else None
         if not (yield from self.json_value(read.append)):
             return None
         value = json.loads("".join(read))

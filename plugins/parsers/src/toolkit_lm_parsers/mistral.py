@@ -34,7 +34,7 @@ class MistralParser(MarkedCalls):
             return False
         yield from self.accept(_ARGS)
         yield from self.spaces()
-        arguments = yield from self.json_arguments()
+        arguments = yield from self.json_arguments(name)
         if arguments is None:
             return False
         return self.call(name, arguments)

@@ -50,6 +50,10 @@ class ScanParser(AnswerParser):
         self.content = Trimmed(starts=False)
         self._reasoning = Trimmed(starts=True)
         self._calls: list[ToolCallDelta] = []
+        self._begun: BegunCall | None = None
+        """The call that is given in pieces."""
+        self._num_given_up = 0
+        """Calls that were given in part, and were none."""
         self.num_calls = 0
         self.lacks_call = False
         """The end of the text has cut a call, which is left out."""
@@ -114,13 +118,35 @@ class ScanParser(AnswerParser):
         """White space between reasoning and content is left out."""
         self.content.starts = not self.content.has_any
 
+    def begin_call(self, name: str) -> Callable[[str], None] | None:
+        """The arguments of a call come next. What takes their JSON as it is read; None: they are not wanted in pieces."""
+        if not self.in_pieces:
+            return None
+        self._end_begun()
+        begun = self._begun = BegunCall(self.num_calls + self._num_given_up, name)
+
+        def take(piece: str) -> None:
+            self._calls += begun.pieces(piece)
+
+        return take
+
+    def _end_begun(self) -> None:
+        """What was given in pieces goes on no more."""
+        self._num_given_up += self._begun is not None and self._begun.is_given
+        self._begun = None
+
     def call(self, name: str, arguments: str) -> bool:
         """A whole call. What was read of it is not read again. False: it is none, as not every reader of JSON takes its arguments."""
         if not is_readable(arguments):
             return False
         self.content.drop_rest()
         self.content.starts = not self.content.has_any
-        self._calls.append(ToolCallDelta(self.num_calls, name, arguments))
+        if self._begun is not None and self._begun.is_of(name, arguments):
+            self._calls.append(self._begun.last(arguments))
+            self._begun = None
+        else:
+            self._end_begun()
+            self._calls.append(ToolCallDelta(self.num_calls + self._num_given_up, name, arguments))
         self.num_calls += 1
         self._held = None
         return True
@@ -340,6 +366,36 @@ def is_readable(told: str) -> bool:
     except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
         return False
     return True
+
+
+class BegunCall:
+    """A call that is given in pieces. The last character of its arguments waits until it is whole: without it they are no JSON."""
+
+    def __init__(self, index: int, name: str) -> None:
+        self._index = index
+        self._name = name
+        self._given: list[str] = []
+        self._last = ""
+        self.is_given = False
+        """Its name, at least."""
+
+    def pieces(self, text: str) -> list[ToolCallDelta]:
+        """Those of the arguments that can be given, now that `text` was read."""
+        read = self._last + text
+        new, self._last = read[:-1], read[-1:]
+        if self.is_given and not new:
+            return []
+        self._given.append(new)
+        name, self.is_given = "" if self.is_given else self._name, True
+        return [ToolCallDelta(self._index, name, new)]
+
+    def is_of(self, name: str, arguments: str) -> bool:
+        """Whether what was given is of this call."""
+        return self.is_given and name == self._name and arguments.startswith("".join(self._given))
+
+    def last(self, arguments: str) -> ToolCallDelta:
+        """The rest of it."""
+        return ToolCallDelta(self._index, "", arguments[sum(map(len, self._given)) :])
 
 
 class Trimmed:

@@ -91,15 +91,22 @@ class Plan(NamedTuple):
         """All of an answer is content."""
         return self.tools is None and self.reasoning is None
 
-    def parser(self, prompt_end: str) -> AnswerParser:
-        """For one answer."""
-        if self.reasoning is None or self.tools is None:
-            one = self.tools or self.reasoning
-            assert one is not None, "a plain answer needs no parser"
-            return one.parser(prompt_end, self.use.tools)
-        if type(self.reasoning) is type(self.tools):
-            return self.tools.parser(prompt_end, self.use.tools)
-        return _Chain(self.reasoning.parser(prompt_end, self.use.tools), self.tools.parser("", self.use.tools))
+    @property
+    def guarantees_calls(self) -> bool:
+        """What begins as a call does must become one."""
+        return self.structure is not None and self.asked == "tools"
+
+    def parser(self, prompt_end: str, *, in_pieces: bool = False) -> AnswerParser:
+        """For one answer. `in_pieces`: calls that must become whole need not come whole."""
+        is_chain = self.reasoning is not None and self.tools is not None and type(self.reasoning) is not type(self.tools)
+        one = self.tools or self.reasoning
+        assert one is not None, "a plain answer needs no parser"
+        parser = one.parser("" if is_chain else prompt_end, self.use.tools)
+        parser.in_pieces = in_pieces and self.guarantees_calls
+        if not is_chain:
+            return parser
+        assert self.reasoning is not None
+        return _Chain(self.reasoning.parser(prompt_end, self.use.tools), parser)
 
 
 PLAIN = Plan(None, None, NO_TOOLS, None, shows_reasoning=False)
@@ -195,6 +202,8 @@ class Parts:
         self._plan = plan
         self._generation = generation
         self._renderer = engine.renderer
+        self.in_pieces = False
+        """Calls that must become whole come in pieces."""
         self._parsers: dict[int, AnswerParser] = {}
         self._counters: dict[int, ReasoningCounter] = {}
 
@@ -225,7 +234,8 @@ class Parts:
         parser = self._parsers.get(piece.index)
         if parser is None:
             token_ids = self._generation.prompt(piece.index).prompt_token_ids or []
-            parser = self._parsers[piece.index] = self._plan.parser(prompt_end(self._renderer, token_ids))
+            end = prompt_end(self._renderer, token_ids)
+            parser = self._parsers[piece.index] = self._plan.parser(end, in_pieces=self.in_pieces)
         deltas = [parser.push(piece.text)] if piece.text else []
         if reason is not None:
             # A stop text may stand in a call, too.
@@ -238,15 +248,22 @@ class Parts:
         return [one for one in deltas if any(one)], reason
 
     def delta(self, parts: Sequence[AnswerDelta]) -> dict[str, Any]:
-        """Of a stream, as OpenAI has it. A call comes whole."""
+        """Of a stream, as OpenAI has it."""
         delta: dict[str, Any] = {}
         reasoning, content = "".join(one.reasoning for one in parts), "".join(one.content for one in parts)
         if reasoning and self._plan.shows_reasoning:
             delta |= {"reasoning_content": reasoning, "reasoning": reasoning}
-        calls = [{"index": call.index, **self._call(call)} for one in parts for call in one.tool_calls]
+        calls: dict[int, dict[str, Any]] = {}
+        for call in (call for one in parts for call in one.tool_calls):
+            if (known := calls.get(call.index)) is not None:
+                known["function"]["arguments"] += call.arguments
+            elif call.name:
+                calls[call.index] = {"index": call.index, **self._call(call)}
+            else:
+                calls[call.index] = {"index": call.index, "function": {"arguments": call.arguments}}
         if content or not (delta or calls):
             delta["content"] = content
-        return delta | ({"tool_calls": calls} if calls else {})
+        return delta | ({"tool_calls": [*calls.values()]} if calls else {})
 
     def message(self, parts: Sequence[AnswerDelta]) -> dict[str, Any]:
         """The whole of a choice."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -48,7 +49,7 @@ class Chat:
         """Answers a conversation, or several."""
         begin = self.begin(body, request_context(request))
         if body.stream:
-            return await stream_of(begin, ChatAnswer.chunks)
+            return await stream_of(begin, partial(ChatAnswer.chunks, in_pieces=True))
         reply = await begin
         choices = await reply.choices()
         is_large = body.prompt_logprobs is not None or are_large(choices)
@@ -183,9 +184,13 @@ class ChatAnswer:
         decode = self._engine.renderer.decode
         return [(decode(tokens), [*tokens]) for tokens in (self._generation.prompt(choice.index).prompt_token_ids, choice.token_ids)]
 
-    async def chunks(self) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """A stream's objects, each a chat.completion.chunk, as they come. Raises ApiError."""
+    async def chunks(self, *, in_pieces: bool = False) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """A stream's objects, each a chat.completion.chunk, as they come. Raises ApiError.
+
+        `in_pieces`: a call that a grammar holds the answer to comes as it is written, and may be cut. Else all calls come whole.
+        """
         body, generation = self._body, self._generation
+        self._parts.in_pieces = in_pieces
         head = self._head("chat.completion.chunk")
 
         def chunk(index: int, delta: dict[str, Any], logprobs: Any = None, finish_reason: str | None = None, **more: Any) -> dict[str, Any]:
