@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections import Counter
 from importlib import metadata
@@ -209,6 +210,25 @@ def test_without_toolkit_lm_and_without_a_kit_the_way_to_one_is_told(tmp_path):
     python.chmod(0o755)
     done = run_kit("--kit", tmp_path / "none", python=str(python))
     assert done.returncode == 2 and f"nor is there a kit in {tmp_path / 'none'}: see make gpu-kit" in done.stderr
+
+
+def test_a_kit_beside_an_installation_and_seconds_that_are_none_are_refused(tmp_path):
+    done = run_kit("--kit", tmp_path)
+    assert done.returncode == 2 and "toolkit-lm is installed in" in done.stderr
+    done = run_kit("--seconds", "0", "--out", tmp_path)
+    assert done.returncode == 2 and "--seconds must be more than 0, not 0" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_sources_of_the_kit_are_the_same_bytes_each_time_and_say_what_they_are(tmp_path, monkeypatch):
+    collect = kit("collect")
+    monkeypatch.setattr(collect, "FOLDERS", ("benchmarks/gpu_kit",))
+    for name in ("one", "two"):
+        collect.write_sources(tmp_path / name)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    with tarfile.open(tmp_path / "one") as archive:
+        assert {"benchmarks/gpu_kit/plan.py", "pyproject.toml", "COMMIT"} <= set(archive.getnames())
+        assert re.match(rb"[0-9a-f]{40}( and changes)?\n", archive.extractfile("COMMIT").read())
 
 
 def test_the_list_of_what_a_machine_has_is_read():

@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from gpu_kit.drive import NO_CARD, USAGE, Driver, Part
-from gpu_kit.jobs import ROOT, Job
+from gpu_kit.jobs import COMMIT, ROOT, Job
 from gpu_kit.limits import CHECKS, RATE
 from gpu_kit.machine import CARD, REFUSALS
 from gpu_kit.needs import MUST, Found, find_here, lacking
@@ -35,7 +35,9 @@ NEEDS = Part("0", "the machine", 1.0, list)
 
 
 def commit() -> str:
-    """Of the sources; "unknown" where git is not there, or does not have them."""
+    """Of the sources: as `make gpu-kit` has written it, or git says; else "unknown"."""
+    if (written := ROOT / COMMIT).exists():
+        return written.read_text(encoding="utf-8").strip()
     try:
         command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -82,7 +84,9 @@ def main() -> int:
     names = [part.name for part in kit.parts()]
     if unknown := set(args.only or ()).difference(names):
         parser.error(f"there is no part {', '.join(sorted(unknown))}: the parts are {', '.join(names)}")
-    seconds = args.seconds or (QUICK_SECONDS if args.quick else SECONDS)
+    seconds = (QUICK_SECONDS if args.quick else SECONDS) if args.seconds is None else args.seconds
+    if not seconds > 0:
+        parser.error(f"--seconds must be more than 0, not {seconds:g}")
     results = Results(args.out.resolve(), "quick" if args.quick else "gpu")
     print(f"results: {results.path}", flush=True)
     results.add({"date": f"{datetime.now(UTC):%Y-%m-%d}", "commit": commit(), "seconds": seconds, "quick": args.quick})

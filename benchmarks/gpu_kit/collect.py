@@ -9,6 +9,8 @@ our distributions), sources.tar.gz, and kit.sh, which unpacks the sources and ru
 from __future__ import annotations
 
 import argparse
+import gzip
+import io
 import os
 import shutil
 import subprocess
@@ -21,12 +23,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import chdir
 from email import message_from_string
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from gpu_kit.jobs import ROOT
+from gpu_kit.jobs import COMMIT, ROOT
 from gpu_kit.needs import OURS, Found, Lack, lacking
 
 MOST_BYTES = 20 << 20
@@ -158,14 +160,21 @@ def pip(*arguments: str, python: str = sys.executable) -> None:
 
 def write_sources(file: Path) -> None:
     """What git has of the sources and tests: the same bytes for the same files."""
-    listed = subprocess.run(["git", "ls-files", *FOLDERS, *FILES], cwd=ROOT, capture_output=True, text=True, check=True)
+    commit = f"{git('rev-parse', 'HEAD').strip()}{' and changes' if git('status', '--porcelain') else ''}\n".encode()
     with tempfile.TemporaryFile() as raw:
         with tarfile.open(fileobj=raw, mode="w") as archive:
-            for name in sorted(listed.stdout.splitlines()):
-                if not any(one in f"{name}" for one in LEFT_OUT) and (ROOT / name).is_file():
+            for name in sorted(git("ls-files", *FOLDERS, *FILES).splitlines()):
+                if not any(one in name for one in LEFT_OUT) and (ROOT / name).is_file():
                     archive.add(ROOT / name, name, filter=_plain)
+            written = tarfile.TarInfo(COMMIT)
+            written.size = len(commit)
+            archive.addfile(written, io.BytesIO(commit))
         raw.seek(0)
         _compress(raw, file)
+
+
+def git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -174,9 +183,7 @@ def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
     return member
 
 
-def _compress(raw: Any, file: Path) -> None:
-    import gzip
-
+def _compress(raw: IO[bytes], file: Path) -> None:
     with file.open("wb") as out, gzip.GzipFile("", "wb", 9, out, mtime=0) as packed:
         shutil.copyfileobj(raw, packed)
 

@@ -19,6 +19,8 @@ from typing import IO, Any
 from gpu_kit.report import LIFELINE, LINES, LONGEST
 
 ROOT = Path(__file__).parents[2]
+COMMIT = "COMMIT"
+"""A file beside the sources of a kit: where git would say what they are."""
 
 
 @dataclass(frozen=True)
