@@ -26,7 +26,11 @@ def run():
 
     def start(*words, **options):
         started.append(subprocess.Popen(words, **options))
-        return psutil.Process(started[-1].pid)
+        process = psutil.Process(started[-1].pid)
+        # The system shows none while it replaces the forked process.
+        while not process.cmdline():
+            pass
+        return process
 
     yield start
     for one in started:

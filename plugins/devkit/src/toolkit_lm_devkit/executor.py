@@ -117,14 +117,36 @@ class ExecutorConformance(Conformance):
         model = load_checkpoint(Plugins.load().models.load("LlamaForCausalLM"), folder)
         return lambda token_ids: logits_of([model], torch.tensor(token_ids))
 
+    @pytest.fixture(scope="class")
+    @classmethod
+    def cores(cls) -> Iterator[dict[tuple[int, int], EngineCore]]:
+        """By sizes, what `core` has made."""
+        made: dict[tuple[int, int], EngineCore] = {}
+        yield made
+        for core in made.values():
+            core.shutdown()
+
     @pytest.fixture
-    def core(self, folder: Path, sizes: tuple[int, int]) -> Iterator[EngineCore]:
+    def core(self, cores: dict[tuple[int, int], EngineCore], folder: Path, sizes: tuple[int, int]) -> Iterator[EngineCore]:
+        """An engine with nothing to do, which the class's tests have one after the other: sequences below 8 are dropped after each."""
+        if sizes not in cores:
+            cores[sizes] = self.make_core(folder, sizes)
+        core = cores[sizes]
+        yield core
+        core.executor.execute(StepPlan(dropped=list(range(8)))).result(PATIENCE)
+
+    @pytest.fixture
+    def ended_core(self, folder: Path, sizes: tuple[int, int]) -> Iterator[EngineCore]:
+        """An engine that is the test's alone, which may end its executor."""
+        core = self.make_core(folder, sizes)
+        yield core
+        core.shutdown()
+
+    def make_core(self, folder: Path, sizes: tuple[int, int]) -> EngineCore:
         """An engine with nothing to do, whose executor is at the test's disposal."""
         plugins = Plugins.load(extra=self.plugins)
         config = resolve(VllmConfig.make(model=str(folder), **self.options(sizes)), plugins)
-        core = EngineCore(config, plugins, make_executor(config, plugins))
-        yield core
-        core.shutdown()
+        return EngineCore(config, plugins, make_executor(config, plugins))
 
     def options(self, sizes: tuple[int, int], **course: Any) -> dict[str, Any]:
         """Of VllmConfig."""
@@ -235,9 +257,9 @@ class ExecutorConformance(Conformance):
         result = core.executor.execute(StepPlan(new=[new(0, prompts()[0])], scheduled=[row(0, 5)])).result(PATIENCE)
         assert result.token_ids == [[int(reference(prompts()[0])[-1].argmax())]]
 
-    def test_shutdown_twice(self, core: EngineCore) -> None:
-        core.executor.shutdown()
-        core.executor.shutdown()
+    def test_shutdown_twice(self, ended_core: EngineCore) -> None:
+        ended_core.executor.shutdown()
+        ended_core.executor.shutdown()
 
 
 class WorkersConformance(ExecutorConformance):
@@ -247,7 +269,8 @@ class WorkersConformance(ExecutorConformance):
         """Has a worker die, as by a crash; at the latest at the next step."""
         raise NotImplementedError(f"{type(self).__name__} must define kill(executor)")
 
-    def test_a_dead_worker_fails_all_futures(self, core: EngineCore) -> None:
+    def test_a_dead_worker_fails_all_futures(self, ended_core: EngineCore) -> None:
+        core = ended_core
         plan = StepPlan(new=[new(0, prompts()[0])], scheduled=[row(0, 5)])
         core.executor.execute(plan).result(PATIENCE)
         self.kill(core.executor)
