@@ -57,7 +57,7 @@ def test_two_ranks_of_a_decoder(tmp_path, backend):
 
 # Whole experts are computed in the same op as cut ones, so that the graph is the same.
 @pytest.mark.parametrize(
-    ("backend", "divides_experts"), [("eager", False), ("eager", True), pytest.param("inductor", False, marks=pytest.mark.slow)]
+    ("backend", "divides_experts"), [("eager", False), ("eager", True), pytest.param("inductor", False, marks=pytest.mark.nightly)]
 )
 def test_two_ranks_of_a_mixture_of_experts(tmp_path, backend, divides_experts):
     theirs = moe_families.make("mixtral", "2 of 4")
