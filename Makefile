@@ -23,11 +23,15 @@ DISTRIBUTIONS := ./ $(dir $(wildcard core/pyproject.toml plugins/*/pyproject.tom
 demo: $(STAMP)
 	@$(BIN)/python docs/examples/demo.py
 
-test: lint docs test-renderers
+# What needs one core each goes side by side.
+BESIDE := @$(MAKE) --no-print-directory --jobs $(JOBS) --output-sync=target
+test: $(STAMP)
+	$(BESIDE) lint docs test-renderers
 	$(PYTEST) -m "not slow and not nightly"
 	$(PYTEST_KERNELS) -m "not slow and not nightly"
 
-test-all: lint docs test-renderers test-clients test-floor
+test-all: $(STAMP)
+	$(BESIDE) lint docs test-renderers test-clients test-floor
 	$(PYTEST) -m "not nightly"
 	$(PYTEST_KERNELS) -m "not nightly"
 
@@ -57,7 +61,7 @@ test-floor:
 # The workspace is found where the other environment finds it.
 test-floor-here: $(FLOOR)/.installed $(STAMP)
 	@cp -r $(VENV)/lib/python3*/site-packages/*toolkit_lm* $(FLOOR)/lib/python3.12/site-packages/
-	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest -q -n $(JOBS) --dist loadfile -m "not slow" $(FLOOR_TESTS)
+	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest -q -n $(JOBS) --dist loadfile -m "not slow and not nightly" $(FLOOR_TESTS)
 
 # A dry run of the GPU kit, by what a rented machine has and what the kit brings.
 test-gpu-kit: gpu-kit
