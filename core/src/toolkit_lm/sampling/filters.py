@@ -75,7 +75,7 @@ def _min_p(probs: Tensor, rows: SamplingBatch) -> Tensor:
 
 
 def _total(x: Tensor) -> Tensor:
-    """[R, V] -> [R, 1]. torch's sum adds the numbers of one row in another order than those of several."""
+    """[R, V] -> [R, 1]. torch's sum adds the numbers of one row in another order than those of several; on a GPU its cumsum does, too."""
     return x.cumsum(dim=-1)[:, -1:]
 
 

@@ -11,7 +11,8 @@ The steps, in order; each works on what the one before has left, and only on the
 7. plugins' logits processors of the stage "probs";
 8. one draw by inverse distribution function, from one uniform number per row.
 
-A row's result is a function of its logits, parameters, tokens and seed (and its processors' state), and never of the other rows.
+A row's result is a function of its logits, parameters, tokens and seed (and its processors' state), and never of the other rows. On a GPU
+this holds but for the last bit: a single row is summed up in another order.
 """
 
 from __future__ import annotations
