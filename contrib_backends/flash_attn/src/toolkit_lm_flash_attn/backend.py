@@ -5,8 +5,10 @@ from __future__ import annotations
 from toolkit_lm.attention import (
     AttentionBackend,
     AttentionSpec,
+    AttentionType,
     BatchView,
     FullSpec,
+    GraphSupport,
     GroupSetup,
     KVCacheSpec,
     LayerParams,
@@ -16,14 +18,15 @@ from toolkit_lm.attention import (
 from torch import Tensor
 
 from toolkit_lm_flash_attn.arguments import LayerKey, Metadata
+from toolkit_lm_flash_attn.graphs import FixedMetadata, FixedSteps
 from toolkit_lm_flash_attn.kernel import Kernel, find_kernel, refusal
 
 
 class FlashAttnBackend(AttentionBackend):
     """Attention of all types on NVIDIA GPUs. A page holds (2, block_size, num_kv_heads, head_size): keys before values.
 
-    A step is one call of the kernel, without padding. Where the kernel cannot read the cache's pages, the keys are gathered for it. In an
-    encoder, a window hides keys at a distance of `window` or more on both sides.
+    A step is one call of the kernel, without padding. Where the kernel reads the cache's pages, CUDA graphs may hold decodes; elsewhere the
+    keys are gathered for it. In an encoder, a window hides keys at a distance of `window` or more on both sides.
     """
 
     @classmethod
@@ -41,21 +44,39 @@ class FlashAttnBackend(AttentionBackend):
         assert isinstance(spec, FullSpec)
         return [PageTensor((2, spec.block_size, spec.num_kv_heads, spec.head_size), spec.dtype)]
 
+    @classmethod
+    def graphs(cls, spec: AttentionSpec | None) -> GraphSupport | str:
+        kernel = cls.find_kernel()
+        if kernel is None:
+            return "no FlashAttention is here"
+        if spec is None or spec.type is not AttentionType.DECODER or not isinstance(spec.kv_cache, FullSpec):
+            return "only layers of decoders have as many queries in each step"
+        if kernel.page_step is None:
+            return f"FlashAttention of {kernel.name} reads no pages, so that all keys are gathered for it, as many as there are"
+        if not kernel.pages(block_size := spec.kv_cache.block_size):
+            return f"FlashAttention of {kernel.name} reads pages of a multiple of {kernel.page_step} tokens, and block_size is {block_size}"
+        return GraphSupport.DECODE
+
+    @classmethod
+    def find_kernel(cls) -> Kernel | None:
+        return find_kernel()
+
     def __init__(self, setup: GroupSetup) -> None:
         super().__init__(setup)
         kernel = self.find_kernel()
         assert kernel is not None
         self.kernel = kernel
+        self._fixed = None if setup.kv_cache is None else FixedSteps(setup.kv_cache.block_size, setup.device)
 
-    def find_kernel(self) -> Kernel | None:
-        return find_kernel()
-
-    def build(self, batch: BatchView) -> Metadata:
+    def build(self, batch: BatchView) -> Metadata | FixedMetadata:
+        if batch.is_fixed:
+            assert self._fixed is not None, "graphs hold layers that cache something alone"
+            return self._fixed.build(batch)
         slots = batch.slot_mapping
         stored = slots.ge(0).nonzero()[:, 0] if batch.has_padding and slots is not None else None
         return Metadata(batch, stored)
 
-    def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Metadata) -> None:
+    def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Metadata | FixedMetadata) -> None:
         keys, values = _halves(kv_cache)
         places = meta.slots(kv_cache[0].shape[2])
         if meta.stored is not None:
@@ -70,7 +91,7 @@ class FlashAttnBackend(AttentionBackend):
         k: Tensor | None,
         v: Tensor | None,
         kv_cache: tuple[Tensor, ...] | None,
-        meta: Metadata,
+        meta: Metadata | FixedMetadata,
         out: Tensor,
     ) -> None:
         block_size = None if kv_cache is None else kv_cache[0].shape[2]
