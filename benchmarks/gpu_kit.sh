@@ -13,6 +13,7 @@ while (($#)); do
         *) rest+=("$1"); shift ;;
     esac
 done
+command -v "$python" > /dev/null || { echo "there is no $python: PYTHON names the Python that has torch" >&2; exit 2; }
 path=$root/benchmarks
 if "$python" -c 'import sys; from importlib.util import find_spec; sys.exit(find_spec("toolkit_lm") is None)'; then
     [ -z "$kit" ] || { echo "toolkit-lm is installed in $python: leave out --kit, or take a Python without it" >&2; exit 2; }

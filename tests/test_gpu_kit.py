@@ -217,6 +217,8 @@ def test_a_kit_beside_an_installation_and_seconds_that_are_none_are_refused(tmp_
     assert done.returncode == 2 and "toolkit-lm is installed in" in done.stderr
     done = run_kit("--seconds", "0", "--out", tmp_path)
     assert done.returncode == 2 and "--seconds must be more than 0, not 0" in done.stderr
+    done = run_kit(python="/no/python")
+    assert done.returncode == 2 and "there is no /no/python" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
