@@ -322,6 +322,16 @@ def test_the_smoke_takes_what_is_right():
     kit("smoke").compare(told(tokens=[[6] * 16], drawn=[[3] * 12], likely=[[-1.1, -2.1]]), told(), "bfloat16", {})
 
 
+def test_graphs_that_have_run_no_step_are_found():
+    """An engine that has fallen back to another mode gives the same tokens."""
+    check = kit("smoke").check_replayed
+    check({"piecewise": 3}, "piecewise")
+    check({"piecewise": 3, "full": 2}, "full_and_piecewise")
+    for replayed in ({}, {"piecewise": 3}):
+        with pytest.raises(kit("report").MissedError, match="no step ran by a graph that is full, which the mode full_and_piecewise asks"):
+            check(replayed, "full_and_piecewise")
+
+
 def test_tests_are_told_one_by_one_with_their_reasons(tmp_path, monkeypatch):
     """Of each file those whose names have the word; a dry run takes the first of each file."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")

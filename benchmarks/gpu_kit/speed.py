@@ -41,7 +41,8 @@ class Bench:
 
         self.plan = plan
         self.is_compiled = args.graphs != "none"
-        details = {"backend": args.parts, "cudagraph_mode": args.graphs}
+        # Of the batches that are measured alone: each one more is captured before the first number.
+        details = {"backend": args.parts, "cudagraph_mode": args.graphs, "cudagraph_capture_sizes": plan.rows}
         compiled = {"optimization_level": 1, "compilation_config": json.dumps(details)} if self.is_compiled else {}
         blocks = {"num_kv_blocks": 64} if plan is QUICK else {}
         self.llm = LLM(
