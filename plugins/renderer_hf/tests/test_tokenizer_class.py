@@ -7,6 +7,7 @@ import json
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from toolkit_lm.errors import CheckpointError
+from toolkit_lm_renderer_hf import tokenizer_class
 from toolkit_lm_renderer_hf.tokenizer import load_tokenizer
 
 TEXT = "Hello \u00dcn\u00ef \u4e2d\u6587 he"
@@ -145,17 +146,131 @@ def test_an_option_that_is_no_flag_is_refused(tmp_path):
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize(("name", "is_told"), [("GPT2Tokenizer", True), ("PreTrainedTokenizerFast", False)])
-def test_a_class_that_is_not_the_files_is_told(make_renderer, caplog, name, is_told):
-    """transformers builds some classes anew, whatever the file says: then the two give other ids."""
+OTHER_PARTS = {
+    "normalizer": lambda one: setattr(one, "normalizer", normalizers.Lowercase()),
+    "words": lambda one: setattr(one, "pre_tokenizer", pre_tokenizers.Digits(individual_digits=True)),
+    "both": lambda one: (OTHER_PARTS["normalizer"](one), OTHER_PARTS["words"](one)),
+    "model": lambda one: (setattr(one.model, "ignore_merges", True), setattr(one.model, "unk_token", "<unk>")),
+}
+BUILT = ["Bart", "Blenderbot", "CodeGen", "Cohere", "Deberta", "GPT2", "GPTNeoX", "LED"]
+BUILT += ["Longformer", "Luke", "Mvp", "Qwen2", "Qwen3_5", "Roberta", "Whisper"]
+LONGER = ["Hello You 12345 there, don't", "\u00dcBER  e\u0301 \u0e01\u0e34\n\n x=3.14;</s> \u5317\u4eac\U0001f600", "  a A</s>b <s> c\t!"]
+
+
+def merging() -> Tokenizer:
+    """Of bytes, with tokens of several digits, and one that no merges make."""
+    words = [*byte_level().get_vocab(), "12", "34", "He", "Hello", "\u0120Y", "\u0120a"]
+    merges = [("1", "2"), ("3", "4"), ("H", "e"), ("\u0120", "Y"), ("\u0120", "a")]
     tokenizer = byte_level()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), tokenizer.pre_tokenizer])
+    tokenizer.model = models.BPE(vocab={word: number for number, word in enumerate(dict.fromkeys(words))}, merges=merges)
+    return tokenizer
+
+
+@pytest.mark.parametrize("part", OTHER_PARTS)
+@pytest.mark.parametrize("name", [f"{name}Tokenizer" for name in BUILT])
+def test_a_class_that_builds_a_tokenizer_anew(both, caplog, name, part):
+    """transformers builds some classes anew, whatever the file says. Where that makes other ids, it is told."""
+    tokenizer = merging()
+    OTHER_PARTS[part](tokenizer)
+    for config in ({}, {"add_prefix_space": True}):
+        theirs, ours = both(tokenizer, {"tokenizer_class": name, **config})
+        for text in LONGER:
+            assert ours.encode(text, add_special_tokens=False).ids == theirs(text, add_special_tokens=False)["input_ids"], text
+    if part == "both":
+        assert f"{name} splits texts in another way than tokenizer.json, and counts" in caplog.text
+
+
+def test_all_classes_of_bytes_are_tried():
+    assert {f"{name}Tokenizer" for name in BUILT} == tokenizer_class._BYTE_LEVEL.keys()
+
+
+def pieces(**parts) -> Tokenizer:
+    """As Llama 2 has it: no words, spaces are a character, and bytes that stand for unknown ones."""
+    words = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{number:02X}>" for number in range(256)),
+        "\u2581",
+        *"abcHelotuYyn,123d'AbcA!x",
+        "He",
+        "\u2581H",
+        "\u2581a",
+    ]
+    vocab = {word: number for number, word in enumerate(dict.fromkeys(words))}
+    merges = [("\u2581", "H"), ("H", "e"), ("\u2581", "a")]
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.add_special_tokens(words[:3])
+    for part, value in parts.items():
+        setattr(tokenizer, part, value)
+    return tokenizer
+
+
+AS_LLAMA_2 = {"normalizer": normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])}
+AS_IT_SAVES = {"pre_tokenizer": pre_tokenizers.Metaspace(prepend_scheme="first", split=False)}
+
+
+@pytest.mark.parametrize("parts", [AS_LLAMA_2, AS_IT_SAVES, {"normalizer": normalizers.Lowercase()}], ids=["llama 2", "saved", "other"])
+@pytest.mark.parametrize(
+    "options", [{}, {"legacy": True}, {"legacy": False}, {"legacy": None}, {"add_prefix_space": False}, {"add_prefix_space": True}]
+)
+@pytest.mark.parametrize("name", ["LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer"])
+def test_the_spaces_of_llama(both, name, options, parts):
+    """Before a text, and in the older behaviour after each special token."""
+    theirs, ours = both(pieces(**parts), {"tokenizer_class": name, **options})
+    for text in LONGER:
+        assert ours.encode(text, add_special_tokens=False).ids == theirs(text, add_special_tokens=False)["input_ids"], text
+
+
+@pytest.mark.parametrize("name", sorted(tokenizer_class._BERT))
+def test_the_words_of_bert(both, name):
+    tokenizer = bert(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    theirs, ours = both(tokenizer, {"tokenizer_class": name, "unk_token": "[UNK]"})
+    for text in ("he,hi he", *LONGER):
+        assert ours.encode(text, add_special_tokens=False).ids == theirs(text, add_special_tokens=False)["input_ids"]
+
+
+def test_what_stays_another_class_is_told(make_renderer, caplog):
+    tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), ("\u2581", -1.0), *((one, -2.0) for one in "Thecat")], unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.normalizer = normalizers.Lowercase()
-    renderer = make_renderer(tokenizer, {"tokenizer_class": name})
-    theirs = renderer.get_tokenizer()
-    same = renderer.render_prompt("Hi", add_special_tokens=False).token_ids == theirs("Hi", add_special_tokens=False)["input_ids"]
-    assert same is not is_told
-    assert ("makes other token ids than its tokenizer.json" in caplog.text) is is_told
+    make_renderer(tokenizer, {"tokenizer_class": "T5Tokenizer"}).get_tokenizer()
+    assert "makes other token ids than its tokenizer.json" in caplog.text
+
+
+NAMED = [None, "GPT2Tokenizer", "LlamaTokenizerFast"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("named", NAMED)
+def test_each_model_type_has_the_class_that_transformers_takes(tmp_path, monkeypatch, named):
+    """A model type that a later version brings, or takes otherwise, fails here."""
+    import transformers
+    from transformers import AutoTokenizer
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "from_pretrained", classmethod(lambda cls, *_, **__: cls.__name__))
+    built = {*tokenizer_class._BYTE_LEVEL, *tokenizer_class._LLAMA, *tokenizer_class._BERT, *tokenizer_class._AROUND}
+    pieces(**AS_LLAMA_2).save(str(tmp_path / "tokenizer.json"))
+    config = {} if named is None else {"tokenizer_class": named}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    wrong = {}
+    for model_type in sorted(TOKENIZER_MAPPING_NAMES.keys() & CONFIG_MAPPING_NAMES.keys()):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+        try:
+            theirs = AutoTokenizer.from_pretrained(str(tmp_path))
+        except (ImportError, ValueError):  # of another library, or a configuration of several models
+            continue
+        theirs = theirs.removesuffix("Fast") if isinstance(theirs, str) else type(theirs).__name__
+        ours = tokenizer_class.tokenizer_class(config, {"model_type": model_type})
+        if ours in built:  # several names of one class
+            ours = getattr(transformers, ours).__name__
+        if (theirs if theirs in built else None) != (ours if ours in built else None):
+            wrong[model_type] = (theirs, ours)
+    assert not wrong
 
 
 def test_tokens_that_only_the_config_names(both):

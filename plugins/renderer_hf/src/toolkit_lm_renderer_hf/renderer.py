@@ -20,6 +20,7 @@ from toolkit_lm_renderer_hf.end_tokens import end_tokens, text_config
 from toolkit_lm_renderer_hf.joining import Joiner
 from toolkit_lm_renderer_hf.panic import panics_as
 from toolkit_lm_renderer_hf.tokenizer import load_tokenizer
+from toolkit_lm_renderer_hf.tokenizer_class import PROBE
 
 if TYPE_CHECKING:
     from toolkit_lm_renderer_hf.media_items import Item
@@ -35,8 +36,6 @@ _CHAT_OPTIONS = (
     *("add_generation_prompt", "continue_final_message", "tools", "documents", "chat_template", "chat_template_kwargs"),
     "add_special_tokens",
 )
-_PROBE = "The cat's 12 dogs said:\n\n\t\u00c9tude, e\u0301 \u5317\u4eac \U0001f600 it's   DON'T x=3.14;"
-"""Where tokenizers that are not the same differ."""
 _REQUESTED = 16
 """Chat templates of requests that are kept."""
 
@@ -82,8 +81,8 @@ class HfRenderer(Renderer):
             )
         except (ImportError, ValueError, OSError) as error:
             raise UnsupportedError(f"transformers gives no tokenizer of {str(self._tokenizer_folder)!r}: {error}") from error
-        ours = self._tokenizer.encode(_PROBE, add_special_tokens=False).ids
-        if tokenizer(_PROBE, add_special_tokens=False)["input_ids"] != ours:
+        ours = self._tokenizer.encode(PROBE, add_special_tokens=False).ids
+        if tokenizer(PROBE, add_special_tokens=False)["input_ids"] != ours:
             told = "makes other token ids than its tokenizer.json, by which the engine goes: tokenizer_class is not that file's"
             logger.warning("transformers' %s of %s %s.", type(tokenizer).__name__, self._tokenizer_folder, told)
         return tokenizer

@@ -1,13 +1,19 @@
-"""What transformers 5 sets in a tokenizer by its class and tokenizer_config.json, over what tokenizer.json says."""
+"""What transformers 5 builds of a tokenizer by its class and tokenizer_config.json, over what tokenizer.json says."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from toolkit_lm.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+PROBE = "The cat's 12 dogs said:\n\n\t\u00c9tude, e\u0301 \u5317\u4eac \U0001f600 it's   DON'T x=3.14;"
+"""Where tokenizers that are not the same differ."""
 
 
 def _names(words: str, ending: str = "") -> tuple[str, ...]:
@@ -22,10 +28,29 @@ _BERT = frozenset(_classes("Bert DistilBert Electra Funnel LayoutLM Lxmert MPNet
 """Classes that make their normalizer of do_lower_case, strip_accents and tokenize_chinese_chars."""
 
 _BYTE_LEVEL: Mapping[str, bool] = MappingProxyType(
-    dict.fromkeys(_classes("Bart CodeGen Cohere Deberta GPT2 GPTNeoX LED Longformer Luke Mvp Qwen2 Roberta Whisper"), False)
+    dict.fromkeys(
+        _classes("Bart CodeGen Cohere Deberta GPT2 GPTNeoX LED Longformer Luke Mvp Qwen2 Qwen3_5 Roberta Whisper"),
+        False,
+    )
     | dict.fromkeys(_classes("Blenderbot"), True)
 )
-"""Classes that set add_prefix_space, and what it is where the config does not say."""
+"""Classes that build a byte-level BPE anew, and their add_prefix_space where the config does not say."""
+
+_COMPOSED = frozenset(_classes("Cohere GPTNeoX Qwen2 Qwen3_5"))
+"""Those of them that normalize by NFC. The others do not normalize."""
+
+_WORDS: Mapping[str, str] = MappingProxyType(
+    {
+        "Qwen2Tokenizer": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+        "Qwen3_5Tokenizer": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+        r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    }
+)
+"""The words of those that do not split as GPT-2 does."""
+
+_LLAMA = frozenset(_classes("CodeLlama Llama"))
+"""Classes that build a BPE over whole texts anew, unless tokenizer.json has a byte-level one."""
 
 
 class _Around(NamedTuple):
@@ -63,19 +88,61 @@ _CHECKED = frozenset(
 )
 """Classes that build all of a tokenizer anew of such options."""
 
-_OF_MODEL_TYPE: Mapping[str, str] = MappingProxyType(
-    dict.fromkeys(_names("bert convbert distilbert electra ernie layoutlm megatron-bert nomic_bert squeezebert"), "BertTokenizer")
-    | dict.fromkeys(_names("bart longformer roberta"), "RobertaTokenizer")
-    | dict.fromkeys(_names("gpt2 opt phi starcoder2"), "GPT2Tokenizer")
-    | dict.fromkeys(_names("qwen2 qwen3"), "Qwen2Tokenizer")
-    | {"mobilebert": "MobileBertTokenizer", "mpnet": "MPNetTokenizer"}
+_TYPES_OF_CLASS: Mapping[str, str] = MappingProxyType(
+    {
+        "BartTokenizer": "florence2",
+        "BertTokenizer": "align bark bert blip bros chinese_clip convbert distilbert electra "
+        "ernie flava git grounding-dino layoutlm megatron-bert "
+        "mm-grounding-dino nomic_bert squeezebert tvp vilt visual_bert",
+        "BlenderbotTokenizer": "blenderbot",
+        "CamembertTokenizer": "camembert",
+        "CohereTokenizer": "aya_vision cohere cohere2",
+        "DebertaTokenizer": "deberta",
+        "DebertaV2Tokenizer": "deberta-v2",
+        "FunnelTokenizer": "funnel",
+        "GPT2Tokenizer": "blip-2 codegen dbrx emu3 gpt-sw3 gpt2 gpt_neo gptj hyperclovax_vision_v2 "
+        "instructblip instructblipvideo jais2 opt phi starcoder2",
+        "GPTNeoXTokenizer": "falcon_mamba gpt_neox mamba mamba2 mpt olmo olmoe rwkv xlstm",
+        "LEDTokenizer": "led",
+        "LlamaTokenizer": "idefics idefics2",
+        "LukeTokenizer": "luke",
+        "LxmertTokenizer": "lxmert",
+        "MPNetTokenizer": "mpnet",
+        "MobileBertTokenizer": "mobilebert",
+        "MvpTokenizer": "mvp",
+        "Qwen2Tokenizer": "audioflamingo3 colqwen2 cosmos3_omni dots3_note fun_asr_nano "
+        "hunyuan_vl internvl lighton_ocr moss_transcribe_diarize ovis2 "
+        "qianfan_ocr qwen2 qwen2_5_omni qwen2_5_vl qwen2_audio qwen2_moe "
+        "qwen2_vl qwen3 qwen3_asr qwen3_moe qwen3_next qwen3_omni_moe "
+        "qwen3_vl qwen3_vl_moe vibevoice",
+        "Qwen3_5Tokenizer": "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen4_exp",
+        "RobertaTokenizer": "bart bridgetower clap data2vec-text ibert lilt longformer mra roberta roberta-prelayernorm",
+        "Siglip2Tokenizer": "siglip2",
+        "SplinterTokenizer": "splinter",
+        "WhisperTokenizer": "whisper",
+        "XLMRobertaTokenizer": "gte jina_embeddings_v3 metaclip_2 trocr xlm-roberta xmod",
+    }
 )
-"""The class of a checkpoint that names none, by config.json's model_type."""
+"""Model types whose checkpoints have a class when they name none."""
+
+_OF_MODEL_TYPE = {model_type: name for name, types in _TYPES_OF_CLASS.items() for model_type in _names(types)}
+
+_ONLY_ITS_OWN = frozenset(_names("hyperclovax_vision_v2 qwen2 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen4_exp siglip2"))
+"""Those for which it counts whatever class is named."""
 
 _AS_IN_THE_FILE = frozenset(
     _names(
-        "camembertv2-base ernie4_5 ernie4_5_moe glm glm4 glm4_moe gpt_bigcode granite granitemoe granitemoehybrid granitemoeshared jamba "
-        "mistral modernbert modernbert-decoder nemotron nystromformer olmo2 olmo3 phi3 phimoe stablelm umt5 xlm-roberta-xl"
+        "EvollaModel arctic aria beam bigbird_pegasus camembertv2-base canary chatlm cohere_asr "
+        "ernie4_5 ernie4_5_moe flex_olmo fuyu glm glm4 glm4_moe glm4_moe_lite glm4v glm4v_moe "
+        "glm_image glmasr got_ocr2 gpt_bigcode gradium_phonon_tts granite granitemoe "
+        "granitemoehybrid granitemoeshared h2ovl_chat hyperclovax hyperclovax_vlm internlm2 "
+        "internlm3 iquestcoder jamba kimi_k25 kimi_linear kosmos-2 llava llava_next "
+        "mimo_v2_flash minicpm3 minicpm_ocr minicpmv minicpmv4_6 minicpmv4_7 minimax_m2 "
+        "ministral ministral3 mistral mistral3 mistral_large4 mixtral modernbert "
+        "modernbert-decoder molmo molmo2 nemo_speechlm nemotron nvfp4 nystromformer olmo2 olmo3 "
+        "olmo_hybrid opencua openvla paddleocr_vl pegasus_x persimmon phi3 phi3_v phimoe "
+        "pix2struct pixtral pocket_tts smolvlm stablelm step3_vl umt5 vipllava voxtral "
+        "voxtral_realtime xlm-roberta-xl"
     )
 )
 """Model types for which transformers takes tokenizer.json as it is, whatever class is named."""
@@ -88,12 +155,12 @@ def apply_class_options(
 
     Raises CheckpointError for a broken option, and where one contradicts tokenizer.json and the class makes of it what is not known here.
     """
-    model_type = str(hf_config.get("model_type"))
-    named = config.get("tokenizer_class") or hf_config.get("tokenizer_class") or _OF_MODEL_TYPE.get(model_type)
-    if not isinstance(named, str) or model_type in _AS_IN_THE_FILE:
+    name = tokenizer_class(config, hf_config)
+    if name is None:
         return
-    name = named.removesuffix("Fast")
+    before = tokenizer.encode(PROBE, add_special_tokens=False).ids
     byte_levels = _byte_levels(tokenizer.pre_tokenizer)
+    is_bpe = isinstance(tokenizer.model, models.BPE)
     if name in _BERT and isinstance(tokenizer.model, models.WordPiece):
         tokenizer.normalizer = normalizers.BertNormalizer(
             clean_text=True,
@@ -101,17 +168,56 @@ def apply_class_options(
             strip_accents=_flag(config, "strip_accents"),
             lowercase=_flag(config, "do_lower_case") is not False,
         )
-    elif name in _BYTE_LEVEL:
-        given = _flag(config, "add_prefix_space")
-        for part in byte_levels:
-            part.add_prefix_space = _BYTE_LEVEL[name] if given is None else given
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    elif name in _BYTE_LEVEL and is_bpe:
+        _build_byte_level(tokenizer, config, name)
+    elif name in _LLAMA and is_bpe and not byte_levels:
+        _build_llama(tokenizer, config, name)
     elif name in _CHECKED and not byte_levels:
         _check(tokenizer, config, name)
+    if tokenizer.encode(PROBE, add_special_tokens=False).ids != before:
+        file = "name PreTrainedTokenizerFast in tokenizer_config.json to go by the file"
+        logger.warning("%s splits texts in another way than tokenizer.json, and counts, as in transformers: %s.", name, file)
     around = _AROUND.get(name)
     # A byte-level tokenizer in a checkpoint of BERT's model type is none of BERT's.
-    if around is not None and bool(byte_levels) == (name in _BYTE_LEVEL):
+    if around is not None and bool(_byte_levels(tokenizer.pre_tokenizer)) == (name in _BYTE_LEVEL):
         opening, closing = special_tokens.get("cls_token", around.opening), special_tokens.get("sep_token", around.closing)
         tokenizer.post_processor = around._replace(opening=opening, closing=closing).processor(tokenizer) or tokenizer.post_processor
+
+
+def tokenizer_class(config: Mapping[str, Any], hf_config: Mapping[str, Any]) -> str | None:
+    """The class that transformers takes for a checkpoint, without "Fast" at its end. None: tokenizer.json is taken as it is."""
+    model_type = str(hf_config.get("model_type"))
+    of_type = _OF_MODEL_TYPE.get(model_type)
+    named = config.get("tokenizer_class") or hf_config.get("tokenizer_class") or of_type
+    if not isinstance(named, str) or model_type in _AS_IN_THE_FILE:
+        return None
+    return of_type if model_type in _ONLY_ITS_OWN else named.removesuffix("Fast")
+
+
+def _build_byte_level(tokenizer: Tokenizer, config: Mapping[str, Any], name: str) -> None:
+    given, words = _flag(config, "add_prefix_space"), _WORDS.get(name)
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=_BYTE_LEVEL[name] if given is None else given, use_regex=words is None)
+    before: list[pre_tokenizers.PreTokenizer] = [] if words is None else [pre_tokenizers.Split(Regex(words), "isolated")]
+    if name == "CohereTokenizer":
+        before = [pre_tokenizers.Digits(individual_digits=True)]
+    tokenizer.normalizer = normalizers.NFC() if name in _COMPOSED else None
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, bytes_of]) if before else bytes_of
+    _set_model(tokenizer, unk_token=None, fuse_unk=False, byte_fallback=False, continuing_subword_prefix="", end_of_word_suffix="")
+
+
+def _build_llama(tokenizer: Tokenizer, config: Mapping[str, Any], name: str) -> None:
+    """A space before a text, and, in the older behaviour, after each special token."""
+    is_first = name == "CodeLlamaTokenizer" or not config.get("legacy", False)
+    scheme = "never" if _flag(config, "add_prefix_space") is False else "first" if is_first else "always"
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    _set_model(tokenizer, fuse_unk=True, byte_fallback=True)
+
+
+def _set_model(tokenizer: Tokenizer, **options: Any) -> None:
+    for option, value in {"dropout": None, "ignore_merges": False, **options}.items():
+        setattr(tokenizer.model, option, value)
 
 
 def _flag(config: Mapping[str, Any], option: str) -> bool | None:
