@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from toolkit_lm.plugin.discovery import AUTHOR
 
 ROOT = Path(__file__).parents[1]
@@ -25,6 +26,21 @@ def project(folder: Path) -> dict:
 def test_requirements_list_every_distribution():
     listed = set(re.findall(r"^-e (\S+)$", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE))
     assert listed == {".", *(f"./{folder.relative_to(ROOT)}" for folder in FOLDERS)}
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_the_oldest_version_that_is_allowed_is_tested(name):
+    """`make test-floor` has it, whichever distribution asks. All allow the one of development, too."""
+    versions = [
+        dict(re.findall(r"^(\w+)==(\S+)$", (ROOT / file).read_text(), re.MULTILINE))[name]
+        for file in ("requirements-floor.txt", "constraints.txt")
+    ]
+    lists = [one for data in map(project, FOLDERS) for one in (data["dependencies"], *data.get("optional-dependencies", {}).values())]
+    found = [requirement for one in lists for requirement in map(Requirement, one) if requirement.name == name]
+    assert found
+    for requirement in found:
+        oldest = {f"{one.version}.0" for one in requirement.specifier if one.operator == ">="}
+        assert oldest == {versions[0]} and all(version in requirement.specifier for version in versions), requirement
 
 
 def test_no_folder_is_without_a_distribution():
