@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fake_cuda import FakeCuda
@@ -116,3 +117,23 @@ def test_the_host_sends_numbers_of_rows_and_not_of_keys(name: str, batch: str, w
         expected, found = keys("cpu"), keys("cuda")
         assert found is not None and expected is not None
         assert found.tolist() == expected.tolist() != []
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["decoder", "encoder", "cross"])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_what_a_layer_of_torch_s_operations_sends_waits_for_nothing(batch: str, kind: str) -> None:
+    rows = BATCHES[batch] if kind != "encoder" else [(keys, keys) for _, keys in BATCHES[batch]]
+
+    class Watched(SdpaBackend):
+        def build(self, view: BatchView) -> Any:
+            cuda.waits.clear()
+            return super().build(view)
+
+        def forward(self, *args: Any) -> None:
+            super().forward(*args)
+            assert not cuda.waits
+
+    with FakeCuda() as cuda:
+        step = AttentionStep(Watched, rows, type=AttentionType(kind), cached=kind != "encoder", device="cuda")
+        np.testing.assert_allclose(step.run().numpy(), step.naive(), atol=1e-5)

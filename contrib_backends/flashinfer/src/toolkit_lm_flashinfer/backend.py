@@ -247,7 +247,7 @@ def missing() -> str | None:
 
 def _keyless(batch: BatchView, pages: Pages) -> Tensor | None:
     tokens = np.repeat(pages.last_page_len == 0, np.diff(batch.query_start)).nonzero()[0]
-    return torch.from_numpy(tokens).to(batch.seq_lens_device.device) if len(tokens) else None
+    return torch.from_numpy(tokens).to(batch.seq_lens_device.device, non_blocking=True) if len(tokens) else None
 
 
 def _halves(kv_cache: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:

@@ -73,4 +73,4 @@ def key_places(slots: Tensor, block_size: int) -> Tensor:
 
 
 def _to(numbers: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(numbers.astype(np.int32)).to(device)
+    return torch.from_numpy(numbers.astype(np.int32)).to(device, non_blocking=True)

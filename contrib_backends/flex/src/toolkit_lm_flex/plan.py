@@ -160,7 +160,7 @@ def _group(batch: BatchView, key: LayerKey, pieces: list[Piece]) -> Group:
     real = np.flatnonzero(queries < num_queries)
 
     def to(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device)
+        return torch.from_numpy(array).to(device, non_blocking=True)
 
     k_positions = to(seen)
     if key.block_size is None:

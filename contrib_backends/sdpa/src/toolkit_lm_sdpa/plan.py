@@ -242,7 +242,7 @@ class _Planner:
         return (slots[:, None] * num_kv_heads + heads[:, None]).flatten(0, 1)
 
     def _device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 
 def split(lengths: np.ndarray) -> list[np.ndarray]:

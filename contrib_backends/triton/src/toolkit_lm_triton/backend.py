@@ -221,7 +221,7 @@ class TritonBackend(AttentionBackend):
             device, num_keys = meta.batch.seq_lens_device.device, max(int(part.table[:, 5].max()), 1)
             keys = torch.arange(num_keys, device=device)
             for first, end in part.chunks(max(1, _MOST_BIASES // (layer.num_heads * num_keys))):
-                queries = torch.from_numpy(part.positions(first, end)).to(device)
+                queries = torch.from_numpy(part.positions(first, end)).to(device, non_blocking=True)
                 yield _Bias(first, end, layer.bias(queries, keys).float().contiguous(), 2, int(part.table[first, 7]))
 
     def _by_offset(self, bias: OffsetBias, most: int) -> Tensor:

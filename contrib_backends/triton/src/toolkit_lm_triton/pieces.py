@@ -117,7 +117,7 @@ class Metadata:
         if not self._span_ends:
             assert self.batch.spans is not None
             ends = np.ascontiguousarray(self.batch.spans[:, 1], np.int32)
-            self._span_ends.append(torch.from_numpy(ends).to(self.batch.seq_lens_device.device))
+            self._span_ends.append(torch.from_numpy(ends).to(self.batch.seq_lens_device.device, non_blocking=True))
         return self._span_ends[0]
 
 
@@ -154,7 +154,7 @@ def make_plan(batch: BatchView, key: PlanKey, split: int = SPLIT) -> list[Part]:
             table = _pieces(batch, key, rows, tile.queries)
             most = int((table[:, 5] - table[:, 4]).max())
             splits = max(-(-most // split), 1) if tile is short else 1
-            parts.append(Part(tile, table, torch.from_numpy(table).to(batch.seq_lens_device.device), splits))
+            parts.append(Part(tile, table, torch.from_numpy(table).to(batch.seq_lens_device.device, non_blocking=True), splits))
     return parts
 
 

@@ -88,7 +88,9 @@ def make_layout(batch: BatchView, key: LayerKey) -> Layout:
         first = (keys - queries + 1 - key.window).clip(0)
     device = batch.seq_lens_device.device
     own = whole and key.type is not AttentionType.CROSS and bool((queries == keys).all())
-    pages = batch.block_table[torch.from_numpy(rows).to(device)] * 2 if key.paged and batch.block_table is not None else None
+    pages = None
+    if key.paged and batch.block_table is not None:
+        pages = batch.block_table[torch.from_numpy(rows).to(device, non_blocking=True)] * 2
     return Layout(
         queries=None if whole else _tokens(batch.query_start[rows], queries[rows], device),
         query_lengths=queries[rows].tolist(),

@@ -32,7 +32,8 @@ def prompt_logprobs(
         for position in range(first, last, _MOST_ROWS):
             stop = min(position + _MOST_ROWS, last)
             logits = compute_logits(hidden_states[offset + position - start : offset + stop - start])
-            following = torch.from_numpy(batch.history.token_ids[row, position + 1 : stop + 1].astype(np.int64)).to(logits.device)
+            token_ids = batch.history.token_ids[row, position + 1 : stop + 1].astype(np.int64)
+            following = torch.from_numpy(token_ids).to(logits.device, non_blocking=True)
             known += token_logprobs(logits, following, np.full(stop - position, batch.sampling.prompt_logprobs[row]))
         if known:
             batch.num_prompt_logprobs[row] = last
