@@ -12,14 +12,22 @@ from pathlib import Path
 from toolkit_lm.plugin import CORE_DISTRIBUTION, Plugins
 from toolkit_lm.plugin.discovery import AUTHOR
 from toolkit_lm.plugin.registries import by_hook
+from toolkit_lm.plugin.shipped import PARAMETER
 
 FILE = Path(__file__).parents[1] / "core" / "src" / "toolkit_lm" / "plugin" / "shipped.json"
 
 
 def table() -> dict[str, dict[str, str]]:
-    """By the noun of a registry, or "name" for those of the package toolkit_lm: the distribution that brings each key."""
+    """By the noun of a registry: the distribution that brings each key.
+
+    "name" has those of the package toolkit_lm, "sampling parameter" those of logits processors.
+    """
     found: dict[str, dict[str, str]] = {}
-    for registry in by_hook(Plugins.load()).values():
+    plugins = Plugins.load()
+    for processor in plugins.logits_processors.entries():
+        if (distribution := processor.owner.distribution) is not None and _is_own(distribution) and not processor.for_model:
+            found.setdefault(PARAMETER, {}).update(dict.fromkeys(processor.params.__struct_fields__, distribution))
+    for registry in by_hook(plugins).values():
         for entry in registry.entries():
             distribution = entry.owner.distribution
             if distribution is not None and distribution != CORE_DISTRIBUTION and _is_own(distribution):

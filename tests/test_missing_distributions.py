@@ -58,6 +58,15 @@ def test_each_thing_that_is_missed_is_named_with_the_command(without, distributi
                 nouns[noun].path(key) if isinstance(nouns[noun], CheckpointRegistry) else nouns[noun].load(key)
 
 
+@pytest.mark.parametrize("distribution", sorted({*TABLE[shipped.PARAMETER].values()}))
+def test_each_sampling_parameter_that_is_missed_is_named_with_the_command(without, distribution):
+    without(distribution)
+    processors = Plugins.load(PluginsConfig()).logits_processors
+    for name in (name for name, its in TABLE[shipped.PARAMETER].items() if its == distribution):
+        with pytest.raises(ToolkitError, match=f"'{name}'. It comes with .*: pip install {distribution}"):
+            processors.parse({name: 1})
+
+
 @pytest.mark.parametrize(
     ("names", "options"),
     [

@@ -117,7 +117,7 @@ async def test_without_the_plugin():
     async with client(disable_plugins=["structured_output"]) as http:
         answer = await http.post(COMPLETE, json={"prompt": "a", "structured_outputs": {"regex": "a"}})
         assert answer.status_code == 400
-        assert "'structured_outputs'. It comes with toolkit-lm-llguidance." in answer.json()["error"]["message"]
+        assert "'structured_outputs'. It comes with toolkit-lm-structured-output." in answer.json()["error"]["message"]
         answer = await http.post(COMPLETE, json={"prompt": "a", "response_format": {"type": "json_object"}})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
 

@@ -245,7 +245,6 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
 SAMPLING_PARAMS = params_of(SamplingParams)
 """The sampling parameters as they are stated, by name."""
 _CHECKS = checks_of(SamplingParams)
-_SAMPLING_EXTRA = ("dry_", "xtc_", "mirostat_", "epsilon_cutoff", "typical_p", "no_repeat_ngram")
 _BEAMS_ONLY = [name for name, o in SAMPLING_PARAMS.items() if spec_of(o).use == "beams"]
 _DRAWS_ONLY = [name for name, o in SAMPLING_PARAMS.items() if spec_of(o).use == "draws"]
 _BY_PROCESSOR = [name for name, o in SAMPLING_PARAMS.items() if spec_of(o).by_processor]
@@ -262,13 +261,3 @@ def leave_too_little(params: SamplingParams, left: str) -> str:
     """That error. It names the parameters that may be the reason."""
     given = [name for name in ("use_beam_search", "allowed_token_ids", "bad_words", "min_tokens") if getattr(params, name)]
     return f"{OF_THE_REQUEST} leave {left} ({', '.join([*given, *params.of_processors])})"
-
-
-def shipped_with(name: str) -> str:
-    """The end of an error about a parameter that nobody states: the plugin that brings it, where that is known."""
-    shipped = {
-        "sampling-extra": _SAMPLING_EXTRA,
-        "parsers": ("thinking_",),
-        "llguidance": ("structured_outputs", "response_format", "guided_", "grammar", "json_schema", "regex", "ebnf"),
-    }
-    return next((f"It comes with toolkit-lm-{plugin}." for plugin, names in shipped.items() if name.startswith(names)), "")

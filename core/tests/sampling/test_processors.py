@@ -472,7 +472,7 @@ class Structure(ProcessorParams):
 
 def test_a_processor_may_read_a_parameter_of_core():
     registry = LogitsProcessorRegistry(owner=PluginInfo("mine"))
-    with pytest.raises(RequestError, match=r"^unknown sampling parameter 'structured_outputs'. It comes with toolkit-lm-llguidance.$"):
+    with pytest.raises(RequestError, match=r"^unknown sampling parameter 'structured_outputs'. It comes with toolkit-lm-structured-output"):
         registry.parse({"structured_outputs": {}})
     registry.add("structure", "mine:Structure", params=Structure)
     assert not registry.params

@@ -16,9 +16,10 @@ from msgspec import msgpack
 from toolkit_lm.config import Option, PoolingProfile
 from toolkit_lm.errors import CheckpointError, ConfigError, PluginError, RequestError, UnsupportedError, nearest
 from toolkit_lm.param_spec import ProcessorParams, checks_of, params_of, spec_of
-from toolkit_lm.params import SAMPLING_PARAMS, shipped_with
+from toolkit_lm.params import SAMPLING_PARAMS
 from toolkit_lm.plugin.info import PluginInfo
 from toolkit_lm.plugin.registry import Entry, PlainRegistry, Registry
+from toolkit_lm.plugin.shipped import parameter_source
 
 LENGTH_KEYS = ("max_position_embeddings", "n_positions")
 """Keys of config.json that most models state their longest sequence under."""
@@ -303,7 +304,7 @@ class LogitsProcessorRegistry(Registry[LogitsProcessorEntry]):
             entry = next((one for one in self.entries() if name in one.params.__struct_fields__), None)
             if entry is None:
                 known = nearest(name, [one for one in (*SAMPLING_PARAMS, *self.params) if one != name], otherwise="")
-                where = " ".join(part for part in (shipped_with(name), known, self.hint) if part)
+                where = " ".join(part for part in (parameter_source(name), known, self.hint) if part)
                 raise RequestError(f"unknown sampling parameter {name!r}. {where}".rstrip(), name)
             given.setdefault(entry.key, {})[name] = value
         return {key: self.get(key).params(**values) for key, values in given.items()}

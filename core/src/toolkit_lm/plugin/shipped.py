@@ -11,6 +11,9 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+PARAMETER = "sampling parameter"
+"""The noun of parameters of logits processors."""
+
 
 def way_to_get(noun: str, key: str) -> str:
     """How to install what `key` stands for, as a sentence; empty where nobody knows, or it is installed already."""
@@ -20,6 +23,12 @@ def way_to_get(noun: str, key: str) -> str:
     if distribution is None or is_installed(distribution):
         return ""
     return f"It comes with {distribution}: pip install {distribution}."
+
+
+def parameter_source(name: str) -> str:
+    """Which distribution brings a sampling parameter that nobody states, as a sentence; empty where nobody knows."""
+    distribution = _table()[PARAMETER].get(name)
+    return way_to_get(PARAMETER, name) or (f"It comes with {distribution}." if distribution is not None else "")
 
 
 def not_installed(noun: str, registered: Container[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import Struct, field
 from pydantic_core import PydanticCustomError
 from toolkit_lm.errors import nearest
-from toolkit_lm.params import shipped_with
+from toolkit_lm.plugin.shipped import parameter_source
 
 from toolkit_lm_server.errors import printable
 from toolkit_lm_server.request_fields import Verdicts, asks_nothing, same
@@ -124,7 +124,7 @@ def _check_names(given: Mapping[str, Any], verdicts: Verdicts, inside: str) -> N
 
 def _unknown(name: str, value: Any, stated: Collection[str], inside: str) -> None:
     unknown = UNKNOWN.get(STRICT)
-    if not inside and (hint := "" if asks_nothing(value) else shipped_with(name)):
+    if not inside and (hint := "" if asks_nothing(value) else parameter_source(name)):
         # Without its plugin, the answer would be another one than was asked for.
         raise unknown_field(name, (), hint=hint)
     # Of what nobody knows, false may change more than it seems.
