@@ -130,6 +130,8 @@ def _end(encoding: Encoding, most: int) -> int:
     """Where a text of more tokens is cut."""
     if not most:
         return 0
-    end, next_start = encoding.offsets[most - 1][1], encoding.offsets[most][0]
+    # Not of `offsets`, which is a list of all of them.
+    last, following = encoding.token_to_chars(most - 1), encoding.token_to_chars(most)
+    assert last is not None and following is not None, "both are among its tokens"
     # A character of several tokens is left out when not all of them fit, unless it is the first one.
-    return min(end, next_start) or end
+    return min(last[1], following[0]) or last[1]
