@@ -83,7 +83,8 @@ class FixedSteps:
                 given = (x.numpy() for x in (self.q[row : row + 1], self.keys[row, :length], self.values[row, :length]))
                 layer = self.layer
                 sinks = None if layer.sinks is None else layer.sinks.numpy()
-                features = {"window": layer.window, "soft_cap": layer.soft_cap, "sinks": sinks}
+                bias = None if layer.bias is None else layer.bias.naive
+                features = {"window": layer.window, "soft_cap": layer.soft_cap, "sinks": sinks, "bias": bias}
                 exact = naive_attention(*given, kind="decoder", scale=0.1, **features)
                 assert np.abs(self.out[row : row + 1].numpy() - exact).max() < 1e-5
         torch.testing.assert_close(self.cache, stored, atol=0, rtol=0, equal_nan=True)

@@ -208,7 +208,8 @@ def test_few_programs_share_the_keys_of_a_row(most, split) -> None:
     [
         ({}, GraphSupport.DECODE),
         ({"window": 7, "soft_cap": 30.0, "sinks": True}, GraphSupport.DECODE),
-        ({"bias": True}, "biases are made for the keys of each step"),
+        ({"bias": True, "offset_bias": True}, GraphSupport.DECODE),
+        ({"bias": True}, "biases of pairs of positions are made for the keys of each step"),
         ({"spans": True}, "the host alone knows the spans of tokens"),
         ({"type": AttentionType.CROSS}, "only layers of decoders have plans that a graph can read"),
     ],

@@ -11,6 +11,7 @@ from decode_graphs import ROWS, FixedSteps, generate, make_model
 from test_graphs import FakeRecorder
 from toolkit_lm_compile import graphs as graphs_module
 from toolkit_lm_compile.dispatch import Kind
+from toolkit_lm_devkit.attention_step import OffsetTable
 from toolkit_lm_triton.backend import TritonBackend
 from toolkit_lm_triton.device import interprets, refusal
 from toolkit_lm_triton.pieces import SPLIT
@@ -53,16 +54,30 @@ def address(argument: Any) -> Any:
     return argument.data_ptr(), tuple(argument.shape), argument.stride(), argument.dtype
 
 
+class ByOffset(OffsetTable):
+    def naive(self, head: int, query: int, key: int) -> float:
+        return float(self(torch.tensor([query]), torch.tensor([key]))[head])
+
+
 @interpreted
 @pytest.mark.parametrize(
     ("features", "most"),
-    [({}, 64), ({"window": 6, "soft_cap": 2.0}, 64), ({"window": 40}, 64), ({"sinks": torch.arange(4.0)}, 2 * SPLIT)],
-    ids=["plain", "window", "long window", "keys that programs share"],
+    [
+        ({}, 64),
+        ({"window": 6, "soft_cap": 2.0}, 64),
+        ({"window": 40}, 64),
+        ({"bias": ByOffset(4)}, 64),
+        ({"sinks": torch.arange(4.0)}, 2 * SPLIT),
+    ],
+    ids=["plain", "window", "long window", "bias", "keys that programs share"],
 )
 def test_later_steps_launch_what_the_recorded_one_launched(features, most) -> None:
     """What `build` fills lies where it lay, has room for the longest rows, and holds nothing of longer steps before."""
     steps = FixedSteps(TritonBackend, **{"window": None, "most": most, **features})
     launches = steps.backend._kernels = Launches(steps.backend._kernels)
+    # As before a capture.
+    steps.run([2, 0, 0, 0])
+    launches.seen.clear()
     recorded = steps.run([9, 0, 0, 0]), launches.seen.copy()
     assert {name for name, *_ in launches.seen} == {"store_kv", "attend", *(["merge"] if most > SPLIT else [])}
     for lengths in ([most] * ROWS, [10, 2, 30, 0], [3, 0, 0, 0]):

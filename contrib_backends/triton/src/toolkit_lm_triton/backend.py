@@ -79,8 +79,8 @@ class TritonBackend(AttentionBackend):
     def graphs(cls, spec: AttentionSpec | None) -> GraphSupport | str:
         if spec is None or spec.type is not AttentionType.DECODER:
             return "only layers of decoders have plans that a graph can read"
-        if spec.bias:
-            return "biases are made for the keys of each step"
+        if spec.bias and not spec.offset_bias:
+            return "biases of pairs of positions are made for the keys of each step"
         if spec.spans:
             return "the host alone knows the spans of tokens"
         return GraphSupport.DECODE
@@ -213,11 +213,13 @@ class TritonBackend(AttentionBackend):
         if layer.bias is None:
             yield _Bias(0, len(part.device_table), None, 0, 0)
             return
-        assert part.table is not None, "graphs hold no biases"
         if isinstance(layer.bias, OffsetBias):
-            table = self._by_offset(layer.bias, int(part.table[:, 2:6].max()))
-            yield _Bias(0, len(part.table), table, 1, table.shape[1] // 2)
+            # A graph finds the table that the run before its capture made: no step of a decoder needs a longer one.
+            most = self.setup.limits.max_model_len if part.table is None else int(part.table[:, 2:6].max())
+            table = self._by_offset(layer.bias, most)
+            yield _Bias(0, len(part.device_table), table, 1, table.shape[1] // 2)
         else:
+            assert part.table is not None, "graphs hold no biases of pairs"
             device, num_keys = meta.batch.seq_lens_device.device, max(int(part.table[:, 5].max()), 1)
             keys = torch.arange(num_keys, device=device)
             for first, end in part.chunks(max(1, _MOST_BIASES // (layer.num_heads * num_keys))):

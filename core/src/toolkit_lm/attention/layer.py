@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit_lm.attention.backend import AttentionBias, CacheBackend, LayerParams
+from toolkit_lm.attention.backend import AttentionBias, CacheBackend, LayerParams, OffsetBias
 from toolkit_lm.attention.context import current
 from toolkit_lm.attention.selector import Selection, select_backend
 from toolkit_lm.attention.spec import AttentionSpec, AttentionType, CrossSpec, FullSpec, KVCacheSpec, WindowSpec
@@ -111,6 +111,7 @@ class Attention(CacheLayer):
             soft_cap=self.params.soft_cap,
             sinks=self.params.sinks is not None,
             bias=self.params.bias is not None,
+            offset_bias=isinstance(self.params.bias, OffsetBias),
             spans=self.params.spans,
         )
 

@@ -119,6 +119,8 @@ class AttentionSpec(Struct, frozen=True, kw_only=True):
     """A learned logit per head joins the softmax's denominator."""
     bias: bool = False
     """An additive bias per head and pair of positions (ALiBi, T5)."""
+    offset_bias: bool = False
+    """It is an `OffsetBias`."""
     spans: bool = False
     """The tokens of a span, an image's, see those after them in it too: `BatchView.spans`. A window holds all the same."""
 
