@@ -116,6 +116,13 @@ def test_time_that_is_over_leaves_what_was_found_and_says_what_has_not_run(tmp_p
     assert lines[-1]["outcome"] == "unrun" and driver.exit_code == 1
 
 
+def test_a_job_may_take_an_equal_share_of_what_is_left_to_those_that_run(tmp_path, monkeypatch):
+    jobs, limits = kit("jobs"), []
+    monkeypatch.setattr(jobs, "run", lambda job, limit: limits.append(round(limit)) or [{"check": "it", "outcome": "passed"}])
+    drive(tmp_path, *(jobs.Job(name, (), refusal="no" if name == "c" else None) for name in "abcd"), seconds=60.0)
+    assert limits == [20, 30, 60], "each took no time, and the third has none"
+
+
 def running(pid):
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

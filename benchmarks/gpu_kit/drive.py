@@ -35,13 +35,12 @@ class Part:
 class Driver:
     """Runs parts, writes each line to the results, and counts the outcomes."""
 
-    def __init__(self, results: Results, seconds: float, begun: float, *, names_passed: bool = False) -> None:
-        """`begun`: time.monotonic() of the kit's start. `names_passed`: also of tests, of which there are many."""
+    def __init__(self, results: Results, seconds: float, begun: float) -> None:
+        """`begun`: time.monotonic() of the kit's start."""
         self.counts: Counter[str] = Counter()
         self._results = results
         self._seconds = seconds
         self._begun = begun
-        self._names_passed = names_passed
 
     @property
     def exit_code(self) -> int:
@@ -52,7 +51,8 @@ class Driver:
         end = self._begun + self._seconds * part.ends
         waiting = list(part.jobs())
         for number, job in enumerate(waiting):
-            limit = (end - time.monotonic()) / (len(waiting) - number)
+            num_left = sum(one.refusal is None for one in waiting[number:])
+            limit = (end - time.monotonic()) / max(1, num_left)
             before = self.counts.copy()
             if job.refusal is not None:
                 self.add(part, job, {"check": "process", "outcome": "skipped", "why": job.refusal})
@@ -66,11 +66,11 @@ class Driver:
             print(f"{part.name} {job.name}: {told}", flush=True)
 
     def add(self, part: Part, job: Job, line: dict[str, Any]) -> None:
-        """Writes a line, and prints it, but for tests that passed or were skipped."""
+        """Writes a line, and prints it; of tests, which are many, those alone that are bad."""
         line = {"part": part.name, "job": job.name, "at": round(time.monotonic() - self._begun, 1), **line}
         self._results.add(line)
         self.counts[line["outcome"]] += 1
-        if job.ends or self._names_passed or line["outcome"] in _BAD:
+        if job.ends or line["outcome"] in _BAD:
             print(shown(line), flush=True)
 
 
