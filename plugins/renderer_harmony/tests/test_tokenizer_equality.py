@@ -23,12 +23,14 @@ CONFIGS = {
     "fast": {"tokenizer_class": "PreTrainedTokenizerFast"},
     "bos and eos": {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True, "add_eos_token": True},
     "llama": {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True, "legacy": True},
+    "gpt 2": {"tokenizer_class": "GPT2Tokenizer", **dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")},
+    "qwen 2": {"tokenizer_class": "Qwen2Tokenizer", **dict.fromkeys(("eos_token", "pad_token", "unk_token"), "<|endoftext|>")},
     "llama 3": {"tokenizer_class": "PreTrainedTokenizer", "clean_up_tokenization_spaces": True},
     "more tokens": {"tokenizer_class": "PreTrainedTokenizerFast", "additional_special_tokens": ["<|extra|>"]},
     "other tokens": {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": {"300000": ADDED}},
     "named tokens": {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|extra|>", "pad_token": "<|pad|>"},
 }
-FEW = ("llama", "other tokens")
+FEW = ("llama", "other tokens", "gpt 2", "qwen 2")
 """Configs that the large vocabularies are loaded with: it takes seconds."""
 PARTS = [
     "Paris",
