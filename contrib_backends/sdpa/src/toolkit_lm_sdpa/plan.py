@@ -167,18 +167,21 @@ class _Planner:
         return EqualLengthRows(self._device(np.concatenate([np.arange(row.start, row.stop) for row in rows])), positions)
 
     def _bucket(self, rows: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> Bucket:
-        begins, ends = begins[:, None], ends[:, None]
-        offset = begins.min(keepdims=True) if self.key.bias else begins
-        positions = offset + np.arange(int((ends - offset).max()))
-        hidden = self._device(~((positions >= begins) & (positions < ends)))
+        # The positions are counted on the device: the host sends three numbers for each row.
+        offset = np.full_like(begins, begins.min()) if self.key.bias else begins
+        longest = int((ends - offset).max())
+        given = self._device(np.stack([rows, begins, ends]))
+        first, end = given[1][:, None], given[2][:, None]
+        positions = (int(offset[0]) if self.key.bias else first) + torch.arange(longest, device=self.device)[None]
+        hidden = (positions < first) | (positions >= end)
         mask = torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, float("-inf"))
         whole = len(rows) == self.batch.num_tokens
         return Bucket(
             tokens=None if whole else self._device(self.batch.query_start[rows].astype(np.int64)),
-            index=self._cache_index(rows, np.clip(positions, begins, ends - 1)),
+            index=self._cache_index(given[0], positions.clamp(first, end - 1)),
             mask=mask[:, None, None],
-            q_positions=self._device(ends[:, 0] - 1),
-            k_positions=self._device(positions[0]) if self.key.bias else None,
+            q_positions=given[2] - 1,
+            k_positions=positions[0] if self.key.bias else None,
         )
 
     def _row(self, row: int, tokens: slice) -> Row:
@@ -191,23 +194,23 @@ class _Planner:
         if self.key.type is AttentionType.DECODER and not fresh and not self.key.explicit:
             # The keys after the queries are hidden.
             last = begin + math.ceil((end - begin) / _STEP) * _STEP
-        k_positions = np.arange(begin, last)
-        q_positions = np.arange(num_queries) if encoder else np.arange(end - num_queries, end)
-        ends = self._span_ends(tokens, q_positions, end)
-        causal, visible = self._visibility(row, self._device(q_positions), self._device(k_positions), ends)
+        k_positions = torch.arange(begin, last, device=self.device)
+        first_query = 0 if encoder else end - num_queries
+        q_positions = torch.arange(first_query, first_query + num_queries, device=self.device)
+        causal, visible = self._visibility(row, q_positions, k_positions, self._span_ends(tokens, first_query, end))
         return Row(
             tokens=tokens,
-            index=None if fresh else self._cache_index(np.array([row]), k_positions[None].clip(max=end - 1)),
+            index=None if fresh else self._cache_index(slice(row, row + 1), k_positions[None].clamp(max=end - 1)),
             causal=causal,
             visible=visible,
-            q_positions=self._device(q_positions),
-            k_positions=self._device(k_positions),
+            q_positions=q_positions,
+            k_positions=k_positions,
         )
 
-    def _span_ends(self, tokens: slice, q_positions: np.ndarray, end: int) -> Tensor | None:
+    def _span_ends(self, tokens: slice, first_query: int, end: int) -> Tensor | None:
         """Where the keys end that each query sees; None: with itself."""
         spans = self.batch.spans if self.key.spans else None
-        if spans is None or (spans[tokens, 1] == q_positions + 1).all():
+        if spans is None or (spans[tokens, 1] == first_query + 1 + np.arange(tokens.stop - tokens.start)).all():
             return None
         ends = spans[tokens, 1].astype(np.int64)
         assert ends.max() <= end, "a span ends after the step"
@@ -231,13 +234,13 @@ class _Planner:
             return 0
         return max(0, query + 1 - self.key.window)
 
-    def _cache_index(self, rows: np.ndarray, positions: np.ndarray) -> Tensor:
+    def _cache_index(self, rows: Tensor | slice, positions: Tensor) -> Tensor:
         """Where the keys at `positions` [N, L] of N rows are in the cache: [N * num_kv_heads, L]."""
         block_size, num_kv_heads = self.key.block_size, self.key.num_kv_heads
         assert self.batch.block_table is not None and block_size is not None
-        table = self.batch.block_table[self._device(rows)]
-        blocks = table.gather(1, self._device(positions // block_size)).long()
-        slots = blocks * (2 * block_size) + self._device(positions % block_size)
+        table = self.batch.block_table[rows]
+        blocks = table.gather(1, positions // block_size).long()
+        slots = blocks * (2 * block_size) + positions % block_size
         heads = torch.arange(num_kv_heads, device=self.device)
         return (slots[:, None] * num_kv_heads + heads[:, None]).flatten(0, 1)
 
