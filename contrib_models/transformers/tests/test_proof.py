@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 import threading
 
@@ -196,6 +197,40 @@ def test_a_deadline_that_is_met_strikes_nobody(monkeypatch):
     # Nor does one whose time was up just as the work was done.
     timer.function()
     timer.join()
+
+
+AFTERWARDS = """
+import sys
+from contextlib import suppress
+from toolkit_lm.errors import UnsupportedError
+from toolkit_lm_transformers.deadline import deadline
+
+def overdue():
+    while True:
+        pass
+
+def swallowed():
+    with suppress(BaseException):
+        overdue()
+
+def work():
+    pass
+
+with suppress(UnsupportedError), deadline(0.2, "end"):
+    {body}()
+calls = []
+sys.setprofile(lambda frame, event, argument: calls.append(event))
+work()
+sys.setprofile(None)
+print("called", calls.count("call"))
+"""
+
+
+@pytest.mark.parametrize("body", ["overdue", "swallowed"])
+def test_after_a_deadline_profilers_and_debuggers_work(body):
+    """CPython 3.11 does not call a function under a profiler as long as it is to raise something in some thread."""
+    done = subprocess.run([sys.executable, "-c", AFTERWARDS.format(body=body)], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "called 1\n"), done.stderr
 
 
 def test_weights_that_are_drawn_until_they_are_within_bounds_are_made(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,31 +22,35 @@ def deadline(seconds: float, what: str) -> Iterator[None]:
     Python code is ended between two of its instructions, wherever it is; a call into compiled code has to return first.
     """
     thread, lock = threading.get_ident(), threading.Lock()
-    is_over = is_struck = False
+    is_over = is_struck = has_arrived = is_done = False
 
     def strike() -> None:
         nonlocal is_struck
         with lock:
             if not is_over:
                 is_struck = True
-                _raise_in(thread, _Overdue)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Overdue))
 
     timer = threading.Timer(seconds, strike)
     timer.daemon = True
     timer.start()
+    refusal = f"transformers does not {what} within {seconds:g} s"
     try:
-        yield
+        try:
+            yield
+            is_done = True
+        except _Overdue:
+            has_arrived = True
+            raise UnsupportedError(refusal) from None
+        finally:
+            with lock:
+                is_over = True
+            timer.cancel()
+            # What has been raised arrives here at the latest, unless the code has swallowed it. To take it back would leave CPython 3.11
+            # looking for it for ever: the whole process runs more slowly then, and under a profiler or a debugger no function returns.
+            if is_struck and not has_arrived:
+                for _ in range(100):
+                    time.sleep(0)
     except _Overdue:
-        raise UnsupportedError(f"transformers does not {what} within {seconds:g} s") from None
-    finally:
-        with lock:
-            is_over = True
-        timer.cancel()
-        if is_struck:
-            # Where the time was up just as the work was done, nothing is to be raised any more.
-            _raise_in(thread, None)
-
-
-def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    argument = None if error is None else ctypes.py_object(error)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), argument)
+        if not is_done:
+            raise UnsupportedError(refusal) from None
