@@ -128,7 +128,7 @@ def measurements(bench: Bench) -> dict[str, Callable[[dict[str, Any]], None]]:
     else:
         found[PREFILL] = lambda told: bench.prefill(plan.prompts, plan.length, told)
     most = plan.rows[-1]
-    found[f"sampled decode, {most} rows after {plan.short}"] = decode(most, plan.short, temperature=0.9, top_p=0.9, seed=1)
+    found[f"sampled {plan.decode_name(most, plan.short)}"] = decode(most, plan.short, temperature=0.9, top_p=0.9, seed=1)
     found |= {plan.decode_name(rows, plan.long): decode(rows, plan.long) for rows in plan.rows}
     if not bench.is_compiled:
         found["prefill of one prompt in four chunks"] = lambda told: bench.prefill(1, 4 * plan.budget, told)
