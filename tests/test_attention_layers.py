@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from typing import Any
 
@@ -66,6 +68,14 @@ def with_two_layers(backend: type[AttentionBackend], made: MadeIntegers) -> type
 
 def test_every_backend_is_counted() -> None:
     assert BACKENDS.keys() | OTHERS.keys() == {entry.key for entry in Plugins.load().attention_backends.entries()}
+
+
+def test_an_engine_that_asks_every_backend_imports_no_compiler() -> None:
+    """That takes seconds of each start, and leaves a folder."""
+    asked = "for entry in Plugins.load().attention_backends.entries(): importlib.import_module(entry.target.partition(':')[0])"
+    script = f"import importlib, sys; from toolkit_lm.plugin import Plugins\n{asked}\nprint('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"
 
 
 @pytest.mark.parametrize("batch", BATCHES)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._dynamo.config as dynamo_config
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
@@ -40,6 +39,9 @@ def fused(
     q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask, change: ScoreMod | None, scale: float, *, logsumexp: bool
 ) -> tuple[Tensor, Tensor | None]:
     """As `formula`, in one kernel, which torch compiles. The logarithm is None unless asked for."""
+    # Here, and not above: every engine asks the backend whether it can run, and the import takes seconds.
+    import torch._dynamo.config as dynamo_config
+
     arguments: dict[str, Any] = {"score_mod": change, "block_mask": blocks, "scale": scale, "enable_gqa": True}
     with dynamo_config.patch(recompile_limit=_MOST_KERNELS, accumulated_recompile_limit=_MOST_KERNELS):
         if not logsumexp:
