@@ -18,6 +18,7 @@ from itertools import cycle, islice
 from toolkit_lm import LLM, RequestOutputKind, SamplingParams
 from toolkit_lm.messages import EngineOutput, EngineRequest
 from toolkit_lm.processing.request_state import RequestState
+from toolkit_lm.processing.requests import PreparedRequest
 from toolkit_lm.renderer import Renderer
 
 LENGTHS = (32, 512, 2048, 8192)
@@ -30,7 +31,8 @@ TEXT = "Once upon a time there was a little dog who lived in a red house. One da
 def stream(token_ids: list[int], renderer: Renderer) -> str:
     """An answer, as it reaches a streaming caller."""
     params = SamplingParams(max_tokens=len(token_ids), output_kind=RequestOutputKind.DELTA)
-    state = RequestState(EngineRequest(request_id="0", prompt_token_ids=[1], params=params), None, renderer)
+    request = EngineRequest(request_id="0", prompt_token_ids=[1], params=params)
+    state = RequestState(PreparedRequest(request, None), renderer)
     pieces: list[str] = []
     for index, token in enumerate(token_ids):
         reason = "length" if index == len(token_ids) - 1 else None
