@@ -14,7 +14,7 @@ from toolkit_lm.processing.stop import StopTexts
 from toolkit_lm.renderer import DecodeStream
 
 PARSERS = Plugins.load().parsers
-FORMATS = {name for name in PARSERS if "reasoning" in PARSERS.load(name).finds}
+FORMATS = sorted(name for name in PARSERS if "reasoning" in PARSERS.load(name).finds)
 BEGUN = Recorded("deepseek_r1", "Hm.\n\nSo.\n</think>\n\nIt is 4.", "It is 4.", "Hm.\n\nSo.")
 REASONED = {name: one for name, one in {**RECORDED, "begun": BEGUN}.items() if one.reasoning and one.content}
 
@@ -52,7 +52,7 @@ def ended(one, stop, step=1, includes=False):
 
 
 def test_every_format_of_reasoning_is_tried():
-    assert {one.format for one in REASONED.values()} == FORMATS
+    assert sorted({one.format for one in REASONED.values()}) == FORMATS
 
 
 @pytest.mark.parametrize("name", REASONED)
