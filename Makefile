@@ -23,8 +23,8 @@ DISTRIBUTIONS := ./ $(dir $(wildcard core/pyproject.toml plugins/*/pyproject.tom
 demo: $(STAMP)
 	@$(BIN)/python docs/examples/demo.py
 
-# What needs one core each goes side by side.
-BESIDE := @$(MAKE) --no-print-directory --jobs $(JOBS) --output-sync=target
+# What is but for a part of its time on one core goes side by side.
+BESIDE := +@$(MAKE) --no-print-directory --jobs $(JOBS) --output-sync=target
 test: $(STAMP)
 	$(BESIDE) lint docs test-renderers
 	$(PYTEST) -m "not slow and not nightly"
@@ -60,6 +60,7 @@ test-floor:
 
 # The workspace is found where the other environment finds it.
 test-floor-here: $(FLOOR)/.installed $(STAMP)
+	@rm -rf $(FLOOR)/lib/python3.12/site-packages/*toolkit_lm*
 	@cp -r $(VENV)/lib/python3*/site-packages/*toolkit_lm* $(FLOOR)/lib/python3.12/site-packages/
 	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest -q -n $(JOBS) --dist loadfile -m "not slow and not nightly" $(FLOOR_TESTS)
 

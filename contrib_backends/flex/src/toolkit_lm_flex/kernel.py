@@ -39,11 +39,8 @@ def fused(
     q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask, change: ScoreMod | None, scale: float, *, logsumexp: bool
 ) -> tuple[Tensor, Tensor | None]:
     """As `formula`, in one kernel, which torch compiles. The logarithm is None unless asked for."""
-    # Here, and not above: every engine asks the backend whether it can run, and the import takes seconds.
-    import torch._dynamo.config as dynamo_config
-
     arguments: dict[str, Any] = {"score_mod": change, "block_mask": blocks, "scale": scale, "enable_gqa": True}
-    with dynamo_config.patch(recompile_limit=_MOST_KERNELS, accumulated_recompile_limit=_MOST_KERNELS):
+    with _many_kernels():
         if not logsumexp:
             return _compiled()(q, k, v, **arguments), None
         out, found = _compiled()(q, k, v, **arguments, return_aux=AuxRequest(lse=True))
@@ -60,6 +57,15 @@ def _one_block(mask: MaskMod, num_queries: int, num_keys: int, device: torch.dev
 
 def _unchanged(score: Tensor, piece: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return score
+
+
+@functools.cache
+def _many_kernels() -> Any:
+    """A context in which torch keeps so many kernels. Each that is made leaves a variable in its thread for ever: there is one."""
+    # Here, and not above: every engine asks the backend whether it can run, and the import takes seconds.
+    import torch._dynamo.config as dynamo_config
+
+    return dynamo_config.patch(recompile_limit=_MOST_KERNELS, accumulated_recompile_limit=_MOST_KERNELS)
 
 
 @functools.cache
