@@ -139,6 +139,36 @@ def test_what_a_scope_does_not_know_yet_is_no_less_shown_when_the_request_ends()
         assert state.take().outputs[0].text.startswith("a")
 
 
+class Later(StopScope):
+    """Knows of a text once the next has come. Stop texts count everywhere."""
+
+    def __init__(self, prompt_end):
+        self._last = 0
+
+    def push(self, text):
+        known, self._last = self._last, len(text)
+        return [(known, True)]
+
+    def finish(self):
+        return [(self._last, True)]
+
+
+def test_what_came_before_a_sequence_may_stop_ends_it_no_later_either():
+    state = make_state(stop="a", max_tokens=9, min_tokens=1, scope=Later)
+    for tokens, reason in (([0], None), ([3], None), ([3], "length")):
+        state.apply(step(0, tokens, reason))
+    assert [(one.text, one.finish_reason) for one in state.snapshot().outputs] == [("acc", "length")]
+
+
+@pytest.mark.parametrize("reason", ["error", "abort"])
+def test_what_is_known_when_a_request_fails_is_no_end_of_its_own(reason):
+    state = make_state(stop="a", max_tokens=9, scope=Later)
+    state.apply(step(0, [3]))
+    state.apply(step(0, [0]))
+    state.apply(step(0, [], reason))
+    assert [(one.text, one.finish_reason) for one in state.snapshot().outputs] == [("ca", reason)]
+
+
 def test_log_probabilities_are_nothing_to_the_garbage_collector():
     """It would stop everybody while it looks through millions of them."""
     state = make_state(max_tokens=3, logprobs=2)

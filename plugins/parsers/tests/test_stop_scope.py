@@ -79,6 +79,20 @@ def test_what_stands_in_the_reasoning_alone_ends_nothing(name):
             assert ended(one, stop) == (one.text, None), stop
 
 
+@pytest.mark.parametrize("name", REASONED)
+def test_white_space_in_the_content_ends_it_as_it_comes(name):
+    """A model that writes nothing but new lines is stopped at the first two."""
+    one = REASONED[name]
+    content = parsed(one, one.text)[1]
+    begun = one.text[: one.text.rindex(content[-8:]) + len(content[-8:])]
+    scope = PARSERS.make(one.format, "").stop_scope(one.prompt_end)
+    scope.push(begun)
+    counting = 0
+    for _ in range(4):
+        counting += sum(length for length, counts in scope.push("\n") if counts)
+    assert counting >= 3
+
+
 def check_scope(one):
     """Nothing of an answer is lost, and what counts is its content, but for white space between its paragraphs."""
     scope = PARSERS.make(one.format, "").stop_scope(one.prompt_end)

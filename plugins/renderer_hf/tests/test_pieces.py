@@ -166,6 +166,14 @@ def test_added_tokens_stay_whole():
         [AddedToken("cat", lstrip=True), AddedToken("Mat", rstrip=True, normalized=True), AddedToken("ve", single_word=True)]
     )
     assert sum(equal_in_pieces(tokenizer, text) for text in texts(2)) > 15
+    for text in texts(3):
+        equal_in_pieces(tokenizer, text.replace("Paris", "the mat of MAT"))
+
+
+def test_letters_that_spaces_have_become_are_not_counted_across_a_cut():
+    counted = pre_tokenizers.Split(Regex(r"\p{L}{1,4}"), "isolated")
+    tokenizer = made_of(splitter=pre_tokenizers.Sequence([BYTES, counted]))
+    assert [equal_in_pieces(tokenizer, text) for text in texts(1, many=3)] == [1] * 4
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -27,7 +27,13 @@ def way_to_get(noun: str, key: str) -> str:
 
 def parameter_source(name: str) -> str:
     """Which distribution brings a sampling parameter that nobody states, as a sentence; empty where nobody knows."""
-    distribution = _table()[PARAMETER].get(name)
+    known = _table()[PARAMETER]
+    family = name.partition("_")[0] + "_"
+    alike = [one for one in known if one.startswith(family)]
+    if name not in known and len(alike) > 1:
+        # A parameter of a family of its plugin's: another spelling, or another version's.
+        name = alike[0]
+    distribution = known.get(name)
     return way_to_get(PARAMETER, name) or (f"It comes with {distribution}." if distribution is not None else "")
 
 

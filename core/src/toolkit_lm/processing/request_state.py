@@ -131,7 +131,7 @@ class RequestState:
         may_stop = len(sequence.token_ids) > self._params.min_tokens
         text.push(new, may_stop)
         if output.finish_reason is not None or text.stopped_by is not None:
-            text.finish(may_stop)
+            text.finish(may_stop and output.finish_reason not in ("error", "abort"))
         return text.stopped_by
 
     def _new_text(self) -> SequenceText:

@@ -26,6 +26,8 @@ class SequenceText:
         """What may be the beginning of a stop text."""
         self._unsorted = ""
         """Text after that, of which the scope does not know yet whether stop texts count in it."""
+        self._num_early = 0
+        """Characters of `_unsorted` that came before the sequence could stop."""
         self._finder = None if stops is None else StopFinder(stops)
         self._scope = None if stops is None else scope
         self._includes_stop = params.include_stop_str_in_output
@@ -58,12 +60,17 @@ class SequenceText:
     def _sort(self, new: str, parts: list[tuple[int, bool]], may_stop: bool) -> None:
         """Adds the parts that the scope knows."""
         self._unsorted += new
+        if not may_stop:
+            self._num_early = len(self._unsorted)
         for length, counts in parts:
-            part, self._unsorted = self._unsorted[:length], self._unsorted[length:]
-            self._add(part, may_stop and counts)
-            if self.stopped_by is not None:
-                self._unsorted = ""
-                return
+            early = min(length, self._num_early)
+            self._num_early -= early
+            for size, is_late in ((early, False), (length - early, True)):
+                part, self._unsorted = self._unsorted[:size], self._unsorted[size:]
+                self._add(part, is_late and counts)
+                if self.stopped_by is not None:
+                    self._unsorted = ""
+                    return
 
     def _add(self, new: str, may_stop: bool) -> None:
         if not new:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from toolkit_lm.renderer import AnswerParser
+from toolkit_lm.renderer import AnswerParser, ContentScope, StopScope
 
 from toolkit_lm_parsers.json_calls import JsonCalls
 from toolkit_lm_parsers.marks import MarkedReasoning, Marks
@@ -128,6 +128,12 @@ class HarmonyFormat(MarkedReasoning):
 
     def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
         return HarmonyParser(prompt_end, tools)
+
+    def stop_scope(self, prompt_end: str) -> StopScope:
+        parser = HarmonyParser(prompt_end, ())
+        # White space is known to be content as it comes, whatever follows.
+        parser.content.ends = False
+        return ContentScope(parser)
 
     def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True) -> Structure | None:
         # A call ends the answer.

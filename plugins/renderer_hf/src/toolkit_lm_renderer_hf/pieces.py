@@ -18,6 +18,8 @@ from toolkit_lm_renderer_hf.panic import is_panic
 PIECE = 1 << 16
 _WINDOW = 512
 """Characters before the end of a piece among which a place is looked for."""
+_TRIES = 16
+"""Places of these that are looked at."""
 
 _NORMALIZERS = frozenset({"BertNormalizer", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "StripAccents"})
 """They change characters one by one, or with their marks."""
@@ -58,7 +60,7 @@ class Cutter:
     def _place(self, text: str, start: int, end: int) -> int | None:
         """Where a piece may end: after a letter, before a space and another letter."""
         places = [at for at in range(start + 1, end) if text[at] == " " and text[at - 1].isalpha() and text[at + 1].isalpha()]
-        for number in range(len(places) - 2, 0, -1):
+        for number in range(len(places) - 2, max(0, len(places) - 2 - _TRIES), -1):
             before, place, after = places[number - 1 : number + 2]
             if self._splits(text[before:place], text[place:after]):
                 return place
@@ -70,7 +72,7 @@ class Cutter:
             whole, first, second = map(self._normalized, (left + right, left, right))
             if whole != first + second or not (first[-1:].isalpha() and second[:1] == " " and second[1:2].isalpha()):
                 return False
-            if any(token in left + right or token in whole for token in self._added):
+            if self._added_tokens.search(left + right) or self._added_tokens.search(whole):
                 return False
             return self._words(whole) == self._words(first) + self._words(second)
         except UnicodeEncodeError:  # no valid text: it will be refused
@@ -91,7 +93,14 @@ class Cutter:
 
     @cached_property
     def _added(self) -> list[str]:
-        return [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+        """The texts of added tokens: as they are stated, and as they are after normalization."""
+        tokens = list(self._tokenizer.get_added_tokens_decoder().values())
+        found = {token.content for token in tokens} | {self._normalized(token.content) for token in tokens if token.normalized}
+        return sorted(found - {""})
+
+    @cached_property
+    def _added_tokens(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self._added)) or r"(?!)")
 
     @cached_property
     def _is_safe(self) -> bool:
@@ -120,7 +129,10 @@ def _is_safe_normalizer(state: Mapping[str, Any]) -> bool:
 
 def _is_safe_splitter(state: Mapping[str, Any]) -> bool:
     if state["type"] == "Sequence":
-        return all(map(_is_safe_splitter, state["pretokenizers"]))
+        parts = state["pretokenizers"]
+        # After it a space is a letter of another kind.
+        is_last = all(part["type"] != "ByteLevel" or part.get("use_regex", True) for part in parts[:-1])
+        return is_last and all(map(_is_safe_splitter, parts))
     if state["type"] == "Metaspace":
         return bool(state.get("split", True))
     if state["type"] != "Split":

@@ -132,14 +132,14 @@ def _longest(given: object, size: int, at_once: AtOnce | None) -> int:
     """Bytes of a prompt of this size that are tokenized at a time."""
     if at_once is None or size <= _AT_A_TIME:
         return size
-    # Texts of a conversation meet in its template. What else is in it is not looked into: it may be written in another way.
+    # A template writes a conversation in its own way: where its text is cut depends on all that is in it.
     texts = list(_texts(given))
     whole = sum(map(_utf8, texts))
-    return min(size, max(0, size - whole) + at_once("\0".join(texts)))
+    return min(size, max(0, size - whole) + sum(map(at_once, texts)))
 
 
 def _texts(given: object) -> Iterator[str]:
-    """The prompt, both sides of it, or the contents of a conversation."""
+    """The prompt, or both sides of it."""
     if isinstance(given, str):
         yield given
     elif isinstance(given, tuple):
@@ -148,12 +148,6 @@ def _texts(given: object) -> Iterator[str]:
     elif isinstance(given, Mapping):
         for name in ("prompt", "encoder_prompt", "decoder_prompt"):
             yield from _texts(given.get(name))
-    elif isinstance(given, list):
-        for message in given:
-            content = message.get("content") if isinstance(message, Mapping) else None
-            parts = [content] if isinstance(content, str) else content if isinstance(content, list) else []
-            texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
-            yield from (text for text in texts if isinstance(text, str))
 
 
 def _is_tokens(given: object) -> bool:
