@@ -240,6 +240,7 @@ def main() -> None:
     parser.add_argument("--to", type=Path, default=ROOT / "gpu-kit")
     parser.add_argument("--python312", help="a Python 3.12 to install the wheels into; none: the resolver alone checks them")
     args = parser.parse_args()
+    args.to = args.to.resolve()
     shutil.rmtree(args.to, ignore_errors=True)
     present = there()
     ours = write_metadata(args.to / "metadata")
