@@ -35,7 +35,7 @@ NEEDS = Part("0", "the machine", 1.0, list)
 
 
 def commit() -> str:
-    """Of the sources: as `make gpu-kit` has written it, or git says; else "unknown"."""
+    """The commit of the sources, as `make gpu-kit` has written it or git says; else "unknown"."""
     if (written := ROOT / COMMIT).exists():
         return written.read_text(encoding="utf-8").strip()
     try:

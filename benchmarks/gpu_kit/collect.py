@@ -87,7 +87,7 @@ def write_metadata(folder: Path) -> dict[str, Found]:
 
 
 def entry_points(pyproject: Path) -> str:
-    """As the file of that name has them."""
+    """The entry points of a distribution, as its entry_points.txt has them."""
     project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
     groups = {**project.get("entry-points", {}), "console_scripts": project.get("scripts", {})}
     lines = []
@@ -97,7 +97,7 @@ def entry_points(pyproject: Path) -> str:
 
 
 def wheel_metadata(folder: Path) -> dict[str, Found]:
-    """What the wheels of a folder say, by canonical name."""
+    """The metadata of the wheels in a folder, by canonical name."""
     found = {}
     for wheel in sorted(folder.glob("*.whl")):
         with zipfile.ZipFile(wheel) as archive:
@@ -139,7 +139,7 @@ def download(ours: Mapping[str, Found], present: Mapping[str, Found], wheels: Pa
 
 
 def still_lacking(ours: Mapping[str, Found], present: Mapping[str, Found], wheels: Path) -> list[Lack]:
-    """What neither the machine, nor our distributions, nor the wheels have."""
+    """Requirements that neither the machine, nor our distributions, nor the wheels meet."""
     known = {**present, **wheel_metadata(wheels), **ours}
     return lacking(known.get, environment=TARGET)
 
@@ -159,7 +159,7 @@ def pip(*arguments: str, python: str = sys.executable) -> None:
 
 
 def write_sources(file: Path) -> None:
-    """What git has of the sources and tests: the same bytes for the same files."""
+    """Packs the sources and tests that git has: the same bytes for the same files."""
     commit = f"{git('rev-parse', 'HEAD').strip()}{' and changes' if git('status', '--porcelain') else ''}\n".encode()
     with tempfile.TemporaryFile() as raw:
         with tarfile.open(fileobj=raw, mode="w") as archive:
@@ -225,7 +225,7 @@ def _top_levels(wheel: Path) -> set[str]:
 
 
 def sizes(folder: Path) -> list[tuple[int, str]]:
-    """Of each file, and of metadata/ as a whole, largest first."""
+    """Names and bytes of each file, and of metadata/ as a whole, largest first."""
     found: dict[str, int] = {}
     for path in folder.rglob("*"):
         if path.is_file():

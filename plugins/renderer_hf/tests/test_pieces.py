@@ -166,8 +166,10 @@ def test_added_tokens_stay_whole():
         [AddedToken("cat", lstrip=True), AddedToken("Mat", rstrip=True, normalized=True), AddedToken("ve", single_word=True)]
     )
     assert sum(equal_in_pieces(tokenizer, text) for text in texts(2)) > 15
-    for text in texts(3):
-        equal_in_pieces(tokenizer, text.replace("Paris", "the mat of MAT"))
+    # Where it is written otherwise than it is stated, it is found after normalization.
+    chosen = random.Random(3)
+    for _ in range(10):
+        equal_in_pieces(tokenizer, " ".join(chosen.choice(["mat", "MAT", "the", "sat", "on"]) for _ in range(300)))
 
 
 def test_letters_that_spaces_have_become_are_not_counted_across_a_cut():
