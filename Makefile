@@ -18,7 +18,7 @@ PYTEST_KERNELS := $(BIN)/python -m pytest contrib_backends/cpu/tests
 
 DISTRIBUTIONS := ./ $(dir $(wildcard core/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml))
 
-.PHONY: demo test test-all test-nightly test-renderers test-clients test-floor test-floor-here test-gpu-kit gpu-kit lint audit bench docs wheels clean
+.PHONY: demo test test-all test-nightly test-renderers test-clients test-floor test-floor-here test-gpu-kit gpu-kit lint audit bench docs changelog wheels clean
 
 demo: $(STAMP)
 	@$(BIN)/python docs/examples/demo.py
@@ -92,6 +92,10 @@ bench: $(STAMP)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# At a release: CHANGELOG.md's section of this version, from what is in changes/, which is removed.
+changelog: $(STAMP)
+	$(BIN)/towncrier build --yes --version $$($(BIN)/python -c 'import toolkit_lm; print(toolkit_lm.__version__)')
 
 # Needs no network.
 wheels: $(STAMP)
