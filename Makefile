@@ -83,6 +83,7 @@ lint: $(STAMP)
 	$(BIN)/bandit --quiet --recursive --configfile pyproject.toml core/src plugins/*/src contrib_*/*/src
 	$(BIN)/python tests/budgets.py
 	$(BIN)/python tests/advisories.py
+	$(BIN)/python tests/commits.py
 
 audit: $(STAMP)
 	$(BIN)/python tests/advisories.py --look-up
