@@ -3,8 +3,10 @@
  *
  * Included once for each type of element, with these, which it undefines:
  *   ELEMENT         the type
- *   LANE, PAIR      what a lane of keys and values is in memory, and its number of elements: 1, or 2 that are multiplied and added together
- *   WEIGHT          the type of weights before they meet values: as wide as a lane's elements are in registers
+ *   LANE, PAIR      what a lane of keys and values is in memory, and its number of elements: 1,
+ *                   or 2 that are multiplied and added together
+ *   WEIGHT          the type of weights before they meet values: as wide as a lane's elements are
+ *                   in registers
  *   NAME(x)         x with the type's suffix
  *   TARGET          the instructions that may be used
  *   LOAD, DOT       sixteen lanes from memory, and their products with others, as in lanes.h
@@ -12,17 +14,21 @@
  *   ROWS            rows of a product, at most
  *   SUMS            sums, of sixteen lanes each, that fit into registers
  *   TERMS           precision of the weights, as of exp2_lanes
- *   CONVERT         where queries meet keys as floats, and are none: sixteen of them; lanes are then half as wide in memory
+ *   CONVERT         where queries meet keys as floats, and are none: sixteen of them;
+ *                   lanes are then half as wide in memory
  *   AMX             where products are made by its tiles
  *
- * Keys and values lie in tiles of 16 tokens, one for each KV head, so that both products read whole vectors:
+ * Keys and values lie in tiles of 16 tokens, one for each KV head,
+ * so that both products read whole vectors:
  *   keys   [D / PAIR][16] lanes: a lane is a token
  *   values [16 / PAIR][D] lanes: a lane is an element
- * In the cache a block holds its heads' tiles one after the other. Without a cache they are laid out so in a thread's own memory.
+ * In the cache a block holds its heads' tiles one after the other.
+ * Without a cache they are laid out so in a thread's own memory.
  *
- * The query heads that share a KV head, of one token or of several, are the rows of both products, up to ROWS at a time. Keys are taken
- * SPAN at a time; spans are joined in order, by the logarithms of their sums. What a row gives depends on its own keys alone: neither on
- * rows beside it, nor on the number of threads, nor on the chunk of the prompt that its token came with.
+ * The query heads that share a KV head, of one token or of several, are the rows of both products,
+ * up to ROWS at a time. Keys are taken SPAN at a time; spans are joined in order, by the logarithms
+ * of their sums. What a row gives depends on its own keys alone: neither on rows beside it, nor on
+ * the number of threads, nor on the chunk of the prompt that its token came with.
  */
 
 typedef struct {
@@ -35,29 +41,36 @@ typedef struct {
     long first, last; /* of its keys, those that any row sees, from the span's first on */
     float scores[ROWS * SPAN] __attribute__((aligned(64)));
     WEIGHT weights[ROWS * SPAN] __attribute__((aligned(64)));
-    float sums[ROWS * MOST_SIZE] __attribute__((aligned(64))); /* [ROWS][D] weighted values, not divided yet */
-    ELEMENT padded[2 * TILE * MOST_SIZE]; /* heads that zeros fill up: of queries, and before of a tile's keys and values */
+    /* [ROWS][D] weighted values, not divided yet */
+    float sums[ROWS * MOST_SIZE] __attribute__((aligned(64)));
+    /* heads that zeros fill up: of queries, and before of a tile's keys and values */
+    ELEMENT padded[2 * TILE * MOST_SIZE];
     Sum sum[ROWS];
 #ifdef CONVERT
     float converted[ROWS * MOST_SIZE] __attribute__((aligned(64)));
 #endif
 #ifdef AMX
-    ELEMENT rows[ROWS * MOST_SIZE] __attribute__((aligned(64)));        /* the queries, side by side */
-    LANE edge[2][TILE / PAIR * MOST_SIZE] __attribute__((aligned(64))); /* the first and the last tile of values, as far as they are seen */
+    /* the queries, side by side */
+    ELEMENT rows[ROWS * MOST_SIZE] __attribute__((aligned(64)));
+    /* the first and the last tile of values, as far as they are seen */
+    LANE edge[2][TILE / PAIR * MOST_SIZE] __attribute__((aligned(64)));
 #endif
 } NAME(Span);
 
 /* A tile of up to 16 tokens, whole: keys and values [count, D]. Past `count`, zeros. */
-TARGET static void NAME(write_tile)(const ELEMENT *keys, const ELEMENT *values, long key_stride, long value_stride, int count, long size,
-                                    LANE *to_keys, LANE *to_values) {
+TARGET static void NAME(write_tile)(const ELEMENT *keys, const ELEMENT *values, long key_stride,
+                                    long value_stride, int count, long size, LANE *to_keys,
+                                    LANE *to_values) {
     const long lanes = size / PAIR;
 #ifdef CONVERT
     for (long d = 0; d < lanes; d++)
-        for (int t = 0; t < TILE; t++) to_keys[d * TILE + t] = t < count ? keys[t * key_stride + d] : 0;
+        for (int t = 0; t < TILE; t++)
+            to_keys[d * TILE + t] = t < count ? keys[t * key_stride + d] : 0;
 #else
     for (long d = 0; d < lanes; d += LANES) {
         const int columns = lanes - d < LANES ? (int)(lanes - d) : LANES;
-        transpose(keys + d * PAIR, key_stride * (long)sizeof *keys, count, (uint32_t *)to_keys + d * TILE, TILE, columns);
+        transpose(keys + d * PAIR, key_stride * (long)sizeof *keys, count,
+                  (uint32_t *)to_keys + d * TILE, TILE, columns);
     }
 #endif
     for (int t = 0; t < TILE; t += PAIR)
@@ -70,28 +83,32 @@ TARGET static void NAME(write_tile)(const ELEMENT *keys, const ELEMENT *values, 
             else
                 memset(to, 0, LANES * sizeof *to);
 #else
-            const Words low = t < count ? load_u16(at) : splat_word(0), high = t + 1 < count ? load_u16(at + value_stride) : splat_word(0);
+            const Words low = t < count ? load_u16(at) : splat_word(0),
+                        high = t + 1 < count ? load_u16(at + value_stride) : splat_word(0);
             store_32(to, or_words(low, left_16(high)));
 #endif
         }
 }
 
 /* One token of a tile. */
-TARGET static void NAME(write_token)(const ELEMENT *key, const ELEMENT *value, int t, long size, LANE *to_keys, LANE *to_values) {
+TARGET static void NAME(write_token)(const ELEMENT *key, const ELEMENT *value, int t, long size,
+                                     LANE *to_keys, LANE *to_values) {
     const LANE *lanes = (const LANE *)key;
     for (long d = 0; d < size / PAIR; d++) to_keys[d * TILE + t] = lanes[d];
 #if PAIR == 1
     memcpy(to_values + t * size, value, size * sizeof *value);
 #else
     /* The other half of the lanes is another token's, which another thread may be writing. */
-    for (long d = 0; d < size; d += LANES) store_halves(to_values + t / 2 * size + d, value + d, t % 2);
+    for (long d = 0; d < size; d += LANES)
+        store_halves(to_values + t / 2 * size + d, value + d, t % 2);
 #endif
 }
 
 /* A segment of the tokens, of one KV head. */
 TARGET static void NAME(write_segment)(void *job, long item) {
     const Write *w = job;
-    const long tile_lanes = TILE * w->size / PAIR, segment = item / w->kv_heads, head = item % w->kv_heads;
+    const long tile_lanes = TILE * w->size / PAIR, segment = item / w->kv_heads,
+               head = item % w->kv_heads;
     const long end = (segment + 1) * SEGMENT < w->tokens ? (segment + 1) * SEGMENT : w->tokens;
     for (long i = segment * SEGMENT, next; i < end; i = next) {
         const long slot = w->slots[i], within = slot % w->block_size;
@@ -101,11 +118,13 @@ TARGET static void NAME(write_segment)(void *job, long item) {
         const ELEMENT *key = (const ELEMENT *)w->keys + i * w->key_stride + head * w->size;
         const ELEMENT *value = (const ELEMENT *)w->values + i * w->value_stride + head * w->size;
         LANE *keys = (LANE *)((ELEMENT *)w->to_keys + slot / w->block_size * w->key_page) + at;
-        LANE *values = (LANE *)((ELEMENT *)w->to_values + slot / w->block_size * w->value_page) + at;
+        LANE *values =
+            (LANE *)((ELEMENT *)w->to_values + slot / w->block_size * w->value_page) + at;
         if (slot % TILE == 0)
             while (next < end && next - i < TILE && w->slots[next] == slot + next - i) next++;
         if (next - i == TILE) {
-            NAME(write_tile)(key, value, w->key_stride, w->value_stride, TILE, w->size, keys, values);
+            NAME(write_tile)(key, value, w->key_stride, w->value_stride, TILE, w->size, keys,
+                             values);
         } else {
             next = i + 1;
             NAME(write_token)(key, value, (int)(slot % TILE), w->size, keys, values);
@@ -115,10 +134,14 @@ TARGET static void NAME(write_segment)(void *job, long item) {
 
 static void NAME(write)(Write *w) {
     const long segments = (w->tokens + SEGMENT - 1) / SEGMENT;
-    share_out_if(w->tokens * w->kv_heads * w->size > LONG / 16, segments * w->kv_heads, NAME(write_segment), w);
+    share_out_if(w->tokens * w->kv_heads * w->size > LONG / 16, segments * w->kv_heads,
+                 NAME(write_segment), w);
 }
 
-/* Scores of sixteen keys, times log2(e): scaled, capped, biased, and those that are not seen taken out. */
+/*
+ * Scores of sixteen keys, times log2(e): scaled, capped, biased,
+ * and those that are not seen taken out.
+ */
 TARGET INLINE Floats NAME(shape)(const Step *step, Floats score, const float *bias, Mask seen) {
     if (step->soft_cap > 0) {
         const Floats part = mul_lanes(score, splat(step->scale / step->soft_cap));
@@ -132,7 +155,8 @@ TARGET INLINE Floats NAME(shape)(const Step *step, Floats score, const float *bi
 
 /* Scores to weights, of one row. */
 TARGET INLINE void NAME(weigh)(const Step *step, NAME(Span) *s, int r) {
-    const long begin = s->first / TILE * TILE, end = s->last, from = s->from[r] - s->begin, to = s->to[r] - s->begin;
+    const long begin = s->first / TILE * TILE, end = s->last, from = s->from[r] - s->begin,
+               to = s->to[r] - s->begin;
     const float *bias = s->bias[r] == NULL ? NULL : s->bias[r] + s->begin;
     const int is_plain = bias == NULL && step->soft_cap <= 0;
     float *scores = s->scores + r * SPAN;
@@ -142,7 +166,8 @@ TARGET INLINE void NAME(weigh)(const Step *step, NAME(Span) *s, int r) {
         if (is_plain && from <= t && to >= t + TILE)
             score = mul_lanes(score, splat(step->scale * LOG2_E));
         else
-            score = NAME(shape)(step, score, bias == NULL ? NULL : bias + t, lanes_between(from - t, to - t));
+            score = NAME(shape)(step, score, bias == NULL ? NULL : bias + t,
+                                lanes_between(from - t, to - t));
         most = max_lanes(most, score);
         store_f32(scores + t, score);
     }
@@ -160,8 +185,9 @@ TARGET INLINE void NAME(weigh)(const Step *step, NAME(Span) *s, int r) {
 #ifndef AMX
 
 /* sums[r][b] += sum over i in [first, last) of lanes i of x[r], times y[b] at i * stride. */
-TARGET INLINE void NAME(product)(Floats sums[ROWS][4], const void *const *x, const LANE *const *y, long stride, long first, long last,
-                                 const int rows, const int blocks) {
+TARGET INLINE void NAME(product)(Floats sums[ROWS][4], const void *const *x, const LANE *const *y,
+                                 long stride, long first, long last, const int rows,
+                                 const int blocks) {
     for (long i = first; i < last; i++) {
         Words lanes[4];
 #pragma GCC unroll 4
@@ -175,7 +201,8 @@ TARGET INLINE void NAME(product)(Floats sums[ROWS][4], const void *const *x, con
     }
 }
 
-TARGET INLINE void NAME(score_tiles)(NAME(Span) *s, long size, long tile, const int rows, const int tiles) {
+TARGET INLINE void NAME(score_tiles)(NAME(Span) *s, long size, long tile, const int rows,
+                                     const int tiles) {
     Floats sums[ROWS][4];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
@@ -185,20 +212,24 @@ TARGET INLINE void NAME(score_tiles)(NAME(Span) *s, long size, long tile, const 
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int b = 0; b < tiles; b++) store_f32(s->scores + r * SPAN + (tile + b) * TILE, sums[r][b]);
+        for (int b = 0; b < tiles; b++)
+            store_f32(s->scores + r * SPAN + (tile + b) * TILE, sums[r][b]);
 }
 
 #if PAIR == 2
-TARGET INLINE void NAME(add_half)(Floats sums[ROWS][4], const void *const *x, const LANE *const *y, long stride, long i, uint32_t half,
-                                  const int rows, const int blocks) {
+TARGET INLINE void NAME(add_half)(Floats sums[ROWS][4], const void *const *x, const LANE *const *y,
+                                  long stride, long i, uint32_t half, const int rows,
+                                  const int blocks) {
     for (int b = 0; b < blocks; b++) {
         const Words lanes = and_words(LOAD(y[b] + i * stride), splat_word((int32_t)half));
-        for (int r = 0; r < rows; r++) sums[r][b] = DOT(sums[r][b], splat_word(((const int32_t *)x[r])[i]), lanes);
+        for (int r = 0; r < rows; r++)
+            sums[r][b] = DOT(sums[r][b], splat_word(((const int32_t *)x[r])[i]), lanes);
     }
 }
 #endif
 
-TARGET INLINE void NAME(combine_blocks)(NAME(Span) *s, long size, long element, const int rows, const int blocks) {
+TARGET INLINE void NAME(combine_blocks)(NAME(Span) *s, long size, long element, const int rows,
+                                        const int blocks) {
     Floats sums[ROWS][4];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
@@ -207,20 +238,27 @@ TARGET INLINE void NAME(combine_blocks)(NAME(Span) *s, long size, long element, 
     for (long t = s->first / TILE * TILE; t < s->last; t += TILE) {
         const LANE *values[4];
         const void *weights[ROWS];
-        const long first = s->first > t ? s->first - t : 0, last = s->last - t < TILE ? s->last - t : TILE;
+        const long first = s->first > t ? s->first - t : 0,
+                   last = s->last - t < TILE ? s->last - t : TILE;
         for (int b = 0; b < blocks; b++) values[b] = s->values[t / TILE] + element + b * TILE;
         for (int r = 0; r < rows; r++) weights[r] = s->weights + r * SPAN + t;
 #if PAIR == 1
         NAME(product)(sums, weights, values, size, first, last, rows, blocks);
 #else
-        /* Of a pair that is seen in part, the other half is whatever lies there. Lanes are added in order all the same. */
-        if (first % 2) NAME(add_half)(sums, weights, values, size, first / 2, 0xffff0000u, rows, blocks);
+        /*
+         * Of a pair that is seen in part, the other half is whatever lies there.
+         * Lanes are added in order all the same.
+         */
+        if (first % 2)
+            NAME(add_half)(sums, weights, values, size, first / 2, 0xffff0000u, rows, blocks);
         NAME(product)(sums, weights, values, size, (first + 1) / 2, last / 2, rows, blocks);
-        if (last % 2) NAME(add_half)(sums, weights, values, size, last / 2, 0x0000ffffu, rows, blocks);
+        if (last % 2)
+            NAME(add_half)(sums, weights, values, size, last / 2, 0x0000ffffu, rows, blocks);
 #endif
     }
     for (int r = 0; r < rows; r++)
-        for (int b = 0; b < blocks; b++) store_f32(s->sums + r * size + element + b * TILE, sums[r][b]);
+        for (int b = 0; b < blocks; b++)
+            store_f32(s->sums + r * size + element + b * TILE, sums[r][b]);
 }
 
 /* The sums of `rows` rows, 1, 2, 4 or 8. */
@@ -260,32 +298,33 @@ TARGET static void NAME(attend_rows)(const Step *step, NAME(Span) *s, int rows) 
 #else
 
 /*
- * Tiles 0 to 3 hold results, of rows 0 to 15 and 16 to 31; 4 queries and 6 keys, 5 weights and 7 values. All have sixteen rows, but for
- * values: what rows that there are not give is not read.
+ * Tiles 0 to 3 hold results, of rows 0 to 15 and 16 to 31; 4 queries and 6 keys, 5 weights and 7
+ * values. All have sixteen rows, but for values: what rows that there are not give is not read.
  */
 TARGET static void NAME(shape_tiles)(void) {
     struct {
         uint8_t palette, start, reserved[14];
         uint16_t bytes[16];
         uint8_t rows[16];
-    } shape
-        __attribute__((aligned(64))) = {.palette = 1, .bytes = {64, 64, 64, 64, 64, 32, 64, 64}, .rows = {16, 16, 16, 16, 16, 16, 16, 8}};
+    } shape __attribute__((aligned(64))) = {.palette = 1,
+                                            .bytes = {64, 64, 64, 64, 64, 32, 64, 64},
+                                            .rows = {16, 16, 16, 16, 16, 16, 16, 8}};
     TILES_READ();
     _tile_loadconfig(&shape);
 }
 
 /* Adds x [16 or 32 rows] by y0, and where it is `wide` by y1, in the tiles X and Y. */
-#define ADD_PRODUCTS(X, Y, x, x_stride, y0, y1, y_bytes)                                                                                   \
-    do {                                                                                                                                   \
-        _tile_loadd(X, x, (x_stride) * (long)sizeof(ELEMENT));                                                                             \
-        _tile_loadd(Y, y0, y_bytes);                                                                                                       \
-        _tile_dpbf16ps(0, X, Y);                                                                                                           \
-        if (wide) _tile_loadd(Y, y1, y_bytes);                                                                                             \
-        if (wide) _tile_dpbf16ps(2, X, Y);                                                                                                 \
-        if (tall) _tile_loadd(X, (x) + TILE * (x_stride), (x_stride) * (long)sizeof(ELEMENT));                                             \
-        if (tall && wide) _tile_dpbf16ps(3, X, Y);                                                                                         \
-        if (tall && wide) _tile_loadd(Y, y0, y_bytes);                                                                                     \
-        if (tall) _tile_dpbf16ps(1, X, Y);                                                                                                 \
+#define ADD_PRODUCTS(X, Y, x, x_stride, y0, y1, y_bytes)                                           \
+    do {                                                                                           \
+        _tile_loadd(X, x, (x_stride) * (long)sizeof(ELEMENT));                                     \
+        _tile_loadd(Y, y0, y_bytes);                                                               \
+        _tile_dpbf16ps(0, X, Y);                                                                   \
+        if (wide) _tile_loadd(Y, y1, y_bytes);                                                     \
+        if (wide) _tile_dpbf16ps(2, X, Y);                                                         \
+        if (tall) _tile_loadd(X, (x) + TILE * (x_stride), (x_stride) * (long)sizeof(ELEMENT));     \
+        if (tall && wide) _tile_dpbf16ps(3, X, Y);                                                 \
+        if (tall && wide) _tile_loadd(Y, y0, y_bytes);                                             \
+        if (tall) _tile_dpbf16ps(1, X, Y);                                                         \
     } while (0)
 
 TARGET INLINE void NAME(clear)(const int tall, const int wide) {
@@ -303,18 +342,22 @@ TARGET INLINE void NAME(keep)(float *to, long stride, const int tall, const int 
     if (tall && wide) _tile_stored(3, to + TILE * stride + TILE, stride * (long)sizeof *to);
 }
 
-TARGET INLINE void NAME(score_tiles)(NAME(Span) *s, long size, long tile, const int tall, const int wide) {
+TARGET INLINE void NAME(score_tiles)(NAME(Span) *s, long size, long tile, const int tall,
+                                     const int wide) {
     NAME(clear)(tall, wide);
     for (long d = 0; d < size; d += 2 * TILE)
-        ADD_PRODUCTS(4, 6, s->rows + d, size, s->keys[tile] + d / 2 * TILE, s->keys[tile + 1] + d / 2 * TILE, 64);
+        ADD_PRODUCTS(4, 6, s->rows + d, size, s->keys[tile] + d / 2 * TILE,
+                     s->keys[tile + 1] + d / 2 * TILE, 64);
     NAME(keep)(s->scores + tile * TILE, SPAN, tall, wide);
 }
 
-TARGET INLINE void NAME(combine_blocks)(NAME(Span) *s, long size, long d, long first, long last, const int tall) {
+TARGET INLINE void NAME(combine_blocks)(NAME(Span) *s, long size, long d, long first, long last,
+                                        const int tall) {
     const int wide = 1;
     NAME(clear)(tall, wide);
     for (long t = first; t < last; t++)
-        ADD_PRODUCTS(5, 7, s->weights + t * TILE, SPAN, s->values[t] + d, s->values[t] + d + TILE, size * (long)sizeof(LANE));
+        ADD_PRODUCTS(5, 7, s->weights + t * TILE, SPAN, s->values[t] + d, s->values[t] + d + TILE,
+                     size * (long)sizeof(LANE));
     NAME(keep)(s->sums + d, size, tall, wide);
 }
 
@@ -327,7 +370,8 @@ TARGET static void NAME(cut)(NAME(Span) *s, long size, int edge, long tile) {
                        high = 2 * pair + 1 >= first && 2 * pair + 1 < last ? 0xffff0000u : 0;
         for (long d = 0; d < size; d += LANES) {
             const Words lanes = load_32(s->values[tile] + pair * size + d);
-            store_32(s->edge[edge] + pair * size + d, and_words(lanes, splat_word((int32_t)(low | high))));
+            store_32(s->edge[edge] + pair * size + d,
+                     and_words(lanes, splat_word((int32_t)(low | high))));
         }
     }
     s->values[tile] = s->edge[edge];
@@ -337,7 +381,8 @@ TARGET static void NAME(cut)(NAME(Span) *s, long size, int edge, long tile) {
 TARGET INLINE void NAME(attend_span)(const Step *step, NAME(Span) *s, int rows, const int tall) {
     const long size = step->size, first = s->first / TILE, last = (s->last + TILE - 1) / TILE;
     long tile = first;
-    for (int r = 0; r < rows; r++) memcpy(s->rows + r * size, s->queries[r], (size_t)size * sizeof(ELEMENT));
+    for (int r = 0; r < rows; r++)
+        memcpy(s->rows + r * size, s->queries[r], (size_t)size * sizeof(ELEMENT));
     for (; tile + 2 <= last; tile += 2) NAME(score_tiles)(s, size, tile, tall, 1);
     if (tile < last) NAME(score_tiles)(s, size, tile, tall, 0);
     for (int r = 0; r < rows; r++) NAME(weigh)(step, s, r);
@@ -359,7 +404,8 @@ TARGET static void NAME(attend_rows)(const Step *step, NAME(Span) *s, int rows) 
 TARGET static void NAME(join)(Sum *all, float *sums, Sum next, const float *next_sums, long size) {
     const float top = all->top > next.top ? all->top : next.top;
     if (top == -INFINITY) return;
-    const Floats old = exp2_lanes(splat(all->top - top), 7), new = exp2_lanes(splat(next.top - top), 7);
+    const Floats old = exp2_lanes(splat(all->top - top), 7),
+                 new = exp2_lanes(splat(next.top - top), 7);
     for (long d = 0; d < size; d += LANES) {
         const Floats more = mul_lanes(floats_f32(next_sums + d), new);
         store_f32(sums + d, fma_lanes(floats_f32(sums + d), old, more));
@@ -369,9 +415,13 @@ TARGET static void NAME(join)(Sum *all, float *sums, Sum next, const float *next
 }
 
 /* The output of a row of some work. */
-TARGET static void NAME(finish)(const Step *step, const Work *work, long row, Sum all, const float *sums) {
-    const long ahead = step->group == 1 ? row : row / step->group, head = work->kv_head * step->group + row - ahead * step->group;
-    ELEMENT *out = (ELEMENT *)step->out + (step->starts[work->row] + work->token + ahead) * step->out_stride + head * step->real;
+TARGET static void NAME(finish)(const Step *step, const Work *work, long row, Sum all,
+                                const float *sums) {
+    const long ahead = step->group == 1 ? row : row / step->group,
+               head = work->kv_head * step->group + row - ahead * step->group;
+    ELEMENT *out = (ELEMENT *)step->out +
+                   (step->starts[work->row] + work->token + ahead) * step->out_stride +
+                   head * step->real;
     float share = 1;
     if (step->sinks != NULL) {
         const float sink = step->sinks[head] * LOG2_E, top = all.top > sink ? all.top : sink;
@@ -380,7 +430,8 @@ TARGET static void NAME(finish)(const Step *step, const Work *work, long row, Su
     }
     const Floats inverse = splat(all.total == 0 ? 0 : share / all.total);
     const long whole = step->real / LANES * LANES;
-    for (long d = 0; d < whole; d += LANES) STORE(out + d, mul_lanes(floats_f32(sums + d), inverse));
+    for (long d = 0; d < whole; d += LANES)
+        STORE(out + d, mul_lanes(floats_f32(sums + d), inverse));
     if (whole < step->real) {
         ELEMENT edge[LANES];
         STORE(edge, mul_lanes(floats_f32(sums + whole), inverse));
@@ -389,41 +440,51 @@ TARGET static void NAME(finish)(const Step *step, const Work *work, long row, Su
 }
 
 /* Heads of `real` elements, `stride` from one to the next, side by side as heads of `size`. */
-static void NAME(fill_up)(const ELEMENT *from, long stride, long count, long real, long size, ELEMENT *to) {
+static void NAME(fill_up)(const ELEMENT *from, long stride, long count, long real, long size,
+                          ELEMENT *to) {
     for (long i = 0; i < count; i++) {
         memcpy(to + i * size, from + i * stride, (size_t)real * sizeof *to);
         memset(to + i * size + real, 0, (size_t)(size - real) * sizeof *to);
     }
 }
 
-/* Tiles of a sequence that is not cached: keys and values [tokens, D] of one KV head, `stride` elements from token to token. */
-TARGET static void NAME(lay_out)(const ELEMENT *keys, const ELEMENT *values, long key_stride, long value_stride, long tokens, long real,
-                                 long size, ELEMENT *padded, LANE *key_tiles, LANE *value_tiles) {
+/*
+ * Tiles of a sequence that is not cached: keys and values [tokens, D] of one KV head,
+ * `stride` elements from token to token.
+ */
+TARGET static void NAME(lay_out)(const ELEMENT *keys, const ELEMENT *values, long key_stride,
+                                 long value_stride, long tokens, long real, long size,
+                                 ELEMENT *padded, LANE *key_tiles, LANE *value_tiles) {
     for (long t = 0; t < tokens; t += TILE) {
         const int count = tokens - t < TILE ? (int)(tokens - t) : TILE;
         const ELEMENT *some_keys = keys + t * key_stride, *some_values = values + t * value_stride;
         LANE *to_keys = key_tiles + t * size / PAIR, *to_values = value_tiles + t * size / PAIR;
         if (real == size) {
-            NAME(write_tile)(some_keys, some_values, key_stride, value_stride, count, size, to_keys, to_values);
+            NAME(write_tile)(some_keys, some_values, key_stride, value_stride, count, size, to_keys,
+                             to_values);
         } else {
             NAME(fill_up)(some_keys, key_stride, count, real, size, padded);
             NAME(fill_up)(some_values, value_stride, count, real, size, padded + TILE * size);
-            NAME(write_tile)(padded, padded + TILE * size, size, size, count, size, to_keys, to_values);
+            NAME(write_tile)(padded, padded + TILE * size, size, size, count, size, to_keys,
+                             to_values);
         }
     }
 }
 
 /* A token's query by one head becomes row r of the span. */
-TARGET INLINE void NAME(choose)(const Step *step, const Work *work, NAME(Span) *s, long token, long head, int r) {
+TARGET INLINE void NAME(choose)(const Step *step, const Work *work, NAME(Span) *s, long token,
+                                long head, int r) {
     const long at = step->starts[work->row] + token, size = step->size;
-    const ELEMENT *query = (const ELEMENT *)step->queries + at * step->query_stride + head * step->real;
+    const ELEMENT *query =
+        (const ELEMENT *)step->queries + at * step->query_stride + head * step->real;
     if (step->real != size) {
         NAME(fill_up)(query, 0, 1, step->real, size, s->padded + r * size);
         query = s->padded + r * size;
     }
     s->queries[r] = query;
 #ifdef CONVERT
-    for (long d = 0; d < size; d += LANES) store_f32(s->converted + r * size + d, CONVERT(query + d));
+    for (long d = 0; d < size; d += LANES)
+        store_f32(s->converted + r * size + d, CONVERT(query + d));
     s->queries[r] = s->converted + r * size;
 #endif
     if (step->bias == NULL)
@@ -431,31 +492,40 @@ TARGET INLINE void NAME(choose)(const Step *step, const Work *work, NAME(Span) *
     else if (step->bias_center < 0)
         s->bias[r] = step->bias + (head * step->starts[step->rows] + at) * step->bias_keys;
     else
-        s->bias[r] = step->bias + head * step->bias_keys + step->bias_center - (step->first[work->row] + token);
+        s->bias[r] = step->bias + head * step->bias_keys + step->bias_center -
+                     (step->first[work->row] + token);
     visible(step, work->row, token, &s->from[r], &s->to[r]);
 }
 
 /* Where the span's keys and values are: in the cache, or laid out for this work. */
-static void NAME(locate)(const Step *step, const Work *work, NAME(Span) *s, const LANE *own_keys, const LANE *own_values) {
+static void NAME(locate)(const Step *step, const Work *work, NAME(Span) *s, const LANE *own_keys,
+                         const LANE *own_values) {
     const long tile_lanes = TILE * step->size / PAIR;
     for (long t = s->first / TILE; t * TILE < s->last; t++) {
         const long tile = s->begin / TILE + t;
         if (step->table == NULL) {
-            s->keys[t] = own_keys + tile * tile_lanes, s->values[t] = own_values + tile * tile_lanes;
+            s->keys[t] = own_keys + tile * tile_lanes,
+            s->values[t] = own_values + tile * tile_lanes;
         } else {
-            const long block = step->table[work->row * step->table_stride + tile / step->block_tiles];
-            const long at = (work->kv_head * step->block_tiles + tile % step->block_tiles) * tile_lanes;
-            s->keys[t] = (const LANE *)((const ELEMENT *)step->keys + block * step->key_stride) + at;
-            s->values[t] = (const LANE *)((const ELEMENT *)step->values + block * step->value_stride) + at;
+            const long block =
+                step->table[work->row * step->table_stride + tile / step->block_tiles];
+            const long at =
+                (work->kv_head * step->block_tiles + tile % step->block_tiles) * tile_lanes;
+            s->keys[t] =
+                (const LANE *)((const ELEMENT *)step->keys + block * step->key_stride) + at;
+            s->values[t] =
+                (const LANE *)((const ELEMENT *)step->values + block * step->value_stride) + at;
         }
     }
 }
 
 /* Rows [first, end) of some work and one span of their keys. 0: they see none of it. */
-TARGET static int NAME(attend_some)(const Step *step, const Work *work, NAME(Span) *s, const LANE *own_keys, const LANE *own_values,
-                                    long span, long first, long end) {
+TARGET static int NAME(attend_some)(const Step *step, const Work *work, NAME(Span) *s,
+                                    const LANE *own_keys, const LANE *own_values, long span,
+                                    long first, long end) {
     const int rows = (int)(end - first);
-    long from = LONG_MAX, to = 0, token = work->token + first / step->group, head = first % step->group;
+    long from = LONG_MAX, to = 0, token = work->token + first / step->group,
+         head = first % step->group;
     for (int r = 0; r < rows; r++) {
         NAME(choose)(step, work, s, token, work->kv_head * step->group + head, r);
         if (++head == step->group) head = 0, token++;
@@ -472,8 +542,9 @@ TARGET static int NAME(attend_some)(const Step *step, const Work *work, NAME(Spa
 }
 
 /* Some work: its output, or where `sums` are asked for, what its rows have of its span. */
-TARGET static void NAME(attend_work)(const Step *step, const Work *work, NAME(Span) *s, const LANE *own_keys, const LANE *own_values,
-                                     Sum *all, float *sums) {
+TARGET static void NAME(attend_work)(const Step *step, const Work *work, NAME(Span) *s,
+                                     const LANE *own_keys, const LANE *own_values, Sum *all,
+                                     float *sums) {
     const long size = step->size, group = step->group, rows = work->tokens * group;
     Sum many[MANY];
     float many_sums[MANY * MOST_SIZE];
@@ -486,8 +557,11 @@ TARGET static void NAME(attend_work)(const Step *step, const Work *work, NAME(Sp
         if (all == NULL && end_span - first_span == 1) {
             for (long row = begin; row < end; row += ROWS) {
                 const long next = end - row < ROWS ? end : row + ROWS;
-                const int seen = NAME(attend_some)(step, work, s, own_keys, own_values, first_span, row, next);
-                for (long r = row; r < next; r++) NAME(finish)(step, work, r, seen ? s->sum[r - row] : EMPTY, s->sums + (r - row) * size);
+                const int seen =
+                    NAME(attend_some)(step, work, s, own_keys, own_values, first_span, row, next);
+                for (long r = row; r < next; r++)
+                    NAME(finish)(step, work, r, seen ? s->sum[r - row] : EMPTY,
+                                 s->sums + (r - row) * size);
             }
             continue;
         }
@@ -499,12 +573,15 @@ TARGET static void NAME(attend_work)(const Step *step, const Work *work, NAME(Sp
             if (work->span >= 0 && span != work->span) continue;
             for (long row = begin; row < end; row += ROWS) {
                 const long next = end - row < ROWS ? end : row + ROWS;
-                if (!NAME(attend_some)(step, work, s, own_keys, own_values, span, row, next)) continue;
+                if (!NAME(attend_some)(step, work, s, own_keys, own_values, span, row, next))
+                    continue;
                 for (long r = row; r < next; r++)
-                    NAME(join)(&to[r - begin], to_sums + (r - begin) * size, s->sum[r - row], s->sums + (r - row) * size, size);
+                    NAME(join)(&to[r - begin], to_sums + (r - begin) * size, s->sum[r - row],
+                               s->sums + (r - row) * size, size);
             }
         }
-        for (long r = begin; all == NULL && r < end; r++) NAME(finish)(step, work, r, many[r - begin], many_sums + (r - begin) * size);
+        for (long r = begin; all == NULL && r < end; r++)
+            NAME(finish)(step, work, r, many[r - begin], many_sums + (r - begin) * size);
     }
 }
 
@@ -513,7 +590,8 @@ TARGET static void NAME(attend_item)(void *job, long i) {
     Attention *a = job;
     const Step *step = a->step;
     const Work *work = a->plan.work + i;
-    const size_t lanes = step->table == NULL ? (size_t)(a->plan.longest + TILE) * step->size / PAIR : 0;
+    const size_t lanes =
+        step->table == NULL ? (size_t)(a->plan.longest + TILE) * step->size / PAIR : 0;
     NAME(Span) *span = own_memory((sizeof *span + 63) / 64 * 64 + 2 * lanes * sizeof(LANE));
     if (span == NULL) {
         a->failed = 1;
@@ -522,15 +600,18 @@ TARGET static void NAME(attend_item)(void *job, long i) {
     LANE *tiles = (LANE *)((char *)span + (sizeof *span + 63) / 64 * 64);
     if (lanes) {
         const long start = step->origins[work->row];
-        NAME(lay_out)((const ELEMENT *)step->keys + start * step->key_stride + work->kv_head * step->real,
-                      (const ELEMENT *)step->values + start * step->value_stride + work->kv_head * step->real, step->key_stride,
-                      step->value_stride, step->seen[work->row], step->real, step->size, span->padded, tiles, tiles + lanes);
+        NAME(lay_out)(
+            (const ELEMENT *)step->keys + start * step->key_stride + work->kv_head * step->real,
+            (const ELEMENT *)step->values + start * step->value_stride + work->kv_head * step->real,
+            step->key_stride, step->value_stride, step->seen[work->row], step->real, step->size,
+            span->padded, tiles, tiles + lanes);
     }
 #ifdef AMX
     NAME(shape_tiles)();
 #endif
     const long at = i * a->plan.most_rows;
-    NAME(attend_work)(step, work, span, tiles, tiles + lanes, a->all == NULL ? NULL : a->all + at, a->sums + at * step->size);
+    NAME(attend_work)(step, work, span, tiles, tiles + lanes, a->all == NULL ? NULL : a->all + at,
+                      a->sums + at * step->size);
 #ifdef AMX
     _tile_release();
 #endif
@@ -544,7 +625,8 @@ TARGET static void NAME(join_item)(void *job, long item) {
     for (long r = 0; r < a->plan.work[i].tokens * step->group; r++) {
         const long at = i * rows + r;
         for (long j = at + rows; j < at + a->plan.most_spans * rows; j += rows)
-            NAME(join)(a->all + at, a->sums + at * step->size, a->all[j], a->sums + j * step->size, step->size);
+            NAME(join)(a->all + at, a->sums + at * step->size, a->all[j], a->sums + j * step->size,
+                       step->size);
         NAME(finish)(step, a->plan.work + i, r, a->all[at], a->sums + at * step->size);
     }
 }
@@ -553,11 +635,13 @@ TARGET static void NAME(join_item)(void *job, long item) {
 static int NAME(attend)(const Step *step) {
     Attention a = {.step = step, .plan = make_plan(step)};
     const size_t rows = (size_t)(a.plan.count * a.plan.most_rows);
-    a.all = a.plan.most_spans ? malloc(rows * (sizeof *a.all + (size_t)step->size * sizeof(float))) : NULL;
+    a.all = a.plan.most_spans ? malloc(rows * (sizeof *a.all + (size_t)step->size * sizeof(float)))
+                              : NULL;
     a.sums = (float *)(a.all + (a.all == NULL ? 0 : rows));
     a.failed = a.plan.work == NULL || (a.plan.most_spans && a.all == NULL);
     if (!a.failed) share_out_if(a.plan.is_long, a.plan.count, NAME(attend_item), &a);
-    if (!a.failed && a.all != NULL) share_out(a.plan.count / a.plan.most_spans, NAME(join_item), &a);
+    if (!a.failed && a.all != NULL)
+        share_out(a.plan.count / a.plan.most_spans, NAME(join_item), &a);
     free(a.all);
     free(a.plan.work);
     return !a.failed;

@@ -2,8 +2,12 @@
 
 BASE INLINE Floats floats_bf16(const void *from) { return as_floats(left_16(load_u16(from))); }
 
-/* sum + x y: of floats; and of pairs of bfloat16, whose halves are multiplied one after the other. */
-BASE INLINE Floats dot_f32(Floats sum, Words x, Words y) { return fma_lanes(as_floats(x), as_floats(y), sum); }
+/*
+ * sum + x y: of floats; and of pairs of bfloat16, whose halves are multiplied one after the other.
+ */
+BASE INLINE Floats dot_f32(Floats sum, Words x, Words y) {
+    return fma_lanes(as_floats(x), as_floats(y), sum);
+}
 
 BASE INLINE Floats dot_split(Floats sum, Words x, Words y) {
     const Words high = splat_word((int32_t)0xffff0000u);
@@ -16,14 +20,19 @@ BASE INLINE void store_split(void *to, Floats x) {
     const Words bits = as_words(x), odd = and_words(right_16(bits), splat_word(1));
     const Words rounded = add_words(bits, add_words(odd, splat_word(0x7fff)));
     const Words quiet = or_words(bits, splat_word(0x400000));
-    store_u16(to, right_16(as_words(select_lanes(unordered(x), as_floats(quiet), as_floats(rounded)))));
+    store_u16(to,
+              right_16(as_words(select_lanes(unordered(x), as_floats(quiet), as_floats(rounded)))));
 }
 
-/* 2^x; 0 below the smallest normal number. 7 terms give float precision, 5 more than bfloat16's. The coefficients are log(2)^n / n!. */
+/*
+ * 2^x; 0 below the smallest normal number.
+ * 7 terms give float precision, 5 more than bfloat16's. The coefficients are log(2)^n / n!.
+ */
 BASE INLINE Floats exp2_lanes(Floats x, const int terms) {
     const Floats whole = round_lanes(x), part = sub_lanes(x, whole);
-    static const float coefficients[] = {1.0f,          6.9314718e-1f, 2.4022651e-1f, 5.5504109e-2f,
-                                         9.6181291e-3f, 1.3333558e-3f, 1.5403530e-4f, 1.5252734e-5f};
+    static const float coefficients[] = {1.0f,          6.9314718e-1f, 2.4022651e-1f,
+                                         5.5504109e-2f, 9.6181291e-3f, 1.3333558e-3f,
+                                         1.5403530e-4f, 1.5252734e-5f};
     Floats y = splat(coefficients[terms]);
     for (int n = terms - 1; n >= 0; n--) y = fma_lanes(y, part, splat(coefficients[n]));
     return ldexp_lanes(not_less(x, splat(-126.0f)), y, whole);
@@ -42,7 +51,8 @@ BASE INLINE Floats tanh_lanes(Floats x) {
 
 /* erf by Abramowitz and Stegun 7.1.26; its error is below 2e-7. */
 BASE INLINE Floats erf_lanes(Floats x) {
-    static const float coefficients[] = {1.061405429f, -1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f};
+    static const float coefficients[] = {1.061405429f, -1.453152027f, 1.421413741f, -0.284496736f,
+                                         0.254829592f};
     const Floats one = splat(1.0f), zero = splat(0.0f);
     const Floats t = div_lanes(one, fma_lanes(abs_lanes(x), splat(0.3275911f), one));
     Floats y = splat(coefficients[0]);
@@ -69,7 +79,8 @@ BASE INLINE Floats activate(int activation, Floats x) {
             return fma_lanes(half, erf_lanes(mul_lanes(x, splat(0.70710678f))), half);
         case GELU_TANH: {
             const Floats cube = mul_lanes(mul_lanes(x, x), mul_lanes(x, splat(0.044715f)));
-            return fma_lanes(half, tanh_lanes(mul_lanes(add_lanes(x, cube), splat(0.79788456f))), half);
+            return fma_lanes(half, tanh_lanes(mul_lanes(add_lanes(x, cube), splat(0.79788456f))),
+                             half);
         }
         default:
             return x;

@@ -1,8 +1,9 @@
 /*
- * Arithmetic on vectors of 16 lanes, 32 bits each. A lane holds one float, or a pair of bfloat16 that are multiplied and added together.
+ * Arithmetic on vectors of 16 lanes, 32 bits each.
+ * A lane holds one float, or a pair of bfloat16 that are multiplied and added together.
  *
- * All instructions have the same names. What is compiled means those of the header that was included last, lanes_avx2.h or lanes_avx512.h,
- * which also define
+ * All instructions have the same names. What is compiled means those of the header
+ * that was included last, lanes_avx2.h or lanes_avx512.h, which also define
  *   ISA(x)          x with the suffix of the instructions
  *   BASE            the instructions that may be used
  *   BASE_ROWS, BASE_SUMS
@@ -20,8 +21,12 @@
 #define AVX2 __attribute__((target("avx2,fma,f16c")))
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma")))
 #define AVX512_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,avx512bf16")))
-#define AVX512_AMX __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,avx512bf16,amx-tile,amx-bf16")))
-/* GCC is not told what the instructions for tiles read: what was written before is in memory from here on. */
+#define AVX512_AMX                                                                                 \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,avx512bf16,amx-tile,amx-bf16")))
+/*
+ * GCC is not told what the instructions for tiles read:
+ * what was written before is in memory from here on.
+ */
 #define TILES_READ() __asm__ volatile("" ::: "memory")
 
 #define Floats ISA(Floats) /* sixteen floats */
@@ -38,8 +43,9 @@
 #define load_f16 ISA(load_f16) /* as floats */
 #define load_u16 ISA(load_u16) /* with zeros above */
 #define store_32 ISA(store_32)
-#define store_u16 ISA(store_u16)       /* words below 2^16 */
-#define store_halves ISA(store_halves) /* (to, from, odd): sixteen elements of 16 bits to the high or the low halves of lanes */
+#define store_u16 ISA(store_u16) /* words below 2^16 */
+/* (to, from, odd): sixteen elements of 16 bits to the high or the low halves of lanes */
+#define store_halves ISA(store_halves)
 #define transpose ISA(transpose)
 
 /* The same in all lanes. */

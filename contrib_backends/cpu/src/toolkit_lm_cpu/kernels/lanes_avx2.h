@@ -1,4 +1,7 @@
-/* The names of lanes.h by AVX2, FMA and F16C: two vectors of 8 lanes. There are 16 registers, half as many as with AVX-512. */
+/*
+ * The names of lanes.h by AVX2, FMA and F16C: two vectors of 8 lanes.
+ * There are 16 registers, half as many as with AVX-512.
+ */
 
 #undef ISA
 #undef BASE
@@ -17,16 +20,24 @@ typedef struct {
 } Words;
 typedef Floats Mask; /* all bits of its lanes */
 
-BASE INLINE Words as_words(Floats x) { return (Words){_mm256_castps_si256(x.low), _mm256_castps_si256(x.high)}; }
-BASE INLINE Floats as_floats(Words x) { return (Floats){_mm256_castsi256_ps(x.low), _mm256_castsi256_ps(x.high)}; }
+BASE INLINE Words as_words(Floats x) {
+    return (Words){_mm256_castps_si256(x.low), _mm256_castps_si256(x.high)};
+}
+BASE INLINE Floats as_floats(Words x) {
+    return (Floats){_mm256_castsi256_ps(x.low), _mm256_castsi256_ps(x.high)};
+}
 
-BASE INLINE Floats floats_f32(const void *from) { return (Floats){_mm256_loadu_ps(from), _mm256_loadu_ps((const float *)from + 8)}; }
+BASE INLINE Floats floats_f32(const void *from) {
+    return (Floats){_mm256_loadu_ps(from), _mm256_loadu_ps((const float *)from + 8)};
+}
 BASE INLINE Floats floats_f16(const void *from) {
-    return (Floats){_mm256_cvtph_ps(_mm_loadu_si128(from)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from + 1))};
+    return (Floats){_mm256_cvtph_ps(_mm_loadu_si128(from)),
+                    _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from + 1))};
 }
 BASE INLINE Floats floats_masked(Mask mask, const void *from) {
     const Words there = as_words(mask);
-    return (Floats){_mm256_maskload_ps(from, there.low), _mm256_maskload_ps((const float *)from + 8, there.high)};
+    return (Floats){_mm256_maskload_ps(from, there.low),
+                    _mm256_maskload_ps((const float *)from + 8, there.high)};
 }
 BASE INLINE void store_f32(void *to, Floats x) {
     _mm256_storeu_ps(to, x.low);
@@ -34,12 +45,16 @@ BASE INLINE void store_f32(void *to, Floats x) {
 }
 BASE INLINE void store_f16(void *to, Floats x) {
     _mm_storeu_si128(to, _mm256_cvtps_ph(x.low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-    _mm_storeu_si128((__m128i *)to + 1, _mm256_cvtps_ph(x.high, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    _mm_storeu_si128((__m128i *)to + 1,
+                     _mm256_cvtps_ph(x.high, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
-BASE INLINE Words load_32(const void *from) { return (Words){_mm256_loadu_si256(from), _mm256_loadu_si256((const __m256i *)from + 1)}; }
+BASE INLINE Words load_32(const void *from) {
+    return (Words){_mm256_loadu_si256(from), _mm256_loadu_si256((const __m256i *)from + 1)};
+}
 BASE INLINE Words load_f16(const void *from) { return as_words(floats_f16(from)); }
 BASE INLINE Words load_u16(const void *from) {
-    return (Words){_mm256_cvtepu16_epi32(_mm_loadu_si128(from)), _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from + 1))};
+    return (Words){_mm256_cvtepu16_epi32(_mm_loadu_si128(from)),
+                   _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from + 1))};
 }
 BASE INLINE void store_32(void *to, Words x) {
     _mm256_storeu_si256(to, x.low);
@@ -53,19 +68,34 @@ BASE INLINE void store_halves(void *to, const void *from, int odd) {
 }
 
 BASE INLINE Floats splat(float x) { return (Floats){_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
-BASE INLINE Words splat_word(int32_t x) { return (Words){_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+BASE INLINE Words splat_word(int32_t x) {
+    return (Words){_mm256_set1_epi32(x), _mm256_set1_epi32(x)};
+}
 
-BASE INLINE Floats add_lanes(Floats x, Floats y) { return (Floats){_mm256_add_ps(x.low, y.low), _mm256_add_ps(x.high, y.high)}; }
-BASE INLINE Floats sub_lanes(Floats x, Floats y) { return (Floats){_mm256_sub_ps(x.low, y.low), _mm256_sub_ps(x.high, y.high)}; }
-BASE INLINE Floats mul_lanes(Floats x, Floats y) { return (Floats){_mm256_mul_ps(x.low, y.low), _mm256_mul_ps(x.high, y.high)}; }
-BASE INLINE Floats div_lanes(Floats x, Floats y) { return (Floats){_mm256_div_ps(x.low, y.low), _mm256_div_ps(x.high, y.high)}; }
-BASE INLINE Floats min_lanes(Floats x, Floats y) { return (Floats){_mm256_min_ps(x.low, y.low), _mm256_min_ps(x.high, y.high)}; }
-BASE INLINE Floats max_lanes(Floats x, Floats y) { return (Floats){_mm256_max_ps(x.low, y.low), _mm256_max_ps(x.high, y.high)}; }
+BASE INLINE Floats add_lanes(Floats x, Floats y) {
+    return (Floats){_mm256_add_ps(x.low, y.low), _mm256_add_ps(x.high, y.high)};
+}
+BASE INLINE Floats sub_lanes(Floats x, Floats y) {
+    return (Floats){_mm256_sub_ps(x.low, y.low), _mm256_sub_ps(x.high, y.high)};
+}
+BASE INLINE Floats mul_lanes(Floats x, Floats y) {
+    return (Floats){_mm256_mul_ps(x.low, y.low), _mm256_mul_ps(x.high, y.high)};
+}
+BASE INLINE Floats div_lanes(Floats x, Floats y) {
+    return (Floats){_mm256_div_ps(x.low, y.low), _mm256_div_ps(x.high, y.high)};
+}
+BASE INLINE Floats min_lanes(Floats x, Floats y) {
+    return (Floats){_mm256_min_ps(x.low, y.low), _mm256_min_ps(x.high, y.high)};
+}
+BASE INLINE Floats max_lanes(Floats x, Floats y) {
+    return (Floats){_mm256_max_ps(x.low, y.low), _mm256_max_ps(x.high, y.high)};
+}
 BASE INLINE Floats fma_lanes(Floats x, Floats y, Floats z) {
     return (Floats){_mm256_fmadd_ps(x.low, y.low, z.low), _mm256_fmadd_ps(x.high, y.high, z.high)};
 }
 BASE INLINE Floats fnma_lanes(Floats x, Floats y, Floats z) {
-    return (Floats){_mm256_fnmadd_ps(x.low, y.low, z.low), _mm256_fnmadd_ps(x.high, y.high, z.high)};
+    return (Floats){_mm256_fnmadd_ps(x.low, y.low, z.low),
+                    _mm256_fnmadd_ps(x.high, y.high, z.high)};
 }
 BASE INLINE Floats abs_lanes(Floats x) {
     const __m256 sign = _mm256_set1_ps(-0.0f);
@@ -77,41 +107,62 @@ BASE INLINE Floats round_lanes(Floats x) {
 }
 /* From n = 128 on 2^n is infinite; NaN stays. */
 BASE INLINE __m256 ldexp_8(__m256 mask, __m256 x, __m256 n) {
-    const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(_mm256_min_ps(n, _mm256_set1_ps(128))), _mm256_set1_epi32(127));
-    return _mm256_and_ps(mask, _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23))));
+    const __m256i exponent = _mm256_add_epi32(
+        _mm256_cvtps_epi32(_mm256_min_ps(n, _mm256_set1_ps(128))), _mm256_set1_epi32(127));
+    return _mm256_and_ps(mask,
+                         _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23))));
 }
 BASE INLINE Floats ldexp_lanes(Mask mask, Floats x, Floats n) {
     return (Floats){ldexp_8(mask.low, x.low, n.low), ldexp_8(mask.high, x.high, n.high)};
 }
-BASE INLINE Words or_words(Words x, Words y) { return (Words){_mm256_or_si256(x.low, y.low), _mm256_or_si256(x.high, y.high)}; }
-BASE INLINE Words and_words(Words x, Words y) { return (Words){_mm256_and_si256(x.low, y.low), _mm256_and_si256(x.high, y.high)}; }
-BASE INLINE Words add_words(Words x, Words y) { return (Words){_mm256_add_epi32(x.low, y.low), _mm256_add_epi32(x.high, y.high)}; }
-BASE INLINE Words left_16(Words x) { return (Words){_mm256_slli_epi32(x.low, 16), _mm256_slli_epi32(x.high, 16)}; }
-BASE INLINE Words right_16(Words x) { return (Words){_mm256_srli_epi32(x.low, 16), _mm256_srli_epi32(x.high, 16)}; }
+BASE INLINE Words or_words(Words x, Words y) {
+    return (Words){_mm256_or_si256(x.low, y.low), _mm256_or_si256(x.high, y.high)};
+}
+BASE INLINE Words and_words(Words x, Words y) {
+    return (Words){_mm256_and_si256(x.low, y.low), _mm256_and_si256(x.high, y.high)};
+}
+BASE INLINE Words add_words(Words x, Words y) {
+    return (Words){_mm256_add_epi32(x.low, y.low), _mm256_add_epi32(x.high, y.high)};
+}
+BASE INLINE Words left_16(Words x) {
+    return (Words){_mm256_slli_epi32(x.low, 16), _mm256_slli_epi32(x.high, 16)};
+}
+BASE INLINE Words right_16(Words x) {
+    return (Words){_mm256_srli_epi32(x.low, 16), _mm256_srli_epi32(x.high, 16)};
+}
 
 BASE INLINE Mask less(Floats x, Floats y) {
-    return (Mask){_mm256_cmp_ps(x.low, y.low, _CMP_LT_OQ), _mm256_cmp_ps(x.high, y.high, _CMP_LT_OQ)};
+    return (Mask){_mm256_cmp_ps(x.low, y.low, _CMP_LT_OQ),
+                  _mm256_cmp_ps(x.high, y.high, _CMP_LT_OQ)};
 }
 BASE INLINE Mask not_less(Floats x, Floats y) {
-    return (Mask){_mm256_cmp_ps(x.low, y.low, _CMP_NLT_UQ), _mm256_cmp_ps(x.high, y.high, _CMP_NLT_UQ)};
+    return (Mask){_mm256_cmp_ps(x.low, y.low, _CMP_NLT_UQ),
+                  _mm256_cmp_ps(x.high, y.high, _CMP_NLT_UQ)};
 }
 BASE INLINE Mask equal(Floats x, Floats y) {
-    return (Mask){_mm256_cmp_ps(x.low, y.low, _CMP_EQ_OQ), _mm256_cmp_ps(x.high, y.high, _CMP_EQ_OQ)};
+    return (Mask){_mm256_cmp_ps(x.low, y.low, _CMP_EQ_OQ),
+                  _mm256_cmp_ps(x.high, y.high, _CMP_EQ_OQ)};
 }
 BASE INLINE Mask unordered(Floats x) {
-    return (Mask){_mm256_cmp_ps(x.low, x.low, _CMP_UNORD_Q), _mm256_cmp_ps(x.high, x.high, _CMP_UNORD_Q)};
+    return (Mask){_mm256_cmp_ps(x.low, x.low, _CMP_UNORD_Q),
+                  _mm256_cmp_ps(x.high, x.high, _CMP_UNORD_Q)};
 }
 BASE INLINE Floats select_lanes(Mask mask, Floats x, Floats y) {
-    return (Floats){_mm256_blendv_ps(y.low, x.low, mask.low), _mm256_blendv_ps(y.high, x.high, mask.high)};
+    return (Floats){_mm256_blendv_ps(y.low, x.low, mask.low),
+                    _mm256_blendv_ps(y.high, x.high, mask.high)};
 }
-BASE INLINE unsigned mask_bits(Mask mask) { return (unsigned)(_mm256_movemask_ps(mask.low) | _mm256_movemask_ps(mask.high) << 8); }
+BASE INLINE unsigned mask_bits(Mask mask) {
+    return (unsigned)(_mm256_movemask_ps(mask.low) | _mm256_movemask_ps(mask.high) << 8);
+}
 BASE INLINE Mask lanes_between(long from, long to) {
     from = from < 0 ? 0 : from > LANES ? LANES : from;
     to = to < from ? from : to > LANES ? LANES : to;
     const __m256i first = _mm256_set1_epi32((int)from), end = _mm256_set1_epi32((int)to);
-    const __m256i low = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), high = _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15);
-    return as_floats((Words){_mm256_andnot_si256(_mm256_cmpgt_epi32(first, low), _mm256_cmpgt_epi32(end, low)),
-                             _mm256_andnot_si256(_mm256_cmpgt_epi32(first, high), _mm256_cmpgt_epi32(end, high))});
+    const __m256i low = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
+                  high = _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15);
+    return as_floats((Words){
+        _mm256_andnot_si256(_mm256_cmpgt_epi32(first, low), _mm256_cmpgt_epi32(end, low)),
+        _mm256_andnot_si256(_mm256_cmpgt_epi32(first, high), _mm256_cmpgt_epi32(end, high))});
 }
 
 /* In the order of AVX-512. */
@@ -130,11 +181,13 @@ BASE INLINE float reduce_max(Floats x) {
 BASE INLINE float first_lane(Floats x) { return _mm256_cvtss_f32(x.low); }
 
 /* 8 x 8 lanes at most; past `rows`, zeros. */
-BASE INLINE void transpose_8(const char *from, long from_bytes, int rows, uint32_t *to, long to_stride, int columns) {
+BASE INLINE void transpose_8(const char *from, long from_bytes, int rows, uint32_t *to,
+                             long to_stride, int columns) {
     const __m256i there = as_words(lanes_between(0, columns)).low;
     __m256i a[8], b[8];
     for (int r = 0; r < 8; r++)
-        a[r] = r < rows ? _mm256_maskload_epi32((const int *)(from + r * from_bytes), there) : _mm256_setzero_si256();
+        a[r] = r < rows ? _mm256_maskload_epi32((const int *)(from + r * from_bytes), there)
+                        : _mm256_setzero_si256();
     for (int r = 0; r < 8; r += 2) {
         b[r] = _mm256_unpacklo_epi32(a[r], a[r + 1]);
         b[r + 1] = _mm256_unpackhi_epi32(a[r], a[r + 1]);
@@ -149,11 +202,14 @@ BASE INLINE void transpose_8(const char *from, long from_bytes, int rows, uint32
         b[c] = _mm256_permute2x128_si256(a[c], a[4 + c], 0x20);
         b[4 + c] = _mm256_permute2x128_si256(a[c], a[4 + c], 0x31);
     }
-    for (int c = 0; c < 8 && c < columns; c++) _mm256_storeu_si256((__m256i *)(to + c * to_stride), b[c]);
+    for (int c = 0; c < 8 && c < columns; c++)
+        _mm256_storeu_si256((__m256i *)(to + c * to_stride), b[c]);
 }
 
-BASE INLINE void transpose(const void *from, long from_bytes, int rows, uint32_t *to, long to_stride, int columns) {
+BASE INLINE void transpose(const void *from, long from_bytes, int rows, uint32_t *to,
+                           long to_stride, int columns) {
     for (int c = 0; c < columns; c += 8)
         for (int r = 0; r < LANES; r += 8)
-            transpose_8((const char *)from + r * from_bytes + c * 4, from_bytes, rows - r, to + c * to_stride + r, to_stride, columns - c);
+            transpose_8((const char *)from + r * from_bytes + c * 4, from_bytes, rows - r,
+                        to + c * to_stride + r, to_stride, columns - c);
 }

@@ -1,7 +1,8 @@
 /*
- * A decoder layer of a known kind in one call: norm, queries, keys and values, norms of heads, rotation, cache, attention, output; norm,
- * gated feed-forward. What attention and the feed-forward give may have a factor and a norm before it is added. The residual travels
- * beside. Each part is what it is alone. Where there is no feed-forward, the call ends with what it would take.
+ * A decoder layer of a known kind in one call: norm, queries, keys and values, norms of heads,
+ * rotation, cache, attention, output; norm, gated feed-forward. What attention and the feed-forward
+ * give may have a factor and a norm before it is added. The residual travels beside. Each part is
+ * what it is alone. Where there is no feed-forward, the call ends with what it would take.
  */
 
 #ifndef LAYER_H

@@ -1,10 +1,17 @@
-/* Norms and rotations; included once for each type of element, with the macros of attention.h and linear.h. Arithmetic is in float. */
+/*
+ * Norms and rotations; included once for each type of element,
+ * with the macros of attention.h and linear.h. Arithmetic is in float.
+ */
 
-/* Some rows: weight * x / sqrt(mean(x x) + eps), or with a bias, weight * (x - mean) / sqrt(variance + eps) + bias. Without
- * a weight, the sum with the residual alone. */
+/*
+ * Some rows: weight * x / sqrt(mean(x x) + eps), or with a bias,
+ * weight * (x - mean) / sqrt(variance + eps) + bias.
+ * Without a weight, the sum with the residual alone.
+ */
 TARGET static void NAME(norm)(void *job, long item) {
     const Norm *n = job;
-    const long rows = n->tokens * n->heads, end = (item + 1) * SOME_ROWS < rows ? (item + 1) * SOME_ROWS : rows;
+    const long rows = n->tokens * n->heads,
+               end = (item + 1) * SOME_ROWS < rows ? (item + 1) * SOME_ROWS : rows;
     for (long row = item * SOME_ROWS; row < end; row++) {
         const long token = row / n->heads, head = row % n->heads;
         const ELEMENT *x = (const ELEMENT *)n->x + token * n->x_stride + head * n->head_stride;
@@ -13,7 +20,8 @@ TARGET static void NAME(norm)(void *job, long item) {
         if (n->residual != NULL) {
             const ELEMENT *residual = (const ELEMENT *)n->residual + token * n->residual_stride;
             ELEMENT *to = (ELEMENT *)n->sum + token * n->out_stride;
-            for (long i = 0; i < n->size; i += LANES) STORE(to + i, add_lanes(FLOATS(x + i), FLOATS(residual + i)));
+            for (long i = 0; i < n->size; i += LANES)
+                STORE(to + i, add_lanes(FLOATS(x + i), FLOATS(residual + i)));
             x = to;
         }
         if (n->weight == NULL) continue;
@@ -34,7 +42,8 @@ TARGET static void NAME(norm)(void *job, long item) {
         }
         const Floats scale = splat(1 / sqrtf(variance + n->eps)), offset = splat(mean);
         for (long i = 0; i < n->size; i += LANES) {
-            const Floats weight = n->is_wide ? floats_f32((const float *)n->weight + i) : FLOATS((const ELEMENT *)n->weight + i);
+            const Floats weight = n->is_wide ? floats_f32((const float *)n->weight + i)
+                                             : FLOATS((const ELEMENT *)n->weight + i);
             Floats y = mul_lanes(mul_lanes(sub_lanes(FLOATS(x + i), offset), scale), weight);
             if (n->bias != NULL) y = add_lanes(y, FLOATS((const ELEMENT *)n->bias + i));
             STORE(out + i, y);
@@ -43,7 +52,8 @@ TARGET static void NAME(norm)(void *job, long item) {
 }
 
 /* As `rotate`, of one token and the last dimensions, fewer than a vector's. */
-TARGET static void NAME(rotate_edge)(const Rotate *r, ELEMENT *x, const ELEMENT *cos, const ELEMENT *sin, long half, size_t there) {
+TARGET static void NAME(rotate_edge)(const Rotate *r, ELEMENT *x, const ELEMENT *cos,
+                                     const ELEMENT *sin, long half, size_t there) {
     ELEMENT angles[4][LANES] = {0}, low[LANES] = {0}, high[LANES] = {0};
     memcpy(angles[0], cos, there * sizeof *cos), memcpy(angles[1], cos + half, there * sizeof *cos);
     memcpy(angles[2], sin, there * sizeof *sin), memcpy(angles[3], sin + half, there * sizeof *sin);
@@ -59,12 +69,15 @@ TARGET static void NAME(rotate_edge)(const Rotate *r, ELEMENT *x, const ELEMENT 
 /* Some tokens: their heads turned, in place. Dimension i turns with i + size / 2. */
 TARGET static void NAME(rotate)(void *job, long item) {
     const Rotate *r = job;
-    const long end = (item + 1) * SOME_ROWS < r->tokens ? (item + 1) * SOME_ROWS : r->tokens, half = r->size / 2;
+    const long end = (item + 1) * SOME_ROWS < r->tokens ? (item + 1) * SOME_ROWS : r->tokens,
+               half = r->size / 2;
     const long whole = half / LANES * LANES;
     for (long token = item * SOME_ROWS; token < end; token++) {
-        const ELEMENT *cos = (const ELEMENT *)r->cos + token * r->angle_stride, *sin = (const ELEMENT *)r->sin + token * r->angle_stride;
+        const ELEMENT *cos = (const ELEMENT *)r->cos + token * r->angle_stride,
+                      *sin = (const ELEMENT *)r->sin + token * r->angle_stride;
         if (whole < half)
-            NAME(rotate_edge)(r, (ELEMENT *)r->x + token * r->x_stride + whole, cos + whole, sin + whole, half, (size_t)(half - whole));
+            NAME(rotate_edge)(r, (ELEMENT *)r->x + token * r->x_stride + whole, cos + whole,
+                              sin + whole, half, (size_t)(half - whole));
         for (long i = 0; i < whole; i += LANES) {
             const Floats cos_low = FLOATS(cos + i), cos_high = FLOATS(cos + half + i);
             const Floats sin_low = FLOATS(sin + i), sin_high = FLOATS(sin + half + i);

@@ -1,23 +1,32 @@
 /*
- * Linear layers: activation(x W^T + bias) + residual, of x [rows, K] and W [N, K]. Gated: W has two halves, and the result is
- * activation(gate) * up. A factor multiplies what was rounded, as a layer after this one would.
+ * Linear layers: activation(x W^T + bias) + residual, of x [rows, K] and W [N, K].
+ * Gated: W has two halves, and the result is activation(gate) * up.
+ * A factor multiplies what was rounded, as a layer after this one would.
  *
- * Included once for each type of element, with the macros of attention.h that name types and instructions, and these:
- *   ROWS            rows of a tile, 8 at most. Where the sums of its rows by PANELS panels do not fit into registers, it has one panel
+ * Included once for each type of element, with the macros of attention.h
+ * that name types and instructions, and these:
+ *   ROWS            rows of a tile, 8 at most. Where the sums of its rows by PANELS panels
+ *                   do not fit into registers, it has one panel
  *   FLOATS          sixteen elements from memory, as floats
  *   CONVERT         where x meets weights as floats, and holds none: as FLOATS
  *   AMX             where products are made by its tiles; K is then a multiple of 32
  *
- * W lies in panels of 16 outputs, [N / 16][K / PAIR][16] lanes: a lane is an output; past N, zeros. One layout serves all numbers of rows.
- * An item of work is up to BLOCK rows by COLUMNS panels at most. While a tile is computed, the weights of the next are fetched: from some
- * rows on, reading and arithmetic take equally long. Each result is one sum over K, in order, whatever is computed beside it.
+ * W lies in panels of 16 outputs, [N / 16][K / PAIR][16] lanes: a lane is an output; past N, zeros.
+ * One layout serves all numbers of rows. An item of work is up to BLOCK rows by COLUMNS panels at
+ * most. While a tile is computed, the weights of the next are fetched: from some rows on, reading
+ * and arithmetic take equally long.
+ * Each result is one sum over K, in order, whatever is computed beside it.
  */
 
 #ifndef AMX
 
-/* sums [rows][PANELS][16] += x [rows, lanes] by panels of weights. With each lane `fetched` lines from `ahead` on, `step` bytes apart. */
-TARGET INLINE void NAME(tile)(const int32_t *x, long x_stride, const LANE *weights, long panel, long lanes, float *sums, const char *ahead,
-                              long step, const int rows, const int panels, const int fetched) {
+/*
+ * sums [rows][PANELS][16] += x [rows, lanes] by panels of weights.
+ * With each lane `fetched` lines from `ahead` on, `step` bytes apart.
+ */
+TARGET INLINE void NAME(tile)(const int32_t *x, long x_stride, const LANE *weights, long panel,
+                              long lanes, float *sums, const char *ahead, long step, const int rows,
+                              const int panels, const int fetched) {
     Floats c[8][PANELS];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
@@ -43,31 +52,34 @@ TARGET INLINE void NAME(tile)(const int32_t *x, long x_stride, const LANE *weigh
         for (int b = 0; b < panels; b++) store_f32(sums + (r * PANELS + b) * LANES, c[r][b]);
 }
 
-#define TILE_OF(rows, panels, fetched)                                                                                                     \
-    TARGET static void NAME(tile_##rows##_##panels##_##fetched)(const int32_t *x, long x_stride, const LANE *weights, long panel,          \
-                                                                long lanes, float *sums, const char *ahead, long step) {                   \
-        if (rows * panels <= SUMS) NAME(tile)(x, x_stride, weights, panel, lanes, sums, ahead, step, rows, panels, fetched);               \
+#define TILE_OF(rows, panels, fetched)                                                             \
+    TARGET static void NAME(tile_##rows##_##panels##_##fetched)(                                   \
+        const int32_t *x, long x_stride, const LANE *weights, long panel, long lanes, float *sums, \
+        const char *ahead, long step) {                                                            \
+        if (rows * panels <= SUMS)                                                                 \
+            NAME(tile)(x, x_stride, weights, panel, lanes, sums, ahead, step, rows, panels,        \
+                       fetched);                                                                   \
     }
-#define TILES_OF(panels, fetched)                                                                                                          \
-    TILE_OF(1, panels, fetched)                                                                                                            \
-    TILE_OF(2, panels, fetched)                                                                                                            \
-    TILE_OF(3, panels, fetched)                                                                                                            \
-    TILE_OF(4, panels, fetched)                                                                                                            \
-    TILE_OF(5, panels, fetched)                                                                                                            \
-    TILE_OF(6, panels, fetched)                                                                                                            \
-    TILE_OF(7, panels, fetched)                                                                                                            \
-    TILE_OF(8, panels, fetched)                                                                                                            \
-    static void (*const NAME(tiles_##panels##_##fetched)[])(const int32_t *, long, const LANE *, long, long, float *, const char *,        \
-                                                            long) = {                                                                      \
-        NULL,                                                                                                                              \
-        NAME(tile_1_##panels##_##fetched),                                                                                                 \
-        NAME(tile_2_##panels##_##fetched),                                                                                                 \
-        NAME(tile_3_##panels##_##fetched),                                                                                                 \
-        NAME(tile_4_##panels##_##fetched),                                                                                                 \
-        NAME(tile_5_##panels##_##fetched),                                                                                                 \
-        NAME(tile_6_##panels##_##fetched),                                                                                                 \
-        NAME(tile_7_##panels##_##fetched),                                                                                                 \
-        NAME(tile_8_##panels##_##fetched),                                                                                                 \
+#define TILES_OF(panels, fetched)                                                                  \
+    TILE_OF(1, panels, fetched)                                                                    \
+    TILE_OF(2, panels, fetched)                                                                    \
+    TILE_OF(3, panels, fetched)                                                                    \
+    TILE_OF(4, panels, fetched)                                                                    \
+    TILE_OF(5, panels, fetched)                                                                    \
+    TILE_OF(6, panels, fetched)                                                                    \
+    TILE_OF(7, panels, fetched)                                                                    \
+    TILE_OF(8, panels, fetched)                                                                    \
+    static void (*const NAME(tiles_##panels##_##fetched)[])(                                       \
+        const int32_t *, long, const LANE *, long, long, float *, const char *, long) = {          \
+        NULL,                                                                                      \
+        NAME(tile_1_##panels##_##fetched),                                                         \
+        NAME(tile_2_##panels##_##fetched),                                                         \
+        NAME(tile_3_##panels##_##fetched),                                                         \
+        NAME(tile_4_##panels##_##fetched),                                                         \
+        NAME(tile_5_##panels##_##fetched),                                                         \
+        NAME(tile_6_##panels##_##fetched),                                                         \
+        NAME(tile_7_##panels##_##fetched),                                                         \
+        NAME(tile_8_##panels##_##fetched),                                                         \
     };
 
 TILES_OF(1, 0)
@@ -80,14 +92,20 @@ TILES_OF(3, 3)
 #undef TILE_OF
 #undef TILES_OF
 
-/* sums [rows][PANELS][16] of up to PANELS panels, from `at` on, and rows of x. `next`: the panels that are wanted then, or NULL. */
-TARGET static void NAME(panels)(const LANE *at, long lanes, const int32_t *x, long x_stride, long rows, long panels, const LANE *next,
-                                float *sums) {
+/*
+ * sums [rows][PANELS][16] of up to PANELS panels, from `at` on, and rows of x.
+ * `next`: the panels that are wanted then, or NULL.
+ */
+TARGET static void NAME(panels)(const LANE *at, long lanes, const int32_t *x, long x_stride,
+                                long rows, long panels, const LANE *next, float *sums) {
     const long count = (rows + ROWS - 1) / ROWS, panel = lanes * LANES;
     memset(sums, 0, (size_t)(rows * PANELS * LANES) * sizeof *sums);
     for (long begin = 0; begin < lanes; begin += CHUNK) {
         const long some = lanes - begin < CHUNK ? lanes - begin : CHUNK;
-        /* What this thread wants next, where lanes are not cut; else the rest of the first panel, which is better than nothing. */
+        /*
+         * What this thread wants next, where lanes are not cut;
+         * else the rest of the first panel, which is better than nothing.
+         */
         const char *ahead = (const char *)(some == lanes ? next : at + (begin + some) * LANES);
         for (long i = 0, row = 0; i < count; i++) {
             const long end = rows * (i + 1) / count;
@@ -99,20 +117,24 @@ TARGET static void NAME(panels)(const LANE *at, long lanes, const int32_t *x, lo
                 const long step = 64 / count;
                 for (long b = 0; b < panels; b++) {
                     const char *lines = ahead + (i * PANELS + b) * some * step;
-                    NAME(tiles_1_1)[n](from, x_stride, weights + b * panel, panel, some, to + b * LANES, lines, step);
+                    NAME(tiles_1_1)[n](from, x_stride, weights + b * panel, panel, some,
+                                       to + b * LANES, lines, step);
                 }
             } else if (panels < PANELS || n * PANELS > SUMS) {
                 for (long b = 0; b < panels; b++)
-                    NAME(tiles_1_0)[n](from, x_stride, weights + b * panel, panel, some, to + b * LANES, NULL, 0);
+                    NAME(tiles_1_0)[n](from, x_stride, weights + b * panel, panel, some,
+                                       to + b * LANES, NULL, 0);
             } else if (next == NULL) {
                 NAME(tiles_3_0)[n](from, x_stride, weights, panel, some, to, NULL, 0);
             } else if (count == 1) {
                 NAME(tiles_3_3)[n](from, x_stride, weights, panel, some, to, ahead, 64);
             } else if (count == 2) {
-                NAME(tiles_3_2)[n](from, x_stride, weights, panel, some, to, ahead + i * some * 96, 48);
+                NAME(tiles_3_2)[n](from, x_stride, weights, panel, some, to,
+                                   ahead + i * some * 96, 48);
             } else {
                 const long step = 192 / count;
-                NAME(tiles_3_1)[n](from, x_stride, weights, panel, some, to, ahead + i * some * step, step);
+                NAME(tiles_3_1)[n](from, x_stride, weights, panel, some, to,
+                                   ahead + i * some * step, step);
             }
             row = end;
         }
@@ -121,52 +143,56 @@ TARGET static void NAME(panels)(const LANE *at, long lanes, const int32_t *x, lo
 
 #else
 
-/* Tiles 0 to 5 hold sums, of up to two times sixteen rows by PANELS panels; 6 rows of x, 7 weights. */
+/*
+ * Tiles 0 to 5 hold sums, of up to two times sixteen rows by PANELS panels; 6 rows of x, 7 weights.
+ */
 TARGET INLINE void NAME(shape_product)(int rows) {
     struct {
         uint8_t palette, start, reserved[14];
         uint16_t bytes[16];
         uint8_t rows[16];
-    } shape
-        __attribute__((aligned(64))) = {.palette = 1, .bytes = {64, 64, 64, 64, 64, 64, 64, 64}, .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
+    } shape __attribute__((aligned(64))) = {.palette = 1,
+                                            .bytes = {64, 64, 64, 64, 64, 64, 64, 64},
+                                            .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
     shape.rows[0] = shape.rows[1] = shape.rows[2] = shape.rows[6] = (uint8_t)rows;
     TILES_READ();
     _tile_loadconfig(&shape);
 }
 
 /* Sums in the tiles A, B and C, from memory where some are there already, or to memory. */
-#define MOVE_SUMS(A, B, C, at)                                                                                                             \
-    do {                                                                                                                                   \
-        if (is_first) {                                                                                                                    \
-            _tile_zero(A);                                                                                                                 \
-            _tile_zero(B);                                                                                                                 \
-            _tile_zero(C);                                                                                                                 \
-        } else {                                                                                                                           \
-            _tile_loadd(A, at, PANELS * 64);                                                                                               \
-            if (panels > 1) _tile_loadd(B, (at) + LANES, PANELS * 64);                                                                     \
-            if (panels > 2) _tile_loadd(C, (at) + 2 * LANES, PANELS * 64);                                                                 \
-        }                                                                                                                                  \
+#define MOVE_SUMS(A, B, C, at)                                                                     \
+    do {                                                                                           \
+        if (is_first) {                                                                            \
+            _tile_zero(A);                                                                         \
+            _tile_zero(B);                                                                         \
+            _tile_zero(C);                                                                         \
+        } else {                                                                                   \
+            _tile_loadd(A, at, PANELS * 64);                                                       \
+            if (panels > 1) _tile_loadd(B, (at) + LANES, PANELS * 64);                             \
+            if (panels > 2) _tile_loadd(C, (at) + 2 * LANES, PANELS * 64);                         \
+        }                                                                                          \
     } while (0)
-#define KEEP_SUMS(A, B, C, at)                                                                                                             \
-    do {                                                                                                                                   \
-        _tile_stored(A, at, PANELS * 64);                                                                                                  \
-        if (panels > 1) _tile_stored(B, (at) + LANES, PANELS * 64);                                                                        \
-        if (panels > 2) _tile_stored(C, (at) + 2 * LANES, PANELS * 64);                                                                    \
+#define KEEP_SUMS(A, B, C, at)                                                                     \
+    do {                                                                                           \
+        _tile_stored(A, at, PANELS * 64);                                                          \
+        if (panels > 1) _tile_stored(B, (at) + LANES, PANELS * 64);                                \
+        if (panels > 2) _tile_stored(C, (at) + 2 * LANES, PANELS * 64);                            \
     } while (0)
-#define ADD_PANELS(A, B, C, from)                                                                                                          \
-    do {                                                                                                                                   \
-        _tile_loadd(6, (from) + k, x_stride * 4);                                                                                          \
-        _tile_loadd(7, weights + k * LANES, 64);                                                                                           \
-        _tile_dpbf16ps(A, 6, 7);                                                                                                           \
-        if (panels > 1) _tile_loadd(7, weights + panel + k * LANES, 64);                                                                   \
-        if (panels > 1) _tile_dpbf16ps(B, 6, 7);                                                                                           \
-        if (panels > 2) _tile_loadd(7, weights + 2 * panel + k * LANES, 64);                                                               \
-        if (panels > 2) _tile_dpbf16ps(C, 6, 7);                                                                                           \
+#define ADD_PANELS(A, B, C, from)                                                                  \
+    do {                                                                                           \
+        _tile_loadd(6, (from) + k, x_stride * 4);                                                  \
+        _tile_loadd(7, weights + k * LANES, 64);                                                   \
+        _tile_dpbf16ps(A, 6, 7);                                                                   \
+        if (panels > 1) _tile_loadd(7, weights + panel + k * LANES, 64);                           \
+        if (panels > 1) _tile_dpbf16ps(B, 6, 7);                                                   \
+        if (panels > 2) _tile_loadd(7, weights + 2 * panel + k * LANES, 64);                       \
+        if (panels > 2) _tile_dpbf16ps(C, 6, 7);                                                   \
     } while (0)
 
 /* As the product of rows above: up to sixteen rows, or where it is `tall` thirty-two. */
-TARGET INLINE void NAME(tile)(const int32_t *x, long x_stride, const LANE *weights, long panel, long lanes, float *sums, int is_first,
-                              const char *ahead, long lines, const int panels, const int tall) {
+TARGET INLINE void NAME(tile)(const int32_t *x, long x_stride, const LANE *weights, long panel,
+                              long lanes, float *sums, int is_first, const char *ahead, long lines,
+                              const int panels, const int tall) {
     TILES_READ();
     MOVE_SUMS(0, 1, 2, sums);
     if (tall) MOVE_SUMS(3, 4, 5, sums + TILE * PANELS * LANES);
@@ -180,9 +206,12 @@ TARGET INLINE void NAME(tile)(const int32_t *x, long x_stride, const LANE *weigh
     if (tall) KEEP_SUMS(3, 4, 5, sums + TILE * PANELS * LANES);
 }
 
-/* sums [rows][PANELS][16] of up to PANELS panels, from `at` on, and rows of x. `next`: the panels that are wanted then, or NULL. */
-TARGET static void NAME(panels)(const LANE *at, long lanes, const int32_t *x, long x_stride, long rows, long panels, const LANE *next,
-                                float *sums) {
+/*
+ * sums [rows][PANELS][16] of up to PANELS panels, from `at` on, and rows of x.
+ * `next`: the panels that are wanted then, or NULL.
+ */
+TARGET static void NAME(panels)(const LANE *at, long lanes, const int32_t *x, long x_stride,
+                                long rows, long panels, const LANE *next, float *sums) {
     const long panel = lanes * LANES, groups = (rows + 2 * TILE - 1) / (2 * TILE);
     for (long begin = 0; begin < lanes; begin += CHUNK) {
         const long some = lanes - begin < CHUNK ? lanes - begin : CHUNK;
@@ -197,15 +226,19 @@ TARGET static void NAME(panels)(const LANE *at, long lanes, const int32_t *x, lo
             float *to = sums + row * PANELS * LANES;
             if (there != shaped) NAME(shape_product)(shaped = there);
             if (panels == 3 && tall)
-                NAME(tile)(from, x_stride, weights, panel, some, to, begin == 0, ahead, lines, 3, 1);
+                NAME(tile)(from, x_stride, weights, panel, some, to, begin == 0, ahead, lines, 3,
+                           1);
             else if (panels == 3)
-                NAME(tile)(from, x_stride, weights, panel, some, to, begin == 0, ahead, lines, 3, 0);
+                NAME(tile)(from, x_stride, weights, panel, some, to, begin == 0, ahead, lines, 3,
+                           0);
             else
                 for (long b = 0; b < panels; b++) {
-                    NAME(tile)(from, x_stride, weights + b * panel, panel, some, to + b * LANES, begin == 0, ahead, 0, 1, 0);
+                    NAME(tile)(from, x_stride, weights + b * panel, panel, some, to + b * LANES,
+                               begin == 0, ahead, 0, 1, 0);
                     if (tall)
-                        NAME(tile)(from + TILE * x_stride, x_stride, weights + b * panel, panel, some, to + (TILE * PANELS + b) * LANES,
-                                   begin == 0, ahead, 0, 1, 0);
+                        NAME(tile)(from + TILE * x_stride, x_stride, weights + b * panel, panel,
+                                   some, to + (TILE * PANELS + b) * LANES, begin == 0, ahead, 0, 1,
+                                   0);
                 }
             row += tall ? 2 * TILE : there;
             ahead += some / LANES * lines * 64;
@@ -220,8 +253,8 @@ TARGET static void NAME(panels)(const LANE *at, long lanes, const int32_t *x, lo
 #endif
 
 /* The outputs [first, first + 16), as far as they exist, of the sums of all rows. */
-TARGET static void NAME(put)(const Linear *l, long row, long rows, long first, const float *sums, const float *up, ELEMENT *out,
-                             long out_stride) {
+TARGET static void NAME(put)(const Linear *l, long row, long rows, long first, const float *sums,
+                             const float *up, ELEMENT *out, long out_stride) {
     const long there = l->outputs - first < LANES ? l->outputs - first : LANES;
     ELEMENT edge[LANES], edge_up[LANES];
     Floats bias = splat(0), up_bias = bias;
@@ -229,13 +262,16 @@ TARGET static void NAME(put)(const Linear *l, long row, long rows, long first, c
         const ELEMENT *from = (const ELEMENT *)l->bias + first;
         memcpy(edge, from, (size_t)there * sizeof *edge);
         bias = FLOATS(edge);
-        if (l->is_gated) memcpy(edge_up, from + l->outputs, (size_t)there * sizeof *edge), up_bias = FLOATS(edge_up);
+        if (l->is_gated)
+            memcpy(edge_up, from + l->outputs, (size_t)there * sizeof *edge),
+                up_bias = FLOATS(edge_up);
     }
     for (long r = 0; r < rows; r++) {
         Floats y = activate(l->activation, add_lanes(floats_f32(sums + r * PANELS * LANES), bias));
         if (l->is_gated) y = mul_lanes(y, add_lanes(floats_f32(up + r * PANELS * LANES), up_bias));
         if (l->residual != NULL) {
-            const ELEMENT *from = (const ELEMENT *)l->residual + (row + r) * l->residual_stride + first;
+            const ELEMENT *from =
+                (const ELEMENT *)l->residual + (row + r) * l->residual_stride + first;
             if (there < LANES) memcpy(edge, from, (size_t)there * sizeof *edge), from = edge;
             y = add_lanes(y, FLOATS(from));
         }
@@ -250,10 +286,13 @@ TARGET static void NAME(put)(const Linear *l, long row, long rows, long first, c
 TARGET static void NAME(multiply)(void *job, long item) {
     Linear *l = job;
     const long lanes = l->inputs / PAIR, panels = (l->outputs + LANES - 1) / LANES;
-    const long row = item % l->row_blocks * BLOCK, rows = l->rows - row < BLOCK ? l->rows - row : BLOCK;
-    const long first = item / l->row_blocks * l->columns, last = first + l->columns < panels ? first + l->columns : panels;
+    const long row = item % l->row_blocks * BLOCK,
+               rows = l->rows - row < BLOCK ? l->rows - row : BLOCK;
+    const long first = item / l->row_blocks * l->columns,
+               last = first + l->columns < panels ? first + l->columns : panels;
     /* Where this thread goes on, if threads take turns. */
-    const long follows = (item + atomic_load_explicit(&team.threads, memory_order_relaxed)) / l->row_blocks * l->columns;
+    const long follows = (item + atomic_load_explicit(&team.threads, memory_order_relaxed)) /
+                         l->row_blocks * l->columns;
     const size_t size = (size_t)(rows * PANELS * LANES);
 #ifdef CONVERT
     const size_t converted = (size_t)(rows * l->inputs);
@@ -273,14 +312,16 @@ TARGET static void NAME(multiply)(void *job, long item) {
     float *floats = up + size;
     for (long r = 0; r < rows; r++)
         for (long k = 0; k < l->inputs; k += LANES)
-            store_f32(floats + r * l->inputs + k, CONVERT((const ELEMENT *)l->x + (row + r) * l->x_stride + k));
+            store_f32(floats + r * l->inputs + k,
+                      CONVERT((const ELEMENT *)l->x + (row + r) * l->x_stride + k));
     x = (const int32_t *)floats, x_stride = l->inputs;
 #else
     x = (const int32_t *)((const ELEMENT *)l->x + row * l->x_stride), x_stride = l->x_stride / PAIR;
 #endif
     const LANE *weights = l->weights;
     const long out_stride = kept ? l->columns * LANES : l->out_stride;
-    ELEMENT *out = kept ? (ELEMENT *)(up + size + converted) : (ELEMENT *)l->out + row * out_stride + first * LANES;
+    ELEMENT *out = kept ? (ELEMENT *)(up + size + converted)
+                        : (ELEMENT *)l->out + row * out_stride + first * LANES;
     for (long p = first; p < last; p += PANELS) {
         const long some = last - p < PANELS ? last - p : PANELS;
         const long then = p + PANELS < last ? p + PANELS : follows;
@@ -288,16 +329,20 @@ TARGET static void NAME(multiply)(void *job, long item) {
         NAME(panels)(weights + p * lanes * LANES, lanes, x, x_stride, rows, some, next, sums);
         if (l->is_gated) {
             const LANE *next_up = next == NULL ? NULL : next + panels * lanes * LANES;
-            NAME(panels)(weights + (panels + p) * lanes * LANES, lanes, x, x_stride, rows, some, next_up, up);
+            NAME(panels)(weights + (panels + p) * lanes * LANES, lanes, x, x_stride, rows, some,
+                         next_up, up);
         }
         for (long b = 0; b < some; b++)
-            NAME(put)(l, row, rows, (p + b) * LANES, sums + b * LANES, up + b * LANES, out + (p + b - first) * LANES, out_stride);
+            NAME(put)(l, row, rows, (p + b) * LANES, sums + b * LANES, up + b * LANES,
+                      out + (p + b - first) * LANES, out_stride);
     }
     if (!kept) return;
-    const long block = item / l->row_blocks, end = last * LANES < l->outputs ? last * LANES : l->outputs;
+    const long block = item / l->row_blocks,
+               end = last * LANES < l->outputs ? last * LANES : l->outputs;
     for (long r = 0; r < rows; r++) {
         const long at = (row + r) * l->column_blocks + block;
-        Likeliest of = {out + r * out_stride, (ELEMENT *)l->best + at, l->indices + at, 0, end - first * LANES};
+        Likeliest of = {out + r * out_stride, (ELEMENT *)l->best + at, l->indices + at, 0,
+                        end - first * LANES};
         NAME(likeliest)(&of, 0);
         l->indices[at] += first * LANES;
     }
@@ -316,7 +361,8 @@ TARGET static void NAME(pack)(void *job, long panel) {
 #else
     for (long k = 0; k < lanes; k += LANES) {
         const int columns = lanes - k < LANES ? (int)(lanes - k) : LANES;
-        transpose(from + k * PAIR, p->inputs * (long)sizeof *from, there, (uint32_t *)to + k * LANES, LANES, columns);
+        transpose(from + k * PAIR, p->inputs * (long)sizeof *from, there,
+                  (uint32_t *)to + k * LANES, LANES, columns);
     }
 #endif
 }

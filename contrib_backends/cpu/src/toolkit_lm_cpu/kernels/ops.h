@@ -8,11 +8,12 @@
 #define SOME_ROWS 16 /* that a thread takes at a time */
 
 typedef struct {
-    const void *x;             /* [tokens, heads, size]; where there are no heads, one */
-    const void *residual;      /* as x, or NULL */
-    void *sum;                 /* as the residual, and maybe it: x + residual, where there is one */
-    void *out;                 /* [tokens, heads, size]; maybe x */
-    const void *weight, *bias; /* [size]; a bias makes it a norm of x less its mean; without a weight there is but the sum */
+    const void *x;        /* [tokens, heads, size]; where there are no heads, one */
+    const void *residual; /* as x, or NULL */
+    void *sum;            /* as the residual, and maybe it: x + residual, where there is one */
+    void *out;            /* [tokens, heads, size]; maybe x */
+    /* [size]; a bias makes it a norm of x less its mean; without a weight there is but the sum */
+    const void *weight, *bias;
     long x_stride, head_stride, residual_stride;
     long out_stride; /* from token to token; heads follow each other */
     long tokens, heads, size;
@@ -47,11 +48,14 @@ static void embed_rows(void *job, long item) {
     const Embed *e = job;
     const long end = (item + 1) * SOME_ROWS < e->tokens ? (item + 1) * SOME_ROWS : e->tokens;
     for (long token = item * SOME_ROWS; token < end; token++) {
-        const long at = e->ids[token] / LANES * e->lanes * LANES + e->ids[token] % LANES, to = token * e->lanes;
+        const long at = e->ids[token] / LANES * e->lanes * LANES + e->ids[token] % LANES,
+                   to = token * e->lanes;
         if (e->width == 4)
-            for (long i = 0; i < e->lanes; i++) ((uint32_t *)e->out)[to + i] = ((const uint32_t *)e->weights)[at + i * LANES];
+            for (long i = 0; i < e->lanes; i++)
+                ((uint32_t *)e->out)[to + i] = ((const uint32_t *)e->weights)[at + i * LANES];
         else
-            for (long i = 0; i < e->lanes; i++) ((uint16_t *)e->out)[to + i] = ((const uint16_t *)e->weights)[at + i * LANES];
+            for (long i = 0; i < e->lanes; i++)
+                ((uint16_t *)e->out)[to + i] = ((const uint16_t *)e->weights)[at + i * LANES];
     }
 }
 

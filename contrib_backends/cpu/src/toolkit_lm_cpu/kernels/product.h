@@ -7,8 +7,10 @@
 #include "team.h"
 
 #define PANELS 3
-#define BLOCK 64        /* rows of an item: with a tile's weights they stay in the second-level cache */
-#define CHUNK 1024      /* lanes of a panel that are multiplied with all rows of an item, before the next */
+/* rows of an item: with a tile's weights they stay in the second-level cache */
+#define BLOCK 64
+/* lanes of a panel that are multiplied with all rows of an item, before the next */
+#define CHUNK 1024
 #define MOST_COLUMNS 24 /* panels of an item */
 #define FEW 32768       /* multiplications that are not worth other threads */
 
@@ -19,16 +21,17 @@ typedef struct {
     const void *weights;  /* panels */
     const void *bias;     /* [outputs], where it is gated twice that; or NULL */
     const void *residual; /* [rows, outputs] or NULL */
-    void *out;            /* [rows, outputs]; NULL: of each row, and of the outputs of an item, the greatest is wanted */
-    void *best;           /* these, [rows, column blocks] */
-    int64_t *indices;     /* and where they are */
+    /* [rows, outputs]; NULL: of each row, and of the outputs of an item, the greatest is wanted */
+    void *out;
+    void *best;       /* these, [rows, column blocks] */
+    int64_t *indices; /* and where they are */
     long x_stride, residual_stride, out_stride;
     long rows, inputs, outputs;
     int activation, is_gated;
     float factor; /* of the result as it is stored, where there is no residual; 0: none */
     long row_blocks, column_blocks;
     long columns; /* panels of an item */
-    int failed;               /* there was no memory */
+    int failed;   /* there was no memory */
 } Linear;
 
 typedef struct {
@@ -48,7 +51,9 @@ static void cut_linear(Linear *l) {
 
 /* One that is cut. */
 static void share_out_items(Linear *l, Item multiply) {
-    if (l->rows > 0) share_out_if(l->rows * l->inputs * l->outputs > FEW, l->row_blocks * l->column_blocks, multiply, l);
+    if (l->rows > 0)
+        share_out_if(l->rows * l->inputs * l->outputs > FEW, l->row_blocks * l->column_blocks,
+                     multiply, l);
 }
 
 static void share_out_linear(Linear *l, Item multiply) {

@@ -1,60 +1,107 @@
 /* Included by module.c after the tables of types. */
 
-/* out = the norm of x + residual, all [tokens, hidden], and that sum into `sum`; or where there is no norm, the sum alone. */
-static void run_norm(const Layer *l, NormPart part, const void *x, const void *residual, void *sum, void *out, long tokens) {
-    Norm n = {
-        .x = x, .residual = residual, .sum = sum, .out = out, .weight = part.weight, .x_stride = l->hidden, .residual_stride = l->hidden};
-    n.out_stride = n.size = l->hidden, n.tokens = tokens, n.heads = 1, n.eps = part.eps, n.is_wide = part.is_wide;
-    if (part.weight != NULL || residual != NULL) share_out_rows(tokens * n.size, tokens, norm_types[l->type], &n);
+/*
+ * out = the norm of x + residual, all [tokens, hidden], and that sum into `sum`;
+ * or where there is no norm, the sum alone.
+ */
+static void run_norm(const Layer *l, NormPart part, const void *x, const void *residual, void *sum,
+                     void *out, long tokens) {
+    Norm n = {.x = x,
+              .residual = residual,
+              .sum = sum,
+              .out = out,
+              .weight = part.weight,
+              .x_stride = l->hidden,
+              .residual_stride = l->hidden};
+    n.out_stride = n.size = l->hidden, n.tokens = tokens, n.heads = 1, n.eps = part.eps,
+    n.is_wide = part.is_wide;
+    if (part.weight != NULL || residual != NULL)
+        share_out_rows(tokens * n.size, tokens, norm_types[l->type], &n);
 }
 
 /* Of heads in qkv [tokens, stride] that are `width` wide, in place. */
-static void run_head_norm(const Layer *l, NormPart part, void *x, long stride, long width, long tokens) {
-    Norm n = {.x = x, .out = x, .weight = part.weight, .x_stride = stride, .head_stride = part.size, .out_stride = stride};
+static void run_head_norm(const Layer *l, NormPart part, void *x, long stride, long width,
+                          long tokens) {
+    Norm n = {.x = x,
+              .out = x,
+              .weight = part.weight,
+              .x_stride = stride,
+              .head_stride = part.size,
+              .out_stride = stride};
     if (part.weight == NULL) return;
-    n.tokens = tokens, n.heads = width / part.size, n.size = part.size, n.eps = part.eps, n.is_wide = part.is_wide;
+    n.tokens = tokens, n.heads = width / part.size, n.size = part.size, n.eps = part.eps,
+    n.is_wide = part.is_wide;
     share_out_rows(tokens * width, tokens * n.heads, norm_types[l->type], &n);
 }
 
-static int run_linear(const Layer *l, LinearPart part, const void *x, long inputs, void *out, long outputs, long tokens, float factor) {
-    Linear p = {.x = x, .weights = part.weights, .bias = part.bias, .out = out, .x_stride = inputs, .out_stride = outputs};
+static int run_linear(const Layer *l, LinearPart part, const void *x, long inputs, void *out,
+                      long outputs, long tokens, float factor) {
+    Linear p = {.x = x,
+                .weights = part.weights,
+                .bias = part.bias,
+                .out = out,
+                .x_stride = inputs,
+                .out_stride = outputs};
     p.rows = tokens, p.inputs = inputs, p.outputs = outputs, p.factor = factor;
-    p.is_gated = part.weights == l->gate_up.weights, p.activation = p.is_gated ? l->activation : PLAIN;
+    p.is_gated = part.weights == l->gate_up.weights,
+    p.activation = p.is_gated ? l->activation : PLAIN;
     share_out_linear(&p, linear_types[l->type]);
     return !p.failed;
 }
 
-/* x [tokens, hidden] -> out [tokens, hidden]. `attention` and `write` as of run_layer_step. 0: there was no memory. */
-static int run_attention(const Layer *l, const LayerStep *s, const void *x, char *qkv, void *out, Step *attention, Write *write) {
-    const long q = l->heads * l->head_size, kv = l->kv_heads * l->head_size, wide = q + 2 * kv, tokens = s->tokens;
-    char *keys = qkv + q * l->element, *values = keys + kv * l->element, *attended = qkv + tokens * wide * l->element;
+/*
+ * x [tokens, hidden] -> out [tokens, hidden]. `attention` and `write` as of run_layer_step.
+ * 0: there was no memory.
+ */
+static int run_attention(const Layer *l, const LayerStep *s, const void *x, char *qkv, void *out,
+                         Step *attention, Write *write) {
+    const long q = l->heads * l->head_size, kv = l->kv_heads * l->head_size, wide = q + 2 * kv,
+               tokens = s->tokens;
+    char *keys = qkv + q * l->element, *values = keys + kv * l->element,
+         *attended = qkv + tokens * wide * l->element;
     if (!run_linear(l, l->qkv, x, l->hidden, qkv, wide, tokens, 0)) return 0;
     run_head_norm(l, l->queries, qkv, wide, q, tokens);
     run_head_norm(l, l->keys, keys, wide, kv, tokens);
-    Rotate r = {.x = qkv, .cos = s->cos, .sin = s->sin, .x_stride = wide, .head_stride = l->head_size, .angle_stride = s->angle_stride};
+    Rotate r = {.x = qkv,
+                .cos = s->cos,
+                .sin = s->sin,
+                .x_stride = wide,
+                .head_stride = l->head_size,
+                .angle_stride = s->angle_stride};
     r.tokens = tokens, r.heads = l->heads + l->kv_heads, r.size = s->angle_size;
     share_out_rows(tokens * r.heads * l->head_size, tokens, rotate_types[l->type], &r);
-    attention->queries = qkv, attention->out = attended, attention->query_stride = wide, attention->out_stride = q;
+    attention->queries = qkv, attention->out = attended, attention->query_stride = wide,
+    attention->out_stride = q;
     if (attention->table == NULL) {
-        attention->keys = keys, attention->values = values, attention->key_stride = attention->value_stride = wide;
+        attention->keys = keys, attention->values = values,
+        attention->key_stride = attention->value_stride = wide;
     } else {
         write->keys = keys, write->values = values, write->key_stride = write->value_stride = wide;
         write_types[l->attention_type](write);
     }
-    return attend_types[l->attention_type](attention) && run_linear(l, l->out, attended, q, out, l->hidden, tokens, l->factor);
+    return attend_types[l->attention_type](attention) &&
+           run_linear(l, l->out, attended, q, out, l->hidden, tokens, l->factor);
 }
 
-/* 0: there was no memory. `attention` lacks queries, keys and values that are not cached, and the output; `write` what is written. */
+/*
+ * 0: there was no memory. `attention` lacks queries, keys and values that are not cached,
+ * and the output; `write` what is written.
+ */
 static int run_layer_step(const Layer *l, const LayerStep *s, Step *attention, Write *write) {
-    const long heads = 2 * (l->heads + l->kv_heads) * l->head_size, tokens = s->tokens, row = l->hidden * l->element;
-    char *h = s->workspace, *o = h + tokens * row, *qkv = o + tokens * row, *inner = qkv + tokens * heads * l->element;
+    const long heads = 2 * (l->heads + l->kv_heads) * l->head_size, tokens = s->tokens,
+               row = l->hidden * l->element;
+    char *h = s->workspace, *o = h + tokens * row, *qkv = o + tokens * row,
+         *inner = qkv + tokens * heads * l->element;
     run_norm(l, l->input, s->x, s->adds ? s->residual : NULL, s->residual, h, tokens);
-    if (!run_attention(l, s, l->input.weight == NULL ? s->residual : h, qkv, o, attention, write)) return 0;
+    if (!run_attention(l, s, l->input.weight == NULL ? s->residual : h, qkv, o, attention, write))
+        return 0;
     run_norm(l, l->attended, o, NULL, NULL, o, tokens);
     if (l->gate_up.weights == NULL) h = s->y;
     run_norm(l, l->post, o, s->residual, s->residual, h, tokens);
     if (l->gate_up.weights == NULL) return 1;
-    if (!run_linear(l, l->gate_up, l->post.weight == NULL ? s->residual : h, l->hidden, inner, l->inner, tokens, 0)) return 0;
+    if (!run_linear(l, l->gate_up, l->post.weight == NULL ? s->residual : h, l->hidden, inner,
+                    l->inner, tokens, 0))
+        return 0;
     if (!run_linear(l, l->down, inner, l->inner, s->y, l->hidden, tokens, l->factor)) return 0;
     run_norm(l, l->fed, s->y, NULL, NULL, s->y, tokens);
     return 1;
@@ -65,7 +112,8 @@ static void free_layer(PyObject *capsule) { free(PyCapsule_GetPointer(capsule, "
 static int as_norm(PyObject *given, void *to) {
     NormPart *part = to;
     unsigned long long weight;
-    if (!PyArg_ParseTuple(given, "Klfi", &weight, &part->size, &part->eps, &part->is_wide)) return 0;
+    if (!PyArg_ParseTuple(given, "Klfi", &weight, &part->size, &part->eps, &part->is_wide))
+        return 0;
     part->weight = (const void *)(uintptr_t)weight;
     return 1;
 }
@@ -82,10 +130,12 @@ static PyObject *layer(PyObject *self, PyObject *args) {
     Layer *l = calloc(1, sizeof *l);
     (void)self;
     if (l == NULL) return PyErr_NoMemory();
-    if (!PyArg_ParseTuple(args, "(iil)(lllll)ifO&O&O&O&O&O&O&O&O&O&", &l->type, &l->attention_type, &l->element, &l->hidden, &l->inner,
-                          &l->heads, &l->kv_heads, &l->head_size, &l->activation, &l->factor, as_norm, &l->input, as_norm, &l->post, as_norm,
-                          &l->queries, as_norm, &l->keys, as_norm, &l->attended, as_norm, &l->fed, as_linear, &l->qkv, as_linear, &l->out,
-                          as_linear, &l->gate_up, as_linear, &l->down)) {
+    if (!PyArg_ParseTuple(args, "(iil)(lllll)ifO&O&O&O&O&O&O&O&O&O&", &l->type, &l->attention_type,
+                          &l->element, &l->hidden, &l->inner, &l->heads, &l->kv_heads,
+                          &l->head_size, &l->activation, &l->factor, as_norm, &l->input, as_norm,
+                          &l->post, as_norm, &l->queries, as_norm, &l->keys, as_norm, &l->attended,
+                          as_norm, &l->fed, as_linear, &l->qkv, as_linear, &l->out, as_linear,
+                          &l->gate_up, as_linear, &l->down)) {
         free(l);
         return NULL;
     }
@@ -97,26 +147,35 @@ static PyObject *run_layer(PyObject *self, PyObject *args) {
     LayerStep s;
     Step step = {0};
     Write write = {0};
-    unsigned long long x, residual, y, workspace, cos, sin, starts, seen, first, origins, table, keys, values, slots;
+    unsigned long long x, residual, y, workspace, cos, sin, starts, seen, first, origins, table,
+        keys, values, slots;
     int done;
     (void)self;
-    if (!PyArg_ParseTuple(args, "O(KKKilK)(KKll)(KKKKlKl)(KKllKl)(ffl)i", &capsule, &x, &residual, &y, &s.adds, &s.tokens, &workspace, &cos,
-                          &sin, &s.angle_stride, &s.angle_size, &starts, &seen, &first, &origins, &step.rows, &table, &step.table_stride,
-                          &keys, &values, &step.key_stride, &step.value_stride, &slots, &step.block_tiles, &step.scale, &step.soft_cap,
-                          &step.window, &step.sight))
+    if (!PyArg_ParseTuple(args, "O(KKKilK)(KKll)(KKKKlKl)(KKllKl)(ffl)i", &capsule, &x, &residual,
+                          &y, &s.adds, &s.tokens, &workspace, &cos, &sin, &s.angle_stride,
+                          &s.angle_size, &starts, &seen, &first, &origins, &step.rows, &table,
+                          &step.table_stride, &keys, &values, &step.key_stride, &step.value_stride,
+                          &slots, &step.block_tiles, &step.scale, &step.soft_cap, &step.window,
+                          &step.sight))
         return NULL;
     const Layer *l = PyCapsule_GetPointer(capsule, "layer");
     if (l == NULL) return NULL;
-    s.x = (void *)(uintptr_t)x, s.residual = (void *)(uintptr_t)residual, s.y = (void *)(uintptr_t)y;
-    s.workspace = (void *)(uintptr_t)workspace, s.cos = (const void *)(uintptr_t)cos, s.sin = (const void *)(uintptr_t)sin;
+    s.x = (void *)(uintptr_t)x, s.residual = (void *)(uintptr_t)residual,
+    s.y = (void *)(uintptr_t)y;
+    s.workspace = (void *)(uintptr_t)workspace, s.cos = (const void *)(uintptr_t)cos,
+    s.sin = (const void *)(uintptr_t)sin;
     step.starts = (const int32_t *)(uintptr_t)starts, step.seen = (const int32_t *)(uintptr_t)seen;
-    step.first = (const int64_t *)(uintptr_t)first, step.origins = (const int32_t *)(uintptr_t)origins;
+    step.first = (const int64_t *)(uintptr_t)first,
+    step.origins = (const int32_t *)(uintptr_t)origins;
     step.table = (const int32_t *)(uintptr_t)table;
     step.keys = (const void *)(uintptr_t)keys, step.values = (const void *)(uintptr_t)values;
-    step.heads = l->heads, step.kv_heads = l->kv_heads, step.size = step.real = l->head_size, step.group = l->heads / l->kv_heads;
+    step.heads = l->heads, step.kv_heads = l->kv_heads, step.size = step.real = l->head_size,
+    step.group = l->heads / l->kv_heads;
     write.to_keys = (void *)(uintptr_t)keys, write.to_values = (void *)(uintptr_t)values;
-    write.key_page = step.key_stride, write.value_page = step.value_stride, write.slots = (const int64_t *)(uintptr_t)slots;
-    write.tokens = s.tokens, write.kv_heads = l->kv_heads, write.size = l->head_size, write.block_size = step.block_tiles * TILE;
+    write.key_page = step.key_stride, write.value_page = step.value_stride,
+    write.slots = (const int64_t *)(uintptr_t)slots;
+    write.tokens = s.tokens, write.kv_heads = l->kv_heads, write.size = l->head_size,
+    write.block_size = step.block_tiles * TILE;
     Py_BEGIN_ALLOW_THREADS done = run_layer_step(l, &s, &step, &write);
     Py_END_ALLOW_THREADS if (!done) return PyErr_NoMemory();
     Py_RETURN_NONE;

@@ -22,16 +22,18 @@
 enum { SEE_ALL, SEE_PAST, SEE_AROUND };
 
 typedef struct {
-    const void *queries, *keys, *values; /* queries [T, heads, D]; keys and values of the cache, or [T, kv_heads, D] */
-    void *out;                           /* [T, heads, D] */
-    long query_stride, out_stride;       /* elements from token to token */
-    long key_stride, value_stride;       /* from block to block, or from token to token */
-    const int32_t *starts;               /* [rows + 1]: the tokens of each sequence */
-    const int32_t *seen;                 /* [rows]: its keys */
-    const int64_t *first;                /* [rows]: position of its first token in this step */
-    const int32_t *origins;              /* [rows]: the token of its first key, where nothing is cached */
+    /* queries [T, heads, D]; keys and values of the cache, or [T, kv_heads, D] */
+    const void *queries, *keys, *values;
+    void *out;                     /* [T, heads, D] */
+    long query_stride, out_stride; /* elements from token to token */
+    long key_stride, value_stride; /* from block to block, or from token to token */
+    const int32_t *starts;         /* [rows + 1]: the tokens of each sequence */
+    const int32_t *seen;           /* [rows]: its keys */
+    const int64_t *first;          /* [rows]: position of its first token in this step */
+    const int32_t *origins;        /* [rows]: the token of its first key, where nothing is cached */
     long rows, heads, kv_heads, size;
-    long real;            /* of a head's elements, those in memory, where nothing is cached; zeros fill it up to `size` */
+    /* of a head's elements, those in memory, where nothing is cached; zeros fill it up to `size` */
+    long real;
     long group;           /* heads that share a KV head */
     const int32_t *table; /* [rows, table_stride] blocks; NULL: nothing is cached */
     long table_stride, block_tiles;
@@ -39,10 +41,15 @@ typedef struct {
     int sight;             /* SEE_ALL, SEE_PAST, or SEE_AROUND, which a window alone bounds */
     long window;           /* 0: none */
     const float *sinks;    /* [heads] or NULL */
-    const float *bias;     /* [heads, T, bias_keys], or [heads, bias_keys] by the offset of a key from its query, or NULL */
+    /*
+     * [heads, T, bias_keys], or [heads, bias_keys] by the offset of a key from its query,
+     * or NULL
+     */
+    const float *bias;
     long bias_keys;
     long bias_center; /* where offset 0 stands; below 0: it is not by offset */
-    const int32_t *spans; /* [T, 2]: begin and end of each token's span, whose keys SEE_PAST sees too; or NULL */
+    /* [T, 2]: begin and end of each token's span, whose keys SEE_PAST sees too; or NULL */
+    const int32_t *spans;
 } Step;
 
 /* What a row has of some of its keys, beside the weighted sum of their values. */
@@ -60,7 +67,10 @@ typedef struct {
     long tokens, kv_heads, size, block_size;
 } Write;
 
-/* Tokens of one sequence, by the query heads of one KV head; of its keys all, or one span where these are shared out. */
+/*
+ * Tokens of one sequence, by the query heads of one KV head;
+ * of its keys all, or one span where these are shared out.
+ */
 typedef struct {
     long row, kv_head, token, tokens;
     long span; /* -1: all */
@@ -69,9 +79,10 @@ typedef struct {
 typedef struct {
     Work *work;
     long count;
-    long most_spans; /* 0: spans are not shared out; otherwise so many, of each work, follow each other */
-    long most_rows;  /* of a work */
-    long longest;    /* most keys of a sequence */
+    /* 0: spans are not shared out; otherwise so many, of each work, follow each other */
+    long most_spans;
+    long most_rows; /* of a work */
+    long longest;   /* most keys of a sequence */
     int is_long;
 } Plan;
 
@@ -87,11 +98,14 @@ typedef struct {
 /* The keys that a token sees. Neither end ever comes before that of the token before it. */
 static inline void visible(const Step *step, long row, long token, long *from, long *to) {
     const long position = step->first[row] + token;
-    const long past = step->spans == NULL ? position + 1 : step->spans[2 * (step->starts[row] + token) + 1];
+    const long past =
+        step->spans == NULL ? position + 1 : step->spans[2 * (step->starts[row] + token) + 1];
     *from = 0, *to = step->seen[row];
     if (step->sight == SEE_PAST && past < *to) *to = past;
-    if (step->sight == SEE_AROUND && step->window && position + step->window < *to) *to = position + step->window;
-    if (step->sight != SEE_ALL && step->window && position - step->window + 1 > 0) *from = position - step->window + 1;
+    if (step->sight == SEE_AROUND && step->window && position + step->window < *to)
+        *to = position + step->window;
+    if (step->sight != SEE_ALL && step->window && position - step->window + 1 > 0)
+        *from = position - step->window + 1;
     if (*from > *to) *from = *to;
 }
 
@@ -106,10 +120,12 @@ static Plan make_plan(const Step *step) {
         products += tokens * step->seen[row] * step->heads * step->size;
     }
     for (long row = 0; row < step->rows; row++)
-        count += (step->starts[row + 1] - step->starts[row] + most_tokens - 1) / most_tokens * step->kv_heads;
+        count += (step->starts[row + 1] - step->starts[row] + most_tokens - 1) / most_tokens *
+                 step->kv_heads;
     plan.is_long = products > LONG;
     plan.most_rows = most_tokens * group;
-    if (step->table != NULL && plan.is_long && plan.longest > SPAN && count < 4 * atomic_load(&team.threads))
+    if (step->table != NULL && plan.is_long && plan.longest > SPAN &&
+        count < 4 * atomic_load(&team.threads))
         plan.most_spans = (plan.longest + SPAN - 1) / SPAN;
     const long spans = plan.most_spans ? plan.most_spans : 1;
     plan.work = malloc(sizeof *plan.work * (size_t)(count * spans + 1));
@@ -119,8 +135,10 @@ static Plan make_plan(const Step *step) {
         for (long token = 0; token < tokens; token += most_tokens)
             for (long kv_head = 0; kv_head < step->kv_heads; kv_head++)
                 for (long span = 0; span < spans; span++)
-                    plan.work[plan.count++] = (Work){row, kv_head, token, tokens - token < most_tokens ? tokens - token : most_tokens,
-                                                     plan.most_spans ? span : -1};
+                    plan.work[plan.count++] =
+                        (Work){row, kv_head, token,
+                               tokens - token < most_tokens ? tokens - token : most_tokens,
+                               plan.most_spans ? span : -1};
     }
     return plan;
 }

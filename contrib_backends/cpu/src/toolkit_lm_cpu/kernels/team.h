@@ -1,8 +1,9 @@
 /*
  * The team: the threads that kernels share out their work to, the caller among them.
  *
- * A job is so many items. Threads claim them one by one, and who is not running claims none: so a thread that the system has taken off its
- * core delays a job by one item at most, and a team of sleepers by nothing. Threads that find no work spin for a moment, and then sleep.
+ * A job is so many items. Threads claim them one by one, and who is not running claims none: so a
+ * thread that the system has taken off its core delays a job by one item at most, and a team of
+ * sleepers by nothing. Threads that find no work spin for a moment, and then sleep.
  */
 
 #ifndef TEAM_H
@@ -25,14 +26,18 @@
 typedef void (*Item)(void *job, long item);
 
 static struct {
-    _Atomic uint64_t turns; /* items of the job, and in the low half the next one. Both at once: an item claimed belongs to what is read */
+    /*
+     * items of the job, and in the low half the next one.
+     * Both at once: an item claimed belongs to what is read
+     */
+    _Atomic uint64_t turns;
     _Atomic uint32_t left;  /* items that are not done; a futex */
     _Atomic int is_awaited; /* the caller sleeps until nothing is left */
     _Atomic uint32_t jobs;  /* so far; a futex */
     _Atomic int sleepers;
     Item item;
     void *job;
-    _Atomic int threads; /* that may work, the caller among them */
+    _Atomic int threads;  /* that may work, the caller among them */
     _Atomic int is_bound; /* each thread of the team keeps to its core; the caller sees to itself */
     int cores[MOST_THREADS];
     cpu_set_t anywhere; /* where the process may run, once threads were bound */
@@ -52,7 +57,8 @@ static void work(void) {
         const uint64_t turns = atomic_fetch_add(&team.turns, 1);
         if (!has_items(turns)) return;
         team.item(team.job, (long)(uint32_t)turns);
-        if (atomic_fetch_sub(&team.left, 1) == 1 && atomic_load(&team.is_awaited)) futex(&team.left, FUTEX_WAKE_PRIVATE, 1);
+        if (atomic_fetch_sub(&team.left, 1) == 1 && atomic_load(&team.is_awaited))
+            futex(&team.left, FUTEX_WAKE_PRIVATE, 1);
     }
 }
 
@@ -63,12 +69,12 @@ static inline long long nanoseconds(void) {
 }
 
 /* Whether `is_so` came true while the thread spun. */
-#define SPIN_UNTIL(is_so)                                                                                                                  \
-    ({                                                                                                                                     \
-        const long long end = nanoseconds() + SPIN_NANOSECONDS;                                                                            \
-        while (!(is_so) && nanoseconds() < end)                                                                                            \
-            for (int i = 0; i < 16 && !(is_so); i++) __builtin_ia32_pause();                                                               \
-        (is_so);                                                                                                                           \
+#define SPIN_UNTIL(is_so)                                                                          \
+    ({                                                                                             \
+        const long long end = nanoseconds() + SPIN_NANOSECONDS;                                    \
+        while (!(is_so) && nanoseconds() < end)                                                    \
+            for (int i = 0; i < 16 && !(is_so); i++) __builtin_ia32_pause();                       \
+        (is_so);                                                                                   \
     })
 
 static void keep_to(int core) {
@@ -83,13 +89,16 @@ static void *member(void *number) {
     const int me = (int)(intptr_t)number;
     int is_bound = 0;
     /* It may have been started from a core. */
-    if (CPU_COUNT(&team.anywhere)) pthread_setaffinity_np(pthread_self(), sizeof team.anywhere, &team.anywhere);
+    if (CPU_COUNT(&team.anywhere))
+        pthread_setaffinity_np(pthread_self(), sizeof team.anywhere, &team.anywhere);
     for (;;) {
         const uint32_t jobs = atomic_load(&team.jobs);
-        if (!is_bound && me < atomic_load(&team.threads) && atomic_load(&team.is_bound)) keep_to(team.cores[me]), is_bound = 1;
+        if (!is_bound && me < atomic_load(&team.threads) && atomic_load(&team.is_bound))
+            keep_to(team.cores[me]), is_bound = 1;
         if (me < atomic_load(&team.threads)) {
             work();
-            if (SPIN_UNTIL(has_items(atomic_load_explicit(&team.turns, memory_order_relaxed)))) continue;
+            if (SPIN_UNTIL(has_items(atomic_load_explicit(&team.turns, memory_order_relaxed))))
+                continue;
         }
         atomic_fetch_add(&team.sleepers, 1);
         futex(&team.jobs, FUTEX_WAIT_PRIVATE, jobs);
@@ -117,12 +126,16 @@ static void start_threads(void) {
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, &all, &old);
     for (pthread_t thread; team.started < atomic_load(&team.threads); team.started++)
-        if (pthread_create(&thread, &attributes, member, (void *)(intptr_t)team.started) != 0) break;
+        if (pthread_create(&thread, &attributes, member, (void *)(intptr_t)team.started) != 0)
+            break;
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     pthread_attr_destroy(&attributes);
 }
 
-/* Has the team do all items of a job; below 2^31 of them. Where another caller has the team, the thread does them alone. */
+/*
+ * Has the team do all items of a job; below 2^31 of them.
+ * Where another caller has the team, the thread does them alone.
+ */
 static void share_out(long count, Item item, void *job) {
     if (count == 1 || atomic_load(&team.threads) == 1 || pthread_mutex_trylock(&team.mutex) != 0) {
         for (long i = 0; i < count; i++) item(job, i);
@@ -138,7 +151,8 @@ static void share_out(long count, Item item, void *job) {
     work();
     if (!SPIN_UNTIL(atomic_load(&team.left) == 0)) {
         atomic_store(&team.is_awaited, 1);
-        for (uint32_t left; (left = atomic_load(&team.left)) != 0;) futex(&team.left, FUTEX_WAIT_PRIVATE, left);
+        for (uint32_t left; (left = atomic_load(&team.left)) != 0;)
+            futex(&team.left, FUTEX_WAIT_PRIVATE, left);
     }
     pthread_mutex_unlock(&team.mutex);
 }
@@ -153,7 +167,10 @@ static void share_out_if(int is_long, long count, Item item, void *job) {
 
 static pthread_key_t own_key;
 
-/* The calling thread's own memory, for the item that it does; what it held is lost. NULL: there is none. */
+/*
+ * The calling thread's own memory, for the item that it does; what it held is lost.
+ * NULL: there is none.
+ */
 static void *own_memory(size_t bytes) {
     static __thread size_t size;
     void *memory = pthread_getspecific(own_key);
@@ -166,6 +183,8 @@ static void *own_memory(size_t bytes) {
 }
 
 /* Before anything else; 0: the system has no room. */
-static int make_team(void) { return pthread_key_create(&own_key, free) == 0 && pthread_atfork(NULL, NULL, forget) == 0; }
+static int make_team(void) {
+    return pthread_key_create(&own_key, free) == 0 && pthread_atfork(NULL, NULL, forget) == 0;
+}
 
 #endif

@@ -1,12 +1,15 @@
 /*
- * The Python module toolkit_lm_executor_mp._memory: how ranks of one machine exchange tensors over memory that all of them have mapped.
+ * The Python module toolkit_lm_executor_mp._memory:
+ * how ranks of one machine exchange tensors over memory that all of them have mapped.
  *
- * The memory begins with counters, on a cache line each: two for each rank (its turns, and whether it has left), then those that the caller
- * names. Two buffers follow for each rank. Who waits for a counter spins for a moment, and then sleeps until it is raised.
+ * The memory begins with counters, on a cache line each: two for each rank (its turns, and whether
+ * it has left), then those that the caller names. Two buffers follow for each rank. Who waits for a
+ * counter spins for a moment, and then sleeps until it is raised.
  *
- * A collective is a turn, or several where the tensors are larger than a buffer. In a turn each rank fills its buffer, raises its counter,
- * waits for the counters of all, and reads the buffers of all in the order of ranks. Who is in turn n knows that all have begun turn n - 1,
- * and so have read what was written in turn n - 2: two buffers suffice.
+ * A collective is a turn, or several where the tensors are larger than a buffer. In a turn each
+ * rank fills its buffer, raises its counter, waits for the counters of all, and reads the buffers
+ * of all in the order of ranks. Who is in turn n knows that all have begun turn n - 1, and so have
+ * read what was written in turn n - 2: two buffers suffice.
  */
 
 /* One library for Python 3.11 and all later versions; compile.py names and tags it so. */
@@ -54,11 +57,17 @@ typedef struct {
 
 enum { TURNS, LEFT, OWN };
 
-static Counter *counter(const Memory *memory, int kind, long rank) { return memory->counters + kind * MOST_RANKS + rank; }
+static Counter *counter(const Memory *memory, int kind, long rank) {
+    return memory->counters + kind * MOST_RANKS + rank;
+}
 
-static char *buffer(const Memory *memory, long rank, uint32_t turn) { return memory->buffers + ((turn & 1) * memory->size + rank) * BUFFER; }
+static char *buffer(const Memory *memory, long rank, uint32_t turn) {
+    return memory->buffers + ((turn & 1) * memory->size + rank) * BUFFER;
+}
 
-static inline int is_reached(Counter *one, uint32_t value) { return (int32_t)(atomic_load(&one->value) - value) >= 0; }
+static inline int is_reached(Counter *one, uint32_t value) {
+    return (int32_t)(atomic_load(&one->value) - value) >= 0;
+}
 
 static inline long long nanoseconds(void) {
     struct timespec now;
@@ -68,10 +77,14 @@ static inline long long nanoseconds(void) {
 
 static void raise_to(Counter *one, uint32_t value) {
     atomic_store(&one->value, value);
-    if (atomic_load(&one->sleepers)) syscall(SYS_futex, &one->value, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+    if (atomic_load(&one->sleepers))
+        syscall(SYS_futex, &one->value, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
-/* Waits for a counter that `rank` raises. 0: it is reached; else the rank has left (1), or time is over (2). */
+/*
+ * Waits for a counter that `rank` raises.
+ * 0: it is reached; else the rank has left (1), or time is over (2).
+ */
 static int wait_for(const Memory *memory, Counter *one, uint32_t value, long rank) {
     if (is_reached(one, value)) return 0;
     const long long start = nanoseconds(), end = start + (long long)(memory->seconds * 1e9);
@@ -109,7 +122,10 @@ static void *failed(int state, long rank) {
     return NULL;
 }
 
-/* Ends the filling of this rank's buffer, and waits for the others. As wait_for; `*missing` is who has not come. */
+/*
+ * Ends the filling of this rank's buffer, and waits for the others.
+ * As wait_for; `*missing` is who has not come.
+ */
 static int meet(const Memory *memory, uint32_t turn, long *missing) {
     raise_to(counter(memory, TURNS, memory->rank), turn);
     for (*missing = 0; *missing < memory->size; ++*missing) {
@@ -119,12 +135,19 @@ static int meet(const Memory *memory, uint32_t turn, long *missing) {
     return 0;
 }
 
-/* How elements become numbers to add, and sums become elements: of each type, `BLOCK` elements at a time. */
+/*
+ * How elements become numbers to add, and sums become elements:
+ * of each type, `BLOCK` elements at a time.
+ */
 #define BLOCK 256
 
-static void load_float32(float *numbers, const void *elements, long count) { memcpy(numbers, elements, 4 * count); }
+static void load_float32(float *numbers, const void *elements, long count) {
+    memcpy(numbers, elements, 4 * count);
+}
 
-static void store_float32(void *elements, const float *numbers, long count) { memcpy(elements, numbers, 4 * count); }
+static void store_float32(void *elements, const float *numbers, long count) {
+    memcpy(elements, numbers, 4 * count);
+}
 
 static void load_bfloat16(float *numbers, const void *elements, long count) {
     const uint16_t *from = elements;
@@ -141,17 +164,20 @@ static void store_bfloat16(void *elements, const float *numbers, long count) {
         uint32_t bits;
         memcpy(&bits, numbers + i, 4);
         const uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-        to[i] = (bits & 0x7FFFFFFF) > 0x7F800000 ? (uint16_t)(bits >> 16 | 0x40) : (uint16_t)rounded;
+        to[i] =
+            (bits & 0x7FFFFFFF) > 0x7F800000 ? (uint16_t)(bits >> 16 | 0x40) : (uint16_t)rounded;
     }
 }
 
 #if defined(__x86_64__)
-__attribute__((target("avx,f16c"))) static void load_float16(float *numbers, const void *elements, long count) {
+__attribute__((target("avx,f16c"))) static void load_float16(float *numbers, const void *elements,
+                                                             long count) {
     const uint16_t *from = elements;
     for (long i = 0; i < count; i++) numbers[i] = _cvtsh_ss(from[i]);
 }
 
-__attribute__((target("avx,f16c"))) static void store_float16(void *elements, const float *numbers, long count) {
+__attribute__((target("avx,f16c"))) static void store_float16(void *elements, const float *numbers,
+                                                              long count) {
     uint16_t *to = elements;
     for (long i = 0; i < count; i++) to[i] = _cvtss_sh(numbers[i], _MM_FROUND_TO_NEAREST_INT);
 }
@@ -182,7 +208,9 @@ static const struct {
     long bytes;
     void (*load)(float *, const void *, long);
     void (*store)(void *, const float *, long);
-} types[] = {{4, load_float32, store_float32}, {2, load_bfloat16, store_bfloat16}, {2, load_float16, store_float16}};
+} types[] = {{4, load_float32, store_float32},
+             {2, load_bfloat16, store_bfloat16},
+             {2, load_float16, store_float16}};
 
 /* The sum of what is in all buffers, in the order of ranks. */
 static void sum(const Memory *memory, uint32_t turn, int type, char *out, long count) {
@@ -199,20 +227,28 @@ static void sum(const Memory *memory, uint32_t turn, int type, char *out, long c
     }
 }
 
-/* Of bytes that are `inner` of one rank, then `inner` of the next and so on: where those from `first` on of a rank's own are, and how many. */
-static void scatter(char *out, const char *own, long rank, long size, long inner, long first, long many) {
+/*
+ * Of bytes that are `inner` of one rank, then `inner` of the next and so on:
+ * where those from `first` on of a rank's own are, and how many.
+ */
+static void scatter(char *out, const char *own, long rank, long size, long inner, long first,
+                    long many) {
     while (many) {
-        const long row = first / inner, in_row = first % inner, now = inner - in_row < many ? inner - in_row : many;
+        const long row = first / inner, in_row = first % inner,
+                   now = inner - in_row < many ? inner - in_row : many;
         memcpy(out + (row * size + rank) * inner + in_row, own, now);
         own += now, first += now, many -= now;
     }
 }
 
-static uint32_t next_turn(const Memory *memory) { return atomic_load(&counter(memory, TURNS, memory->rank)->value) + 1; }
+static uint32_t next_turn(const Memory *memory) {
+    return atomic_load(&counter(memory, TURNS, memory->rank)->value) + 1;
+}
 
 static Memory at(unsigned long long address, long rank, long size, double seconds) {
     char *memory = (char *)(uintptr_t)address;
-    return (Memory){(Counter *)memory, memory + MOST_COUNTERS * sizeof(Counter), rank, size, seconds};
+    return (Memory){(Counter *)memory, memory + MOST_COUNTERS * sizeof(Counter), rank, size,
+                    seconds};
 }
 
 static PyObject *all_reduce(PyObject *self, PyObject *args) {
@@ -221,7 +257,9 @@ static PyObject *all_reduce(PyObject *self, PyObject *args) {
     int type, state = 0;
     double seconds;
     (void)self;
-    if (!PyArg_ParseTuple(args, "(Klld)iKl", &address, &rank, &size, &seconds, &type, &data, &count)) return NULL;
+    if (!PyArg_ParseTuple(args, "(Klld)iKl", &address, &rank, &size, &seconds, &type, &data,
+                          &count))
+        return NULL;
     Memory memory = at(address, rank, size, seconds);
     char *tensor = (char *)(uintptr_t)data;
     const long width = types[type].bytes;
@@ -244,7 +282,9 @@ static PyObject *all_gather(PyObject *self, PyObject *args) {
     int state = 0;
     double seconds;
     (void)self;
-    if (!PyArg_ParseTuple(args, "(Klld)KKll", &address, &rank, &size, &seconds, &data, &out, &bytes, &inner)) return NULL;
+    if (!PyArg_ParseTuple(args, "(Klld)KKll", &address, &rank, &size, &seconds, &data, &out, &bytes,
+                          &inner))
+        return NULL;
     Memory memory = at(address, rank, size, seconds);
     const char *tensor = (const char *)(uintptr_t)data;
     Py_BEGIN_ALLOW_THREADS;
@@ -254,7 +294,8 @@ static PyObject *all_gather(PyObject *self, PyObject *args) {
         memcpy(buffer(&memory, rank, turn), tensor + first, many);
         state = meet(&memory, turn, &missing);
         for (long one = 0; one < size && !state; one++)
-            scatter((char *)(uintptr_t)out, buffer(&memory, one, turn), one, size, inner, first, many);
+            scatter((char *)(uintptr_t)out, buffer(&memory, one, turn), one, size, inner, first,
+                    many);
     }
     Py_END_ALLOW_THREADS;
     if (state) return failed(state, missing);
@@ -280,7 +321,9 @@ static PyObject *wait(PyObject *self, PyObject *args) {
     int state;
     double seconds;
     (void)self;
-    if (!PyArg_ParseTuple(args, "(Klld)lIl", &address, &rank, &size, &seconds, &number, &value, &other)) return NULL;
+    if (!PyArg_ParseTuple(args, "(Klld)lIl", &address, &rank, &size, &seconds, &number, &value,
+                          &other))
+        return NULL;
     Memory memory = at(address, rank, size, seconds);
     Py_BEGIN_ALLOW_THREADS;
     state = wait_for(&memory, counter(&memory, OWN, number), value, other);
@@ -298,21 +341,28 @@ static PyObject *leave(PyObject *self, PyObject *args) {
     Memory memory = at(address, rank, size, seconds);
     atomic_store(&counter(&memory, LEFT, rank)->value, 1);
     for (int i = 0; i < MOST_COUNTERS; i++)
-        if (atomic_load(&memory.counters[i].sleepers)) syscall(SYS_futex, &memory.counters[i].value, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+        if (atomic_load(&memory.counters[i].sleepers))
+            syscall(SYS_futex, &memory.counters[i].value, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
     Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {
-    {"all_reduce", all_reduce, METH_VARARGS, NULL}, {"all_gather", all_gather, METH_VARARGS, NULL}, {"post", post, METH_VARARGS, NULL},
-    {"wait", wait, METH_VARARGS, NULL},             {"leave", leave, METH_VARARGS, NULL},           {NULL, NULL, 0, NULL},
+    {"all_reduce", all_reduce, METH_VARARGS, NULL},
+    {"all_gather", all_gather, METH_VARARGS, NULL},
+    {"post", post, METH_VARARGS, NULL},
+    {"wait", wait, METH_VARARGS, NULL},
+    {"leave", leave, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_memory", NULL, -1, methods, NULL, NULL, NULL, NULL};
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_memory", NULL, -1, methods, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__memory(void) {
     PyObject *module = PyModule_Create(&definition);
     if (module == NULL) return NULL;
-    if (PyModule_AddIntConstant(module, "MOST_RANKS", MOST_RANKS) < 0 || PyModule_AddIntConstant(module, "BUFFER", BUFFER) < 0 ||
+    if (PyModule_AddIntConstant(module, "MOST_RANKS", MOST_RANKS) < 0 ||
+        PyModule_AddIntConstant(module, "BUFFER", BUFFER) < 0 ||
         PyModule_AddIntConstant(module, "MOST_OWN", MOST_COUNTERS - OWN * MOST_RANKS) < 0 ||
         PyModule_AddIntConstant(module, "COUNTERS", MOST_COUNTERS * sizeof(Counter)) < 0 ||
         PyModule_AddIntConstant(module, "HAS_FLOAT16", has_float16()) < 0) {
