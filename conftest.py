@@ -1,4 +1,5 @@
-"""A small checkpoint without weights, for `toolkit`; and how long each test takes, where TOOLKIT_DURATIONS names a file."""
+"""A small checkpoint without weights, for `toolkit`; and how long each test takes, where
+TOOLKIT_DURATIONS names a file."""
 
 from __future__ import annotations
 
@@ -15,25 +16,31 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps what is outside from deciding what tests find."""
-    # Whoever starts the tests in the background has them ignore SIGINT, and what they start would inherit that.
+    # Whoever starts the tests in the background has them ignore SIGINT, and what they start would
+    # inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # xFormers asks once whether a GPU is there, perhaps while a test says so. It then imports kernels that warn.
+    # xFormers asks once whether a GPU is there, perhaps while a test says so. It then imports
+    # kernels that warn.
     if not Path("/dev/nvidiactl").exists():
         os.environ.setdefault("XFORMERS_FORCE_DISABLE_TRITON", "1")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Adds a line for each part of each test: seconds, part, outcome, name. tests/durations.py sums them up."""
+    """Adds a line for each part of each test: seconds, part, outcome, name. tests/durations.py sums
+    them up."""
     path = os.environ.get("TOOLKIT_DURATIONS")
     if path and "PYTEST_XDIST_WORKER" not in os.environ:
         with open(path, "a") as lines:
-            lines.write(f"{report.duration:.3f}\t{report.when}\t{report.outcome}\t{report.nodeid}\n")
+            lines.write(
+                f"{report.duration:.3f}\t{report.when}\t{report.outcome}\t{report.nodeid}\n"
+            )
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A two-layer Llama in Hugging Face layout, with a byte-level tokenizer and a chat template: for --load-format dummy."""
+    """A two-layer Llama in Hugging Face layout, with a byte-level tokenizer and a chat template:
+    for --load-format dummy."""
     folder = tmp_path_factory.mktemp("checkpoint")
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<eos>": 0} | {letter: number for number, letter in enumerate(letters, 1)}
@@ -42,7 +49,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": template}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<eos>", "chat_template": template})
+    )
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -65,20 +74,37 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def checkpoint_with(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """checkpoint_with(template, marks): the same with another chat template. `marks`: texts that are tokens of their own."""
+def checkpoint_with(
+    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """checkpoint_with(template, marks): the same with another chat template. `marks`: texts that
+    are tokens of their own."""
 
-    def checkpoint_with(template: str, marks: Sequence[str] = (), *, special: bool = False, longest: int = 256) -> Path:
-        folder = shutil.copytree(checkpoint, tmp_path_factory.mktemp("checkpoint_with") / "checkpoint")
+    def checkpoint_with(
+        template: str, marks: Sequence[str] = (), *, special: bool = False, longest: int = 256
+    ) -> Path:
+        folder = shutil.copytree(
+            checkpoint, tmp_path_factory.mktemp("checkpoint_with") / "checkpoint"
+        )
         told = json.loads((folder / "tokenizer_config.json").read_text())
-        (folder / "tokenizer_config.json").write_text(json.dumps({**told, "chat_template": template}))
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps({**told, "chat_template": template})
+        )
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        tokenizer.add_tokens([AddedToken(mark, special=special, normalized=False) for mark in marks])
+        tokenizer.add_tokens(
+            [AddedToken(mark, special=special, normalized=False) for mark in marks]
+        )
         tokenizer.add_special_tokens(["<eos>"])
         tokenizer.save(str(folder / "tokenizer.json"))
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(
-            json.dumps({**config, "vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": longest})
+            json.dumps(
+                {
+                    **config,
+                    "vocab_size": tokenizer.get_vocab_size(),
+                    "max_position_embeddings": longest,
+                }
+            )
         )
         return folder
 

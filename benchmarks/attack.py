@@ -1,12 +1,15 @@
-"""What costly clients do to a small request beside them: its time, the server's memory, and what is left behind.
+"""What costly clients do to a small request beside them: its time, the server's memory, and what is
+left behind.
 
 usage: python benchmarks/attack.py [--seconds 20] [--model tiny] [--attackers 8]
 
-Attackers, from an address of their own, send what is as costly as the server takes, one kind after the other, as fast as they get
-answers, or open connections and send nothing. An honest client sends small greedy requests, one at a time, and asks for /health. Each
-kind is reported with the honest requests' p50 and p99 (and their ratios to those without attackers), the longest /health, the statuses
-that attackers got, and the most memory that front and engine had beyond their first. Exit code 1 when an honest answer is not the one
-that it gets alone, a memory grows by more than 1 GiB, or something is left at the end.
+Attackers, from an address of their own, send what is as costly as the server takes, one kind after
+the other, as fast as they get answers, or open connections and send nothing. An honest client sends
+small greedy requests, one at a time, and asks for /health. Each kind is reported with the honest
+requests' p50 and p99 (and their ratios to those without attackers), the longest /health, the
+statuses that attackers got, and the most memory that front and engine had beyond their first. Exit
+code 1 when an honest answer is not the one that it gets alone, a memory grows by more than 1 GiB,
+or something is left at the end.
 """
 
 from __future__ import annotations
@@ -59,17 +62,28 @@ class Attack:
             await asyncio.wait([honest], timeout=0.1)
         return honest.result(), resident
 
-    def show(self, name: str, honest: Honest, resident: list[list[int]], outcomes: Counter[str] | None = None) -> None:
+    def show(
+        self,
+        name: str,
+        honest: Honest,
+        resident: list[list[int]],
+        outcomes: Counter[str] | None = None,
+    ) -> None:
         (p50, p99), (alone50, alone99) = honest.percentiles(), self.alone.percentiles()
         growth = [max(sizes) - first for *sizes, first in zip(*resident, self.first, strict=True)]
         print(
-            f"{name:<24} p50 {1000 * p50:6.0f} ms ({p50 / alone50:4.1f}x)  p99 {1000 * p99:6.0f} ms ({p99 / alone99:4.1f}x)  "
-            f"/health {1000 * max(honest.health):5.0f} ms  memory {' '.join(f'{size / 2**20:+6.0f}' for size in growth)} MiB  "
+            f"{name:<24} p50 {1000 * p50:6.0f} ms ({p50 / alone50:4.1f}x)  p99 {1000 * p99:6.0f} "
+            f"ms ({p99 / alone99:4.1f}x)  "
+            f"/health {1000 * max(honest.health):5.0f} ms  memory "
+            f"{' '.join(f'{size / 2**20:+6.0f}' for size in growth)} MiB  "
             f"{len(honest.seconds)} asked  {dict(outcomes or {})}",
             flush=True,
         )
         if honest.wrong:
-            self.violations.append(f"{name}: {honest.wrong.total()} honest answers are not what they are alone: {dict(honest.wrong)}")
+            self.violations.append(
+                f"{name}: {honest.wrong.total()} honest answers are not what they are alone: "
+                f"{dict(honest.wrong)}"
+            )
         if max(growth) > 2**30:
             self.violations.append(f"{name}: memory grew by {max(growth) / 2**20:.0f} MiB")
 
@@ -80,7 +94,10 @@ class Attack:
         if left := {name: figures[name] for name in names if figures[name]}:
             self.violations.append(f"left at the end: {left}")
         for process in self.server.processes():
-            print(f"process {process.pid}: {process.num_fds()} descriptors, {process.num_threads()} threads")
+            print(
+                f"process {process.pid}: {process.num_fds()} descriptors, "
+                f"{process.num_threads()} threads"
+            )
 
     def _resident(self) -> list[int]:
         """Bytes of front and engine."""
@@ -88,7 +105,9 @@ class Attack:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=20, help="of each attack")
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--attackers", type=int, default=8)

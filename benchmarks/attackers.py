@@ -2,7 +2,8 @@
 
 usage: python benchmarks/attackers.py PORT [--seed 0] [--attackers 8] [--kinds KIND ...]
 
-Attacks a server until standard input ends. Then writes what the attackers got, as JSON: by kind, how often which outcome.
+Attacks a server until standard input ends. Then writes what the attackers got, as JSON: by kind,
+how often which outcome.
 """
 
 from __future__ import annotations
@@ -24,23 +25,62 @@ from http_client import exchange, fetch
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ATTACKER = "127.0.0.2"
-SMALL = {"prompt": "Once upon a time there was", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+SMALL = {
+    "prompt": "Once upon a time there was",
+    "max_tokens": 8,
+    "temperature": 0,
+    "ignore_eos": True,
+}
 LONG = "Once upon a time there was a cat. " * 12
 STOPS = [f"{number:04}" * 256 for number in range(64)]
 BODIES: dict[str, tuple[str, Any]] = {
-    "stop texts, n, prompts": (COMPLETIONS, {"prompt": ["a"] * 16, "n": 128, "max_tokens": 1, "stop": STOPS}),
-    "256 prompts, n": (COMPLETIONS, {"prompt": ["a"] * 256, "n": 128, "max_tokens": 1, "stop": STOPS}),
-    "allowed tokens": (COMPLETIONS, {"prompt": ["a"] * 64, "max_tokens": 16, "allowed_token_ids": list(range(3, 300))}),
-    "bad words": (COMPLETIONS, {"prompt": ["a"] * 8, "max_tokens": 16, "bad_words": [f"{i:03}" + "x" * 250 for i in range(300)]}),
-    "log probabilities": (COMPLETIONS, {"prompt": [LONG] * 4, "n": 8, "max_tokens": 100, "logprobs": 5, "prompt_logprobs": 20}),
-    "long answers": (COMPLETIONS, {"prompt": ["a"] * 32, "n": 4, "max_tokens": 200, "ignore_eos": True}),
-    "beams": (COMPLETIONS, {"prompt": "a", "n": 64, "use_beam_search": True, "temperature": 0, "max_tokens": 100}),
+    "stop texts, n, prompts": (
+        COMPLETIONS,
+        {"prompt": ["a"] * 16, "n": 128, "max_tokens": 1, "stop": STOPS},
+    ),
+    "256 prompts, n": (
+        COMPLETIONS,
+        {"prompt": ["a"] * 256, "n": 128, "max_tokens": 1, "stop": STOPS},
+    ),
+    "allowed tokens": (
+        COMPLETIONS,
+        {"prompt": ["a"] * 64, "max_tokens": 16, "allowed_token_ids": list(range(3, 300))},
+    ),
+    "bad words": (
+        COMPLETIONS,
+        {
+            "prompt": ["a"] * 8,
+            "max_tokens": 16,
+            "bad_words": [f"{i:03}" + "x" * 250 for i in range(300)],
+        },
+    ),
+    "log probabilities": (
+        COMPLETIONS,
+        {"prompt": [LONG] * 4, "n": 8, "max_tokens": 100, "logprobs": 5, "prompt_logprobs": 20},
+    ),
+    "long answers": (
+        COMPLETIONS,
+        {"prompt": ["a"] * 32, "n": 4, "max_tokens": 200, "ignore_eos": True},
+    ),
+    "beams": (
+        COMPLETIONS,
+        {"prompt": "a", "n": 64, "use_beam_search": True, "temperature": 0, "max_tokens": 100},
+    ),
     "wide JSON": (COMPLETIONS, {"prompt": [[5, 6, 7]] * 200_000}),
     "unknown fields": (COMPLETIONS, {f"field{i}": i for i in range(200_000)}),
     "a long conversation": (CHAT, {"messages": [{"role": "user", "content": "a"}] * 50_000}),
 }
 HALF_A_HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: 127"
-STREAM = json.dumps({"prompt": ["a"] * 4, "n": 4, "max_tokens": 200, "ignore_eos": True, "logprobs": 5, "stream": True}).encode()
+STREAM = json.dumps(
+    {
+        "prompt": ["a"] * 4,
+        "n": 4,
+        "max_tokens": 200,
+        "ignore_eos": True,
+        "logprobs": 5,
+        "stream": True,
+    }
+).encode()
 CONNECTION_KINDS = ("half-open connections", "slow readers", "aborted streams")
 KINDS = (*BODIES, *CONNECTION_KINDS)
 BROKEN_OFF = (OSError, ValueError, IndexError, asyncio.IncompleteReadError)
@@ -50,7 +90,8 @@ Outcomes = dict[str, Counter[str]]
 
 
 class Honest(NamedTuple):
-    """What an honest client met: seconds of each request, and answers that were not the expected one."""
+    """What an honest client met: seconds of each request, and answers that were not the expected
+    one."""
 
     seconds: list[float]
     health: list[float]
@@ -63,13 +104,16 @@ class Honest(NamedTuple):
 
 
 async def ask_small(port: int, seconds: float, expected: str | None) -> Honest:
-    """Asks small greedy requests, one at a time, at least three. `expected`: None takes any answer."""
+    """Asks small greedy requests, one at a time, at least three. `expected`: None takes any
+    answer."""
     found, end = Honest([], [], [], Counter()), time.monotonic() + seconds
     while time.monotonic() < end or len(found.seconds) < 3:
         begin = time.perf_counter()
         reply = await fetch(port, "POST", COMPLETIONS, SMALL)
         found.seconds.append(time.perf_counter() - begin)
-        answer = reply.json()["choices"][0]["text"] if reply.status == 200 else f"status {reply.status}"
+        answer = (
+            reply.json()["choices"][0]["text"] if reply.status == 200 else f"status {reply.status}"
+        )
         if expected is not None and answer != expected:
             found.wrong[answer] += 1
         for times, path in ((found.health, "/health"), (found.metrics, "/metrics")):
@@ -132,12 +176,18 @@ class Attackers:
     def __init__(self, port: int, seed: int, kinds: Sequence[str] = KINDS) -> None:
         self._port, self._seed = port, seed
         self.outcomes: Outcomes = {kind: Counter() for kind in kinds}
-        self._bodies = {name: (path, json.dumps(body).encode()) for name, (path, body) in BODIES.items()}
-        self._connections = dict(zip(CONNECTION_KINDS, (half_open, read_slowly, abort_stream), strict=True))
+        self._bodies = {
+            name: (path, json.dumps(body).encode()) for name, (path, body) in BODIES.items()
+        }
+        self._connections = dict(
+            zip(CONNECTION_KINDS, (half_open, read_slowly, abort_stream), strict=True)
+        )
 
     async def warm_up(self, seconds: float) -> None:
         """Begins each kind once, all at a time, and hangs up on what takes longer."""
-        tasks = [asyncio.create_task(self._attack(kind, Random(self._seed))) for kind in self.outcomes]
+        tasks = [
+            asyncio.create_task(self._attack(kind, Random(self._seed))) for kind in self.outcomes
+        ]
         await asyncio.wait(tasks, timeout=seconds)
         for task in tasks:
             task.cancel()
@@ -163,13 +213,26 @@ class Attackers:
 
 
 @asynccontextmanager
-async def attacking(port: int, seed: int, number: int, kinds: Sequence[str] = KINDS) -> AsyncIterator[Outcomes]:
-    """Attackers for the time of the context, in a process of their own: reading what they get must not stop an honest client's clock.
+async def attacking(
+    port: int, seed: int, number: int, kinds: Sequence[str] = KINDS
+) -> AsyncIterator[Outcomes]:
+    """Attackers for the time of the context, in a process of their own: reading what they get must
+    not stop an honest client's clock.
 
     Yields what is empty until they have ended. Raises RuntimeError when they failed.
     """
-    command = [sys.executable, __file__, str(port), f"--seed={seed}", f"--attackers={number}", "--kinds", *kinds]
-    process = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    command = [
+        sys.executable,
+        __file__,
+        str(port),
+        f"--seed={seed}",
+        f"--attackers={number}",
+        "--kinds",
+        *kinds,
+    ]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     outcomes: Outcomes = {}
     try:
         yield outcomes
@@ -194,13 +257,26 @@ async def _attack_until_closed(port: int, seed: int, number: int, kinds: Sequenc
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("port", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--attackers", type=int, default=8)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, metavar="KIND", help=f"of {', '.join(KINDS)}")
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=KINDS,
+        default=KINDS,
+        metavar="KIND",
+        help=f"of {', '.join(KINDS)}",
+    )
     args = parser.parse_args()
-    print(json.dumps(asyncio.run(_attack_until_closed(args.port, args.seed, args.attackers, args.kinds))))
+    print(
+        json.dumps(
+            asyncio.run(_attack_until_closed(args.port, args.seed, args.attackers, args.kinds))
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Attention of one layer, by each backend in turn: microseconds per step, KV write included, and the ratio to the first backend.
+"""Attention of one layer, by each backend in turn: microseconds per step, KV write included, and
+the ratio to the first backend.
 
 usage: python benchmarks/attention.py [--rounds 15] [--dtype bfloat16 float32]
 
-The steps go over the caches of twelve layers, so that keys come from memory, not from a core's cache.
+The steps go over the caches of twelve layers, so that keys come from memory, not from a core's
+cache.
 """
 
 from __future__ import annotations
@@ -37,19 +39,40 @@ STEPS: list[tuple[str, Rows, tuple[int, int, int]]] = [
 class Case:
     """One step on one backend, ready to run."""
 
-    def __init__(self, backend: type[AttentionBackend], rows: Rows, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        backend: type[AttentionBackend],
+        rows: Rows,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+    ) -> None:
         heads, kv_heads, size = shape
         config = VllmConfig.default(dtype=str(dtype).removeprefix("torch."), block_size=BLOCK_SIZE)
-        layer = Attention(heads, size, num_kv_heads=kv_heads, vllm_config=config, prefix="model.layers.0.self_attn.attn")
+        layer = Attention(
+            heads,
+            size,
+            num_kv_heads=kv_heads,
+            vllm_config=config,
+            prefix="model.layers.0.self_attn.attn",
+        )
         spec, device = layer.attention_spec(torch.device("cpu"), cached=True), torch.device("cpu")
         assert spec.kv_cache is not None
         if (refusal := backend.refuses(spec)) is not None:
             raise SystemExit(f"{backend.__name__} refuses: {refusal}")
-        self.params, self.batch, num_blocks = layer.params, _batch(rows), sum(-(-keys // BLOCK_SIZE) for _, keys in rows)
+        self.params, self.batch, num_blocks = (
+            layer.params,
+            _batch(rows),
+            sum(-(-keys // BLOCK_SIZE) for _, keys in rows),
+        )
         limits = BatchLimits(len(rows), self.batch.num_tokens, self.batch.max_seq_len)
-        self.backend = backend(GroupSetup(layers=[spec], kv_cache=spec.kv_cache, limits=limits, device=device))
+        self.backend = backend(
+            GroupSetup(layers=[spec], kv_cache=spec.kv_cache, limits=limits, device=device)
+        )
         layout = backend.page_layout(spec.kv_cache)
-        self.caches = [tuple(torch.randn(num_blocks, *one.shape).to(dtype) for one in layout) for _ in range(LAYERS)]
+        self.caches = [
+            tuple(torch.randn(num_blocks, *one.shape).to(dtype) for one in layout)
+            for _ in range(LAYERS)
+        ]
         packed = torch.randn(self.batch.num_tokens, heads + 2 * kv_heads, size).to(dtype)
         self.q, self.k, self.v = torch.split(packed, [heads, kv_heads, kv_heads], dim=1)
         self.out = torch.empty(self.q.shape, dtype=dtype)
@@ -71,7 +94,10 @@ def _batch(rows: Rows) -> BatchView:
     blocks = torch.split(torch.randperm(int(counts.sum()), dtype=torch.int32), counts.tolist())
     table = torch.nn.utils.rnn.pad_sequence(list(blocks), batch_first=True)
     positions = [torch.arange(keys - queries, keys) for queries, keys in rows]
-    slots = [table[row, at // BLOCK_SIZE].long() * BLOCK_SIZE + at % BLOCK_SIZE for row, at in enumerate(positions)]
+    slots = [
+        table[row, at // BLOCK_SIZE].long() * BLOCK_SIZE + at % BLOCK_SIZE
+        for row, at in enumerate(positions)
+    ]
     return BatchView(
         query_start=query_start,
         seq_lens=seq_lens,
@@ -86,14 +112,19 @@ def _batch(rows: Rows) -> BatchView:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
     args = parser.parse_args()
     print("| step | dtype | sdpa, us | cpu, us | ratio |\n| --- | --- | --- | --- | --- |")
     for dtype in args.dtype:
         for name, rows, shape in STEPS:
-            cases = [Case(backend, rows, shape, getattr(torch, dtype)) for backend in (SdpaBackend, CpuBackend)]
+            cases = [
+                Case(backend, rows, shape, getattr(torch, dtype))
+                for backend in (SdpaBackend, CpuBackend)
+            ]
             times = [[case.seconds() for case in cases] for _ in range(args.rounds + 2)][2:]
             sdpa, cpu = (1e6 * statistics.median(column) for column in zip(*times, strict=True))
             print(f"| {name} | {dtype} | {sdpa:.0f} | {cpu:.0f} | {sdpa / cpu:.1f}x |", flush=True)

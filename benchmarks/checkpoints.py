@@ -9,7 +9,8 @@ VOCAB_SIZE = 32000
 
 
 def make_llama_160m(folder: Path, positions: int = 4096) -> Path:
-    """A Llama of 153 M random parameters in bf16, with the tokenizer of save_tokenizer. Needs torch, transformers and tokenizers."""
+    """A Llama of 153 M random parameters in bf16, with the tokenizer of save_tokenizer. Needs
+    torch, transformers and tokenizers."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -37,7 +38,8 @@ def make_llama_160m(folder: Path, positions: int = 4096) -> Path:
 
 
 def make_qwen3_600m(folder: Path, positions: int = 4096) -> Path:
-    """A Qwen3 of 473 M random parameters in bf16, of the 0.6B's shape but for the vocabulary. The same tokenizer."""
+    """A Qwen3 of 473 M random parameters in bf16, of the 0.6B's shape but for the vocabulary. The
+    same tokenizer."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -65,7 +67,8 @@ def make_qwen3_600m(folder: Path, positions: int = 4096) -> Path:
 
 
 def make_minilm(folder: Path) -> Path:
-    """An encoder of MiniLM-L6's shape with random parameters, mean pooling, and a WordPiece vocabulary of words "w0", "w1", ..."""
+    """An encoder of MiniLM-L6's shape with random parameters, mean pooling, and a WordPiece
+    vocabulary of words "w0", "w1", ..."""
     import torch
     from transformers import BertConfig, BertModel, BertTokenizerFast
 
@@ -83,13 +86,18 @@ def make_minilm(folder: Path) -> Path:
         max_position_embeddings=512,
     )
     BertModel(config).save_pretrained(folder)
-    BertTokenizerFast(vocab={word: i for i, word in enumerate(vocabulary)}, model_max_length=512).save_pretrained(folder)
+    BertTokenizerFast(
+        vocab={word: i for i, word in enumerate(vocabulary)}, model_max_length=512
+    ).save_pretrained(folder)
     parts = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
     modules = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"} for i, (kind, path) in enumerate(parts)
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (kind, path) in enumerate(parts)
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 512, "do_lower_case": False}))
+    (folder / "sentence_bert_config.json").write_text(
+        json.dumps({"max_seq_length": 512, "do_lower_case": False})
+    )
     (folder / "1_Pooling").mkdir()
     pooling = {"word_embedding_dimension": config.hidden_size, "pooling_mode_mean_tokens": True}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
@@ -105,7 +113,9 @@ def save_tokenizer(folder: Path) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     # A space is written as G with a dot above.
     words = [f"\u0120w{i}" for i in range(4 + len(alphabet), VOCAB_SIZE)]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i + 4 for i, token in enumerate([*alphabet, *words])}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: i + 4 for i, token in enumerate([*alphabet, *words])}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)

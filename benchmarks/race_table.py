@@ -1,4 +1,5 @@
-"""The table of race.py: medians, how they compare with the best peer's, and with the machine's limits."""
+"""The table of race.py: medians, how they compare with the best peer's, and with the machine's
+limits."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from race_system import WORKS
 OURS = "toolkit-lm"
 LOWER_IS_BETTER = {"start": "start to first token, s", "memory": "peak memory, GB"}
 GOALS = {"W1": 0.75, "W2": 0.80, "W3": 0.85, "embed": 0.85, "embed-fp32": 0.85}
-"""The share of the machine's limit that toolkit-lm is to reach. The limit is known for this work alone."""
+"""The share of the machine's limit that toolkit-lm is to reach. The limit is known for this work
+alone."""
 COLUMNS = ["toolkit-lm ÷ best peer", "limit", "toolkit-lm ÷ limit (goal)"]
 
 Results = dict[str, Any]
@@ -22,7 +24,8 @@ def lower_is_better(work: str) -> bool:
 
 
 class Cost(NamedTuple):
-    """Of a model: parameters of its layers and of lm_head, and FLOP of attention for a pair of positions."""
+    """Of a model: parameters of its layers and of lm_head, and FLOP of attention for a pair of
+    positions."""
 
     body: int
     output: int
@@ -30,11 +33,25 @@ class Cost(NamedTuple):
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Cost:
-        size, heads, layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
-        kv_heads, head = config.get("num_key_value_heads", heads), config.get("head_dim") or size // heads
+        size, heads, layers = (
+            config["hidden_size"],
+            config["num_attention_heads"],
+            config["num_hidden_layers"],
+        )
+        kv_heads, head = (
+            config.get("num_key_value_heads", heads),
+            config.get("head_dim") or size // heads,
+        )
         is_encoder = config.get("model_type") == "bert"
-        body = size * head * (2 * heads + 2 * kv_heads) + (2 if is_encoder else 3) * size * config["intermediate_size"]
-        return Cost(layers * body, 0 if is_encoder else size * config["vocab_size"], 4 * layers * heads * head)
+        body = (
+            size * head * (2 * heads + 2 * kv_heads)
+            + (2 if is_encoder else 3) * size * config["intermediate_size"]
+        )
+        return Cost(
+            layers * body,
+            0 if is_encoder else size * config["vocab_size"],
+            4 * layers * heads * head,
+        )
 
     def prefill(self, tokens: int) -> int:
         """FLOP of one prompt, which attends to what is before."""
@@ -44,15 +61,18 @@ class Cost(NamedTuple):
 def bound(work: str, config: Mapping[str, Any], limits: Mapping[str, float]) -> float | None:
     """Tokens or sentences a second that the machine allows; None where nobody has counted.
 
-    W2 reads all weights for each token. W3 multiplies them with each token, and lm_head with one of each prompt. W1 does so, and then
-    reads or multiplies them in each step, whichever takes longer. A sentence attends to itself in both directions.
+    W2 reads all weights for each token. W3 multiplies them with each token, and lm_head with one of
+    each prompt. W1 does so, and then reads or multiplies them in each step, whichever takes longer.
+    A sentence attends to itself in both directions.
     """
     if work not in GOALS:
         return None
     cost = Cost.of(config)
     if work.startswith("embed"):
         tokens = WORKS["embed"].own
-        return limits["fp32" if work.endswith("fp32") else "bf16"] / (2 * cost.body * tokens + cost.pair * tokens**2)
+        return limits["fp32" if work.endswith("fp32") else "bf16"] / (
+            2 * cost.body * tokens + cost.pair * tokens**2
+        )
     prompts, _, tokens, new, _ = WORKS[work]
     read = 2 * (cost.body + cost.output) / limits["read"]
     if work == "W2":
@@ -61,19 +81,34 @@ def bound(work: str, config: Mapping[str, Any], limits: Mapping[str, float]) -> 
     if work == "W3":
         return tokens / prefill
     multiply = 2 * (cost.body + cost.output)
-    steps = [max(read, prompts * (multiply + cost.pair * place) / limits["bf16"]) for place in range(tokens, tokens + new - 1)]
+    steps = [
+        max(read, prompts * (multiply + cost.pair * place) / limits["bf16"])
+        for place in range(tokens, tokens + new - 1)
+    ]
     return prompts * new / (prompts * prefill + sum(steps))
 
 
 def table(results: Results, configs: Mapping[str, Mapping[str, Any]]) -> str:
     """`configs`: those of the checkpoints, by shape."""
     systems = list(results["versions"])
-    header = ["shape", "work", *(f"{name} {version}" for name, version in results["versions"].items()), *COLUMNS]
+    header = [
+        "shape",
+        "work",
+        *(f"{name} {version}" for name, version in results["versions"].items()),
+        *COLUMNS,
+    ]
     lines = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
     for label, rows in results["rates"].items():
         for work in sorted(rows, key=lambda work: work in LOWER_IS_BETTER):
-            cells = [label, LOWER_IS_BETTER.get(work, work), *(cell(work, rows[work].get(name)) for name in systems)]
-            cells += [ratio(work, rows[work]), *limit_cells(results, label, work, configs[label.split(",")[0]])]
+            cells = [
+                label,
+                LOWER_IS_BETTER.get(work, work),
+                *(cell(work, rows[work].get(name)) for name in systems),
+            ]
+            cells += [
+                ratio(work, rows[work]),
+                *limit_cells(results, label, work, configs[label.split(",")[0]]),
+            ]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -110,36 +145,51 @@ def cell(work: str, values: Sequence[float] | None) -> str:
     if work in LOWER_IS_BETTER:
         return f"{summary(work, values):.1f}"
     digits = 1 if min(values) < 100 else 0
-    return f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f}–{max(values):,.{digits}f})"
+    return (
+        f"{statistics.median(values):,.{digits}f} "
+        f"({min(values):,.{digits}f}–{max(values):,.{digits}f})"
+    )
 
 
 def ratio(work: str, row: Mapping[str, Sequence[float]]) -> str:
-    """How many times as good as the best peer we are. Of rates: the median of the ratios of runs that followed one another."""
+    """How many times as good as the best peer we are. Of rates: the median of the ratios of runs
+    that followed one another."""
     ours, peers = row.get(OURS), {name: values for name, values in row.items() if name != OURS}
     if not peers or not ours:
         return "–"
     if work in LOWER_IS_BETTER:
-        return f"{min(summary(work, values) for values in peers.values()) / summary(work, ours):.2f}"
+        return (
+            f"{min(summary(work, values) for values in peers.values()) / summary(work, ours):.2f}"
+        )
     if lower_is_better(work):
         best = min(peers.values(), key=statistics.median)
         return f"{statistics.median(theirs / mine for mine, theirs in zip(ours, best, strict=True)):.2f}"
     best = max(peers.values(), key=statistics.median)
-    return f"{statistics.median(mine / theirs for mine, theirs in zip(ours, best, strict=True)):.2f}"
+    return (
+        f"{statistics.median(mine / theirs for mine, theirs in zip(ours, best, strict=True)):.2f}"
+    )
 
 
 def limits_line(results: Results) -> str:
     def line(name: str, found: Mapping[str, float]) -> str:
         return (
-            f"{name}: read {found['read'] / 1e9:.0f} GB/s, bf16 {found['bf16'] / 1e9:.0f} GFLOP/s, fp32 {found['fp32'] / 1e9:.0f} GFLOP/s"
+            f"{name}: read {found['read'] / 1e9:.0f} GB/s, bf16 {found['bf16'] / 1e9:.0f} "
+            f"GFLOP/s, fp32 {found['fp32'] / 1e9:.0f} GFLOP/s"
         )
 
-    return "\n".join([line("alone", limits_of(results, "limits")), line("beside a busy process", limits_of(results, "limits-busy"))])
+    return "\n".join(
+        [
+            line("alone", limits_of(results, "limits")),
+            line("beside a busy process", limits_of(results, "limits-busy")),
+        ]
+    )
 
 
 def start_lines(results: Results) -> str:
     """The phases of our start."""
     return "\n".join(
-        f"start of toolkit-lm, {label}: {', '.join(f'{phase} {seconds:.2f} s' for phase, seconds in found['phases'].items())}; "
+        f"start of toolkit-lm, {label}: "
+        f"{', '.join(f'{phase} {seconds:.2f} s' for phase, seconds in found['phases'].items())}; "
         f"import torch and read weights alone: {found['floor']:.2f} s"
         for label, found in results.get("start", {}).items()
     )

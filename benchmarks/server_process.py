@@ -20,18 +20,34 @@ STOP_SECONDS = 30
 
 
 class ServerProcess:
-    """A server on a free port, whose temporary files are all in `folder`; what it writes to stderr is in the file `log`."""
+    """A server on a free port, whose temporary files are all in `folder`; what it writes to stderr
+    is in the file `log`."""
 
-    def __init__(self, folder: Path, *arguments: str, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, *arguments: str, environ: Mapping[str, str] | None = None
+    ) -> None:
         self.temporary = folder / "tmp"
         self.temporary.mkdir()
         self.log = folder / "server.log"
-        command = [sys.executable, "-c", "from toolkit_lm_cli import main; main()", "serve", *arguments, "--port", "0", "--no-access-log"]
+        command = [
+            sys.executable,
+            "-c",
+            "from toolkit_lm_cli import main; main()",
+            "serve",
+            *arguments,
+            "--port",
+            "0",
+            "--no-access-log",
+        ]
         # XDG_RUNTIME_DIR would be preferred for sockets by those who know it.
         inherited = {name: value for name, value in os.environ.items() if name != "XDG_RUNTIME_DIR"}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=log, text=True, env={**inherited, "TMPDIR": str(self.temporary), **(environ or {})}
+                command,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**inherited, "TMPDIR": str(self.temporary), **(environ or {})},
             )
         self.seen: dict[int, psutil.Process] = {}
         """Every process that was ever seen of it, by id."""
@@ -77,7 +93,11 @@ class ServerProcess:
 
     async def figures(self) -> dict[str, float]:
         """/metrics, by name, with the labels but for the model's."""
-        text = re.sub(r'\{model_name="[^"]*"\}|(?<=\{)model_name="[^"]*",', "", (await fetch(self.port, "GET", "/metrics")).body.decode())
+        text = re.sub(
+            r'\{model_name="[^"]*"\}|(?<=\{)model_name="[^"]*",',
+            "",
+            (await fetch(self.port, "GET", "/metrics")).body.decode(),
+        )
         rows = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         return {name.removeprefix("toolkit_lm_"): float(value) for name, value in rows}
 
@@ -95,4 +115,6 @@ class ServerProcess:
     def left_behind(self) -> list[str]:
         """Processes that are still alive, and temporary files that are still there."""
         _, alive = psutil.wait_procs(list(self.seen.values()), timeout=5)
-        return [f"process {one.pid} ({one.name()})" for one in alive] + sorted(str(path.name) for path in self.temporary.iterdir())
+        return [f"process {one.pid} ({one.name()})" for one in alive] + sorted(
+            str(path.name) for path in self.temporary.iterdir()
+        )

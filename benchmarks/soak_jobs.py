@@ -1,4 +1,5 @@
-"""Greedy requests with the answers that each gets alone: one engine, one sequence at a time, nothing cached, float32."""
+"""Greedy requests with the answers that each gets alone: one engine, one sequence at a time,
+nothing cached, float32."""
 
 from __future__ import annotations
 
@@ -13,8 +14,10 @@ from toolkit_lm_tiny.facts import FACTS
 HEROES = ("dog", "cat", "fox", "owl", "robot", "dragon", "queen", "boy")
 NAMES = ("Max", "Anna", "Leo", "Mia", "Tom", "Zoe")
 LONG_AGO = (
-    "Once upon a time there was a small dog named Max. One day Max lost his red ball. He looked everywhere but could not find it. "
-    "Then a friend named Mia came to help. They found the red ball under a tree, and Max was happy again. "
+    "Once upon a time there was a small dog named Max. One day Max lost his red ball. He looked "
+    "everywhere but could not find it. "
+    "Then a friend named Mia came to help. They found the red ball under a tree, and Max was "
+    "happy again. "
 )
 """What many prompts begin with."""
 MAX_MODEL_LEN = 256
@@ -31,7 +34,8 @@ class Job:
     size: int
     """Most tokens of prompt and output."""
     text: str
-    """What comes for sure: up to the first token whose choice is not clear (the two best logits are closer than the margin)."""
+    """What comes for sure: up to the first token whose choice is not clear (the two best logits are
+    closer than the margin)."""
     whole: bool
     """Every choice was clear: `text`, `num_tokens` and `finish_reason` are the whole answer's."""
     num_tokens: int
@@ -49,7 +53,13 @@ class Job:
 def make_jobs(count: int, seed: int) -> list[Job]:
     """Chats, texts and token ids; long and short, with ends of every kind, many with one prefix."""
     rng = Random(seed)
-    with LLM("tiny", dtype="float32", max_num_seqs=1, enable_prefix_caching=False, max_model_len=MAX_MODEL_LEN) as llm:
+    with LLM(
+        "tiny",
+        dtype="float32",
+        max_num_seqs=1,
+        enable_prefix_caching=False,
+        max_model_len=MAX_MODEL_LEN,
+    ) as llm:
         return [_job(llm, rng) for _ in range(count)]
 
 
@@ -62,20 +72,46 @@ def _job(llm: LLM, rng: Random) -> Job:
         fields["ignore_eos"] = True
     if rng.random() < 0.4:
         messages = [{"role": "user", "content": rng.choice(FACTS).question}]
-        path, asked, token_ids = "/v1/chat/completions", {"messages": messages}, llm.engine.renderer.render_conversation(messages).token_ids
+        path, asked, token_ids = (
+            "/v1/chat/completions",
+            {"messages": messages},
+            llm.engine.renderer.render_conversation(messages).token_ids,
+        )
     else:
-        text = LONG_AGO * rng.randint(0, 2) + f"Once upon a time there was a {rng.choice(HEROES)} named {rng.choice(NAMES)}."
+        text = (
+            LONG_AGO * rng.randint(0, 2)
+            + f"Once upon a time there was a {rng.choice(HEROES)} named {rng.choice(NAMES)}."
+        )
         token_ids = llm.engine.renderer.render_prompt(text[: rng.randint(5, len(text))]).token_ids
         path, asked = "/v1/completions", {"prompt": token_ids}
-    [output] = llm.generate({"prompt_token_ids": token_ids}, SamplingParams(**fields, logprobs=2), use_tqdm=False)
+    [output] = llm.generate(
+        {"prompt_token_ids": token_ids}, SamplingParams(**fields, logprobs=2), use_tqdm=False
+    )
     [answer] = output.outputs
     assert answer.logprobs is not None and answer.finish_reason is not None
-    clear = [_margin([one.logprob for one in entries.values()]) > SURE_MARGIN for entries in answer.logprobs]
+    clear = [
+        _margin([one.logprob for one in entries.values()]) > SURE_MARGIN
+        for entries in answer.logprobs
+    ]
     whole = all(clear)
-    sure = answer.text if whole else llm.engine.renderer.decode(answer.token_ids[: clear.index(False)], skip_special_tokens=True)
+    sure = (
+        answer.text
+        if whole
+        else llm.engine.renderer.decode(
+            answer.token_ids[: clear.index(False)], skip_special_tokens=True
+        )
+    )
     # A stop text may have cut it.
     text = min(sure, answer.text, key=len)
-    return Job(path, {**asked, **fields}, len(token_ids) + fields["max_tokens"], text, whole, len(answer.token_ids), answer.finish_reason)
+    return Job(
+        path,
+        {**asked, **fields},
+        len(token_ids) + fields["max_tokens"],
+        text,
+        whole,
+        len(answer.token_ids),
+        answer.finish_reason,
+    )
 
 
 def _margin(logprobs: list[float]) -> float:

@@ -84,13 +84,23 @@ class Load:
         for bad in BAD:
             self.tally["bad", await self._refusal(*bad)] += 1
         end = time.monotonic() + seconds
-        await asyncio.gather(*(self._client(Random(f"{self._seed}-{number}"), end, self._kinds) for number in range(num_clients)))
+        await asyncio.gather(
+            *(
+                self._client(Random(f"{self._seed}-{number}"), end, self._kinds)
+                for number in range(num_clients)
+            )
+        )
 
     async def run_good(self, num_clients: int, seconds: float) -> None:
         """Requests that are compared with the reference, and no others."""
         end = time.monotonic() + seconds
         good = self._kinds[:1]
-        await asyncio.gather(*(self._client(Random(f"{self._seed}-{number}"), end, good) for number in range(num_clients)))
+        await asyncio.gather(
+            *(
+                self._client(Random(f"{self._seed}-{number}"), end, good)
+                for number in range(num_clients)
+            )
+        )
 
     async def _client(self, rng: Random, end: float, kinds: list[Kind]) -> None:
         names, weights, _ = zip(*kinds, strict=True)
@@ -99,7 +109,13 @@ class Load:
             [kind] = rng.choices(names, weights)
             try:
                 outcome = await work[kind](rng)
-            except (RefusedError, OSError, asyncio.IncompleteReadError, ValueError, KeyError) as error:
+            except (
+                RefusedError,
+                OSError,
+                asyncio.IncompleteReadError,
+                ValueError,
+                KeyError,
+            ) as error:
                 outcome = "broken off"
                 self.violations.append(f"{kind}: {type(error).__name__}: {error}")
             self.tally[kind, outcome] += 1
@@ -109,7 +125,9 @@ class Load:
         n = min(rng.choice([1, 1, 1, 2, 3]), MOST_TOKENS // job.size)
         priority = {"priority": rng.randint(0, 3)} if self._priorities else {}
         answers = await self._ask(rng, job.path, {**job.body, "n": n, **priority})
-        complaints = [complaint for text, reason in answers if (complaint := job.complaint(text, reason))]
+        complaints = [
+            complaint for text, reason in answers if (complaint := job.complaint(text, reason))
+        ]
         if len(answers) != n:
             complaints.append(f"{job.body} gave {len(answers)} choices, not {n}")
         self.num_compared += len(answers)
@@ -119,9 +137,20 @@ class Load:
 
     async def _sampled(self, rng: Random) -> str:
         num_tokens, n = rng.randint(1, 50), rng.choice([1, 2, 4])
-        body = {"prompt": LONG_AGO[: rng.randint(1, 200)], "max_tokens": num_tokens, "n": n, "ignore_eos": True, "temperature": 1.5}
+        body = {
+            "prompt": LONG_AGO[: rng.randint(1, 200)],
+            "max_tokens": num_tokens,
+            "n": n,
+            "ignore_eos": True,
+            "temperature": 1.5,
+        }
         if rng.random() < 0.5:
-            body |= {"seed": rng.randint(0, 9), "top_p": 0.9, "repetition_penalty": 1.2, "presence_penalty": 0.5}
+            body |= {
+                "seed": rng.randint(0, 9),
+                "top_p": 0.9,
+                "repetition_penalty": 1.2,
+                "presence_penalty": 0.5,
+            }
         answers = await self._ask(rng, COMPLETIONS, body)
         self.num_tokens += num_tokens * n
         if [reason for _, reason in answers] != ["length"] * n:
@@ -130,7 +159,13 @@ class Load:
 
     async def _deadline(self, rng: Random) -> str:
         """A request that cannot be over in time."""
-        body = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "temperature": 0, "timeout": rng.uniform(0.001, 0.2)}
+        body = {
+            "prompt": [5, 6, 7],
+            "max_tokens": 200,
+            "ignore_eos": True,
+            "temperature": 0,
+            "timeout": rng.uniform(0.001, 0.2),
+        }
         try:
             [(_, reason)] = await self._ask(rng, COMPLETIONS, body)
         except RefusedError as refused:
@@ -150,12 +185,22 @@ class Load:
     async def _refusal(self, method: str, path: str, body: Any, status: int) -> str:
         reply = await fetch(self._port, method, path, body)
         if reply.status != status or "error" not in reply.json():
-            self.violations.append(f"{method} {path} {str(body)[:200]} gave {reply.status} {reply.body[:200]!r}, not {status}")
+            self.violations.append(
+                f"{method} {path} {str(body)[:200]} gave {reply.status} {reply.body[:200]!r}, "
+                f"not {status}"
+            )
         return f"refused ({reply.status})"
 
     async def _hang_up(self, rng: Random) -> str:
-        body = {"prompt": LONG_AGO[: rng.randint(1, 300)], "max_tokens": 120, "ignore_eos": True, "n": rng.choice([1, 1, 3])}
-        moment = rng.choice(["in the body", "at once", "after a while", "in the stream", "without a stream"])
+        body = {
+            "prompt": LONG_AGO[: rng.randint(1, 300)],
+            "max_tokens": 120,
+            "ignore_eos": True,
+            "n": rng.choice([1, 1, 3]),
+        }
+        moment = rng.choice(
+            ["in the body", "at once", "after a while", "in the stream", "without a stream"]
+        )
         data = json.dumps({**body, "stream": moment != "without a stream"}).encode()
         declared = len(data) + 10 if moment == "in the body" else None
         async with exchange(self._port, "POST", COMPLETIONS, data, declared=declared) as one:
@@ -169,8 +214,11 @@ class Load:
                         break
         return moment
 
-    async def _ask(self, rng: Random, path: str, body: dict[str, Any]) -> list[tuple[str, str | None]]:
-        """The text and the finish reason of each choice. While the server says 429, it is asked again when it wants to be."""
+    async def _ask(
+        self, rng: Random, path: str, body: dict[str, Any]
+    ) -> list[tuple[str, str | None]]:
+        """The text and the finish reason of each choice. While the server says 429, it is asked
+        again when it wants to be."""
         stream = rng.random() < 0.6
         data = json.dumps({**body, "stream": stream}).encode()
         while True:
@@ -187,7 +235,13 @@ class Load:
 
 async def _at_once(one: Exchange) -> list[tuple[str, str | None]]:
     choices = json.loads(await one.body())["choices"]
-    return [(choice["message"]["content"] if "message" in choice else choice["text"], choice["finish_reason"]) for choice in choices]
+    return [
+        (
+            choice["message"]["content"] if "message" in choice else choice["text"],
+            choice["finish_reason"],
+        )
+        for choice in choices
+    ]
 
 
 async def _streamed(one: Exchange) -> list[tuple[str, str | None]]:

@@ -1,9 +1,11 @@
 """What a decode step takes outside the model: the plan, its inputs, the draw, results and text.
 
-usage: python benchmarks/step_loop.py [--model tiny] [--rows 1,8,32] [--steps 300] [--temperature 0] [--dtype bfloat16]
+usage: python benchmarks/step_loop.py [--model tiny] [--rows 1,8,32] [--steps 300] [--temperature 0]
+[--dtype bfloat16]
 
-An engine in this process decodes. A line has medians in milliseconds: of a step, of what the model computes in it (hidden states and
-logits), of the rest of the engine's step, and of the text that is made of its tokens.
+An engine in this process decodes. A line has medians in milliseconds: of a step, of what the model
+computes in it (hidden states and logits), of the rest of the engine's step, and of the text that is
+made of its tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class Clock:
         return 1000 * seconds
 
 
-def measure(model: str, rows: int, steps: int, temperature: float, dtype: str) -> tuple[float, float, float, float]:
+def measure(
+    model: str, rows: int, steps: int, temperature: float, dtype: str
+) -> tuple[float, float, float, float]:
     params = SamplingParams(max_tokens=WARMUP + steps + 1, temperature=temperature, ignore_eos=True)
     with LLM(model, dtype=dtype, engine_process=False, max_model_len=2 * (WARMUP + steps)) as llm:
         client = llm.engine.client
@@ -57,7 +61,9 @@ def measure(model: str, rows: int, steps: int, temperature: float, dtype: str) -
         runner = core.executor.runner
         runner.model.forward = in_model.wrap(runner.model.forward)
         # With its mark, by which greedy rows need no logits.
-        runner.model.compute_logits = wraps(runner.model.compute_logits)(in_model.wrap(runner.model.compute_logits))
+        runner.model.compute_logits = wraps(runner.model.compute_logits)(
+            in_model.wrap(runner.model.compute_logits)
+        )
         runner.model.likeliest = in_model.wrap(runner.model.likeliest)
         core.step = in_core.wrap(core.step)
         for row in range(rows):
@@ -66,7 +72,11 @@ def measure(model: str, rows: int, steps: int, temperature: float, dtype: str) -
         for number in range(WARMUP + steps):
             start = time.perf_counter()
             llm.engine.step()
-            whole, core, computed = 1000 * (time.perf_counter() - start), in_core.take(), in_model.take()
+            whole, core, computed = (
+                1000 * (time.perf_counter() - start),
+                in_core.take(),
+                in_model.take(),
+            )
             if number >= WARMUP:
                 found.append((whole, computed, core - computed, whole - core))
     whole, computed, outside, text = (median(column) for column in zip(*found, strict=True))
@@ -74,7 +84,9 @@ def measure(model: str, rows: int, steps: int, temperature: float, dtype: str) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--rows", default="1,8,32")
     parser.add_argument("--steps", type=int, default=300)

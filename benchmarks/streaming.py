@@ -1,10 +1,13 @@
-"""What a streamed token costs the front, by the length of the answer: CPU time, which must not grow with what was sent before.
+"""What a streamed token costs the front, by the length of the answer: CPU time, which must not grow
+with what was sent before.
 
 usage: python benchmarks/streaming.py [--runs 5] [--check]
 
-Outputs of an engine are made up, a token each, and given to a RequestState with the renderer of the embedded model `tiny`. After each, a
-caller that streams takes what is new. Every length is measured over the same number of tokens, in requests one after the other; lengths
-take turns, and medians are shown. `--check`: exit code 1 where a token of the longest answer costs over 1.5 times one of the shortest.
+Outputs of an engine are made up, a token each, and given to a RequestState with the renderer of the
+embedded model `tiny`. After each, a caller that streams takes what is new. Every length is measured
+over the same number of tokens, in requests one after the other; lengths take turns, and medians are
+shown. `--check`: exit code 1 where a token of the longest answer costs over 1.5 times one of the
+shortest.
 """
 
 from __future__ import annotations
@@ -25,7 +28,10 @@ LENGTHS = (32, 512, 2048, 8192)
 """Tokens of an answer."""
 MOST = 1.5
 """The ratio that --check admits."""
-TEXT = "Once upon a time there was a little dog who lived in a red house. One day the dog saw a bird, and they ran to the big tree. "
+TEXT = (
+    "Once upon a time there was a little dog who lived in a red house. One day the dog saw a "
+    "bird, and they ran to the big tree. "
+)
 
 
 def stream(token_ids: list[int], renderer: Renderer) -> str:
@@ -55,7 +61,9 @@ def seconds_per_token(token_ids: list[int], renderer: Renderer) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()

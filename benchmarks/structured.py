@@ -1,13 +1,16 @@
-"""What structured output costs, and what forced tokens save: runs interleaved (A B A B), medians. "free" is generation without a grammar.
+"""What structured output costs, and what forced tokens save: runs interleaved (A B A B), medians.
+"free" is generation without a grammar.
 
-usage: python benchmarks/structured.py [--quick] [--runs 5] [--rows 32] [--backend llguidance,xgrammar] [--model FOLDER]
+usage: python benchmarks/structured.py [--quick] [--runs 5] [--rows 32] [--backend
+llguidance,xgrammar] [--model FOLDER]
 
   mask   a grammar that allows nearly all tokens and forces none, against free generation: the goal is a ratio of at least 0.95
   json   documents of a schema, against free generation of as many tokens: the goal is a ratio of at least 1.2
   spaces the same documents with any white space, of which less is forced
   steps  json, each forced token in a step of its own
 
-The model is of the 160M shape with a vocabulary of 32,000; `--quick` takes the model tiny, few rows and one run.
+The model is of the 160M shape with a vocabulary of 32,000; `--quick` takes the model tiny, few rows
+and one run.
 """
 
 from __future__ import annotations
@@ -35,7 +38,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "is_employed": {"type": "boolean"},
     "years_of_experience": {"type": "integer", "minimum": 0, "maximum": 50},
 }
-SCHEMA = {"type": "object", "properties": KINDS, "required": list(KINDS), "additionalProperties": False}
+SCHEMA = {
+    "type": "object",
+    "properties": KINDS,
+    "required": list(KINDS),
+    "additionalProperties": False,
+}
 ASKED: dict[str, dict[str, Any]] = {
     "mask": MASK,
     "json": {"json": SCHEMA, "disable_any_whitespace": True},
@@ -59,11 +67,17 @@ def structured(name: str, rows: int, seed: int) -> list[SamplingParams]:
     given: dict[str, Any] = {"max_tokens": 400}
     if name == "mask":
         given = {"max_tokens": MASK_TOKENS, "min_tokens": MASK_TOKENS}
-    return [SamplingParams(temperature=0.8, seed=seed + row, structured_outputs=ASKED[name], **given) for row in range(rows)]
+    return [
+        SamplingParams(temperature=0.8, seed=seed + row, structured_outputs=ASKED[name], **given)
+        for row in range(rows)
+    ]
 
 
 def free(lengths: list[int], seed: int) -> list[SamplingParams]:
-    return [SamplingParams(temperature=0.8, seed=seed + row, max_tokens=n, ignore_eos=True) for row, n in enumerate(lengths)]
+    return [
+        SamplingParams(temperature=0.8, seed=seed + row, max_tokens=n, ignore_eos=True)
+        for row, n in enumerate(lengths)
+    ]
 
 
 @contextmanager
@@ -90,27 +104,42 @@ def compare(llm: LLM, name: str, rows: int, runs: int) -> str:
     medians = {system: statistics.median(values) for system, values in rates.items()}
     ratios = [one / other for one, other in zip(rates["structured"], rates["free"], strict=True)]
     told = ", ".join(f"{system} {rate:.0f} tokens/s" for system, rate in medians.items())
-    return f"{name}, {rows} rows, {sum(lengths) / rows:.0f} tokens each: {told}; ratio {statistics.median(ratios):.3f} of {ratios}"
+    return (
+        f"{name}, {rows} rows, {sum(lengths) / rows:.0f} tokens each: {told}; ratio "
+        f"{statistics.median(ratios):.3f} of {ratios}"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="the model tiny, 4 rows, 1 run")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--only", default=",".join(ASKED))
     parser.add_argument("--backend", default="llguidance")
-    parser.add_argument("--model", type=Path, help="a checkpoint with a tokenizer.json; default: one of the 160M shape, made now")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        help="a checkpoint with a tokenizer.json; default: one of the 160M shape, made now",
+    )
     args = parser.parse_args()
     if args.quick:
         args.runs, args.rows = 1, 4
     with tempfile.TemporaryDirectory() as folder:
         model = "tiny" if args.quick else str(args.model or make_llama_160m(Path(folder)))
         for backend in args.backend.split(","):
-            options: dict[str, Any] = {"max_num_seqs": args.rows, "enable_prefix_caching": False, "engine_process": False}
+            options: dict[str, Any] = {
+                "max_num_seqs": args.rows,
+                "enable_prefix_caching": False,
+                "engine_process": False,
+            }
             if not args.quick:
                 options |= {"max_model_len": 1024, "kv_cache_memory": "1GiB"}
-            with LLM(model, plugin_option=[f"structured_output.backend={backend}"], **options) as llm:
+            with LLM(
+                model, plugin_option=[f"structured_output.backend={backend}"], **options
+            ) as llm:
                 for name in args.only.split(","):
                     print(f"{backend}: {compare(llm, name, args.rows, args.runs)}", flush=True)
 

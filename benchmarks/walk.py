@@ -1,12 +1,15 @@
-"""How far a request walks: the files and calls between who asks and the first line of the model's forward, and the calls of a decode step.
+"""How far a request walks: the files and calls between who asks and the first line of the model's
+forward, and the calls of a decode step.
 
 usage: python benchmarks/walk.py [--check] [--verbose]
 
-The embedded model `tiny` is asked in this process, after a warm-up: through `LLM.generate`, and over HTTP, chat and completions, through
-the server's app over an `AsyncLLM` whose engine is a thread. Counted are the project's own files and Python calls, which are the same on
-every machine. Who follows a call must open the files that are on the stack at the first line of the forward, and where the request is
-handed to the engine's thread; the stack of a task goes on where the task was created. A decode step has one row; its calls leave out those
-in the model. `--check`: exit code 1 where a figure is over its limit. `--verbose`: each file (* must be opened), and the calls of each
+The embedded model `tiny` is asked in this process, after a warm-up: through `LLM.generate`, and
+over HTTP, chat and completions, through the server's app over an `AsyncLLM` whose engine is a
+thread. Counted are the project's own files and Python calls, which are the same on every machine.
+Who follows a call must open the files that are on the stack at the first line of the forward, and
+where the request is handed to the engine's thread; the stack of a task goes on where the task was
+created. A decode step has one row; its calls leave out those in the model. `--check`: exit code 1
+where a figure is over its limit. `--verbose`: each file (* must be opened), and the calls of each
 function.
 """
 
@@ -75,7 +78,8 @@ class Step(NamedTuple):
 
 
 class Tracer:
-    """Follows the calls of all threads that start after it, from `start` to the first line of the model's forward."""
+    """Follows the calls of all threads that start after it, from `start` to the first line of the
+    model's forward."""
 
     def __init__(self) -> None:
         self._on = False
@@ -93,7 +97,9 @@ class Tracer:
         assert not self._on, "the model was never called"
         return Walk(Counter(self._called), self._opened)
 
-    def make_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+    def make_task(
+        self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any
+    ) -> asyncio.Task[Any]:
         """A task factory, which remembers who created a task."""
         creators = self._stack(sys._getframe(1))
         task = asyncio.Task(coroutine, loop=loop, **options)
@@ -117,7 +123,9 @@ class Tracer:
         except RuntimeError:
             # In a thread without a loop.
             task = None
-        return files_on_stack(frame) | (self._creators.get(task, set()) if task is not None else set())
+        return files_on_stack(frame) | (
+            self._creators.get(task, set()) if task is not None else set()
+        )
 
 
 def offline(tracer: Tracer) -> Walk:
@@ -139,14 +147,18 @@ async def over_http(tracer: Tracer) -> dict[str, Walk]:
     asyncio.get_running_loop().set_task_factory(tracer.make_task)
     async with (
         AsyncLLM(VllmConfig.make(model="tiny", engine_process=False)) as llm,
-        httpx.AsyncClient(transport=httpx.ASGITransport(create_app(llm)), base_url="http://walk") as client,
+        httpx.AsyncClient(
+            transport=httpx.ASGITransport(create_app(llm)), base_url="http://walk"
+        ) as client,
     ):
         for route, body in bodies.items():
             for text in ("Once upon", "Once upon a"):
                 # The engine's thread ends what it does for the request before.
                 await asyncio.sleep(0.2)
                 tracer.start()
-                response = await client.post(route, json={"model": "tiny", "max_tokens": 4, **body(text)})
+                response = await client.post(
+                    route, json={"model": "tiny", "max_tokens": 4, **body(text)}
+                )
                 response.raise_for_status()
                 walks[route] = tracer.stop()
     return walks
@@ -163,7 +175,8 @@ def decode_steps() -> list[Step]:
 
 
 def count_calls(function: Callable[[], object], without: Collection[CodeType]) -> Step:
-    """The Python calls that a function makes in this thread, but for those of some functions and below."""
+    """The Python calls that a function makes in this thread, but for those of some functions and
+    below."""
     called: list[Function] = []
     num_all = depth = 0
 
@@ -194,7 +207,12 @@ def project_function(code: CodeType) -> Function | None:
     if not path.is_relative_to(ROOT):
         return None
     file = path.relative_to(ROOT)
-    if "src" not in file.parts or file.parts[0] not in ("core", "plugins", "contrib_models", "contrib_backends"):
+    if "src" not in file.parts or file.parts[0] not in (
+        "core",
+        "plugins",
+        "contrib_models",
+        "contrib_backends",
+    ):
         return None
     return Function(str(file), code.co_qualname)
 
@@ -226,7 +244,9 @@ def show(calls: Counter[Function], opened: Collection[str] = ()) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--verbose", action="store_true")
     args = parser.parse_args()
@@ -235,9 +255,14 @@ def main() -> int:
     walks = {"LLM.generate": offline(tracer), **asyncio.run(over_http(tracer))}
     figures = {}
     for name, walk in walks.items():
-        limits = (OFFLINE_FILES, OFFLINE_OPENED) if name == "LLM.generate" else (HTTP_FILES, HTTP_OPENED)
+        limits = (
+            (OFFLINE_FILES, OFFLINE_OPENED) if name == "LLM.generate" else (HTTP_FILES, HTTP_OPENED)
+        )
         files, opened = len(walk.files), len(walk.opened)
-        figures |= {f"{name}, files that run": (files, limits[0]), f"{name}, files to open": (opened, limits[1])}
+        figures |= {
+            f"{name}, files that run": (files, limits[0]),
+            f"{name}, files to open": (opened, limits[1]),
+        }
         print(f"{name}: {files} files run, {opened} must be opened, {walk.calls.total()} calls")
         if args.verbose:
             show(walk.calls, walk.opened)
@@ -246,7 +271,8 @@ def main() -> int:
     figures["decode step, calls"] = (worst.calls.total(), STEP_CALLS)
     usual = sorted(step.calls.total() for step in steps)[len(steps) // 2]
     print(
-        f"decode step: {worst.calls.total()} calls in the worst of {STEPS}, {usual} in the median; {worst.num_all} with torch's and others"
+        f"decode step: {worst.calls.total()} calls in the worst of {STEPS}, {usual} in the "
+        f"median; {worst.num_all} with torch's and others"
     )
     if args.verbose:
         show(worst.calls)

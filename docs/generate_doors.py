@@ -1,4 +1,5 @@
-"""Writes the table of what listens in docs/security.md. tests/test_doors.py compares it with what listens.
+"""Writes the table of what listens in docs/security.md. tests/test_doors.py compares it with what
+listens.
 
 usage: python docs/generate_doors.py
 """
@@ -33,7 +34,8 @@ class Door(NamedTuple):
     kind: str
     """tcp, udp or unix."""
     reach: str
-    """NOBODY, USER or MACHINE; of tcp at the address that is given by default. MACHINE includes the network where `address` does."""
+    """NOBODY, USER or MACHINE; of tcp at the address that is given by default. MACHINE includes the
+    network where `address` does."""
     address: str
     holds: str
     """What holds against who can connect."""
@@ -50,12 +52,33 @@ _NONE = "nothing: they show figures"
 
 DOORS = (
     Door("server", "tcp", MACHINE, "127.0.0.1, or `--host`; `--port`", _KEY, tuple(TOPOLOGIES)),
-    Door("render server", "tcp", MACHINE, "127.0.0.1, or `--host`; `--port`", _KEY, ("remote renderer",)),
+    Door(
+        "render server",
+        "tcp",
+        MACHINE,
+        "127.0.0.1, or `--host`; `--port`",
+        _KEY,
+        ("remote renderer",),
+    ),
     Door("engine", "unix", NOBODY, "none", _GONE, _WITH_ENGINE),
     Door("rank", "unix", NOBODY, "none", _GONE, (*_WITH_RANKS, "Ray")),
-    Door("engine", "tcp", MACHINE, "`--master`, and a free port for each node", "the launch key: CURVE", ("nodes",)),
+    Door(
+        "engine",
+        "tcp",
+        MACHINE,
+        "`--master`, and a free port for each node",
+        "the launch key: CURVE",
+        ("nodes",),
+    ),
     Door("engine", "tcp", NOBODY, "that of `--master`: the store of the ranks", _STORE, ("nodes",)),
-    Door("rank", "tcp", NOBODY, "that of its node: gloo", "open while ranks connect; then the kernel drops what comes", ("nodes",)),
+    Door(
+        "rank",
+        "tcp",
+        NOBODY,
+        "that of its node: gloo",
+        "open while ranks connect; then the kernel drops what comes",
+        ("nodes",),
+    ),
     Door("node", "unix", NOBODY, "none", _GONE, ("nodes", "Ray")),
     Door(
         "engine",
@@ -83,12 +106,17 @@ DOORS = (
 
 def table() -> str:
     """All doors, in Markdown."""
-    lines = ["| process | socket | address | who can connect | what holds | with |", "| --- | --- | --- | --- | --- | --- |"]
+    lines = [
+        "| process | socket | address | who can connect | what holds | with |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for door in DOORS:
         shown = "all" if len(door.topologies) == len(TOPOLOGIES) else ", ".join(door.topologies)
         shown = "all but one process" if door.topologies == _WITH_ENGINE else shown
         kind = {"tcp": "TCP", "udp": "UDP", "unix": "Unix"}[door.kind]
-        lines.append(f"| {door.process} | {kind} | {door.address} | {door.reach} | {door.holds} | {shown} |")
+        lines.append(
+            f"| {door.process} | {kind} | {door.address} | {door.reach} | {door.holds} | {shown} |"
+        )
     return "\n".join(lines) + "\n"
 
 

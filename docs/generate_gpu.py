@@ -58,11 +58,17 @@ def parity(lines: Sequence[Line]) -> float | None:
     return float(sum(line["outcome"] in BAD for line in checks)) if checks else None
 
 
-def best(part: str, check: str, key: str, choose: Callable[[Iterable[float]], float] = max) -> Callable[[Sequence[Line]], float | None]:
+def best(
+    part: str, check: str, key: str, choose: Callable[[Iterable[float]], float] = max
+) -> Callable[[Sequence[Line]], float | None]:
     """Of all jobs of a part, the best number of a check."""
 
     def find(lines: Sequence[Line]) -> float | None:
-        found = [line[key] for line in lines if line["part"] == part and line["check"] == check and key in line]
+        found = [
+            line[key]
+            for line in lines
+            if line["part"] == part and line["check"] == check and key in line
+        ]
         return choose(found) if found else None
 
     return find
@@ -82,8 +88,18 @@ GOALS = (
         "{:.0%}",
         least=0.7,
     ),
-    Goal("prefill: at least 60 % of the matrix rate", best("E1", PREFILL, "share"), "{:.0%}", least=0.6),
-    Goal("first token of a new process, warm: 2.5 s at most", best("E1", START, "seconds_since_process_start", min), "{:.1f} s", most=2.5),
+    Goal(
+        "prefill: at least 60 % of the matrix rate",
+        best("E1", PREFILL, "share"),
+        "{:.0%}",
+        least=0.6,
+    ),
+    Goal(
+        "first token of a new process, warm: 2.5 s at most",
+        best("E1", START, "seconds_since_process_start", min),
+        "{:.1f} s",
+        most=2.5,
+    ),
 )
 
 
@@ -104,17 +120,35 @@ def text(file: Path | None) -> str:
         return NOTHING + goals(()) + "\n"
     head, *lines = read(file)
     checks = [line for line in lines if "outcome" in line]
-    about = {key: value for line in checks if line["job"] == "machine" for key, value in line.items() if isinstance(value, str)}
-    parts = [f"\n{first_line(head, about, checks)}\n\n{NEVER}\n", outcomes(checks), goals(checks), speeds(checks), faults(checks)]
+    about = {
+        key: value
+        for line in checks
+        if line["job"] == "machine"
+        for key, value in line.items()
+        if isinstance(value, str)
+    }
+    parts = [
+        f"\n{first_line(head, about, checks)}\n\n{NEVER}\n",
+        outcomes(checks),
+        goals(checks),
+        speeds(checks),
+        faults(checks),
+    ]
     return "\n".join(part for part in parts if part) + "\n"
 
 
 def first_line(head: Line, about: dict[str, str], checks: Sequence[Line]) -> str:
     counts = Counter(line["outcome"] for line in checks)
     told = ", ".join(f"{counts[one]:,} {name}" for one, name in _NAMES.items() if counts[one])
-    versions = ", ".join(f"{name} {about.get(name, 'unknown')}" for name in ("torch", "triton", "transformers", "python"))
+    versions = ", ".join(
+        f"{name} {about.get(name, 'unknown')}"
+        for name in ("torch", "triton", "transformers", "python")
+    )
     card = f"{about.get('card', 'an unknown card')} (driver {about.get('driver', 'unknown')})"
-    return f"**The kit ran on {card} on {head['date']}**, with {versions}, at {head['commit'][:12]}. Of its checks: {told}."
+    return (
+        f"**The kit ran on {card} on {head['date']}**, with {versions}, at "
+        f"{head['commit'][:12]}. Of its checks: {told}."
+    )
 
 
 _NAMES = {
@@ -137,7 +171,16 @@ def outcomes(checks: Sequence[Line]) -> str:
 
 
 def goals(checks: Sequence[Line]) -> str:
-    return "\n".join(["| goal, of an 8B shape | found | reached |", "| --- | --- | --- |", *(goal.row(checks) for goal in GOALS)]) + "\n"
+    return (
+        "\n".join(
+            [
+                "| goal, of an 8B shape | found | reached |",
+                "| --- | --- | --- |",
+                *(goal.row(checks) for goal in GOALS),
+            ]
+        )
+        + "\n"
+    )
 
 
 def speeds(checks: Sequence[Line]) -> str:
@@ -147,16 +190,35 @@ def speeds(checks: Sequence[Line]) -> str:
         if line["part"] in ("E1", "E2") and "tokens_per_second" in line:
             step = f"{line['step_ms']:.2f} ms" if "step_ms" in line else ""
             share = f"{line['share']:.0%}" if "share" in line else ""
-            rows.append(f"| {line['job']} | {line['check']} | {step} | {line['tokens_per_second']:,.0f} | {share} |")
+            rows.append(
+                f"| {line['job']} | {line['check']} | {step} | {line['tokens_per_second']:,.0f} "
+                f"| {share} |"
+            )
     if not rows:
         return ""
-    return "\n".join(["| attention | what | step | tokens/s | share of the card |", "| --- | --- | --- | --- | --- |", *rows]) + "\n"
+    return (
+        "\n".join(
+            [
+                "| attention | what | step | tokens/s | share of the card |",
+                "| --- | --- | --- | --- | --- |",
+                *rows,
+            ]
+        )
+        + "\n"
+    )
 
 
 def faults(checks: Sequence[Line]) -> str:
     """What failed, and what could not run, each reason once."""
-    told = Counter((line["outcome"], line["part"], line["job"], line.get("why", "")) for line in checks if line["outcome"] != "passed")
-    rows = [f"- {part} {job}, {count} {_NAMES[outcome]}: {why}" for (outcome, part, job, why), count in told.items()]
+    told = Counter(
+        (line["outcome"], line["part"], line["job"], line.get("why", ""))
+        for line in checks
+        if line["outcome"] != "passed"
+    )
+    rows = [
+        f"- {part} {job}, {count} {_NAMES[outcome]}: {why}"
+        for (outcome, part, job, why), count in told.items()
+    ]
     return "\n".join(rows) + "\n" if rows else ""
 
 

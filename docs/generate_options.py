@@ -1,5 +1,5 @@
-"""Writes the tables of options in docs/configuration.md, of parameters in docs/sampling.md and of models in docs/models.md, from where
-these are stated.
+"""Writes the tables of options in docs/configuration.md, of parameters in docs/sampling.md and of
+models in docs/models.md, from where these are stated.
 
 usage: python docs/generate_options.py
 """
@@ -37,8 +37,14 @@ def main() -> None:
 
 def pages() -> dict[Path, str]:
     """Each page with its tables as they should be."""
-    written = {DOCS / "configuration.md": tables(), DOCS / "sampling.md": sampling_table(), DOCS / "models.md": model_tables()}
-    return {page: with_tables(page.read_text(encoding="utf-8"), text) for page, text in written.items()}
+    written = {
+        DOCS / "configuration.md": tables(),
+        DOCS / "sampling.md": sampling_table(),
+        DOCS / "models.md": model_tables(),
+    }
+    return {
+        page: with_tables(page.read_text(encoding="utf-8"), text) for page, text in written.items()
+    }
 
 
 def with_tables(page: str, text: str) -> str:
@@ -50,7 +56,11 @@ def with_tables(page: str, text: str) -> str:
 
 def tables() -> str:
     """One table for each section of options."""
-    sections = [kind for kind in get_type_hints(VllmConfig).values() if isinstance(kind, type) and options_of(kind)]
+    sections = [
+        kind
+        for kind in get_type_hints(VllmConfig).values()
+        if isinstance(kind, type) and options_of(kind)
+    ]
     commands = [
         ("`toolkit serve`", ServerOptions),
         ("`toolkit chat` and `toolkit complete`", ClientOptions),
@@ -62,8 +72,14 @@ def tables() -> str:
 
 def table(title: str, section: type[Struct]) -> str:
     """A section's heading, its sentence and its options."""
-    rows = "".join(f"| `{o.name}` | {values(o)} | {default(o)} | {escape(o.help)} |\n" for o in options_of(section))
-    return f"\n### {title}\n\n{section.__doc__}\n\n| option | values | default | meaning |\n| --- | --- | --- | --- |\n{rows}"
+    rows = "".join(
+        f"| `{o.name}` | {values(o)} | {default(o)} | {escape(o.help)} |\n"
+        for o in options_of(section)
+    )
+    return (
+        f"\n### {title}\n\n{section.__doc__}\n\n| option | values | default | meaning |\n| --- | "
+        f"--- | --- | --- |\n{rows}"
+    )
 
 
 def sampling_table() -> str:
@@ -74,30 +90,46 @@ def sampling_table() -> str:
 def model_tables() -> str:
     """Architectures and what they do, by plugin, as the registry has them."""
     files = sorted((DOCS.parent / "contrib_models").glob("*/pyproject.toml"))
-    names = [file.parent.name for file in files if "[project.entry-points.toolkit_lm]" in file.read_text(encoding="utf-8")]
+    names = [
+        file.parent.name
+        for file in files
+        if "[project.entry-points.toolkit_lm]" in file.read_text(encoding="utf-8")
+    ]
     models = Plugins.load(PluginsConfig(plugins=names)).models
     made = ""
     for owner, entries in groupby(models.entries(), key=lambda entry: entry.owner):
         rows = "".join(model_row(models, entry) for entry in entries if not entry.is_fallback)
         if rows:
-            made += f"\n### {owner.distribution}\n\n| architecture | does | takes |\n| --- | --- | --- |\n{rows}"
+            made += (
+                f"\n### {owner.distribution}\n\n| architecture | does | takes |\n| --- | --- | "
+                f"--- |\n{rows}"
+            )
     return made + twice_table() + "\n"
 
 
 def twice_table() -> str:
     """What checkpoints say in two places, and which of them wins."""
     rows = "".join(f"| {rule.what} | {rule.places} | {rule.wins} |\n" for rule in TWICE)
-    told = "A log line tells each contradiction, as the table says. Equal statements are no reason to complain."
+    told = (
+        "A log line tells each contradiction, as the table says. Equal statements are no reason "
+        "to complain."
+    )
     return (
-        f"\n### What checkpoints say twice\n\n{told}\n\n| what | is said by | what wins |\n| --- | --- | --- |\n{rows}\n"
-        "Where config.json names no `architectures`, its `model_type` does, if one class is registered for it, or a fallback knows one.\n"
+        f"\n### What checkpoints say twice\n\n{told}\n\n| what | is said by | what wins |\n| --- "
+        f"| --- | --- |\n{rows}\n"
+        "Where config.json names no `architectures`, its `model_type` does, if one class is "
+        "registered for it, or a fallback knows one.\n"
     )
 
 
 def model_row(models: ModelRegistry, entry: ModelEntry) -> str:
     """What an architecture does, and what it takes."""
     media = () if entry.multimodal is None else models.load_multimodal(entry.key).modalities
-    takes = ["text", *(_MEDIA.get(kind, f"{kind}s") for kind in media), *(["a prompt of its encoder"] if entry.encoder_decoder else [])]
+    takes = [
+        "text",
+        *(_MEDIA.get(kind, f"{kind}s") for kind in media),
+        *(["a prompt of its encoder"] if entry.encoder_decoder else []),
+    ]
     does = "pools" if entry.runner == "pooling" else "generates"
     if does == "generates" and not media and not entry.encoder_decoder:
         does += ", also pools"
@@ -107,7 +139,10 @@ def model_row(models: ModelRegistry, entry: ModelEntry) -> str:
 def plugin_table(plugin: str) -> str:
     """The sampling parameters that a plugin brings."""
     registry = Plugins.load(PluginsConfig(plugins=[plugin])).logits_processors
-    return f"Of the plugin `{plugin}`, which is toolkit-lm-{plugin.replace('_', '-')}:\n{params_table(registry.params.values())}"
+    return (
+        f"Of the plugin `{plugin}`, which is toolkit-lm-{plugin.replace('_', '-')}:\n"
+        f"{params_table(registry.params.values())}"
+    )
 
 
 def params_table(params: Iterable[Option]) -> str:
@@ -127,15 +162,29 @@ def param_values(o: Option) -> str:
     most = f"up to {spec.max_items} " if spec.max_items else ""
     if o.is_mapping:
         key, _ = get_args(next(kind for kind in o.kinds if get_origin(kind) is dict))
-        return f"{most}token ids, each with a number {spec.range}" if key is int else f"{most}names, each with a value"
+        return (
+            f"{most}token ids, each with a number {spec.range}"
+            if key is int
+            else f"{most}names, each with a value"
+        )
     if o.is_list:
         (item,) = get_args(next(kind for kind in o.kinds if get_origin(kind) is list))
-        words = " or ".join(word for kind, word in ((str, "texts"), (int, "token ids")) if kind in (item, *get_args(item)))
+        words = " or ".join(
+            word
+            for kind, word in ((str, "texts"), (int, "token ids"))
+            if kind in (item, *get_args(item))
+        )
         one = "a text, or " if str in o.kinds else ""
-        return f"{one}{most}{words}" + (f", of up to {spec.max_length} characters" if spec.max_length else "")
+        return f"{one}{most}{words}" + (
+            f", of up to {spec.max_length} characters" if spec.max_length else ""
+        )
     if bool in o.kinds:
-        return ", ".join(["switch", *(f'`"{choice}"`' for kind in o.kinds for choice in get_args(kind))])
-    return "text" if str in o.kinds else ("number " if float in o.kinds else "integer ") + spec.range
+        return ", ".join(
+            ["switch", *(f'`"{choice}"`' for kind in o.kinds for choice in get_args(kind))]
+        )
+    return (
+        "text" if str in o.kinds else ("number " if float in o.kinds else "integer ") + spec.range
+    )
 
 
 def values(o: Option) -> str:

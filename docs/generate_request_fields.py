@@ -1,4 +1,5 @@
-"""Writes the tables of docs/request_fields.md, from the table of request fields and the bodies of routes.
+"""Writes the tables of docs/request_fields.md, from the table of request fields and the bodies of
+routes.
 
 usage: python docs/generate_request_fields.py
 """
@@ -34,7 +35,13 @@ from toolkit_lm_server.request_fields import SPEECH, STREAM_OPTIONS, Verdict, Ve
 from toolkit_lm_server.responses.body import ResponsesBody
 from toolkit_lm_vendor_apis.anthropic.body import CountBody, MessagesBody
 from toolkit_lm_vendor_apis.cohere.body import CohereChatBody
-from toolkit_lm_vendor_apis.ollama.body import EmbedBody, GenerateBody, OldEmbedBody, OllamaChatBody, ShowBody
+from toolkit_lm_vendor_apis.ollama.body import (
+    EmbedBody,
+    GenerateBody,
+    OldEmbedBody,
+    OllamaChatBody,
+    ShowBody,
+)
 from toolkit_lm_whisper.routes import TranscriptionForm, TranslationForm
 
 PAGE = Path(__file__).with_name("request_fields.md")
@@ -72,7 +79,8 @@ def bodies() -> dict[str, type[BaseModel]]:
 
 
 def verdict(body: type[BaseModel], name: str) -> Verdict | None:
-    """What becomes of a field, or of one inside of an object ("text.format"). None: the body reads it.
+    """What becomes of a field, or of one inside of an object ("text.format"). None: the body reads
+    it.
 
     Raises KeyError for an unknown one.
     """
@@ -80,7 +88,10 @@ def verdict(body: type[BaseModel], name: str) -> Verdict | None:
     stated = {one.alias or field for field, one in body.model_fields.items()}
     verdicts: Verdicts = getattr(body, "verdicts", SPEECH)
     if inner:
-        inside = {"stream_options": (tuple(StreamOptions.model_fields), STREAM_OPTIONS), **getattr(body, "nested", {})}
+        inside = {
+            "stream_options": (tuple(StreamOptions.model_fields), STREAM_OPTIONS),
+            **getattr(body, "nested", {}),
+        }
         stated, verdicts, name = set(inside[outer][0]), inside[outer][1], inner
     return None if name in stated else verdicts[name]
 
@@ -127,7 +138,9 @@ def told(one: Verdict) -> str:
         case "told":
             return f"ignored, and told: {one.note}"
     values = ", ".join(f"`{json.dumps(value)}`" for value in one.neutral)
-    without = f" beside {' or '.join(f'`{name}`' for name in one.qualifies)}" if one.qualifies else ""
+    without = (
+        f" beside {' or '.join(f'`{name}`' for name in one.qualifies)}" if one.qualifies else ""
+    )
     return f"refused{without}{f', but for {values}' if values else ''}: {one.note}"
 
 

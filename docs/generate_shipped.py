@@ -1,4 +1,5 @@
-"""Writes core/src/toolkit_lm/plugin/shipped.json: which distribution of this repository brings what.
+"""Writes core/src/toolkit_lm/plugin/shipped.json: which distribution of this repository brings
+what.
 
 usage: python docs/generate_shipped.py
 """
@@ -25,12 +26,22 @@ def table() -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     plugins = Plugins.load()
     for processor in plugins.logits_processors.entries():
-        if (distribution := processor.owner.distribution) is not None and _is_own(distribution) and not processor.for_model:
-            found.setdefault(PARAMETER, {}).update(dict.fromkeys(processor.params.__struct_fields__, distribution))
+        if (
+            (distribution := processor.owner.distribution) is not None
+            and _is_own(distribution)
+            and not processor.for_model
+        ):
+            found.setdefault(PARAMETER, {}).update(
+                dict.fromkeys(processor.params.__struct_fields__, distribution)
+            )
     for registry in by_hook(plugins).values():
         for entry in registry.entries():
             distribution = entry.owner.distribution
-            if distribution is not None and distribution != CORE_DISTRIBUTION and _is_own(distribution):
+            if (
+                distribution is not None
+                and distribution != CORE_DISTRIBUTION
+                and _is_own(distribution)
+            ):
                 found.setdefault(registry.noun, {})[entry.key] = distribution
     for name in metadata.entry_points(group="toolkit_lm.names"):
         if name.dist is not None and _is_own(name.dist.name):

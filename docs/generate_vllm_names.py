@@ -26,14 +26,24 @@ def page() -> str:
 
 
 def tables() -> str:
-    """What has an option here, what needs none, and what is refused: of the engine, then of the server."""
+    """What has an option here, what needs none, and what is refused: of the engine, then of the
+    server."""
     text = ""
     for title, of_server in (("Options of the engine", False), ("Flags of the server", True)):
         rows = names(TABLE.values(), of_server=of_server)
         text += f"\n### {title}\n\n| vLLM | here | |\n| --- | --- | --- |\n"
-        text += "".join(f"| `{row.name}` | {here(row)} | {row.note} |\n" for row in rows if row.kind in ("same", "renamed"))
-        text += f"\n### {title}: any value is taken\n\n| vLLM | why |\n| --- | --- |\n" + grouped(rows, "free")
-        text += f"\n### {title}: only what asks for nothing is taken\n\n| vLLM | what to use |\n| --- | --- |\n" + grouped(rows, "refused")
+        text += "".join(
+            f"| `{row.name}` | {here(row)} | {row.note} |\n"
+            for row in rows
+            if row.kind in ("same", "renamed")
+        )
+        text += f"\n### {title}: any value is taken\n\n| vLLM | why |\n| --- | --- |\n" + grouped(
+            rows, "free"
+        )
+        text += (
+            f"\n### {title}: only what asks for nothing is taken\n\n| vLLM | what to use |\n"
+            "| --- | --- |\n"
+        ) + grouped(rows, "refused")
     return text + "\n"
 
 

@@ -2,9 +2,10 @@
 
 usage: python tests/advisories.py [--look-up]
 
-Without an option, offline: the table below against what distributions require, constraints.txt pins and the environment has. It knows no
-more than what was written into it. With --look-up, pip-audit asks PyPI about everything that is installed. Exit code 1: a vulnerable
-version may be or is in use. Exit code 2: pip-audit could not look up everything.
+Without an option, offline: the table below against what distributions require, constraints.txt pins
+and the environment has. It knows no more than what was written into it. With --look-up, pip-audit
+asks PyPI about everything that is installed. Exit code 1: a vulnerable version may be or is in use.
+Exit code 2: pip-audit could not look up everything.
 """
 
 from __future__ import annotations
@@ -54,9 +55,17 @@ ADVISORIES = (
 
 def requirements(root: Path) -> Iterator[tuple[str, Requirement]]:
     """What each distribution requires, optional or not, with the file that says so."""
-    for file in sorted({root / "pyproject.toml", *root.glob("core/pyproject.toml"), *root.glob("*/*/pyproject.toml")}):
+    for file in sorted(
+        {
+            root / "pyproject.toml",
+            *root.glob("core/pyproject.toml"),
+            *root.glob("*/*/pyproject.toml"),
+        }
+    ):
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
-        for text in chain(project.get("dependencies", []), *project.get("optional-dependencies", {}).values()):
+        for text in chain(
+            project.get("dependencies", []), *project.get("optional-dependencies", {}).values()
+        ):
             yield str(file.relative_to(root)), Requirement(text)
     for line in (root / "constraints.txt").read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):
@@ -65,17 +74,29 @@ def requirements(root: Path) -> Iterator[tuple[str, Requirement]]:
 
 def lowest(requirement: Requirement) -> Version | None:
     """The lowest version that it allows; None where any is allowed."""
-    return max((Version(one.version) for one in requirement.specifier if one.operator in (">=", "==", "~=")), default=None)
+    return max(
+        (
+            Version(one.version)
+            for one in requirement.specifier
+            if one.operator in (">=", "==", "~=")
+        ),
+        default=None,
+    )
 
 
 def problems(advisories: Iterable[Advisory], root: Path = ROOT) -> list[str]:
     """Where a vulnerable version is allowed or installed."""
-    found, required = [], [(file, one, canonicalize_name(one.name)) for file, one in requirements(root)]
+    found, required = (
+        [],
+        [(file, one, canonicalize_name(one.name)) for file, one in requirements(root)],
+    )
     for package, fixed, name in advisories:
         told = f"{package} has {name} before {fixed}"
         given = [(file, one) for file, one, required_name in required if required_name == package]
         if not any(file != "constraints.txt" for file, _ in given):
-            found.append(f"{told}, but no distribution requires {package}: take it out of the table.")
+            found.append(
+                f"{told}, but no distribution requires {package}: take it out of the table."
+            )
         found += [
             f"{told}: {file} allows {least or 'any version'}. Require at least {fixed}."
             for file, one in given
@@ -94,8 +115,18 @@ def _installed(package: str) -> Version | None:
 
 
 def look_up() -> int:
-    """Runs pip-audit, whose own exit code is 0 where it found nothing because it could ask nobody."""
-    command = [sys.executable, "-m", "pip_audit", "--format", "json", "--progress-spinner", "off", "--skip-editable"]
+    """Runs pip-audit, whose own exit code is 0 where it found nothing because it could ask
+    nobody."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip_audit",
+        "--format",
+        "json",
+        "--progress-spinner",
+        "off",
+        "--skip-editable",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     try:
         packages: list[dict[str, Any]] = json.loads(done.stdout)["dependencies"]
@@ -108,7 +139,11 @@ def look_up() -> int:
 def report(packages: list[dict[str, Any]]) -> int:
     """Prints what pip-audit has said of each package, and returns the exit code."""
     # Our own distributions are editable, and have no entry anywhere.
-    skipped = {one["name"]: one["skip_reason"] for one in packages if "skip_reason" in one and "editable" not in one["skip_reason"]}
+    skipped = {
+        one["name"]: one["skip_reason"]
+        for one in packages
+        if "skip_reason" in one and "editable" not in one["skip_reason"]
+    }
     known = [one for one in packages if "skip_reason" not in one]
     vulnerable = [(one, vulnerability) for one in known for vulnerability in one["vulns"]]
     for one, vulnerability in vulnerable:
@@ -117,17 +152,24 @@ def report(packages: list[dict[str, Any]]) -> int:
     print(f"{len(known)} packages were looked up, {len(vulnerable)} vulnerabilities found.")
     if skipped:
         name, reason = next(iter(skipped.items()))
-        print(f"{len(skipped)} packages could NOT be looked up: nothing is known of them. The first, {name}: {reason}")
+        print(
+            f"{len(skipped)} packages could NOT be looked up: nothing is known of them. The "
+            f"first, {name}: {reason}"
+        )
     return 1 if vulnerable else 2 if skipped or not known else 0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--look-up", action="store_true")
     if parser.parse_args().look_up:
         return look_up()
     found = problems(ADVISORIES)
-    print("\n".join(found) or f"{len(ADVISORIES)} known advisories: no vulnerable version is allowed")
+    print(
+        "\n".join(found) or f"{len(ADVISORIES)} known advisories: no vulnerable version is allowed"
+    )
     return 1 if found else 0
 
 

@@ -1,4 +1,5 @@
-"""Sends the largest bodies of each route to an app over `tiny`, and prints what the process took for each as JSON.
+"""Sends the largest bodies of each route to an app over `tiny`, and prints what the process took
+for each as JSON.
 
 usage: python tests/body_memory.py generate|embed
 """
@@ -27,7 +28,8 @@ from toolkit_lm_server.route import Bodies
 SLACK = 16 * 2**20
 """Bytes that every estimate has beside: the interpreter's, and what is imported late."""
 NO_BODIES = re.compile(r"/ping|/reset_prefix_cache|.*/cancel")
-# A token for each byte, four bytes a character: as much as one request may cost, and more than that.
+# A token for each byte, four bytes a character: as much as one request may cost, and more than
+# that.
 LARGE, TOO_LARGE = "\U0001f600" * 560_000, "\U0001f600" * 3_900_000
 SPACED = "a b " * 260_000
 # Nearly a token for each byte, tokenized in pieces: of as many characters as one text may have.
@@ -42,23 +44,41 @@ def talk(text: str) -> list[dict[str, Any]]:
 def bodies() -> dict[str, list[dict[str, Any]]]:
     """By route: a long text, texts or messages that are many, and what is refused for its size."""
     texts = [LARGE, SPACED, PIECES, TOO_LARGE]
-    many, parts = talk("a") * MANY, [{"role": "user", "content": [{"type": "text", "text": "a"}] * MANY}]
+    many, parts = (
+        talk("a") * MANY,
+        [{"role": "user", "content": [{"type": "text", "text": "a"}] * MANY}],
+    )
     chats = [{"messages": one, "max_tokens": 1} for one in (*map(talk, texts), many, parts)]
     named = [{**one, "model": "tiny"} for one in (chats[0], chats[4])]
-    inputs = [{"input": one, "truncate_prompt_tokens": 10} for one in (*texts, ["a b"] * 2000, [LARGE[i:] for i in range(3)])]
-    documents = [{"query": "a", "documents": one} for one in ([LARGE], [PIECES], [TOO_LARGE], ["a b"] * 2000)]
+    inputs = [
+        {"input": one, "truncate_prompt_tokens": 10}
+        for one in (*texts, ["a b"] * 2000, [LARGE[i:] for i in range(3)])
+    ]
+    documents = [
+        {"query": "a", "documents": one} for one in ([LARGE], [PIECES], [TOO_LARGE], ["a b"] * 2000)
+    ]
     prompts = [{"prompt": one, "max_tokens": 1} for one in (*texts, ["a b"] * 256, [5] * 200_000)]
-    scores = [{"text_1": "a", "text_2": one} for one in (LARGE, [PIECES], TOO_LARGE, ["a b"] * 2000)]
-    cohere = [{"model": "tiny", "texts": one, "input_type": "search_document"} for one in ([LARGE], ["a b"] * 90)]
+    scores = [
+        {"text_1": "a", "text_2": one} for one in (LARGE, [PIECES], TOO_LARGE, ["a b"] * 2000)
+    ]
+    cohere = [
+        {"model": "tiny", "texts": one, "input_type": "search_document"}
+        for one in ([LARGE], ["a b"] * 90)
+    ]
     ollama = [{"model": "tiny", "prompt": LARGE, "stream": False}]
     return {
         "/v1/chat/completions": chats,
         "/v1/chat/completions/batch": [{**one, "messages": [one["messages"]]} for one in chats[:1]],
-        "/v1/completions": [*prompts, {"prompt": LARGE, "suffix": "a", "max_tokens": 1}, {"prompt": SPACED, "add_special_tokens": False}],
+        "/v1/completions": [
+            *prompts,
+            {"prompt": LARGE, "suffix": "a", "max_tokens": 1},
+            {"prompt": SPACED, "add_special_tokens": False},
+        ],
         "/infill": [{"input_prefix": one, "input_suffix": "a"} for one in texts],
         "/v1/responses": [{"input": one} for one in (*texts, many)],
         "/invocations": [prompts[0], chats[0]],
-        "/tokenize": [{"prompt": one} for one in texts] + [{"prompt": LARGE, "return_token_strs": True}, {"messages": talk(SPACED)}],
+        "/tokenize": [{"prompt": one} for one in texts]
+        + [{"prompt": LARGE, "return_token_strs": True}, {"messages": talk(SPACED)}],
         "/detokenize": [{"tokens": [5] * 260_000}],
         "/v1/embeddings": inputs,
         "/classify": inputs,
@@ -74,7 +94,9 @@ def bodies() -> dict[str, list[dict[str, Any]]]:
         "/v1/messages": named,
         "/v1/messages/count_tokens": named,
         "/v2/chat": named,
-        "/api/chat": [{"model": "tiny", "messages": one["messages"], "stream": False} for one in chats[:1]],
+        "/api/chat": [
+            {"model": "tiny", "messages": one["messages"], "stream": False} for one in chats[:1]
+        ],
         "/api/generate": ollama,
         "/api/embed": [{"model": "tiny", "input": one} for one in (LARGE, ["a b"] * 2000)],
         "/api/embeddings": ollama,
@@ -120,7 +142,9 @@ def shortened(value: Any) -> Any:
 
 
 def memory(name: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -131,16 +155,23 @@ async def measure(convert: str) -> dict[str, Any]:
     try:
         await engine.wait_ready()
         app = create_app(engine, ServerOptions())
-        routes = sorted({route.path for route in app.state.api if "POST" in getattr(route, "methods", ())})
+        routes = sorted(
+            {route.path for route in app.state.api if "POST" in getattr(route, "methods", ())}
+        )
         unknown = [path for path in routes if path not in given and not NO_BODIES.fullmatch(path)]
         found, statuses = [], {}
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=300) as client:
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://x", timeout=300
+        ) as client:
             for path in routes:
                 for number, body in enumerate(given.get(path, ())):
                     content = json.dumps(body, ensure_ascii=False).encode()
                     small = {
-                        name: value[:1] if isinstance(value, str | list) and len(value) > 16 else value for name, value in body.items()
+                        name: value[:1]
+                        if isinstance(value, str | list) and len(value) > 16
+                        else value
+                        for name, value in body.items()
                     }
                     await client.post(path, json=small)
                     gc.collect()
@@ -148,12 +179,20 @@ async def measure(convert: str) -> dict[str, Any]:
                     Path("/proc/self/clear_refs").write_text("5")
                     estimate.begin()
                     before = memory("VmRSS")
-                    reply = await client.post(path, content=content, headers={"content-type": "application/json"})
+                    reply = await client.post(
+                        path, content=content, headers={"content-type": "application/json"}
+                    )
                     peak = memory("VmHWM") - before
                     statuses.setdefault(path, []).append(reply.status_code)
                     told = reply.text[:200] if reply.status_code != 200 else ""
                     name = f"{path} {number} ({len(content):,} bytes)"
-                    one = {"name": name, "peak": peak, "estimate": estimate.most + SLACK, "status": reply.status_code, "told": told}
+                    one = {
+                        "name": name,
+                        "peak": peak,
+                        "estimate": estimate.most + SLACK,
+                        "status": reply.status_code,
+                        "told": told,
+                    }
                     print(one, file=sys.stderr, flush=True)
                     found.append(one)
         return {"routes": routes, "unknown": unknown, "statuses": statuses, "bodies": found}

@@ -2,7 +2,8 @@
 
 usage: python tests/budgets.py
 
-Comments, docstrings, ends of lines and indentation are no tokens. A text that stands alone as a statement is a docstring.
+Comments, docstrings, ends of lines and indentation are no tokens. A text that stands alone as a
+statement is a docstring.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def count_tokens(source: str) -> int:
     """How many tokens of a module are code. Raises SyntaxError."""
     docstrings = _docstring_lines(ast.parse(source))
     return sum(
-        token.type not in _NO_CODE and not (token.type == tokenize.STRING and token.start[0] in docstrings)
+        token.type not in _NO_CODE
+        and not (token.type == tokenize.STRING and token.start[0] in docstrings)
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
     )
 
@@ -76,15 +78,23 @@ def oversized(folder: Path) -> Iterator[str]:
         if (length := len(source.splitlines())) > FILE_LINES:
             yield f"{name} has {length} lines, and may have {FILE_LINES}"
         for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.ClassDef) and (length := _last_line(node) - node.lineno + 1) > CLASS_LINES:
-                yield f"{name}:{node.lineno}: class {node.name} has {length} lines, and may have {CLASS_LINES}"
+            if (
+                isinstance(node, ast.ClassDef)
+                and (length := _last_line(node) - node.lineno + 1) > CLASS_LINES
+            ):
+                yield (
+                    f"{name}:{node.lineno}: class {node.name} has {length} lines, and may have "
+                    f"{CLASS_LINES}"
+                )
 
 
 def _docstring_lines(tree: ast.Module) -> set[int]:
     texts = (
         node
         for node in ast.walk(tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
     )
     return {line for node in texts for line in range(node.lineno, _last_line(node) + 1)}
 

@@ -19,7 +19,9 @@ def make_llama(tmp_path_factory):
     """A function (name, **LlamaConfig fields) -> (folder, transformers model in eval mode)."""
     made: dict[str, tuple[Path, Any]] = {}
 
-    def make(name: str, save_options: dict[str, Any] | None = None, **fields: Any) -> tuple[Path, Any]:
+    def make(
+        name: str, save_options: dict[str, Any] | None = None, **fields: Any
+    ) -> tuple[Path, Any]:
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -41,7 +43,10 @@ def make_llama(tmp_path_factory):
             } | fields
             torch.manual_seed(0)
             model = LlamaForCausalLM(LlamaConfig(**shape)).to(getattr(torch, shape["dtype"])).eval()
-            made[key] = make_checkpoint(tmp_path_factory.mktemp(name), model, **(save_options or {})), model
+            made[key] = (
+                make_checkpoint(tmp_path_factory.mktemp(name), model, **(save_options or {})),
+                model,
+            )
         return made[key]
 
     return make
@@ -49,7 +54,8 @@ def make_llama(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def make_windowed(tmp_path_factory):
-    """A function () -> (folder, transformers model in eval mode) of a Gemma 3 whose layers have a window of 12 tokens, but for one."""
+    """A function () -> (folder, transformers model in eval mode) of a Gemma 3 whose layers have a
+    window of 12 tokens, but for one."""
     made: list[tuple[Path, Any]] = []
 
     def make() -> tuple[Path, Any]:
@@ -109,7 +115,9 @@ class Watch:
 
     def last(self, name: str) -> int:
         """The last value of a field of the load."""
-        return next(getattr(event, name) for event in reversed(self.events) if isinstance(event, LoadEvent))
+        return next(
+            getattr(event, name) for event in reversed(self.events) if isinstance(event, LoadEvent)
+        )
 
 
 @pytest.fixture
@@ -119,7 +127,8 @@ def watch() -> Watch:
 
 @pytest.fixture(scope="session")
 def assert_parity():
-    """A function (transformers model, RequestOutputs): greedy tokens, and logprobs of the whole vocabulary, are the model's own."""
+    """A function (transformers model, RequestOutputs): greedy tokens, and logprobs of the whole
+    vocabulary, are the model's own."""
 
     def check(model: Any, outputs: list[RequestOutput]) -> None:
         import torch
@@ -132,7 +141,9 @@ def assert_parity():
                 reference = torch.log_softmax(logits, dim=-1)
                 assert_same_tokens(tokens, reference)
                 for row, entries in enumerate(completion.logprobs or ()):
-                    ours = torch.tensor([[entries[token].logprob for token in range(reference.shape[1])]])
+                    ours = torch.tensor(
+                        [[entries[token].logprob for token in range(reference.shape[1])]]
+                    )
                     assert_same_logits(ours, reference[row : row + 1])
 
     return check
@@ -152,7 +163,9 @@ def serve(faulty, tmp_path):
     servers = []
 
     def start(*arguments: str, **options: Any) -> faulty_server.Server:
-        servers.append(faulty_server.Server(faulty, tmp_path / f"{len(servers)}", *arguments, **options))
+        servers.append(
+            faulty_server.Server(faulty, tmp_path / f"{len(servers)}", *arguments, **options)
+        )
         return servers[-1]
 
     yield start

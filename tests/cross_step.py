@@ -1,4 +1,5 @@
-"""CrossStep: a step of cross attention, where only some of the encoders' keys are written, and rows may share an encoder."""
+"""CrossStep: a step of cross attention, where only some of the encoders' keys are written, and rows
+may share an encoder."""
 
 from __future__ import annotations
 
@@ -30,14 +31,16 @@ LAYER = "model.decoder.layers.0.encoder_attn.attn"
 
 @dataclass
 class CrossStep:
-    """Rows of (queries, encoder). All values are random. What is in a cache slot that no query sees is NaN."""
+    """Rows of (queries, encoder). All values are random. What is in a cache slot that no query sees
+    is NaN."""
 
     backend: type[AttentionBackend]
     encoders: Sequence[int]
     """Their lengths."""
     rows: Sequence[tuple[int, int]]
     written: Sequence[int]
-    """The encoders whose keys and values this step brings, in this order. Those of the others were written before."""
+    """The encoders whose keys and values this step brings, in this order. Those of the others were
+    written before."""
     heads: tuple[int, int] = (4, 2)
     head_size: int = 16
     block_size: int = 16
@@ -53,15 +56,24 @@ class CrossStep:
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
         (num_heads, kv_heads), size = self.heads, self.head_size
-        self.q = [torch.randn(queries, num_heads, size, generator=generator).to(self.dtype) for queries, _ in self.rows]
+        self.q = [
+            torch.randn(queries, num_heads, size, generator=generator).to(self.dtype)
+            for queries, _ in self.rows
+        ]
         self.k, self.v = (
-            [torch.randn(length, kv_heads, size, generator=generator).to(self.dtype) for length in self.encoders] for _ in range(2)
+            [
+                torch.randn(length, kv_heads, size, generator=generator).to(self.dtype)
+                for length in self.encoders
+            ]
+            for _ in range(2)
         )
         self.sink_logits = torch.randn(num_heads, generator=generator) if self.sinks else None
         self.layer = Attention(
             num_heads,
             size,
-            vllm_config=VllmConfig.default(block_size=self.block_size, dtype=str(self.dtype).removeprefix("torch.")),
+            vllm_config=VllmConfig.default(
+                block_size=self.block_size, dtype=str(self.dtype).removeprefix("torch.")
+            ),
             prefix=LAYER,
             num_kv_heads=kv_heads,
             type=AttentionType.CROSS,
@@ -81,43 +93,103 @@ class CrossStep:
     def naive(self) -> np.ndarray:
         """[T, heads, size] by the formula in float64."""
         sinks = None if self.sink_logits is None else self.sink_logits.numpy()
-        arguments = {"kind": "cross", "scale": self.layer.params.scale, "soft_cap": self.soft_cap, "sinks": sinks}
-        return np.concatenate([naive_attention(*(x.float().numpy() for x in row), **arguments) for row in self._rows()])
+        arguments = {
+            "kind": "cross",
+            "scale": self.layer.params.scale,
+            "soft_cap": self.soft_cap,
+            "sinks": sinks,
+        }
+        return np.concatenate(
+            [
+                naive_attention(*(x.float().numpy() for x in row), **arguments)
+                for row in self._rows()
+            ]
+        )
 
     def eager(self) -> Tensor:
         """[T, heads, size] in the step's dtype, as transformers' eager attention rounds."""
-        arguments = {"kind": "cross", "scale": self.layer.params.scale, "window": None, "soft_cap": self.soft_cap}
-        return torch.cat([eager_attention(*row, **arguments, sinks=self.sink_logits, bias=None) for row in self._rows()])
+        arguments = {
+            "kind": "cross",
+            "scale": self.layer.params.scale,
+            "window": None,
+            "soft_cap": self.soft_cap,
+        }
+        return torch.cat(
+            [
+                eager_attention(*row, **arguments, sinks=self.sink_logits, bias=None)
+                for row in self._rows()
+            ]
+        )
 
     def run(self) -> Tensor:
         """[T, heads, size] by the backend, through the Attention layer, padding left out."""
         spec, params = self.spec(), self.layer.params
-        limits = BatchLimits(len(self.rows) + self.padding, sum(queries for queries, _ in self.rows) + self.padding, max(self.encoders))
-        backend = self.backend(GroupSetup(layers=[spec], kv_cache=spec.kv_cache, limits=limits, device=torch.device(self.device)))
+        limits = BatchLimits(
+            len(self.rows) + self.padding,
+            sum(queries for queries, _ in self.rows) + self.padding,
+            max(self.encoders),
+        )
+        backend = self.backend(
+            GroupSetup(
+                layers=[spec],
+                kv_cache=spec.kv_cache,
+                limits=limits,
+                device=torch.device(self.device),
+            )
+        )
         kv_cache = tuple(
-            torch.full((self.table.numel() + 3, *one.shape), torch.nan, dtype=getattr(torch, one.dtype), device=self.device)
+            torch.full(
+                (self.table.numel() + 3, *one.shape),
+                torch.nan,
+                dtype=getattr(torch, one.dtype),
+                device=self.device,
+            )
             for one in backend.page_layout(spec.kv_cache)
         )
-        if earlier := [encoder for encoder in range(len(self.encoders)) if encoder not in self.written]:
+        if earlier := [
+            encoder for encoder in range(len(self.encoders)) if encoder not in self.written
+        ]:
             meta = backend.build(self._batch([(1, encoder) for encoder in earlier], earlier))
-            backend.write_kv(params, self._brought(self.k, earlier), self._brought(self.v, earlier), kv_cache, meta)
-        q = torch.cat([*self.q, torch.full((self.padding, *self.q[0].shape[1:]), torch.nan, dtype=self.dtype)])
-        brought = [self._brought(x, self.written).flatten(1) if self.written else None for x in (self.k, self.v)]
+            backend.write_kv(
+                params,
+                self._brought(self.k, earlier),
+                self._brought(self.v, earlier),
+                kv_cache,
+                meta,
+            )
+        q = torch.cat(
+            [*self.q, torch.full((self.padding, *self.q[0].shape[1:]), torch.nan, dtype=self.dtype)]
+        )
+        brought = [
+            self._brought(x, self.written).flatten(1) if self.written else None
+            for x in (self.k, self.v)
+        ]
         meta = backend.build(self._batch(self.rows, self.written, self.padding))
         with step_context(StepContext({LAYER: Binding(backend, params, kv_cache, 0)}, [meta])):
             out: Tensor = self.layer(self._to(q.flatten(1)), *brought)
         return out.view(-1, *self.q[0].shape[1:])[: len(q) - self.padding].cpu()
 
     def _rows(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        return [(q, self.k[encoder], self.v[encoder]) for q, (_, encoder) in zip(self.q, self.rows, strict=True)]
+        return [
+            (q, self.k[encoder], self.v[encoder])
+            for q, (_, encoder) in zip(self.q, self.rows, strict=True)
+        ]
 
     def _brought(self, x: Sequence[Tensor], encoders: Sequence[int]) -> Tensor:
         return self._to(torch.cat([x[encoder] for encoder in encoders]))
 
-    def _batch(self, rows: Sequence[tuple[int, int]], written: Sequence[int], padding: int = 0) -> BatchView:
-        query_start = np.cumsum([0, *(queries for queries, _ in rows), *[1] * padding], dtype=np.int32)
-        lengths = np.array([*(self.encoders[encoder] for _, encoder in rows), *[0] * padding], np.int32)
-        table = torch.cat([self.table[[encoder for _, encoder in rows]], self.table[:1].repeat(padding, 1)])
+    def _batch(
+        self, rows: Sequence[tuple[int, int]], written: Sequence[int], padding: int = 0
+    ) -> BatchView:
+        query_start = np.cumsum(
+            [0, *(queries for queries, _ in rows), *[1] * padding], dtype=np.int32
+        )
+        lengths = np.array(
+            [*(self.encoders[encoder] for _, encoder in rows), *[0] * padding], np.int32
+        )
+        table = torch.cat(
+            [self.table[[encoder for _, encoder in rows]], self.table[:1].repeat(padding, 1)]
+        )
         return BatchView(
             query_start=query_start,
             seq_lens=lengths,
@@ -125,7 +197,9 @@ class CrossStep:
             query_start_device=self._to(torch.from_numpy(query_start)),
             seq_lens_device=self._to(torch.from_numpy(lengths)),
             block_table=self._to(table),
-            slot_mapping=self._to(torch.cat([torch.empty(0, dtype=torch.int64), *map(self._slots, written)])),
+            slot_mapping=self._to(
+                torch.cat([torch.empty(0, dtype=torch.int64), *map(self._slots, written)])
+            ),
             max_query_len=int(np.diff(query_start).max()),
             max_seq_len=int(lengths.max()),
             has_padding=padding > 0,
@@ -133,7 +207,10 @@ class CrossStep:
 
     def _slots(self, encoder: int) -> Tensor:
         positions = torch.arange(self.encoders[encoder])
-        return self.table[encoder, positions // self.block_size].long() * self.block_size + positions % self.block_size
+        return (
+            self.table[encoder, positions // self.block_size].long() * self.block_size
+            + positions % self.block_size
+        )
 
     def _to(self, tensor: Tensor) -> Any:
         return tensor.to(self.device)

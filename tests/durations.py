@@ -1,4 +1,5 @@
-"""Where the tests' time goes: durations.py FILE. FILE is what a run wrote under TOOLKIT_DURATIONS. Prints Markdown tables of seconds."""
+"""Where the tests' time goes: durations.py FILE. FILE is what a run wrote under TOOLKIT_DURATIONS.
+Prints Markdown tables of seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ MOST = 60
 
 
 def tables(lines: list[str]) -> str:
-    """The longest files and the longest tests. `lines`: "seconds, part, outcome, name" with tabs between, as conftest.py writes them."""
+    """The longest files and the longest tests. `lines`: "seconds, part, outcome, name" with tabs
+    between, as conftest.py writes them."""
     files: Counter[str] = Counter()
     tests: Counter[str] = Counter()
     counts: Counter[str] = Counter()
@@ -21,8 +23,15 @@ def tables(lines: list[str]) -> str:
         files[file] += float(seconds)
         tests[name] += float(seconds)
         counts[file] += part == "setup"
-    told = [f"{counts.total()} tests, {sum(files.values()):.0f} seconds in all", "", "| seconds | tests | file |", "| --- | --- | --- |"]
-    told += [f"| {seconds:.0f} | {counts[file]} | {file} |" for file, seconds in files.most_common(MOST)]
+    told = [
+        f"{counts.total()} tests, {sum(files.values()):.0f} seconds in all",
+        "",
+        "| seconds | tests | file |",
+        "| --- | --- | --- |",
+    ]
+    told += [
+        f"| {seconds:.0f} | {counts[file]} | {file} |" for file, seconds in files.most_common(MOST)
+    ]
     told += ["", "| seconds | test |", "| --- | --- |"]
     told += [f"| {seconds:.1f} | {name} |" for name, seconds in tests.most_common(MOST)]
     return "\n".join(told)

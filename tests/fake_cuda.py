@@ -1,4 +1,5 @@
-"""A GPU without a GPU: "cuda" tensors that live on the host, and whose work is done late, as a stream's is."""
+"""A GPU without a GPU: "cuda" tensors that live on the host, and whose work is done late, as a
+stream's is."""
 
 from __future__ import annotations
 
@@ -16,18 +17,49 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda:0")
-_FACTORIES = {torch.zeros, torch.empty, torch.ones, torch.full, torch.arange, torch.tensor, torch.as_tensor, torch.eye, torch.randn}
+_FACTORIES = {
+    torch.zeros,
+    torch.empty,
+    torch.ones,
+    torch.full,
+    torch.arange,
+    torch.tensor,
+    torch.as_tensor,
+    torch.eye,
+    torch.randn,
+}
 _TO = {Tensor.to, Tensor.cuda}
-_ON_HOST = {Tensor.tolist, Tensor.numpy, Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__}
-_PROPERTIES = {Tensor.device.__get__: CUDA, Tensor.is_cuda.__get__: True, Tensor.is_meta.__get__: False}
+_ON_HOST = {
+    Tensor.tolist,
+    Tensor.numpy,
+    Tensor.item,
+    Tensor.__bool__,
+    Tensor.__int__,
+    Tensor.__float__,
+    Tensor.__index__,
+}
+_PROPERTIES = {
+    Tensor.device.__get__: CUDA,
+    Tensor.is_cuda.__get__: True,
+    Tensor.is_meta.__get__: False,
+}
 _WHOLE = {aten.scaled_dot_product_attention, aten.where}
 """Of several parts, which would make tensors of "meta"."""
-_WAITS = {aten.nonzero, aten.equal, aten.masked_select, aten.unique_consecutive, aten._unique2, aten._local_scalar_dense, aten.item}
+_WAITS = {
+    aten.nonzero,
+    aten.equal,
+    aten.masked_select,
+    aten.unique_consecutive,
+    aten._unique2,
+    aten._local_scalar_dense,
+    aten.item,
+}
 """What no stream can do late: the host needs the numbers, or the result's shape depends on them."""
 
 
 class CudaTensor(Tensor):
-    """Knows its shape at once (`meta`), and what it holds (`held`) when the stream has come to it."""
+    """Knows its shape at once (`meta`), and what it holds (`held`) when the stream has come to
+    it."""
 
     meta: Tensor
     held: Tensor
@@ -35,15 +67,24 @@ class CudaTensor(Tensor):
 
     @staticmethod
     def __new__(cls, cuda: FakeCuda, meta: Tensor) -> CudaTensor:
-        layout = {"strides": meta.stride(), "storage_offset": meta.storage_offset(), "dtype": meta.dtype}
-        # A torch without CUDA refuses to slice one of its tensors: this is one of "meta", and says to Python that it is of "cuda".
+        layout = {
+            "strides": meta.stride(),
+            "storage_offset": meta.storage_offset(),
+            "dtype": meta.dtype,
+        }
+        # A torch without CUDA refuses to slice one of its tensors: this is one of "meta", and says
+        # to Python that it is of "cuda".
         with torch.inference_mode(False):
-            made: CudaTensor = Tensor._make_wrapper_subclass(cls, meta.shape, device="meta", **layout)
+            made: CudaTensor = Tensor._make_wrapper_subclass(
+                cls, meta.shape, device="meta", **layout
+            )
         made.cuda, made.meta = cuda, meta
         return made
 
     @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func in _PROPERTIES:
             return _PROPERTIES[func]
         if func is Tensor.__setitem__ and isinstance(args[2], int | float):
@@ -56,15 +97,19 @@ class CudaTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cuda = next(leaf.cuda for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, CudaTensor))
+        cuda = next(
+            leaf.cuda for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, CudaTensor)
+        )
         return cuda.call(func, args, kwargs or {})
 
 
 class FakeCuda(TorchFunctionMode):
-    """Inside, "cuda" is a device whose stream does nothing until the host waits for it: as late as a GPU may be.
+    """Inside, "cuda" is a device whose stream does nothing until the host waits for it: as late as
+    a GPU may be.
 
-    A copy from pinned memory is late too, so that what the host writes meanwhile is what is copied. Tensors of the CPU and of the GPU do
-    not mix, but for scalars and for indices, which the real one brings over, with a wait.
+    A copy from pinned memory is late too, so that what the host writes meanwhile is what is copied.
+    Tensors of the CPU and of the GPU do not mix, but for scalars and for indices, which the real
+    one brings over, with a wait.
     """
 
     def __init__(self) -> None:
@@ -83,9 +128,13 @@ class FakeCuda(TorchFunctionMode):
     def __enter__(self) -> FakeCuda:
         super().__enter__()
         stream = SimpleNamespace(synchronize=lambda: self.wait("stream"))
-        self._patches.enter_context(mock.patch.object(torch.cuda, "Event", lambda *args, **options: Event(self)))
+        self._patches.enter_context(
+            mock.patch.object(torch.cuda, "Event", lambda *args, **options: Event(self))
+        )
         self._patches.enter_context(mock.patch.object(torch.cuda, "device", CurrentDevice))
-        self._patches.enter_context(mock.patch.object(torch.cuda, "current_stream", lambda device=None: stream))
+        self._patches.enter_context(
+            mock.patch.object(torch.cuda, "current_stream", lambda device=None: stream)
+        )
         return self
 
     def __exit__(self, *raised: Any) -> None:
@@ -107,7 +156,9 @@ class FakeCuda(TorchFunctionMode):
                 self._done += 1
                 work()
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if func in _PROPERTIES and isinstance(args[0], CudaTensor):
             return _PROPERTIES[func]
@@ -126,7 +177,11 @@ class FakeCuda(TorchFunctionMode):
             places = [one for one in (*args[1:], kwargs.get("device")) if _is_cuda(one)]
             likes = [one for one in args[1:] if isinstance(one, CudaTensor)]
             if places or likes or func is Tensor.cuda:
-                dtypes = [one for one in (*args[1:], kwargs.get("dtype"), *(like.dtype for like in likes)) if isinstance(one, torch.dtype)]
+                dtypes = [
+                    one
+                    for one in (*args[1:], kwargs.get("dtype"), *(like.dtype for like in likes))
+                    if isinstance(one, torch.dtype)
+                ]
                 source = args[0].to(dtypes[0]) if dtypes else args[0]
                 late = kwargs.get("non_blocking", False)
                 if not late:
@@ -153,10 +208,17 @@ class FakeCuda(TorchFunctionMode):
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What a kernel would do, late."""
-        if func.overloadpacket not in _WHOLE and (parts := func.decompose(*args, **kwargs)) is not NotImplemented:
+        if (
+            func.overloadpacket not in _WHOLE
+            and (parts := func.decompose(*args, **kwargs)) is not NotImplemented
+        ):
             return parts
         name = func.name()
-        if func is aten._to_copy.default and kwargs.get("device") is not None and not _is_cuda(kwargs["device"]):
+        if (
+            func is aten._to_copy.default
+            and kwargs.get("device") is not None
+            and not _is_cuda(kwargs["device"])
+        ):
             self.wait(name)
             return args[0].held.to(kwargs.get("dtype") or args[0].dtype, copy=True)
         if func is aten.copy_.default and not isinstance(args[0], CudaTensor):
@@ -176,10 +238,19 @@ class FakeCuda(TorchFunctionMode):
         if func.overloadpacket in _WAITS or _has_bool_index(func, args):
             self.wait(name)
             found = func(*_real(args), **_real(kwargs))
-            return tree_map(lambda one: self._computed(one) if isinstance(one, Tensor) else one, found)
+            return tree_map(
+                lambda one: self._computed(one) if isinstance(one, Tensor) else one, found
+            )
         shapes = func(*_meta(args), **_meta(kwargs))
-        given = {id(one.meta): one for one in tree_leaves((args, kwargs)) if isinstance(one, CudaTensor)}
-        made = tree_map(lambda one: given.get(id(one), CudaTensor(self, one)) if isinstance(one, Tensor) else one, shapes)
+        given = {
+            id(one.meta): one for one in tree_leaves((args, kwargs)) if isinstance(one, CudaTensor)
+        }
+        made = tree_map(
+            lambda one: (
+                given.get(id(one), CudaTensor(self, one)) if isinstance(one, Tensor) else one
+            ),
+            shapes,
+        )
 
         def work() -> None:
             found = func(*_real(args), **_real(kwargs))
@@ -204,7 +275,9 @@ class FakeCuda(TorchFunctionMode):
         if name.startswith(("aten::index", "aten::_index")):
             self.wait(f"{name} by indices on the host")
             return self._upload(one, late=False)
-        raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found cuda:0 and cpu")
+        raise RuntimeError(
+            f"{name}: expected all tensors to be on the same device, but found cuda:0 and cpu"
+        )
 
 
 class CurrentDevice:
@@ -248,8 +321,12 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _has_bool_index(func: Any, args: Any) -> bool:
-    indices = args[1] if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_) else []
-    return any(isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) for one in indices)
+    indices = (
+        args[1] if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_) else []
+    )
+    return any(
+        isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) for one in indices
+    )
 
 
 def _meta(tree: Any) -> Any:
@@ -262,5 +339,12 @@ def _to_meta(one: Any) -> Any:
 
 def _real(tree: Any) -> Any:
     return tree_map(
-        lambda one: one.held if isinstance(one, CudaTensor) else torch.device("cpu") if isinstance(one, torch.device) else one, tree
+        lambda one: (
+            one.held
+            if isinstance(one, CudaTensor)
+            else torch.device("cpu")
+            if isinstance(one, torch.device)
+            else one
+        ),
+        tree,
     )

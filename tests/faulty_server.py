@@ -1,4 +1,5 @@
-"""`toolkit serve` as a process of its own, with a plugin that fails on demand: for the tests of what goes wrong around a server."""
+"""`toolkit serve` as a process of its own, with a plugin that fails on demand: for the tests of
+what goes wrong around a server."""
 
 from __future__ import annotations
 
@@ -83,7 +84,16 @@ class FaultyProcessor(LogitsProcessor):
         if self.how[row.key] == "after_draw":
             raise RuntimeError("this processor takes no tokens")
 """
-FLAGS = ["tiny", "--dtype", "float32", "--device", "cpu", "--no-access-log", "--log-level", "warning"]
+FLAGS = [
+    "tiny",
+    "--dtype",
+    "float32",
+    "--device",
+    "cpu",
+    "--no-access-log",
+    "--log-level",
+    "warning",
+]
 PROGRAM = ["-c", "from toolkit_lm_cli import main; main()"]
 
 
@@ -93,9 +103,14 @@ def install(folder: Path) -> None:
     (folder / "faulty_targets.py").write_text(TARGETS)
     info = folder / "faulty-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1.0\nRequires-Dist: toolkit-lm-core>=0.1,<0.2\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: faulty\nVersion: 1.0\nRequires-Dist: "
+        "toolkit-lm-core>=0.1,<0.2\n"
+    )
     (info / "entry_points.txt").write_text("[toolkit_lm]\nfaulty = faulty\n")
-    (info / "RECORD").write_text("faulty.py,,\nfaulty_targets.py,,\nfaulty-1.0.dist-info/METADATA,,\n")
+    (info / "RECORD").write_text(
+        "faulty.py,,\nfaulty_targets.py,,\nfaulty-1.0.dist-info/METADATA,,\n"
+    )
 
 
 class Server:
@@ -121,7 +136,12 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         # A process is found by its environment, whoever its parent is.
         path = os.pathsep.join(filter(None, [str(plugin), os.environ.get("PYTHONPATH")]))
-        mark = {"FAULTS_MARK": str(folder), "TMPDIR": str(folder / "tmp"), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        mark = {
+            "FAULTS_MARK": str(folder),
+            "TMPDIR": str(folder / "tmp"),
+            "PYTHONPATH": path,
+            "OMP_NUM_THREADS": "1",
+        }
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, *program, "serve", *FLAGS, "--port", str(self.port), *arguments],
@@ -157,13 +177,20 @@ class Server:
 
     def figures(self) -> dict[str, float]:
         """By name, with the labels but for the model's."""
-        text = self.get("/metrics").text.replace('model_name="tiny",', "").replace('{model_name="tiny"}', "")
+        text = (
+            self.get("/metrics")
+            .text.replace('model_name="tiny",', "")
+            .replace('{model_name="tiny"}', "")
+        )
         lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         return {name.removeprefix("toolkit_lm_"): float(value) for name, value in lines}
 
     def is_idle(self) -> bool:
         figures = self.figures()
-        return not any(figures[name] for name in ("num_sequences_running", "num_requests_waiting", "kv_cache_usage_ratio"))
+        return not any(
+            figures[name]
+            for name in ("num_sequences_running", "num_requests_waiting", "kv_cache_usage_ratio")
+        )
 
     def pids(self) -> list[int]:
         """Its processes that are alive."""
@@ -199,7 +226,13 @@ def wait_for(condition, seconds=10.0) -> None:
 
 
 def good(server: Server, number: int) -> list[str]:
-    body = {"prompt": f"{number} times {number % 7} is", "max_tokens": 16, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    body = {
+        "prompt": f"{number} times {number % 7} is",
+        "max_tokens": 16,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": 0,
+    }
     response = server.post(body)
     assert response.status_code == 200, response.text
     tokens: list[str] = response.json()["choices"][0]["logprobs"]["tokens"]

@@ -1,4 +1,5 @@
-"""What listens in a process and its descendants, and who can connect: read from /proc, and tried."""
+"""What listens in a process and its descendants, and who can connect: read from /proc, and
+tried."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def listeners(roots: list[psutil.Process]) -> list[Listener]:
     for process in {one for root in roots for one in (root, *root.children(recursive=True))}:
         with suppress(psutil.NoSuchProcess):
             title = " ".join(process.cmdline())
-            found += [Listener(process.pid, title, *one) for one in (*_network(process), *_unix(process))]
+            found += [
+                Listener(process.pid, title, *one) for one in (*_network(process), *_unix(process))
+            ]
     return found
 
 
@@ -62,7 +65,14 @@ def _reach(kind: str, host: str, port: int) -> str:
         with socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6) as stranger:
             stranger.settimeout(1)
             try:
-                stranger.connect(("127.0.0.1" if address.is_unspecified and address.version == 4 else str(address), port))
+                stranger.connect(
+                    (
+                        "127.0.0.1"
+                        if address.is_unspecified and address.version == 4
+                        else str(address),
+                        port,
+                    )
+                )
             except TimeoutError:
                 return NOBODY
     return MACHINE if address.is_loopback else NETWORK
@@ -87,7 +97,8 @@ def _reach_of_path(path: str) -> str:
     if not path or not os.path.exists(path):
         return NOBODY
     is_private = any(
-        (status := folder.stat()).st_uid == os.getuid() and not status.st_mode & (stat.S_IXGRP | stat.S_IXOTH)
+        (status := folder.stat()).st_uid == os.getuid()
+        and not status.st_mode & (stat.S_IXGRP | stat.S_IXOTH)
         for folder in Path(path).parents
     )
     return USER if is_private else MACHINE

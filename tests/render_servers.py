@@ -16,9 +16,21 @@ class Renderers:
         self.processes: dict[str, subprocess.Popen[str]] = {}
 
     def start(self, *arguments: str) -> str:
-        command = [sys.executable, "-c", "from toolkit_lm_cli import main; main()", "render", *arguments, "--port", "0"]
+        command = [
+            sys.executable,
+            "-c",
+            "from toolkit_lm_cli import main; main()",
+            "render",
+            *arguments,
+            "--port",
+            "0",
+        ]
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         assert process.stdout is not None
         found = re.search(r"http://\S+", process.stdout.readline())

@@ -12,12 +12,24 @@ def test_no_vulnerable_version_is_allowed():
     assert problems(ADVISORIES) == []
 
 
-@pytest.mark.parametrize(("floor", "wrong"), [(">=0.14", "allows 0.14"), ("", "allows any version"), (">=0.16", None), ("~=0.17", None)])
+@pytest.mark.parametrize(
+    ("floor", "wrong"),
+    [(">=0.14", "allows 0.14"), ("", "allows any version"), (">=0.16", None), ("~=0.17", None)],
+)
 def test_floors(tmp_path, floor, wrong):
     (tmp_path / "pyproject.toml").write_text(PROJECT.format(floor=floor))
     (tmp_path / "constraints.txt").write_text("# pins\nh11==0.16.0\n")
     found = problems([Advisory("h11", "0.16.0", "CVE-2025-43859")], tmp_path)
-    assert found == ([] if wrong is None else [f"h11 has CVE-2025-43859 before 0.16.0: pyproject.toml {wrong}. Require at least 0.16.0."])
+    assert found == (
+        []
+        if wrong is None
+        else [
+            (
+                f"h11 has CVE-2025-43859 before 0.16.0: pyproject.toml {wrong}. Require at least "
+                "0.16.0."
+            )
+        ]
+    )
 
 
 def test_pins_installed_versions_and_packages_that_nobody_requires(tmp_path):
@@ -40,7 +52,11 @@ EDITABLE = {"name": "d", "skip_reason": "distribution marked as editable"}
     [
         ([CLEAN, EDITABLE], 0, "1 packages were looked up, 0 vulnerabilities"),
         ([CLEAN, VULNERABLE], 1, "b 1 has CVE-1; fixed in 2"),
-        ([CLEAN, SKIPPED], 2, "1 packages could NOT be looked up: nothing is known of them. The first, c"),
+        (
+            [CLEAN, SKIPPED],
+            2,
+            "1 packages could NOT be looked up: nothing is known of them. The first, c",
+        ),
         ([VULNERABLE, SKIPPED], 1, "could NOT"),
         ([], 2, "0 packages were looked up"),
     ],

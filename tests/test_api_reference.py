@@ -1,4 +1,5 @@
-"""The API reference has every public name: what its pages show is compared with the packages themselves, imported."""
+"""The API reference has every public name: what its pages show is compared with the packages
+themselves, imported."""
 
 from __future__ import annotations
 
@@ -23,27 +24,43 @@ INTERNAL = {"engine", "frontend", "processing", "resolution", "runner"}
 
 def shown() -> dict[str, Path]:
     """The modules of the reference, by name, and their pages."""
-    return {name: page for page in PAGES.glob("*.md") for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)}
+    return {
+        name: page
+        for page in PAGES.glob("*.md")
+        for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+    }
 
 
 def public_names(module: str) -> list[str]:
-    """What `__all__` lists; in a module without one, what is defined there without an underscore."""
+    """What `__all__` lists; in a module without one, what is defined there without an
+    underscore."""
     loaded = importlib.import_module(module)
     if hasattr(loaded, "__all__"):
         return sorted(loaded.__all__)
-    return sorted(name for name, value in vars(loaded).items() if name[:1] != "_" and getattr(value, "__module__", None) == module)
+    return sorted(
+        name
+        for name, value in vars(loaded).items()
+        if name[:1] != "_" and getattr(value, "__module__", None) == module
+    )
 
 
 def fields(value: object) -> list[str]:
     """The class attributes and fields that a class states itself."""
     if not isinstance(value, type):
         return []
-    # A typed dictionary forgets its bases and has their fields, too: what it states itself is in its source alone.
+    # A typed dictionary forgets its bases and has their fields, too: what it states itself is in
+    # its source alone.
     inherited: set[str] = set()
     if is_typeddict(value):
         body = ast.parse(textwrap.dedent(inspect.getsource(value))).body[0].body
-        inherited = {*value.__annotations__} - {one.target.id for one in body if isinstance(one, ast.AnnAssign)}
-    return [name for name in vars(value).get("__annotations__", ()) if name[:1] != "_" and name not in inherited]
+        inherited = {*value.__annotations__} - {
+            one.target.id for one in body if isinstance(one, ast.AnnAssign)
+        }
+    return [
+        name
+        for name in vars(value).get("__annotations__", ())
+        if name[:1] != "_" and name not in inherited
+    ]
 
 
 def test_every_room_has_a_page():
@@ -51,7 +68,11 @@ def test_every_room_has_a_page():
     rooms = {path.parent.name for path in CORE.glob("*/__init__.py")}
     assert {f"toolkit_lm.{name}" for name in modules | rooms - INTERNAL} <= set(shown())
     overview = (PAGES / "README.md").read_text()
-    assert [page.name for page in PAGES.glob("*.md") if page.name != "README.md" and f"({page.name})" not in overview] == []
+    assert [
+        page.name
+        for page in PAGES.glob("*.md")
+        if page.name != "README.md" and f"({page.name})" not in overview
+    ] == []
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +88,27 @@ def site(tmp_path_factory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("module", sorted(shown()))
 def test_every_public_name_and_field_is_in_the_built_page(site, module):
-    ids = set(re.findall(r' id="([\w.]+)"', (site / "api" / shown()[module].stem / "index.html").read_text()))
+    ids = set(
+        re.findall(
+            r' id="([\w.]+)"', (site / "api" / shown()[module].stem / "index.html").read_text()
+        )
+    )
     loaded, names = importlib.import_module(module), public_names(module)
     assert names
     wanted = [f"{module}.{name}" for name in names]
     # A class that has a second name is shown under its own.
-    classes = {name: value for name in names if getattr(value := getattr(loaded, name), "__name__", name) == name}
-    wanted += [f"{module}.{name}.{field}" for name, value in classes.items() for field in fields(value)]
+    classes = {
+        name: value
+        for name in names
+        if getattr(value := getattr(loaded, name), "__name__", name) == name
+    }
+    wanted += [
+        f"{module}.{name}.{field}" for name, value in classes.items() for field in fields(value)
+    ]
     assert [one for one in wanted if one not in ids] == []
-    own = {one for one in ids if one.rpartition(".")[0] == module} if hasattr(loaded, "__all__") else set()
+    own = (
+        {one for one in ids if one.rpartition(".")[0] == module}
+        if hasattr(loaded, "__all__")
+        else set()
+    )
     assert own - {f"{module}.{name}" for name in names} - set(shown()) == set()

@@ -1,4 +1,5 @@
-"""AsyncLLM, over an engine in a process of its own and in a thread: streams, aborts, bad requests, deaths, health."""
+"""AsyncLLM, over an engine in a process of its own and in a thread: streams, aborts, bad requests,
+deaths, health."""
 
 from __future__ import annotations
 
@@ -14,10 +15,23 @@ from toolkit_lm.errors import EngineDeadError, QueueFullError, RequestError
 from toolkit_lm.events import LoadEvent, RequestEvent
 from toolkit_lm.plugin import hookimpl
 
-SMALL = {"num_kv_blocks": 64, "block_size": 4, "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 16}
+SMALL = {
+    "num_kv_blocks": 64,
+    "block_size": 4,
+    "max_model_len": 128,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 16,
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = GREEDY.replace(max_tokens=100)
-BAD_PROMPTS = ["", {"prompt_token_ids": []}, {"prompt_token_ids": [40] * 128}, {"prompt_token_ids": [272]}, 7, {"promt": "x"}]
+BAD_PROMPTS = [
+    "",
+    {"prompt_token_ids": []},
+    {"prompt_token_ids": [40] * 128},
+    {"prompt_token_ids": [272]},
+    7,
+    {"promt": "x"},
+]
 
 
 class Watcher:
@@ -36,13 +50,22 @@ class Watcher:
         return next(event for event in reversed(self.events) if isinstance(event, LoadEvent))
 
     def of(self, request_id: str) -> list[RequestEvent]:
-        return [event for event in self.events if isinstance(event, RequestEvent) and event.request_id == request_id]
+        return [
+            event
+            for event in self.events
+            if isinstance(event, RequestEvent) and event.request_id == request_id
+        ]
 
     async def idle(self) -> None:
         """Waits until all blocks are back."""
         for _ in range(200):
             load = self.load()
-            if not (load.num_used_blocks or load.num_used_host_blocks or load.num_running or load.num_waiting):
+            if not (
+                load.num_used_blocks
+                or load.num_used_host_blocks
+                or load.num_running
+                or load.num_waiting
+            ):
                 return
             await asyncio.sleep(0.05)
         raise AssertionError(f"blocks leak: {self.load()}")
@@ -57,7 +80,11 @@ def folder(make_llama):
 def engine(request, folder):
     """One engine for many tests. Its `watcher` sees its events."""
     watcher = Watcher()
-    options = {"engine_process": None if request.param == "process" else False, "swap_memory": "1MiB", "preemption_mode": "swap"}
+    options = {
+        "engine_process": None if request.param == "process" else False,
+        "swap_memory": "1MiB",
+        "preemption_mode": "swap",
+    }
     engine = AsyncLLM(VllmConfig.make(model=folder, **SMALL, **options), plugins=[watcher])
     engine.watcher = watcher
     yield engine
@@ -115,7 +142,10 @@ class TestStreams:
 
     def test_event_loops_of_several_threads(self, engine):
         results = []
-        threads = [threading.Thread(target=lambda: results.append(run(ask(engine)).token_ids)) for _ in range(4)]
+        threads = [
+            threading.Thread(target=lambda: results.append(run(ask(engine)).token_ids))
+            for _ in range(4)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -125,17 +155,26 @@ class TestStreams:
     def test_chat_with_options(self, engine):
         async def body():
             context = {"traceparent": "00-1"}
-            async for output in engine.chat([{"role": "user", "content": "hi"}], GREEDY, request_id="chat", options={"context": context}):
+            async for output in engine.chat(
+                [{"role": "user", "content": "hi"}],
+                GREEDY,
+                request_id="chat",
+                options={"context": context},
+            ):
                 last = output
             assert len(last.outputs[0].token_ids) == 12
-            assert {event.kind: event.context for event in engine.watcher.of("chat")}["finished"] == context
+            assert {event.kind: event.context for event in engine.watcher.of("chat")}[
+                "finished"
+            ] == context
 
         run(body())
 
     def test_a_prefix_is_had_from_the_cache_until_it_is_reset(self, engine):
         async def body():
             async def cached():
-                async for output in engine.generate({"prompt_token_ids": list(range(50, 90))}, GREEDY):
+                async for output in engine.generate(
+                    {"prompt_token_ids": list(range(50, 90))}, GREEDY
+                ):
                     last = output
                 return last.num_cached_tokens
 
@@ -178,7 +217,8 @@ class TestAborts:
         run(body())
 
     def test_an_id_may_be_used_again_at_once(self, engine):
-        """What the engine said of the first one before it heard of its end is not taken for the second's."""
+        """What the engine said of the first one before it heard of its end is not taken for the
+        second's."""
 
         async def body():
             expected = (await ask(engine, "xyz")).token_ids
@@ -207,16 +247,22 @@ class TestAborts:
         run(body())
 
     def test_at_every_stage(self, engine):
-        """Queued, in prefill (chunks of 16 tokens), decoding, swapped, with several sequences: by id, by leaving, by cancellation."""
+        """Queued, in prefill (chunks of 16 tokens), decoding, swapped, with several sequences: by
+        id, by leaving, by cancellation."""
 
         async def one(number, rng):
             params = LONG.replace(n=rng.choice([1, 1, 3]), temperature=1.0, seed=number)
-            prompt, name = {"prompt_token_ids": [40 + number] * rng.choice([3, 20])}, f"storm-{number}"
+            prompt, name = (
+                {"prompt_token_ids": [40 + number] * rng.choice([3, 20])},
+                f"storm-{number}",
+            )
             way, last = rng.choice(["abort", "leave", "cancel", "stay"]), None
 
             async def consume():
                 nonlocal last
-                async with aclosing(engine.generate(prompt, params.replace(max_tokens=40), request_id=name)) as stream:
+                async with aclosing(
+                    engine.generate(prompt, params.replace(max_tokens=40), request_id=name)
+                ) as stream:
                     async for output in stream:
                         last = output
                         if way == "leave" and rng.random() < 0.1:
@@ -242,9 +288,16 @@ class TestAborts:
             answers = await asyncio.gather(*crowd, *storm)
             assert [len(answer.token_ids) for answer in answers[:4]] == [100] * 4
             await engine.watcher.idle()
-            assert not engine.engine.has_unfinished_requests() and engine.engine.queue.num_requests == 0
+            assert (
+                not engine.engine.has_unfinished_requests()
+                and engine.engine.queue.num_requests == 0
+            )
             assert (await ask(engine)).token_ids == expected
-            assert any(event.kind == "preempted" for event in engine.watcher.events if isinstance(event, RequestEvent))
+            assert any(
+                event.kind == "preempted"
+                for event in engine.watcher.events
+                if isinstance(event, RequestEvent)
+            )
 
         run(body())
 
@@ -257,7 +310,12 @@ class TestBadRequests:
                     await ask(engine, prompt, **options)
 
             good = [ask(engine, "abc", LONG) for _ in range(2)]
-            named = [bad("abc", request_id=["a"]), bad("abc", priority="high"), bad("abc", timeout=-1), bad("abc", promt=1)]
+            named = [
+                bad("abc", request_id=["a"]),
+                bad("abc", priority="high"),
+                bad("abc", timeout=-1),
+                bad("abc", promt=1),
+            ]
             outputs = await asyncio.gather(*good, *(bad(prompt) for prompt in BAD_PROMPTS), *named)
             assert [len(o.token_ids) for o in outputs[:2]] == [100, 100]
 
@@ -265,7 +323,11 @@ class TestBadRequests:
 
     def test_an_id_in_use_is_refused(self, engine):
         async def body():
-            results = await asyncio.gather(ask(engine, request_id="same"), ask(engine, request_id="same"), return_exceptions=True)
+            results = await asyncio.gather(
+                ask(engine, request_id="same"),
+                ask(engine, request_id="same"),
+                return_exceptions=True,
+            )
             assert sum(isinstance(r, RequestError) and "in use" in str(r) for r in results) == 1
             assert sum(hasattr(r, "token_ids") for r in results) == 1
 
@@ -287,7 +349,9 @@ class TestBadRequests:
     def test_a_full_queue_refuses_before_the_first_output(self, folder):
         async def body():
             async with make_threaded(folder, max_queued_requests=3) as engine:
-                results = await asyncio.gather(*(ask(engine, "abc", LONG) for _ in range(60)), return_exceptions=True)
+                results = await asyncio.gather(
+                    *(ask(engine, "abc", LONG) for _ in range(60)), return_exceptions=True
+                )
                 refused = [r for r in results if isinstance(r, QueueFullError)]
                 assert refused and all(1 <= r.retry_after <= 60 for r in refused)
                 assert len(refused) + sum(hasattr(r, "token_ids") for r in results) == 60
@@ -308,7 +372,10 @@ class TestEnds:
                 for _ in range(2):
                     with pytest.raises(EngineDeadError, match="out of blocks of wood"):
                         await ask(engine)
-                assert engine.health().status == "dead" and "out of blocks of wood" in engine.health().reason
+                assert (
+                    engine.health().status == "dead"
+                    and "out of blocks of wood" in engine.health().reason
+                )
                 await engine.abort("any")
                 with pytest.raises(EngineDeadError):
                     await engine.reset_prefix_cache()
@@ -346,7 +413,11 @@ class TestEnds:
                 dumps, stuck = [], threading.Event()
                 monkeypatch.setattr(engine.engine.client, "dump_stacks", lambda: dumps.append(1))
                 execute = engine.engine.client.core.executor.runner.execute
-                monkeypatch.setattr(engine.engine.client.core.executor.runner, "execute", lambda plan: (stuck.wait(), execute(plan))[1])
+                monkeypatch.setattr(
+                    engine.engine.client.core.executor.runner,
+                    "execute",
+                    lambda plan: (stuck.wait(), execute(plan))[1],
+                )
                 task = asyncio.create_task(ask(engine))
                 await asyncio.sleep(1.2)
                 health = engine.health()
@@ -356,6 +427,9 @@ class TestEnds:
                 assert len((await task).token_ids) == 12
                 assert engine.health().status == "ready"
                 await asyncio.sleep(0.3)
-                assert ["no progress" in caplog.text, "progress again" in caplog.text] == [True, True]
+                assert ["no progress" in caplog.text, "progress again" in caplog.text] == [
+                    True,
+                    True,
+                ]
 
         run(body())

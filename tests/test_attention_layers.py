@@ -1,4 +1,5 @@
-"""What the layers of a step share, an attention backend makes once: where their keys and values go in the cache."""
+"""What the layers of a step share, an attention backend makes once: where their keys and values go
+in the cache."""
 
 from __future__ import annotations
 
@@ -34,8 +35,24 @@ BACKENDS: dict[str, list[type[AttentionBackend]]] = {
     "flex": [FlexBackend],
     "sdpa": [SdpaBackend],
 }
-OTHERS = {"triton": "its kernels find the places themselves", "xformers": "its masks need the package: below"}
-_VIEWS = {"view", "slice", "select", "unsqueeze", "squeeze", "expand", "unbind", "as_strided", "alias", "permute", "transpose", "detach"}
+OTHERS = {
+    "triton": "its kernels find the places themselves",
+    "xformers": "its masks need the package: below",
+}
+_VIEWS = {
+    "view",
+    "slice",
+    "select",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+    "unbind",
+    "as_strided",
+    "alias",
+    "permute",
+    "transpose",
+    "detach",
+}
 
 
 class MadeIntegers(TorchDispatchMode):
@@ -47,7 +64,11 @@ class MadeIntegers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **kwargs or {})
-        made = [one for one in tree_leaves(result) if isinstance(one, Tensor) and not one.is_floating_point() and one.dtype != torch.bool]
+        made = [
+            one
+            for one in tree_leaves(result)
+            if isinstance(one, Tensor) and not one.is_floating_point() and one.dtype != torch.bool
+        ]
         name = func.overloadpacket.__name__
         if made and name not in _VIEWS:
             self.counts[name] += 1
@@ -67,19 +88,36 @@ def with_two_layers(backend: type[AttentionBackend], made: MadeIntegers) -> type
 
 
 def test_every_backend_is_counted() -> None:
-    assert BACKENDS.keys() | OTHERS.keys() == {entry.key for entry in Plugins.load().attention_backends.entries()}
+    assert BACKENDS.keys() | OTHERS.keys() == {
+        entry.key for entry in Plugins.load().attention_backends.entries()
+    }
 
 
 def test_an_engine_that_asks_every_backend_imports_no_compiler() -> None:
     """That takes seconds of each start, and leaves a folder."""
-    asked = "for entry in Plugins.load().attention_backends.entries(): importlib.import_module(entry.target.partition(':')[0])"
-    script = f"import importlib, sys; from toolkit_lm.plugin import Plugins\n{asked}\nprint('torch._dynamo' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    asked = (
+        "for entry in Plugins.load().attention_backends.entries(): "
+        "importlib.import_module(entry.target.partition(':')[0])"
+    )
+    script = (
+        f"import importlib, sys; from toolkit_lm.plugin import Plugins\n{asked}\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout == "False\n"
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("backend", [pytest.param(one, id=f"{name} {i}") for name, all in BACKENDS.items() for i, one in enumerate(all)])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(one, id=f"{name} {i}")
+        for name, all in BACKENDS.items()
+        for i, one in enumerate(all)
+    ],
+)
 def test_a_second_layer_knows_where_to_write(backend: type[AttentionBackend], batch: str) -> None:
     if backend is CpuBackend and refusal() is not None:
         pytest.skip(str(refusal()))
@@ -107,8 +145,11 @@ def test_xformers_finds_the_slots_once() -> None:
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("batch", sorted(BATCHES.keys() - {"prefill"}))
 @pytest.mark.parametrize("name", ["flash_attn", "xformers"])
-def test_the_host_sends_numbers_of_rows_and_not_of_keys(name: str, batch: str, window: int | None) -> None:
-    """To kernels that read no pages, of which the keys are gathered. Nor does it wait for the device."""
+def test_the_host_sends_numbers_of_rows_and_not_of_keys(
+    name: str, batch: str, window: int | None
+) -> None:
+    """To kernels that read no pages, of which the keys are gathered. Nor does it wait for the
+    device."""
 
     def keys(device: str) -> Tensor | None:
         given = batch_of(BATCHES[batch], device)
@@ -118,7 +159,9 @@ def test_the_host_sends_numbers_of_rows_and_not_of_keys(name: str, batch: str, w
             key = arguments.LayerKey(AttentionType.DECODER, window, 16, paged=False)
             found = arguments.make_arguments(given, key).keys
         else:
-            found = layout.make_layout(given, layout.LayerKey(AttentionType.DECODER, window, 16, paged=False)).keys
+            found = layout.make_layout(
+                given, layout.LayerKey(AttentionType.DECODER, window, 16, paged=False)
+            ).keys
         assert sum(size.numel() for size in cuda.uploads[sent:]) <= 6 * len(BATCHES[batch]) + 2
         assert not cuda.waits
         return found
@@ -148,5 +191,7 @@ def test_what_sdpa_sends_is_little_and_waits_for_nothing(batch: str, kind: str) 
             assert kind == "encoder" or sum(size.numel() for size in cuda.uploads) <= 4 * len(rows)
 
     with FakeCuda() as cuda:
-        step = AttentionStep(Watched, rows, type=AttentionType(kind), cached=kind != "encoder", device="cuda")
+        step = AttentionStep(
+            Watched, rows, type=AttentionType(kind), cached=kind != "encoder", device="cuda"
+        )
         np.testing.assert_allclose(step.run().numpy(), step.naive(), atol=1e-5)

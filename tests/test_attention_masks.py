@@ -1,4 +1,5 @@
-"""Every attention backend that can run here: random batches of every kind against the formula, and that no sequence sees another."""
+"""Every attention backend that can run here: random batches of every kind against the formula, and
+that no sequence sees another."""
 
 from __future__ import annotations
 
@@ -69,7 +70,12 @@ UNCACHED = ("uncached", "encoder")
 MOST_KEYS = 50
 WITHOUT = {"cross": ("window", "bias", "spans"), "encoder": ("spans",)}
 """What makes no sense for some kinds."""
-CASES = [(kind, name) for kind in KINDS for name in FEATURES if not set(WITHOUT.get(kind, ())) & set(FEATURES[name])]
+CASES = [
+    (kind, name)
+    for kind in KINDS
+    for name in FEATURES
+    if not set(WITHOUT.get(kind, ())) & set(FEATURES[name])
+]
 
 Step = AttentionStep | CrossStep
 
@@ -80,33 +86,71 @@ def random_rows(random: np.random.Generator, kind: str) -> list[tuple[int, int]]
     for _ in range(random.integers(3, 7)):
         keys = int(random.integers(1, MOST_KEYS))
         shape = random.choice(DECODER_BATCHES[:3]) if kind == "mixed" else kind
-        rows.append({"decode": (1, keys), "chunked prefill": (int(random.integers(1, keys + 1)), keys)}.get(shape, (keys, keys)))
+        rows.append(
+            {"decode": (1, keys), "chunked prefill": (int(random.integers(1, keys + 1)), keys)}.get(
+                shape, (keys, keys)
+            )
+        )
     return rows
 
 
 def random_cross(random: np.random.Generator) -> dict:
-    """Encoders and rows, of which the first two share an encoder; and the encoders that the step writes: none, some or all."""
+    """Encoders and rows, of which the first two share an encoder; and the encoders that the step
+    writes: none, some or all."""
     encoders = random.integers(1, MOST_KEYS, random.integers(2, 5)).tolist()
-    queries, owners = random.integers(1, 12, 5).tolist(), random.integers(0, len(encoders), 5).tolist()
+    queries, owners = (
+        random.integers(1, 12, 5).tolist(),
+        random.integers(0, len(encoders), 5).tolist(),
+    )
     owners[1] = owners[0]
     written = random.permutation(len(encoders))[: random.integers(0, len(encoders) + 1)].tolist()
-    return {"encoders": encoders, "rows": list(zip(queries, owners, strict=True)), "written": written}
+    return {
+        "encoders": encoders,
+        "rows": list(zip(queries, owners, strict=True)),
+        "written": written,
+    }
 
 
-def make_step(backend, kind: str, feature: str, seed: int, dtype: str = "float32", device: str = "cpu", **fields) -> Step:
+def make_step(
+    backend,
+    kind: str,
+    feature: str,
+    seed: int,
+    dtype: str = "float32",
+    device: str = "cpu",
+    **fields,
+) -> Step:
     random = np.random.default_rng([seed, KINDS.index(kind)])
     heads = HEADS[random.integers(len(HEADS))]
-    fields |= {"heads": heads, "dtype": getattr(torch, dtype), "device": device, "seed": seed, **FEATURES[feature]}
+    fields |= {
+        "heads": heads,
+        "dtype": getattr(torch, dtype),
+        "device": device,
+        "seed": seed,
+        **FEATURES[feature],
+    }
     if kind == "cross":
         return CrossStep(backend, **random_cross(random), **fields)
     type = AttentionType.ENCODER if kind == "encoder" else AttentionType.DECODER
-    return AttentionStep(backend, random_rows(random, kind), type=type, cached=kind not in UNCACHED, **fields)
+    return AttentionStep(
+        backend, random_rows(random, kind), type=type, cached=kind not in UNCACHED, **fields
+    )
 
 
 def able_steps(name: str, kind: str, feature: str, device: str, seeds=(0,), **fields) -> list[Step]:
-    """Steps of each dtype that the backend runs. The test is skipped, with the backend's reason, where it runs none."""
-    steps = [make_step(BACKENDS[name], kind, feature, seed, dtype, device, **fields) for dtype in DTYPES for seed in seeds]
-    refusals = [step.backend.refuses(step.layer.attention_spec(torch.device(device), cached=kind not in UNCACHED)) for step in steps]
+    """Steps of each dtype that the backend runs. The test is skipped, with the backend's reason,
+    where it runs none."""
+    steps = [
+        make_step(BACKENDS[name], kind, feature, seed, dtype, device, **fields)
+        for dtype in DTYPES
+        for seed in seeds
+    ]
+    refusals = [
+        step.backend.refuses(
+            step.layer.attention_spec(torch.device(device), cached=kind not in UNCACHED)
+        )
+        for step in steps
+    ]
     able = [step for step, refusal in zip(steps, refusals, strict=True) if refusal is None]
     if not able:
         pytest.skip(f"{name} on {device}: {refusals[-1]}")
@@ -129,16 +173,25 @@ def assert_exact(found: torch.Tensor, step: Step, exact: torch.Tensor) -> None:
 @functools.cache
 def by_the_formula(kind: str, feature: str, seed: int, dtype: torch.dtype) -> torch.Tensor:
     """In float64. It does not depend on the backend."""
-    return torch.from_numpy(make_step(SdpaBackend, kind, feature, seed, str(dtype).removeprefix("torch.")).naive())
+    return torch.from_numpy(
+        make_step(SdpaBackend, kind, feature, seed, str(dtype).removeprefix("torch.")).naive()
+    )
 
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 every_device = pytest.mark.parametrize("device", DEVICES)
 WITH_SPANS = ("sdpa", "cpu")
 """A test below has the others refuse them."""
-BACKEND_CASES = [(name, *case) for name in BACKENDS for case in CASES if name in WITH_SPANS or "spans" not in FEATURES[case[1]]]
+BACKEND_CASES = [
+    (name, *case)
+    for name in BACKENDS
+    for case in CASES
+    if name in WITH_SPANS or "spans" not in FEATURES[case[1]]
+]
 every_case = pytest.mark.parametrize(
-    ("backend", "kind", "feature"), BACKEND_CASES, ids=[f"{name}-{kind}, {feature}" for name, kind, feature in BACKEND_CASES]
+    ("backend", "kind", "feature"),
+    BACKEND_CASES,
+    ids=[f"{name}-{kind}, {feature}" for name, kind, feature in BACKEND_CASES],
 )
 
 
@@ -153,13 +206,21 @@ def test_equals_the_formula(backend, kind, feature, device) -> None:
 @every_case
 @every_device
 def test_no_query_sees_another_sequence(backend, kind, feature, change, device) -> None:
-    """The keys and values of one sequence change: what the others give stays the same, bit for bit."""
-    steps, changed_steps = (able_steps(backend, kind, feature, device, seeds=(7,)) for _ in range(2))
+    """The keys and values of one sequence change: what the others give stays the same, bit for
+    bit."""
+    steps, changed_steps = (
+        able_steps(backend, kind, feature, device, seeds=(7,)) for _ in range(2)
+    )
     for step, changed in zip(steps, changed_steps, strict=True):
         victim = owner(step, 2)
         for x in (changed.k, changed.v):
-            x[victim] = torch.full_like(x[victim], torch.nan) if change == "NaN" else 3 * x[victim] - 1
-        others = torch.cat([torch.full((len(q),), owner(step, row)) for row, q in enumerate(step.q)]) != victim
+            x[victim] = (
+                torch.full_like(x[victim], torch.nan) if change == "NaN" else 3 * x[victim] - 1
+            )
+        others = (
+            torch.cat([torch.full((len(q),), owner(step, row)) for row, q in enumerate(step.q)])
+            != victim
+        )
         before, after = run(step), run(changed)
         assert others.any()
         assert torch.equal(before[others], after[others])
@@ -182,7 +243,10 @@ def test_padding_changes_nothing(backend, kind, device) -> None:
 def cross_steps(name: str, device: str, *given) -> list[CrossStep]:
     """Steps of each dtype that the backend runs. The test is skipped where it runs none."""
     able_steps(name, "cross", "plain", device)
-    steps = [CrossStep(BACKENDS[name], *given, dtype=getattr(torch, dtype), device=device) for dtype in DTYPES]
+    steps = [
+        CrossStep(BACKENDS[name], *given, dtype=getattr(torch, dtype), device=device)
+        for dtype in DTYPES
+    ]
     return [step for step in steps if step.backend.refuses(step.spec()) is None]
 
 
@@ -190,8 +254,11 @@ def cross_steps(name: str, device: str, *given) -> list[CrossStep]:
 @every_backend
 @every_device
 def test_a_step_writes_the_keys_of_some_encoders(backend, written, device) -> None:
-    """And reads those that were written before. Rows 0 and 3 share a block table, and so do 1 and 2."""
-    for step in cross_steps(backend, device, [40, 3, 17], [(2, 0), (1, 1), (5, 1), (2, 0), (1, 2)], written):
+    """And reads those that were written before. Rows 0 and 3 share a block table, and so do 1 and
+    2."""
+    for step in cross_steps(
+        backend, device, [40, 3, 17], [(2, 0), (1, 1), (5, 1), (2, 0), (1, 2)], written
+    ):
         step.q[3] = step.q[0]
         found = run(step)
         assert_exact(found, step, torch.from_numpy(step.naive()))
@@ -220,7 +287,10 @@ def test_cross_attention_has_no_positions_to_relate(backend, asked) -> None:
 def test_spans_are_refused_where_they_are_not_computed(backend, kind) -> None:
     step = make_step(BACKENDS[backend], kind, "plain", 0)
     spec = step.layer.attention_spec(torch.device("cpu"), cached=kind == "mixed")
-    refusal, is_able = BACKENDS[backend].refuses(msgspec.structs.replace(spec, spans=True)), BACKENDS[backend].refuses(spec) is None
+    refusal, is_able = (
+        BACKENDS[backend].refuses(msgspec.structs.replace(spec, spans=True)),
+        BACKENDS[backend].refuses(spec) is None,
+    )
     assert (refusal is None) == (is_able and backend in WITH_SPANS and kind == "mixed")
     if is_able and refusal is not None:
         assert "spans" in refusal
@@ -229,14 +299,17 @@ def test_spans_are_refused_where_they_are_not_computed(backend, kind) -> None:
 def span_step(name: str) -> AttentionStep:
     """Of six tokens, after three. The test is skipped where the backend cannot run it."""
     step = AttentionStep(BACKENDS[name], [(6, 9)], spans=True)
-    if (refusal := step.backend.refuses(step.layer.attention_spec(torch.device("cpu"), cached=True))) is not None:
+    if (
+        refusal := step.backend.refuses(step.layer.attention_spec(torch.device("cpu"), cached=True))
+    ) is not None:
         pytest.skip(refusal)
     return step
 
 
 @pytest.mark.parametrize("backend", WITH_SPANS)
 def test_a_token_sees_what_comes_after_it_in_its_span(backend) -> None:
-    """Two spans side by side, of which the first begins before the step: each token sees up to the end of its own, and no further."""
+    """Two spans side by side, of which the first begins before the step: each token sees up to the
+    end of its own, and no further."""
     step = span_step(backend)
     step.row_spans = [np.array([[0, 1], *[[1, 6]] * 5, *[[6, 9]] * 3], np.int32)]
     plain = run(step)
@@ -244,7 +317,9 @@ def test_a_token_sees_what_comes_after_it_in_its_span(backend) -> None:
         changed = span_step(backend)
         changed.row_spans = step.row_spans
         changed.v[0][key] += 1
-        assert [i for i in range(3, 9) if not torch.equal(run(changed)[i - 3], plain[i - 3])] == list(seers)
+        assert [
+            i for i in range(3, 9) if not torch.equal(run(changed)[i - 3], plain[i - 3])
+        ] == list(seers)
 
 
 @pytest.mark.parametrize("backend", WITH_SPANS)
@@ -267,22 +342,45 @@ def registry() -> AttentionBackendRegistry:
 def test_the_selector_prefers_what_has_run_and_is_fastest(registry) -> None:
     spec = make_step(SdpaBackend, "cross", "plain", 0).spec()
     order = ["cpu", "sdpa", "flash_attn", "xformers", "triton", "flashinfer", "flex"]
-    assert [entry.key for entry in sorted(registry.entries(), key=lambda entry: -entry.priority)] == order
+    assert [
+        entry.key for entry in sorted(registry.entries(), key=lambda entry: -entry.priority)
+    ] == order
     assert select_backend(spec, registry).name in ("cpu", "sdpa")
     assert select_backend(spec, registry, "flex").backend is FlexBackend
 
 
 def test_nothing_that_no_gpu_has_run_goes_before_the_references() -> None:
     """Of all that is installed: what does not refuse GPUs altogether, be one here or not."""
-    plugins, spec = Plugins.load(), msgspec.structs.replace(make_step(SdpaBackend, "cross", "plain", 0).spec(), device="cuda")
-    reasons = {entry.key: plugins.attention_backends.ask(entry.key, spec) for entry in plugins.attention_backends.entries()}
-    found = {
-        entry.key: entry.priority for entry in plugins.attention_backends.entries() if reasons[entry.key] != "no kernel for device cuda"
+    plugins, spec = (
+        Plugins.load(),
+        msgspec.structs.replace(make_step(SdpaBackend, "cross", "plain", 0).spec(), device="cuda"),
+    )
+    reasons = {
+        entry.key: plugins.attention_backends.ask(entry.key, spec)
+        for entry in plugins.attention_backends.entries()
     }
-    assert found.pop("sdpa") == 0 and found.keys() >= {"flash_attn", "xformers", "triton", "flashinfer", "flex"}
+    found = {
+        entry.key: entry.priority
+        for entry in plugins.attention_backends.entries()
+        if reasons[entry.key] != "no kernel for device cuda"
+    }
+    assert found.pop("sdpa") == 0 and found.keys() >= {
+        "flash_attn",
+        "xformers",
+        "triton",
+        "flashinfer",
+        "flex",
+    }
     on_gpu = VllmConfig.default(device="cuda")
-    refusals = {entry.key: plugins.kernels.load(entry.key).refuses(on_gpu) for entry in plugins.kernels.entries()}
-    kernels = {entry.key: entry.priority for entry in plugins.kernels.entries() if refusals[entry.key] != "it has nothing for device cuda"}
+    refusals = {
+        entry.key: plugins.kernels.load(entry.key).refuses(on_gpu)
+        for entry in plugins.kernels.entries()
+    }
+    kernels = {
+        entry.key: entry.priority
+        for entry in plugins.kernels.entries()
+        if refusals[entry.key] != "it has nothing for device cuda"
+    }
     assert kernels.pop("torch") == 0 and kernels.keys() >= {"triton"}
     assert all(priority < 0 for priority in (*found.values(), *kernels.values())), (found, kernels)
 

@@ -1,4 +1,5 @@
-"""Recordings in chats over HTTP, rendered here and by `toolkit render` elsewhere: the tokens and the answers are equal."""
+"""Recordings in chats over HTTP, rendered here and by `toolkit render` elsewhere: the tokens and
+the answers are equal."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ from toolkit_lm_async_llm import AsyncLLM
 from toolkit_lm_renderer_hf.audio_processor import AudioProcessor
 from toolkit_lm_server.app import create_app
 
-OPTIONS = {"device": "cpu", "num_kv_blocks": 200, "max_model_len": 192, "max_num_seqs": 8, "engine_process": False}
+OPTIONS = {
+    "device": "cpu",
+    "num_kv_blocks": 200,
+    "max_model_len": 192,
+    "max_num_seqs": 8,
+    "engine_process": False,
+}
 PATH = "/v1/chat/completions"
 
 
@@ -40,20 +47,47 @@ def spoken(data: bytes, **more: Any) -> dict[str, Any]:
 
 def chat(*parts: Any, **body: Any) -> dict[str, Any]:
     """A part is a file, a text, or a content part as it is."""
-    content = [spoken(one) if isinstance(one, bytes) else {"type": "text", "text": one} if isinstance(one, str) else one for one in parts]
-    asked = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True, "logprobs": True}
+    content = [
+        spoken(one)
+        if isinstance(one, bytes)
+        else {"type": "text", "text": one}
+        if isinstance(one, str)
+        else one
+        for one in parts
+    ]
+    asked = {
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "logprobs": True,
+    }
     return {"messages": [{"role": "user", "content": content}], **asked, **body}
 
 
 def url(data: bytes) -> dict[str, Any]:
-    return {"type": "audio_url", "audio_url": {"url": f"data:audio/flac;base64,{b64encode(data).decode()}"}}
+    return {
+        "type": "audio_url",
+        "audio_url": {"url": f"data:audio/flac;base64,{b64encode(data).decode()}"},
+    }
 
 
 CONVERSATIONS = [
     chat("What is said? ", spoken(sound(0.6, 1), format="wav")),
-    chat(sound(0.6, 1), " and ", url(sound(0.4, 2, "FLAC")), spoken(sound(0.9, 3, "MP3"), format="mp3"), " are three."),
+    chat(
+        sound(0.6, 1),
+        " and ",
+        url(sound(0.4, 2, "FLAC")),
+        spoken(sound(0.9, 3, "MP3"), format="mp3"),
+        " are three.",
+    ),
     chat("No sound here, <|AUDIO|> is typed."),
-    chat({"type": "file", "file": {"file_data": b64encode(sound(0.3, 4, "OGG")).decode(), "filename": "a.ogg"}}),
+    chat(
+        {
+            "type": "file",
+            "file": {"file_data": b64encode(sound(0.3, 4, "OGG")).decode(), "filename": "a.ogg"},
+        }
+    ),
 ]
 
 
@@ -74,10 +108,16 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-async def client_of(stack: AsyncExitStack, model: str, **options: Any) -> tuple[AsyncLLM, httpx.AsyncClient]:
-    llm = await stack.enter_async_context(AsyncLLM(VllmConfig.make(model=model, **OPTIONS | options)))
+async def client_of(
+    stack: AsyncExitStack, model: str, **options: Any
+) -> tuple[AsyncLLM, httpx.AsyncClient]:
+    llm = await stack.enter_async_context(
+        AsyncLLM(VllmConfig.make(model=model, **OPTIONS | options))
+    )
     transport = httpx.ASGITransport(create_app(llm))
-    return llm, await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://server", timeout=120))
+    return llm, await stack.enter_async_context(
+        httpx.AsyncClient(transport=transport, base_url="http://server", timeout=120)
+    )
 
 
 def said(answer: httpx.Response) -> tuple[Any, ...]:
@@ -97,13 +137,21 @@ async def test_local_and_remote_renderers_give_the_same(model, renderers):
         llm, remote = await client_of(stack, model, renderer_url=[there])
         for _ in range(2):
             for body in CONVERSATIONS:
-                first, second = await asyncio.gather(local.post(PATH, json=body), remote.post(PATH, json=body))
+                first, second = await asyncio.gather(
+                    local.post(PATH, json=body), remote.post(PATH, json=body)
+                )
                 *texts, logprobs = said(first)
                 *others, expected = said(second)
                 assert texts == others
                 assert logprobs == pytest.approx(expected, abs=1e-5)
-        for body in (chat(sound(0.6, 1), b"no recording"), chat(sound(1.5)), chat(spoken(sound(0.3), format="mp3"))):
-            first, second = await asyncio.gather(local.post(PATH, json=body), remote.post(PATH, json=body))
+        for body in (
+            chat(sound(0.6, 1), b"no recording"),
+            chat(sound(1.5)),
+            chat(spoken(sound(0.3), format="mp3")),
+        ):
+            first, second = await asyncio.gather(
+                local.post(PATH, json=body), remote.post(PATH, json=body)
+            )
             assert (first.status_code, first.json()) == (second.status_code, second.json())
             assert first.status_code == 400
         # Samples of a caller in this process.
@@ -121,14 +169,20 @@ async def test_a_recording_over_http_is_the_one_offline(model):
         _, client = await client_of(stack, model)
         prompt, tokens, text, _ = said(await client.post(PATH, json=CONVERSATIONS[1]))
         [found] = output.outputs
-        assert (prompt, tokens, text) == (output.prompt_token_ids, list(found.token_ids), found.text)
+        assert (prompt, tokens, text) == (
+            output.prompt_token_ids,
+            list(found.token_ids),
+            found.text,
+        )
 
 
 @pytest.mark.anyio
 async def test_a_repeated_recording_is_not_processed_again(model, monkeypatch):
     processed = []
     process = AudioProcessor.process
-    monkeypatch.setattr(AudioProcessor, "process", lambda *args: (processed.append(1), process(*args))[1])
+    monkeypatch.setattr(
+        AudioProcessor, "process", lambda *args: (processed.append(1), process(*args))[1]
+    )
     async with AsyncExitStack() as stack:
         _, client = await client_of(stack, model, engine_process=True)
         answers = [said(await client.post(PATH, json=CONVERSATIONS[1])) for _ in range(3)]
@@ -151,7 +205,9 @@ BAD = {
     "audio 1: it is a truncated Ogg": chat(sound(0.3, kind="OGG")[:-50]),
     "audio 1: it is a broken or truncated FLAC": chat(sound(0.3, kind="FLAC")[:900]),
     "audio 1: it has 2.00 seconds, and the model hears 1": chat(sound(2.0)),
-    "audio 1: it has 36000.00 seconds, more than the 600 that are taken (max_audio_seconds)": chat(lasting(36_000)),
+    "audio 1: it has 36000.00 seconds, more than the 600 that are taken (max_audio_seconds)": chat(
+        lasting(36_000)
+    ),
     "audio 1: it has 9 channels": chat(file_of(np.zeros((100, 9)))),
     "audio 1: it states 10 samples a second": chat(file_of(np.zeros(100), rate=10)),
     "audio 1: it is said to be of the format MP3": chat(spoken(sound(0.3), format="mp3")),
@@ -159,14 +215,25 @@ BAD = {
     "audio 1: its format is 'midi'": chat(spoken(sound(0.3), format="midi")),
     "audio 1: it is a broken or truncated recording": chat(b"\0\0\0\x18ftypmp42" + bytes(50)),
     "audio 1: input_audio must be": chat({"type": "input_audio", "input_audio": {"format": "wav"}}),
-    "audio 1: the host '127.0.0.1:9' is not allowed": chat({"type": "audio_url", "audio_url": {"url": "http://127.0.0.1:9/a.wav"}}),
-    "audio 1: it is none of a data URL": chat({"type": "audio_url", "audio_url": {"url": "file:///etc/passwd"}}),
+    "audio 1: the host '127.0.0.1:9' is not allowed": chat(
+        {"type": "audio_url", "audio_url": {"url": "http://127.0.0.1:9/a.wav"}}
+    ),
+    "audio 1: it is none of a data URL": chat(
+        {"type": "audio_url", "audio_url": {"url": "file:///etc/passwd"}}
+    ),
     "audio 17: there are 17": chat(*[sound(0.1)] * 17),
     "audio 1: embeds must be floats": chat(
-        {"type": "audio_embeds", "audio_embeds": {"dtype": "float32", "shape": [1, 1], "data": "AAAAAA=="}}
+        {
+            "type": "audio_embeds",
+            "audio_embeds": {"dtype": "float32", "shape": [1, 1], "data": "AAAAAA=="},
+        }
     ),
-    "image 1: this model takes no image, only audio": chat({"type": "image_url", "image_url": {"url": "data:;base64,YQ=="}}),
-    "mm_processor_kwargs: 'sampling_rate' cannot be set": chat(sound(0.3), mm_processor_kwargs={"sampling_rate": 8000}),
+    "image 1: this model takes no image, only audio": chat(
+        {"type": "image_url", "image_url": {"url": "data:;base64,YQ=="}}
+    ),
+    "mm_processor_kwargs: 'sampling_rate' cannot be set": chat(
+        sound(0.3), mm_processor_kwargs={"sampling_rate": 8000}
+    ),
 }
 
 
@@ -176,7 +243,9 @@ async def test_a_bad_item_is_one_clear_error_and_the_request_beside_it_goes_on(m
         _, client = await client_of(stack, model)
         said(await client.post(PATH, json=CONVERSATIONS[0]))
         start = time.perf_counter()
-        answers = await asyncio.gather(*(client.post(PATH, json=body) for body in [*BAD.values(), CONVERSATIONS[0]]))
+        answers = await asyncio.gather(
+            *(client.post(PATH, json=body) for body in [*BAD.values(), CONVERSATIONS[0]])
+        )
         assert time.perf_counter() - start < 10
         for told, answer in zip(BAD, answers, strict=False):
             assert answer.status_code == 400, (told, answer.text)
@@ -192,7 +261,10 @@ async def test_the_operators_bound_of_seconds(model):
         _, client = await client_of(stack, model, max_audio_seconds=0.5)
         answer = await client.post(PATH, json=chat(sound(0.6)))
         assert answer.status_code == 400
-        assert "audio 1: it has 0.60 seconds, more than the 0.5 that are taken (max_audio_seconds)" in answer.json()["error"]["message"]
+        assert (
+            "audio 1: it has 0.60 seconds, more than the 0.5 that are taken (max_audio_seconds)"
+            in answer.json()["error"]["message"]
+        )
         said(await client.post(PATH, json=chat(sound(0.4))))
 
 
@@ -203,7 +275,11 @@ async def test_responses_take_recordings(model):
         _, client = await client_of(stack, model)
         part = spoken(sound(0.6, 1), format="wav")
         content = [{"type": "input_text", "text": "What is said? "}, part]
-        asked = {"max_output_tokens": 8, "temperature": 0, "input": [{"role": "user", "content": content}]}
+        asked = {
+            "max_output_tokens": 8,
+            "temperature": 0,
+            "input": [{"role": "user", "content": content}],
+        }
         answer = await client.post("/v1/responses", json=asked)
         assert answer.status_code == 200, answer.text
         prompt, *_ = said(await client.post(PATH, json=CONVERSATIONS[0]))
@@ -211,4 +287,6 @@ async def test_responses_take_recordings(model):
         asked["input"][0]["content"][1] = spoken(b"no recording", format="wav")
         refused = await client.post("/v1/responses", json=asked)
         assert refused.status_code == 400
-        assert refused.json()["error"]["message"].startswith("audio 1: it is no recording of a known format")
+        assert refused.json()["error"]["message"].startswith(
+            "audio 1: it is no recording of a known format"
+        )

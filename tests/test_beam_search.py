@@ -1,4 +1,5 @@
-"""Beam search and best_of through the whole engine: transformers' results in any company, under preemption, and its blocks given back."""
+"""Beam search and best_of through the whole engine: transformers' results in any company, under
+preemption, and its blocks given back."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from toolkit_lm.plugin import hookimpl
 
 LENGTHS = [9, 33, 1, 17, 4, 24]
 ROOMY = {"num_kv_blocks": 600, "block_size": 4, "max_model_len": 64, "max_num_seqs": 20}
-# The widest search takes up to 38 blocks: two of them do not fit, and a step computes chunks of a prompt.
+# The widest search takes up to 38 blocks: two of them do not fit, and a step computes chunks of a
+# prompt.
 TIGHT = {**ROOMY, "num_kv_blocks": 40, "max_num_batched_tokens": 26}
 ENGINES = {
     "roomy": ROOMY,
@@ -22,9 +24,23 @@ ENGINES = {
     "swapping": {**TIGHT, "preemption_mode": "swap", "swap_memory": "64MiB"},
     "swapping little": {**TIGHT, "preemption_mode": "swap", "swap_memory": "64KiB"},
     "recomputing and overlapping": {**TIGHT, "preemption_mode": "recompute", "overlap": True},
-    "swapping and overlapping": {**TIGHT, "preemption_mode": "swap", "swap_memory": "64MiB", "overlap": True},
-    "swapping without prefix caching": {**TIGHT, "preemption_mode": "swap", "swap_memory": "64MiB", "enable_prefix_caching": False},
-    "recomputing without prefix caching": {**TIGHT, "preemption_mode": "recompute", "enable_prefix_caching": False},
+    "swapping and overlapping": {
+        **TIGHT,
+        "preemption_mode": "swap",
+        "swap_memory": "64MiB",
+        "overlap": True,
+    },
+    "swapping without prefix caching": {
+        **TIGHT,
+        "preemption_mode": "swap",
+        "swap_memory": "64MiB",
+        "enable_prefix_caching": False,
+    },
+    "recomputing without prefix caching": {
+        **TIGHT,
+        "preemption_mode": "recompute",
+        "enable_prefix_caching": False,
+    },
 }
 
 
@@ -50,18 +66,26 @@ def llama(make_llama):
 @pytest.fixture(scope="module")
 def prompts(llama):
     generator = torch.Generator().manual_seed(11)
-    return [torch.randint(16, llama[1].config.vocab_size, (n,), generator=generator).tolist() for n in LENGTHS]
+    return [
+        torch.randint(16, llama[1].config.vocab_size, (n,), generator=generator).tolist()
+        for n in LENGTHS
+    ]
 
 
 @pytest.fixture(scope="module")
 def searches(llama, prompts):
-    """(prompt, params): every width, length penalty and early stopping, over lengths, n and end tokens that do come up."""
+    """(prompt, params): every width, length penalty and early stopping, over lengths, n and end
+    tokens that do come up."""
     likely = []
     for prompt in prompts:
-        out = llama[1].generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+        out = llama[1].generate(
+            torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None
+        )
         likely.append(out[0, len(prompt) :].tolist())
     work = []
-    for number, (width, penalty, early) in enumerate(product([2, 3, 5], [-1.0, 0.0, 1.0, 2.0], [False, True, "never"])):
+    for number, (width, penalty, early) in enumerate(
+        product([2, 3, 5], [-1.0, 0.0, 1.0, 2.0], [False, True, "never"])
+    ):
         which = (number * 5 + width) % len(prompts)
         ends = [[likely[which][1], likely[which][6]], [likely[which][3]], []][number % 3]
         params = SamplingParams(
@@ -86,7 +110,10 @@ def expected(llama, searches):
 
 
 def transformers_search(model, prompt, params):
-    ends = [*([] if params.ignore_eos else [model.config.eos_token_id]), *(params.stop_token_ids or ())]
+    ends = [
+        *([] if params.ignore_eos else [model.config.eos_token_id]),
+        *(params.stop_token_ids or ()),
+    ]
     found = model.generate(
         torch.tensor([prompt]),
         num_beams=params.num_sequences,
@@ -109,19 +136,28 @@ def until_the_end(tokens, ends):
 
 
 def assert_found(output, reference, params):
-    """The same sequences in the same order; two whose scores are closer than 1e-3 may have changed places."""
+    """The same sequences in the same order; two whose scores are closer than 1e-3 may have changed
+    places."""
     assert output.error is None and len(output.outputs) == len(reference)
     for one, (tokens, score) in zip(output.outputs, reference, strict=True):
         others = [t for t, s in reference if abs(s - score) < 1e-3]
         assert one.token_ids == tokens or one.token_ids in others
-        # Each of n log probabilities may differ by 1e-4, and the score is their sum over n ** length_penalty. transformers adds up in
-        # float32, which has 7 digits.
+        # Each of n log probabilities may differ by 1e-4, and the score is their sum over n **
+        # length_penalty. transformers adds up in float32, which has 7 digits.
         each = 1e-4 * max(1.0, len(tokens) ** (1 - params.length_penalty))
-        assert one.score == pytest.approx(score, abs=each if one.token_ids == tokens else 1e-3, rel=5e-7)
-        assert one.score == pytest.approx(one.cumulative_logprob / len(one.token_ids) ** params.length_penalty)
+        assert one.score == pytest.approx(
+            score, abs=each if one.token_ids == tokens else 1e-3, rel=5e-7
+        )
+        assert one.score == pytest.approx(
+            one.cumulative_logprob / len(one.token_ids) ** params.length_penalty
+        )
         ended = one.token_ids[-1] in (params.stop_token_ids or ())
         assert one.stop_reason == (one.token_ids[-1] if ended else None)
-        assert one.finish_reason == ("length" if one.finish_reason == "length" and len(one.token_ids) == params.max_tokens else "stop")
+        assert one.finish_reason == (
+            "length"
+            if one.finish_reason == "length" and len(one.token_ids) == params.max_tokens
+            else "stop"
+        )
     assert [one.index for one in output.outputs] == list(range(len(reference)))
 
 
@@ -132,7 +168,9 @@ def assert_no_blocks_are_left(llm):
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_the_results_of_transformers_in_one_batch_with_others(llama, prompts, searches, expected, name):
+def test_the_results_of_transformers_in_one_batch_with_others(
+    llama, prompts, searches, expected, name
+):
     preemptions = Preemptions()
     greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     with LLM(str(llama[0]), plugins=[preemptions], **ENGINES[name]) as llm:
@@ -140,7 +178,11 @@ def test_the_results_of_transformers_in_one_batch_with_others(llama, prompts, se
         work = [*searches, *((p, greedy) for p in prompts)]
         # Searches and plain requests take turns.
         order = sorted(range(len(work)), key=lambda i: (i * 7) % len(work))
-        outputs = llm.generate([{"prompt_token_ids": work[i][0]} for i in order], [work[i][1] for i in order], use_tqdm=False)
+        outputs = llm.generate(
+            [{"prompt_token_ids": work[i][0]} for i in order],
+            [work[i][1] for i in order],
+            use_tqdm=False,
+        )
         found = dict(zip(order, outputs, strict=True))
         for i, reference in enumerate(expected):
             assert_found(found[i], reference, searches[i][1])
@@ -153,8 +195,13 @@ def test_the_results_of_transformers_in_one_batch_with_others(llama, prompts, se
 
 
 def test_the_searches_are_worth_comparing(expected, searches):
-    """Some end early by an end token, some go to their full length, and penalties and early stopping make a difference."""
-    ended = [len(tokens) < params.max_tokens for (_, params), rows in zip(searches, expected, strict=True) for tokens, _ in rows]
+    """Some end early by an end token, some go to their full length, and penalties and early
+    stopping make a difference."""
+    ended = [
+        len(tokens) < params.max_tokens
+        for (_, params), rows in zip(searches, expected, strict=True)
+        for tokens, _ in rows
+    ]
     assert 0.2 < sum(ended) / len(ended) < 0.8
 
 
@@ -171,7 +218,9 @@ def generate(llm, prompt, params):
 def test_the_prompt_is_computed_once(llm, prompts, monkeypatch):
     tokens, runner = [], llm.engine.client.core.executor.runner
     execute = runner.execute
-    monkeypatch.setattr(runner, "execute", lambda plan: (tokens.append(plan.num_tokens), execute(plan))[1])
+    monkeypatch.setattr(
+        runner, "execute", lambda plan: (tokens.append(plan.num_tokens), execute(plan))[1]
+    )
     llm.reset_prefix_cache()
     params = SamplingParams(use_beam_search=True, n=4, max_tokens=6, ignore_eos=True)
     generate(llm, prompts[1], params)
@@ -182,7 +231,9 @@ def test_the_prompt_is_computed_once(llm, prompts, monkeypatch):
 
 def test_allowed_tokens_are_masks_over_the_log_probabilities(llm, llama, prompts):
     allowed = [20, 33, 47, 110, 200, 201]
-    params = SamplingParams(use_beam_search=True, n=3, max_tokens=5, ignore_eos=True, allowed_token_ids=allowed)
+    params = SamplingParams(
+        use_beam_search=True, n=3, max_tokens=5, ignore_eos=True, allowed_token_ids=allowed
+    )
     found = llama[1].generate(
         torch.tensor([prompts[0]]),
         num_beams=3,
@@ -194,7 +245,13 @@ def test_allowed_tokens_are_masks_over_the_log_probabilities(llm, llama, prompts
         return_dict_in_generate=True,
         output_scores=True,
     )
-    reference = list(zip(found.sequences[:, len(prompts[0]) :].tolist(), found.sequences_scores.tolist(), strict=True))
+    reference = list(
+        zip(
+            found.sequences[:, len(prompts[0]) :].tolist(),
+            found.sequences_scores.tolist(),
+            strict=True,
+        )
+    )
     assert_found(generate(llm, prompts[0], params), reference, params)
 
 
@@ -207,10 +264,15 @@ def test_bad_words_are_not_found(llm):
 
 
 def test_masks_that_leave_too_few_sequences_fail_the_request_alone(llm):
-    few = SamplingParams(use_beam_search=True, n=3, max_tokens=4, ignore_eos=True, allowed_token_ids=[50])
+    few = SamplingParams(
+        use_beam_search=True, n=3, max_tokens=4, ignore_eos=True, allowed_token_ids=[50]
+    )
     good = SamplingParams(use_beam_search=True, n=2, max_tokens=4, ignore_eos=True)
     first, second = llm.generate(["a", "b"], [few, good], use_tqdm=False)
-    assert "leave 1 sequences, and n is 3" in first.error and [one.finish_reason for one in first.outputs] == ["error"] * 3
+    assert (
+        "leave 1 sequences, and n is 3" in first.error
+        and [one.finish_reason for one in first.outputs] == ["error"] * 3
+    )
     assert second.error is None and [one.finish_reason for one in second.outputs] == ["length"] * 2
     assert_no_blocks_are_left(llm)
 
@@ -223,7 +285,8 @@ def test_logits_that_are_not_finite_fail_the_request_alone(llm, monkeypatch):
     def spoiled(hidden_states):
         logits = compute(hidden_states)
         steps.append(len(logits))
-        # In the second step: one of the three beams of the first request, and then the other request's.
+        # In the second step: one of the three beams of the first request, and then the other
+        # request's.
         if len(steps) == 2:
             logits[1] = torch.nan
         return logits
@@ -231,7 +294,10 @@ def test_logits_that_are_not_finite_fail_the_request_alone(llm, monkeypatch):
     monkeypatch.setattr(model, "compute_logits", spoiled)
     params = SamplingParams(use_beam_search=True, n=3, max_tokens=4, ignore_eos=True)
     first, second = llm.generate(["a", "b"], params, use_tqdm=False)
-    assert first.error == "the model's logits are not finite" and [one.finish_reason for one in first.outputs] == ["error"] * 3
+    assert (
+        first.error == "the model's logits are not finite"
+        and [one.finish_reason for one in first.outputs] == ["error"] * 3
+    )
     assert second.error is None and all(len(one.token_ids) == 4 for one in second.outputs)
     assert_no_blocks_are_left(llm)
 
@@ -246,28 +312,43 @@ def test_there_is_no_text_before_the_end(llm):
         while llm.engine.has_unfinished_requests():
             outputs += llm.engine.step()
         *partial, last = outputs
-        assert all(not one.text and not one.token_ids and not one.finished() for output in partial for one in output.outputs)
+        assert all(
+            not one.text and not one.token_ids and not one.finished()
+            for output in partial
+            for one in output.outputs
+        )
         assert [len(output.outputs) for output in outputs] == [2] * len(outputs)
         assert last.finished and all(one.text and one.score is not None for one in last.outputs)
 
 
 def test_best_of_returns_the_likeliest_per_token(llm, prompts):
     """The same seed draws the same sequences, whether all of them are returned or the best."""
-    params = SamplingParams(n=6, temperature=1.5, seed=3, max_tokens=12, stop_token_ids=list(range(16, 40)), logprobs=0)
+    params = SamplingParams(
+        n=6, temperature=1.5, seed=3, max_tokens=12, stop_token_ids=list(range(16, 40)), logprobs=0
+    )
     every = generate(llm, prompts[3], params).outputs
-    ranked = sorted(every, key=lambda one: one.cumulative_logprob / len(one.token_ids), reverse=True)
-    assert len({len(one.token_ids) for one in every}) > 1, "sequences of one length would not show what a mean is"
+    ranked = sorted(
+        every, key=lambda one: one.cumulative_logprob / len(one.token_ids), reverse=True
+    )
+    assert len({len(one.token_ids) for one in every}) > 1, (
+        "sequences of one length would not show what a mean is"
+    )
     best = generate(llm, prompts[3], params.replace(n=2, best_of=6, logprobs=None)).outputs
     assert [one.token_ids for one in best] == [one.token_ids for one in ranked[:2]]
     assert [one.index for one in best] == [0, 1] and [one.logprobs for one in best] == [None, None]
-    assert [one.score for one in best] == pytest.approx([one.cumulative_logprob / len(one.token_ids) for one in ranked[:2]])
+    assert [one.score for one in best] == pytest.approx(
+        [one.cumulative_logprob / len(one.token_ids) for one in ranked[:2]]
+    )
     with_logprobs = generate(llm, prompts[3], params.replace(n=2, best_of=6)).outputs
     assert [len(one.logprobs) for one in with_logprobs] == [len(one.token_ids) for one in best]
     assert_no_blocks_are_left(llm)
 
 
 def test_an_aborted_search_ends_as_a_whole(llm):
-    for params in (SamplingParams(use_beam_search=True, n=2, max_tokens=30), SamplingParams(best_of=3, n=2, max_tokens=30)):
+    for params in (
+        SamplingParams(use_beam_search=True, n=2, max_tokens=30),
+        SamplingParams(best_of=3, n=2, max_tokens=30),
+    ):
         llm.engine.add_request("one", "abc", params)
         llm.engine.step()
         llm.engine.step()
@@ -280,7 +361,11 @@ def test_an_aborted_search_ends_as_a_whole(llm):
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"use_beam_search": True, "beam_width": 21}, "beam_width", "beam_width is 21, but a step holds at most 20 sequences"),
+        (
+            {"use_beam_search": True, "beam_width": 21},
+            "beam_width",
+            "beam_width is 21, but a step holds at most 20 sequences",
+        ),
         ({"best_of": 21}, "best_of", "best_of is 21, but a step holds at most 20 sequences"),
         ({"use_beam_search": True, "n": 10**6}, "n", "at most 128 .max_n."),
         ({"use_beam_search": True, "beam_width": 10**6}, "beam_width", "at most 128 .max_n."),

@@ -1,4 +1,5 @@
-"""The memory that the largest body of each route takes of the front, beside what the server estimates for it."""
+"""The memory that the largest body of each route takes of the front, beside what the server
+estimates for it."""
 
 from __future__ import annotations
 
@@ -17,18 +18,29 @@ NO_BODIES = {"/ping", "/reset_prefix_cache", "/v1/responses/{response_id}/cancel
 
 @pytest.fixture(scope="module", params=["generate", "embed"])
 def measured(request) -> dict:
-    """By route and body: peak and estimate in bytes, and the status. Measured in a process of its own."""
+    """By route and body: peak and estimate in bytes, and the status. Measured in a process of its
+    own."""
     script = Path(__file__).with_name("body_memory.py")
-    done = subprocess.run([sys.executable, script, request.param], capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(
+        [sys.executable, script, request.param],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
 def test_no_route_takes_more_than_is_estimated(measured):
-    assert not measured["unknown"], f"POST routes without a largest body in body_memory.py: {measured['unknown']}"
+    assert not measured["unknown"], (
+        f"POST routes without a largest body in body_memory.py: {measured['unknown']}"
+    )
     assert measured["statuses"].keys() == set(measured["routes"]) - NO_BODIES
-    served = {path for path, statuses in measured["statuses"].items() if set(statuses) - {400, 404, 413}}
+    served = {
+        path for path, statuses in measured["statuses"].items() if set(statuses) - {400, 404, 413}
+    }
     assert len(served) >= 4, "most bodies are refused, so that nothing is measured"
     over = {one["name"]: one for one in measured["bodies"] if one["peak"] > MOST * one["estimate"]}
     assert over == {}

@@ -1,4 +1,5 @@
-"""What a plugin's code does wrong is said in its name, wherever the engine meets it: distribution, file and line, cause, chained."""
+"""What a plugin's code does wrong is said in its name, wherever the engine meets it: distribution,
+file and line, cause, chained."""
 
 from __future__ import annotations
 
@@ -37,7 +38,11 @@ def failing(*names: str) -> dict[str, object]:
 
 def backend(*names: str) -> type:
     methods = failing(*names)
-    return type("Failing", (SdpaBackend,), {name: classmethod(m) if name in CLASSMETHODS else m for name, m in methods.items()})
+    return type(
+        "Failing",
+        (SdpaBackend,),
+        {name: classmethod(m) if name in CLASSMETHODS else m for name, m in methods.items()},
+    )
 
 
 CLASSMETHODS = ("refuses", "page_layout", "graphs")
@@ -85,19 +90,29 @@ def test_a_backend_that_fails_while_the_engine_starts(method):
 
 def test_a_backend_that_cannot_say_what_graphs_hold():
     plugin = Failing("backend", backend("graphs"), priority=50)
-    with pytest.raises(PluginError, match=NAMED + r"graphs\(\) of attention backend 'failing': RuntimeError: boom"):
+    with pytest.raises(
+        PluginError, match=NAMED + r"graphs\(\) of attention backend 'failing': RuntimeError: boom"
+    ):
         LLM("tiny", plugins=[plugin], **SMALL)
 
 
 def test_a_backend_that_cannot_be_asked_is_passed_over():
     plugin = Failing("backend", backend("refuses"), priority=50)
-    with pytest.warns(PluginWarning, match=NAMED + r"refuses\(\) of attention backend 'failing': RuntimeError: boom"):
+    with pytest.warns(
+        PluginWarning,
+        match=NAMED + r"refuses\(\) of attention backend 'failing': RuntimeError: boom",
+    ):
         llm = LLM("tiny", plugins=[plugin], **SMALL)
     assert llm.generate("a", SamplingParams(max_tokens=1))[0].finished
     with pytest.warns(PluginWarning, match="boom"):
         found = explain(VllmConfig.make(model="tiny"), [plugin])
-    assert found.layers[0].backend != "failing" and re.match(NAMED, dict(found.layers[0].candidates)["failing"])
-    for start in (lambda: LLM("tiny", plugins=[plugin], attention_backend="failing", **SMALL), lambda: explain(WANTED, [plugin])):
+    assert found.layers[0].backend != "failing" and re.match(
+        NAMED, dict(found.layers[0].candidates)["failing"]
+    )
+    for start in (
+        lambda: LLM("tiny", plugins=[plugin], attention_backend="failing", **SMALL),
+        lambda: explain(WANTED, [plugin]),
+    ):
         with pytest.raises(PluginError, match=NAMED + "refuses"):
             start()
 
@@ -107,7 +122,12 @@ WANTED = VllmConfig.make(model="tiny", attention_backend="failing")
 
 @pytest.mark.parametrize("method", ["__init__", "forward", "compute_logits"])
 def test_a_model_that_fails_while_the_engine_starts(method):
-    plugin = Failing("model", type("Failing", (LlamaForCausalLM,), failing(method)), "LlamaForCausalLM", override=True)
+    plugin = Failing(
+        "model",
+        type("Failing", (LlamaForCausalLM,), failing(method)),
+        "LlamaForCausalLM",
+        override=True,
+    )
     with pytest.raises(PluginError, match=NAMED + r".*boom: RuntimeError: boom") as caught:
         LLM("tiny", plugins=[plugin], **SMALL)
     assert ("from the config.json of" in str(caught.value)) == (method == "__init__")
@@ -132,14 +152,19 @@ def test_a_step_that_fails_names_the_plugin_in_the_output():
                 raise RuntimeError("boom")
             return super().forward(input_ids, positions, **inputs)
 
-    with LLM("tiny", plugins=[Failing("model", Poisoned, "LlamaForCausalLM", override=True)], **SMALL) as llm:
-        good, bad = llm.generate([{"prompt_token_ids": [5]}, {"prompt_token_ids": [7]}], SamplingParams(max_tokens=2))
+    with LLM(
+        "tiny", plugins=[Failing("model", Poisoned, "LlamaForCausalLM", override=True)], **SMALL
+    ) as llm:
+        good, bad = llm.generate(
+            [{"prompt_token_ids": [5]}, {"prompt_token_ids": [7]}], SamplingParams(max_tokens=2)
+        )
     assert good.error is None
     assert re.match(NAMED + r".*Poisoned.forward: RuntimeError: boom", bad.error)
 
 
 class Wrong:
-    """What plugins get wrong that has no line of theirs in the traceback: arguments that are not theirs, results that are none."""
+    """What plugins get wrong that has no line of theirs in the traceback: arguments that are not
+    theirs, results that are none."""
 
     class Arguments(SdpaBackend):
         def __init__(self):
@@ -161,9 +186,13 @@ class Wrong:
             return []
 
 
-@pytest.mark.parametrize("cls", [Wrong.Arguments, Wrong.PageOfNothing, Wrong.PageOfNone, Wrong.PageWithoutSpec])
+@pytest.mark.parametrize(
+    "cls", [Wrong.Arguments, Wrong.PageOfNothing, Wrong.PageOfNone, Wrong.PageWithoutSpec]
+)
 def test_a_backend_that_is_wrong_without_raising_is_named(cls):
-    with pytest.raises(PluginError, match=rf"{NAMED}Wrong\.{cls.__name__}: (TypeError|ValueError): "):
+    with pytest.raises(
+        PluginError, match=rf"{NAMED}Wrong\.{cls.__name__}: (TypeError|ValueError): "
+    ):
         LLM("tiny", plugins=[Failing("backend", cls, priority=50)], **SMALL)
 
 
@@ -180,25 +209,34 @@ def test_the_state_of_a_model_that_cannot_be_made_is_named():
 MODULES = {
     "import": "raise OSError('no licence')",
     "attribute": "",
-    "constructor": "class Target:\n    def __init__(self, *arguments):\n        raise OSError('no licence')\n",
+    "constructor": (
+        "class Target:\n    def __init__(self, *arguments):\n        raise OSError('no licence')\n"
+    ),
     "arguments": "class Target:\n    def __init__(self, nobody, *, knows):\n        pass\n",
-    "refuses": "class Target:\n    @classmethod\n    def refuses(cls, *arguments):\n        raise OSError('no licence')\n",
+    "refuses": (
+        "class Target:\n    @classmethod\n    def refuses(cls, *arguments):\n        raise "
+        "OSError('no licence')\n"
+    ),
 }
 """What may be wrong with the module of a target."""
 
 
 @pytest.fixture
 def shipped(tmp_path, monkeypatch):
-    """shipped(entry module, target module): a distribution with a plugin, and the loaded plugins."""
+    """shipped(entry module, target module): a distribution with a plugin, and the loaded
+    plugins."""
 
     def make(entry: str, target: str = "") -> Plugins:
         metadata = tmp_path / "faulty_dist-2.5.dist-info"
         metadata.mkdir()
         (metadata / "METADATA").write_text(
-            "Metadata-Version: 2.1\nName: faulty-dist\nVersion: 2.5\nRequires-Dist: toolkit-lm-core<0.2,>=0.1\n"
+            "Metadata-Version: 2.1\nName: faulty-dist\nVersion: 2.5\nRequires-Dist: "
+            "toolkit-lm-core<0.2,>=0.1\n"
         )
         (metadata / "entry_points.txt").write_text("[toolkit_lm]\nfaulty = faulty_entry\n")
-        (tmp_path / "faulty_entry.py").write_text(f"from toolkit_lm.plugin import hookimpl\n{entry}")
+        (tmp_path / "faulty_entry.py").write_text(
+            f"from toolkit_lm.plugin import hookimpl\n{entry}"
+        )
         (tmp_path / "faulty_target.py").write_text(target)
         monkeypatch.syspath_prepend(tmp_path)
         for name in ("faulty_entry", "faulty_target"):
@@ -208,15 +246,22 @@ def shipped(tmp_path, monkeypatch):
     return make
 
 
-REGISTRIES = {hook: registry for hook, registry in by_hook(Plugins.load()).items() if not isinstance(registry, CheckpointRegistry)}
+REGISTRIES = {
+    hook: registry
+    for hook, registry in by_hook(Plugins.load()).items()
+    if not isinstance(registry, CheckpointRegistry)
+}
 FIELDS = {"logits_processors": ", params=ProcessorParams", "commands": ", help='It fails.'"}
 """Further arguments of `add`, by the end of the hook's name."""
 
 
 @pytest.mark.parametrize("fault", MODULES)
 @pytest.mark.parametrize("hook", REGISTRIES)
-def test_each_registry_names_plugin_distribution_version_file_and_line(shipped, tmp_path, hook, fault):
-    """Whatever it is of a target that fails: its import, what is not there, its constructor, its class methods."""
+def test_each_registry_names_plugin_distribution_version_file_and_line(
+    shipped, tmp_path, hook, fault
+):
+    """Whatever it is of a target that fails: its import, what is not there, its constructor, its
+    class methods."""
     registry = REGISTRIES[hook]
     (argument,) = inspect.signature(getattr(Plugins.load().hook, hook).spec.function).parameters
     fields = FIELDS.get(argument, FIELDS.get(hook.removeprefix("toolkit_register_"), ""))
@@ -226,9 +271,13 @@ def test_each_registry_names_plugin_distribution_version_file_and_line(shipped, 
     )
     plugins = shipped(entry, MODULES[fault])
     of_plugin = by_hook(plugins)[hook]
-    named = rf"plugin 'faulty' \(faulty-dist 2\.5, {re.escape(str(tmp_path))}/faulty_(target|entry)\.py"
+    named = (
+        rf"plugin 'faulty' \(faulty-dist 2\.5, {re.escape(str(tmp_path))}/faulty_(target|entry)\.py"
+    )
     if fault == "refuses":
-        with pytest.warns(PluginWarning, match=named) if registry.base else contextlib.nullcontext():
+        with (
+            pytest.warns(PluginWarning, match=named) if registry.base else contextlib.nullcontext()
+        ):
             if registry.base:
                 assert re.match(named, of_plugin.ask("faulty", None) or "")
         return
@@ -241,17 +290,29 @@ def test_each_registry_names_plugin_distribution_version_file_and_line(shipped, 
 
 
 @pytest.mark.parametrize(
-    ("annotation", "reason"), [("'Nowhere'", "NameError: name 'Nowhere' is not defined"), ("lambda: 0", "TypeError|not supported")]
+    ("annotation", "reason"),
+    [
+        ("'Nowhere'", "NameError: name 'Nowhere' is not defined"),
+        ("lambda: 0", "TypeError|not supported"),
+    ],
 )
 @pytest.mark.parametrize("kind", ["msgspec.Struct", "dataclass"])
 def test_options_with_a_wrong_annotation(shipped, tmp_path, kind, annotation, reason):
-    base, above = ("", "@dataclasses.dataclass\n") if kind == "dataclass" else ("(msgspec.Struct)", "")
-    entry = f"import dataclasses, msgspec\n{above}class Options{base}:\n    size: {annotation} = 1\n"
+    base, above = (
+        ("", "@dataclasses.dataclass\n") if kind == "dataclass" else ("(msgspec.Struct)", "")
+    )
+    entry = (
+        f"import dataclasses, msgspec\n{above}class Options{base}:\n    size: {annotation} = 1\n"
+    )
     with pytest.warns(PluginWarning, match=r"plugin 'faulty' \(faulty-dist 2\.5, ") as caught:
         plugins = shipped(entry)
     assert plugins.info("faulty").status == "broken"
     [message] = [str(one.message) for one in caught if "faulty" in str(one.message)]
-    assert re.search(rf"Options \({re.escape(str(tmp_path))}/faulty_entry\.py:\d+\) cannot be made: .*({reason})", message)
+    assert re.search(
+        rf"Options \({re.escape(str(tmp_path))}/faulty_entry\.py:\d+\) cannot be made: "
+        rf".*({reason})",
+        message,
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert run(["plugins", "list"]) == 0

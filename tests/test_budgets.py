@@ -39,20 +39,31 @@ class Failure(Exception): """On the line of its class: 33"""
 
 def test_tokens_leave_out_line_ends_comments_and_docstrings():
     assert budgets.count_tokens(MODULE) == 33
-    assert budgets.count_tokens("") == budgets.count_tokens("# nothing\n\n") == budgets.count_tokens('"""A docstring."""') == 0
+    assert (
+        budgets.count_tokens("")
+        == budgets.count_tokens("# nothing\n\n")
+        == budgets.count_tokens('"""A docstring."""')
+        == 0
+    )
     assert budgets.count_tokens("a, b = 1, 2\n") > budgets.count_tokens("a = 1\n")
 
 
 def test_rooms_are_folders_and_modules(tmp_path):
     (tmp_path / "room" / "inner").mkdir(parents=True)
-    for name, lines in (("top.py", 2), ("room/a.py", 3), ("room/inner/b.py", 4), ("room/notes.txt", 9)):
+    for name, lines in (
+        ("top.py", 2),
+        ("room/a.py", 3),
+        ("room/inner/b.py", 4),
+        ("room/notes.txt", 9),
+    ):
         (tmp_path / name).write_text("x\n" * lines)
     assert budgets.tokens_of_rooms(tmp_path) == Counter({"top.py": 2, "room": 7})
 
 
 @pytest.fixture
 def budget(tmp_path, monkeypatch):
-    """A project of one module, with budgets of 30 tokens of core, 8 lines a file and 4 a class; gives the exit code."""
+    """A project of one module, with budgets of 30 tokens of core, 8 lines a file and 4 a class;
+    gives the exit code."""
     for name, value in {
         "ROOT": tmp_path,
         "CORE": tmp_path / "core/src/toolkit_lm",
@@ -71,14 +82,20 @@ def budget(tmp_path, monkeypatch):
     return call
 
 
-@pytest.mark.parametrize("folder", ["core/src/toolkit_lm", "plugins/one/src/one", "contrib_models/one/src/one"])
+@pytest.mark.parametrize(
+    "folder", ["core/src/toolkit_lm", "plugins/one/src/one", "contrib_models/one/src/one"]
+)
 def test_a_file_or_class_over_its_budget_is_an_error(budget, capsys, folder):
     assert budget(f"{folder}/a.py", "\n" * 8) == 0
     assert budget(f"{folder}/a.py", "\n" * 9) == 1
     assert capsys.readouterr().err == f"error: {folder}/a.py has 9 lines, and may have 8\n"
     assert budget(f"{folder}/a.py", "class A:\n    x = 1\n    y = 2\n    z = 3\n") == 0
-    assert budget(f"{folder}/a.py", "if True:\n  class A:\n    x = 1\n\n    y = 2\n    z = 3\n") == 1
-    assert capsys.readouterr().err == f"error: {folder}/a.py:2: class A has 5 lines, and may have 4\n"
+    assert (
+        budget(f"{folder}/a.py", "if True:\n  class A:\n    x = 1\n\n    y = 2\n    z = 3\n") == 1
+    )
+    assert (
+        capsys.readouterr().err == f"error: {folder}/a.py:2: class A has 5 lines, and may have 4\n"
+    )
 
 
 def test_a_core_over_its_budget_is_an_error(budget, capsys):

@@ -1,4 +1,5 @@
-"""The fragments of CHANGELOG.md in changes/: well formed, and all of them in the next release's section."""
+"""The fragments of CHANGELOG.md in changes/: well formed, and all of them in the next release's
+section."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from click.testing import CliRunner
 from towncrier.build import _main as build
 
 ROOT = Path(__file__).parents[1]
-TYPES = [one["directory"] for one in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["towncrier"]["type"]]
+TYPES = [
+    one["directory"]
+    for one in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["towncrier"]["type"]
+]
 NO_FRAGMENTS = ("README.md", "template.md.jinja")
 WIDTH = 140
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 def test_the_page_of_clients_is_up_to_date():
     """`make test-clients` writes it, where all have passed."""
-    spec = importlib.util.spec_from_file_location("clients_page", Path(__file__).parent / "clients" / "page.py")
+    spec = importlib.util.spec_from_file_location(
+        "clients_page", Path(__file__).parent / "clients" / "page.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.PAGE.read_text(encoding="utf-8") == module.page()

@@ -22,12 +22,20 @@ ROOT = Path(__file__).parents[1]
 
 
 def toolkit(*arguments: object, stdin: str | None = None) -> subprocess.CompletedProcess:
-    return subprocess.run([str(a) for a in (TOOLKIT, *arguments)], input=stdin, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [str(a) for a in (TOOLKIT, *arguments)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 @pytest.fixture(scope="module")
 def server():
-    with subprocess.Popen([TOOLKIT, "serve", "tiny", "--port", "0"], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [TOOLKIT, "serve", "tiny", "--port", "0"], stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             found = None
             while not found:
@@ -41,7 +49,12 @@ def server():
 
 
 def test_the_demo():
-    done = subprocess.run([sys.executable, ROOT / "docs/examples/demo.py"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, ROOT / "docs/examples/demo.py"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout and "12" in done.stdout and "cold" in done.stdout
 
@@ -49,13 +62,30 @@ def test_the_demo():
 @pytest.mark.parametrize("where", ["in-process", "url"])
 def test_chat(where, request):
     target = ["tiny"] if where == "in-process" else ["--url", request.getfixturevalue("server")]
-    done = toolkit("chat", *target, "--message", "What is the capital of France?", "--temperature", "0", "--max-tokens", "40")
+    done = toolkit(
+        "chat",
+        *target,
+        "--message",
+        "What is the capital of France?",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "40",
+    )
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
 
 
 def test_chat_reads_messages_from_stdin():
-    done = toolkit("chat", "tiny", "--temperature", "0", "--max-tokens", "40", stdin="What is the capital of Italy?\nWhat is 2 plus 3?\n")
+    done = toolkit(
+        "chat",
+        "tiny",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "40",
+        stdin="What is the capital of Italy?\nWhat is 2 plus 3?\n",
+    )
     assert done.returncode == 0, done.stderr
     assert "Rome" in done.stdout and "5" in done.stdout
 
@@ -63,7 +93,16 @@ def test_chat_reads_messages_from_stdin():
 @pytest.mark.parametrize("where", ["in-process", "url"])
 def test_complete(where, request):
     target = ["tiny"] if where == "in-process" else ["--url", request.getfixturevalue("server")]
-    done = toolkit("complete", *target, "--prompt", "Once upon a time", "--temperature", "0", "--max-tokens", "30")
+    done = toolkit(
+        "complete",
+        *target,
+        "--prompt",
+        "Once upon a time",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "30",
+    )
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) > 10
 
@@ -83,7 +122,18 @@ def test_generate_keeps_order_and_survives_a_bad_line(tmp_path):
     ]
     prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    done = toolkit("generate", "tiny", "--prompts", prompts, "--out", out, "--temperature", "0", "--max-tokens", "32")
+    done = toolkit(
+        "generate",
+        "tiny",
+        "--prompts",
+        prompts,
+        "--out",
+        out,
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "32",
+    )
     first, bad, last = (json.loads(line) for line in out.read_text().splitlines())
     assert done.returncode == 1 and "Tokyo" in first["outputs"][0]["text"]
     assert "1000000" in bad["error"] and last["outputs"][0]["num_tokens"] == 5
@@ -100,12 +150,22 @@ def test_generate_takes_both_prompts_of_an_encoder_decoder(tmp_path):
     ]
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    done = toolkit("generate", "tiny-dates", "--prompts", prompts, "--out", out, "--temperature", "0")
+    done = toolkit(
+        "generate", "tiny-dates", "--prompts", prompts, "--out", out, "--temperature", "0"
+    )
     assert done.returncode == 1, done.stderr
     whole, rest, tokens, *bad = map(json.loads, out.read_text().splitlines())
     assert [one["outputs"][0]["text"] for one in (whole, rest)] == ["2024-11-12", "24-11-12"]
-    assert (rest["prompt"], tokens["num_prompt_tokens"], tokens["error"]) == ("12 Nov 2024", 6, None)
-    for one, why in zip(bad, ("needs an encoder prompt beside it", "a line needs one of", "a prompt must be a text"), strict=True):
+    assert (rest["prompt"], tokens["num_prompt_tokens"], tokens["error"]) == (
+        "12 Nov 2024",
+        6,
+        None,
+    )
+    for one, why in zip(
+        bad,
+        ("needs an encoder prompt beside it", "a line needs one of", "a prompt must be a text"),
+        strict=True,
+    ):
         assert why in one["error"] and not one["outputs"]
 
 
@@ -113,8 +173,21 @@ def test_generate_does_not_overwrite_its_input(tmp_path):
     prompts = tmp_path / "in.jsonl"
     prompts.write_text(json.dumps({"prompt": "Once", "logprobs": 2}) + "\n")
     done = toolkit("generate", "tiny", "--prompts", prompts, "--out", prompts)
-    assert done.returncode == 2 and "would be overwritten" in done.stderr and "Once" in prompts.read_text()
-    toolkit("generate", "tiny", "--prompts", prompts, "--out", tmp_path / "out.jsonl", "--max-tokens", "3")
+    assert (
+        done.returncode == 2
+        and "would be overwritten" in done.stderr
+        and "Once" in prompts.read_text()
+    )
+    toolkit(
+        "generate",
+        "tiny",
+        "--prompts",
+        prompts,
+        "--out",
+        tmp_path / "out.jsonl",
+        "--max-tokens",
+        "3",
+    )
     (row,) = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [len(entries) >= 2 for entries in row["outputs"][0]["logprobs"]] == [True] * 3
 
@@ -132,7 +205,9 @@ def test_a_long_conversation_begins_anew(where, request):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_explain_says_that_no_gpu_has_run_what_it_names(monkeypatch, device):
     """As on a machine with a GPU. What no GPU has run is not chosen there, be it able or not."""
-    monkeypatch.setattr(explanation, "resolve_device", lambda config: resolve_device(config).replace(device=device))
+    monkeypatch.setattr(
+        explanation, "resolve_device", lambda config: resolve_device(config).replace(device=device)
+    )
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**32, 2**33))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
@@ -153,7 +228,10 @@ def test_explain_names_every_choice():
     assert shown["architecture"] == "LlamaForCausalLM" and shown["renderer"] == "hf"
     assert shown["plugin"] == "decoder" and shown["runner"] == "generate"
     assert {layer["backend"] for layer in shown["layers"]} == {"sdpa"}
-    assert shown["kernels"] == "cpu" and shown["kernels_considered"][:2] == [["cpu", None], ["torch", None]]
+    assert shown["kernels"] == "cpu" and shown["kernels_considered"][:2] == [
+        ["cpu", None],
+        ["torch", None],
+    ]
     [[name, why]] = shown["kernels_considered"][2:]
     assert name == "triton" and "no kernel for device cpu" in why
     assert "sdpa" in toolkit("explain", "tiny").stdout
@@ -165,7 +243,10 @@ def test_env():
 
 
 def test_help_imports_nothing_heavy():
-    code = "import sys; from toolkit_lm_cli.app import run; run(['--help']); sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    code = (
+        "import sys; from toolkit_lm_cli.app import run; run(['--help']); "
+        "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
@@ -197,7 +278,9 @@ def test_flag_beats_environment_beats_file(tmp_path, monkeypatch):
     file.write_text("max-model-len: 100\nblock_size: 8\nnum_kv_blocks: 77\n")
     monkeypatch.setenv("TOOLKIT_LM_MAX_MODEL_LEN", "90")
     monkeypatch.setenv("TOOLKIT_LM_BLOCK_SIZE", "4")
-    shown = json.loads(toolkit("explain", "tiny", "--json", "--config", file, "--max-model-len", "80").stdout)
+    shown = json.loads(
+        toolkit("explain", "tiny", "--json", "--config", file, "--max-model-len", "80").stdout
+    )
     config = shown["config"]
     assert config["model"]["max_model_len"] == 80
     assert config["cache"]["block_size"] == 4

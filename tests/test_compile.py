@@ -26,7 +26,9 @@ def test_a_llama_compiles_without_a_graph_break(make_llama, kernels):
     torch.compiler.reset()
     for one, other in zip(ours, expected, strict=True):
         # Norms and rotations are plain torch in a graph, whatever the kernels.
-        assert torch.equal(one, other) if kernels == "torch" else torch.allclose(one, other, atol=1e-5)
+        assert (
+            torch.equal(one, other) if kernels == "torch" else torch.allclose(one, other, atol=1e-5)
+        )
     [graph] = graphs
     calls = [node for node in graph.graph.nodes if "toolkit_lm.attention" in str(node.target)]
     assert len(calls) == model.vllm_config.hf_config["num_hidden_layers"]

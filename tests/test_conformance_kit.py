@@ -1,4 +1,5 @@
-"""What conformance classes of models, KV kinds and drafters find wrong, and that TransformersConformance compares with what it should."""
+"""What conformance classes of models, KV kinds and drafters find wrong, and that
+TransformersConformance compares with what it should."""
 
 from __future__ import annotations
 
@@ -58,13 +59,17 @@ def kit_of(cls):
 
 def test_other_logits_are_found(subject):
     """The reference is moved, which is as good as moving the model."""
-    shifted = Subject(subject.folder, lambda token_ids: subject.reference(token_ids) + torch.linspace(0, 3e-4, 272))
+    shifted = Subject(
+        subject.folder,
+        lambda token_ids: subject.reference(token_ids) + torch.linspace(0, 3e-4, 272),
+    )
     with pytest.raises(AssertionError, match="logits differ by"):
         Kit().check_parity(shifted, max_num_seqs=8)
 
 
 def test_a_position_too_far_is_found(subject):
-    """A reference that sees one token more at the front, as a model would that counts positions from 1."""
+    """A reference that sees one token more at the front, as a model would that counts positions
+    from 1."""
     late = Subject(subject.folder, lambda token_ids: subject.reference([0, *token_ids])[1:])
     with pytest.raises(AssertionError, match="logits differ by"):
         Kit().check_parity(late)
@@ -102,7 +107,9 @@ def test_a_positional_constructor_is_found(subject):
         def __init__(self, vllm_config, prefix=""):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
 
-    with pytest.raises(AssertionError, match=r"parameters \['vllm_config', 'prefix'\] must be keyword-only"):
+    with pytest.raises(
+        AssertionError, match=r"parameters \['vllm_config', 'prefix'\] must be keyword-only"
+    ):
         kit_of(Positional).test_constructor_takes_two_keywords(subject)
 
 
@@ -135,7 +142,9 @@ def test_an_error_without_a_name_is_found(subject):
 
 def test_wrong_shards_are_found(subject):
     kit = Kit()
-    whole, first, second = (kit.make_model(subject, rank=rank, ranks=ranks) for rank, ranks in ((0, 1), (0, 2), (1, 2)))
+    whole, first, second = (
+        kit.make_model(subject, rank=rank, ranks=ranks) for rank, ranks in ((0, 1), (0, 2), (1, 2))
+    )
     for model in (whole, first, second):
         model.load_weights(CheckpointWeights(subject.folder))
     assert_shards(whole, [first, second])
@@ -148,7 +157,9 @@ def test_wrong_shards_are_found(subject):
 
 def test_a_bias_that_each_rank_adds_is_found(tmp_path, monkeypatch):
     """The shards are right: only a forward pass over several ranks tells."""
-    biased = Subject(tmp_path, Kit().make_checkpoint(tmp_path, attention_bias=True, num_hidden_layers=2))
+    biased = Subject(
+        tmp_path, Kit().make_checkpoint(tmp_path, attention_bias=True, num_hidden_layers=2)
+    )
     Kit().test_ranks_and_stages_compute_the_whole(biased, 2)
 
     def forward(layer, x, residual=None):
@@ -169,7 +180,9 @@ def kind_of(cls=WindowSpec, *, variants=(), backend=None, **fields):
     """The kit's class for a spec, and the spec."""
     shape = {"block_size": 4, "num_kv_heads": 2, "head_size": 8, "dtype": "float32"}
     spec = cls(**shape | ({"window": 10} if issubclass(cls, WindowSpec) else {}) | fields)
-    return type("KitOf", (KVKindConformance,), {"spec": spec, "variants": variants, "backend": backend})(), spec
+    return type(
+        "KitOf", (KVKindConformance,), {"spec": spec, "variants": variants, "backend": backend}
+    )(), spec
 
 
 def test_a_spec_that_is_no_value_is_found():
@@ -213,7 +226,9 @@ def test_a_tag_that_is_anothers_is_found():
         pass
 
     kit, spec = kind_of(Untagged)
-    with pytest.raises(AssertionError, match="what is registered as 'window' is WindowSpec, not Untagged"):
+    with pytest.raises(
+        AssertionError, match="what is registered as 'window' is WindowSpec, not Untagged"
+    ):
         kit.test_it_crosses_processes(spec)
 
 
@@ -235,7 +250,9 @@ def test_a_spec_that_imports_torch_is_found():
         kind_of(Heavy)[0].test_its_module_needs_no_torch()
 
 
-@pytest.mark.parametrize("trait", ["caches_prefixes", "forks_anywhere", "shared_within_step", "grows"])
+@pytest.mark.parametrize(
+    "trait", ["caches_prefixes", "forks_anywhere", "shared_within_step", "grows"]
+)
 def test_a_trait_that_is_no_boolean_is_found(trait):
     vague = type("Vague", (FullSpec,), {trait: None}, frozen=True, kw_only=True, tag="vague")
     kit, spec = kind_of(vague)
@@ -260,7 +277,9 @@ def test_a_page_that_is_not_filled_is_found():
             return [PageTensor((spec.block_size, spec.num_kv_heads, spec.head_size), spec.dtype)]
 
     kit, spec = kind_of(backend=Keys)
-    with pytest.raises(AssertionError, match="the tensors of a page have 256 bytes, and the page 512"):
+    with pytest.raises(
+        AssertionError, match="the tensors of a page have 256 bytes, and the page 512"
+    ):
         kit.test_page_layout_fills_the_page(spec)
     assert list(kit.parameters()["laid_out"].values()) == [spec]
 
@@ -317,12 +336,32 @@ class Chunkless(WindowSpec, frozen=True, kw_only=True, tag="chunkless"):
 @pytest.mark.parametrize(
     ("cls", "test", "message"),
     [
-        (Short, "test_a_table_covers_all_tokens", r"num_blocks\(1\) is 0, but the table has 1 entries"),
-        (Eager, "test_what_is_given_back_is_not_needed_again", r"first_needed\(0\) is 1, but the next token is in block 0"),
-        (Regretful, "test_what_is_given_back_is_not_needed_again", r"first_needed\(32\) is 0, but 5 for fewer tokens"),
-        (Narrow, "test_max_blocks_are_enough", r", 1\) is 3, but a sequence in such steps holds 4 blocks"),
+        (
+            Short,
+            "test_a_table_covers_all_tokens",
+            r"num_blocks\(1\) is 0, but the table has 1 entries",
+        ),
+        (
+            Eager,
+            "test_what_is_given_back_is_not_needed_again",
+            r"first_needed\(0\) is 1, but the next token is in block 0",
+        ),
+        (
+            Regretful,
+            "test_what_is_given_back_is_not_needed_again",
+            r"first_needed\(32\) is 0, but 5 for fewer tokens",
+        ),
+        (
+            Narrow,
+            "test_max_blocks_are_enough",
+            r", 1\) is 3, but a sequence in such steps holds 4 blocks",
+        ),
         (Shrinking, "test_max_blocks_is_monotone", "for fewer tokens"),
-        (Greedy, "test_max_blocks_is_monotone", r"max_blocks\(0, 1\) is 1, but the table has fewer entries"),
+        (
+            Greedy,
+            "test_max_blocks_is_monotone",
+            r"max_blocks\(0, 1\) is 1, but the table has fewer entries",
+        ),
         (Chunkless, "test_max_blocks_is_monotone", r"for the growing chunks \[1, 2"),
     ],
 )
@@ -426,7 +465,18 @@ class Drafters:
 
     @hookimpl
     def toolkit_register_drafters(self, drafters):
-        for cls in (Repeat, Meddling, Careless, Numbers, Presuming, Foreign, Forgetful, Silent, Neighbour, Useless):
+        for cls in (
+            Repeat,
+            Meddling,
+            Careless,
+            Numbers,
+            Presuming,
+            Foreign,
+            Forgetful,
+            Silent,
+            Neighbour,
+            Useless,
+        ):
             drafters.add(cls.__name__, f"{__name__}:{cls.__name__}")
 
 
@@ -440,16 +490,22 @@ def drafter_test(llama, monkeypatch):
     """drafter_test(class, name of a test, course) runs that test of the kit."""
 
     def run(cls, test, course="together"):
-        kit = type("KitOf", (DrafterConformance,), {"drafter": cls.__name__, "plugins": [Drafters()]})()
+        kit = type(
+            "KitOf", (DrafterConformance,), {"drafter": cls.__name__, "plugins": [Drafters()]}
+        )()
         if test == "test_tokens_are_those_without_drafts":
-            kit.test_tokens_are_those_without_drafts(llama, kit.generate(llama, drafter=None), kit.parameters()["course"][course])
+            kit.test_tokens_are_those_without_drafts(
+                llama, kit.generate(llama, drafter=None), kit.parameters()["course"][course]
+            )
         else:
             getattr(kit, test)(llama, monkeypatch)
 
     return run
 
 
-@pytest.mark.parametrize("test", ["test_tokens_are_those_without_drafts", "test_it_drafts", "test_its_drafts_count"])
+@pytest.mark.parametrize(
+    "test", ["test_tokens_are_those_without_drafts", "test_it_drafts", "test_its_drafts_count"]
+)
 def test_a_right_drafter_passes(drafter_test, test):
     drafter_test(Repeat, test)
 
@@ -457,11 +513,31 @@ def test_a_right_drafter_passes(drafter_test, test):
 @pytest.mark.parametrize(
     ("cls", "test", "message"),
     [
-        (Meddling, "test_tokens_are_those_without_drafts", "plugin 'drafters' .*ValueError: .*read-only"),
-        (Presuming, "test_tokens_are_those_without_drafts", "failed in drafter 'Presuming': IndexError"),
-        (Careless, "test_tokens_are_those_without_drafts", r"failed in drafter 'Careless': ValueError: .*read-only"),
-        (Numbers, "test_tokens_are_those_without_drafts", r"Numbers has proposed \[.+\]: no list of token ids"),
-        (Foreign, "test_tokens_are_those_without_drafts", r"Foreign has proposed \[1000\]: no list of token ids"),
+        (
+            Meddling,
+            "test_tokens_are_those_without_drafts",
+            "plugin 'drafters' .*ValueError: .*read-only",
+        ),
+        (
+            Presuming,
+            "test_tokens_are_those_without_drafts",
+            "failed in drafter 'Presuming': IndexError",
+        ),
+        (
+            Careless,
+            "test_tokens_are_those_without_drafts",
+            r"failed in drafter 'Careless': ValueError: .*read-only",
+        ),
+        (
+            Numbers,
+            "test_tokens_are_those_without_drafts",
+            r"Numbers has proposed \[.+\]: no list of token ids",
+        ),
+        (
+            Foreign,
+            "test_tokens_are_those_without_drafts",
+            r"Foreign has proposed \[1000\]: no list of token ids",
+        ),
         (Silent, "test_it_drafts", "it has drafted nothing"),
         (Neighbour, "test_its_drafts_count", "drafts are taken of sequences side by side, but"),
         (Useless, "test_its_drafts_count", "of 4 greedy sequences, none took a single draft"),

@@ -1,4 +1,5 @@
-"""What the kit finds wrong with models and linear methods, and good models of unusual kinds, which pass."""
+"""What the kit finds wrong with models and linear methods, and good models of unusual kinds, which
+pass."""
 
 from __future__ import annotations
 
@@ -24,7 +25,13 @@ from toolkit_lm.model import (
 from toolkit_lm.plugin import hookimpl
 from toolkit_lm_decoder.granite import GraniteDecoderLayer, GraniteForCausalLM
 from toolkit_lm_decoder.llama import LlamaForCausalLM, LlamaModel
-from toolkit_lm_devkit import LinearMethodConformance, ModelConformance, TransformersConformance, load_checkpoint, write_checkpoint
+from toolkit_lm_devkit import (
+    LinearMethodConformance,
+    ModelConformance,
+    TransformersConformance,
+    load_checkpoint,
+    write_checkpoint,
+)
 from toolkit_lm_devkit.forward import logits_of
 from toolkit_lm_devkit.model import Subject
 from toolkit_lm_rotary import RopeParameters, RotaryEmbedding
@@ -71,7 +78,9 @@ class UnscaledRope(LlamaModel):
     """Takes the base of its rotary positions from config.json, and not their scaling."""
 
     def _rotary(self, config):
-        plain = HFConfig({**config.values, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
+        plain = HFConfig(
+            {**config.values, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+        )
         return RotaryEmbedding(RopeParameters.read(plain, 16), vllm_config=self.vllm_config)
 
 
@@ -88,14 +97,19 @@ class Llama(TransformersConformance):
 
 def test_a_rope_scaling_that_is_ignored_is_found(tmp_path):
     class Wrong(Llama):
-        plugins = [Registering("LlamaForCausalLM", f"{__name__}:UnscaledRopeForCausalLM", override=True)]
+        plugins = [
+            Registering("LlamaForCausalLM", f"{__name__}:UnscaledRopeForCausalLM", override=True)
+        ]
 
     folder = tmp_path / "first"
     folder.mkdir()
     kit = Wrong()
     subject = Subject(folder, kit.make_checkpoint(folder), plugins=kit.plugins)
     assert kit.model_class(subject) is UnscaledRopeForCausalLM
-    with pytest.raises(pytest.fail.Exception, match=r"rope type 'linear' of config\.json is neither obeyed nor refused"):
+    with pytest.raises(
+        pytest.fail.Exception,
+        match=r"rope type 'linear' of config\.json is neither obeyed nor refused",
+    ):
         kit.test_every_rope_scaling_is_obeyed_or_refused(tmp_path, subject)
 
 
@@ -105,7 +119,9 @@ class Forgetful(GraniteDecoderLayer):
     seams = GraniteDecoderLayer.seams
 
     def parts(self):
-        return self.parts_of(input_norm=self.input_layernorm, post_norm=self.post_attention_layernorm)
+        return self.parts_of(
+            input_norm=self.input_layernorm, post_norm=self.post_attention_layernorm
+        )
 
 
 class ForgetfulForCausalLM(GraniteForCausalLM):
@@ -126,12 +142,19 @@ def test_parts_that_do_not_tell_all_are_found(tmp_path, monkeypatch, is_wrong):
     if refusal() is not None:
         pytest.skip(str(refusal()))
     kit = Granite()
-    plugins = [Registering("GraniteForCausalLM", f"{__name__}:ForgetfulForCausalLM", override=True)] if is_wrong else []
+    plugins = (
+        [Registering("GraniteForCausalLM", f"{__name__}:ForgetfulForCausalLM", override=True)]
+        if is_wrong
+        else []
+    )
     subject = Subject(tmp_path, kit.make_checkpoint(tmp_path), {"device": "cpu"}, plugins)
     if not is_wrong:
         kit.check_fusing(subject, monkeypatch)
         return
-    with pytest.raises(AssertionError, match="Forgetful: the layer in one call of kernels, by its `parts`, is not what"):
+    with pytest.raises(
+        AssertionError,
+        match="Forgetful: the layer in one call of kernels, by its `parts`, is not what",
+    ):
         kit.check_fusing(subject, monkeypatch)
 
 
@@ -151,12 +174,20 @@ class TestMamba(TransformersConformance):
     def make_hf_model(self, **variant):
         from transformers import MambaConfig, MambaForCausalLM as Reference
 
-        sizes = {"vocab_size": 272, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2, "time_step_rank": 4, "conv_kernel": 4}
+        sizes = {
+            "vocab_size": 272,
+            "hidden_size": 32,
+            "state_size": 8,
+            "num_hidden_layers": 2,
+            "time_step_rank": 4,
+            "conv_kernel": 4,
+        }
         return Reference(MambaConfig(**sizes, eos_token_id=1, pad_token_id=0))
 
 
 class Mixed(nn.Module):
-    """x -> x + mixer(norm(x)), then x + attention(norm(x)): a recurrence and keys and values in one model."""
+    """x -> x + mixer(norm(x)), then x + attention(norm(x)): a recurrence and keys and values in one
+    model."""
 
     def __init__(self, *, vllm_config, prefix):
         super().__init__()
@@ -165,10 +196,16 @@ class Mixed(nn.Module):
         self.norm = RMSNorm(size, eps=1e-5, vllm_config=vllm_config)
         self.mixer = MambaMixer(vllm_config=vllm_config, prefix=f"{prefix}.mixer")
         self.norm_2 = RMSNorm(size, eps=1e-5, vllm_config=vllm_config)
-        self.qkv_proj = QKVParallelLinear(size, 16, 4, 2, vllm_config=vllm_config, prefix=f"{prefix}.qkv_proj")
+        self.qkv_proj = QKVParallelLinear(
+            size, 16, 4, 2, vllm_config=vllm_config, prefix=f"{prefix}.qkv_proj"
+        )
         heads, kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        self.attn = Attention(heads, 16, num_kv_heads=kv_heads, vllm_config=vllm_config, prefix=f"{prefix}.attn")
-        self.o_proj = RowParallelLinear(64, size, vllm_config=vllm_config, prefix=f"{prefix}.o_proj")
+        self.attn = Attention(
+            heads, 16, num_kv_heads=kv_heads, vllm_config=vllm_config, prefix=f"{prefix}.attn"
+        )
+        self.o_proj = RowParallelLinear(
+            64, size, vllm_config=vllm_config, prefix=f"{prefix}.o_proj"
+        )
 
     def forward(self, x):
         x = x + self.mixer(self.norm(x))
@@ -183,8 +220,12 @@ class HybridForCausalLM(Model):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config = HFConfig(vllm_config.hf_config)
         sizes = config.require("vocab_size", int), config.require("hidden_size", int)
-        self.embeddings = VocabParallelEmbedding(*sizes, vllm_config=vllm_config, prefix="embeddings")
-        self.layers = nn.ModuleList([Mixed(vllm_config=vllm_config, prefix=f"layers.{index}") for index in range(2)])
+        self.embeddings = VocabParallelEmbedding(
+            *sizes, vllm_config=vllm_config, prefix="embeddings"
+        )
+        self.layers = nn.ModuleList(
+            [Mixed(vllm_config=vllm_config, prefix=f"layers.{index}") for index in range(2)]
+        )
         self.norm = RMSNorm(sizes[1], eps=1e-5, vllm_config=vllm_config)
         self.lm_head = ParallelLMHead(*sizes, vllm_config=vllm_config, prefix="lm_head")
 
@@ -198,11 +239,14 @@ class HybridForCausalLM(Model):
         return self.lm_head(hidden_states)
 
 
-HYBRID = Registering("HybridForCausalLM", f"{__name__}:HybridForCausalLM", length_keys=(), caches_prefixes=False)
+HYBRID = Registering(
+    "HybridForCausalLM", f"{__name__}:HybridForCausalLM", length_keys=(), caches_prefixes=False
+)
 
 
 class TestHybrid(ModelConformance):
-    """A recurrence and attention side by side. The reference is the forward pass without an engine."""
+    """A recurrence and attention side by side. The reference is the forward pass without an
+    engine."""
 
     plugins = [toolkit_lm_mamba, HYBRID]
     pipeline_stages = 1
@@ -238,14 +282,22 @@ class TestHybrid(ModelConformance):
                 "mixer.conv1d": (64, 1, 4),
             }
             shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
-        weights = {f"{n}.weight": 0.2 * torch.randn(s, generator=generator) + (len(s) == 1) for n, s in shapes.items()}
+        weights = {
+            f"{n}.weight": 0.2 * torch.randn(s, generator=generator) + (len(s) == 1)
+            for n, s in shapes.items()
+        }
         for index in range(2):
             mixer = f"layers.{index}.mixer"
-            weights |= {f"{mixer}.dt_proj.bias": torch.zeros(64), f"{mixer}.conv1d.bias": torch.zeros(64)}
+            weights |= {
+                f"{mixer}.dt_proj.bias": torch.zeros(64),
+                f"{mixer}.conv1d.bias": torch.zeros(64),
+            }
             weights |= {f"{mixer}.A_log": torch.zeros(64, 8), f"{mixer}.D": torch.ones(64)}
         write_checkpoint(folder, config, weights)
         plugins = Subject(folder, None, plugins=self.plugins).loaded
-        model = load_checkpoint(HybridForCausalLM, folder, plugins=plugins, max_model_len=self.max_model_len)
+        model = load_checkpoint(
+            HybridForCausalLM, folder, plugins=plugins, max_model_len=self.max_model_len
+        )
         return lambda token_ids: logits_of([model], torch.tensor(list(token_ids)))
 
 
@@ -267,7 +319,9 @@ class Mean(CacheLayer):
 
     def __init__(self, size, *, vllm_config, prefix):
         super().__init__(prefix)
-        self.spec = FullSpec(block_size=vllm_config.cache.block_size, num_kv_heads=1, head_size=size, dtype="float32")
+        self.spec = FullSpec(
+            block_size=vllm_config.cache.block_size, num_kv_heads=1, head_size=size, dtype="float32"
+        )
 
     def kv_cache_spec(self):
         return self.spec
@@ -280,7 +334,9 @@ class Mean(CacheLayer):
         pages[slots // size, slots % size] = torch.cat([x, x], -1)[stored]
         out = torch.zeros_like(x)
         bounds = batch.query_start.tolist()
-        for row, (start, end, length) in enumerate(zip(bounds, bounds[1:], batch.seq_lens.tolist(), strict=False)):
+        for row, (start, end, length) in enumerate(
+            zip(bounds, bounds[1:], batch.seq_lens.tolist(), strict=False)
+        ):
             places = torch.arange(length)
             seen = pages[batch.block_table[row][places // size].long(), places % size, : x.shape[1]]
             means = seen.cumsum(0) / (places + 1)[:, None]
@@ -291,7 +347,9 @@ class Mean(CacheLayer):
 class MeanForCausalLM(Model):
     def __init__(self, *, vllm_config, prefix=""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.embeddings = VocabParallelEmbedding(272, 32, vllm_config=vllm_config, prefix="embeddings")
+        self.embeddings = VocabParallelEmbedding(
+            272, 32, vllm_config=vllm_config, prefix="embeddings"
+        )
         self.mean = Mean(32, vllm_config=vllm_config, prefix="mean")
         self.lm_head = ParallelLMHead(272, 32, vllm_config=vllm_config, prefix="lm_head")
 
@@ -304,7 +362,8 @@ class MeanForCausalLM(Model):
 
 
 class TestPagedCacheLayer(ModelConformance):
-    """A layer that is no attention and keeps pages of every token: memory grows, and ranks and stages are compared."""
+    """A layer that is no attention and keeps pages of every token: memory grows, and ranks and
+    stages are compared."""
 
     plugins = [Registering("MeanForCausalLM", f"{__name__}:MeanForCausalLM")]
     pipeline_stages = 1
@@ -325,8 +384,14 @@ class TestPagedCacheLayer(ModelConformance):
 
 
 def test_the_plugin_is_what_registers_the_model():
-    models = [Subject(Path(), None, plugins=plugins).loaded.models for plugins in ((), (toolkit_lm_mamba,))]
-    assert ["MambaForCausalLM" in {entry.key for entry in one.entries()} for one in models] == [False, True]
+    models = [
+        Subject(Path(), None, plugins=plugins).loaded.models
+        for plugins in ((), (toolkit_lm_mamba,))
+    ]
+    assert ["MambaForCausalLM" in {entry.key for entry in one.entries()} for one in models] == [
+        False,
+        True,
+    ]
 
 
 # Linear methods
@@ -382,7 +447,9 @@ class Named(Quantization):
         *path, last = spec.prefix.split(".")
         parts = [".".join([*path, part]) for part in self.PACKED.get(last, (last,))]
         # A layer has as many parts as its name says.
-        assert len(parts) in (1, len(spec.outputs)), f"{spec.prefix} has {len(spec.outputs)} parts, not {len(parts)}"
+        assert len(parts) in (1, len(spec.outputs)), (
+            f"{spec.prefix} has {len(spec.outputs)} parts, not {len(parts)}"
+        )
         self.seen.append((spec.prefix, len(parts)))
         quantized = set(parts) & {*self.config["modules"]}
         assert len(quantized) in (0, len(parts)), f"{spec.prefix} is quantized in part"
@@ -390,14 +457,30 @@ class Named(Quantization):
 
 
 def test_layers_have_the_names_of_checkpoints():
-    names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp.gate"]
+    names = [
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+        "mlp.gate",
+    ]
     modules = [f"model.layers.0.{name}" for name in names]
-    kit = type("KitOf", (LinearMethodConformance,), {"quantization": Named, "quantization_config": {"modules": modules}})()
+    kit = type(
+        "KitOf",
+        (LinearMethodConformance,),
+        {"quantization": Named, "quantization_config": {"modules": modules}},
+    )()
     for layer in ("replicated", "column", "merged", "qkv", "row"):
         kit.test_it_leaves_no_layer_of_its_kinds(layer)
-    assert {("model.layers.0.self_attn.qkv_proj", 3), ("model.layers.0.mlp.gate_up_proj", 2)} < {*Named.seen}
+    assert {("model.layers.0.self_attn.qkv_proj", 3), ("model.layers.0.mlp.gate_up_proj", 2)} < {
+        *Named.seen
+    }
     own = {"row": "transformer.h.0.attn.c_proj"}
     kit = type(
-        "KitOf", (LinearMethodConformance,), {"quantization": Named, "quantization_config": {"modules": [own["row"]]}, "names": own}
+        "KitOf",
+        (LinearMethodConformance,),
+        {"quantization": Named, "quantization_config": {"modules": [own["row"]]}, "names": own},
     )()
     kit.test_it_leaves_no_layer_of_its_kinds("row")

@@ -11,17 +11,33 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "copied_faults.md"
 PEER = r"(vLLM|transformers|OpenAI|llama\.cpp|SGLang|TGI|Ollama|Anthropic|sentence-transformers)"
 FOLLOWS = re.compile(rf"\b([Aa]s|[Ll]ike|are) {PEER}\b")
-NAMES_ONLY = ("plugins/vllm_names/", "plugins/vendor_apis/", "plugins/devkit/", "contrib_models/transformers/")
+NAMES_ONLY = (
+    "plugins/vllm_names/",
+    "plugins/vendor_apis/",
+    "plugins/devkit/",
+    "contrib_models/transformers/",
+)
 """Distributions that have a peer's names and shapes, or run the peer itself."""
 SHAPES = {
     "core": "config/vllm.py renderer/answer.py",
-    "models": "toolkit_lm_audio/rules.py toolkit_lm_encdec/rules.py toolkit_lm_vision/qwen2_vl.py toolkit_lm_vision/qwen2_vl_rules.py "
+    "models": "toolkit_lm_audio/rules.py toolkit_lm_encdec/rules.py "
+    "toolkit_lm_vision/qwen2_vl.py toolkit_lm_vision/qwen2_vl_rules.py "
     "toolkit_lm_whisper/formats.py toolkit_lm_whisper/routes.py toolkit_lm_whisper/timestamps.py",
-    "plugins": "toolkit_lm_structured_output/params.py toolkit_lm_sentence_transformers/late_interaction.py",
-    "renderers": "audio_processor.py chat_template.py forms.py joining.py sampling.py tokens.py video_processor.py",
-    "server": "answer_parts.py app.py chat.py errors.py infill.py pooled.py protocol.py responses/__init__.py route.py tokens.py",
+    "plugins": (
+        "toolkit_lm_structured_output/params.py "
+        "toolkit_lm_sentence_transformers/late_interaction.py"
+    ),
+    "renderers": (
+        "audio_processor.py chat_template.py forms.py joining.py sampling.py tokens.py "
+        "video_processor.py"
+    ),
+    "server": (
+        "answer_parts.py app.py chat.py errors.py infill.py pooled.py protocol.py "
+        "responses/__init__.py route.py tokens.py"
+    ),
 }
-"""Files that take a peer's names or shapes of answers, or are compared with transformers in tests of their own."""
+"""Files that take a peer's names or shapes of answers, or are compared with transformers in tests
+of their own."""
 
 
 def rows() -> list[list[str]]:
@@ -30,7 +46,11 @@ def rows() -> list[list[str]]:
 
 
 def sources() -> list[Path]:
-    found = [path for place in ("core", "plugins/*", "contrib_*/*") for path in ROOT.glob(f"{place}/src/**/*.py")]
+    found = [
+        path
+        for place in ("core", "plugins/*", "contrib_*/*")
+        for path in ROOT.glob(f"{place}/src/**/*.py")
+    ]
     return [path for path in found if not path.relative_to(ROOT).as_posix().startswith(NAMES_ONLY)]
 
 
@@ -44,10 +64,15 @@ def test_a_row_names_code_and_a_test_that_are_there(row):
 
 
 def test_who_follows_a_peer_is_listed():
-    listed = [row[0].strip("`") for row in rows()] + [name for names in SHAPES.values() for name in names.split()]
+    listed = [row[0].strip("`") for row in rows()] + [
+        name for names in SHAPES.values() for name in names.split()
+    ]
     missing = [
         path.relative_to(ROOT).as_posix()
         for path in sources()
-        if FOLLOWS.search(path.read_text()) and not any(path.as_posix().endswith(f"/{name}") for name in listed)
+        if FOLLOWS.search(path.read_text())
+        and not any(path.as_posix().endswith(f"/{name}") for name in listed)
     ]
-    assert not missing, "look up what users of that peer report, and add a row to docs/copied_faults.md"
+    assert not missing, (
+        "look up what users of that peer report, and add a row to docs/copied_faults.md"
+    )

@@ -41,7 +41,8 @@ def engine_of(server: Server) -> psutil.Process:
 
 
 class Load:
-    """Clients that ask again and again. What they get is in `answers`: an HTTP status and an error's code."""
+    """Clients that ask again and again. What they get is in `answers`: an HTTP status and an
+    error's code."""
 
     def __init__(self, server: Server) -> None:
         self.answers: list[tuple[int, str | None]] = []
@@ -114,7 +115,12 @@ def test_a_kill_of_the_engine_at_any_moment_is_told_and_mended(serve):
             assert good(server, 3) == expected
     assert load.lost == []
     # A stream that has begun is 200.
-    assert set(load.answers) <= {(200, None), (200, "engine_dead"), (503, "engine_dead"), (503, "engine_restarting")}
+    assert set(load.answers) <= {
+        (200, None),
+        (200, "engine_dead"),
+        (503, "engine_dead"),
+        (503, "engine_restarting"),
+    }
     assert {"engine_dead", "engine_restarting"} <= {code for _, code in load.answers}
     wait_for(server.is_idle)
     assert [path.name for path in (server.folder / "tmp").iterdir()] == []
@@ -131,8 +137,14 @@ def test_sigterm_at_any_moment_ends_all_streams(serve, number):
         assert time.monotonic() - start < 8
     assert code == 0, log
     # The server answers whom it has heard; then nobody listens.
-    assert all("ConnectError" in one or "ReadError" in one or "without sending" in one for one in load.lost), load.lost
-    assert {code for _, code in load.answers[num_answers:]} <= {None, "engine_dead", "server_stopping"}
+    assert all(
+        "ConnectError" in one or "ReadError" in one or "without sending" in one for one in load.lost
+    ), load.lost
+    assert {code for _, code in load.answers[num_answers:]} <= {
+        None,
+        "engine_dead",
+        "server_stopping",
+    }
     wait_for(server.has_left_nothing, 5)
 
 
@@ -149,7 +161,10 @@ def test_a_stopped_engine_stalls_and_goes_on(serve):
         assert server.post(BODY).json()["error"]["code"] == "engine_stalled"
         engine.resume()
         wait_for(lambda: server.status("/health") == 200)
-        assert (asked.result().status_code, asked.result().json()["usage"]["completion_tokens"]) == (200, 400)
+        assert (
+            asked.result().status_code,
+            asked.result().json()["usage"]["completion_tokens"],
+        ) == (200, 400)
     assert good(server, 3) == expected
     engine.suspend()
     server.process.kill()
@@ -163,7 +178,10 @@ def test_deadlines_hold_while_the_engine_is_stopped(serve):
     engine = engine_of(server)
     long = {**BODY, "max_tokens": 450, "n": 8}
     with ThreadPoolExecutor() as pool:
-        asked = [pool.submit(server.post, {**long, **more}) for more in ({"timeout": 3}, {"timeout": 3, "stream": True}, {})]
+        asked = [
+            pool.submit(server.post, {**long, **more})
+            for more in ({"timeout": 3}, {"timeout": 3, "stream": True}, {})
+        ]
         wait_for(lambda: server.figures()["num_sequences_running"] == 24)
         engine.suspend()
         early = server.post({**BODY, "timeout": 0.1})
@@ -174,7 +192,10 @@ def test_deadlines_hold_while_the_engine_is_stopped(serve):
             assert one.result().text.count('"finish_reason":"timeout"') == 8
         assert not other.done()
         engine.resume()
-        assert (other.result().status_code, other.result().json()["usage"]["completion_tokens"]) == (200, 8 * 450)
+        assert (
+            other.result().status_code,
+            other.result().json()["usage"]["completion_tokens"],
+        ) == (200, 8 * 450)
     wait_for(server.is_idle)
     assert server.figures()['requests_aborted_total{reason="timeout"}'] == 3
     assert good(server, 3) == expected
@@ -185,11 +206,20 @@ WALL_CLOCKS = {"time", "time_ns", "now", "utcnow", "today", "fromtimestamp", "lo
 
 
 def test_only_what_people_read_is_told_by_the_wall_clock():
-    """A jump of the wall clock moves no deadline. Dates in answers, reports and templates, and the epoch of spans, are told by it."""
+    """A jump of the wall clock moves no deadline. Dates in answers, reports and templates, and the
+    epoch of spans, are told by it."""
     found = set()
-    for path in (path for pattern in ("core/src", "plugins/*/src", "contrib_*/*/src") for path in ROOT.glob(f"{pattern}/**/*.py")):
+    for path in (
+        path
+        for pattern in ("core/src", "plugins/*/src", "contrib_*/*/src")
+        for path in ROOT.glob(f"{pattern}/**/*.py")
+    ):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Attribute) and node.attr in WALL_CLOCKS and ast.unparse(node.value) in ("time", "datetime", "date"):
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr in WALL_CLOCKS
+                and ast.unparse(node.value) in ("time", "datetime", "date")
+            ):
                 found.add((path.name, ast.unparse(node)))
             elif isinstance(node, ast.ImportFrom) and node.module == "time":
                 found |= {(path.name, f"time.{name.name}") for name in node.names}
@@ -215,7 +245,11 @@ def test_only_what_people_read_is_told_by_the_wall_clock():
 @contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
     """Mounts a file system that holds ten files."""
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k,nr_inodes=11", "tmpfs", folder], capture_output=True, text=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k,nr_inodes=11", "tmpfs", folder],
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
         pytest.skip(f"cannot mount a small file system: {done.stderr}")
     try:
@@ -237,7 +271,9 @@ def test_a_restart_without_a_temporary_folder_is_told(serve):
     code, log = server.end()
     assert code == 1
     assert "the folder of the engine's socket cannot be made" in log.splitlines()[-1]
-    assert "No such file or directory" in log.splitlines()[-1] and "Set TMPDIR" in log.splitlines()[-1]
+    assert (
+        "No such file or directory" in log.splitlines()[-1] and "Set TMPDIR" in log.splitlines()[-1]
+    )
     wait_for(lambda: not server.pids(), 5)
 
 
@@ -321,8 +357,16 @@ def test_little_memory_of_the_engine_ends_the_start(serve):
 @pytest.mark.parametrize(
     "environ",
     [
-        {"HOME": "/proc/nowhere", "XDG_CACHE_HOME": "/proc/nowhere", "LC_ALL": "C", "LANG": "tr_TR.UTF-8"},
-        pytest.param({"LC_ALL": "tr_TR.UTF-8", "LANG": "tr_TR.UTF-8", "LANGUAGE": "tr"}, marks=pytest.mark.slow),
+        {
+            "HOME": "/proc/nowhere",
+            "XDG_CACHE_HOME": "/proc/nowhere",
+            "LC_ALL": "C",
+            "LANG": "tr_TR.UTF-8",
+        },
+        pytest.param(
+            {"LC_ALL": "tr_TR.UTF-8", "LANG": "tr_TR.UTF-8", "LANGUAGE": "tr"},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["no home and no locale", "Turkish"],
 )
@@ -338,7 +382,10 @@ def test_environments(serve, environ):
 
 
 def test_without_a_home():
-    code = "import os, sys; del os.environ['HOME']; from toolkit_lm_cli import run; sys.exit(run(['explain', 'tiny', '--json']))"
+    code = (
+        "import os, sys; del os.environ['HOME']; from toolkit_lm_cli import run; "
+        "sys.exit(run(['explain', 'tiny', '--json']))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["plugin"] == "decoder"
@@ -359,10 +406,17 @@ def test_another_user(serve):
     """It may read the code, and write nowhere but into a temporary folder."""
     if os.getuid() != 0:
         pytest.skip("only root can start processes of another user")
-    code = [Path(sys.executable).resolve(), Path(os.__file__), Path(psutil.__file__), Path(__file__)]
+    code = [
+        Path(sys.executable).resolve(),
+        Path(os.__file__),
+        Path(psutil.__file__),
+        Path(__file__),
+    ]
     if closed := [str(path) for path in code if not is_open_to_all(path)]:
         pytest.skip(f"other users cannot read {closed}")
-    server = serve(before=become_nobody, TMPDIR="/tmp", PYTHONPATH=os.environ.get("PYTHONPATH", ""), HOME="/").wait_ready()
+    server = serve(
+        before=become_nobody, TMPDIR="/tmp", PYTHONPATH=os.environ.get("PYTHONPATH", ""), HOME="/"
+    ).wait_ready()
     assert psutil.Process(server.process.pid).uids().real == engine_of(server).uids().real == 65534
     assert good(server, 3)
 
@@ -377,10 +431,21 @@ raise ImportError("this is not the module that was meant")
 def test_modules_of_the_working_folder_are_not_imported(serve, tmp_path):
     folder = tmp_path / "work"
     folder.mkdir()
-    for name in ("torch", "json", "numpy", "socket", "typing", "msgspec", "toolkit_lm", "sitecustomize"):
+    for name in (
+        "torch",
+        "json",
+        "numpy",
+        "socket",
+        "typing",
+        "msgspec",
+        "toolkit_lm",
+        "sitecustomize",
+    ):
         (folder / f"{name}.py").write_text(IMPORTED)
     program = [Path(sys.executable).with_name("toolkit")]
-    done = subprocess.run([sys.executable, *program, "--help"], cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *program, "--help"], cwd=folder, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert good(serve(program=program, cwd=folder).wait_ready(), 3)
     assert not (folder / "imported").exists()

@@ -23,8 +23,26 @@ from toolkit_lm.params import RequestOutputKind
 from toolkit_lm.plugin import hookimpl
 
 # It holds a request of max_model_len, and not all that run. Prompts are computed in chunks.
-PLUGINS = ["tiny", "decoder", "loaders", "sdpa", "cpu", "renderer_hf", "sampling_extra", "structured_output", "llguidance", "data_parallel"]
-TIGHT = {"model": "tiny", "max_model_len": 128, "num_kv_blocks": 20, "max_num_seqs": 8, "max_num_batched_tokens": 24, "plugins": PLUGINS}
+PLUGINS = [
+    "tiny",
+    "decoder",
+    "loaders",
+    "sdpa",
+    "cpu",
+    "renderer_hf",
+    "sampling_extra",
+    "structured_output",
+    "llguidance",
+    "data_parallel",
+]
+TIGHT = {
+    "model": "tiny",
+    "max_model_len": 128,
+    "num_kv_blocks": 20,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 24,
+    "plugins": PLUGINS,
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 KINDS = {
     "greedy": GREEDY,
@@ -34,10 +52,23 @@ KINDS = {
     "beams": SamplingParams(n=2, use_beam_search=True, beam_width=3, max_tokens=8),
     "prompt": SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=1, ignore_eos=True),
     "penalties": SamplingParams(
-        temperature=0.8, seed=1, max_tokens=24, min_tokens=8, presence_penalty=1.0, repetition_penalty=1.2, stop=["e ", "a"]
+        temperature=0.8,
+        seed=1,
+        max_tokens=24,
+        min_tokens=8,
+        presence_penalty=1.0,
+        repetition_penalty=1.2,
+        stop=["e ", "a"],
     ),
-    "grammar": SamplingParams(temperature=1.0, seed=2, max_tokens=24, structured_outputs={"regex": "[a-z]{3} [0-9]{6,9} [a-z]{4}"}),
-    "mirostat": SamplingParams(temperature=1.0, seed=4, max_tokens=20, ignore_eos=True, extra_args={"mirostat_tau": 3.0}),
+    "grammar": SamplingParams(
+        temperature=1.0,
+        seed=2,
+        max_tokens=24,
+        structured_outputs={"regex": "[a-z]{3} [0-9]{6,9} [a-z]{4}"},
+    ),
+    "mirostat": SamplingParams(
+        temperature=1.0, seed=4, max_tokens=20, ignore_eos=True, extra_args={"mirostat_tau": 3.0}
+    ),
 }
 """All ways in which a request could go on otherwise than it began."""
 
@@ -56,7 +87,9 @@ def said(output: RequestOutput) -> list[Any]:
     """What one engine and several must agree on."""
     assert output.error is None
     known = [(c.index, c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in output.outputs]
-    logprobs = [[list(entry) for entry in c.logprobs] if c.logprobs else None for c in output.outputs]
+    logprobs = [
+        [list(entry) for entry in c.logprobs] if c.logprobs else None for c in output.outputs
+    ]
     of_prompt = [entry and list(entry) for entry in output.prompt_logprobs or ()]
     return [known, logprobs, of_prompt]
 
@@ -68,10 +101,17 @@ def joined(outputs: list[RequestOutput]) -> RequestOutput:
         for one in output.outputs:
             if (known := whole.get(one.index)) is not None:
                 logprobs = [*(known.logprobs or ()), *(one.logprobs or ())]
-                one = replace(one, text=known.text + one.text, token_ids=known.token_ids + one.token_ids, logprobs=logprobs or None)
+                one = replace(
+                    one,
+                    text=known.text + one.text,
+                    token_ids=known.token_ids + one.token_ids,
+                    logprobs=logprobs or None,
+                )
             whole[one.index] = one
     of_prompt = next((output.prompt_logprobs for output in outputs if output.prompt_logprobs), None)
-    return replace(outputs[-1], outputs=[whole[index] for index in sorted(whole)], prompt_logprobs=of_prompt)
+    return replace(
+        outputs[-1], outputs=[whole[index] for index in sorted(whole)], prompt_logprobs=of_prompt
+    )
 
 
 class Watch:
@@ -119,7 +159,9 @@ def test_two_engines_give_what_one_gives(alone, two, watch, kind):
         two.engine.advance(0.1)
     assert watch.kinds()["finished"] == watch.kinds()["queued"] == 24
     assert (
-        [state.num_requests for state in two.engine.client.engines] == [state.num_tokens for state in two.engine.client.engines] == [0, 0]
+        [state.num_requests for state in two.engine.client.engines]
+        == [state.num_tokens for state in two.engine.client.engines]
+        == [0, 0]
     )
 
 
@@ -144,14 +186,19 @@ def test_a_wrong_request_is_one_engines_and_no_others(two):
     assert len(two.generate("Once", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 12
 
 
-async def everything(llm: AsyncLLM, count: int, kinds: list[str], num_done: list[int] | None = None) -> list[list[Any]]:
-    """What comes of so many requests, of all kinds. `num_done`: how many have ended, and tokens that have come."""
+async def everything(
+    llm: AsyncLLM, count: int, kinds: list[str], num_done: list[int] | None = None
+) -> list[list[Any]]:
+    """What comes of so many requests, of all kinds. `num_done`: how many have ended, and tokens
+    that have come."""
 
     async def ask(number: int, prompt: str) -> list[Any]:
         outputs = []
         # Every other one as the server's streams do.
         how = {"output_kind": RequestOutputKind.DELTA} if number % 2 else {}
-        async for output in llm.generate(prompt, KINDS[kinds[number % len(kinds)]].replace(**how), request_id=f"r{number}"):
+        async for output in llm.generate(
+            prompt, KINDS[kinds[number % len(kinds)]].replace(**how), request_id=f"r{number}"
+        ):
             if num_done is not None:
                 num_done[1] += 1
             outputs.append(output)
@@ -159,7 +206,9 @@ async def everything(llm: AsyncLLM, count: int, kinds: list[str], num_done: list
             num_done[0] += 1
         return said(joined(outputs) if how else outputs[-1])
 
-    return await asyncio.gather(*(ask(number, prompt) for number, prompt in enumerate(prompts(count))))
+    return await asyncio.gather(
+        *(ask(number, prompt) for number, prompt in enumerate(prompts(count)))
+    )
 
 
 def run(body) -> Any:
@@ -175,8 +224,14 @@ def expected(alone):
     """What the lone engine says, of the kinds in turns."""
     kinds = list(KINDS)
     given = prompts(len(kinds) * 6)
-    by_kind = {kind: alone.generate(given[index :: len(kinds)], KINDS[kind], use_tqdm=False) for index, kind in enumerate(kinds)}
-    return [said(by_kind[kinds[number % len(kinds)]][number // len(kinds)]) for number in range(len(given))]
+    by_kind = {
+        kind: alone.generate(given[index :: len(kinds)], KINDS[kind], use_tqdm=False)
+        for index, kind in enumerate(kinds)
+    }
+    return [
+        said(by_kind[kinds[number % len(kinds)]][number // len(kinds)])
+        for number in range(len(given))
+    ]
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
@@ -184,7 +239,9 @@ def test_nobody_hears_of_an_engine_that_dies(expected, restarts):
     watch = Watch()
 
     async def body():
-        async with AsyncLLM(VllmConfig.make(**TIGHT, data_parallel_size=2, restart_engine=restarts), plugins=[watch]) as llm:
+        async with AsyncLLM(
+            VllmConfig.make(**TIGHT, data_parallel_size=2, restart_engine=restarts), plugins=[watch]
+        ) as llm:
             num_done = [0, 0]
             asked = asyncio.create_task(everything(llm, len(expected), list(KINDS), num_done))
             while num_done[1] < 60:
@@ -205,9 +262,18 @@ def test_nobody_hears_of_an_engine_that_dies(expected, restarts):
 
     run(body())
     done = len(expected) * (1 + restarts)
-    assert watch.kinds()["finished"] == watch.kinds()["first_token"] == watch.kinds()["scheduled"] == done
+    assert (
+        watch.kinds()["finished"]
+        == watch.kinds()["first_token"]
+        == watch.kinds()["scheduled"]
+        == done
+    )
     loads = [event for event in watch.events if isinstance(event, LoadEvent)]
-    assert {(one.num_running, one.num_waiting) for engine in (0, 1) for one in [e for e in loads if e.engine == engine][-1:]} == {(0, 0)}
+    assert {
+        (one.num_running, one.num_waiting)
+        for engine in (0, 1)
+        for one in [e for e in loads if e.engine == engine][-1:]
+    } == {(0, 0)}
 
 
 @pytest.mark.slow
@@ -218,12 +284,16 @@ def test_five_hundred_requests_and_a_kill(alone):
     lone = [None] * 500
     for index, kind in enumerate(kinds):
         for number, output in zip(
-            range(index, 500, len(kinds)), alone.generate(given[index :: len(kinds)], KINDS[kind], use_tqdm=False), strict=True
+            range(index, 500, len(kinds)),
+            alone.generate(given[index :: len(kinds)], KINDS[kind], use_tqdm=False),
+            strict=True,
         ):
             lone[number] = said(output)
 
     async def body():
-        async with AsyncLLM(VllmConfig.make(**TIGHT, data_parallel_size=2, restart_engine=1)) as llm:
+        async with AsyncLLM(
+            VllmConfig.make(**TIGHT, data_parallel_size=2, restart_engine=1)
+        ) as llm:
             num_done = [0, 0]
             asked = asyncio.create_task(everything(llm, 500, kinds, num_done))
             while num_done[0] < 200:
@@ -236,7 +306,9 @@ def test_five_hundred_requests_and_a_kill(alone):
 
 def test_when_all_have_died_their_requests_wait_for_the_next(expected):
     async def body():
-        async with AsyncLLM(VllmConfig.make(**TIGHT, data_parallel_size=2, restart_engine=1)) as llm:
+        async with AsyncLLM(
+            VllmConfig.make(**TIGHT, data_parallel_size=2, restart_engine=1)
+        ) as llm:
             num_done = [0, 0]
             asked = asyncio.create_task(everything(llm, len(expected), list(KINDS), num_done))
             while num_done[1] < 60:
@@ -254,12 +326,18 @@ def test_when_all_have_died_their_requests_wait_for_the_next(expected):
 def test_when_none_is_left_requests_fail_with_the_cause():
     async def body():
         async with AsyncLLM(VllmConfig.make(**TIGHT, data_parallel_size=2)) as llm:
-            asked = asyncio.gather(*(last(llm, f"Once {i}", GREEDY.replace(max_tokens=100)) for i in range(8)))
+            asked = asyncio.gather(
+                *(last(llm, f"Once {i}", GREEDY.replace(max_tokens=100)) for i in range(8))
+            )
             while sum(one.num_requests for one in llm.engines) < 8:
                 await asyncio.sleep(0.01)
             kill(llm, 0)
             kill(llm, 1)
-            with pytest.raises(EngineDeadError, match=r"all 2 engines have died, the last of this: engine [01] of 2: .* killed by SIGKILL"):
+            with pytest.raises(
+                EngineDeadError,
+                match=r"all 2 engines have died, the last of this: engine [01] of 2: .* killed "
+                r"by SIGKILL",
+            ):
                 await asked
             assert llm.health().status == "dead"
             assert {one.status for one in llm.engines} == {"dead"}
@@ -271,9 +349,17 @@ def test_a_request_under_which_too_many_die_fails_alone():
     """It may be what they die of."""
 
     async def body():
-        options = {**TIGHT, "data_parallel_size": 2, "restart_engine": 5, "plugin_option": {"data_parallel": {"max_moves": 0}}}
+        options = {
+            **TIGHT,
+            "data_parallel_size": 2,
+            "restart_engine": 5,
+            "plugin_option": {"data_parallel": {"max_moves": 0}},
+        }
         async with AsyncLLM(VllmConfig.make(**options)) as llm:
-            asked = [asyncio.create_task(last(llm, f"Once {i}", GREEDY.replace(max_tokens=100))) for i in range(2)]
+            asked = [
+                asyncio.create_task(last(llm, f"Once {i}", GREEDY.replace(max_tokens=100)))
+                for i in range(2)
+            ]
             while sum(one.num_requests for one in llm.engines) < 2:
                 await asyncio.sleep(0.01)
             assert [one.num_requests for one in llm.engines] == [1, 1]
@@ -282,7 +368,8 @@ def test_a_request_under_which_too_many_die_fails_alone():
             assert sorted(one.outputs[0].finish_reason for one in ended) == ["error", "length"]
             [error] = [one.error for one in ended if one.error]
             assert error.startswith(
-                "1 engines have died under the request (the most is data_parallel.max_moves, 0). The last: engine 0 of 2"
+                "1 engines have died under the request (the most is data_parallel.max_moves, 0). "
+                "The last: engine 0 of 2"
             )
 
     run(body())
@@ -301,7 +388,10 @@ def test_aborted_requests_and_stop_texts_leave_nothing_behind(alone):
 
     async def body():
         async with AsyncLLM(VllmConfig.make(**TIGHT, data_parallel_size=2)) as llm:
-            tasks = [asyncio.create_task(last(llm, f"Once {i}", GREEDY.replace(max_tokens=100, n=2))) for i in range(6)]
+            tasks = [
+                asyncio.create_task(last(llm, f"Once {i}", GREEDY.replace(max_tokens=100, n=2)))
+                for i in range(6)
+            ]
             await asyncio.sleep(0.2)
             for task in tasks:
                 task.cancel()
@@ -314,7 +404,11 @@ def test_aborted_requests_and_stop_texts_leave_nothing_behind(alone):
 
 
 @pytest.mark.parametrize(
-    "options, error", [({"engine_process": False}, "engine_process is False"), ({"device": "cuda:1"}, "is one device")]
+    "options, error",
+    [
+        ({"engine_process": False}, "engine_process is False"),
+        ({"device": "cuda:1"}, "is one device"),
+    ],
 )
 def test_what_cannot_be_is_refused(options, error):
     with pytest.raises(ConfigError, match=error):
@@ -323,7 +417,9 @@ def test_what_cannot_be_is_refused(options, error):
 
 def test_an_engine_that_does_not_start_is_named():
     start = time.monotonic()
-    with pytest.raises(ToolkitError, match=r"^engine [01] of 2: the KV cache cannot hold one sequence"):
+    with pytest.raises(
+        ToolkitError, match=r"^engine [01] of 2: the KV cache cannot hold one sequence"
+    ):
         LLM(**{**TIGHT, "num_kv_blocks": 2}, data_parallel_size=2)
     assert time.monotonic() - start < 60
 

@@ -1,4 +1,5 @@
-"""Several engines, one of which dies, with all kinds of models: what they give is what one gives."""
+"""Several engines, one of which dies, with all kinds of models: what they give is what one
+gives."""
 
 from __future__ import annotations
 
@@ -17,7 +18,12 @@ from toolkit_lm import LLM, SamplingParams, VllmConfig
 from toolkit_lm.frontend.llm_engine import LLMEngine
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm_devkit import make_checkpoint, randomize
-from transformers import BartConfig, BartForConditionalGeneration, StableLmConfig, StableLmForCausalLM
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    StableLmConfig,
+    StableLmForCausalLM,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "contrib_models" / "vision" / "tests"))
 FAMILIES = ["vision", "encdec", "decoder", "moe", "transformers", "tiny"]
@@ -34,19 +40,44 @@ def vision(tmp_path_factory) -> tuple[dict[str, Any], list[Any]]:
     folder = checkpoints.make_subject(tmp_path_factory.mktemp("vision"), "llava").folder
     pictures = checkpoints.drawings(5)
     prompts = [
-        {"prompt": "<image>" * len(its) + "What?", **({"multi_modal_data": {"image": [pictures[i] for i in its]}} if its else {})}
+        {
+            "prompt": "<image>" * len(its) + "What?",
+            **({"multi_modal_data": {"image": [pictures[i] for i in its]}} if its else {}),
+        }
         for its in PICTURES
     ]
     # Room for two pictures: others are encoded anew.
-    options = {"model": str(folder), "max_model_len": 192, "num_kv_blocks": 60, "encoder_cache_memory": "8KiB"}
+    options = {
+        "model": str(folder),
+        "max_model_len": 192,
+        "num_kv_blocks": 60,
+        "encoder_cache_memory": "8KiB",
+    }
     return options, prompts
 
 
 @pytest.fixture(scope="module")
 def encoder_decoder(tmp_path_factory) -> tuple[dict[str, Any], list[Any]]:
-    size = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_layers": 2, "decoder_layers": 2}
-    size |= {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64, "vocab_size": 272, "d_model": 32}
-    tokens = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "decoder_start_token_id": 1, "forced_eos_token_id": None}
+    size = {
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+    }
+    size |= {
+        "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64,
+        "max_position_embeddings": 64,
+        "vocab_size": 272,
+        "d_model": 32,
+    }
+    tokens = {
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "decoder_start_token_id": 1,
+        "forced_eos_token_id": None,
+    }
     model = BartForConditionalGeneration(BartConfig(**size, **tokens)).eval()
     randomize(model)
     folder = make_checkpoint(tmp_path_factory.mktemp("bart"), model)
@@ -55,12 +86,26 @@ def encoder_decoder(tmp_path_factory) -> tuple[dict[str, Any], list[Any]]:
     ]
 
 
-def cut_and_swapped(folder: Path, model: Any, num_kv_blocks: int) -> tuple[dict[str, Any], list[Any]]:
+def cut_and_swapped(
+    folder: Path, model: Any, num_kv_blocks: int
+) -> tuple[dict[str, Any], list[Any]]:
     """Prompts in chunks, and requests that make room for each other."""
     randomize(model.eval())
-    tight = {"block_size": 4, "num_kv_blocks": num_kv_blocks, "max_num_batched_tokens": 24, "preemption_mode": "swap"}
-    prompts = [{"prompt_token_ids": [(i + 3) * k % 250 + 5 for k in range(1, 4 + 5 * i)]} for i in range(8)]
-    return {"model": str(make_checkpoint(folder, model)), "max_model_len": 64, "swap_memory": "4MiB", **tight}, prompts
+    tight = {
+        "block_size": 4,
+        "num_kv_blocks": num_kv_blocks,
+        "max_num_batched_tokens": 24,
+        "preemption_mode": "swap",
+    }
+    prompts = [
+        {"prompt_token_ids": [(i + 3) * k % 250 + 5 for k in range(1, 4 + 5 * i)]} for i in range(8)
+    ]
+    return {
+        "model": str(make_checkpoint(folder, model)),
+        "max_model_len": 64,
+        "swap_memory": "4MiB",
+        **tight,
+    }, prompts
 
 
 @pytest.fixture(scope="module")
@@ -72,23 +117,38 @@ def windows(tmp_path_factory) -> tuple[dict[str, Any], list[Any]]:
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory) -> tuple[dict[str, Any], list[Any]]:
-    return cut_and_swapped(tmp_path_factory.mktemp("mixtral"), moe_families.make("mixtral", "2 of 4"), 24)
+    return cut_and_swapped(
+        tmp_path_factory.mktemp("mixtral"), moe_families.make("mixtral", "2 of 4"), 24
+    )
 
 
 @pytest.fixture(scope="module")
 def fallback(tmp_path_factory) -> tuple[dict[str, Any], list[Any]]:
     """A family that transformers computes."""
-    fields = {**decoder_families.LLAMA_LIKE, "vocab_size": 272, "eos_token_id": 1, "bos_token_id": 0, "dtype": "float32"}
-    options, prompts = cut_and_swapped(tmp_path_factory.mktemp("stablelm"), StableLmForCausalLM(StableLmConfig(**fields)), 24)
+    fields = {
+        **decoder_families.LLAMA_LIKE,
+        "vocab_size": 272,
+        "eos_token_id": 1,
+        "bos_token_id": 0,
+        "dtype": "float32",
+    }
+    options, prompts = cut_and_swapped(
+        tmp_path_factory.mktemp("stablelm"), StableLmForCausalLM(StableLmConfig(**fields)), 24
+    )
     return {**options, "model_impl": "transformers"}, prompts
 
 
-def run(engine: LLMEngine, prompts: list[Any], params: Any, kill: int | None = None) -> dict[str, Any]:
-    """By request, what it gave. `kill`: the engine that dies once there is a first output, or, of what is pooled, before."""
+def run(
+    engine: LLMEngine, prompts: list[Any], params: Any, kill: int | None = None
+) -> dict[str, Any]:
+    """By request, what it gave. `kill`: the engine that dies once there is a first output, or, of
+    what is pooled, before."""
     pools = isinstance(params, PoolingParams)
     prepare = engine.processor
     made = (
-        prepare.prepare_pooling_batch(list(map(str, range(len(prompts)))), prompts, [params] * len(prompts))
+        prepare.prepare_pooling_batch(
+            list(map(str, range(len(prompts)))), prompts, [params] * len(prompts)
+        )
         if pools
         else [prepare.prepare(str(i), prompt, params) for i, prompt in enumerate(prompts)]
     )
@@ -108,7 +168,9 @@ def run(engine: LLMEngine, prompts: list[Any], params: Any, kill: int | None = N
     return {name: [(c.token_ids, c.text) for c in one.outputs] for name, one in found.items()}
 
 
-SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("windows", "mixture", "fallback")]
+SLOW = [
+    pytest.param(family, marks=pytest.mark.slow) for family in ("windows", "mixture", "fallback")
+]
 
 
 @pytest.mark.parametrize("family", ["vision", "encoder_decoder", *SLOW])
@@ -126,11 +188,20 @@ def test_what_generates(request, family):
 
 @pytest.mark.parametrize("memory", ["0", "12KiB", "1GiB"])
 def test_media_that_comes_again(vision, memory):
-    """With room for none of the pictures, for one, and for all: in the front, and in each engine."""
+    """With room for none of the pictures, for one, and for all: in the front, and in each
+    engine."""
     options, prompts = vision
     with LLMEngine(VllmConfig.make(**OPTIONS, **options)) as lone:
         expected = run(lone, prompts, PARAMS)
-    with LLMEngine(VllmConfig.make(**OPTIONS, **options, data_parallel_size=2, feature_cache_memory=memory, restart_engine=1)) as engine:
+    with LLMEngine(
+        VllmConfig.make(
+            **OPTIONS,
+            **options,
+            data_parallel_size=2,
+            feature_cache_memory=memory,
+            restart_engine=1,
+        )
+    ) as engine:
         client = engine.client
         for kill in (None, 1, None):
             assert run(engine, prompts, PARAMS, kill) == expected
@@ -152,7 +223,9 @@ def test_media_that_an_engine_has_lost_is_sent_again(vision, monkeypatch):
         first.features, second.features = second.features, first.features
         engine.client._engines[0].num_tokens += 10**6
         again, send_again = [], engine.client._send_again
-        monkeypatch.setattr(engine.client, "_send_again", lambda *its: (again.append(its), send_again(*its)))
+        monkeypatch.setattr(
+            engine.client, "_send_again", lambda *its: (again.append(its), send_again(*its))
+        )
         assert [run(engine, [one], PARAMS) for one in prompts] == expected
         assert again
 
@@ -169,5 +242,7 @@ def test_what_is_pooled():
     with LLM(config=VllmConfig.make(**options, data_parallel_size=2)) as llm:
         outputs = llm.embed(prompts, use_tqdm=False)
     assert torch.allclose(
-        torch.tensor([one.outputs.embedding for one in outputs]), torch.tensor([expected[str(i)] for i in range(24)]), atol=0
+        torch.tensor([one.outputs.embedding for one in outputs]),
+        torch.tensor([expected[str(i)] for i in range(24)]),
+        atol=0,
     )

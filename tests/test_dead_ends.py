@@ -1,4 +1,5 @@
-"""Of a schema that is accepted a document can be finished, whatever compiles it: a dead end is refused with its place."""
+"""Of a schema that is accepted a document can be finished, whatever compiles it: a dead end is
+refused with its place."""
 
 from __future__ import annotations
 
@@ -20,15 +21,27 @@ from toolkit_lm_xgrammar.compiler import XGrammarCompiler
 from toolkit_lm_xgrammar.reader import XGrammarReader
 
 EOS = 3
-SOURCE = Source(str(Path(toolkit_lm_tiny.__file__).parent / "checkpoint" / "tokenizer.json"), (EOS,), 1536)
+SOURCE = Source(
+    str(Path(toolkit_lm_tiny.__file__).parent / "checkpoint" / "tokenizer.json"), (EOS,), 1536
+)
 
 
 def inside(schema):
     """The schema of an object that must have such a part."""
-    return {"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": {"a": schema},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
 
 
-REST = {"type": "object", "properties": {"next": {"$ref": "#/$defs/rest"}}, "required": ["next"], "additionalProperties": False}
+REST = {
+    "type": "object",
+    "properties": {"next": {"$ref": "#/$defs/rest"}},
+    "required": ["next"],
+    "additionalProperties": False,
+}
 DEAD_ENDS = {
     "minimum": {"type": "integer", "minimum": 5, "maximum": 3},
     "maximum": {"type": "number", "minimum": 0.5, "maximum": 0.25},
@@ -40,20 +53,49 @@ DEAD_ENDS = {
     "pattern": {"type": "string", "pattern": "^abc$", "maxLength": 2},
     "format": {"type": "string", "format": "date", "maxLength": 3},
     "minItems": {"type": "array", "minItems": 3, "maxItems": 2},
-    "maxItems": {"type": "array", "prefixItems": [{"type": "null"}] * 2, "minItems": 2, "maxItems": 1},
-    "items": {"type": "array", "items": {"type": "integer", "minimum": 2, "maximum": 1}, "minItems": 1},
+    "maxItems": {
+        "type": "array",
+        "prefixItems": [{"type": "null"}] * 2,
+        "minItems": 2,
+        "maxItems": 1,
+    },
+    "items": {
+        "type": "array",
+        "items": {"type": "integer", "minimum": 2, "maximum": 1},
+        "minItems": 1,
+    },
     "prefixItems": {"type": "array", "prefixItems": [{"type": "null"}, False], "minItems": 2},
-    "minProperties": {"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": False, "minProperties": 2},
-    "maxProperties": {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a", "b"], "maxProperties": 1},
-    "required": {"type": "object", "properties": {}, "required": ["a"], "additionalProperties": False},
+    "minProperties": {
+        "type": "object",
+        "properties": {"a": {"type": "null"}},
+        "additionalProperties": False,
+        "minProperties": 2,
+    },
+    "maxProperties": {
+        "type": "object",
+        "properties": {"a": {}, "b": {}},
+        "required": ["a", "b"],
+        "maxProperties": 1,
+    },
+    "required": {
+        "type": "object",
+        "properties": {},
+        "required": ["a"],
+        "additionalProperties": False,
+    },
     "properties": inside({"type": "string", "enum": [1]}),
-    "patternProperties": {**inside({"type": "integer"}), "patternProperties": {"^a": {"type": "string"}}},
+    "patternProperties": {
+        **inside({"type": "integer"}),
+        "patternProperties": {"^a": {"type": "string"}},
+    },
     "additionalProperties": {"type": "object", "required": ["a"], "additionalProperties": False},
     "enum": {"type": "integer", "enum": ["a", None]},
     "const": {"type": "string", "const": 1},
     "type": {"type": []},
     "allOf": {"allOf": [{"type": "string"}, {"type": "integer"}]},
-    "anyOf": {"anyOf": [{"type": "string", "enum": [1]}, {"type": "integer", "minimum": 1, "maximum": 0}]},
+    "anyOf": {
+        "anyOf": [{"type": "string", "enum": [1]}, {"type": "integer", "minimum": 1, "maximum": 0}]
+    },
     "oneOf": {"oneOf": [{"type": "string", "enum": [1]}]},
     "$ref": {"$ref": "#/$defs/rest", "$defs": {"rest": REST}},
     "not": {"not": {}},
@@ -61,7 +103,15 @@ DEAD_ENDS = {
 """A dead end by each keyword."""
 HARMLESS = {"$schema", "$id", "description", "title", "default", "examples"}
 REFUSED = {
-    *("contains", "dependentRequired", "dependentSchemas", "if", "propertyNames", "unevaluatedItems", "unevaluatedProperties"),
+    *(
+        "contains",
+        "dependentRequired",
+        "dependentSchemas",
+        "if",
+        "propertyNames",
+        "unevaluatedItems",
+        "unevaluatedProperties",
+    ),
     *("uniqueItems", "$dynamicRef"),
 }
 """Keywords that no backend takes, so that they lead nowhere."""
@@ -80,7 +130,10 @@ def read_xgrammar(schema):
 @pytest.fixture(scope="module", params=["llguidance", "xgrammar"])
 def backend(request):
     """Why a schema is refused, "" where it is not; and documents of one that is not."""
-    compiler, read = {"llguidance": (LLGuidanceCompiler, read_llguidance), "xgrammar": (XGrammarCompiler, read_xgrammar)}[request.param]
+    compiler, read = {
+        "llguidance": (LLGuidanceCompiler, read_llguidance),
+        "xgrammar": (XGrammarCompiler, read_xgrammar),
+    }[request.param]
     made = compiler(SOURCE)
 
     def refused(schema):
@@ -91,10 +144,16 @@ def backend(request):
 
     def walks(schema):
         for seed in range(4):
-            matcher, mask, generator = made.compile(read(schema)[0]), np.zeros(-(-made.size // 32), np.int32), random.Random(seed)
+            matcher, mask, generator = (
+                made.compile(read(schema)[0]),
+                np.zeros(-(-made.size // 32), np.int32),
+                random.Random(seed),
+            )
             for _ in range(200):
                 matcher.fill(mask)
-                allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), count=made.size, bitorder="little")).tolist()
+                allowed = np.flatnonzero(
+                    np.unpackbits(mask.view(np.uint8), count=made.size, bitorder="little")
+                ).tolist()
                 if EOS in allowed or not allowed:
                     break
                 matcher.consume(generator.choice(allowed))
@@ -110,9 +169,11 @@ def test_each_keyword_has_a_dead_end():
 
 @pytest.mark.parametrize("keyword", sorted(REFUSED - {"$dynamicRef"}))
 def test_keywords_that_no_backend_takes_are_refused(backend, keyword):
-    value = {"dependentRequired": {"a": ["b"]}, "dependentSchemas": {"a": {"maxProperties": 1}}, "uniqueItems": True}.get(
-        keyword, {"type": "null"}
-    )
+    value = {
+        "dependentRequired": {"a": ["b"]},
+        "dependentSchemas": {"a": {"maxProperties": 1}},
+        "uniqueItems": True,
+    }.get(keyword, {"type": "null"})
     value = False if keyword.startswith("unevaluated") else value
     kind = "array" if "tems" in keyword or keyword == "contains" else "object"
     assert backend[1]({"type": kind, keyword: value}), keyword
@@ -121,7 +182,10 @@ def test_keywords_that_no_backend_takes_are_refused(backend, keyword):
 @pytest.mark.parametrize("keyword", DEAD_ENDS)
 def test_a_dead_end_is_refused_with_its_place(backend, keyword):
     name, refused, _ = backend
-    for schema in (DEAD_ENDS[keyword], inside({k: v for k, v in DEAD_ENDS[keyword].items() if k != "$defs"})):
+    for schema in (
+        DEAD_ENDS[keyword],
+        inside({k: v for k, v in DEAD_ENDS[keyword].items() if k != "$defs"}),
+    ):
         schema = {**schema, "$defs": {"rest": REST}} if "$ref" in json.dumps(schema) else schema
         reason = refused(schema)
         assert reason, (keyword, schema)
@@ -129,8 +193,15 @@ def test_a_dead_end_is_refused_with_its_place(backend, keyword):
 
 
 GOOD = {
-    "optional": {"type": "object", "properties": {"a": {"type": "null"}, "b": False}, "additionalProperties": False},
-    "nullable": {"$ref": "#/$defs/n", "$defs": {"n": {"anyOf": [inside({"$ref": "#/$defs/n"}), {"type": "null"}]}}},
+    "optional": {
+        "type": "object",
+        "properties": {"a": {"type": "null"}, "b": False},
+        "additionalProperties": False,
+    },
+    "nullable": {
+        "$ref": "#/$defs/n",
+        "$defs": {"n": {"anyOf": [inside({"$ref": "#/$defs/n"}), {"type": "null"}]}},
+    },
     "bounds": {"type": "integer", "minimum": 3, "maximum": 3},
     "one of": {"anyOf": [{"type": "string", "enum": [1]}, {"type": "null"}]},
 }

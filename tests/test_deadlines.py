@@ -1,4 +1,5 @@
-"""Deadlines: a request ends with "timeout" wherever it is, keeps what it has, and gives back what it holds."""
+"""Deadlines: a request ends with "timeout" wherever it is, keeps what it has, and gives back what
+it holds."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 
 @pytest.fixture(params=[False, True], ids=["plain", "overlap"])
 def llm(request, make_llama, watch):
-    options = {"num_kv_blocks": 64, "block_size": 4, "max_model_len": 64, "max_num_seqs": 1, "overlap": request.param}
+    options = {
+        "num_kv_blocks": 64,
+        "block_size": 4,
+        "max_model_len": 64,
+        "max_num_seqs": 1,
+        "overlap": request.param,
+    }
     with LLM(str(make_llama("engine")[0]), plugins=[watch], **options) as llm:
         yield llm
 
@@ -23,7 +30,10 @@ def finish_all(llm: LLM) -> dict[str, tuple[str | None, list[int]]]:
     while llm.engine.has_unfinished_requests():
         for output in llm.engine.step():
             if output.finished:
-                done[output.request_id] = (output.outputs[0].finish_reason, output.outputs[0].token_ids)
+                done[output.request_id] = (
+                    output.outputs[0].finish_reason,
+                    output.outputs[0].token_ids,
+                )
     return done
 
 

@@ -1,4 +1,5 @@
-"""The files in deploy/: linters and schemas of those who read them, and options and routes that exist."""
+"""The files in deploy/: linters and schemas of those who read them, and options and routes that
+exist."""
 
 from __future__ import annotations
 
@@ -34,21 +35,34 @@ def documents() -> list[dict]:
 
 
 def pods() -> dict[str, dict]:
-    return {one["metadata"]["name"]: one["spec"]["template"]["spec"] for one in documents() if "template" in one.get("spec", {})}
+    return {
+        one["metadata"]["name"]: one["spec"]["template"]["spec"]
+        for one in documents()
+        if "template" in one.get("spec", {})
+    }
 
 
 def test_the_dockerfile_passes_its_linter():
-    found = tool(Path(sys.executable).with_name("hadolint"), "--failure-threshold", "style", DEPLOY / "Dockerfile")
+    found = tool(
+        Path(sys.executable).with_name("hadolint"),
+        "--failure-threshold",
+        "style",
+        DEPLOY / "Dockerfile",
+    )
     assert (found.returncode, found.stdout) == (0, "")
 
 
 def test_the_yaml_passes_its_linter():
-    found = tool(sys.executable, "-m", "yamllint", "--strict", "-c", DEPLOY / ".yamllint.yaml", DEPLOY)
+    found = tool(
+        sys.executable, "-m", "yamllint", "--strict", "-c", DEPLOY / ".yamllint.yaml", DEPLOY
+    )
     assert (found.returncode, found.stdout) == (0, "")
 
 
 def test_the_compose_file_fits_its_schema():
-    found = tool(sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", COMPOSE)
+    found = tool(
+        sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", COMPOSE
+    )
     assert found.returncode == 0, found.stdout
 
 
@@ -67,14 +81,20 @@ def test_systemd_takes_the_units(unit, tmp_path):
     # Nothing is installed where the unit looks.
     text = re.sub(r"(?m)^ExecStart=\S+", f"ExecStart={shutil.which('true')}", unit.read_text())
     (tmp_path / unit.name).write_text(text)
-    found = tool("systemd-analyze", "verify", "--man=no", "--recursive-errors=no", tmp_path / unit.name)
+    found = tool(
+        "systemd-analyze", "verify", "--man=no", "--recursive-errors=no", tmp_path / unit.name
+    )
     assert (found.returncode, found.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("path", [DEPLOY / "Dockerfile", COMPOSE, *MANIFESTS, *UNITS], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [DEPLOY / "Dockerfile", COMPOSE, *MANIFESTS, *UNITS], ids=lambda path: path.name
+)
 def test_variables_and_flags_are_options(path):
     text = path.read_text()
-    assert set(re.findall(r"TOOLKIT_LM_[A-Z_]+", text)) <= {option.env for option in OPTIONS} | {KEY_VARIABLE}
+    assert set(re.findall(r"TOOLKIT_LM_[A-Z_]+", text)) <= {option.env for option in OPTIONS} | {
+        KEY_VARIABLE
+    }
     words = re.findall(r"(?:command: |args: |ExecStart=\S+ ).*", text)
     flags = {flag for line in words for flag in re.findall(r"(?<![\w-])--[a-z-]+", line)}
     assert flags <= {option.flag for option in OPTIONS} | {"--config"}
@@ -82,7 +102,10 @@ def test_variables_and_flags_are_options(path):
 
 def test_commands_exist():
     commands = {pod["containers"][0]["args"][0] for pod in pods().values()}
-    commands |= {service["command"][0] for service in yaml.safe_load(COMPOSE.read_text())["services"].values()}
+    commands |= {
+        service["command"][0]
+        for service in yaml.safe_load(COMPOSE.read_text())["services"].values()
+    }
     commands |= {re.search(r"(?m)^ExecStart=\S+ (\S+)", unit.read_text())[1] for unit in UNITS}
     assert commands == {"serve", "worker"}
     assert commands <= set(Plugins.load().brought_registry(CommandRegistry))
@@ -96,7 +119,10 @@ def test_probes_are_routes_for_polls():
         for kind in ("liveness", "readiness")
         if container["args"][0] == "serve"
     ]
-    assert {(kind, probe["path"]) for kind, probe in probed} == {("liveness", "/live"), ("readiness", "/ready")}
+    assert {(kind, probe["path"]) for kind, probe in probed} == {
+        ("liveness", "/live"),
+        ("readiness", "/ready"),
+    }
     assert "/health" in COMPOSE.read_text()
     assert {"/live", "/ready", "/health"} <= set(POLLS)
 
@@ -109,11 +135,18 @@ def test_who_ends_the_server_waits_longer_than_it():
 
 
 def test_there_are_as_many_nodes_as_the_server_says():
-    sets = {one["metadata"]["name"]: one["spec"] for one in documents() if one["kind"] == "StatefulSet"}
+    sets = {
+        one["metadata"]["name"]: one["spec"] for one in documents() if one["kind"] == "StatefulSet"
+    }
     server, worker = sets["toolkit-lm-server"], sets["toolkit-lm-worker"]
     (container,) = server["template"]["spec"]["containers"]
     values = {one["name"]: one.get("value") for one in container["env"]}
     assert server["replicas"] + worker["replicas"] == int(values["TOOLKIT_LM_NODES"])
     assert worker["ordinals"]["start"] == server["replicas"] == 1
-    ranks = int(values["TOOLKIT_LM_TENSOR_PARALLEL_SIZE"]) * int(values["TOOLKIT_LM_PIPELINE_PARALLEL_SIZE"])
-    assert int(container["resources"]["limits"]["nvidia.com/gpu"]) * int(values["TOOLKIT_LM_NODES"]) == ranks
+    ranks = int(values["TOOLKIT_LM_TENSOR_PARALLEL_SIZE"]) * int(
+        values["TOOLKIT_LM_PIPELINE_PARALLEL_SIZE"]
+    )
+    assert (
+        int(container["resources"]["limits"]["nvidia.com/gpu"]) * int(values["TOOLKIT_LM_NODES"])
+        == ranks
+    )

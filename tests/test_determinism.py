@@ -1,4 +1,5 @@
-"""Batch invariance of the kernels `cpu`: what a request gets is the same, bit for bit, whatever the engine does beside it."""
+"""Batch invariance of the kernels `cpu`: what a request gets is the same, bit for bit, whatever the
+engine does beside it."""
 
 from __future__ import annotations
 
@@ -16,13 +17,21 @@ from torch import Tensor
 pytestmark = pytest.mark.skipif(refusal() is not None, reason=str(refusal()))
 
 VOCAB = 272
-CPU = {"kernels": "cpu", "attention_backend": "cpu", "max_model_len": 128, "max_logprobs": VOCAB, "max_num_seqs": 32}
+CPU = {
+    "kernels": "cpu",
+    "attention_backend": "cpu",
+    "max_model_len": 128,
+    "max_logprobs": VOCAB,
+    "max_num_seqs": 32,
+}
 ROOMY = CPU | {"num_kv_blocks": 160, "enable_prefix_caching": False}
 TIGHT = CPU | {"enable_prefix_caching": False}
 
 LOUD = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=VOCAB)
 QUIET = SamplingParams(temperature=0, max_tokens=36, ignore_eos=True)
-SEEDED = SamplingParams(temperature=1.2, top_k=90, top_p=0.98, min_p=0.001, seed=5, max_tokens=16, ignore_eos=True)
+SEEDED = SamplingParams(
+    temperature=1.2, top_k=90, top_p=0.98, min_p=0.001, seed=5, max_tokens=16, ignore_eos=True
+)
 SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -36,7 +45,11 @@ SHAPE = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
-WINDOWED = {"head_dim": 32, "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
+WINDOWED = {
+    "head_dim": 32,
+    "sliding_window": 20,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "llama of small heads": ("LlamaForCausalLM", {"head_dim": 16}),
@@ -72,7 +85,8 @@ def threads() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
-    """A function (class of transformers, fields of its config) -> the folder of a random checkpoint."""
+    """A function (class of transformers, fields of its config) -> the folder of a random
+    checkpoint."""
     import transformers
 
     made: dict[str, Path] = {}
@@ -94,7 +108,9 @@ def completions(outputs: list[RequestOutput]) -> list[Completion]:
     for output in outputs:
         (completion,) = output.outputs
         assert completion.logprobs is not None
-        rows = [[entries[token].logprob for token in sorted(entries)] for entries in completion.logprobs]
+        rows = [
+            [entries[token].logprob for token in sorted(entries)] for entries in completion.logprobs
+        ]
         found.append(Completion(list(completion.token_ids), torch.tensor(rows)))
     return found
 
@@ -105,7 +121,9 @@ def beside(llm: LLM, others: int, params: SamplingParams = LOUD) -> list[Request
     places = [(7 * i + 3) % (len(given) + 1) + i for i in range(len(PROMPTS))]
     for place, prompt in sorted(zip(places, PROMPTS, strict=True), key=lambda pair: pair[0]):
         given.insert(place, (prompt, params))
-    outputs = llm.generate([prompt for prompt, _ in given], [wish for _, wish in given], use_tqdm=False)
+    outputs = llm.generate(
+        [prompt for prompt, _ in given], [wish for _, wish in given], use_tqdm=False
+    )
     by_prompt = {tuple(output.prompt_token_ids or ()): output for output in outputs}
     return [by_prompt[tuple(prompt["prompt_token_ids"])] for prompt in PROMPTS]
 
@@ -120,10 +138,13 @@ def token_ids(outputs: list[RequestOutput]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("family", [*DECODERS, "tiny"])
 def test_generation(folder_of, watch, family, dtype) -> None:
-    """Alone; beside others; in chunks; after a prefix of another's; after preemptions of both kinds; in so many threads."""
+    """Alone; beside others; in chunks; after a prefix of another's; after preemptions of both
+    kinds; in so many threads."""
     model = {"model": "tiny" if family == "tiny" else folder_of(*DECODERS[family]), "dtype": dtype}
     torch.set_num_threads(2)
     with LLM(**model, **ROOMY) as llm:
@@ -133,15 +154,22 @@ def test_generation(folder_of, watch, family, dtype) -> None:
             assert_same(completions(beside(llm, others)), alone)
         assert token_ids(beside(llm, 7, SEEDED)) == drawn
     torch.set_num_threads(1)
-    with LLM(**model, **ROOMY | {"enable_prefix_caching": True, "overlap": True, "max_num_batched_tokens": 40}) as llm:
-        # The first time in chunks, the second time out of the cache, the third time with the beginnings of others.
+    with LLM(
+        **model,
+        **ROOMY | {"enable_prefix_caching": True, "overlap": True, "max_num_batched_tokens": 40},
+    ) as llm:
+        # The first time in chunks, the second time out of the cache, the third time with the
+        # beginnings of others.
         for _ in range(2):
             assert_same(completions(beside(llm, 7)), alone)
         assert token_ids(beside(llm, 7, SEEDED)) == drawn
     torch.set_num_threads(3)
     # Room for one sequence of max_model_len, and not for all.
     blocks = 20 if family.startswith("gemma") else 12
-    for options in ({"preemption_mode": "recompute"}, {"preemption_mode": "swap", "swap_memory": "8MiB"}):
+    for options in (
+        {"preemption_mode": "recompute"},
+        {"preemption_mode": "swap", "swap_memory": "8MiB"},
+    ):
         before = watch.count("preempted")
         with LLM(plugins=[watch], num_kv_blocks=blocks, **model, **TIGHT, **options) as llm:
             assert_same(completions(beside(llm, 7)), alone)
@@ -152,18 +180,68 @@ def test_generation(folder_of, watch, family, dtype) -> None:
 
 WIDE = {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 6}
 POOLING: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[PoolingParams]]] = {
-    "bert": ("BertModel", {}, {}, [PoolingParams(task="embed"), PoolingParams(task="token_embed", normalize=False)]),
-    "bert's sum": ("BertModel", {}, {"pooling_type": "MEAN_SQRT_LEN"}, [PoolingParams(task="embed")]),
-    "score": ("BertForSequenceClassification", {"num_labels": 1}, {}, [PoolingParams(task="classify")]),
-    "classes": ("BertForSequenceClassification", {"num_labels": 3}, {}, [PoolingParams(task="classify")]),
-    "classes of tokens": ("BertForTokenClassification", {"num_labels": 5}, {}, [PoolingParams(task="token_classify")]),
-    "modernbert": ("ModernBertForSequenceClassification", {"num_labels": 2}, {}, [PoolingParams(task="classify")]),
+    "bert": (
+        "BertModel",
+        {},
+        {},
+        [PoolingParams(task="embed"), PoolingParams(task="token_embed", normalize=False)],
+    ),
+    "bert's sum": (
+        "BertModel",
+        {},
+        {"pooling_type": "MEAN_SQRT_LEN"},
+        [PoolingParams(task="embed")],
+    ),
+    "score": (
+        "BertForSequenceClassification",
+        {"num_labels": 1},
+        {},
+        [PoolingParams(task="classify")],
+    ),
+    "classes": (
+        "BertForSequenceClassification",
+        {"num_labels": 3},
+        {},
+        [PoolingParams(task="classify")],
+    ),
+    "classes of tokens": (
+        "BertForTokenClassification",
+        {"num_labels": 5},
+        {},
+        [PoolingParams(task="token_classify")],
+    ),
+    "modernbert": (
+        "ModernBertForSequenceClassification",
+        {"num_labels": 2},
+        {},
+        [PoolingParams(task="classify")],
+    ),
     "gte": ("GteModel", {}, {}, [PoolingParams(task="embed")]),
     "nomic": ("NomicBertModel", {}, {}, [PoolingParams(task="embed")]),
-    "last token": ("LlamaForCausalLM", {}, {"convert": "embed"}, [PoolingParams(task="embed"), PoolingParams(task="token_embed")]),
-    "mean": ("LlamaForCausalLM", {}, {"convert": "embed", "pooling_type": "MEAN"}, [PoolingParams(task="embed")]),
-    "weighted mean": ("LlamaForCausalLM", {}, {"convert": "embed", "pooling_type": "WEIGHTED_MEAN"}, [PoolingParams(task="embed")]),
-    "converted": ("Qwen3ForSequenceClassification", {"num_labels": 1, "head_dim": 32}, {}, [PoolingParams(task="classify")]),
+    "last token": (
+        "LlamaForCausalLM",
+        {},
+        {"convert": "embed"},
+        [PoolingParams(task="embed"), PoolingParams(task="token_embed")],
+    ),
+    "mean": (
+        "LlamaForCausalLM",
+        {},
+        {"convert": "embed", "pooling_type": "MEAN"},
+        [PoolingParams(task="embed")],
+    ),
+    "weighted mean": (
+        "LlamaForCausalLM",
+        {},
+        {"convert": "embed", "pooling_type": "WEIGHTED_MEAN"},
+        [PoolingParams(task="embed")],
+    ),
+    "converted": (
+        "Qwen3ForSequenceClassification",
+        {"num_labels": 1, "head_dim": 32},
+        {},
+        [PoolingParams(task="classify")],
+    ),
 }
 
 
@@ -178,9 +256,19 @@ def pooled(llm: LLM, prompts: list[dict[str, list[int]]], params: PoolingParams)
 def test_pooling(folder_of, name, dtype) -> None:
     """Alone, beside others, in chunks, in so many threads."""
     architecture, fields, options, tasks = POOLING[name]
-    options = {"model": folder_of(architecture, SHAPE | WIDE | fields), "dtype": dtype, "num_kv_blocks": 400, **CPU, **options}
+    options = {
+        "model": folder_of(architecture, SHAPE | WIDE | fields),
+        "dtype": dtype,
+        "num_kv_blocks": 400,
+        **CPU,
+        **options,
+    }
     causal = "For" in architecture and "Bert" not in architecture
-    chunks = {"enable_chunked_prefill": True, "max_num_batched_tokens": 37} if causal else {"max_num_batched_tokens": 130}
+    chunks = (
+        {"enable_chunked_prefill": True, "max_num_batched_tokens": 37}
+        if causal
+        else {"max_num_batched_tokens": 130}
+    )
     torch.set_num_threads(2)
     with LLM(**options) as llm:
         alone = [[pooled(llm, [prompt], params)[0] for prompt in PROMPTS] for params in tasks]
@@ -191,4 +279,9 @@ def test_pooling(folder_of, name, dtype) -> None:
                 for params, reference in zip(tasks, alone, strict=True):
                     found = pooled(llm, [*OTHERS[:others], *PROMPTS], params)[others:]
                     for ours, theirs in zip(found, reference, strict=True):
-                        assert torch.equal(ours, theirs), (threads, more, others, (ours - theirs).abs().max())
+                        assert torch.equal(ours, theirs), (
+                            threads,
+                            more,
+                            others,
+                            (ours - theirs).abs().max(),
+                        )

@@ -1,4 +1,5 @@
-"""The documentation is true: its examples run, its links lead somewhere, and its tables and lists say what the code says."""
+"""The documentation is true: its examples run, its links lead somewhere, and its tables and lists
+say what the code says."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ from toolkit_lm import LLM, SamplingParams, VllmConfig
 from toolkit_lm.config import options_of
 from toolkit_lm.errors import page as page_address
 from toolkit_lm.plugin import API_VERSION, Plugins
-from toolkit_lm_bench.options import DatasetOptions, FigureOptions, LoadOptions, SamplingOptions as BenchSamplingOptions, TargetOptions
+from toolkit_lm_bench.options import (
+    DatasetOptions,
+    FigureOptions,
+    LoadOptions,
+    SamplingOptions as BenchSamplingOptions,
+    TargetOptions,
+)
 from toolkit_lm_cli import CommandRegistry
 from toolkit_lm_cli.converse import ClientOptions
 from toolkit_lm_cli.explanation import explain
@@ -40,7 +47,13 @@ EXECUTED = [
     ROOT / "core" / "README.md",
     ROOT / "contrib_models" / "decoder" / "README.md",
 ]
-PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), ROOT / "core" / "README.md", *ROOT.glob("plugins/*/*.md"), *ROOT.glob("contrib_*/*/*.md")]
+PAGES = [
+    *ROOT.glob("*.md"),
+    *DOCS.rglob("*.md"),
+    ROOT / "core" / "README.md",
+    *ROOT.glob("plugins/*/*.md"),
+    *ROOT.glob("contrib_*/*/*.md"),
+]
 ADDRESS = "http://127.0.0.1:8000"
 
 
@@ -57,7 +70,9 @@ def read(page: Path) -> str:
 
 
 def blocks(page: Path) -> list[Block]:
-    found = re.findall(r"(?:^`([\w/.-]+)`:\n\n)?^```(\w*)\n(.*?)^```$", read(page), re.MULTILINE | re.DOTALL)
+    found = re.findall(
+        r"(?:^`([\w/.-]+)`:\n\n)?^```(\w*)\n(.*?)^```$", read(page), re.MULTILINE | re.DOTALL
+    )
     return [Block(file or None, language, text) for file, language, text in found]
 
 
@@ -66,16 +81,34 @@ def name(page: Path) -> str:
 
 
 def has_examples(page: Path, language: str, word: str = "") -> bool:
-    return any(block.language == language and block.file is None and word in block.text for block in blocks(page))
+    return any(
+        block.language == language and block.file is None and word in block.text
+        for block in blocks(page)
+    )
 
 
 @pytest.fixture(scope="module")
 def url():
     """The address of `toolkit serve tiny`."""
-    command = [sys.executable, "-c", "from toolkit_lm_cli import main; main()", "serve", "tiny", "--port", "0", "--log-level", "error"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        "-c",
+        "from toolkit_lm_cli import main; main()",
+        "serve",
+        "tiny",
+        "--port",
+        "0",
+        "--log-level",
+        "error",
+    ]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     try:
-        found = next((at for line in process.stdout if (at := re.search(r"Serving tiny at (\S+)", line))), None)
+        found = next(
+            (at for line in process.stdout if (at := re.search(r"Serving tiny at (\S+)", line))),
+            None,
+        )
         assert found, f"the server ended with exit code {process.wait()}"
         yield found[1]
     finally:
@@ -108,19 +141,37 @@ def test_python_examples_run(page, request, monkeypatch, capsys, tmp_path):
 def test_curl_examples_run(page, url):
     for block in blocks(page):
         if block.language == "sh" and block.text.startswith("curl "):
-            script = block.text.replace(ADDRESS, url).replace("curl ", "curl --silent --show-error --fail ")
-            done = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, timeout=60)
+            script = block.text.replace(ADDRESS, url).replace(
+                "curl ", "curl --silent --show-error --fail "
+            )
+            done = subprocess.run(
+                ["bash", "-ec", script], capture_output=True, text=True, timeout=60
+            )
             assert done.returncode == 0, done.stderr
             assert done.stdout
 
 
 @pytest.mark.parametrize(
-    "block", [b for b in blocks(DOCS / "benchmarks.md") if b.text.startswith("toolkit bench ")], ids=lambda b: b.text[:22]
+    "block",
+    [b for b in blocks(DOCS / "benchmarks.md") if b.text.startswith("toolkit bench ")],
+    ids=lambda b: b.text[:22],
 )
 def test_bench_examples_run(block, request, tmp_path):
     for line in block.text.replace(ADDRESS, request.getfixturevalue("url")).splitlines():
-        words = [sys.executable, "-c", "from toolkit_lm_cli import main; main()", *shlex.split(line)[1:]]
-        done = subprocess.run(words, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120)
+        words = [
+            sys.executable,
+            "-c",
+            "from toolkit_lm_cli import main; main()",
+            *shlex.split(line)[1:],
+        ]
+        done = subprocess.run(
+            words,
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         assert done.returncode == 0, done.stderr
         assert done.stdout
 
@@ -148,14 +199,30 @@ def installed(tmp_path_factory) -> Path:
                 path = sources[-1] / block.file
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(block.text)
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--no-build-isolation",
+    ]
     subprocess.run([*pip, "--target", folder / "site", *sources], check=True)
     return folder / "site"
 
 
 def test_the_plugins_install_and_are_listed(installed):
     environ = {**os.environ, "PYTHONPATH": str(installed)}
-    command = [sys.executable, "-c", "from toolkit_lm_cli import main; main()", "plugins", "list", "--json"]
+    command = [
+        sys.executable,
+        "-c",
+        "from toolkit_lm_cli import main; main()",
+        "plugins",
+        "list",
+        "--json",
+    ]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     states = {row["name"]: (row["distribution"], row["status"]) for row in json.loads(done.stdout)}
@@ -164,21 +231,35 @@ def test_the_plugins_install_and_are_listed(installed):
 
 
 def test_the_readmes_plugin_has_20_lines_and_works(installed, monkeypatch, capsys):
-    assert sum(len(block.text.splitlines()) for block in blocks(ROOT / "README.md") if block.file) <= 20
+    assert (
+        sum(len(block.text.splitlines()) for block in blocks(ROOT / "README.md") if block.file)
+        <= 20
+    )
     monkeypatch.syspath_prepend(installed)
     with LLM(model="tiny") as llm:
         llm.generate("Once upon a time", SamplingParams(max_tokens=2), use_tqdm=False)
-    assert re.search(r"^llm-0: first token after \d+\.\d{3} s$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(
+        r"^llm-0: first token after \d+\.\d{3} s$", capsys.readouterr().out, re.MULTILINE
+    )
 
 
 def test_the_model_plugin_runs_its_architecture(installed, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(installed)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 32,
+    }
     config = {"architectures": ["BiasedForCausalLM"], "max_position_embeddings": 64, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "tokenizer.json").write_text("{}")
     found = explain(VllmConfig.make(model=str(tmp_path)))
-    assert (found.model_class, found.plugin) == ("toolkit_lm_biased.model:BiasedForCausalLM", "biased")
+    assert (found.model_class, found.plugin) == (
+        "toolkit_lm_biased.model:BiasedForCausalLM",
+        "biased",
+    )
     assert [layer.backend for layer in found.layers] == ["sdpa"]
 
 
@@ -186,8 +267,14 @@ def test_the_model_plugin_runs_its_architecture(installed, monkeypatch, tmp_path
 
 
 def anchors(page: Path) -> set[str]:
-    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", read(page), flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    headings = re.findall(
+        r"^#+ (.+)$",
+        re.sub(r"^```.*?^```$", "", read(page), flags=re.MULTILINE | re.DOTALL),
+        re.MULTILINE,
+    )
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -200,7 +287,9 @@ def test_links_lead_somewhere(page):
         path = (page.parent / target).resolve() if target else page
         assert path.is_file() or (path.is_dir() and not anchor), f"{link}: there is no such file"
         assert not anchor or anchor in anchors(path), f"{link}: there is no such heading"
-        assert DOCS not in page.parents or path.is_relative_to(DOCS), f"{link}: pages in docs/ link to each other only"
+        assert DOCS not in page.parents or path.is_relative_to(DOCS), (
+            f"{link}: pages in docs/ link to each other only"
+        )
 
 
 def test_architecture_names_every_room():
@@ -221,19 +310,30 @@ def test_every_page_is_in_the_index_and_in_the_navigation():
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} - {"index.md"}
     listed = set(re.findall(r"\(([\w/]+\.md)\)", read(DOCS / "index.md")))
     # The page of an overview lists the others of its folder.
-    assert listed == {page for page in pages if "/" not in page or page.startswith("tutorials/") or page.endswith("README.md")}
+    assert listed == {
+        page
+        for page in pages
+        if "/" not in page or page.startswith("tutorials/") or page.endswith("README.md")
+    }
     navigation = set(re.findall(r": ([\w/]+\.md)$", read(ROOT / "mkdocs.yml"), re.MULTILINE))
     assert pages - navigation == set()
     overview = set(re.findall(r"\((\w+\.md)", read(DOCS / "hooks" / "README.md")))
-    assert {f"hooks/{name}" for name in overview} >= {page for page in pages if page.startswith("hooks/toolkit_")}
+    assert {f"hooks/{name}" for name in overview} >= {
+        page for page in pages if page.startswith("hooks/toolkit_")
+    }
 
 
 NUMBER = r"\d+|[a-z]*(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|teen|twenty|thirty)(?:-\w+)?"
 
 
 def test_no_page_counts_hooks():
-    """There are more of them each month: hooks/README.md lists them, and a test compares that list with the code."""
-    found = [(page.name, one) for page in PAGES for one in re.findall(rf"\b((?:{NUMBER})\s+hooks)\b", read(page), re.IGNORECASE)]
+    """There are more of them each month: hooks/README.md lists them, and a test compares that list
+    with the code."""
+    found = [
+        (page.name, one)
+        for page in PAGES
+        for one in re.findall(rf"\b((?:{NUMBER})\s+hooks)\b", read(page), re.IGNORECASE)
+    ]
     assert found == []
 
 
@@ -242,52 +342,127 @@ def test_the_tables_of_options_are_current():
     generator = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generator)
     for page, text in generator.pages().items():
-        assert read(page) == text, f"{name(page)} is out of date: run python docs/generate_options.py"
+        assert read(page) == text, (
+            f"{name(page)} is out of date: run python docs/generate_options.py"
+        )
     page = read(DOCS / "configuration.md")
-    options = [o for section in (ServerOptions, ClientOptions, BatchOptions) for o in options_of(section)] + VllmConfig.options()
+    options = [
+        o for section in (ServerOptions, ClientOptions, BatchOptions) for o in options_of(section)
+    ] + VllmConfig.options()
     assert [o.name for o in options if f"| `{o.name}` |" not in page] == []
 
 
 def test_the_flags_in_the_guides_exist():
-    options = [o for section in (ServerOptions, ClientOptions, BatchOptions) for o in options_of(section)] + VllmConfig.options()
+    options = [
+        o for section in (ServerOptions, ClientOptions, BatchOptions) for o in options_of(section)
+    ] + VllmConfig.options()
     known = (
         {o.flag for o in options}
         | {f"--no-{o.flag[2:]}" for o in options if o.is_flag}
         | {o.flag for o in sampling_flags(Plugins.load().logits_processors).values()}
     )
-    known |= {"--config", "--json", "--traceback", "--help", "--prompts", "--in", "--out", "--image", "--audio", "--message"}
+    known |= {
+        "--config",
+        "--json",
+        "--traceback",
+        "--help",
+        "--prompts",
+        "--in",
+        "--out",
+        "--image",
+        "--audio",
+        "--message",
+    }
     known |= {"--field", "--task", "--prompt-name", "--truncate-prompt-tokens", "--dimensions"}
-    known |= {"--resume", "--overwrite", "--install-completion", "--version", "--no-markdown", "--no-reasoning", "--no-history", "--prompt"}
+    known |= {
+        "--resume",
+        "--overwrite",
+        "--install-completion",
+        "--version",
+        "--no-markdown",
+        "--no-reasoning",
+        "--no-history",
+        "--prompt",
+    }
     # Those of `toolkit bench`, and of the scripts in benchmarks/.
     sections = (DatasetOptions, FigureOptions, LoadOptions, BenchSamplingOptions, TargetOptions)
-    known |= {flag for section in sections for o in options_of(section) for flag in (o.flag, f"--no-{o.flag[2:]}")}
-    known |= {"--runs", "--ways", "--states", "--repeats", "--batch-size", "--request-rate", "--concurrency", "--output", "--plot"}
-    known |= {"--concurrencies", "--request-rates", "--minutes", "--attackers", "--python", "--instructions"}
-    known |= {"--folder", "--peer", "--preload", "--prepare", "--shapes", "--only", "--seconds", "--steps", "--turns", "--quick"}
+    known |= {
+        flag
+        for section in sections
+        for o in options_of(section)
+        for flag in (o.flag, f"--no-{o.flag[2:]}")
+    }
+    known |= {
+        "--runs",
+        "--ways",
+        "--states",
+        "--repeats",
+        "--batch-size",
+        "--request-rate",
+        "--concurrency",
+        "--output",
+        "--plot",
+    }
+    known |= {
+        "--concurrencies",
+        "--request-rates",
+        "--minutes",
+        "--attackers",
+        "--python",
+        "--instructions",
+    }
+    known |= {
+        "--folder",
+        "--peer",
+        "--preload",
+        "--prepare",
+        "--shapes",
+        "--only",
+        "--seconds",
+        "--steps",
+        "--turns",
+        "--quick",
+    }
     known |= {row.flag for row in TABLE.values()} | {"--ctx-size"}
     # Of docker, and of `ray start`.
     known |= {"--target", "--profile", "--address", "--head"}
     for page in [*(page for page in GUIDES if page != OF_CLIENTS), *DOCS.glob("hooks/*.md")]:
-        lines = [line for line in read(page).splitlines() if not line.lstrip().startswith(("pip ", "curl "))]
+        lines = [
+            line
+            for line in read(page).splitlines()
+            if not line.lstrip().startswith(("pip ", "curl "))
+        ]
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", "\n".join(lines))) <= known, name(page)
 
 
 def test_the_readme_names_every_command():
     text = read(ROOT / "README.md")
-    assert [command for command in Plugins.load().brought_registry(CommandRegistry) if f"`toolkit {command}" not in text] == []
+    assert [
+        command
+        for command in Plugins.load().brought_registry(CommandRegistry)
+        if f"`toolkit {command}" not in text
+    ] == []
 
 
 def test_sampling_names_every_parameter_and_its_default():
     text = read(DOCS / "sampling.md")
-    defaults = {field: getattr(SamplingParams(), field) for field in SamplingParams.__struct_fields__ if field != "output_kind"}
+    defaults = {
+        field: getattr(SamplingParams(), field)
+        for field in SamplingParams.__struct_fields__
+        if field != "output_kind"
+    }
     assert "`output_kind`" in text
-    assert [field for field, value in defaults.items() if f"| `{field}` | `{value!r}`" not in text] == []
+    assert [
+        field for field, value in defaults.items() if f"| `{field}` | `{value!r}`" not in text
+    ] == []
 
 
 def test_the_server_page_names_every_route_and_metric(url):
     text = read(DOCS / "server.md")
     routes = [
-        f"{method.upper()} {path}" for path, methods in httpx.get(f"{url}/openapi.json").json()["paths"].items() for method in methods
+        f"{method.upper()} {path}"
+        for path, methods in httpx.get(f"{url}/openapi.json").json()["paths"].items()
+        for method in methods
     ]
     assert len(routes) > 8
     of_vendors = read(DOCS / "vendor_apis.md")
@@ -300,15 +475,28 @@ def test_the_server_page_names_every_route_and_metric(url):
 
 def test_the_pinned_contract_is_the_one_there_is():
     for page in PAGES:
-        assert set(re.findall(r"toolkit-lm-core>=([\d.]+)", read(page))) <= {API_VERSION}, name(page)
+        assert set(re.findall(r"toolkit-lm-core>=([\d.]+)", read(page))) <= {API_VERSION}, name(
+            page
+        )
 
 
 def test_errors_name_pages_that_can_be_opened():
-    """By their address, which a user without this repository can open; and each of them is there."""
-    sources = {path: path.read_text(encoding="utf-8") for pattern in ("core/src", "*/*/src") for path in ROOT.glob(f"{pattern}/**/*.py")}
-    named = {name for text in sources.values() for name in re.findall(r"""page\(["']([\w/.-]+)["']\)""", text)}
+    """By their address, which a user without this repository can open; and each of them is
+    there."""
+    sources = {
+        path: path.read_text(encoding="utf-8")
+        for pattern in ("core/src", "*/*/src")
+        for path in ROOT.glob(f"{pattern}/**/*.py")
+    }
+    named = {
+        name
+        for text in sources.values()
+        for name in re.findall(r"""page\(["']([\w/.-]+)["']\)""", text)
+    }
     assert "hooks/toolkit_register_models.md" in named
     assert [name for name in named if not (ROOT / "docs" / name).is_file()] == []
-    assert [path for path, text in sources.items() if re.search(r"[^/\w]docs/[\w/]+\.md", text)] == []
+    assert [
+        path for path, text in sources.items() if re.search(r"[^/\w]docs/[\w/]+\.md", text)
+    ] == []
     metadata = tomllib.loads((ROOT / "core" / "pyproject.toml").read_text(encoding="utf-8"))
     assert page_address("index.md") == f"{metadata['project']['urls']['Documentation']}/index.md"

@@ -1,4 +1,5 @@
-"""What listens, in each way to run a server: the table of docs/security.md has all of it, and nothing else."""
+"""What listens, in each way to run a server: the table of docs/security.md has all of it, and
+nothing else."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def process_of(listener: Listener) -> str:
 
 def check(topology: str, found: list[Listener]) -> None:
     """Each listener is in the table, and each row of the table listens."""
-    rows = {(door.process, door.kind, door.reach) for door in doors.DOORS if topology in door.topologies}
+    rows = {
+        (door.process, door.kind, door.reach) for door in doors.DOORS if topology in door.topologies
+    }
     listening = {(process_of(one), one.kind, one.reach): one for one in found}
     assert listening.keys() - rows == set(), [listening[one] for one in listening.keys() - rows]
     assert rows - listening.keys() == set(), found
@@ -87,7 +90,9 @@ def serve(tmp_path_factory):
 def beside(*words: str, **environ: str) -> Iterator[subprocess.Popen[bytes]]:
     """Another command of `toolkit`."""
     process = subprocess.Popen(
-        [sys.executable, *PROGRAM, *words], env={**os.environ, "OMP_NUM_THREADS": "1", **environ}, stderr=subprocess.DEVNULL
+        [sys.executable, *PROGRAM, *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
+        stderr=subprocess.DEVNULL,
     )
     try:
         yield process
@@ -114,7 +119,13 @@ ALONE = {
 }
 
 
-@pytest.mark.parametrize("topology", [name if name == "tensor parallel" else pytest.param(name, marks=pytest.mark.slow) for name in ALONE])
+@pytest.mark.parametrize(
+    "topology",
+    [
+        name if name == "tensor parallel" else pytest.param(name, marks=pytest.mark.slow)
+        for name in ALONE
+    ],
+)
 def test_a_server(serve, topology):
     before = shared_memory()
     server = serve(*ALONE[topology])
@@ -165,10 +176,18 @@ def test_a_remote_renderer(serve):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_ray(serve):
-    """A local cluster is reached by nobody on the network, and all of it ends with the server, whatever ends that."""
+    """A local cluster is reached by nobody on the network, and all of it ends with the server,
+    whatever ends that."""
     pytest.importorskip("ray")
     before, folders = shared_memory(), set(Path("/tmp").glob("ray-*"))
-    server = serve("--executor", "ray", "--tensor-parallel-size", "2", "--plugin-option", "executor_ray.address=local")
+    server = serve(
+        "--executor",
+        "ray",
+        "--tensor-parallel-size",
+        "2",
+        "--plugin-option",
+        "executor_ray.address=local",
+    )
     wait_for(lambda: server.status() == 200 or server.process.poll() is not None, 200)
     answers(server)
     check("Ray", of(server.process))
@@ -178,11 +197,19 @@ def test_ray(serve):
     server.process.wait(10)
     _, alive = psutil.wait_procs(processes, 5)
     assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
-    wait_for(lambda: set(Path("/tmp").glob("ray-*")) <= folders and not list((server.folder / "tmp").iterdir()), 5)
+    wait_for(
+        lambda: (
+            set(Path("/tmp").glob("ray-*")) <= folders
+            and not list((server.folder / "tmp").iterdir())
+        ),
+        5,
+    )
 
 
 def test_the_page_has_the_table():
-    assert doors.PAGE.read_text(encoding="utf-8") == doors.page(), "security.md is out of date: run python docs/generate_doors.py"
+    assert doors.PAGE.read_text(encoding="utf-8") == doors.page(), (
+        "security.md is out of date: run python docs/generate_doors.py"
+    )
 
 
 def test_every_topology_has_a_test():

@@ -1,4 +1,5 @@
-"""Speculative decoding with a third party's drafter (tests/plugins/ngram): other steps, equal results."""
+"""Speculative decoding with a third party's drafter (tests/plugins/ngram): other steps, equal
+results."""
 
 from __future__ import annotations
 
@@ -22,10 +23,17 @@ from toolkit_lm_devkit import DrafterConformance
 FOLDER = Path(__file__).parent / "plugins"
 for plugin in ("ngram", "threads", "mamba"):
     sys.path.insert(0, str(FOLDER / plugin))
-NGRAM, THREADS = importlib.import_module("ngram_drafter"), importlib.import_module("toolkit_lm_threads")
-PROMPTS = [[3 + (i * k) % 11 for i in range(length)] for k, length in ((1, 24), (3, 9), (5, 40), (0, 7))]
+NGRAM, THREADS = (
+    importlib.import_module("ngram_drafter"),
+    importlib.import_module("toolkit_lm_threads"),
+)
+PROMPTS = [
+    [3 + (i * k) % 11 for i in range(length)] for k, length in ((1, 24), (3, 9), (5, 40), (0, 7))
+]
 
-TEXT = "Once upon a time there was a cat. The cat said: I am a cat. The cat said: I am a cat. The cat"
+TEXT = (
+    "Once upon a time there was a cat. The cat said: I am a cat. The cat said: I am a cat. The cat"
+)
 
 
 class Steps:
@@ -43,12 +51,20 @@ class Steps:
 
 
 def engine(folder, drafter, plugins=(), **options) -> LLM:
-    options = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 32, "block_size": 4} | options
+    options = {
+        "dtype": "float32",
+        "max_model_len": 128,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
+        "block_size": 4,
+    } | options
     return LLM(str(folder), plugins=[NGRAM, *plugins], drafter=drafter, **options)
 
 
 def generate(llm, params, prompts=PROMPTS):
-    prompts = [prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt} for prompt in prompts]
+    prompts = [
+        prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt} for prompt in prompts
+    ]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert not any(output.error for output in outputs)
     return outputs
@@ -73,7 +89,9 @@ def same(some, others) -> None:
             assert (mine.logprobs is None) == (yours.logprobs is None)
             for entry, expected in zip(mine.logprobs or (), yours.logprobs or (), strict=True):
                 assert [e.rank for e in entry.values()] == [e.rank for e in expected.values()]
-                assert [e.logprob for e in entry.values()] == pytest.approx([e.logprob for e in expected.values()], abs=1e-3)
+                assert [e.logprob for e in entry.values()] == pytest.approx(
+                    [e.logprob for e in expected.values()], abs=1e-3
+                )
 
 
 CASES = {
@@ -81,11 +99,29 @@ CASES = {
     "log probabilities": {"temperature": 0, "logprobs": 3},
     "random": {"temperature": 1, "seed": 5},
     "several": {"temperature": 1, "seed": 5, "n": 3},
-    "penalties": {"temperature": 0, "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.1},
+    "penalties": {
+        "temperature": 0,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.1,
+    },
     "filters": {"temperature": 0.7, "seed": 9, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
-    "processors": {"temperature": 1, "seed": 2, "extra_args": {"mirostat_tau": 4.0, "no_repeat_ngram_size": 3}},
-    "bad words": {"temperature": 0, "allowed_token_ids": list(range(3, 90)), "logit_bias": {5: 2.0}},
-    "stops": {"temperature": 0, "ignore_eos": False, "min_tokens": 3, "stop_token_ids": list(range(3, 60))},
+    "processors": {
+        "temperature": 1,
+        "seed": 2,
+        "extra_args": {"mirostat_tau": 4.0, "no_repeat_ngram_size": 3},
+    },
+    "bad words": {
+        "temperature": 0,
+        "allowed_token_ids": list(range(3, 90)),
+        "logit_bias": {5: 2.0},
+    },
+    "stops": {
+        "temperature": 0,
+        "ignore_eos": False,
+        "min_tokens": 3,
+        "stop_token_ids": list(range(3, 60)),
+    },
 }
 
 
@@ -99,7 +135,9 @@ def engines(make_llama):
 
 @pytest.mark.parametrize("case", CASES)
 def test_results_are_those_without_drafts(engines, case):
-    params = SamplingParams(**{"max_tokens": 30, "ignore_eos": True, "detokenize": False} | CASES[case])
+    params = SamplingParams(
+        **{"max_tokens": 30, "ignore_eos": True, "detokenize": False} | CASES[case]
+    )
     same(*(generate(llm, params) for llm in engines))
 
 
@@ -113,15 +151,24 @@ def test_a_text_that_repeats_takes_fewer_steps():
 
 @pytest.mark.parametrize("stop", ["e", "th", " a"])
 def test_a_stop_text_between_drafts_ends_the_text_there(stop):
-    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, stop=[stop], min_tokens=8, logprobs=0)
+    params = SamplingParams(
+        temperature=0, max_tokens=60, ignore_eos=True, stop=[stop], min_tokens=8, logprobs=0
+    )
     prompts = [TEXT, "Once upon a time"]
-    same(run("tiny", params, "ngram", prompts=prompts)[0], run("tiny", params, None, prompts=prompts)[0])
+    same(
+        run("tiny", params, "ngram", prompts=prompts)[0],
+        run("tiny", params, None, prompts=prompts)[0],
+    )
 
 
-@pytest.mark.parametrize("options", [{"preemption_mode": "recompute"}, {"preemption_mode": "swap", "swap_memory": "4MiB"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"preemption_mode": "recompute"}, {"preemption_mode": "swap", "swap_memory": "4MiB"}],
+)
 def test_a_preempted_request_goes_on_with_its_drafts(make_llama, options):
     folder, _ = make_llama("drafts")
-    # With seed 3 a number falls on the border of two tokens: the rounding of a batch of another size decides.
+    # With seed 3 a number falls on the border of two tokens: the rounding of a batch of another
+    # size decides.
     params = SamplingParams(temperature=1, seed=7, max_tokens=40, ignore_eos=True, detokenize=False)
     outputs, steps = run(folder, params, "ngram", num_kv_blocks=36, **options)
     assert steps.preempted
@@ -138,7 +185,11 @@ def test_windows_keep_what_a_rejected_draft_needs(make_windowed):
 def test_ranks_and_stages_draft_too(make_llama, tensor, pipeline):
     folder, _ = make_llama("drafts")
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)
-    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline, "executor": "threads"}
+    sizes = {
+        "tensor_parallel_size": tensor,
+        "pipeline_parallel_size": pipeline,
+        "executor": "threads",
+    }
     outputs, steps = run(folder, params, "ngram", [THREADS], num_kv_blocks=128, **sizes)
     expected, others = run(folder, params, None, [THREADS], num_kv_blocks=128, **sizes)
     same(outputs, expected)
@@ -147,7 +198,10 @@ def test_ranks_and_stages_draft_too(make_llama, tensor, pipeline):
 
 def test_a_beam_search_beside_drafts(make_llama):
     folder, _ = make_llama("drafts")
-    params = [SamplingParams(use_beam_search=True, n=2, temperature=0, max_tokens=12), *[SamplingParams(temperature=0, max_tokens=12)] * 3]
+    params = [
+        SamplingParams(use_beam_search=True, n=2, temperature=0, max_tokens=12),
+        *[SamplingParams(temperature=0, max_tokens=12)] * 3,
+    ]
     same(run(folder, params, "ngram")[0], run(folder, params, None)[0])
 
 
@@ -157,7 +211,8 @@ class TestNgram(DrafterConformance):
 
 
 class Careful(Drafter):
-    """Drafts the last token again. The classes below do one thing wrong each, in a step of a request and not at the start."""
+    """Drafts the last token again. The classes below do one thing wrong each, in a step of a
+    request and not at the start."""
 
     def propose(self, token_ids: np.ndarray) -> list[int]:
         return [int(token_ids[-1])] if len(token_ids) < 30 else self.wrong(token_ids)
@@ -295,7 +350,10 @@ def toolkit_register_drafters(drafters: DrafterRegistry) -> None:
 
 
 FAULTY = SimpleNamespace(name="faulty", toolkit_register_drafters=toolkit_register_drafters)
-LONG = [[3 + (i * k) % 11 for i in range(length)] for k, length in ((1, 24), (3, 9), (5, 40), (0, 7), (2, 27))]
+LONG = [
+    [3 + (i * k) % 11 for i in range(length)]
+    for k, length in ((1, 24), (3, 9), (5, 40), (0, 7), (2, 27))
+]
 
 
 @pytest.fixture(scope="module")
@@ -306,7 +364,8 @@ def undrafted(make_llama):
 
 @pytest.mark.parametrize("cls", FAULTS)
 def test_a_drafter_that_fails_is_dropped_and_no_token_changes(make_llama, undrafted, cls):
-    """One warning names it; no request ends, no other token is drawn, and the engine serves the next batch too."""
+    """One warning names it; no request ends, no other token is drawn, and the engine serves the
+    next batch too."""
     params, expected = undrafted
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", PluginWarning)
@@ -319,7 +378,10 @@ def test_a_drafter_that_fails_is_dropped_and_no_token_changes(make_llama, undraf
     else:
         [message] = told
         assert re.search(FAULTS[cls], message), message
-        assert "plugin 'faulty' (given from code" in message and "It is dropped: from now on nothing is drafted." in message
+        assert (
+            "plugin 'faulty' (given from code" in message
+            and "It is dropped: from now on nothing is drafted." in message
+        )
 
 
 def test_a_drafter_that_fails_is_dropped_even_where_warnings_are_errors(make_llama, undrafted):
@@ -333,8 +395,20 @@ def test_a_drafter_that_fails_is_dropped_even_where_warnings_are_errors(make_lla
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Unmade", r"plugin 'faulty' .*test_drafts.py:\d+\) failed in drafter 'Unmade': OSError: no draft model"),
-        ("Grouping", r"plugin 'faulty' .*drafter 'Grouping' defines groups\(\): a drafter has no say in the model's forward pass"),
+        (
+            "Unmade",
+            (
+                r"plugin 'faulty' .*test_drafts.py:\d+\) failed in drafter 'Unmade': OSError: no "
+                r"draft model"
+            ),
+        ),
+        (
+            "Grouping",
+            (
+                r"plugin 'faulty' .*drafter 'Grouping' defines groups\(\): a drafter has no say "
+                r"in the model's forward pass"
+            ),
+        ),
         ("Feeding", r"defines inputs\(\)"),
     ],
 )
@@ -349,9 +423,13 @@ def test_what_cannot_go_back_is_refused(tmp_path):
     from toolkit_lm_devkit import make_checkpoint
 
     mamba = importlib.import_module("toolkit_lm_mamba")
-    config = transformers.MambaConfig(vocab_size=272, hidden_size=32, state_size=8, num_hidden_layers=1, time_step_rank=4)
+    config = transformers.MambaConfig(
+        vocab_size=272, hidden_size=32, state_size=8, num_hidden_layers=1, time_step_rank=4
+    )
     folder = make_checkpoint(tmp_path, transformers.MambaForCausalLM(config).to(torch.float32))
-    with pytest.raises(UnsupportedError, match="drafter 'ngram': drafts are for engines that generate"):
+    with pytest.raises(
+        UnsupportedError, match="drafter 'ngram': drafts are for engines that generate"
+    ):
         LLM(str(folder), plugins=[NGRAM, mamba], drafter="ngram", max_model_len=64)
     with pytest.raises(UnsupportedError, match="drafter 'ngram'"):
         LLM("tiny", plugins=[NGRAM], drafter="ngram", runner="pooling", convert="embed")

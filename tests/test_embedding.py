@@ -1,4 +1,5 @@
-"""Engines inside other people's programs: nothing of the host is touched, and they work wherever Python code runs."""
+"""Engines inside other people's programs: nothing of the host is touched, and they work wherever
+Python code runs."""
 
 from __future__ import annotations
 
@@ -68,7 +69,14 @@ def is_alive(pid: int) -> bool:
 
 
 def run_script(text: str, **options) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-"], input=textwrap.dedent(text), capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run(
+        [sys.executable, "-"],
+        input=textwrap.dedent(text),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        **options,
+    )
 
 
 class TestWherever:
@@ -88,10 +96,17 @@ class TestWherever:
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
     def test_like_a_notebook(self):
-        """Code in cells, executed in a thread whose event loop runs all the time; constructors block it, as they do there."""
+        """Code in cells, executed in a thread whose event loop runs all the time; constructors
+        block it, as they do there."""
         cells = [
-            "from toolkit_lm import AsyncLLM, SamplingParams, VllmConfig\nllm = AsyncLLM(VllmConfig.make(**SMALL))",
-            "async for output in llm.generate('Once', SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)): last = output",
+            (
+                "from toolkit_lm import AsyncLLM, SamplingParams, VllmConfig\nllm = "
+                "AsyncLLM(VllmConfig.make(**SMALL))"
+            ),
+            (
+                "async for output in llm.generate('Once', SamplingParams(max_tokens=8, "
+                "temperature=0, ignore_eos=True)): last = output"
+            ),
             "count = len(last.outputs[0].token_ids)\nawait llm.shutdown()",
         ]
         names = {"SMALL": SMALL}
@@ -110,10 +125,18 @@ class TestWherever:
 
     def test_two_engines_of_both_kinds_in_one_process(self):
         async def body():
-            async with AsyncLLM(VllmConfig.make(**SMALL)) as one, AsyncLLM(VllmConfig.make(**SMALL, engine_process=False)) as two:
+            async with (
+                AsyncLLM(VllmConfig.make(**SMALL)) as one,
+                AsyncLLM(VllmConfig.make(**SMALL, engine_process=False)) as two,
+            ):
                 with LLM(**SMALL) as three:
-                    expected = three.generate("Once", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
-                    assert await asyncio.gather(ask(one), ask(two), ask(one), ask(two)) == [expected] * 4
+                    expected = (
+                        three.generate("Once", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+                    )
+                    assert (
+                        await asyncio.gather(ask(one), ask(two), ask(one), ask(two))
+                        == [expected] * 4
+                    )
                     await one.shutdown()
                     assert await ask(two) == expected
 
@@ -143,7 +166,11 @@ class TestUntouched:
         def state():
             root = logging.getLogger()
             return {
-                "root logger": (root.level, list(root.handlers), logging.getLogger("toolkit_lm").handlers),
+                "root logger": (
+                    root.level,
+                    list(root.handlers),
+                    logging.getLogger("toolkit_lm").handlers,
+                ),
                 "signals": [signal.getsignal(number) for number in signal.valid_signals()],
                 "environment": dict(os.environ),
                 "threads of torch": (torch.get_num_threads(), torch.get_num_interop_threads()),
@@ -171,13 +198,21 @@ class TestUntouched:
 
         asyncio.run(body())
         gc.collect()
-        threads, files, children = {t.name for t in threading.enumerate()}, me.num_fds(), me.children()
+        threads, files, children = (
+            {t.name for t in threading.enumerate()},
+            me.num_fds(),
+            me.children(),
+        )
         asyncio.run(body())
         gc.collect()
         # The watchdog ends at its next look.
         time.sleep(0.1)
         assert {t.name for t in threading.enumerate()} == threads
-        assert not [t.name for t in threading.enumerate() if t.name.startswith("toolkit_lm") and t not in others]
+        assert not [
+            t.name
+            for t in threading.enumerate()
+            if t.name.startswith("toolkit_lm") and t not in others
+        ]
         assert me.num_fds() == files
         assert me.children() == children
 
@@ -206,8 +241,14 @@ class TestForks:
 
     def check(self, use) -> None:
         text = in_a_fork(use)
-        assert text.startswith(f"EngineDeadError: the engine was made in process {os.getpid()} before os.fork(), and cannot be used in")
-        assert "Make the engine in the child" in text and "multiprocessing.get_context('spawn')" in text
+        assert text.startswith(
+            f"EngineDeadError: the engine was made in process {os.getpid()} before os.fork(), "
+            "and cannot be used in"
+        )
+        assert (
+            "Make the engine in the child" in text
+            and "multiprocessing.get_context('spawn')" in text
+        )
 
     @KINDS
     def test_llm(self, process):
@@ -260,7 +301,9 @@ class TestEnds:
         # 64 requests for 8 places: however fast a step is, most of them wait when the engine ends.
         async def body():
             llm = AsyncLLM(VllmConfig.make(**SMALL, engine_process=process))
-            tasks = [asyncio.create_task(ask(llm, GREEDY.replace(max_tokens=200))) for _ in range(64)]
+            tasks = [
+                asyncio.create_task(ask(llm, GREEDY.replace(max_tokens=200))) for _ in range(64)
+            ]
             await llm.wait_ready()
             await asyncio.sleep(0.05)
             start = time.monotonic()

@@ -1,4 +1,5 @@
-"""An encoder-decoder model behind the HTTP API: two prompts in one completion, and chats with summarisers and translators."""
+"""An encoder-decoder model behind the HTTP API: two prompts in one completion, and chats with
+summarisers and translators."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ from toolkit_lm_devkit import make_checkpoint, randomize
 from toolkit_lm_server.app import create_app
 
 VOCAB = 272
-SIZES = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "d_model": 32}
+SIZES = {
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "d_model": 32,
+}
 IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 3, "decoder_start_token_id": 2}
 
 
@@ -25,7 +32,14 @@ def checkpoint(tmp_path_factory):
     """The folder, and transformers' model."""
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
     model = transformers.BartForConditionalGeneration(
-        transformers.BartConfig(vocab_size=VOCAB, max_position_embeddings=64, forced_eos_token_id=None, **SIZES, **heads, **IDS)
+        transformers.BartConfig(
+            vocab_size=VOCAB,
+            max_position_embeddings=64,
+            forced_eos_token_id=None,
+            **SIZES,
+            **heads,
+            **IDS,
+        )
     ).eval()
     randomize(model)
     return make_checkpoint(tmp_path_factory.mktemp("bart"), model), model
@@ -33,7 +47,10 @@ def checkpoint(tmp_path_factory):
 
 def greedy(model, encoder_ids, decoder_ids, count):
     found = model.generate(
-        torch.tensor([encoder_ids]), decoder_input_ids=torch.tensor([decoder_ids]), max_new_tokens=count, eos_token_id=-1
+        torch.tensor([encoder_ids]),
+        decoder_input_ids=torch.tensor([decoder_ids]),
+        max_new_tokens=count,
+        eos_token_id=-1,
     )
     return found[0, len(decoder_ids) :].tolist()
 
@@ -41,7 +58,9 @@ def greedy(model, encoder_ids, decoder_ids, count):
 @pytest.mark.anyio
 async def test_completions_and_chats(checkpoint):
     folder, model = checkpoint
-    async with AsyncLLM(VllmConfig.make(model=str(folder), device="cpu", max_num_seqs=4, num_kv_blocks=64)) as llm:
+    async with AsyncLLM(
+        VllmConfig.make(model=str(folder), device="cpu", max_num_seqs=4, num_kv_blocks=64)
+    ) as llm:
         transport = httpx.ASGITransport(create_app(llm))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             common = {"max_tokens": 5, "temperature": 0, "ignore_eos": True}
@@ -59,7 +78,9 @@ async def test_completions_and_chats(checkpoint):
             status, both = await ask(encoder_prompt="A long text.", decoder_prompt=[2, 0, 40, 50])
             assert status == 200
             assert both["usage"]["prompt_tokens"] == len(text) + 4
-            assert both["choices"][0]["text"] == llm.renderer.decode(greedy(model, text, [2, 0, 40, 50], 5), skip_special_tokens=True)
+            assert both["choices"][0]["text"] == llm.renderer.decode(
+                greedy(model, text, [2, 0, 40, 50], 5), skip_special_tokens=True
+            )
             status, alone = await ask(encoder_prompt="A long text.")
             assert alone["choices"][0]["text"] == expected
             for body in ({"decoder_prompt": "b"}, {"encoder_prompt": "a", "prompt": "b"}, {}):
@@ -69,7 +90,9 @@ async def test_completions_and_chats(checkpoint):
             status, error = await ask(prompt=[5] * 65)
             assert status == 400
             assert "max_encoder_len" in error["error"]["message"]
-            status, answered = await ask("/v1/chat/completions", messages=[{"role": "user", "content": "A long text."}])
+            status, answered = await ask(
+                "/v1/chat/completions", messages=[{"role": "user", "content": "A long text."}]
+            )
             assert status == 200
             assert answered["usage"]["completion_tokens"] == 5
 
@@ -78,8 +101,12 @@ async def test_completions_and_chats(checkpoint):
 async def test_a_model_without_an_encoder_refuses_two_prompts():
     async with (
         AsyncLLM(VllmConfig.make(model="tiny", num_kv_blocks=32, max_model_len=64)) as llm,
-        httpx.AsyncClient(transport=httpx.ASGITransport(create_app(llm)), base_url="http://test") as client,
+        httpx.AsyncClient(
+            transport=httpx.ASGITransport(create_app(llm)), base_url="http://test"
+        ) as client,
     ):
-        answer = await client.post("/v1/completions", json={"encoder_prompt": "a", "decoder_prompt": "b"})
+        answer = await client.post(
+            "/v1/completions", json={"encoder_prompt": "a", "decoder_prompt": "b"}
+        )
     assert answer.status_code == 400
     assert "only encoder-decoder models" in answer.json()["error"]["message"]

@@ -1,4 +1,5 @@
-"""LLM, LLMEngine and AsyncLLM over a small random checkpoint: what users ask for, and what they get wrong."""
+"""LLM, LLMEngine and AsyncLLM over a small random checkpoint: what users ask for, and what they get
+wrong."""
 
 from __future__ import annotations
 
@@ -47,10 +48,17 @@ def used_blocks(llm: LLM) -> int:
 class TestGenerate:
     def test_prompt_forms_are_the_same(self, llm):
         ids = [b + 16 for b in _byte_ranks("hi there")]
-        forms = ["hi there", {"prompt": "hi there"}, {"prompt_token_ids": ids}, {"prompt_token_ids": ids, "prompt": "hi there"}]
+        forms = [
+            "hi there",
+            {"prompt": "hi there"},
+            {"prompt_token_ids": ids},
+            {"prompt_token_ids": ids, "prompt": "hi there"},
+        ]
         outputs = llm.generate(forms, GREEDY, use_tqdm=False)
         assert {tuple(o.prompt_token_ids) for o in outputs} == {tuple(ids)}
-        assert {tuple(o.outputs[0].token_ids) for o in outputs} == {tuple(outputs[0].outputs[0].token_ids)}
+        assert {tuple(o.outputs[0].token_ids) for o in outputs} == {
+            tuple(outputs[0].outputs[0].token_ids)
+        }
         assert [o.prompt for o in outputs] == ["hi there", "hi there", None, "hi there"]
 
     def test_params_for_each_prompt(self, llm):
@@ -65,7 +73,9 @@ class TestGenerate:
         tokens = []
         runner = llm.engine.client.core.executor.runner
         execute = runner.execute
-        monkeypatch.setattr(runner, "execute", lambda plan: (tokens.append(plan.num_tokens), execute(plan))[1])
+        monkeypatch.setattr(
+            runner, "execute", lambda plan: (tokens.append(plan.num_tokens), execute(plan))[1]
+        )
         params = SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=6, ignore_eos=True)
         (output,) = llm.generate({"prompt_token_ids": list(range(20, 61))}, params, use_tqdm=False)
         # The prompt, its last token again for three forks, and five more tokens each.
@@ -75,11 +85,15 @@ class TestGenerate:
         assert used_blocks(llm) == 0
 
     def test_n_greedy_agrees_with_one(self, llm):
-        one, four = llm.generate([{"prompt_token_ids": [40] * 9}] * 2, [GREEDY, GREEDY.replace(n=4)], use_tqdm=False)
+        one, four = llm.generate(
+            [{"prompt_token_ids": [40] * 9}] * 2, [GREEDY, GREEDY.replace(n=4)], use_tqdm=False
+        )
         assert [o.token_ids for o in four.outputs] == [one.outputs[0].token_ids] * 4
 
     def test_max_model_len_ends_a_sequence(self, llm):
-        (output,) = llm.generate({"prompt_token_ids": [40] * 120}, GREEDY.replace(max_tokens=None), use_tqdm=False)
+        (output,) = llm.generate(
+            {"prompt_token_ids": [40] * 120}, GREEDY.replace(max_tokens=None), use_tqdm=False
+        )
         assert len(output.outputs[0].token_ids) == 8 and output.outputs[0].finish_reason == "length"
 
     def test_stop_token_ids(self, llm):
@@ -91,18 +105,29 @@ class TestGenerate:
         assert output.outputs[0].token_ids == ids[: at + 1]
         assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
         assert len(output.outputs[0].text) <= at
-        (output,) = llm.generate("abc", GREEDY.replace(stop_token_ids=[stop], min_tokens=at + 3), use_tqdm=False)
-        assert len(output.outputs[0].token_ids) >= at + 3 and stop not in output.outputs[0].token_ids[: at + 3]
+        (output,) = llm.generate(
+            "abc", GREEDY.replace(stop_token_ids=[stop], min_tokens=at + 3), use_tqdm=False
+        )
+        assert (
+            len(output.outputs[0].token_ids) >= at + 3
+            and stop not in output.outputs[0].token_ids[: at + 3]
+        )
 
     def test_stop_text(self, llm):
         (free,) = llm.generate("xyz", GREEDY.replace(max_tokens=40), use_tqdm=False)
         text = free.outputs[0].text
         stop = text[len(text) // 2 : len(text) // 2 + 2]
         at = text.index(stop)
-        (output,) = llm.generate("xyz", GREEDY.replace(max_tokens=40, stop=[stop, "never there"]), use_tqdm=False)
+        (output,) = llm.generate(
+            "xyz", GREEDY.replace(max_tokens=40, stop=[stop, "never there"]), use_tqdm=False
+        )
         assert output.outputs[0].text == text[:at]
         assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
-        (output,) = llm.generate("xyz", GREEDY.replace(max_tokens=40, stop=stop, include_stop_str_in_output=True), use_tqdm=False)
+        (output,) = llm.generate(
+            "xyz",
+            GREEDY.replace(max_tokens=40, stop=stop, include_stop_str_in_output=True),
+            use_tqdm=False,
+        )
         assert output.outputs[0].text == text[: at + len(stop)]
         assert used_blocks(llm) == 0
 
@@ -121,7 +146,9 @@ class TestGenerate:
     def test_stop_texts_wait_for_min_tokens(self, llm):
         (free,) = llm.generate("xyz", GREEDY.replace(max_tokens=40), use_tqdm=False)
         stop = free.outputs[0].text[0]
-        (output,) = llm.generate("xyz", GREEDY.replace(max_tokens=40, min_tokens=10, stop=stop), use_tqdm=False)
+        (output,) = llm.generate(
+            "xyz", GREEDY.replace(max_tokens=40, min_tokens=10, stop=stop), use_tqdm=False
+        )
         assert len(output.outputs[0].token_ids) > 10
 
     def test_an_output_is_the_callers_own(self, llm):
@@ -144,12 +171,19 @@ class TestGenerate:
 
     def test_threads_take_turns(self, llm):
         with ThreadPoolExecutor(4) as pool:
-            results = list(pool.map(lambda p: llm.generate(p, GREEDY, use_tqdm=False)[0].outputs[0].token_ids, ["abc"] * 8))
+            results = list(
+                pool.map(
+                    lambda p: llm.generate(p, GREEDY, use_tqdm=False)[0].outputs[0].token_ids,
+                    ["abc"] * 8,
+                )
+            )
         assert all(r == results[0] for r in results)
 
     def test_requests_added_by_hand_are_not_swallowed(self, llm):
         llm.engine.add_request("mine", "abc", GREEDY)
-        with pytest.raises(ToolkitError, match=r"requests that engine\.add_request\(\) added are still running"):
+        with pytest.raises(
+            ToolkitError, match=r"requests that engine\.add_request\(\) added are still running"
+        ):
             llm.generate("abc", GREEDY, use_tqdm=False)
         assert [o.request_id for o in _drain(llm.engine)] == ["mine"]
 
@@ -175,7 +209,9 @@ class TestGenerate:
     def test_an_interrupted_loop_goes_on(self, llm, monkeypatch):
         """With requests added by hand the step is taken again, and the answers are the same."""
         runner = llm.engine.client.core.executor.runner
-        expected = [o.outputs[0].token_ids for o in llm.generate(["abc", "de"], GREEDY, use_tqdm=False)]
+        expected = [
+            o.outputs[0].token_ids for o in llm.generate(["abc", "de"], GREEDY, use_tqdm=False)
+        ]
         for name, prompt in (("0", "abc"), ("1", "de")):
             llm.engine.add_request(name, prompt, GREEDY)
         llm.engine.step()
@@ -190,7 +226,9 @@ class TestGenerate:
         llm.engine.step()
         with pytest.raises(KeyboardInterrupt):
             llm.engine.step()
-        assert [o.outputs[0].token_ids for o in sorted(_drain(llm.engine), key=lambda o: o.request_id)] == expected
+        assert [
+            o.outputs[0].token_ids for o in sorted(_drain(llm.engine), key=lambda o: o.request_id)
+        ] == expected
 
     def test_logprobs(self, llm):
         (output,) = llm.generate("abc", GREEDY.replace(logprobs=3), use_tqdm=False)
@@ -198,19 +236,27 @@ class TestGenerate:
         assert len(completion.logprobs) == len(completion.token_ids)
         for token, entries in zip(completion.token_ids, completion.logprobs, strict=True):
             assert entries[token].rank == 1 and len(entries) == 3
-        total = sum(entries[token].logprob for token, entries in zip(completion.token_ids, completion.logprobs, strict=True))
+        total = sum(
+            entries[token].logprob
+            for token, entries in zip(completion.token_ids, completion.logprobs, strict=True)
+        )
         assert completion.cumulative_logprob == pytest.approx(total)
 
     def test_logprobs_do_not_change_draws(self, llm):
         params = SamplingParams(temperature=1.0, seed=5, max_tokens=10, ignore_eos=True)
-        plain, asked = (llm.generate("abc", p, use_tqdm=False)[0] for p in (params, params.replace(logprobs=5)))
+        plain, asked = (
+            llm.generate("abc", p, use_tqdm=False)[0] for p in (params, params.replace(logprobs=5))
+        )
         assert plain.outputs[0].token_ids == asked.outputs[0].token_ids
 
     def test_chat_goes_through_the_template(self, llm):
         messages = [{"role": "user", "content": "hi"}]
         (output,) = llm.chat(messages, GREEDY, use_tqdm=False)
         (same,) = llm.generate("[user]hi[assistant]", GREEDY, use_tqdm=False)
-        assert output.prompt_token_ids == same.prompt_token_ids and output.outputs[0].text == same.outputs[0].text
+        assert (
+            output.prompt_token_ids == same.prompt_token_ids
+            and output.outputs[0].text == same.outputs[0].text
+        )
         assert len(llm.chat([messages, messages], GREEDY, use_tqdm=False)) == 2
 
     def test_progress(self, llm):
@@ -236,7 +282,10 @@ def _short(value: object) -> str:
 BAD_PROMPTS = {
     "empty text": ("", "empty"),
     "no tokens": ({"prompt_token_ids": []}, "empty"),
-    "too long": ({"prompt_token_ids": [40] * 128}, "128 tokens.*maximum context length is 128 tokens"),
+    "too long": (
+        {"prompt_token_ids": [40] * 128},
+        "128 tokens.*maximum context length is 128 tokens",
+    ),
     "too long text": ("a" * 5000, "128"),
     "out of vocabulary": ({"prompt_token_ids": [40, 272]}, "272"),
     "negative id": ({"prompt_token_ids": [-1]}, "token id -1 is not in the vocabulary"),
@@ -277,14 +326,18 @@ class TestBadRequests:
         assert len(expected.outputs[0].token_ids) == 12
         assert used_blocks(llm) == 0
 
-    @pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in BAD_PARAMS.items() for v in values], ids=_short)
+    @pytest.mark.parametrize(
+        ("name", "value"), [(n, v) for n, values in BAD_PARAMS.items() for v in values], ids=_short
+    )
     def test_bad_parameter_is_named(self, name, value):
         with pytest.raises(RequestError, match=name) as caught:
             SamplingParams(**{name: value})
         assert caught.value.param == name
         assert len(str(caught.value)) < 300
 
-    @pytest.mark.parametrize("arguments", [(None,), (5,), ("a", {"max_tokens": 2}), (["a"], [None])], ids=str)
+    @pytest.mark.parametrize(
+        "arguments", [(None,), (5,), ("a", {"max_tokens": 2}), (["a"], [None])], ids=str
+    )
     def test_wrong_arguments_of_generate(self, llm, arguments):
         with pytest.raises(RequestError, match=r"prompts must be|give SamplingParams"):
             llm.generate(*arguments, use_tqdm=False)
@@ -301,14 +354,22 @@ class TestBadRequests:
 
     def test_min_tokens_beyond_the_context(self, llm):
         with pytest.raises(RequestError, match=r"min_tokens is 100.*room for 8"):
-            llm.engine.add_request("bad", {"prompt_token_ids": [40] * 120}, SamplingParams(max_tokens=None, min_tokens=100))
+            llm.engine.add_request(
+                "bad",
+                {"prompt_token_ids": [40] * 120},
+                SamplingParams(max_tokens=None, min_tokens=100),
+            )
 
     @pytest.mark.parametrize(("most", "kept"), [(5, 5), (120, 120), (-1, 116), (None, 120)])
     def test_a_prompt_is_cut_on_its_left(self, llm, most, kept):
         prompt = [40 + i % 50 for i in range(120)]
         params = GREEDY.replace(max_tokens=12 if most == -1 else 4, truncate_prompt_tokens=most)
         (output,) = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
-        (expected,) = llm.generate({"prompt_token_ids": prompt[-kept:]}, params.replace(truncate_prompt_tokens=None), use_tqdm=False)
+        (expected,) = llm.generate(
+            {"prompt_token_ids": prompt[-kept:]},
+            params.replace(truncate_prompt_tokens=None),
+            use_tqdm=False,
+        )
         assert output.prompt_token_ids == prompt[-kept:]
         assert output.outputs[0].token_ids == expected.outputs[0].token_ids
 
@@ -331,11 +392,16 @@ class TestBadRequests:
 
         engine.add_request("good", "abc", GREEDY)
         engine.add_request("bad", "de", GREEDY.replace(logprobs=1))
-        name, replacement = ("token_texts", broken) if method == "token_texts" else ("decode_stream", decode_stream)
+        name, replacement = (
+            ("token_texts", broken) if method == "token_texts" else ("decode_stream", decode_stream)
+        )
         monkeypatch.setattr(engine.renderer, name, replacement)
         finished = {o.request_id: o for o in _drain(engine)}
         assert len(finished["good"].outputs[0].token_ids) == 12 and finished["good"].error is None
-        assert finished["bad"].outputs[0].finish_reason == "error" and "failed in renderer 'hf': " in finished["bad"].error
+        assert (
+            finished["bad"].outputs[0].finish_reason == "error"
+            and "failed in renderer 'hf': " in finished["bad"].error
+        )
         assert used_blocks(llm) == 0 and not engine.has_unfinished_requests()
 
     def test_an_id_in_use_is_refused(self, llm):
@@ -354,8 +420,17 @@ class TestBadRequests:
         assert used_blocks(llm) == 0
 
     def test_the_last_output_of_an_abort_is_a_delta_for_those_who_stream(self, llm):
-        llm.engine.add_request("0", "Once upon", SamplingParams(max_tokens=8, output_kind=RequestOutputKind.DELTA, ignore_eos=True))
-        told = [token for _ in range(3) for output in llm.engine.step() for token in output.outputs[0].token_ids]
+        llm.engine.add_request(
+            "0",
+            "Once upon",
+            SamplingParams(max_tokens=8, output_kind=RequestOutputKind.DELTA, ignore_eos=True),
+        )
+        told = [
+            token
+            for _ in range(3)
+            for output in llm.engine.step()
+            for token in output.outputs[0].token_ids
+        ]
         (aborted,) = llm.engine.abort("0")
         assert told and aborted.outputs[0].finish_reason == "abort"
         assert len(told) + len(aborted.outputs[0].token_ids) <= 3
@@ -405,20 +480,27 @@ class TestBadStart:
         with pytest.raises(CapacityError, match="kv_cache_memory"):
             LLM(folder, kv_cache_memory="1KiB")
 
-    @pytest.mark.parametrize("options", [{"num_kv_blocks": 10**11}, {"kv_cache_memory": "100TiB"}], ids=str)
+    @pytest.mark.parametrize(
+        "options", [{"num_kv_blocks": 10**11}, {"kv_cache_memory": "100TiB"}], ids=str
+    )
     def test_more_memory_than_there_is(self, folder, options):
         with pytest.raises(CapacityError, match="MiB free"):
             LLM(folder, **options)
 
     def test_a_device_that_is_not_there(self, folder):
         for device in ("cuda:99", "warp", "meta"):
-            with pytest.raises(ConfigError, match=f"device '{device}' cannot be used.*Available: cpu"):
+            with pytest.raises(
+                ConfigError, match=f"device '{device}' cannot be used.*Available: cpu"
+            ):
                 LLM(folder, device=device)
 
     def test_plugins_by_name_or_as_objects(self, folder):
         listed = ["decoder", "loaders", "renderer_hf", "sdpa"]
         with LLM(folder, plugins=listed, **SMALL) as llm:
-            assert {info.name for info in llm.engine.plugins.infos if info.status == "ok"} == {*listed, "core"}
+            assert {info.name for info in llm.engine.plugins.infos if info.status == "ok"} == {
+                *listed,
+                "core",
+            }
         with pytest.raises(PluginError, match="'sdpa' is a text"):
             LLM(folder, plugins=["sdpa", object()])
 
@@ -446,7 +528,10 @@ class TestBadStart:
 
         expected = llm.generate("abc", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
         with LLM(folder, plugins=[Picky()], **SMALL) as other:
-            assert [group.backend for group in other.engine.client.core.kv_cache.groups] == ["picky", "sdpa"]
+            assert [group.backend for group in other.engine.client.core.kv_cache.groups] == [
+                "picky",
+                "sdpa",
+            ]
             assert other.generate("abc", GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
 
     def test_use_after_shutdown(self, folder):
@@ -466,7 +551,11 @@ class TestBadStart:
         with LLM("someone/some-model", revision="main", **SMALL) as llm:
             assert llm.config.checkpoint.path == folder
         assert (asked["model"], asked["revision"]) == ("someone/some-model", "main")
-        assert not any(fnmatch(name, p) for p in asked["patterns"] for name in ("pytorch_model.bin", "modeling_x.py"))
+        assert not any(
+            fnmatch(name, p)
+            for p in asked["patterns"]
+            for name in ("pytorch_model.bin", "modeling_x.py")
+        )
 
     def test_a_hub_that_is_out_of_reach(self, monkeypatch):
         def download(*args, **kwargs):
@@ -474,7 +563,9 @@ class TestBadStart:
 
         monkeypatch.setattr("huggingface_hub.snapshot_download", download)
         with pytest.raises(
-            CheckpointError, match=r"'someone/some-model' is not a local folder, and cannot be downloaded from the hub.*no route"
+            CheckpointError,
+            match=r"'someone/some-model' is not a local folder, and cannot be downloaded from "
+            r"the hub.*no route",
         ):
             LLM("someone/some-model")
 
@@ -483,7 +574,9 @@ class TestBadStart:
             LLM(folder, max_num_batched_tokens=4)
         with pytest.raises(ConfigError, match="but the checkpoint has 256 positions"):
             LLM(folder, max_model_len=300)
-        with pytest.raises(UnsupportedError, match=r"tensor_parallel_size 2 .*Supported: mp, ray\."):
+        with pytest.raises(
+            UnsupportedError, match=r"tensor_parallel_size 2 .*Supported: mp, ray\."
+        ):
             LLM(folder, tensor_parallel_size=2, executor="in_process")
 
     def test_no_such_model(self, tmp_path):
@@ -497,7 +590,10 @@ class TestBadStart:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"architectures": ["LamaForCausalLM"]}, "LamaForCausalLM.*Did you mean 'LlamaForCausalLM'"),
+            (
+                {"architectures": ["LamaForCausalLM"]},
+                "LamaForCausalLM.*Did you mean 'LlamaForCausalLM'",
+            ),
             ({"architectures": None, "model_type": "lama"}, "names no model class"),
             ({"hidden_size": 128}, r"shape|size"),
             ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
@@ -505,7 +601,10 @@ class TestBadStart:
             ({"vocab_size": "272"}, "vocab_size must be an integer of at least 1"),
             ({"head_dim": 0}, "head_dim must be an integer of at least 1"),
             ({"rope_parameters": "linear"}, "'rope_parameters' must be of type dict"),
-            ({"rope_parameters": {"rope_type": "linear", "factor": "x", "rope_theta": 1e4}}, "'factor' must be of type float"),
+            (
+                {"rope_parameters": {"rope_type": "linear", "factor": "x", "rope_theta": 1e4}},
+                "'factor' must be of type float",
+            ),
         ],
     )
     def test_a_config_that_does_not_fit(self, folder, tmp_path, change, message):
@@ -519,7 +618,9 @@ class TestBadStart:
     def test_quantized_weights_are_refused(self, folder, tmp_path):
         copy = tmp_path / "copy"
         shutil.copytree(folder, copy)
-        config = json.loads((copy / "config.json").read_text()) | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+        config = json.loads((copy / "config.json").read_text()) | {
+            "quantization_config": {"quant_method": "gptq", "bits": 4}
+        }
         (copy / "config.json").write_text(json.dumps(config))
         with pytest.raises(UnsupportedError, match=r"quantized weights \('gptq'\)"):
             LLM(str(copy), **SMALL)

@@ -25,8 +25,11 @@ print(json.dumps(found))
 
 
 def test_seven_engines_take_the_memory_of_one():
-    """What the C library keeps of what threads have freed is given back first: it differs by tens of MB from cycle to cycle."""
-    done = subprocess.run([sys.executable, "-c", CYCLES], capture_output=True, text=True, timeout=300, check=True)
+    """What the C library keeps of what threads have freed is given back first: it differs by tens
+    of MB from cycle to cycle."""
+    done = subprocess.run(
+        [sys.executable, "-c", CYCLES], capture_output=True, text=True, timeout=300, check=True
+    )
     # The second one finds what is imported, compiled and cached once.
     _, (size, objects), *others = json.loads(done.stdout.splitlines()[-1])
     assert max(one for one, _ in others) < size + 8 * 2**20

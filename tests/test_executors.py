@@ -1,4 +1,5 @@
-"""Executors: the one in the engine's process, and ranks as threads, by a third party; both pass the conformance kit."""
+"""Executors: the one in the engine's process, and ranks as threads, by a third party; both pass the
+conformance kit."""
 
 from __future__ import annotations
 
@@ -35,8 +36,19 @@ class TestThreads(WorkersConformance):
 
 
 def threads(folder, tensor: int, pipeline: int, **options) -> LLM:
-    options = {"num_kv_blocks": 64, "block_size": 4, "max_model_len": 64, "executor": "threads"} | options
-    return LLM(str(folder), plugins=[THREADS], tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, **options)
+    options = {
+        "num_kv_blocks": 64,
+        "block_size": 4,
+        "max_model_len": 64,
+        "executor": "threads",
+    } | options
+    return LLM(
+        str(folder),
+        plugins=[THREADS],
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+        **options,
+    )
 
 
 def prompt_tokens(length: int, start: int = 3) -> dict[str, list[int]]:
@@ -44,12 +56,27 @@ def prompt_tokens(length: int, start: int = 3) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), SIZES)
-def test_the_first_stage_may_have_no_layer_of_a_group(make_windowed, assert_parity, tensor, pipeline):
+def test_the_first_stage_may_have_no_layer_of_a_group(
+    make_windowed, assert_parity, tensor, pipeline
+):
     """The one layer without a window is in the last stage."""
     folder, model = make_windowed()
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=272)
-    with threads(folder, tensor, pipeline, max_logprobs=272, max_num_batched_tokens=16, max_num_seqs=8, num_kv_blocks=80) as llm:
-        assert_parity(model, llm.generate([prompt_tokens(30), prompt_tokens(7), prompt_tokens(45)], params, use_tqdm=False))
+    with threads(
+        folder,
+        tensor,
+        pipeline,
+        max_logprobs=272,
+        max_num_batched_tokens=16,
+        max_num_seqs=8,
+        num_kv_blocks=80,
+    ) as llm:
+        assert_parity(
+            model,
+            llm.generate(
+                [prompt_tokens(30), prompt_tokens(7), prompt_tokens(45)], params, use_tqdm=False
+            ),
+        )
 
 
 @pytest.mark.parametrize(("pipeline", "budget"), [(1, 2048), (2, 512)])
@@ -76,11 +103,19 @@ def test_vectors_are_those_of_one_rank(make_llama, tensor, pipeline):
     """Whole prompts and no cache, and prompts in chunks: the last stage pools."""
     folder, _ = make_llama("ranks")
     prompts = [prompt_tokens(length) for length in (3, 30, 12)]
-    for options in ({}, {"enable_chunked_prefill": True, "max_num_batched_tokens": 8, "max_num_seqs": 4}):
+    for options in (
+        {},
+        {"enable_chunked_prefill": True, "max_num_batched_tokens": 8, "max_num_seqs": 4},
+    ):
         vectors = []
         for sizes in [(1, 1), (tensor, pipeline)]:
             with threads(folder, *sizes, runner="pooling", convert="embed", **options) as llm:
-                vectors.append([list(output.outputs.embedding) for output in llm.embed(prompts, use_tqdm=False)])
+                vectors.append(
+                    [
+                        list(output.outputs.embedding)
+                        for output in llm.embed(prompts, use_tqdm=False)
+                    ]
+                )
         for one, other in zip(*vectors, strict=True):
             assert one == pytest.approx(other, abs=1e-5)
 
@@ -121,10 +156,16 @@ def test_whole_experts_give_the_tokens_of_one_rank(tmp_path, family):
     prompts = [prompt_tokens(30), prompt_tokens(7), prompt_tokens(45)]
     found = []
     for tensor in (1, 2):
-        options = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "enable_expert_parallel": tensor > 1}
+        options = {
+            "max_num_batched_tokens": 16,
+            "max_num_seqs": 8,
+            "enable_expert_parallel": tensor > 1,
+        }
         with threads(tmp_path, tensor, 1, **options) as llm:
             outputs = [llm.generate(prompts, params, use_tqdm=False) for _ in range(2)]
-            shares = [expert_shares(runner.model) for runner in llm.engine.client.core.executor.runners]
+            shares = [
+                expert_shares(runner.model) for runner in llm.engine.client.core.executor.runners
+            ]
         assert [output.error for each in outputs for output in each] == [None] * 6
         found.append([[list(output.outputs[0].token_ids) for output in each] for each in outputs])
         assert shares == ([[range(8)] * 2] if tensor == 1 else [[range(4)] * 2, [range(4, 8)] * 2])
@@ -137,16 +178,26 @@ def expert_shares(model) -> list[range]:
 
 def test_expert_parallel_is_refused_where_nothing_is_divided(make_llama, tmp_path):
     folder, _ = make_llama("ranks")
-    with pytest.raises(UnsupportedError, match="enable_expert_parallel: LlamaForCausalLM has no experts that it can divide over ranks"):
+    with pytest.raises(
+        UnsupportedError,
+        match="enable_expert_parallel: LlamaForCausalLM has no experts that it can divide over "
+        "ranks",
+    ):
         threads(folder, 2, 1, enable_expert_parallel=True)
     make_checkpoint(tmp_path, moe_families.make("mixtral", "2 of 4"))
-    with pytest.raises(ConfigError, match=r"enable_expert_parallel divides experts over .* give --tensor-parallel-size 2 or more"):
+    with pytest.raises(
+        ConfigError,
+        match=r"enable_expert_parallel divides experts over .* give --tensor-parallel-size 2 or "
+        r"more",
+    ):
         threads(tmp_path, 1, 1, enable_expert_parallel=True)
 
 
 def test_in_process_is_refused_for_two_ranks(make_llama):
     folder, _ = make_llama("ranks")
     with pytest.raises(
-        UnsupportedError, match=r"'in_process' cannot run tensor_parallel_size 2 .*: it runs 1 of 2 workers\. Supported: mp, ray, threads\."
+        UnsupportedError,
+        match=r"'in_process' cannot run tensor_parallel_size 2 .*: it runs 1 of 2 workers\. "
+        r"Supported: mp, ray, threads\.",
     ):
         threads(folder, 2, 1, executor="in_process")

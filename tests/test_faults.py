@@ -1,6 +1,8 @@
-"""What goes wrong around a server: bad requests among good ones, clients that leave, engines that hang or die, signals.
+"""What goes wrong around a server: bad requests among good ones, clients that leave, engines that
+hang or die, signals.
 
-The servers are processes of their own that run the model `tiny` in float32, with a plugin that fails on demand.
+The servers are processes of their own that run the model `tiny` in float32, with a plugin that
+fails on demand.
 """
 
 from __future__ import annotations
@@ -27,7 +29,14 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def server(faulty, tmp_path_factory):
     """One server for all tests that it is to survive."""
-    one = Server(faulty, tmp_path_factory.mktemp("server"), "--max-num-seqs", "16", "--kv-cache-memory", "0.9")
+    one = Server(
+        faulty,
+        tmp_path_factory.mktemp("server"),
+        "--max-num-seqs",
+        "16",
+        "--kv-cache-memory",
+        "0.9",
+    )
     try:
         yield one.wait_ready()
         one.process.send_signal(signal.SIGTERM)
@@ -62,23 +71,70 @@ TALK = {"messages": [{"role": "user", "content": "hi"}], **SHORT}
 
 
 def fuzzed() -> list[tuple[str, bytes]]:
-    """Each field of each route with each piece of junk. What both routes take goes to one of them."""
+    """Each field of each route with each piece of junk. What both routes take goes to one of
+    them."""
     own = set(ChatBody.model_fields) - set(CompletionBody.model_fields)
-    routes = (("/v1/completions", TEXT, [*CompletionBody.model_fields, "unknown"]), ("/v1/chat/completions", TALK, sorted(own)))
-    return [(path, json.dumps({**base, name: junk}).encode()) for path, base, names in routes for name in names for junk in JUNK]
+    routes = (
+        ("/v1/completions", TEXT, [*CompletionBody.model_fields, "unknown"]),
+        ("/v1/chat/completions", TALK, sorted(own)),
+    )
+    return [
+        (path, json.dumps({**base, name: junk}).encode())
+        for path, base, names in routes
+        for name in names
+        for junk in JUNK
+    ]
 
 
 def malformed() -> list[tuple[str, bytes]]:
-    """Bodies that are no requests, prompts that are no prompts, conversations that no template takes."""
-    bodies = [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": "\xff"}', b"[" * 100_000, b'{"a":' * 50_000, b"x" * 17_000_000]
-    prompts = [[], [[]], ["a", ""], ["a", [1]], "x" * 100_000, [5] * 600, [10**9], [-1], ["a"] * 300]
-    talks = [[], [{}], [{"role": 5}], [{"role": "user"}], [{"role": "user", "content": 5}], [{"role": "user", "content": [{"type": "x"}]}]]
+    """Bodies that are no requests, prompts that are no prompts, conversations that no template
+    takes."""
+    bodies = [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"prompt": "\xff"}',
+        b"[" * 100_000,
+        b'{"a":' * 50_000,
+        b"x" * 17_000_000,
+    ]
+    prompts = [
+        [],
+        [[]],
+        ["a", ""],
+        ["a", [1]],
+        "x" * 100_000,
+        [5] * 600,
+        [10**9],
+        [-1],
+        ["a"] * 300,
+    ]
+    talks = [
+        [],
+        [{}],
+        [{"role": 5}],
+        [{"role": "user"}],
+        [{"role": "user", "content": 5}],
+        [{"role": "user", "content": [{"type": "x"}]}],
+    ]
     found = [("/v1/completions", body) for body in bodies]
-    found += [("/v1/completions", json.dumps({**TEXT, "prompt": prompt}).encode()) for prompt in prompts]
-    found += [("/v1/chat/completions", json.dumps({**TALK, "messages": talk}).encode()) for talk in talks]
+    found += [
+        ("/v1/completions", json.dumps({**TEXT, "prompt": prompt}).encode()) for prompt in prompts
+    ]
+    found += [
+        ("/v1/chat/completions", json.dumps({**TALK, "messages": talk}).encode()) for talk in talks
+    ]
     kwargs = [{"messages": 5}, {"tools": "x"}, {"add_generation_prompt": {}}]
-    found += [("/v1/chat/completions", json.dumps({**TALK, "chat_template_kwargs": one}).encode()) for one in kwargs]
-    found += [(path, json.dumps({**TEXT, "model": "gpt-5"}).encode()) for path in ("/v1/completions", "/tokenize", "/detokenize")]
+    found += [
+        ("/v1/chat/completions", json.dumps({**TALK, "chat_template_kwargs": one}).encode())
+        for one in kwargs
+    ]
+    found += [
+        (path, json.dumps({**TEXT, "model": "gpt-5"}).encode())
+        for path in ("/v1/completions", "/tokenize", "/detokenize")
+    ]
     return found
 
 
@@ -110,9 +166,13 @@ def test_one_bad_request_of_every_kind_among_50_good_ones(server):
         goods = [pool.submit(good, server, number) for number in list(range(25)) * 2]
         assert [one.result() for one in goods] == expected
         statuses = disturbing.result()
-        assert set(statuses) <= {200, 400, 404, 413}, {status: statuses.count(status) for status in statuses}
+        assert set(statuses) <= {200, 400, 404, 413}, {
+            status: statuses.count(status) for status in statuses
+        }
         assert statuses.count(400) > 400
-        errors = [(one.result().status_code, one.result().json()["error"]["code"]) for one in failing]
+        errors = [
+            (one.result().status_code, one.result().json()["error"]["code"]) for one in failing
+        ]
         assert errors == [(500, "model_error")] * len(failing)
         for one in leaving:
             one.result()
@@ -135,9 +195,13 @@ STAGES = ["head", "body", "sent", "begun", "middle"]
 
 
 def leave(server: Server, stage: str, body: dict) -> None:
-    """Sends a request, and disconnects in the middle of its head or body, at once after it, or some time later."""
+    """Sends a request, and disconnects in the middle of its head or body, at once after it, or some
+    time later."""
     content = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n".encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(content)}\r\n\r\n"
+    ).encode()
     message = {"head": head[:-10], "body": head + content[:-5]}.get(stage, head + content)
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
         connection.sendall(message)
@@ -172,7 +236,14 @@ def test_deadlines(server):
     late = server.post({"prompt": "a", **BODY, "timeout": 1e-4})
     assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
     for stream in (False, True):
-        body = {"prompt": ["a", "b"], **BODY, "max_tokens": 450, "n": 8, "timeout": 0.3, "stream": stream}
+        body = {
+            "prompt": ["a", "b"],
+            **BODY,
+            "max_tokens": 450,
+            "n": 8,
+            "timeout": 0.3,
+            "stream": stream,
+        }
         partial = server.post(body)
         assert partial.status_code == 200
         assert '"finish_reason":"timeout"' in partial.text
@@ -182,7 +253,10 @@ def test_deadlines(server):
 
 def test_cached_tokens_are_counted(server):
     body = {"prompt": [7] * 40, "max_tokens": 2, "cache_salt": "mine"}
-    counts = [server.post(body).json()["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)]
+    counts = [
+        server.post(body).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        for _ in range(2)
+    ]
     assert counts == [0, 32]
     other = server.post({**body, "cache_salt": "another's"}).json()
     assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
@@ -231,11 +305,16 @@ def test_a_dead_engine_is_told_and_ends_the_server(serve):
     later = server.post(TEXT)
     assert [one.status_code for one in (killing, later)] == [503, 503]
     for one in (killing.json(), later.json(), json.loads(error.removeprefix("data: "))):
-        assert one["error"]["code"] == "engine_dead" and "killed by SIGKILL" in one["error"]["message"]
+        assert (
+            one["error"]["code"] == "engine_dead" and "killed by SIGKILL" in one["error"]["message"]
+        )
     assert (done, server.status("/health")) == ("data: [DONE]", 503)
     code, log = server.end()
     assert code == 1
-    text = r"error: the engine has died: the engine process \d+ has died: it was killed by SIGKILL; perhaps the machine ran out of memory\."
+    text = (
+        r"error: the engine has died: the engine process \d+ has died: it was killed by SIGKILL; "
+        r"perhaps the machine ran out of memory\."
+    )
     assert re.fullmatch(text, log.splitlines()[-1])
     wait_for(server.has_left_nothing, 5)
 
@@ -247,7 +326,11 @@ def test_a_dead_engine_is_started_anew(serve):
     assert server.post({"prompt": [DIES, DIES], "max_tokens": 2}).status_code == 503
     wait_for(lambda: server.get("/health").json()["status"] == "restarting", 5)
     early = server.post(TEXT)
-    assert (server.status("/live"), early.status_code, early.json()["error"]["code"]) == (200, 503, "engine_restarting")
+    assert (server.status("/live"), early.status_code, early.json()["error"]["code"]) == (
+        200,
+        503,
+        "engine_restarting",
+    )
     assert "retry-after" in early.headers
     server.wait_ready()
     assert good(server, 3) == expected
@@ -261,7 +344,9 @@ def test_an_engine_is_started_anew_when_one_of_its_ranks_is_killed(serve):
     server = serve("--restart-engine", "1", "--tensor-parallel-size", "2").wait_ready()
     expected = good(server, 3)
     commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in server.pids()}
-    ranks = [pid for pid, command in commands.items() if b"worker 1 " in command.replace(b"\0", b" ")]
+    ranks = [
+        pid for pid, command in commands.items() if b"worker 1 " in command.replace(b"\0", b" ")
+    ]
     assert len(ranks) == 1
     os.kill(ranks[0], signal.SIGKILL)
     wait_for(lambda: server.status() == 503, 5)
@@ -277,7 +362,10 @@ def test_a_hang_is_told_and_dumps_all_stacks(serve):
         hanging = pool.submit(server.post, {"prompt": [HANGS, HANGS], "max_tokens": 2})
         wait_for(lambda: server.status("/health") == 503, 10)
         assert server.get("/health").json()["status"] == "stalled"
-        assert (server.status("/ready"), server.post(TEXT).json()["error"]["code"]) == (503, "engine_stalled")
+        assert (server.status("/ready"), server.post(TEXT).json()["error"]["code"]) == (
+            503,
+            "engine_stalled",
+        )
         wait_for(lambda: "in forward" in server.log.read_text(), 5)
         server.process.send_signal(signal.SIGTERM)
         wait_for(lambda: server.get("/ready").json()["status"] == "draining")
@@ -292,11 +380,18 @@ def test_a_hang_is_told_and_dumps_all_stacks(serve):
 
 def test_health_stays_good_under_load(server):
     with ThreadPoolExecutor(8) as pool:
-        loads = [pool.submit(server.post, {"prompt": [5] * 400, "n": 4, "max_tokens": 30, "ignore_eos": True}) for _ in range(8)]
+        loads = [
+            pool.submit(
+                server.post, {"prompt": [5] * 400, "n": 4, "max_tokens": 30, "ignore_eos": True}
+            )
+            for _ in range(8)
+        ]
         checks = []
         while not all(load.done() for load in loads):
             start = time.monotonic()
-            checks.append((server.status("/health"), server.status("/ready"), time.monotonic() - start < 5))
+            checks.append(
+                (server.status("/health"), server.status("/ready"), time.monotonic() - start < 5)
+            )
         assert set(checks) == {(200, 200, True)}
         assert {load.result().status_code for load in loads} == {200}
 
@@ -326,9 +421,16 @@ def test_sigterm_drains(serve):
         wait_for(lambda: server.status("/ready") == 503)
         late = server.post(TEXT)
         engine.resume()
-        assert (late.status_code, late.json()["error"]["code"], "retry-after" in late.headers) == (503, "server_stopping", True)
+        assert (late.status_code, late.json()["error"]["code"], "retry-after" in late.headers) == (
+            503,
+            "server_stopping",
+            True,
+        )
         *_, last, _, done, _ = lines
-    assert (done, json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"]) == ("data: [DONE]", "length")
+    assert (done, json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"]) == (
+        "data: [DONE]",
+        "length",
+    )
     code, log = server.end()
     assert code == 0, log
     wait_for(server.has_left_nothing, 5)
@@ -337,7 +439,11 @@ def test_sigterm_drains(serve):
 @pytest.mark.parametrize(
     ("number", "phase"),
     [(signal.SIGKILL, phase) for phase in ("importing", "loading", "serving")]
-    + [(number, phase) for number in (signal.SIGINT, signal.SIGTERM) for phase in ("importing", "loading")],
+    + [
+        (number, phase)
+        for number in (signal.SIGINT, signal.SIGTERM)
+        for phase in ("importing", "loading")
+    ],
 )
 def test_nothing_survives_the_server(serve, number, phase):
     server = serve(FAULTY_LOADING="30" if phase == "loading" else "0")
@@ -355,20 +461,33 @@ def test_nothing_survives_the_server(serve, number, phase):
 
 MOMENTS = (0.2, 0.5, 1, 1.5, 2, 2.5, 3, 4, 5, 7)
 """Seconds of a start."""
-TOPOLOGIES = [(), ("--no-engine-process",), ("--data-parallel-size", "2"), ("--tensor-parallel-size", "2")]
+TOPOLOGIES = [
+    (),
+    ("--no-engine-process",),
+    ("--data-parallel-size", "2"),
+    ("--tensor-parallel-size", "2"),
+]
 
 
 @pytest.mark.parametrize(
     ("arguments", "moments"),
     # Each moment of some topology, and a third of the moments of each; all of all at night.
-    [pytest.param(one, MOMENTS[number % 3 :: 3], marks=pytest.mark.slow) for number, one in enumerate(TOPOLOGIES)]
+    [
+        pytest.param(one, MOMENTS[number % 3 :: 3], marks=pytest.mark.slow)
+        for number, one in enumerate(TOPOLOGIES)
+    ]
     + [pytest.param(one, MOMENTS, marks=pytest.mark.nightly) for one in TOPOLOGIES],
 )
 def test_sigterm_at_any_moment_of_the_start_is_an_end_without_error(serve, arguments, moments):
     """From the first of our own code on. Before it, Python itself has no handler yet."""
     for seconds in moments:
         server = serve(*arguments)
-        wait_for(lambda server=server: b"serve" in Path(f"/proc/{server.process.pid}/cmdline").read_bytes(), 10)
+        wait_for(
+            lambda server=server: (
+                b"serve" in Path(f"/proc/{server.process.pid}/cmdline").read_bytes()
+            ),
+            10,
+        )
         wait_for(lambda server=server: _handles(server.process.pid, signal.SIGTERM), 20)
         time.sleep(seconds)
         server.process.send_signal(signal.SIGTERM)
@@ -390,4 +509,6 @@ def test_the_page_names_tests_that_exist():
     for file, path in named:
         text = (ROOT / file).read_text()
         for name in path.split("::"):
-            assert re.search(rf"^ *(def|async def|class) {name}\b|^{name} = ", text, re.MULTILINE), f"{file} has no {name}"
+            assert re.search(
+                rf"^ *(def|async def|class) {name}\b|^{name} = ", text, re.MULTILINE
+            ), f"{file} has no {name}"

@@ -1,4 +1,5 @@
-"""Pictures that come again, over engines here and in processes of their own: their data is sent once, and the answers are the same."""
+"""Pictures that come again, over engines here and in processes of their own: their data is sent
+once, and the answers are the same."""
 
 from __future__ import annotations
 
@@ -36,7 +37,11 @@ PICTURE = 3 * 28 * 28 * 4
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return str(importlib.import_module("vision_checkpoints").make_subject(tmp_path_factory.mktemp("vision"), "llava").folder)
+    return str(
+        importlib.import_module("vision_checkpoints")
+        .make_subject(tmp_path_factory.mktemp("vision"), "llava")
+        .folder
+    )
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +69,12 @@ def carried(monkeypatch):
     add = wire.add
 
     def seen(requests, evicted=()):
-        found.extend(feature.mm_identifier for one in requests for feature in one.features if feature.data is not None)
+        found.extend(
+            feature.mm_identifier
+            for one in requests
+            for feature in one.features
+            if feature.data is not None
+        )
         return add(requests, evicted)
 
     monkeypatch.setattr(wire, "add", seen)
@@ -107,11 +117,15 @@ def test_data_is_sent_once(folder, prompts, expected, carried):
     assert len(carried) == len(set(carried)) == 5
 
 
-def test_what_was_rendered_for_an_engine_that_died_is_rendered_for_the_next(folder, prompts, expected):
+def test_what_was_rendered_for_an_engine_that_died_is_rendered_for_the_next(
+    folder, prompts, expected
+):
     with LLM(folder, **OPTIONS, engine_process=True) as llm:
         answers(llm, prompts)
         engine = llm.engine
-        prepared = [engine.processor.prepare(str(i), prompt, PARAMS) for i, prompt in enumerate(prompts)]
+        prepared = [
+            engine.processor.prepare(str(i), prompt, PARAMS) for i, prompt in enumerate(prompts)
+        ]
         assert all(feature.data is None for one in prepared for feature in one.message.features)
         os.kill(engine.client.process.pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError):
@@ -133,10 +147,16 @@ def test_what_is_rendered_again_holds_nobody_up(folder, prompts, expected, monke
     """The engine dies between a prompt's rendering and its submission."""
 
     async def run() -> list[list[int]]:
-        async with AsyncLLM(VllmConfig.make(model=folder, **OPTIONS, engine_process=True, restart_engine=1)) as llm:
+        async with AsyncLLM(
+            VllmConfig.make(model=folder, **OPTIONS, engine_process=True, restart_engine=1)
+        ) as llm:
 
             async def one(prompt):
-                return [output async for output in llm.generate(prompt, PARAMS)][-1].outputs[0].token_ids
+                return (
+                    [output async for output in llm.generate(prompt, PARAMS)][-1]
+                    .outputs[0]
+                    .token_ids
+                )
 
             before = [await one(prompt) for prompt in prompts[:2]]
             prepare, render_again = llm.processor.prepare_batch, llm.processor.render_again
@@ -164,7 +184,10 @@ def test_what_is_rendered_again_holds_nobody_up(folder, prompts, expected, monke
 
 def test_an_engine_asks_for_what_it_lacks(folder, prompts, expected, carried):
     """As one that has lost it."""
-    with LLM(folder, **OPTIONS, engine_process=True) as llm, LLM(folder, **OPTIONS, engine_process=True) as other:
+    with (
+        LLM(folder, **OPTIONS, engine_process=True) as llm,
+        LLM(folder, **OPTIONS, engine_process=True) as other,
+    ):
         answers(other, prompts)
         mirror = llm.engine.client.features
         mirror._held.update(other.engine.client.features._held)
@@ -174,12 +197,19 @@ def test_an_engine_asks_for_what_it_lacks(folder, prompts, expected, carried):
         assert not llm.engine._rendered
 
 
-def test_what_an_engine_asks_for_is_rendered_where_its_caller_renders(folder, prompts, expected, monkeypatch):
+def test_what_an_engine_asks_for_is_rendered_where_its_caller_renders(
+    folder, prompts, expected, monkeypatch
+):
     """The engine's thread goes on with other requests meanwhile."""
 
     async def run(other: LLM) -> None:
         async with AsyncLLM(VllmConfig.make(model=folder, **OPTIONS, engine_process=True)) as llm:
-            render_again, begun, let, threads = llm.processor.render_again, threading.Event(), threading.Event(), []
+            render_again, begun, let, threads = (
+                llm.processor.render_again,
+                threading.Event(),
+                threading.Event(),
+                [],
+            )
 
             def slow(prepared):
                 threads.append(threading.current_thread().name)
@@ -229,7 +259,10 @@ def test_what_an_engine_asks_for_is_rendered_where_its_caller_renders(folder, pr
 
 
 def test_what_is_lacking_twice_ends_the_request(folder, prompts, expected, monkeypatch):
-    with LLM(folder, **OPTIONS, engine_process=True) as llm, LLM(folder, **OPTIONS, engine_process=True) as other:
+    with (
+        LLM(folder, **OPTIONS, engine_process=True) as llm,
+        LLM(folder, **OPTIONS, engine_process=True) as other,
+    ):
         answers(other, prompts)
         mirror, held = llm.engine.client.features, other.engine.client.features._held
         forget = mirror.forget
@@ -241,14 +274,21 @@ def test_what_is_lacking_twice_ends_the_request(folder, prompts, expected, monke
         monkeypatch.setattr(mirror, "forget", forget_nothing)
         mirror._held.update(held)
         ended, fine = llm.generate([prompts[0], prompts[-1]], PARAMS, use_tqdm=False)
-        assert (ended.outputs[0].finish_reason, fine.outputs[0].token_ids) == ("error", expected[-1])
+        assert (ended.outputs[0].finish_reason, fine.outputs[0].token_ids) == (
+            "error",
+            expected[-1],
+        )
         assert "twice" in ended.error
 
 
 @pytest.mark.parametrize("process", [False, True])
 def test_a_request_that_ends_before_its_answer_changes_nothing(folder, prompts, expected, process):
     async def run():
-        async with AsyncLLM(VllmConfig.make(model=folder, **OPTIONS, feature_cache_memory="24KiB", engine_process=process)) as llm:
+        async with AsyncLLM(
+            VllmConfig.make(
+                model=folder, **OPTIONS, feature_cache_memory="24KiB", engine_process=process
+            )
+        ) as llm:
 
             async def one(number):
                 tokens = None
@@ -260,7 +300,9 @@ def test_a_request_that_ends_before_its_answer_changes_nothing(folder, prompts, 
 
             for _ in range(3):
                 found = await asyncio.gather(*(one(number) for number in range(len(prompts))))
-                assert found == [None if number % 3 == 0 else tokens for number, tokens in enumerate(expected)]
+                assert found == [
+                    None if number % 3 == 0 else tokens for number, tokens in enumerate(expected)
+                ]
             return llm.engine.client.features
 
     mirror = asyncio.run(run())
@@ -269,8 +311,14 @@ def test_a_request_that_ends_before_its_answer_changes_nothing(folder, prompts, 
 
 
 def test_texts_are_not_concerned(folder, prompts, monkeypatch):
-    """A model without media has no lookup; with it, a text has nothing that could be rendered again."""
-    with LLM("tiny", plugins=["tiny", "decoder", "loaders", "sdpa", "renderer_hf"], attention_backend="sdpa", kernels="torch") as llm:
+    """A model without media has no lookup; with it, a text has nothing that could be rendered
+    again."""
+    with LLM(
+        "tiny",
+        plugins=["tiny", "decoder", "loaders", "sdpa", "renderer_hf"],
+        attention_backend="sdpa",
+        kernels="torch",
+    ) as llm:
         assert llm.engine.renderer.feature_cache is None
         monkeypatch.setattr(PinnedRendering, "__init__", None)
         answer(llm, "Once")
@@ -283,6 +331,13 @@ def test_texts_are_not_concerned(folder, prompts, monkeypatch):
 def test_a_front_keeps_no_data(folder, prompts):
     with LLM(folder, **OPTIONS, engine_process=True) as llm:
         prepared = llm.engine.processor.prepare("0", prompts[4], PARAMS)
-        assert sum(array.data.nbytes for one in prepared.message.features for array in one.data.values()) == 4 * PICTURE
+        assert (
+            sum(
+                array.data.nbytes
+                for one in prepared.message.features
+                for array in one.data.values()
+            )
+            == 4 * PICTURE
+        )
         llm.engine.submit(prepared)
         assert all(one.data is None for one in prepared.message.features)

@@ -1,4 +1,5 @@
-"""The table of request fields: a field that would change the answer is obeyed, or refused by name."""
+"""The table of request fields: a field that would change the answer is obeyed, or refused by
+name."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from fastapi.testclient import TestClient
 from msgspec import structs
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.audio import transcription_create_params, translation_create_params
-from openai.types.chat import chat_completion_stream_options_param, completion_create_params as chat_create_params
+from openai.types.chat import (
+    chat_completion_stream_options_param,
+    completion_create_params as chat_create_params,
+)
 from openai.types.responses import response_create_params, response_text_config_param
 from openai.types.shared_params import reasoning
 from pydantic import ValidationError
@@ -29,7 +33,9 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 
 def _generator():
-    spec = importlib.util.spec_from_file_location("generate_request_fields", DOCS / "generate_request_fields.py")
+    spec = importlib.util.spec_from_file_location(
+        "generate_request_fields", DOCS / "generate_request_fields.py"
+    )
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
     return made
@@ -56,7 +62,13 @@ NEEDED = {
 
 @pytest.fixture(scope="module")
 def client():
-    options = {"device": "cpu", "dtype": "float32", "max_model_len": 256, "num_kv_blocks": 64, "engine_process": False}
+    options = {
+        "device": "cpu",
+        "dtype": "float32",
+        "max_model_len": 256,
+        "num_kv_blocks": 64,
+        "engine_process": False,
+    }
     engine = AsyncLLM(VllmConfig.make(model="tiny", **options))
     yield TestClient(create_app(engine))
     engine.close()
@@ -70,7 +82,9 @@ def unknown():
 
 
 def test_the_page_is_made_of_the_table():
-    assert (DOCS / "request_fields.md").read_text(encoding="utf-8") == GENERATOR.page(), "run python docs/generate_request_fields.py"
+    assert (DOCS / "request_fields.md").read_text(encoding="utf-8") == GENERATOR.page(), (
+        "run python docs/generate_request_fields.py"
+    )
 
 
 @pytest.mark.parametrize("route", PEER_FIELDS)
@@ -80,7 +94,10 @@ def test_each_field_of_the_others_has_a_verdict(route):
             try:
                 GENERATOR.verdict(BODIES[route], name)
             except KeyError:
-                pytest.fail(f"{route}: nothing says what becomes of {peer}'s field {name}: a row in request_fields.py")
+                pytest.fail(
+                    f"{route}: nothing says what becomes of {peer}'s field {name}: a row in "
+                    "request_fields.py"
+                )
 
 
 CLIENT = {
@@ -92,7 +109,11 @@ CLIENT = {
     "/v1/audio/translations": [translation_create_params.TranslationCreateParams],
 }
 INSIDE = [
-    ("/v1/chat/completions", "stream_options", chat_completion_stream_options_param.ChatCompletionStreamOptionsParam),
+    (
+        "/v1/chat/completions",
+        "stream_options",
+        chat_completion_stream_options_param.ChatCompletionStreamOptionsParam,
+    ),
     ("/v1/responses", "stream_options", response_create_params.StreamOptions),
     ("/v1/responses", "reasoning", reasoning.Reasoning),
     ("/v1/responses", "text", response_text_config_param.ResponseTextConfigParam),
@@ -108,13 +129,27 @@ def names_of(kind) -> set[str]:
 @pytest.mark.parametrize("route", CLIENT)
 def test_each_field_of_the_openai_client_has_a_row(route):
     """With the installed version: a field of a newer one fails here on the day that it comes."""
-    named = {f"{name}[]" if "audio" in route and name in ARRAYS else name for kind in CLIENT[route] for name in names_of(kind)}
-    named |= {f"{outer}.{name}" for where, outer, kind in INSIDE if where == route for name in names_of(kind)}
+    named = {
+        f"{name}[]" if "audio" in route and name in ARRAYS else name
+        for kind in CLIENT[route]
+        for name in names_of(kind)
+    }
+    named |= {
+        f"{outer}.{name}"
+        for where, outer, kind in INSIDE
+        if where == route
+        for name in names_of(kind)
+    }
     assert named - set(PEER_FIELDS[route]["OpenAI"].split()) == set()
 
 
 def rows(becomes: str) -> list[tuple[str, str, Verdict]]:
-    return [(route, name, one) for route, body in JSON.items() for name, one in body.verdicts.items() if one.becomes == becomes]
+    return [
+        (route, name, one)
+        for route, body in JSON.items()
+        for name, one in body.verdicts.items()
+        if one.becomes == becomes
+    ]
 
 
 def loaded(route: str, **fields):
@@ -134,7 +169,11 @@ def test_refused_fields_are_refused_by_name(unknown):
         with pytest.raises(ValidationError) as error:
             loaded(route, **{name: asking(row)}, **beside)
         told = error.value.errors()[0]
-        assert (told["type"], told["ctx"]["param"], told["ctx"]["why"]) == ("unsupported", name, row.note), (route, name)
+        assert (told["type"], told["ctx"]["param"], told["ctx"]["why"]) == (
+            "unsupported",
+            name,
+            row.note,
+        ), (route, name)
     assert not unknown.names
 
 
@@ -142,7 +181,11 @@ def test_neutral_values_pass(unknown):
     for route, name, row in rows("refused"):
         if name in BODIES[route].model_fields:
             continue
-        for value in (None, *row.neutral, *([] if row.false_asks or True in row.neutral else [False, "", []])):
+        for value in (
+            None,
+            *row.neutral,
+            *([] if row.false_asks or True in row.neutral else [False, "", []]),
+        ):
             loaded(route, **{name: value})
         if row.qualifies:
             loaded(route, **{name: asking(row)})
@@ -179,7 +222,10 @@ def test_other_names_are_obeyed():
         value, _ = VALUES.get(row.note, (3, 4))
         assert loaded(route, **{name: value}) != loaded(route), (route, name)
         if name not in BODIES[route].model_fields:
-            assert loaded(route, **{name: value}) == loaded(route, **{row.note: value}), (route, name)
+            assert loaded(route, **{name: value}) == loaded(route, **{row.note: value}), (
+                route,
+                name,
+            )
 
 
 def test_a_field_has_one_value_under_all_of_its_names():
@@ -195,7 +241,10 @@ def test_a_field_has_one_value_under_all_of_its_names():
                 with pytest.raises(ValidationError) as error:
                     loaded(route, **{first: value, second: other})
                 told = error.value.errors()[0]
-                assert told["type"] == "two_names" and {told["ctx"]["param"], told["ctx"]["other"]} == {first, second}, (route, told)
+                assert told["type"] == "two_names" and {
+                    told["ctx"]["param"],
+                    told["ctx"]["other"],
+                } == {first, second}, (route, told)
 
 
 def test_another_name_is_of_a_field_that_the_body_has():
@@ -205,7 +254,11 @@ def test_another_name_is_of_a_field_that_the_body_has():
 
 @pytest.mark.parametrize("route", ["/rerank", "/score", "/classify", "/v2/embed"])
 def test_a_name_of_what_a_route_does_not_have_is_refused(route):
-    for name in ("normalize", "normalized", *(["use_activation", "activation", "softmax"] if route == "/v2/embed" else [])):
+    for name in (
+        "normalize",
+        "normalized",
+        *(["use_activation", "activation", "softmax"] if route == "/v2/embed" else []),
+    ):
         loaded(route, **{name: None})
         for value in (True, False):
             with pytest.raises(ValidationError) as error:
@@ -218,17 +271,59 @@ def test_what_is_inside_of_objects():
         ("/v1/responses", {"text": {"verbosity": "low"}}, "text.verbosity", None),
         ("/v1/responses", {"text": {"verbosity": "medium"}}, None, None),
         ("/v1/responses", {"reasoning": {"summary": "detailed"}}, None, "reasoning.summary"),
-        ("/v1/chat/completions", {"stream": True, "stream_options": {"include_obfuscation": True}}, None, None),
-        ("/v1/chat/completions", {"stream": True, "stream_options": {"includeusage": True}}, None, "stream_options.includeusage"),
+        (
+            "/v1/chat/completions",
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            None,
+            None,
+        ),
+        (
+            "/v1/chat/completions",
+            {"stream": True, "stream_options": {"includeusage": True}},
+            None,
+            "stream_options.includeusage",
+        ),
         ("/api/chat", {"options": {"tfs_z": 0.5}}, "options.tfs_z", None),
-        ("/api/chat", {"options": {"num_ctx": 4096, "tfs_z": 1, "penalize_newline": True, "repeat_last_n": 64}}, None, None),
-        ("/api/chat", {"options": {"repeat_last_n": 64, "repeat_penalty": 1.1}}, "options.repeat_last_n", None),
+        (
+            "/api/chat",
+            {
+                "options": {
+                    "num_ctx": 4096,
+                    "tfs_z": 1,
+                    "penalize_newline": True,
+                    "repeat_last_n": 64,
+                }
+            },
+            None,
+            None,
+        ),
+        (
+            "/api/chat",
+            {"options": {"repeat_last_n": 64, "repeat_penalty": 1.1}},
+            "options.repeat_last_n",
+            None,
+        ),
         ("/api/chat", {"options": {"temprature": 1}}, None, "options.temprature"),
         ("/api/embed", {"options": {"temperature": 1, "num_ctx": 1}}, None, None),
         ("/v1/messages", {"output_config": {"task_budget": {}}}, None, None),
-        ("/v1/messages", {"output_config": {"task_budget": {"total": 5}}}, "output_config.task_budget", None),
-        ("/v1/messages", {"thinking": {"type": "enabled", "display": "omitted"}}, None, "thinking.display"),
-        ("/v1/messages", {"tool_choice": {"type": "auto", "which": "x"}}, None, "tool_choice.which"),
+        (
+            "/v1/messages",
+            {"output_config": {"task_budget": {"total": 5}}},
+            "output_config.task_budget",
+            None,
+        ),
+        (
+            "/v1/messages",
+            {"thinking": {"type": "enabled", "display": "omitted"}},
+            None,
+            "thinking.display",
+        ),
+        (
+            "/v1/messages",
+            {"tool_choice": {"type": "auto", "which": "x"}},
+            None,
+            "tool_choice.which",
+        ),
     ]
     for route, fields, refused, ignored in cases:
         UNKNOWN.set(found := UnknownFields(lenient=True))
@@ -305,18 +400,23 @@ SAMPLES = {
     "images": ["iVBORw0KGgo="],
 }
 ON_SHAPE = {
-    "/v1/chat/completions": "tools tool_choice parallel_tool_calls include_reasoning echo return_token_ids return_tokens_as_token_ids "
+    "/v1/chat/completions": "tools tool_choice parallel_tool_calls include_reasoning echo "
+    "return_token_ids return_tokens_as_token_ids "
     "stream_options truncation_side chat_template model",
-    "/v1/completions": "suffix encoder_prompt decoder_prompt add_special_tokens echo return_token_ids return_tokens_as_token_ids "
+    "/v1/completions": "suffix encoder_prompt decoder_prompt add_special_tokens echo "
+    "return_token_ids return_tokens_as_token_ids "
     "stream_options truncation_side model",
-    "/v1/responses": "tool_choice max_tool_calls metadata store previous_response_id background enable_response_messages "
-    "stream_options include top_logprobs return_token_ids return_tokens_as_token_ids prompt_logprobs n best_of use_beam_search "
+    "/v1/responses": "tool_choice max_tool_calls metadata store previous_response_id background "
+    "enable_response_messages "
+    "stream_options include top_logprobs return_token_ids return_tokens_as_token_ids "
+    "prompt_logprobs n best_of use_beam_search "
     "beam_width length_penalty early_stopping logprob_token_ids truncation_side",
     "/v1/messages": "tool_choice thinking",
     "/v2/chat": "tool_choice strict_tools thinking logprobs",
     "/api/chat": "stream",
 }
-"""Fields that a route reads by itself, for the shape of its answer or to refuse them: tests of the routes have them."""
+"""Fields that a route reads by itself, for the shape of its answer or to refuse them: tests of the
+routes have them."""
 BEAMS = {"beam_width", "length_penalty", "early_stopping"}
 
 
@@ -335,12 +435,28 @@ def reached(route: str, **fields) -> object:
     return structs.asdict(body.params()), body.request_options({}), rendering
 
 
-@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions", "/infill", *list(ON_SHAPE)[2:]])
+@pytest.mark.parametrize(
+    "route", ["/v1/chat/completions", "/v1/completions", "/infill", *list(ON_SHAPE)[2:]]
+)
 def test_each_field_that_is_read_reaches_the_engine(route):
     shape, missing = set(ON_SHAPE.get(route, "").split()) | BEAMS | {"use_beam_search", "model"}, []
     if route == "/infill":
-        shape |= {"stream_options", "truncation_side", "priority", "timeout", "cache_salt", "stream"}
-        shape |= {"prompt_logprobs", "logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids", "n", "input_prefix"}
+        shape |= {
+            "stream_options",
+            "truncation_side",
+            "priority",
+            "timeout",
+            "cache_salt",
+            "stream",
+        }
+        shape |= {
+            "prompt_logprobs",
+            "logprob_token_ids",
+            "return_token_ids",
+            "return_tokens_as_token_ids",
+            "n",
+            "input_prefix",
+        }
     for name in sorted(set(BODIES[route].model_fields) - shape):
         beside = {
             "top_logprobs": {"logprobs": True},
@@ -348,7 +464,10 @@ def test_each_field_that_is_read_reaches_the_engine(route):
             "mirostat_eta": {"mirostat": 2},
         }.get(name, {})
         kind = str(BODIES[route].model_fields[name].annotation)
-        value = SAMPLES.get(name, True if "bool" in kind else 3 if "int" in kind else 0.5 if "float" in kind else "x")
+        value = SAMPLES.get(
+            name,
+            True if "bool" in kind else 3 if "int" in kind else 0.5 if "float" in kind else "x",
+        )
         if (route, name) == ("/v1/messages", "tools"):
             value = [{"name": "f", "input_schema": {}}]
         if name in NEEDED.get(route, {}) and value == NEEDED[route][name]:
@@ -366,12 +485,23 @@ def templates():
     TEMPLATES_ALLOWED.reset(before)
 
 
-NEVER_ASKED = {"/infill": {"prompt_logprobs", "logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids"}}
+NEVER_ASKED = {
+    "/infill": {
+        "prompt_logprobs",
+        "logprob_token_ids",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+    }
+}
 NEVER_ASKED["/v1/responses"] = {"prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids"}
-"""Fields of all bodies with sampling parameters that a route refuses for the shape of its answers. The page does not list them."""
+"""Fields of all bodies with sampling parameters that a route refuses for the shape of its answers.
+The page does not list them."""
 
 
-@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions", "/infill", *list(ON_SHAPE)[2:], "/api/generate"])
+@pytest.mark.parametrize(
+    "route",
+    ["/v1/chat/completions", "/v1/completions", "/infill", *list(ON_SHAPE)[2:], "/api/generate"],
+)
 def test_what_a_route_always_refuses_is_a_row_of_the_table(route, templates):
     """Else the page calls it obeyed."""
     always = set()
@@ -389,7 +519,9 @@ def test_what_a_route_always_refuses_is_a_row_of_the_table(route, templates):
             "disabled",
             1,
         ]
-        beside = {"stream_options": {"stream": True}, "beam_width": {"use_beam_search": True}}.get(name, {})
+        beside = {"stream_options": {"stream": True}, "beam_width": {"use_beam_search": True}}.get(
+            name, {}
+        )
         problems = []
         for value in given:
             try:
@@ -401,21 +533,43 @@ def test_what_a_route_always_refuses_is_a_row_of_the_table(route, templates):
             else:
                 break
         else:
-            always |= {name} if any(one.param == name and "only" not in str(one) for one in problems) else set()
+            always |= (
+                {name}
+                if any(one.param == name and "only" not in str(one) for one in problems)
+                else set()
+            )
     assert always == NEVER_ASKED.get(route, set())
     listed = set(" ".join(PEER_FIELDS[route].values()).split())
     assert not always & listed
 
 
-SHAPE_OF_VECTORS = {"model", "input", "messages", "prompt_name", "truncate_prompt_tokens", "truncation_side", "add_special_tokens"}
+SHAPE_OF_VECTORS = {
+    "model",
+    "input",
+    "messages",
+    "prompt_name",
+    "truncate_prompt_tokens",
+    "truncation_side",
+    "add_special_tokens",
+}
 SHAPE_OF_VECTORS |= {"encoding_format", "embed_dtype", "endianness", "documents", "chat_template"}
 """What the routes of pooling models read by themselves."""
 
 
 @pytest.mark.parametrize("route", ["/v1/embeddings", "/classify", "/pooling"])
 def test_each_field_of_a_pooling_route_reaches_the_engine(route):
-    values = {"dimensions": 3, "normalize": False, "use_activation": False, "task": "classify" if route == "/pooling" else "embed"}
-    values |= {"step_tag_id": 3, "returned_token_ids": [3], "continue_final_message": True, "add_generation_prompt": True}
+    values = {
+        "dimensions": 3,
+        "normalize": False,
+        "use_activation": False,
+        "task": "classify" if route == "/pooling" else "embed",
+    }
+    values |= {
+        "step_tag_id": 3,
+        "returned_token_ids": [3],
+        "continue_final_message": True,
+        "add_generation_prompt": True,
+    }
     beside = {"task": "embed"} if route == "/pooling" else {}
 
     def asked(**fields):
@@ -432,9 +586,15 @@ def test_each_field_of_a_pooling_route_reaches_the_engine(route):
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/tokenize"])
 def test_what_only_a_conversation_has_is_refused_of_a_text(client, path):
-    for fields in ({"chat_template_kwargs": {"a": 1}}, {"continue_final_message": True}, {"mm_processor_kwargs": {"a": 1}}):
+    for fields in (
+        {"chat_template_kwargs": {"a": 1}},
+        {"continue_final_message": True},
+        {"mm_processor_kwargs": {"a": 1}},
+    ):
         reply = client.post(path, json={"input" if "embed" in path else "prompt": "a", **fields})
-        assert (reply.status_code, reply.json()["error"]["param"]) == (400, next(iter(fields))), reply.text
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, next(iter(fields))), (
+            reply.text
+        )
 
 
 def test_logprob_token_ids_need_log_probabilities():
@@ -444,7 +604,12 @@ def test_logprob_token_ids_need_log_probabilities():
     assert SamplingParams(logprob_token_ids=[5]).num_logprobs == 0
 
 
-SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}},
+    "required": ["ok"],
+    "additionalProperties": False,
+}
 
 
 @pytest.mark.parametrize(
@@ -455,19 +620,44 @@ SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required
         ({"regex": "[0-9]{3}"}, lambda text: len(text) == 3 and text.isdigit()),
         ({"json_schema": SCHEMA}, lambda text: list(json.loads(text)) == ["ok"]),
         ({"json_schema": json.dumps(SCHEMA)}, lambda text: list(json.loads(text)) == ["ok"]),
-        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, lambda text: list(json.loads(text)) == ["ok"]),
-        ({"response_format": {"type": "json_object", "value": SCHEMA}}, lambda text: list(json.loads(text)) == ["ok"]),
-        ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, lambda text: list(json.loads(text)) == ["ok"]),
+        (
+            {"response_format": {"type": "json_object", "schema": SCHEMA}},
+            lambda text: list(json.loads(text)) == ["ok"],
+        ),
+        (
+            {"response_format": {"type": "json_object", "value": SCHEMA}},
+            lambda text: list(json.loads(text)) == ["ok"],
+        ),
+        (
+            {"response_format": {"type": "json_schema", "schema": SCHEMA}},
+            lambda text: list(json.loads(text)) == ["ok"],
+        ),
         ({"repeat_penalty": 1.9}, lambda text: text != "The capital of France is Paris."),
         ({"n_predict": 2, "max_tokens": None}, lambda text: text == "The capital"),
-        ({"n_predict": -1, "max_tokens": None}, lambda text: text == "The capital of France is Paris."),
-        ({"prediction": {"type": "content", "content": "x"}}, lambda text: text == "The capital of France is Paris."),
-        ({"mirostat": 0, "mirostat_tau": 5.0}, lambda text: text == "The capital of France is Paris."),
-        ({"grammar": "", "lora": [], "adapter_id": None, "top_n_sigma": -1}, lambda text: text == "The capital of France is Paris."),
+        (
+            {"n_predict": -1, "max_tokens": None},
+            lambda text: text == "The capital of France is Paris.",
+        ),
+        (
+            {"prediction": {"type": "content", "content": "x"}},
+            lambda text: text == "The capital of France is Paris.",
+        ),
+        (
+            {"mirostat": 0, "mirostat_tau": 5.0},
+            lambda text: text == "The capital of France is Paris.",
+        ),
+        (
+            {"grammar": "", "lora": [], "adapter_id": None, "top_n_sigma": -1},
+            lambda text: text == "The capital of France is Paris.",
+        ),
     ],
 )
 def test_an_answer_is_as_its_fields_ask(client, fields, is_right):
-    ask = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0, "max_tokens": 40}
+    ask = {
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "temperature": 0,
+        "max_tokens": 40,
+    }
     reply = client.post("/v1/chat/completions", json={**ask, **fields})
     assert reply.status_code == 200 and "x-ignored-fields" not in reply.headers, reply.text
     text = reply.json()["choices"][0]["message"]["content"]
@@ -483,7 +673,10 @@ def test_an_answer_is_as_its_fields_ask(client, fields, is_right):
         ({"extra_body": {"top_k": 1}}, "extra_body"),
         ({"enable_thinking": False}, "enable_thinking"),
         ({"response_format": {"type": "json_object", "shema": SCHEMA}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"scheme": {}}}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"scheme": {}}}},
+            "response_format",
+        ),
         ({"grammar": 'root ::= "a"', "json_schema": SCHEMA}, "json_schema"),
         ({"n_predict": 3, "max_tokens": 4}, "n_predict"),
         ({"repeat_penalty": 1.5, "repetition_penalty": 1.25}, "repeat_penalty"),
@@ -491,32 +684,57 @@ def test_an_answer_is_as_its_fields_ask(client, fields, is_right):
     ],
 )
 def test_what_is_refused_is_named(client, path, fields, param):
-    body = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    body = (
+        {"prompt": "a"}
+        if path == "/v1/completions"
+        else {"messages": [{"role": "user", "content": "hi"}]}
+    )
     reply = client.post(path, json={**body, **fields})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
 
 
 def test_log_probabilities_of_named_tokens(client):
     ask = {"prompt": "Once", "max_tokens": 2, "temperature": 0, "logprobs": 20}
-    every = client.post("/v1/completions", json=ask).json()["choices"][0]["logprobs"]["top_logprobs"]
-    named = client.post("/v1/completions", json={**ask, "logprob_token_ids": [30, 40]}).json()["choices"][0]["logprobs"]
-    texts = [client.post("/detokenize", json={"tokens": [token]}).json()["prompt"] for token in (30, 40)]
+    every = client.post("/v1/completions", json=ask).json()["choices"][0]["logprobs"][
+        "top_logprobs"
+    ]
+    named = client.post("/v1/completions", json={**ask, "logprob_token_ids": [30, 40]}).json()[
+        "choices"
+    ][0]["logprobs"]
+    texts = [
+        client.post("/detokenize", json={"tokens": [token]}).json()["prompt"] for token in (30, 40)
+    ]
     for own, told, known in zip(named["tokens"], named["top_logprobs"], every, strict=True):
         assert set(told) == {own, *texts}
-        assert all(told[text] == pytest.approx(known[text], abs=1e-4) for text in set(told) & set(known))
+        assert all(
+            told[text] == pytest.approx(known[text], abs=1e-4) for text in set(told) & set(known)
+        )
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["Once upon", " a", "\N{GRINNING FACE} it"])
 def test_offsets_are_of_the_text_whatever_tokens_are_called(client, prompt, stream):
-    ask = {"prompt": prompt, "max_tokens": 3, "temperature": 0, "logprobs": 1, "echo": True, "stream": stream}
+    ask = {
+        "prompt": prompt,
+        "max_tokens": 3,
+        "temperature": 0,
+        "logprobs": 1,
+        "echo": True,
+        "stream": stream,
+    }
 
     def told(**fields) -> tuple[str, list[str], list[int]]:
         reply = client.post("/v1/completions", json={**ask, **fields})
-        parts = [json.loads(line.removeprefix("data: ")) for line in reply.text.splitlines() if "{" in line]
+        parts = [
+            json.loads(line.removeprefix("data: "))
+            for line in reply.text.splitlines()
+            if "{" in line
+        ]
         choices = [choice for part in parts for choice in part["choices"]]
         tables = [choice["logprobs"] for choice in choices if choice["logprobs"]]
-        lists = ([one for table in tables for one in table[name]] for name in ("tokens", "text_offset"))
+        lists = (
+            [one for table in tables for one in table[name]] for name in ("tokens", "text_offset")
+        )
         return "".join(choice["text"] for choice in choices), *lists
 
     text, tokens, offsets = told()

@@ -1,4 +1,5 @@
-"""Filling in the middle, by real tokenizers with the tokens that Qwen2.5-Coder, StarCoder and CodeLlama have for it."""
+"""Filling in the middle, by real tokenizers with the tokens that Qwen2.5-Coder, StarCoder and
+CodeLlama have for it."""
 
 from __future__ import annotations
 
@@ -9,7 +10,15 @@ from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from toolkit_lm import AsyncLLM, VllmConfig
 from toolkit_lm_server.app import create_app
 
@@ -30,21 +39,48 @@ PREFIX, SUFFIX = "def add(a, b):\n    return", " + b\n"
 
 def byte_level(marks: list[str]) -> Tokenizer:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    tokenizer = Tokenizer(
+        models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[])
+    )
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(mark, special=True, normalized=False) for mark in marks]
+    )
     return tokenizer
 
 
 def code_llama(marks: list[str]) -> Tokenizer:
-    """As Llama's: "▁" for a space, one before each text, single bytes for what is not known, and a token before the prompt."""
-    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abdefrtu(),:+n"]
+    """As Llama's: "▁" for a space, one before each text, single bytes for what is not known, and a
+    token before the prompt."""
+    words = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *"abdefrtu(),:+n",
+    ]
     vocabulary = {word: number for number, word in enumerate(words)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in ("<s>", "</s>", *marks)])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True
+        )
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(mark, special=True, normalized=False) for mark in ("<s>", "</s>", *marks)]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     return tokenizer
 
 
@@ -58,9 +94,17 @@ MODELS = {
 @contextmanager
 def serving(folder: Path, tokenizer: Tokenizer) -> Iterator[TestClient]:
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
     (folder / "config.json").write_text(json.dumps(LLAMA))
-    options = {"device": "cpu", "dtype": "float32", "engine_process": False, "num_kv_blocks": 64, "load_format": "dummy"}
+    options = {
+        "device": "cpu",
+        "dtype": "float32",
+        "engine_process": False,
+        "num_kv_blocks": 64,
+        "load_format": "dummy",
+    }
     engine = AsyncLLM(VllmConfig.make(model=str(folder), **options))
     try:
         with TestClient(create_app(engine)) as client:
@@ -79,7 +123,8 @@ def asked(client: TestClient, **body: object) -> list[int]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_prompts_are_what_the_models_were_trained_on(tmp_path, name):
-    """The texts as they are between the marks: a suffix goes on where the middle ends, so that no space comes before it."""
+    """The texts as they are between the marks: a suffix goes on where the middle ends, so that no
+    space comes before it."""
     make, marks = MODELS[name]
     tokenizer = make(marks)
     before, after, middle = map(tokenizer.token_to_id, marks)
@@ -89,11 +134,22 @@ def test_prompts_are_what_the_models_were_trained_on(tmp_path, name):
     anchored = tokenizer.encode("a" + SUFFIX, add_special_tokens=False).ids
     suffix = anchored[len(tokenizer.encode("a", add_special_tokens=False).ids) :]
     with serving(tmp_path, tokenizer) as client:
-        assert asked(client, prompt=PREFIX, suffix=SUFFIX) == [*start, before, *prefix, after, *suffix, middle]
+        assert asked(client, prompt=PREFIX, suffix=SUFFIX) == [
+            *start,
+            before,
+            *prefix,
+            after,
+            *suffix,
+            middle,
+        ]
         assert asked(client, prompt="", suffix=SUFFIX) == [*start, before, after, *suffix, middle]
-        filled = client.post("/infill", json={"input_prefix": PREFIX, "input_suffix": SUFFIX, "n_predict": 2})
+        filled = client.post(
+            "/infill", json={"input_prefix": PREFIX, "input_suffix": SUFFIX, "n_predict": 2}
+        )
         assert filled.status_code == 200 and isinstance(filled.json()["content"], str)
-        assert filled.json()["tokens_evaluated"] == len([*start, before, *prefix, after, *suffix, middle])
+        assert filled.json()["tokens_evaluated"] == len(
+            [*start, before, *prefix, after, *suffix, middle]
+        )
 
 
 def test_a_tokenizer_without_the_tokens(tmp_path):

@@ -1,4 +1,5 @@
-"""Kernels that compute a layer in one call: only where nobody has changed what it computes, or waits to see it."""
+"""Kernels that compute a layer in one call: only where nobody has changed what it computes, or
+waits to see it."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ UNFUSED = {"GPT2LMHeadModel", "OPTForCausalLM"}
 FAMILIES = sorted({*MODELS, "MixtralForCausalLM", "Qwen3MoeForCausalLM"})
 WALKED = ("Qwen3ForCausalLM", "GraniteForCausalLM", "Gemma2ForCausalLM", "Olmo2ForCausalLM")
 """Families that together have every kind of layer, and every module that one is made of."""
-PROMPTS = [{"prompt_token_ids": [3 + (7 * i + length) % 260 for i in range(length)]} for length in (5, 12)]
+PROMPTS = [
+    {"prompt_token_ids": [3 + (7 * i + length) % 260 for i in range(length)]} for length in (5, 12)
+]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
 DRAWN = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False, logprobs=0)
 
@@ -76,7 +79,11 @@ def folder(tmp_path_factory):
     def get(architecture):
         if architecture not in made:
             model_class = getattr(transformers, architecture)
-            shape = {name: value for name, value in SHAPE.items() if not (architecture == "Olmo2ForCausalLM" and name == "head_dim")}
+            shape = {
+                name: value
+                for name, value in SHAPE.items()
+                if not (architecture == "Olmo2ForCausalLM" and name == "head_dim")
+            }
             torch.manual_seed(0)
             model = model_class(model_class.config_class(**shape | FIELDS.get(architecture, {})))
             randomize(model)
@@ -108,8 +115,13 @@ def run(folder, architecture, model_class, *, kernels="cpu", params=GREEDY, afte
         ) as llm:
             if after is not None:
                 after(llm.engine.client.core.executor.runner.model)
-            outputs = [output.outputs[0] for output in llm.generate(PROMPTS, params, use_tqdm=False)]
-    logprobs = [[entry[token].logprob for entry, token in zip(o.logprobs or (), o.token_ids, strict=False)] for o in outputs]
+            outputs = [
+                output.outputs[0] for output in llm.generate(PROMPTS, params, use_tqdm=False)
+            ]
+    logprobs = [
+        [entry[token].logprob for entry, token in zip(o.logprobs or (), o.token_ids, strict=False)]
+        for o in outputs
+    ]
     return [list(output.token_ids) for output in outputs], logprobs
 
 
@@ -146,7 +158,11 @@ def test_every_layer_of_a_built_in_model_is_fused(folder, architecture):
 def test_every_installed_relative_of_llama_is_fused():
     """By its classes: of reward models and others that no test makes a checkpoint of here, too."""
     models = Plugins.load().models
-    relatives = [loaded for entry in models.entries() if issubclass(loaded := models.load(entry.key), LlamaParts)]
+    relatives = [
+        loaded
+        for entry in models.entries()
+        if issubclass(loaded := models.load(entry.key), LlamaParts)
+    ]
     assert len(relatives) > len(FAMILIES) - len(UNFUSED)
     for relative in relatives:
         for kind in (relative.layer, relative.attention, relative.norm):
@@ -159,7 +175,8 @@ def test_every_installed_relative_of_llama_is_fused():
 
 
 def reachable(cls):
-    """Names of functions of a module's class that its forward pass may call on the module, by the names in their code."""
+    """Names of functions of a module's class that its forward pass may call on the module, by the
+    names in their code."""
     found, todo = set(), ["forward"]
     while todo:
         name = todo.pop()
@@ -187,7 +204,9 @@ def kind_of(cls):
 def part_classes(architecture, folder):
     """The classes of the modules of a model's layers, and of its head, by name."""
     model = load_checkpoint(class_of(architecture), folder(architecture), kernels="torch")
-    found = {type(module) for layer in fusible(model) for module in layer.modules()} | {type(model.lm_head)}
+    found = {type(module) for layer in fusible(model) for module in layer.modules()} | {
+        type(model.lm_head)
+    }
     return sorted(found, key=lambda cls: cls.__name__)
 
 
@@ -223,9 +242,12 @@ def with_parts(model_class, cls, own):
 FIRST, *OTHERS = WALKED
 
 
-@pytest.mark.parametrize("architecture", [FIRST, *(pytest.param(one, marks=pytest.mark.slow) for one in OTHERS)])
+@pytest.mark.parametrize(
+    "architecture", [FIRST, *(pytest.param(one, marks=pytest.mark.slow) for one in OTHERS)]
+)
 def test_an_override_of_any_method_that_forward_reaches_is_run(folder, architecture):
-    """Of every class that layers are made of: the same tokens by fusing kernels and by plain torch."""
+    """Of every class that layers are made of: the same tokens by fusing kernels and by plain
+    torch."""
     done = set() if architecture == FIRST else {kind_of(cls) for cls in part_classes(FIRST, folder)}
     base, seen = class_of(architecture), set()
     plain = run(folder(architecture), architecture, base, params=DRAWN)
@@ -239,7 +261,9 @@ def test_an_override_of_any_method_that_forward_reaches_is_run(folder, architect
             for kernels in ("cpu", "torch"):
                 calls = Counter()
                 mine = with_parts(base, cls, overriding(cls, name, calls))
-                found.append(run(folder(architecture), architecture, mine, kernels=kernels, params=DRAWN))
+                found.append(
+                    run(folder(architecture), architecture, mine, kernels=kernels, params=DRAWN)
+                )
                 counts.append(calls[name])
             where = f"{cls.__name__}.{name}"
             assert counts[0] == counts[1] > 0, where
@@ -248,8 +272,14 @@ def test_an_override_of_any_method_that_forward_reaches_is_run(folder, architect
                 assert ours == pytest.approx(theirs, abs=1e-4), where
             assert found[0][1] != plain[1], f"{where} is run, and changes nothing"
     if architecture == FIRST:
-        assert {LlamaAttention, LlamaMLP, LlamaDecoderLayer, Attention, RMSNorm, ParallelLMHead} < {kind for kind, _ in seen}
-        assert {(LlamaDecoderLayer, "enter"), (LlamaAttention, "_normed"), (LlamaAttention, "project")} < seen
+        assert {LlamaAttention, LlamaMLP, LlamaDecoderLayer, Attention, RMSNorm, ParallelLMHead} < {
+            kind for kind, _ in seen
+        }
+        assert {
+            (LlamaDecoderLayer, "enter"),
+            (LlamaAttention, "_normed"),
+            (LlamaAttention, "project"),
+        } < seen
     else:
         assert any(issubclass(kind, FusibleLayer) and name == "forward" for kind, name in seen)
 
@@ -264,7 +294,10 @@ def test_a_head_that_computes_in_its_own_way_is_called(folder):
     architecture = "LlamaForCausalLM"
     base = class_of(architecture)
     mine = with_parts(base, ParallelLMHead, Upside)
-    ours, theirs = (run(folder(architecture), architecture, mine, kernels=kernels)[0] for kernels in ("cpu", "torch"))
+    ours, theirs = (
+        run(folder(architecture), architecture, mine, kernels=kernels)[0]
+        for kernels in ("cpu", "torch")
+    )
     assert ours == theirs != run(folder(architecture), architecture, base)[0]
 
 
@@ -285,8 +318,14 @@ def test_any_override_but_of_a_seam_unfuses_and_no_seam_does(folder, architectur
                 continue
             module.__class__ = type("Mine", (cls,), {name: value})
             found = layer.fusible()
-            is_gated = isinstance(module, LlamaMLP) and isinstance(found, LayerParts) and found.feed_forward is module
-            assert (name in kind.seams) == isinstance(found, LayerParts) or is_gated, f"{cls.__name__}.{name}: {found}"
+            is_gated = (
+                isinstance(module, LlamaMLP)
+                and isinstance(found, LayerParts)
+                and found.feed_forward is module
+            )
+            assert (name in kind.seams) == isinstance(found, LayerParts) or is_gated, (
+                f"{cls.__name__}.{name}: {found}"
+            )
             module.__class__ = cls
             checked += 1
     assert checked > 100
@@ -312,7 +351,9 @@ def test_new_names_do_not_unfuse_but_those_that_hide_a_part_do(folder):
         def o_proj(self):
             return lambda x: x
 
-    layer = fusible(load_checkpoint(class_of("LlamaForCausalLM"), folder("LlamaForCausalLM"), kernels="cpu"))[0]
+    layer = fusible(
+        load_checkpoint(class_of("LlamaForCausalLM"), folder("LlamaForCausalLM"), kernels="cpu")
+    )[0]
     layer.self_attn.__class__ = Helped
     assert isinstance(layer.fusible(), LayerParts)
     layer.self_attn.__class__ = Hiding
@@ -324,7 +365,9 @@ def test_a_mixin_before_the_layer_unfuses(folder):
         def enter(self, x, residual):
             raise NotImplementedError
 
-    layer = fusible(load_checkpoint(class_of("LlamaForCausalLM"), folder("LlamaForCausalLM"), kernels="cpu"))[0]
+    layer = fusible(
+        load_checkpoint(class_of("LlamaForCausalLM"), folder("LlamaForCausalLM"), kernels="cpu")
+    )[0]
     layer.__class__ = type("Mine", (Mixin, LlamaDecoderLayer), {})
     assert layer.fusible() == "Mixin overrides enter of LlamaDecoderLayer"
 
@@ -367,14 +410,29 @@ def test_no_layer_is_bypassed_while_a_method_of_a_part_of_it_is_replaced(folder)
         assert bypassed.may_bypass(), type(module)
 
 
-@pytest.mark.parametrize("cls", [LlamaDecoderLayer, LlamaAttention, LlamaMLP, RMSNorm, RowParallelLinear, LinearBase, Attention])
+@pytest.mark.parametrize(
+    "cls",
+    [
+        LlamaDecoderLayer,
+        LlamaAttention,
+        LlamaMLP,
+        RMSNorm,
+        RowParallelLinear,
+        LinearBase,
+        Attention,
+    ],
+)
 def test_a_function_that_is_put_on_a_class_is_run(folder, monkeypatch, cls):
-    layer = fusible(load_checkpoint(class_of("LlamaForCausalLM"), folder("LlamaForCausalLM"), kernels="cpu"))[0]
+    layer = fusible(
+        load_checkpoint(class_of("LlamaForCausalLM"), folder("LlamaForCausalLM"), kernels="cpu")
+    )[0]
     assert isinstance(layer.fusible(), LayerParts)
     forward = cls.forward
     monkeypatch.setattr(cls, "forward", lambda *given: forward(*given))
     found = layer.fusible()
-    assert found == f"forward of {cls.__name__} has been replaced" or (cls is LlamaMLP and found.feed_forward is layer.mlp)
+    assert found == f"forward of {cls.__name__} has been replaced" or (
+        cls is LlamaMLP and found.feed_forward is layer.mlp
+    )
 
 
 def test_a_rotation_of_another_kind_is_used(folder):
@@ -389,35 +447,53 @@ def test_a_rotation_of_another_kind_is_used(folder):
 
     class Decoder(base.decoder):
         def rotations(self, positions):
-            return [Backwards(r.cos, r.sin, r.interleaved, r.kernels) for r in super().rotations(positions)]
+            return [
+                Backwards(r.cos, r.sin, r.interleaved, r.kernels)
+                for r in super().rotations(positions)
+            ]
 
     class Mine(base):
         decoder = Decoder
 
     ours = run(folder("LlamaForCausalLM"), "LlamaForCausalLM", Mine, params=DRAWN)
     assert calls["rotate"]
-    assert ours[0] == run(folder("LlamaForCausalLM"), "LlamaForCausalLM", Mine, params=DRAWN, kernels="torch")[0]
+    assert (
+        ours[0]
+        == run(folder("LlamaForCausalLM"), "LlamaForCausalLM", Mine, params=DRAWN, kernels="torch")[
+            0
+        ]
+    )
 
 
-OPERATIONS = {name for name, value in vars(Kernels).items() if isinstance(value, FunctionType) and name[0] != "_"} - {"fuse"}
+OPERATIONS = {
+    name
+    for name, value in vars(Kernels).items()
+    if isinstance(value, FunctionType) and name[0] != "_"
+} - {"fuse"}
 
 
 @pytest.mark.parametrize("name", sorted(OPERATIONS))
 def test_kernels_that_override_an_operation_of_a_layer_do_not_inherit_its_fusing(folder, name):
     own = type("Mine", (CpuKernels,), {name: getattr(CpuKernels, name)})
-    layer = fusible(load_checkpoint(class_of("LlamaForCausalLM"), folder("LlamaForCausalLM"), kernels="cpu"))[0]
+    layer = fusible(
+        load_checkpoint(class_of("LlamaForCausalLM"), folder("LlamaForCausalLM"), kernels="cpu")
+    )[0]
     layer.fuse(own())
     assert (layer.fused is not None) == (name in Kernels.seams)
     layer.fuse(type("Fusing", (own,), {"fuse": CpuKernels.fuse})())
     assert layer.fused is not None
 
 
-@pytest.mark.parametrize("part", ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"])
+@pytest.mark.parametrize(
+    "part", ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
+)
 def test_a_linear_method_of_a_class_of_its_own_is_called(folder, part):
     class Counting(PanelLinear):
         pass
 
-    layer = fusible(load_checkpoint(class_of("LlamaForCausalLM"), folder("LlamaForCausalLM"), kernels="cpu"))[0]
+    layer = fusible(
+        load_checkpoint(class_of("LlamaForCausalLM"), folder("LlamaForCausalLM"), kernels="cpu")
+    )[0]
     method: LinearMethod = layer.get_submodule(part).method
     method.__class__ = Counting
     layer.fuse(CpuKernels())
@@ -469,7 +545,9 @@ def test_no_layer_is_bypassed_while_a_hook_hangs_on_a_part_of_it(folder, monkeyp
 
 @pytest.mark.parametrize("when", ["before loading", "after loading"])
 @pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
-@pytest.mark.parametrize("architecture", [FIRST, pytest.param("MixtralForCausalLM", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "architecture", [FIRST, pytest.param("MixtralForCausalLM", marks=pytest.mark.slow)]
+)
 def test_hooks_on_every_module_fire(folder, architecture, register, when):
     """As often with kernels that fuse as with plain torch, and they may change what is computed."""
     base = class_of(architecture)
@@ -500,7 +578,13 @@ def test_hooks_on_every_module_fire(folder, architecture, register, when):
         counts.append(dict(calls))
     assert found[0][0] == found[1][0] != run(folder(architecture), architecture, base)[0]
     assert counts[0] == counts[1]
-    some = {"lm_head", "model.layers.0", "model.layers.1.self_attn.attn", "model.layers.0.self_attn.qkv_proj", "model.norm"}
+    some = {
+        "lm_head",
+        "model.layers.0",
+        "model.layers.1.self_attn.attn",
+        "model.layers.0.self_attn.qkv_proj",
+        "model.norm",
+    }
     assert some < counts[0].keys()
     if architecture == "MixtralForCausalLM":
         assert any(name.endswith("gate_up_proj") for name in counts[0])
@@ -512,7 +596,11 @@ def test_a_hook_that_comes_and_goes(folder):
     model = load_checkpoint(class_of("LlamaForCausalLM"), folder("LlamaForCausalLM"), kernels="cpu")
     layer = fusible(model)[0]
     layer.fused = lambda *given: given[:2]
-    given = torch.zeros(1, 64), torch.zeros(1, 64), Rotation(torch.ones(1, 1, 16), torch.zeros(1, 1, 16), False, Kernels())
+    given = (
+        torch.zeros(1, 64),
+        torch.zeros(1, 64),
+        Rotation(torch.ones(1, 1, 16), torch.zeros(1, 1, 16), False, Kernels()),
+    )
     layer(*given)
     handles.append(layer.self_attn.register_forward_pre_hook(lambda *given: calls.update(["hook"])))
     with pytest.raises(AssertionError, match="outside a step_context"):
@@ -526,7 +614,9 @@ def test_a_hook_that_comes_and_goes(folder):
 def test_steps_look_for_hooks_only_after_a_registration(folder, monkeypatch):
     looked = Counter()
     look = bypass.has_hook
-    monkeypatch.setattr(bypass, "has_hook", lambda modules: looked.update(["look"]) or look(modules))
+    monkeypatch.setattr(
+        bypass, "has_hook", lambda modules: looked.update(["look"]) or look(modules)
+    )
     model = []
 
     def after(made):
@@ -545,10 +635,15 @@ def test_every_seam_exists():
         cls = todo.pop()
         found.add(cls)
         todo += cls.__subclasses__()
-    ours = {cls for cls in found if cls.__module__.startswith("toolkit_lm")} - {Bypassable, FusibleLayer}
+    ours = {cls for cls in found if cls.__module__.startswith("toolkit_lm")} - {
+        Bypassable,
+        FusibleLayer,
+    }
     assert {ParallelLMHead, LlamaDecoderLayer} < ours
     for cls in ours:
-        assert vars(cls).get("seams", frozenset()) <= {*dir(cls)}, f"{cls.__name__}: a seam that does not exist"
+        assert vars(cls).get("seams", frozenset()) <= {*dir(cls)}, (
+            f"{cls.__name__}: a seam that does not exist"
+        )
 
 
 # What `toolkit explain` says

@@ -1,4 +1,5 @@
-"""generation_config.json gives the sampling defaults of each face: LLM, the server and the command line."""
+"""generation_config.json gives the sampling defaults of each face: LLM, the server and the command
+line."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from toolkit_lm_server.app import create_app
 from toolkit_lm_server.report import summary
 
 SMALL = {"num_kv_blocks": 64, "max_model_len": 256, "max_num_seqs": 8}
-STATED = {"temperature": 0.0, "repetition_penalty": 1.5, "max_new_tokens": 5, "top_k": None, "do_sample": False, "eos_token_id": 3}
+STATED = {
+    "temperature": 0.0,
+    "repetition_penalty": 1.5,
+    "max_new_tokens": 5,
+    "top_k": None,
+    "do_sample": False,
+    "eos_token_id": 3,
+}
 TOLD = {"temperature": 0.0, "repetition_penalty": 1.5, "max_tokens": 5}
 PROMPT = "Once upon a time there was"
 
@@ -40,7 +48,10 @@ def expected(checkpoint) -> str:
         assert llm.get_default_sampling_params() == params
         [stated] = llm.generate(PROMPT, params, use_tqdm=False)
         [by_default] = llm.generate(PROMPT, use_tqdm=False)
-        assert by_default.outputs[0].token_ids == stated.outputs[0].token_ids and len(stated.outputs[0].token_ids) == 5
+        assert (
+            by_default.outputs[0].token_ids == stated.outputs[0].token_ids
+            and len(stated.outputs[0].token_ids) == 5
+        )
         [by_default] = llm.chat([{"role": "user", "content": "hi"}], use_tqdm=False)
         assert len(by_default.outputs[0].token_ids) <= 5
         return stated.outputs[0].text
@@ -52,13 +63,23 @@ def test_the_server_and_a_render_server_take_them(checkpoint, expected):
     try:
         client = TestClient(create_app(engine))
         reply = client.post("/v1/completions", json={"prompt": PROMPT, "ignore_eos": True}).json()
-        assert reply["choices"][0]["text"].startswith(expected) and reply["usage"]["completion_tokens"] == 16
-        again = client.post("/v1/completions", json={"prompt": PROMPT, "repetition_penalty": 1.0, "max_tokens": 5}).json()
+        assert (
+            reply["choices"][0]["text"].startswith(expected)
+            and reply["usage"]["completion_tokens"] == 16
+        )
+        again = client.post(
+            "/v1/completions", json={"prompt": PROMPT, "repetition_penalty": 1.0, "max_tokens": 5}
+        ).json()
         assert again["choices"][0]["text"] != expected
         messages = [{"role": "user", "content": "hi"}]
-        chat = client.post("/v1/chat/completions", json={"messages": messages, "ignore_eos": True}).json()
+        chat = client.post(
+            "/v1/chat/completions", json={"messages": messages, "ignore_eos": True}
+        ).json()
         assert chat["usage"]["completion_tokens"] == 5
-        beams = client.post("/v1/completions", json={"prompt": PROMPT, "use_beam_search": True, "n": 2, "max_tokens": 3})
+        beams = client.post(
+            "/v1/completions",
+            json={"prompt": PROMPT, "use_beam_search": True, "n": 2, "max_tokens": 3},
+        )
         assert beams.status_code == 200, beams.text
         [card] = client.get("/v1/models").json()["data"]
         assert card["sampling_defaults"] == TOLD
@@ -70,15 +91,34 @@ def test_the_server_and_a_render_server_take_them(checkpoint, expected):
 
 def test_they_are_explained(checkpoint):
     assert explain(VllmConfig.make(model=str(checkpoint))).sampling_defaults == TOLD
-    assert explain(VllmConfig.make(model=str(checkpoint), generation_config="none")).sampling_defaults == {}
-    command = [sys.executable, "-c", "from toolkit_lm_cli import main; main()", "explain", str(checkpoint)]
+    assert (
+        explain(VllmConfig.make(model=str(checkpoint), generation_config="none")).sampling_defaults
+        == {}
+    )
+    command = [
+        sys.executable,
+        "-c",
+        "from toolkit_lm_cli import main; main()",
+        "explain",
+        str(checkpoint),
+    ]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "temperature 0.0, repetition_penalty 1.5, max_tokens 5" in " ".join(printed.split())
 
 
 def test_the_command_line_takes_them(checkpoint, expected):
-    command = [sys.executable, "-c", "from toolkit_lm_cli import main; main()", "complete", str(checkpoint), "--prompt", PROMPT]
-    done = subprocess.run([*command, "--num-kv-blocks", "64"], capture_output=True, text=True, timeout=120, check=True)
+    command = [
+        sys.executable,
+        "-c",
+        "from toolkit_lm_cli import main; main()",
+        "complete",
+        str(checkpoint),
+        "--prompt",
+        PROMPT,
+    ]
+    done = subprocess.run(
+        [*command, "--num-kv-blocks", "64"], capture_output=True, text=True, timeout=120, check=True
+    )
     assert done.stdout.rstrip("\n") == expected
 
 
@@ -92,7 +132,11 @@ def test_none_and_a_folder_of_its_own(checkpoint, tmp_path):
 
 def test_a_value_out_of_range_names_the_file(checkpoint, tmp_path):
     (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
-    with pytest.raises(CheckpointError, match=r"^generation_config\.json: temperature must be .* --generation-config none leaves it out"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"^generation_config\.json: temperature must be .* --generation-config none leaves "
+        r"it out",
+    ):
         defaults(checkpoint, str(tmp_path))
 
 

@@ -1,4 +1,5 @@
-"""GGUF files, by a third party's distribution (tests/plugins/gguf): a checkpoint in one file, with its config and tokenizer."""
+"""GGUF files, by a third party's distribution (tests/plugins/gguf): a checkpoint in one file, with
+its config and tokenizer."""
 
 from __future__ import annotations
 
@@ -64,11 +65,18 @@ def gguf_name(name: str) -> str:
 
 def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
     """As convert_hf_to_gguf.py of llama.cpp does to Llama's queries and keys."""
-    return weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    return (
+        weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(weight.shape)
+    )
 
 
-def write_gguf(path: Path, folder: Path, kind: Type = Type.F32, **changes) -> dict[str, torch.Tensor]:
-    """Converts a Llama's folder; gives its weights as the file holds them. `changes` are of the metadata."""
+def write_gguf(
+    path: Path, folder: Path, kind: Type = Type.F32, **changes
+) -> dict[str, torch.Tensor]:
+    """Converts a Llama's folder; gives its weights as the file holds them. `changes` are of the
+    metadata."""
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, changes.get("architecture", "llama"))
     writer.add_context_length(config["max_position_embeddings"])
@@ -86,12 +94,16 @@ def write_gguf(path: Path, folder: Path, kind: Type = Type.F32, **changes) -> di
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(changes.get("pre", "default"))
     writer.add_token_list([texts.get(i, f"<unused{i}>") for i in range(config["vocab_size"])])
-    writer.add_token_types([3 if i < 3 else 1 if i in texts else 5 for i in range(config["vocab_size"])])
+    writer.add_token_types(
+        [3 if i < 3 else 1 if i in texts else 5 for i in range(config["vocab_size"])]
+    )
     writer.add_token_merges([])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     writer.add_pad_token_id(2)
-    writer.add_chat_template(json.loads((folder / "tokenizer_config.json").read_text())["chat_template"])
+    writer.add_chat_template(
+        json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
+    )
     held = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         array = tensor.float().numpy()
@@ -134,18 +146,35 @@ def test_a_file_runs_as_the_weights_that_it_holds(llama, assert_parity, tmp_path
     held = write_gguf(tmp_path / "model.gguf", folder, kind)
     model = copy.deepcopy(model)
     model.load_state_dict(held, strict=not tied)
-    with LLM(str(tmp_path / "model.gguf"), device="cpu", dtype="float32", max_logprobs=272, plugins=[toolkit_lm_gguf]) as llm:
+    with LLM(
+        str(tmp_path / "model.gguf"),
+        device="cpu",
+        dtype="float32",
+        max_logprobs=272,
+        plugins=[toolkit_lm_gguf],
+    ) as llm:
         assert (llm.config.load.load_format, llm.config.max_model_len) == ("gguf", 256)
         params = SamplingParams(temperature=0, max_tokens=12, logprobs=272, ignore_eos=True)
-        outputs = llm.generate(["The cat sat.", "héllo 😀", {"prompt_token_ids": list(range(3, 40))}], params, use_tqdm=False)
+        outputs = llm.generate(
+            ["The cat sat.", "héllo 😀", {"prompt_token_ids": list(range(3, 40))}],
+            params,
+            use_tqdm=False,
+        )
         with LLM(str(folder), device="cpu", dtype="float32", max_logprobs=272) as other:
             plain = other.generate(["The cat sat.", "héllo 😀"], params, use_tqdm=False)
             chat = [{"role": "user", "content": "Hello"}]
-            assert llm.chat(chat, use_tqdm=False)[0].prompt_token_ids == other.chat(chat, use_tqdm=False)[0].prompt_token_ids
+            assert (
+                llm.chat(chat, use_tqdm=False)[0].prompt_token_ids
+                == other.chat(chat, use_tqdm=False)[0].prompt_token_ids
+            )
     assert_parity(model, outputs)
-    assert [output.prompt_token_ids for output in outputs[:2]] == [output.prompt_token_ids for output in plain]
+    assert [output.prompt_token_ids for output in outputs[:2]] == [
+        output.prompt_token_ids for output in plain
+    ]
     if kind is Type.F32:
-        assert [output.outputs[0].text for output in outputs[:2]] == [output.outputs[0].text for output in plain]
+        assert [output.outputs[0].text for output in outputs[:2]] == [
+            output.outputs[0].text for output in plain
+        ]
 
 
 def test_what_cannot_be_read_is_refused_by_name(llama, tmp_path):
@@ -158,11 +187,20 @@ def test_what_cannot_be_read_is_refused_by_name(llama, tmp_path):
             resolve(VllmConfig.make(model=str(tmp_path / name), device="cpu"), with_plugins)
         return str(caught.value)
 
-    assert re.search(r"model\.gguf has the architecture 'falcon'. Able: llama", error(UnsupportedError, architecture="falcon"))
-    assert "scales its rotary embeddings (yarn)" in error(UnsupportedError, scaling=gguf.RopeScalingType.YARN)
-    assert "cuts text into words as 'tekken' does. Able: default" in error(UnsupportedError, pre="tekken")
+    assert re.search(
+        r"model\.gguf has the architecture 'falcon'. Able: llama",
+        error(UnsupportedError, architecture="falcon"),
+    )
+    assert "scales its rotary embeddings (yarn)" in error(
+        UnsupportedError, scaling=gguf.RopeScalingType.YARN
+    )
+    assert "cuts text into words as 'tekken' does. Able: default" in error(
+        UnsupportedError, pre="tekken"
+    )
     assert "is a file that no load format reads" in error(CheckpointError, name="model.bin")
-    assert "is a file that no load format reads" in error(CheckpointError, with_plugins=Plugins.load())
+    assert "is a file that no load format reads" in error(
+        CheckpointError, with_plugins=Plugins.load()
+    )
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(CheckpointError, match=r"model\.gguf is no readable GGUF file"):
         resolve(VllmConfig.make(model=str(tmp_path / "model.gguf")), plugins)
@@ -178,12 +216,20 @@ def test_a_changed_file_is_unpacked_anew(llama, tmp_path):
     write_gguf(file, folder, Type.Q8_0)
     second = GGUFLoader.unpack(file)
     assert first != second
-    assert [json.loads((f / "config.json").read_text())["dtype"] for f in (first, second)] == ["float32", "bfloat16"]
+    assert [json.loads((f / "config.json").read_text())["dtype"] for f in (first, second)] == [
+        "float32",
+        "bfloat16",
+    ]
 
 
 def write_sentencepiece(path: Path) -> None:
     """Llama 2's kind of tokenizer: bytes, letters, and a few merges with scores."""
-    pieces = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3), *((f"<0x{byte:02X}>", 0.0, 6) for byte in range(256))]
+    pieces = [
+        ("<unk>", 0.0, 2),
+        ("<s>", 0.0, 3),
+        ("</s>", 0.0, 3),
+        *((f"<0x{byte:02X}>", 0.0, 6) for byte in range(256)),
+    ]
     words = ["▁t", "he", "▁the", "in", "▁c", "at", "▁cat", "er", "▁a", "nd", "▁and", "th"]
     pieces += [(word, -float(i), 1) for i, word in enumerate(words)]
     pieces += [(letter, -100.0 - i, 1) for i, letter in enumerate("▁etaoinshrdlucmfwypvbgkqjxz.,")]
@@ -201,35 +247,60 @@ def write_sentencepiece(path: Path) -> None:
     writer.close()
 
 
-@pytest.mark.parametrize("text", ["the cat and the hat", " leading", "then, other", "naïve 😀", "a\nb  c"])
+@pytest.mark.parametrize(
+    "text", ["the cat and the hat", " leading", "then, other", "naïve 😀", "a\nb  c"]
+)
 def test_a_sentencepiece_tokenizer_merges_by_score(tmp_path, text):
     write_sentencepiece(tmp_path / "model.gguf")
     made = tokenizer(GGUFFile(tmp_path / "model.gguf"))
     encoded = made.encode(text)
     assert encoded.ids[0] == 1
-    assert made.decode(encoded.ids, skip_special_tokens=False).removeprefix("<s>").strip(" ") == text.strip(" ")
+    assert made.decode(encoded.ids, skip_special_tokens=False).removeprefix("<s>").strip(
+        " "
+    ) == text.strip(" ")
     assert encoded.ids[1:] == merged_by_score(tmp_path / "model.gguf", text)
 
 
 def merged_by_score(path: Path, text: str) -> list[int]:
-    """As SentencePiece's BPE is defined: the neighbours whose token has the highest score are merged first, the leftmost of equals."""
+    """As SentencePiece's BPE is defined: the neighbours whose token has the highest score are
+    merged first, the leftmost of equals."""
     file = GGUFFile(path)
     tokens, scores = file.require("tokenizer.ggml.tokens"), file.require("tokenizer.ggml.scores")
-    ids, pieces = {token: index for index, token in enumerate(tokens)}, list("▁" + text.replace(" ", "▁"))
+    ids, pieces = (
+        {token: index for index, token in enumerate(tokens)},
+        list("▁" + text.replace(" ", "▁")),
+    )
     while True:
-        found = [(scores[ids[a + b]], -i) for i, (a, b) in enumerate(pairwise(pieces)) if a + b in ids]
+        found = [
+            (scores[ids[a + b]], -i) for i, (a, b) in enumerate(pairwise(pieces)) if a + b in ids
+        ]
         if not found:
             break
         place = -max(found)[1]
         pieces[place : place + 2] = ["".join(pieces[place : place + 2])]
-    return [i for piece in pieces for i in ([ids[piece]] if piece in ids else [ids[f"<0x{byte:02X}>"] for byte in piece.encode()])]
+    return [
+        i
+        for piece in pieces
+        for i in (
+            [ids[piece]] if piece in ids else [ids[f"<0x{byte:02X}>"] for byte in piece.encode()]
+        )
+    ]
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
     """The plugin as pip installs it."""
     folder = tmp_path_factory.mktemp("installed")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--no-build-isolation",
+    ]
     subprocess.run([*pip, "--target", folder, SOURCE], check=True)
     return folder
 
@@ -237,24 +308,66 @@ def installed(tmp_path_factory) -> Path:
 def test_toolkit_serves_a_file(installed, llama, tmp_path, cache):
     folder, model = llama()
     write_gguf(tmp_path / "model.gguf", folder)
-    environ = {**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache)}
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(installed),
+        "OMP_NUM_THREADS": "1",
+        "XDG_CACHE_HOME": str(cache),
+    }
     toolkit = [sys.executable, "-c", "from toolkit_lm_cli import main; main()"]
-    done = subprocess.run([*toolkit, "plugins", "check", "toolkit-lm-gguf"], env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*toolkit, "plugins", "check", "toolkit-lm-gguf"],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stdout
-    options = ["--port", "0", "--device", "cpu", "--dtype", "float32", "--log-level", "error", "--served-model-name", "mine"]
+    options = [
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--log-level",
+        "error",
+        "--served-model-name",
+        "mine",
+    ]
     command = [*toolkit, "serve", str(tmp_path / "model.gguf"), *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
     try:
-        found = next((at for line in process.stdout if (at := re.search(r"Serving mine at (\S+)", line))), None)
+        found = next(
+            (at for line in process.stdout if (at := re.search(r"Serving mine at (\S+)", line))),
+            None,
+        )
         assert found, f"the server ended with exit code {process.wait()}"
-        body = {"model": "mine", "prompt": list(range(3, 23)), "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-        answer = httpx.post(f"{found[1]}/v1/completions", json=body, timeout=60).raise_for_status().json()
+        body = {
+            "model": "mine",
+            "prompt": list(range(3, 23)),
+            "max_tokens": 8,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        answer = (
+            httpx.post(f"{found[1]}/v1/completions", json=body, timeout=60)
+            .raise_for_status()
+            .json()
+        )
     finally:
         process.terminate()
         process.wait(30)
         process.stdout.close()
     prompt = torch.tensor([body["prompt"]])
-    expected = model.generate(prompt, max_new_tokens=8, min_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=2)
+    expected = model.generate(
+        prompt,
+        max_new_tokens=8,
+        min_new_tokens=8,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=2,
+    )
     assert answer["usage"]["completion_tokens"] == 8
     from tokenizers import Tokenizer
 

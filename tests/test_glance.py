@@ -1,4 +1,5 @@
-"""A model that sees, by a third party's distribution (tests/plugins/glance): its tower, its rules and its renderer are its own."""
+"""A model that sees, by a third party's distribution (tests/plugins/glance): its tower, its rules
+and its renderer are its own."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ import pytest
 import torch
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.errors import RequestError
-from toolkit_lm_devkit import ModelConformance, assert_same_logits, assert_same_tokens, randomize, write_checkpoint
+from toolkit_lm_devkit import (
+    ModelConformance,
+    assert_same_logits,
+    assert_same_tokens,
+    randomize,
+    write_checkpoint,
+)
 from toolkit_lm_devkit.generation import logprobs_of
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -47,12 +54,22 @@ class Reference:
         self.language = LlamaForCausalLM(LlamaConfig(**LLAMA)).eval()
         randomize(self.language)
         generator, inner = torch.Generator().manual_seed(3), HEADS * HEAD_SIZE
-        shapes = {"tile": (SIZE, TILE**2), "query": (inner, SIZE), "key": (inner, SIZE), "value": (inner, SIZE), "out": (SIZE, inner)}
-        self.eye = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
+        shapes = {
+            "tile": (SIZE, TILE**2),
+            "query": (inner, SIZE),
+            "key": (inner, SIZE),
+            "value": (inner, SIZE),
+            "out": (SIZE, inner),
+        }
+        self.eye = {
+            name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()
+        }
 
     def weights(self) -> dict[str, torch.Tensor]:
         own = {f"eye.{name}.weight": tensor for name, tensor in self.eye.items()}
-        return own | {f"language.{name}": tensor for name, tensor in self.language.state_dict().items()}
+        return own | {
+            f"language.{name}": tensor for name, tensor in self.language.state_dict().items()
+        }
 
     def __call__(self, token_ids) -> torch.Tensor:
         return self.see(token_ids, [])
@@ -67,10 +84,20 @@ class Reference:
 
     def look(self, image) -> torch.Tensor:
         rows, columns = (side // TILE for side in image.shape)
-        cut = [image[i * TILE : (i + 1) * TILE, j * TILE : (j + 1) * TILE].ravel() for i in range(rows) for j in range(columns)]
+        cut = [
+            image[i * TILE : (i + 1) * TILE, j * TILE : (j + 1) * TILE].ravel()
+            for i in range(rows)
+            for j in range(columns)
+        ]
         x = torch.from_numpy(np.stack(cut)) @ self.eye["tile"].T
-        q, k, v = ((x @ self.eye[name].T).view(len(x), HEADS, HEAD_SIZE).transpose(0, 1) for name in ("query", "key", "value"))
-        return x + F.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1) @ self.eye["out"].T
+        q, k, v = (
+            (x @ self.eye[name].T).view(len(x), HEADS, HEAD_SIZE).transpose(0, 1)
+            for name in ("query", "key", "value")
+        )
+        return (
+            x
+            + F.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1) @ self.eye["out"].T
+        )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -101,7 +128,11 @@ class TestGlance(ModelConformance):
 
 
 def image(height: int, width: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng([height, width, seed]).standard_normal((height, width)).astype(np.float32)
+    return (
+        np.random.default_rng([height, width, seed])
+        .standard_normal((height, width))
+        .astype(np.float32)
+    )
 
 
 PROMPTS = [
@@ -125,15 +156,28 @@ def test_prompts_with_images(tmp_path, options):
     reference = Reference()
     write_checkpoint(tmp_path, CONFIG, reference.weights())
     prompts = [{"prompt": text, "multi_modal_data": {"image": images}} for text, images in PROMPTS]
-    with LLM(str(tmp_path), max_model_len=128, max_logprobs=VOCAB, device="cpu", num_kv_blocks=64, **options) as llm:
+    with LLM(
+        str(tmp_path),
+        max_model_len=128,
+        max_logprobs=VOCAB,
+        device="cpu",
+        num_kv_blocks=64,
+        **options,
+    ) as llm:
         for _ in range(2):
-            for output, (_, images) in zip(llm.generate(prompts, GREEDY, use_tqdm=False), PROMPTS, strict=True):
+            for output, (_, images) in zip(
+                llm.generate(prompts, GREEDY, use_tqdm=False), PROMPTS, strict=True
+            ):
                 [completion] = output.outputs
                 drawn = list(completion.token_ids)
                 prompt = output.prompt_token_ids
-                assert prompt.count(TILE_TOKEN) == sum(one.shape[0] // TILE * (one.shape[1] // TILE) for one in images)
+                assert prompt.count(TILE_TOKEN) == sum(
+                    one.shape[0] // TILE * (one.shape[1] // TILE) for one in images
+                )
                 assert TILE_TOKEN not in drawn, "the reference would take it for an image's"
-                logits = reference.see([*prompt, *drawn], images)[len(prompt) - 1 : -1].log_softmax(-1)
+                logits = reference.see([*prompt, *drawn], images)[len(prompt) - 1 : -1].log_softmax(
+                    -1
+                )
                 assert_same_logits(logprobs_of(completion, VOCAB), logits)
                 assert_same_tokens(drawn, logits)
 
@@ -147,9 +191,18 @@ def test_what_it_does_not_take(tmp_path):
             ({"image": [image(60, 60)]}, "64"),
         ):
             with pytest.raises(RequestError, match=reason):
-                llm.generate([{"prompt": "a\0b", "multi_modal_data": given}], GREEDY.replace(logprobs=None), use_tqdm=False)
+                llm.generate(
+                    [{"prompt": "a\0b", "multi_modal_data": given}],
+                    GREEDY.replace(logprobs=None),
+                    use_tqdm=False,
+                )
 
 
 def test_it_is_small():
-    lines = [line for path in FOLDER.rglob("*.py") for line in path.read_text().splitlines() if line.strip()]
+    lines = [
+        line
+        for path in FOLDER.rglob("*.py")
+        for line in path.read_text().splitlines()
+        if line.strip()
+    ]
     assert len(lines) < 220

@@ -1,4 +1,5 @@
-"""The GPU kit without a GPU: what it says, whatever happens to it. `make test-nightly` has a dry run of all that it runs."""
+"""The GPU kit without a GPU: what it says, whatever happens to it. `make test-nightly` has a dry
+run of all that it runs."""
 
 from __future__ import annotations
 
@@ -55,13 +56,23 @@ def drive(folder, *jobs, seconds=60.0, results=None):
 
 def run_kit(*arguments, python=sys.executable, **environ):
     given = {**os.environ, "PYTHON": python, **environ}
-    return subprocess.run(["bash", str(KIT), *map(str, arguments)], capture_output=True, text=True, timeout=240, env=given)
+    return subprocess.run(
+        ["bash", str(KIT), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=given,
+    )
 
 
 def test_no_card_is_said_and_is_exit_code_3(tmp_path):
     done = run_kit("--out", tmp_path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 3, done.stdout + done.stderr
-    assert re.search(r"0 machine \| card: failed: torch \S+ \(built with .*\) sees no card, .*--quick runs on a CPU\.", done.stdout)
+    assert re.search(
+        r"0 machine \| card: failed: torch \S+ \(built with .*\) sees no card, .*--quick runs on "
+        r"a CPU\.",
+        done.stdout,
+    )
     assert list(tmp_path.iterdir()) == [], "a file of results in which nothing has run"
 
 
@@ -74,7 +85,11 @@ def test_a_part_that_is_not_known_is_refused_with_those_that_are(tmp_path):
 def test_a_failing_check_is_recorded_with_its_traceback_and_the_rest_goes_on(tmp_path):
     driver, lines = drive(
         tmp_path,
-        job("bad", "with checking('first'):\n    1 / 0\nwith checking('second') as found:\n    found['answer'] = 42\n"),
+        job(
+            "bad",
+            "with checking('first'):\n    1 / 0\nwith checking('second') as found:\n    "
+            "found['answer'] = 42\n",
+        ),
         job("dies", "emit('one', 'passed')\nprint('last words', file=sys.stderr)\nsys.exit(7)\n"),
         job("says nothing", ""),
         job("good", "emit('only', 'passed')\n"),
@@ -97,14 +112,25 @@ def test_a_failing_check_is_recorded_with_its_traceback_and_the_rest_goes_on(tmp
 
 def test_what_cannot_run_here_is_no_fault_and_no_process(tmp_path):
     refused = kit("jobs").Job("refused", ("-c", "raise SystemExit(1)"), refusal="no kernel for it")
-    said = job("raises", "from gpu_kit.report import RefusedError\nwith checking('it'):\n    raise RefusedError('not here')\n")
+    said = job(
+        "raises",
+        "from gpu_kit.report import RefusedError\nwith checking('it'):\n    raise "
+        "RefusedError('not here')\n",
+    )
     driver, lines = drive(tmp_path, refused, said)
-    assert [(line["outcome"], line["why"]) for line in lines] == [("skipped", "no kernel for it"), ("skipped", "not here")]
+    assert [(line["outcome"], line["why"]) for line in lines] == [
+        ("skipped", "no kernel for it"),
+        ("skipped", "not here"),
+    ]
     assert driver.exit_code == 0
 
 
 def test_time_that_is_over_leaves_what_was_found_and_says_what_has_not_run(tmp_path):
-    slow = job("slow", "import subprocess\nemit('first', 'passed', child=subprocess.Popen(['sleep', '99']).pid)\ntime.sleep(99)\n")
+    slow = job(
+        "slow",
+        "import subprocess\nemit('first', 'passed', child=subprocess.Popen(['sleep', "
+        "'99']).pid)\ntime.sleep(99)\n",
+    )
     driver, lines = drive(tmp_path, slow, job("next", "emit('only', 'passed')\n"), seconds=4.5)
     assert [(line["job"], line["check"], line["outcome"]) for line in lines][:2] == [
         ("slow", "first", "passed"),
@@ -118,8 +144,16 @@ def test_time_that_is_over_leaves_what_was_found_and_says_what_has_not_run(tmp_p
 
 def test_a_job_may_take_an_equal_share_of_what_is_left_to_those_that_run(tmp_path, monkeypatch):
     jobs, limits = kit("jobs"), []
-    monkeypatch.setattr(jobs, "run", lambda job, limit: limits.append(round(limit)) or [{"check": "it", "outcome": "passed"}])
-    drive(tmp_path, *(jobs.Job(name, (), refusal="no" if name == "c" else None) for name in "abcd"), seconds=60.0)
+    monkeypatch.setattr(
+        jobs,
+        "run",
+        lambda job, limit: limits.append(round(limit)) or [{"check": "it", "outcome": "passed"}],
+    )
+    drive(
+        tmp_path,
+        *(jobs.Job(name, (), refusal="no" if name == "c" else None) for name in "abcd"),
+        seconds=60.0,
+    )
     assert limits == [20, 30, 60], "each took no time, and the third has none"
 
 
@@ -130,7 +164,10 @@ def running(pid):
         return False
 
 
-FLOOD = SPEAKER + "number = 0\nwhile True:\n    number += 1\n    emit(f'check {number}', 'passed', text='x' * (number % 3000))\n"
+FLOOD = SPEAKER + (
+    "number = 0\nwhile True:\n    number += 1\n    emit(f'check {number}', 'passed', "
+    "text='x' * (number % 3000))\n"
+)
 FLOODED = """
 import os, sys, time
 from pathlib import Path
@@ -147,7 +184,9 @@ def test_a_kit_that_is_killed_at_any_moment_leaves_whole_lines_and_no_process(tm
     random.seed(7)
     for turn in range(4):
         folder = tmp_path / str(turn)
-        process = subprocess.Popen([sys.executable, "-c", FLOODED, str(folder), FLOOD], stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [sys.executable, "-c", FLOODED, str(folder), FLOOD], stdout=subprocess.DEVNULL
+        )
         while not (files := list(folder.glob("gpu-*.json"))) or not files[0].stat().st_size:
             time.sleep(0.005)
         time.sleep(random.uniform(0, 0.3))
@@ -156,7 +195,9 @@ def test_a_kit_that_is_killed_at_any_moment_leaves_whole_lines_and_no_process(tm
         process.wait()
         # Of a line that was not written to its end, `read` says nothing, and it is the last.
         lines = list(kit("results").read(files[0]))
-        assert [line["check"] for line in lines] == [f"check {number + 1}" for number in range(len(lines))]
+        assert [line["check"] for line in lines] == [
+            f"check {number + 1}" for number in range(len(lines))
+        ]
         assert lines
         _, alive = psutil.wait_procs(children, timeout=10)
         assert alive == []
@@ -179,7 +220,9 @@ OURS = {
 def lacking(**there):
     needs = kit("needs")
     known = {**OURS, **{name: (version, ()) for name, version in there.items()}}
-    return needs.lacking(lambda name: needs.Found(*known[name]) if name in known else None, ["toolkit-lm[cuda]"])
+    return needs.lacking(
+        lambda name: needs.Found(*known[name]) if name in known else None, ["toolkit-lm[cuda]"]
+    )
 
 
 def test_a_missing_wheel_is_named_with_what_needs_it():
@@ -197,12 +240,17 @@ def test_a_kit_that_lacks_a_wheel_says_so_and_runs_nothing_where_nothing_can(tmp
     driver = kit("drive").Driver(results, 60.0, time.monotonic())
     found = kit("needs").find_here
     for name, runs in (("fastapi", True), ("msgspec", False)):
-        module.find_here = lambda asked, site, name=name: None if asked == name else found(asked, site)
+        module.find_here = lambda asked, site, name=name: (
+            None if asked == name else found(asked, site)
+        )
         try:
             assert module.check_needs(driver) is runs
         finally:
             module.find_here = found
-        assert re.search(rf"0 needs \| {name}: failed: {name}>=\S+ is missing, which toolkit-lm-\S+ needs", capsys.readouterr().out)
+        assert re.search(
+            rf"0 needs \| {name}: failed: {name}>=\S+ is missing, which toolkit-lm-\S+ needs",
+            capsys.readouterr().out,
+        )
     assert driver.exit_code == 1
 
 
@@ -216,7 +264,10 @@ def test_without_toolkit_lm_and_without_a_kit_the_way_to_one_is_told(tmp_path):
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S -I "$@"\n')
     python.chmod(0o755)
     done = run_kit("--kit", tmp_path / "none", python=str(python))
-    assert done.returncode == 2 and f"nor is there a kit in {tmp_path / 'none'}: see make gpu-kit" in done.stderr
+    assert (
+        done.returncode == 2
+        and f"nor is there a kit in {tmp_path / 'none'}: see make gpu-kit" in done.stderr
+    )
 
 
 def test_a_kit_beside_an_installation_and_seconds_that_are_none_are_refused(tmp_path):
@@ -229,7 +280,9 @@ def test_a_kit_beside_an_installation_and_seconds_that_are_none_are_refused(tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_sources_of_the_kit_are_the_same_bytes_each_time_and_say_what_they_are(tmp_path, monkeypatch):
+def test_the_sources_of_the_kit_are_the_same_bytes_each_time_and_say_what_they_are(
+    tmp_path, monkeypatch
+):
     collect = kit("collect")
     monkeypatch.setattr(collect, "FOLDERS", ("benchmarks/gpu_kit",))
     for name in ("one", "two"):
@@ -247,7 +300,8 @@ def test_the_list_of_what_a_machine_has_is_read():
 
 
 def test_the_wheels_are_those_of_what_is_lacking_and_of_what_they_need(monkeypatch, tmp_path):
-    """Wheels that pip brings are looked into for what they need in turn, and a distribution that is there is never brought."""
+    """Wheels that pip brings are looked into for what they need in turn, and a distribution that is
+    there is never brought."""
     collect, needs = kit("collect"), kit("needs")
     brought, has = [], {}
 
@@ -255,30 +309,55 @@ def test_the_wheels_are_those_of_what_is_lacking_and_of_what_they_need(monkeypat
         wanted = [one for one in arguments if "==" in one or ">=" in one]
         brought.append(wanted)
         has.update(
-            {name: needs.Found(*OURS[name]) if name in OURS else needs.Found("9") for name in (re.split("[=>]", one)[0] for one in wanted)}
+            {
+                name: needs.Found(*OURS[name]) if name in OURS else needs.Found("9")
+                for name in (re.split("[=>]", one)[0] for one in wanted)
+            }
         )
 
     monkeypatch.setattr(collect, "pip", pip)
     monkeypatch.setattr(collect, "wheel_metadata", lambda folder: has)
-    monkeypatch.setattr(collect, "lacking", lambda find, environment: needs.lacking(find, ["toolkit-lm[cuda]"], environment))
+    monkeypatch.setattr(
+        collect,
+        "lacking",
+        lambda find, environment: needs.lacking(find, ["toolkit-lm[cuda]"], environment),
+    )
     ours = {name: needs.Found(*OURS[name]) for name in OURS if name.startswith("toolkit")}
     collect.download(ours, {}, tmp_path / "wheels")
-    assert [[re.split("[=>]", one)[0] for one in wanted] for wanted in brought] == [["fastapi", "msgspec"], ["starlette"]]
+    assert [[re.split("[=>]", one)[0] for one in wanted] for wanted in brought] == [
+        ["fastapi", "msgspec"],
+        ["starlette"],
+    ]
     has.clear()
-    with pytest.raises(SystemExit, match=r"msgspec>=0.19 is missing, which toolkit-lm-core needs, and 0.1 is there\. A distribution that"):
+    with pytest.raises(
+        SystemExit,
+        match=r"msgspec>=0.19 is missing, which toolkit-lm-core needs, and 0.1 is there\. A "
+        r"distribution that",
+    ):
         collect.download(ours, {"msgspec": needs.Found("0.1")}, tmp_path / "others")
 
 
 def test_the_metadata_of_the_kit_say_what_the_installed_ones_say(tmp_path):
     """Requirements, and the entry points that make plugins of distributions."""
     kit("collect").write_metadata(tmp_path / "metadata")
-    made = {one.metadata["Name"]: one for one in metadata.distributions(path=[str(tmp_path / "metadata")])}
+    made = {
+        one.metadata["Name"]: one
+        for one in metadata.distributions(path=[str(tmp_path / "metadata")])
+    }
     installed = {name: metadata.distribution(name) for name in made}
     assert len(made) > 40
-    points = {name: {(one.group, one.name, one.value) for one in found.entry_points} for name, found in made.items()}
-    assert points == {name: {(one.group, one.name, one.value) for one in found.entry_points} for name, found in installed.items()}
+    points = {
+        name: {(one.group, one.name, one.value) for one in found.entry_points}
+        for name, found in made.items()
+    }
+    assert points == {
+        name: {(one.group, one.name, one.value) for one in found.entry_points}
+        for name, found in installed.items()
+    }
     assert points["toolkit-lm-tiny"]
-    assert {name: found.version for name, found in made.items()} == {name: found.version for name, found in installed.items()}
+    assert {name: found.version for name, found in made.items()} == {
+        name: found.version for name, found in installed.items()
+    }
 
 
 WITHOUT_COMPILED = """
@@ -297,14 +376,21 @@ def test_the_kit_has_no_compiled_modules_and_all_others_import_without_them():
     stubs = [path for path in ROOT.glob("*/*/src/*/_*.pyi") if path.name != "__init__.pyi"]
     packages = [f"{path.parent.name}={path.stem}" for path in stubs]
     assert "toolkit_lm_cpu=_kernels" in packages
-    done = subprocess.run([sys.executable, "-c", WITHOUT_COMPILED, *packages], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_COMPILED, *packages], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("its kernels are not there")
 
 
 def told(**changed):
     smoke = kit("smoke")
-    same = {"tokens": [[5] * smoke.TOKENS], "gaps": [[1.0] * smoke.TOKENS], "drawn": [[4] * smoke.DRAWN_TOKENS], "likely": [[-1.0, -2.0]]}
+    same = {
+        "tokens": [[5] * smoke.TOKENS],
+        "gaps": [[1.0] * smoke.TOKENS],
+        "drawn": [[4] * smoke.DRAWN_TOKENS],
+        "likely": [[-1.0, -2.0]],
+    }
     return smoke.Told(**{**same, "num_chunks": 5, "replayed": None, **changed})
 
 
@@ -325,8 +411,12 @@ def test_the_smoke_finds_what_is_wrong(dtype, changed, why):
 
 def test_the_smoke_takes_what_is_right():
     kit("smoke").compare(told(), told(), "float32", {})
-    kit("smoke").compare(told(tokens=[[5] * 15 + [6]]), told(gaps=[[1.0] * 15 + [1e-4]]), "float32", {})
-    kit("smoke").compare(told(tokens=[[6] * 16], drawn=[[3] * 12], likely=[[-1.1, -2.1]]), told(), "bfloat16", {})
+    kit("smoke").compare(
+        told(tokens=[[5] * 15 + [6]]), told(gaps=[[1.0] * 15 + [1e-4]]), "float32", {}
+    )
+    kit("smoke").compare(
+        told(tokens=[[6] * 16], drawn=[[3] * 12], likely=[[-1.1, -2.1]]), told(), "bfloat16", {}
+    )
 
 
 def test_graphs_that_have_run_no_step_are_found():
@@ -335,7 +425,10 @@ def test_graphs_that_have_run_no_step_are_found():
     check({"piecewise": 3}, "piecewise")
     check({"piecewise": 3, "full": 2}, "full_and_piecewise")
     for replayed in ({}, {"piecewise": 3}):
-        with pytest.raises(kit("report").MissedError, match="no step ran by a graph that is full, which the mode full_and_piecewise asks"):
+        with pytest.raises(
+            kit("report").MissedError,
+            match="no step ran by a graph that is full, which the mode full_and_piecewise asks",
+        ):
             check(replayed, "full_and_piecewise")
 
 
@@ -352,19 +445,35 @@ def test_tests_are_told_one_by_one_with_their_reasons(tmp_path, monkeypatch):
         "@pytest.mark.skip(reason='no GPU')\ndef test_cuda_skipped(): pass\n"
     )
     tests_of, jobs = kit("tests_of"), kit("jobs")
-    for quick, expected in ((False, ["bad failed", "good passed", "skipped skipped"]), (True, ["good passed", "other passed"])):
+    for quick, expected in (
+        (False, ["bad failed", "good passed", "skipped skipped"]),
+        (True, ["good passed", "other passed"]),
+    ):
         made = tests_of.job("tests", {file.name: "cuda"}, quick=quick, workers=1)
-        made = jobs.Job("tests", (*made.command, "--rootdir", str(tmp_path), "-c", os.devnull), made.environ, ends=False)
+        made = jobs.Job(
+            "tests",
+            (*made.command, "--rootdir", str(tmp_path), "-c", os.devnull),
+            made.environ,
+            ends=False,
+        )
         command = tuple(str(file) if one == file.name else one for one in made.command)
-        _, lines = drive(tmp_path / str(quick), jobs.Job("tests", command, made.environ, ends=False))
-        found = {f"{re.split('::test_(?:cuda_)?', line['check'])[-1]} {line['outcome']}": line for line in lines}
+        _, lines = drive(
+            tmp_path / str(quick), jobs.Job("tests", command, made.environ, ends=False)
+        )
+        found = {
+            f"{re.split('::test_(?:cuda_)?', line['check'])[-1]} {line['outcome']}": line
+            for line in lines
+        }
         assert sorted(found) == expected
         if not quick:
             assert "assert 1 == 2" in found["bad failed"]["traceback"]
             assert found["skipped skipped"]["why"] == "no GPU"
 
 
-NEEDS_A_CARD = re.compile(r'skipif\(not torch\.cuda\.is_available|device = "cuda"|= "cpu" if interprets\(\) else "cuda"|"cuda"\] if torch')
+NEEDS_A_CARD = re.compile(
+    r'skipif\(not torch\.cuda\.is_available|device = "cuda"|= "cpu" if interprets\(\) else '
+    r'"cuda"|"cuda"\] if torch'
+)
 
 
 def test_every_test_that_needs_a_card_is_in_the_kit():
@@ -372,11 +481,23 @@ def test_every_test_that_needs_a_card_is_in_the_kit():
     files = [*tests_of.KITS, *tests_of.GRAPHS, *tests_of.OTHERS]
     assert [file for file, count in Counter(files).items() if count > 1] == []
     assert [file for file in files if not (ROOT / file).is_file()] == []
-    own = {str(path.relative_to(ROOT)) for path in ROOT.glob("**/tests/**/test_*.py") if ".venv" not in path.parts}
-    found = {file for file in own if NEEDS_A_CARD.search((ROOT / file).read_text())} - {"tests/test_gpu_kit.py"}
-    assert found - set(files) == set(), "these tests need a card: name them in benchmarks/gpu_kit/tests_of.py"
+    own = {
+        str(path.relative_to(ROOT))
+        for path in ROOT.glob("**/tests/**/test_*.py")
+        if ".venv" not in path.parts
+    }
+    found = {file for file in own if NEEDS_A_CARD.search((ROOT / file).read_text())} - {
+        "tests/test_gpu_kit.py"
+    }
+    assert found - set(files) == set(), (
+        "these tests need a card: name them in benchmarks/gpu_kit/tests_of.py"
+    )
     words = {**tests_of.KITS, **tests_of.OTHERS}
-    assert [file for file, word in words.items() if word != "cuda" and word not in (ROOT / file).read_text()] == []
+    assert [
+        file
+        for file, word in words.items()
+        if word != "cuda" and word not in (ROOT / file).read_text()
+    ] == []
 
 
 def test_every_attention_backend_for_cards_is_measured_or_tested():
@@ -385,18 +506,25 @@ def test_every_attention_backend_for_cards_is_measured_or_tested():
     plan, tests_of = kit("plan"), kit("tests_of")
     tested = " ".join([*tests_of.KITS, *tests_of.OTHERS])
     for name in Plugins.load().attention_backends:
-        assert name == "cpu" or name in plan.WITHOUT_GRAPHS or f"/{name}/" in tested, f"{name} is nowhere in the kit"
+        assert name == "cpu" or name in plan.WITHOUT_GRAPHS or f"/{name}/" in tested, (
+            f"{name} is nowhere in the kit"
+        )
     assert set(plan.WITH_GRAPHS) <= set(plan.WITHOUT_GRAPHS)
 
 
 def test_every_job_of_the_plan_is_a_module_or_pytest():
     for quick in (True, False):
         parts = kit("plan").Kit(quick=quick).parts()
-        assert [part.ends for part in parts] == sorted(part.ends for part in parts) and parts[-1].ends == 1.0
+        assert [part.ends for part in parts] == sorted(part.ends for part in parts) and parts[
+            -1
+        ].ends == 1.0
         for one in (job for part in parts for job in part.jobs()):
             assert one.command[0] == "-m"
             name = one.command[1]
-            assert name == "pytest" or (BENCHMARKS / "gpu_kit" / f"{name.removeprefix('gpu_kit.')}.py").is_file()
+            assert (
+                name == "pytest"
+                or (BENCHMARKS / "gpu_kit" / f"{name.removeprefix('gpu_kit.')}.py").is_file()
+            )
             assert quick or "--quick" not in one.command
 
 
@@ -410,7 +538,8 @@ def test_a_refusal_that_the_first_part_has_heard_keeps_a_process_from_starting()
 
 @pytest.mark.parametrize(("rows", "keys"), [(1, 0), (64, 100)])
 def test_a_decode_step_reads_weights_keys_and_values(rows, keys):
-    # As in the model card of Llama 3 8B: 8.03 B parameters, of which 0.53 B are the embedding, which a step does not read.
+    # As in the model card of Llama 3 8B: 8.03 B parameters, of which 0.53 B are the embedding,
+    # which a step does not read.
     plan = kit("shape_8b").FULL
     weights = plan.product_weights + 2 * plan.vocab_size * plan.hidden
     assert round(weights / 1e9, 2) == 8.03
@@ -426,20 +555,40 @@ def test_the_shapes_are_read_at_their_real_sizes(tmp_path):
 
     shapes = kit("shapes")
     options = {name: (write, given) for name, (write, _, _, given) in shapes.SHAPES.items()}
-    options["8B"] = (lambda folder, quick: kit("shape_8b").FULL.write(folder), {"renderer": "tokens"})
+    options["8B"] = (
+        lambda folder, quick: kit("shape_8b").FULL.write(folder),
+        {"renderer": "tokens"},
+    )
     for number, (name, (write, given)) in enumerate(options.items()):
         folder = tmp_path / str(number)
         folder.mkdir()
         write(folder, False)
-        found = explain(VllmConfig.default(model=str(folder), load_format="dummy", device="cpu", dtype="bfloat16", **given))
+        found = explain(
+            VllmConfig.default(
+                model=str(folder), load_format="dummy", device="cpu", dtype="bfloat16", **given
+            )
+        )
         parameters = sum(rank.num_parameters for rank in found.ranks)
-        expected = {"BART large": 0.41e9, "Whisper small": 0.24e9, "LLaVA 1.5 7B": 7.06e9, "MiniLM": 22.6e6, "8B": 8.03e9}[name]
+        expected = {
+            "BART large": 0.41e9,
+            "Whisper small": 0.24e9,
+            "LLaVA 1.5 7B": 7.06e9,
+            "MiniLM": 22.6e6,
+            "8B": 8.03e9,
+        }[name]
         assert parameters == pytest.approx(expected, rel=0.05), name
 
 
 def test_modules_of_the_kit_import_no_torch_where_the_driver_imports_them():
     done = subprocess.run(
-        [sys.executable, "-c", "import sys, gpu_kit.__main__; print([m for m in ('torch', 'toolkit_lm') if m in sys.modules])"],
+        [
+            sys.executable,
+            "-c",
+            (
+                "import sys, gpu_kit.__main__; print([m for m in ('torch', 'toolkit_lm') if m in "
+                "sys.modules])"
+            ),
+        ],
         capture_output=True,
         text=True,
     )
@@ -455,20 +604,39 @@ def generator():
 
 
 def test_the_page_about_gpus_is_current(generator):
-    assert generator.PAGE.read_text(encoding="utf-8") == generator.page(), "gpu.md is out of date: run python docs/generate_gpu.py"
+    assert generator.PAGE.read_text(encoding="utf-8") == generator.page(), (
+        "gpu.md is out of date: run python docs/generate_gpu.py"
+    )
 
 
 def test_the_page_says_first_what_has_run_and_what_has_not(generator, tmp_path):
     assert generator.text(None).startswith("\n**No GPU has run anything of this project**")
     results, plan = kit("results").Results(tmp_path, "gpu"), kit("shape_8b").FULL
-    results.add({"date": "2030-01-02", "commit": "0123456789abcdef", "seconds": 480, "quick": False})
+    results.add(
+        {"date": "2030-01-02", "commit": "0123456789abcdef", "seconds": 480, "quick": False}
+    )
     checks = [
         ("0", "machine", "card", {"card": "NVIDIA X", "driver": "1.2"}),
-        ("0", "machine", "versions", {"torch": "2.11.0", "triton": "3.6.0", "transformers": "5.17.0", "python": "3.12.3"}),
+        (
+            "0",
+            "machine",
+            "versions",
+            {"torch": "2.11.0", "triton": "3.6.0", "transformers": "5.17.0", "python": "3.12.3"},
+        ),
         ("A", "smoke", "fp32 sdpa", {"off": 0.0}),
         ("B", "kits", "test_x", {"outcome": "failed", "why": "assert 1 == 2", "traceback": "..."}),
-        ("E2", "triton", plan.decode_name(64, plan.short), {"step_ms": 9.5, "tokens_per_second": 6700.0, "share": 0.9}),
-        ("E2", "triton", plan.decode_name(1, plan.short), {"step_ms": 9.0, "tokens_per_second": 110.0, "share": 0.6}),
+        (
+            "E2",
+            "triton",
+            plan.decode_name(64, plan.short),
+            {"step_ms": 9.5, "tokens_per_second": 6700.0, "share": 0.9},
+        ),
+        (
+            "E2",
+            "triton",
+            plan.decode_name(1, plan.short),
+            {"step_ms": 9.0, "tokens_per_second": 110.0, "share": 0.6},
+        ),
         ("F", "flex", "process", {"outcome": "skipped", "why": "no kernel"}),
         ("G", "shapes", "process", {"outcome": "unrun", "why": "no time was left"}),
     ]
@@ -476,8 +644,10 @@ def test_the_page_says_first_what_has_run_and_what_has_not(generator, tmp_path):
         results.add({"part": part, "job": job, "check": check, "outcome": "passed", **found})
     text = generator.text(kit("results").newest(tmp_path))
     assert text.startswith(
-        "\n**The kit ran on NVIDIA X (driver 1.2) on 2030-01-02**, with torch 2.11.0, triton 3.6.0, transformers 5.17.0, python 3.12.3, at "
-        "0123456789ab. Of its checks: 5 passed, 1 failed, 1 could not run there, 1 were not reached."
+        "\n**The kit ran on NVIDIA X (driver 1.2) on 2030-01-02**, with torch 2.11.0, triton "
+        "3.6.0, transformers 5.17.0, python 3.12.3, at "
+        "0123456789ab. Of its checks: 5 passed, 1 failed, 1 could not run there, 1 were not "
+        "reached."
     )
     for row in (
         "| parity: checks of parts A to D that fail | 1 | **no** |",
@@ -501,12 +671,23 @@ def test_the_goals_are_of_checks_that_the_kit_makes(generator):
     bench = Named()
     bench.plan = plan
     names = {*speed.measurements(bench), speed.START}
-    wanted = {name for goal in generator.GOALS if goal.found is not generator.parity for name in [goal.found.__closure__[0].cell_contents]}
+    wanted = {
+        name
+        for goal in generator.GOALS
+        if goal.found is not generator.parity
+        for name in [goal.found.__closure__[0].cell_contents]
+    }
     assert len(wanted) == 4 and wanted <= names
 
 
 def test_the_guide_lists_the_parts():
     text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     plan = kit("plan")
-    rows = re.findall(r"^\| (\w+) \| .* \| (\d+) \|$", text.partition("## GPUs")[2].partition("\n## ")[0], re.MULTILINE)
-    assert rows == [(part.name, f"{plan.SECONDS * part.ends:.0f}") for part in plan.Kit(quick=False).parts()]
+    rows = re.findall(
+        r"^\| (\w+) \| .* \| (\d+) \|$",
+        text.partition("## GPUs")[2].partition("\n## ")[0],
+        re.MULTILINE,
+    )
+    assert rows == [
+        (part.name, f"{plan.SECONDS * part.ends:.0f}") for part in plan.Kit(quick=False).parts()
+    ]

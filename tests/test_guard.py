@@ -1,4 +1,5 @@
-"""`benchmarks/guard.py`: a decode step takes what it took, and what is counted is what a step does."""
+"""`benchmarks/guard.py`: a decode step takes what it took, and what is counted is what a step
+does."""
 
 from __future__ import annotations
 
@@ -23,9 +24,13 @@ def guard():
 
 
 def test_a_decode_step_takes_no_more_than_it_did(guard):
-    done = subprocess.run([sys.executable, SCRIPT, "--check"], capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--check"], capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("rows 1, ") == done.stdout.count("rows 8, ") == len(guard.FIGURES[1]) - 1, done.stdout
+    assert (
+        done.stdout.count("rows 1, ") == done.stdout.count("rows 8, ") == len(guard.FIGURES[1]) - 1
+    ), done.stdout
 
 
 def test_what_a_step_does_is_counted(guard):
@@ -43,12 +48,19 @@ def test_what_a_step_does_is_counted(guard):
         found = guard.measure(step)
     finally:
         gc.enable()
-    assert (found["torch operations"], found["torch allocations"], found["torch memory, bytes"]) == (1, 1, 4000)
+    assert (
+        found["torch operations"],
+        found["torch allocations"],
+        found["torch memory, bytes"],
+    ) == (1, 1, 4000)
     assert found["Python memory, bytes"] == pytest.approx(1 << 20, rel=0.01)
     assert found["Python allocations left"] == pytest.approx(10, abs=2)
-    # Of the step, torch.empty and list.extend, and 11 of the generator. Calls of types are not seen; the end of the profile is.
+    # Of the step, torch.empty and list.extend, and 11 of the generator. Calls of types are not
+    # seen; the end of the profile is.
     assert found["Python calls"] == pytest.approx(14, abs=1)
 
 
 def test_a_figure_that_is_over_by_more_than_the_tolerance_is_named(guard):
-    assert list(guard.over({"a": 107, "b": 107.1}, {"a": 100, "b": 100})) == ["b: 107.1 is over 100.0 by more than 5% and 2"]
+    assert list(guard.over({"a": 107, "b": 107.1}, {"a": 100, "b": 100})) == [
+        "b: 107.1 is over 100.0 by more than 5% and 2"
+    ]

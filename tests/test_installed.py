@@ -1,4 +1,5 @@
-"""What pip installs from wheels: all distributions, the tutorials' plugins, and those that `toolkit plugins new` writes."""
+"""What pip installs from wheels: all distributions, the tutorials' plugins, and those that `toolkit
+plugins new` writes."""
 
 from __future__ import annotations
 
@@ -45,25 +46,50 @@ def run(*command: object, **options) -> str:
 def files(page: str) -> dict[str, str]:
     """The files that a tutorial writes down."""
     text = (TUTORIALS / f"{page}.md").read_text(encoding="utf-8")
-    return dict(re.findall(r"^`([\w/.-]+)`:\n\n^```\w+\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    return dict(
+        re.findall(r"^`([\w/.-]+)`:\n\n^```\w+\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    )
 
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory) -> Path:
     """A folder with the wheels of all distributions of this repository."""
     target = tmp_path_factory.mktemp("wheels")
-    folders = [path.parent for pattern in ("", "core/", "plugins/*/", "contrib_*/*/") for path in ROOT.glob(f"{pattern}pyproject.toml")]
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
+    folders = [
+        path.parent
+        for pattern in ("", "core/", "plugins/*/", "contrib_*/*/")
+        for path in ROOT.glob(f"{pattern}pyproject.toml")
+    ]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--no-build-isolation",
+    ]
     subprocess.run([*pip, "-w", target, *folders], check=True)
     return target
 
 
 @pytest.fixture(scope="module")
 def fresh_environment(wheels, tmp_path_factory) -> Path:
-    """A virtual environment of its own with the wheels installed, and with what the tutorials need to be built and tested."""
+    """A virtual environment of its own with the wheels installed, and with what the tutorials need
+    to be built and tested."""
     environment = tmp_path_factory.mktemp("environment") / "venv"
     venv.create(environment, with_pip=True)
-    pip = [environment / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", ROOT / "constraints.txt"]
+    pip = [
+        environment / "bin" / "python",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "-c",
+        ROOT / "constraints.txt",
+    ]
     subprocess.run([*pip, "hatchling", "pytest", *wheels.glob("*.whl")], check=True)
     return environment
 
@@ -83,9 +109,19 @@ def sources(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def bin_folder(sources, fresh_environment) -> Path:
-    """Of an environment in which all of them are installed, beside the wheels of this repository."""
+    """Of an environment in which all of them are installed, beside the wheels of this
+    repository."""
     folder = fresh_environment / "bin"
-    pip = [folder / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
+    pip = [
+        folder / "python",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--no-build-isolation",
+    ]
     subprocess.run([*pip, *sources.values()], check=True)
     return folder
 
@@ -100,12 +136,26 @@ def test_wheels_share_one_version(wheels):
 def test_wheels_say_whose_they_are(wheels):
     for path in wheels.glob("*.whl"):
         with zipfile.ZipFile(path) as wheel:
-            names = {name.partition(".dist-info/")[2]: name for name in wheel.namelist() if ".dist-info/" in name}
+            names = {
+                name.partition(".dist-info/")[2]: name
+                for name in wheel.namelist()
+                if ".dist-info/" in name
+            }
             metadata = message_from_bytes(wheel.read(names["METADATA"]))
-            assert wheel.read(names["licenses/LICENSE"]) == (ROOT / "LICENSE").read_bytes(), path.name
-        assert metadata["Name"].startswith("toolkit-lm") and metadata["License-Expression"] == "Apache-2.0", path.name
+            assert wheel.read(names["licenses/LICENSE"]) == (ROOT / "LICENSE").read_bytes(), (
+                path.name
+            )
+        assert (
+            metadata["Name"].startswith("toolkit-lm")
+            and metadata["License-Expression"] == "Apache-2.0"
+        ), path.name
         assert metadata["Author"] and metadata["Summary"], path.name
-        assert {url.partition(",")[0] for url in metadata.get_all("Project-URL")} >= {"Homepage", "Documentation", "Changelog", "Issues"}
+        assert {url.partition(",")[0] for url in metadata.get_all("Project-URL")} >= {
+            "Homepage",
+            "Documentation",
+            "Changelog",
+            "Issues",
+        }
         assert "Typing :: Typed" in metadata.get_all("Classifier"), path.name
 
 
@@ -120,8 +170,18 @@ def test_the_wheel_of_the_kernels_needs_no_compiler(wheels, tmp_path):
     (packages / "outer.pth").write_text(sysconfig.get_path("purelib"))
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
     environ = {**os.environ, "CC": "/nonexistent"}
-    run(*pip, "install", "--no-deps", "--no-index", wheel, *wheels.glob("toolkit_lm_core-*.whl"), env=environ)
-    script = "from toolkit_lm_cpu import _kernels, library; print(_kernels.__file__, library.refusal())"
+    run(
+        *pip,
+        "install",
+        "--no-deps",
+        "--no-index",
+        wheel,
+        *wheels.glob("toolkit_lm_core-*.whl"),
+        env=environ,
+    )
+    script = (
+        "from toolkit_lm_cpu import _kernels, library; print(_kernels.__file__, library.refusal())"
+    )
     found = run(python, "-c", script, env=environ, cwd=tmp_path)
     assert found == f"{packages / 'toolkit_lm_cpu' / '_kernels.abi3.so'} {library.refusal()}\n"
 
@@ -132,20 +192,50 @@ def test_wheels_work_in_a_fresh_environment(fresh_environment, tmp_path):
     """Installed, not editable, with the dependencies that the wheels themselves name."""
     toolkit = fresh_environment / "bin" / "toolkit"
     plugins = json.loads(run(toolkit, "plugins", "list", "--json", cwd=tmp_path))
-    assert {p["distribution"] for p in plugins} >= {project(folder)["name"] for folder in FOLDERS if folder.name not in LIBRARIES}
+    assert {p["distribution"] for p in plugins} >= {
+        project(folder)["name"] for folder in FOLDERS if folder.name not in LIBRARIES
+    }
     assert {p["status"] for p in plugins} == {"ok"}
     assert all(str(fresh_environment) in p["file"] for p in plugins)
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "What is the capital of France?"}]}) + "\n")
-    run(toolkit, "generate", "tiny", "--prompts", prompts, "--out", out, "--temperature", "0", "--max-tokens", "32", cwd=tmp_path)
+    prompts.write_text(
+        json.dumps({"messages": [{"role": "user", "content": "What is the capital of France?"}]})
+        + "\n"
+    )
+    run(
+        toolkit,
+        "generate",
+        "tiny",
+        "--prompts",
+        prompts,
+        "--out",
+        out,
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "32",
+        cwd=tmp_path,
+    )
     assert "Paris" in json.loads(out.read_text())["outputs"][0]["text"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*NAMES.values(), *GENERATED.values()])
 def test_it_passes_its_own_tests(sources, bin_folder, name):
-    command = [bin_folder / "python", "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", "tests"]
-    done = subprocess.run(command, cwd=sources[name], env=ENVIRON, capture_output=True, text=True, timeout=280)
+    command = [
+        bin_folder / "python",
+        "-m",
+        "pytest",
+        "-q",
+        "-W",
+        "error",
+        "-p",
+        "no:cacheprovider",
+        "tests",
+    ]
+    done = subprocess.run(
+        command, cwd=sources[name], env=ENVIRON, capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stdout[-5000:]
     assert re.search(r"^\d+ passed in ", done.stdout, re.MULTILINE), done.stdout
 
@@ -161,16 +251,26 @@ def test_it_passes_the_check(bin_folder, name):
     assert report["targets"]
 
 
-@pytest.mark.parametrize(("page", "kind"), [("attention_backend", Kind.ATTENTION_BACKEND), ("renderer", Kind.RENDERER)])
+@pytest.mark.parametrize(
+    ("page", "kind"), [("attention_backend", Kind.ATTENTION_BACKEND), ("renderer", Kind.RENDERER)]
+)
 def test_the_tutorial_shows_what_is_written(tmp_path, page, kind):
     home = write_plugin(kind, NAMES[page], tmp_path)
-    written = {str(path.relative_to(home)): path.read_text() for path in home.rglob("*") if path.is_file() and path.name != "py.typed"}
+    written = {
+        str(path.relative_to(home)): path.read_text()
+        for path in home.rglob("*")
+        if path.is_file() and path.name != "py.typed"
+    }
     assert files(page) == written
 
 
 @pytest.mark.parametrize(("page", "most"), [("model", 40), ("attention_backend", 120)])
 def test_a_distribution_is_short(page, most):
     """README and tests aside."""
-    counted = {file: text for file, text in files(page).items() if file.endswith((".py", ".toml")) and not file.startswith("tests/")}
+    counted = {
+        file: text
+        for file, text in files(page).items()
+        if file.endswith((".py", ".toml")) and not file.startswith("tests/")
+    }
     assert len(counted) == 3
     assert sum(len(text.splitlines()) for text in counted.values()) <= most

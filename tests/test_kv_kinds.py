@@ -23,4 +23,8 @@ class TestFull(KVKindConformance):
 class TestWindow(KVKindConformance):
     backend = SdpaBackend
     spec = WindowSpec(block_size=16, window=40, **SHAPE)
-    variants = [WindowSpec(block_size=size, window=window, **SHAPE) for size in (1, 4, 17) for window in (1, 2, 16, 17, 50, 1000)]
+    variants = [
+        WindowSpec(block_size=size, window=window, **SHAPE)
+        for size in (1, 4, 17)
+        for window in (1, 2, 16, 17, 50, 1000)
+    ]

@@ -1,4 +1,5 @@
-"""A recurrent model, by a third party's distribution (tests/plugins/mamba): a KV kind of its own, and no keys and values."""
+"""A recurrent model, by a third party's distribution (tests/plugins/mamba): a KV kind of its own,
+and no keys and values."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ from toolkit_lm_mamba.mixer import MambaBackend
 from toolkit_lm_mamba.spec import MambaSpec
 
 VOCAB = 272
-PROMPTS = [{"prompt_token_ids": [(7 * i + length) % VOCAB for i in range(length)]} for length in (5, 21, 1, 33, 13)]
+PROMPTS = [
+    {"prompt_token_ids": [(7 * i + length) % VOCAB for i in range(length)]}
+    for length in (5, 21, 1, 33, 13)
+]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=VOCAB, ignore_eos=True)
 
 
@@ -42,7 +46,14 @@ def checkpoint(tmp_path_factory):
     """The folder, and transformers' model."""
     torch.manual_seed(3)
     config = transformers.MambaConfig(
-        vocab_size=VOCAB, hidden_size=32, state_size=8, num_hidden_layers=3, time_step_rank=4, conv_kernel=4, eos_token_id=1, pad_token_id=0
+        vocab_size=VOCAB,
+        hidden_size=32,
+        state_size=8,
+        num_hidden_layers=3,
+        time_step_rank=4,
+        conv_kernel=4,
+        eos_token_id=1,
+        pad_token_id=0,
     )
     model = transformers.MambaForCausalLM(config).eval()
     with torch.no_grad():
@@ -55,14 +66,25 @@ def checkpoint(tmp_path_factory):
 def run(folder, params=GREEDY, **options):
     """Outputs, and how often requests were preempted."""
     counter = Preemptions()
-    defaults = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "max_num_seqs": 8, "max_logprobs": VOCAB}
+    defaults = {
+        "device": "cpu",
+        "dtype": "float32",
+        "max_model_len": 64,
+        "max_num_seqs": 8,
+        "max_logprobs": VOCAB,
+    }
     with LLM(str(folder), plugins=[toolkit_lm_mamba, counter], **defaults | options) as llm:
         return llm.generate(PROMPTS, params, use_tqdm=False), counter.count
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"max_num_batched_tokens": 8}, {"max_num_seqs": 1, "max_num_batched_tokens": 1}, {"overlap": True, "max_num_batched_tokens": 9}],
+    [
+        {},
+        {"max_num_batched_tokens": 8},
+        {"max_num_seqs": 1, "max_num_batched_tokens": 1},
+        {"overlap": True, "max_num_batched_tokens": 9},
+    ],
     ids=["whole prompts", "chunks", "one token at a time", "overlap"],
 )
 def test_parity_with_transformers(checkpoint, assert_parity, options):
@@ -75,7 +97,14 @@ def test_preempted_requests_go_on(checkpoint, assert_parity, mode):
     folder, model = checkpoint
     # n sequences wait for their leader's state; those that come first take all blocks.
     params = SamplingParams(temperature=0, max_tokens=12, logprobs=VOCAB, ignore_eos=True, n=2)
-    outputs, preemptions = run(folder, params, num_kv_blocks=3, preemption_mode=mode, swap_memory="1MiB", max_num_batched_tokens=16)
+    outputs, preemptions = run(
+        folder,
+        params,
+        num_kv_blocks=3,
+        preemption_mode=mode,
+        swap_memory="1MiB",
+        max_num_batched_tokens=16,
+    )
     assert preemptions > 0
     for index in range(2):
         for output in outputs:
@@ -97,7 +126,9 @@ def test_forks_copy_the_state(checkpoint):
 
 def test_beams_fork_at_each_token(checkpoint):
     folder, model = checkpoint
-    params = SamplingParams(use_beam_search=True, n=2, beam_width=3, max_tokens=6, ignore_eos=True, temperature=0)
+    params = SamplingParams(
+        use_beam_search=True, n=2, beam_width=3, max_tokens=6, ignore_eos=True, temperature=0
+    )
     outputs, _ = run(folder, params)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         ids = torch.tensor([prompt["prompt_token_ids"]])
@@ -119,7 +150,14 @@ def test_prefix_caching_is_off_and_refused(checkpoint):
 
 def test_a_sequence_holds_one_block(checkpoint):
     folder, _ = checkpoint
-    with LLM(str(folder), plugins=[toolkit_lm_mamba], device="cpu", dtype="float32", max_model_len=64, max_num_seqs=4) as llm:
+    with LLM(
+        str(folder),
+        plugins=[toolkit_lm_mamba],
+        device="cpu",
+        dtype="float32",
+        max_model_len=64,
+        max_num_seqs=4,
+    ) as llm:
         [pool] = llm.engine.client.core.kv_cache.pools
         [group] = llm.engine.client.core.kv_cache.groups
     assert (group.spec.kind, pool.num_blocks, pool.num_pages) == ("mamba", 4, 3)
@@ -139,8 +177,15 @@ class TestMambaSpec(KVKindConformance):
 
 def test_padding_is_no_sequence():
     spec = MambaSpec(block_size=16, channels=4, kernel_size=4, state_size=2)
-    backend = MambaBackend(GroupSetup(layers=[], kv_cache=spec, limits=BatchLimits(2, 2, 8), device=torch.device("cpu")))
-    table, start = torch.tensor([[3], [0]], dtype=torch.int32), torch.tensor([0, 1, 2], dtype=torch.int32)
+    backend = MambaBackend(
+        GroupSetup(
+            layers=[], kv_cache=spec, limits=BatchLimits(2, 2, 8), device=torch.device("cpu")
+        )
+    )
+    table, start = (
+        torch.tensor([[3], [0]], dtype=torch.int32),
+        torch.tensor([0, 1, 2], dtype=torch.int32),
+    )
     lengths = torch.tensor([5, 0], dtype=torch.int32)
     batch = BatchView(
         query_start=start.numpy(),
@@ -162,9 +207,17 @@ def test_a_pooling_engine_has_a_cache_for_its_states(checkpoint):
     folder, _ = checkpoint
     vectors = []
     for options in ({}, {"enable_chunked_prefill": True, "max_num_batched_tokens": 8}):
-        engine = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 8, "runner": "pooling", "convert": "embed"} | options
+        engine = {
+            "dtype": "float32",
+            "max_model_len": 64,
+            "max_num_seqs": 8,
+            "runner": "pooling",
+            "convert": "embed",
+        } | options
         with LLM(str(folder), plugins=[toolkit_lm_mamba], **engine) as llm:
-            vectors.append([list(output.outputs.embedding) for output in llm.embed(PROMPTS, use_tqdm=False)])
+            vectors.append(
+                [list(output.outputs.embedding) for output in llm.embed(PROMPTS, use_tqdm=False)]
+            )
     for one, other in zip(*vectors, strict=True):
         assert one == pytest.approx(other, abs=1e-5)
     assert len(set(map(tuple, vectors[0]))) == len(PROMPTS)

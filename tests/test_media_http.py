@@ -1,4 +1,5 @@
-"""Pictures in chats over HTTP, rendered here and by `toolkit render` elsewhere: the tokens and the answers are equal."""
+"""Pictures in chats over HTTP, rendered here and by `toolkit render` elsewhere: the tokens and the
+answers are equal."""
 
 from __future__ import annotations
 
@@ -21,28 +22,54 @@ from toolkit_lm_renderer_remote.conformance import RenderServerConformance
 from toolkit_lm_server.app import create_app
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "contrib_models" / "vision" / "tests"))
-OPTIONS = {"device": "cpu", "num_kv_blocks": 200, "max_model_len": 192, "max_num_seqs": 8, "engine_process": False}
+OPTIONS = {
+    "device": "cpu",
+    "num_kv_blocks": 200,
+    "max_model_len": 192,
+    "max_num_seqs": 8,
+    "engine_process": False,
+}
 TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}"
-    "{% if p['type'] == 'image' %}<image>{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}assistant:"
+    "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}{% "
+    "else %}{% for p in m['content'] %}"
+    "{% if p['type'] == 'image' %}<image>{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% "
+    "endif %}\n{% endfor %}assistant:"
 )
 PATH = "/v1/chat/completions"
 
 
 def png(seed: int, kind: str = "PNG") -> bytes:
     random, file = np.random.default_rng(seed), io.BytesIO()
-    Image.fromarray(random.integers(0, 256, (*random.integers(12, 90, 2), 3), np.uint8)).save(file, kind)
+    Image.fromarray(random.integers(0, 256, (*random.integers(12, 90, 2), 3), np.uint8)).save(
+        file, kind
+    )
     return file.getvalue()
 
 
 def url(data: bytes) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{b64encode(data).decode()}"}}
+    return {
+        "type": "image_url",
+        "image_url": {"url": f"data:image/png;base64,{b64encode(data).decode()}"},
+    }
 
 
 def chat(*parts: Any, **body: Any) -> dict[str, Any]:
     """A part is a file, a text, or a content part as it is."""
-    content = [url(one) if isinstance(one, bytes) else {"type": "text", "text": one} if isinstance(one, str) else one for one in parts]
-    asked = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True, "logprobs": True}
+    content = [
+        url(one)
+        if isinstance(one, bytes)
+        else {"type": "text", "text": one}
+        if isinstance(one, str)
+        else one
+        for one in parts
+    ]
+    asked = {
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "logprobs": True,
+    }
     return {"messages": [{"role": "user", "content": content}], **asked, **body}
 
 
@@ -55,8 +82,12 @@ CONVERSATIONS = [
 
 @pytest.fixture(scope="module", params=["llava", "gemma3"])
 def model(request, tmp_path_factory):
-    subject = importlib.import_module("vision_checkpoints").make_subject(tmp_path_factory.mktemp("vision"), request.param)
-    template = TEMPLATE if request.param == "llava" else TEMPLATE.replace("<image>", "<start_of_image>")
+    subject = importlib.import_module("vision_checkpoints").make_subject(
+        tmp_path_factory.mktemp("vision"), request.param
+    )
+    template = (
+        TEMPLATE if request.param == "llava" else TEMPLATE.replace("<image>", "<start_of_image>")
+    )
     (subject.folder / "chat_template.jinja").write_text(template)
     return str(subject.folder)
 
@@ -73,10 +104,16 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-async def client_of(stack: AsyncExitStack, model: str, **options: Any) -> tuple[AsyncLLM, httpx.AsyncClient]:
-    llm = await stack.enter_async_context(AsyncLLM(VllmConfig.make(model=model, **OPTIONS | options)))
+async def client_of(
+    stack: AsyncExitStack, model: str, **options: Any
+) -> tuple[AsyncLLM, httpx.AsyncClient]:
+    llm = await stack.enter_async_context(
+        AsyncLLM(VllmConfig.make(model=model, **OPTIONS | options))
+    )
     transport = httpx.ASGITransport(create_app(llm))
-    return llm, await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://server", timeout=120))
+    return llm, await stack.enter_async_context(
+        httpx.AsyncClient(transport=transport, base_url="http://server", timeout=120)
+    )
 
 
 def said(answer: httpx.Response) -> tuple[Any, ...]:
@@ -101,13 +138,18 @@ async def test_local_and_remote_renderers_give_the_same(model, renderers, monkey
         _, local = await client_of(stack, model)
         llm, remote = await client_of(stack, model, renderer_url=urls)
         came, checked = [], llm.renderer._checked
-        monkeypatch.setattr(llm.renderer, "_checked", lambda found: came.append(found.features) or checked(found))
+        monkeypatch.setattr(
+            llm.renderer, "_checked", lambda found: came.append(found.features) or checked(found)
+        )
         for _ in range(2):
             for body in CONVERSATIONS:
-                first, second = await asyncio.gather(local.post(PATH, json=body), remote.post(PATH, json=body))
+                first, second = await asyncio.gather(
+                    local.post(PATH, json=body), remote.post(PATH, json=body)
+                )
                 assert_alike(first, second)
         with_data = [[feature.data is not None for feature in features or ()] for features in came]
-        # The first picture is held when the second conversation brings it; all are the second time, whichever server is asked.
+        # The first picture is held when the second conversation brings it; all are the second time,
+        # whichever server is asked.
         assert with_data == [[True], [False, True, False], [], [False], [False] * 3, []]
         # One renderer dies while requests are under way.
         asked = asyncio.gather(*(remote.post(PATH, json=chat(png(i), f" {i}")) for i in range(24)))
@@ -118,9 +160,15 @@ async def test_local_and_remote_renderers_give_the_same(model, renderers, monkey
         expected = await local.post(PATH, json=chat(png(5), " 5"))
         assert_alike(answers[5], expected)
         # What is wrong is told in the same words.
-        wrong = [chat(png(1), b"no picture"), chat({"type": "image_url"}), chat({"type": "video", "video": "data:;base64,YQ=="})]
+        wrong = [
+            chat(png(1), b"no picture"),
+            chat({"type": "image_url"}),
+            chat({"type": "video", "video": "data:;base64,YQ=="}),
+        ]
         for body in [*wrong, chat(png(3), mm_processor_kwargs={"do_normalize": False})]:
-            first, second = await asyncio.gather(local.post(PATH, json=body), remote.post(PATH, json=body))
+            first, second = await asyncio.gather(
+                local.post(PATH, json=body), remote.post(PATH, json=body)
+            )
             assert (first.status_code, first.json()) == (second.status_code, second.json())
             assert first.status_code == 400
 
@@ -134,25 +182,46 @@ async def test_a_picture_over_http_is_the_one_offline(model):
         _, client = await client_of(stack, model)
         prompt, tokens, text, _ = said(await client.post(PATH, json=CONVERSATIONS[0]))
         [found] = output.outputs
-        assert (prompt, tokens, text) == (output.prompt_token_ids, list(found.token_ids), found.text)
+        assert (prompt, tokens, text) == (
+            output.prompt_token_ids,
+            list(found.token_ids),
+            found.text,
+        )
 
 
 @pytest.mark.anyio
 async def test_a_bad_item_is_one_clear_error_and_the_request_beside_it_goes_on(model):
-    big = b"\x89PNG\r\n\x1a\n" + b"\0\0\0\rIHDR" + (50_000).to_bytes(4, "big") * 2 + b"\x08\x02\0\0\0" + bytes(4)
+    big = (
+        b"\x89PNG\r\n\x1a\n"
+        + b"\0\0\0\rIHDR"
+        + (50_000).to_bytes(4, "big") * 2
+        + b"\x08\x02\0\0\0"
+        + bytes(4)
+    )
     bad = {
         "image 2": chat(png(1), b"no picture"),
         "image 1": chat(png(1)[:60]),
         "pixels": chat(big),
-        "is not allowed|allowed": chat({"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/a.png"}}),
+        "is not allowed|allowed": chat(
+            {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/a.png"}}
+        ),
         "data URL": chat({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}),
         "limit_mm_per_prompt": chat(*[png(1)] * 17),
-        "takes no audio": chat({"type": "input_audio", "input_audio": {"data": "YQ==", "format": "wav"}}),
-        "has 1 bytes": chat({"type": "image_embeds", "image_embeds": {"dtype": "float32", "shape": [3, 5], "data": "YQ=="}}),
+        "takes no audio": chat(
+            {"type": "input_audio", "input_audio": {"data": "YQ==", "format": "wav"}}
+        ),
+        "has 1 bytes": chat(
+            {
+                "type": "image_embeds",
+                "image_embeds": {"dtype": "float32", "shape": [3, 5], "data": "YQ=="},
+            }
+        ),
     }
     async with AsyncExitStack() as stack:
         _, client = await client_of(stack, model)
-        answers = await asyncio.gather(*(client.post(PATH, json=body) for body in [*bad.values(), CONVERSATIONS[0]]))
+        answers = await asyncio.gather(
+            *(client.post(PATH, json=body) for body in [*bad.values(), CONVERSATIONS[0]])
+        )
         for told, answer in zip(bad, answers, strict=False):
             assert answer.status_code == 400, (told, answer.text)
             error = answer.json()["error"]
@@ -170,6 +239,10 @@ class TestToolkitRender(RenderServerConformance):
     @pytest.fixture(scope="class")
     @staticmethod
     def url(tmp_path_factory, renderers) -> str:
-        folder = importlib.import_module("vision_checkpoints").make_subject(tmp_path_factory.mktemp("rendered"), "llava").folder
+        folder = (
+            importlib.import_module("vision_checkpoints")
+            .make_subject(tmp_path_factory.mktemp("rendered"), "llava")
+            .folder
+        )
         (folder / "chat_template.jinja").write_text(TEMPLATE)
         return renderers.start(str(folder))

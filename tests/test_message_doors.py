@@ -1,4 +1,5 @@
-"""A null content beside calls, and a tool without parameters, through each door that takes a conversation: one prompt comes of all."""
+"""A null content beside calls, and a tool without parameters, through each door that takes a
+conversation: one prompt comes of all."""
 
 from __future__ import annotations
 
@@ -17,24 +18,36 @@ from toolkit_lm_server.route import Readiness
 
 pytestmark = pytest.mark.anyio
 TEMPLATE = (
-    "{% for t in tools or [] %}{{ t.function.name + ' ' + t.function.parameters.type + ';' }}{% endfor %}"
+    "{% for t in tools or [] %}{{ t.function.name + ' ' + t.function.parameters.type + ';' }}{% "
+    "endfor %}"
     "{% for m in messages %}{% if m['role'] == 'assistant' and m['content'] is none %}"
-    "{% for c in m['tool_calls'] %}<call>{{ c.function.name + ' ' + c.function.arguments }}</call>{% endfor %}"
-    "{% elif m['role'] == 'assistant' %}<said>{{ m['content'] }}</said>{% else %}<{{ m['role'] }}>{{ m['content'] }}{% endif %}{% endfor %}"
+    "{% for c in m['tool_calls'] %}<call>{{ c.function.name + ' ' + c.function.arguments "
+    "}}</call>{% endfor %}"
+    "{% elif m['role'] == 'assistant' %}<said>{{ m['content'] }}</said>{% else %}<{{ m['role'] "
+    "}}>{{ m['content'] }}{% endif %}{% endfor %}"
 )
 PROMPT = 'weather object;<user>?<call>weather {"city": "Paris"}</call><tool>21'
 ARGUMENTS = '{"city": "Paris"}'
 CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
-USER, RESULT = {"role": "user", "content": "?"}, {"role": "tool", "tool_call_id": "call_1", "content": "21"}
+USER, RESULT = (
+    {"role": "user", "content": "?"},
+    {"role": "tool", "tool_call_id": "call_1", "content": "21"},
+)
 TOOL = {"type": "function", "function": {"name": "weather"}}
-CHAT = {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, RESULT], "tools": [TOOL]}
+CHAT = {
+    "messages": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, RESULT],
+    "tools": [TOOL],
+}
 ONE = CHAT | {"max_tokens": 1}
 USE = {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Paris"}}
 BLOCKS = {
     "messages": [
         USER,
         {"role": "assistant", "content": [USE]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": "21"}]},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": "21"}],
+        },
     ],
     "tools": [{"name": "weather"}],
 }
@@ -49,7 +62,11 @@ ITEMS = {
 OLLAMA = {
     "messages": [
         USER,
-        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Paris"}}}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Paris"}}}],
+        },
         {"role": "tool", "tool_name": "weather", "content": "21"},
     ],
     "tools": [TOOL],
@@ -58,15 +75,25 @@ OLLAMA = {
 }
 DOORS = {
     "/v1/chat/completions": (ONE, lambda found: found["usage"]["prompt_tokens"]),
-    "/v1/chat/completions/batch": (ONE | {"messages": [CHAT["messages"]]}, lambda found: found["usage"]["prompt_tokens"]),
-    "/v1/responses": (ITEMS | {"max_output_tokens": 1}, lambda found: found["usage"]["input_tokens"]),
-    "/v1/messages": (BLOCKS | {"max_tokens": 1}, lambda found: found["usage"]["input_tokens"] + found["usage"]["cache_read_input_tokens"]),
+    "/v1/chat/completions/batch": (
+        ONE | {"messages": [CHAT["messages"]]},
+        lambda found: found["usage"]["prompt_tokens"],
+    ),
+    "/v1/responses": (
+        ITEMS | {"max_output_tokens": 1},
+        lambda found: found["usage"]["input_tokens"],
+    ),
+    "/v1/messages": (
+        BLOCKS | {"max_tokens": 1},
+        lambda found: found["usage"]["input_tokens"] + found["usage"]["cache_read_input_tokens"],
+    ),
     "/v1/messages/count_tokens": (BLOCKS, lambda found: found["input_tokens"]),
     "/v2/chat": (ONE, lambda found: found["usage"]["tokens"]["input_tokens"]),
     "/api/chat": (OLLAMA, lambda found: found["prompt_eval_count"]),
     "/tokenize": (CHAT, lambda found: found["count"]),
 }
-"""By path a body, and where its answer says how many tokens the prompt has: with this tokenizer each is a letter."""
+"""By path a body, and where its answer says how many tokens the prompt has: with this tokenizer
+each is a letter."""
 POOLING = {"/v1/embeddings", "/classify", "/pooling", "/v2/embed"}
 """Doors of pooling models, which take conversations without calls."""
 
@@ -104,13 +131,21 @@ async def test_one_prompt_comes_of_all_doors(engine, path):
 
 async def test_the_doors_are_all_that_take_conversations(engine):
     described = create_app(engine, ServerOptions()).openapi()
-    found = {path for path, told in described["paths"].items() if {"messages", "input"} & _fields(described, told)}
-    texts = {path for path in found if "messages" not in _fields(described, described["paths"][path])} - {"/v1/responses"}
+    found = {
+        path
+        for path, told in described["paths"].items()
+        if {"messages", "input"} & _fields(described, told)
+    }
+    texts = {
+        path for path in found if "messages" not in _fields(described, described["paths"][path])
+    } - {"/v1/responses"}
     assert found - texts - POOLING == set(DOORS)
 
 
 def _fields(described, told):
-    content = told.get("post", {}).get("requestBody", {}).get("content", {}).get("application/json", {})
+    content = (
+        told.get("post", {}).get("requestBody", {}).get("content", {}).get("application/json", {})
+    )
     schema = content.get("schema", {})
     for one in [schema, *schema.get("anyOf", ())]:
         if "$ref" in one:
@@ -136,7 +171,10 @@ def test_llm_chat_makes_the_same(folder):
 
 
 DOCUMENTS = {"documents": [{"text": "of autumn"}]}
-UNREAD = "documents: the chat template does not read them, only: messages, tools. Put their texts into a message."
+UNREAD = (
+    "documents: the chat template does not read them, only: messages, tools. Put their texts "
+    "into a message."
+)
 NOT_OURS = {
     "/v2/chat": "documents is not supported by this server: put the texts into a message.",
     "/v1/responses": "documents is not supported by this server: ask /v1/chat/completions.",
@@ -152,12 +190,20 @@ async def test_documents_that_the_template_does_not_read_are_refused_at_each_doo
     assert {"/v1/chat/completions", "/v1/responses", "/tokenize", "/v2/chat"} <= set(paths)
     async with client_of(app) as client:
         for path in paths:
-            given = {"input": "?"} if path == "/v1/responses" else {"messages": [[USER]] if path.endswith("batch") else [USER]}
-            for more in [{}] if path == "/tokenize" or path.endswith("batch") else [{}, {"stream": True}]:
+            given = (
+                {"input": "?"}
+                if path == "/v1/responses"
+                else {"messages": [[USER]] if path.endswith("batch") else [USER]}
+            )
+            for more in (
+                [{}] if path == "/tokenize" or path.endswith("batch") else [{}, {"stream": True}]
+            ):
                 body = {"model": "model", **given, **more, **DOCUMENTS}
                 reply = await client.post(path, json=body)
                 told = reply.json().get("error", reply.json())
-                assert (reply.status_code, told["message"]) == (400, NOT_OURS.get(path, UNREAD)), path
+                assert (reply.status_code, told["message"]) == (400, NOT_OURS.get(path, UNREAD)), (
+                    path
+                )
                 assert "x-ignored-fields" not in reply.headers
                 assert path in NOT_OURS or told["param"] == "documents"
 
@@ -169,13 +215,21 @@ class ServedHere(httpx.ASGITransport):
         pass
 
 
-async def test_documents_that_the_template_does_not_read_are_refused_by_a_renderer_and_through_it(folder):
+async def test_documents_that_the_template_does_not_read_are_refused_by_a_renderer_and_through_it(
+    folder,
+):
     config = VllmConfig.make(model=str(folder), load_format="dummy")
     made = Rendering(config, Plugins.load(config.plugins))
     app = create_render_app(made, ServerOptions(), metrics=Metrics(), readiness=Readiness(made))
     async with client_of(app) as client:
-        reply = await client.post("/v1/chat/completions/render", json={"messages": [USER], **DOCUMENTS})
-    assert (reply.status_code, reply.json()["error"]["message"], reply.json()["error"]["param"]) == (400, UNREAD, "documents")
+        reply = await client.post(
+            "/v1/chat/completions/render", json={"messages": [USER], **DOCUMENTS}
+        )
+    assert (
+        reply.status_code,
+        reply.json()["error"]["message"],
+        reply.json()["error"]["param"],
+    ) == (400, UNREAD, "documents")
     remote = RemoteRenderer(made.config.replace(renderer_url=["http://here"]))
     remote._servers = RenderServers(["http://here"], transport=ServedHere(app))
     with pytest.raises(RequestError) as failure:

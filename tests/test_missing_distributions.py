@@ -1,4 +1,5 @@
-"""A distribution of this repository that is not installed is named, with the command that installs it, wherever it is missed."""
+"""A distribution of this repository that is not installed is named, with the command that installs
+it, wherever it is missed."""
 
 from __future__ import annotations
 
@@ -17,8 +18,14 @@ from toolkit_lm_cli import run
 DOCS = Path(__file__).parents[1] / "docs"
 TABLE = shipped._table()
 DISTRIBUTIONS = sorted({one for keys in TABLE.values() for one in keys.values()})
-BRING_NOTHING = {"toolkit-lm-media", "toolkit-lm-rotary", "toolkit-lm-opentelemetry", "toolkit-lm-vendor-apis"}
-"""Distributions that nobody can miss by a name: others depend on them, they watch, or bring routes."""
+BRING_NOTHING = {
+    "toolkit-lm-media",
+    "toolkit-lm-rotary",
+    "toolkit-lm-opentelemetry",
+    "toolkit-lm-vendor-apis",
+}
+"""Distributions that nobody can miss by a name: others depend on them, they watch, or bring
+routes."""
 
 
 @pytest.fixture
@@ -27,8 +34,14 @@ def without(monkeypatch):
 
     def take_away(*names: str) -> None:
         installed, is_installed = discovery._installed, shipped.is_installed
-        monkeypatch.setattr(discovery, "_installed", lambda: (c for c in installed() if c.info.distribution not in names))
-        monkeypatch.setattr(shipped, "is_installed", lambda one: one not in names and is_installed(one))
+        monkeypatch.setattr(
+            discovery,
+            "_installed",
+            lambda: (c for c in installed() if c.info.distribution not in names),
+        )
+        monkeypatch.setattr(
+            shipped, "is_installed", lambda one: one not in names and is_installed(one)
+        )
 
     return take_away
 
@@ -37,7 +50,9 @@ def test_the_table_is_that_of_what_is_installed():
     spec = importlib.util.spec_from_file_location("generate_shipped", DOCS / "generate_shipped.py")
     generator = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generator)
-    assert generator.FILE.read_text(encoding="utf-8") == generator.text(), "run python docs/generate_shipped.py"
+    assert generator.FILE.read_text(encoding="utf-8") == generator.text(), (
+        "run python docs/generate_shipped.py"
+    )
 
 
 def test_each_distribution_that_brings_something_is_in_the_table():
@@ -55,7 +70,9 @@ def test_each_thing_that_is_missed_is_named_with_the_command(without, distributi
     for noun, keys in TABLE.items():
         for key in (key for key, its in keys.items() if its == distribution and noun in nouns):
             with pytest.raises(ToolkitError, match=f"pip install {distribution}"):
-                nouns[noun].path(key) if isinstance(nouns[noun], CheckpointRegistry) else nouns[noun].load(key)
+                nouns[noun].path(key) if isinstance(nouns[noun], CheckpointRegistry) else nouns[
+                    noun
+                ].load(key)
 
 
 @pytest.mark.parametrize("distribution", sorted({*TABLE[shipped.PARAMETER].values()}))
@@ -63,7 +80,9 @@ def test_each_sampling_parameter_that_is_missed_is_named_with_the_command(withou
     without(distribution)
     processors = Plugins.load(PluginsConfig()).logits_processors
     for name in (name for name, its in TABLE[shipped.PARAMETER].items() if its == distribution):
-        with pytest.raises(ToolkitError, match=f"'{name}'. It comes with .*: pip install {distribution}"):
+        with pytest.raises(
+            ToolkitError, match=f"'{name}'. It comes with .*: pip install {distribution}"
+        ):
             processors.parse({name: 1})
 
 
@@ -94,7 +113,11 @@ def test_an_engine_that_lacks_it_says_so(without, names, options):
 
 @pytest.mark.parametrize(
     ("distribution", "words"),
-    [("toolkit-lm-server", ["serve"]), ("toolkit-lm-bench", ["bench", "latency"]), ("toolkit-lm-devkit", ["plugins", "new"])],
+    [
+        ("toolkit-lm-server", ["serve"]),
+        ("toolkit-lm-bench", ["bench", "latency"]),
+        ("toolkit-lm-devkit", ["plugins", "new"]),
+    ],
 )
 def test_a_command_that_is_missing_is_named(without, capsys, distribution, words):
     without(distribution)

@@ -1,4 +1,5 @@
-"""`toolkit serve --nodes 2` and `toolkit worker`: chats through HTTP over two machines, one of which dies."""
+"""`toolkit serve --nodes 2` and `toolkit worker`: chats through HTTP over two machines, one of
+which dies."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ def run(command: str) -> bool:
 def machines():
     """The address of node 0, and what begins a command that runs on node 1.
 
-    Node 1 has a network namespace of its own, where nothing of node 0 is reached on the loopback interface. Where none can be made, both
-    are on that interface.
+    Node 1 has a network namespace of its own, where nothing of node 0 is reached on the loopback
+    interface. Where none can be made, both are on that interface.
     """
     name, end = f"toolkit{os.getpid()}", f"tkh{os.getpid()}"
     commands = [
@@ -60,10 +61,19 @@ class Worker:
 
     def __init__(self, master: str, prefix: list[str], plugin: os.PathLike[str], log) -> None:
         path = os.pathsep.join(filter(None, [str(plugin), os.environ.get("PYTHONPATH")]))
-        environ = {**os.environ, "TOOLKIT_LM_LAUNCH_KEY": KEY, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        environ = {
+            **os.environ,
+            "TOOLKIT_LM_LAUNCH_KEY": KEY,
+            "PYTHONPATH": path,
+            "OMP_NUM_THREADS": "1",
+        }
         words = ["worker", "--node-rank", "1", "--master", master, "--start-timeout", "60"]
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, *PROGRAM, *words], env=environ, stdout=log, stderr=log, start_new_session=True
+            [*prefix, sys.executable, *PROGRAM, *words],
+            env=environ,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
 
     def rank(self) -> psutil.Process:
@@ -99,7 +109,8 @@ def said(server) -> str:
 
 
 def broken_off(server, kill) -> dict[str, str]:
-    """The error that ends a stream of a chat during which `kill` was called. Nothing waits longer than 5 s."""
+    """The error that ends a stream of a chat during which `kill` was called. Nothing waits longer
+    than 5 s."""
     body = {**ASKED, "max_tokens": 400, "stream": True}
     with httpx.stream("POST", server.url + CHAT, json=body, timeout=60) as stream:
         lines = stream.iter_lines()
@@ -114,29 +125,51 @@ def broken_off(server, kill) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_chats_over_two_machines_one_of_which_dies(serve, worker, machines, tmp_path):
-    """What is asked meanwhile ends with the root cause, /health says so, and with --restart-engine the engine comes back with the node."""
+    """What is asked meanwhile ends with the root cause, /health says so, and with --restart-engine
+    the engine comes back with the node."""
     with LLM("tiny", dtype="float32", device="cpu") as llm:
-        [alone] = llm.chat(TALK, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), use_tqdm=False)
+        [alone] = llm.chat(
+            TALK, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), use_tqdm=False
+        )
     with socket.socket() as free:
         free.bind((machines[0], 0))
         master = f"{machines[0]}:{free.getsockname()[1]}"
-    flags = ["--tensor-parallel-size", "2", "--nodes", "2", "--master", master, "--start-timeout", "60", "--restart-engine", "1"]
+    flags = [
+        "--tensor-parallel-size",
+        "2",
+        "--nodes",
+        "2",
+        "--master",
+        master,
+        "--start-timeout",
+        "60",
+        "--restart-engine",
+        "1",
+    ]
     node, host = worker(master), re.escape(socket.gethostname())
     server = serve(*flags, TOOLKIT_LM_LAUNCH_KEY=KEY).wait_ready()
     assert said(server) == alone.outputs[0].text
     # One request fails, on the rank that is told; the others go on.
     failed = server.post({"prompt": [RAISES, RAISES], "max_tokens": 2})
     assert failed.status_code == 500
-    assert re.search(r"cannot stand this token .*on rank [01] of node [01] ", failed.json()["error"]["message"])
+    assert re.search(
+        r"cannot stand this token .*on rank [01] of node [01] ", failed.json()["error"]["message"]
+    )
     assert said(server) == alone.outputs[0].text
 
     left = node.rank()
     error = broken_off(server, node.process.kill)
     assert error["code"] in ("engine_dead", "engine_restarting")
-    assert re.search(rf"node 1 \({host}, process {node.process.pid}\) has gone in step \d+", error["message"])
+    assert re.search(
+        rf"node 1 \({host}, process {node.process.pid}\) has gone in step \d+", error["message"]
+    )
     # Without a node there is no engine: it waits for the next one.
     health = server.get("/health")
-    assert (health.status_code, health.json()["status"], server.status("/live")) == (503, "restarting", 200)
+    assert (health.status_code, health.json()["status"], server.status("/live")) == (
+        503,
+        "restarting",
+        200,
+    )
     _, alive = psutil.wait_procs([left], 5)
     assert alive == []
     node = worker(master)
@@ -146,8 +179,15 @@ def test_chats_over_two_machines_one_of_which_dies(serve, worker, machines, tmp_
 
     rank = node.rank()
     error = broken_off(server, rank.kill)
-    assert (error["code"], server.status("/health")) in (("engine_dead", 503), ("engine_dead", None))
-    assert re.search(rf"the worker of rank 1 \(process {rank.pid}\) has died .*killed by SIGKILL.* \(node 1 \({host}, ", error["message"])
+    assert (error["code"], server.status("/health")) in (
+        ("engine_dead", 503),
+        ("engine_dead", None),
+    )
+    assert re.search(
+        rf"the worker of rank 1 \(process {rank.pid}\) has died .*killed by SIGKILL.* \(node 1 "
+        rf"\({host}, ",
+        error["message"],
+    )
     code, log = server.end()
     assert code == 1
     assert "the worker of rank 1" in log.splitlines()[-1], log

@@ -1,4 +1,5 @@
-"""Each option has an effect, is refused, or is told to have none, with the reason: nothing is accepted and ignored."""
+"""Each option has an effect, is refused, or is told to have none, with the reason: nothing is
+accepted and ignored."""
 
 from __future__ import annotations
 
@@ -23,10 +24,42 @@ OPTIONS = {o.name: o for o in VllmConfig.options()}
 POOLS = {"convert": "embed"}
 
 ALWAYS = {
-    *("model", "served_model_name", "dtype", "max_model_len", "trust_remote_code", "runner", "convert", "model_impl"),
-    *("load_format", "quantization", "enable_prefix_caching", "max_num_seqs", "enable_chunked_prefill", "scheduling_policy"),
-    *("engine_process", "step_timeout", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nodes"),
-    *("start_timeout", "executor", "device", "kernels", "optimization_level", "attention_backend", "renderer", "tokenizer"),
+    *(
+        "model",
+        "served_model_name",
+        "dtype",
+        "max_model_len",
+        "trust_remote_code",
+        "runner",
+        "convert",
+        "model_impl",
+    ),
+    *(
+        "load_format",
+        "quantization",
+        "enable_prefix_caching",
+        "max_num_seqs",
+        "enable_chunked_prefill",
+        "scheduling_policy",
+    ),
+    *(
+        "engine_process",
+        "step_timeout",
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "nodes",
+    ),
+    *(
+        "start_timeout",
+        "executor",
+        "device",
+        "kernels",
+        "optimization_level",
+        "attention_backend",
+        "renderer",
+        "tokenizer",
+    ),
     *("max_queued_requests", "max_queued_tokens", "plugins", "disable_plugins", "plugin_option"),
 }
 """Options that do something whatever the others are, or name something that must be there."""
@@ -51,16 +84,34 @@ REFUSED = {
 """Options that an engine that can do nothing with them refuses, with options of which it is one."""
 TOLD = {
     "revision": ({"revision": "main"}, None),
-    "verify_fallback": ({"verify_fallback": False}, {"verify_fallback": False, "model_impl": "transformers"}),
+    "verify_fallback": (
+        {"verify_fallback": False},
+        {"verify_fallback": False, "model_impl": "transformers"},
+    ),
     "generation_config": ({"generation_config": "none", **POOLS}, {"generation_config": "none"}),
     "seed": ({"seed": 1, **POOLS}, {"seed": 1}),
     "block_size": ({"block_size": 8, **POOLS}, {"block_size": 8}),
-    "kv_cache_memory": ({"kv_cache_memory": "8MiB", "num_kv_blocks": 64}, {"kv_cache_memory": "8MiB"}),
+    "kv_cache_memory": (
+        {"kv_cache_memory": "8MiB", "num_kv_blocks": 64},
+        {"kv_cache_memory": "8MiB"},
+    ),
     "num_kv_blocks": ({"num_kv_blocks": 64, **POOLS}, {"num_kv_blocks": 64}),
-    "encoder_cache_memory": ({"encoder_cache_memory": "8MiB"}, {"encoder_cache_memory": "8MiB", "model": "tiny-vision"}),
-    "feature_cache_memory": ({"feature_cache_memory": "8MiB"}, {"feature_cache_memory": "8MiB", "model": "tiny-vision"}),
-    "swap_memory": ({"swap_memory": "1MiB", "preemption_mode": "recompute"}, {"swap_memory": "1MiB"}),
-    "preemption_mode": ({"preemption_mode": "recompute", **POOLS}, {"preemption_mode": "recompute"}),
+    "encoder_cache_memory": (
+        {"encoder_cache_memory": "8MiB"},
+        {"encoder_cache_memory": "8MiB", "model": "tiny-vision"},
+    ),
+    "feature_cache_memory": (
+        {"feature_cache_memory": "8MiB"},
+        {"feature_cache_memory": "8MiB", "model": "tiny-vision"},
+    ),
+    "swap_memory": (
+        {"swap_memory": "1MiB", "preemption_mode": "recompute"},
+        {"swap_memory": "1MiB"},
+    ),
+    "preemption_mode": (
+        {"preemption_mode": "recompute", **POOLS},
+        {"preemption_mode": "recompute"},
+    ),
     "max_num_batched_tokens": (
         {"max_num_batched_tokens": 64, "max_num_seqs": 8, "enable_chunked_prefill": False},
         {"max_num_batched_tokens": 64, "max_num_seqs": 8},
@@ -72,13 +123,25 @@ TOLD = {
     "launch_key_file": ({"launch_key_file": "key"}, None),
     "node_timeout": ({"node_timeout": 30.0}, None),
     "compile_cache": ({"compile_cache": False}, {"compile_cache": False, "optimization_level": 1}),
-    "renderer_url": ({"renderer_url": ["http://127.0.0.1:1"], "renderer": "hf"}, {"renderer_url": ["http://127.0.0.1:1"]}),
-    "limit_mm_per_prompt": ({"limit_mm_per_prompt": ["image=1"]}, {"limit_mm_per_prompt": ["image=1"], "model": "tiny-vision"}),
-    "allowed_media_hosts": ({"allowed_media_hosts": ["a"]}, {"allowed_media_hosts": ["a"], "model": "tiny-vision"}),
+    "renderer_url": (
+        {"renderer_url": ["http://127.0.0.1:1"], "renderer": "hf"},
+        {"renderer_url": ["http://127.0.0.1:1"]},
+    ),
+    "limit_mm_per_prompt": (
+        {"limit_mm_per_prompt": ["image=1"]},
+        {"limit_mm_per_prompt": ["image=1"], "model": "tiny-vision"},
+    ),
+    "allowed_media_hosts": (
+        {"allowed_media_hosts": ["a"]},
+        {"allowed_media_hosts": ["a"], "model": "tiny-vision"},
+    ),
     "max_media_bytes": ({"max_media_bytes": 9}, {"max_media_bytes": 9, "model": "tiny-vision"}),
     "max_media_pixels": ({"max_media_pixels": 9}, {"max_media_pixels": 9, "model": "tiny-vision"}),
     "max_media_frames": ({"max_media_frames": 9}, {"max_media_frames": 9, "model": "tiny-vision"}),
-    "max_audio_seconds": ({"max_audio_seconds": 9.0}, {"max_audio_seconds": 9.0, "model": "tiny-vision"}),
+    "max_audio_seconds": (
+        {"max_audio_seconds": 9.0},
+        {"max_audio_seconds": 9.0, "model": "tiny-vision"},
+    ),
     "max_n": ({"max_n": 3, **POOLS}, {"max_n": 3}),
     "max_logprobs": ({"max_logprobs": 3, **POOLS}, {"max_logprobs": 3}),
     "compilation_config": ({"compilation_config": {"compile_sizes": [4]}}, None),
@@ -95,7 +158,8 @@ KEYS = {
     "cudagraph_query_len": (3, 1, None),
     "cache_dir": ("elsewhere", 0, 1),
 }
-"""Of compilation_config: a value, a level at which it does nothing, and one at which it does something on a CPU."""
+"""Of compilation_config: a value, a level at which it does nothing, and one at which it does
+something on a CPU."""
 
 
 class Draft:
@@ -121,7 +185,10 @@ def plugins() -> Plugins:
 
 def told(options) -> dict[str, str]:
     asked = VllmConfig.make(**{"model": "tiny", **options})
-    return {one.option: one.reason for one in without_effect(asked, resolve_configured(asked, plugins()), plugins())}
+    return {
+        one.option: one.reason
+        for one in without_effect(asked, resolve_configured(asked, plugins()), plugins())
+    }
 
 
 def test_each_option_is_one_of_these():
@@ -152,7 +219,15 @@ READ_AS = {
     "scheduling_policy": "policy",
 }
 """Options that are read by a property of their section."""
-BY_NAME = {"normalize", "use_activation", "step_tag_id", "returned_token_ids", "classifier_method", "classifier_tokens", "score_template"}
+BY_NAME = {
+    "normalize",
+    "use_activation",
+    "step_tag_id",
+    "returned_token_ids",
+    "classifier_method",
+    "classifier_tokens",
+    "score_template",
+}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -200,34 +275,64 @@ def test_start_timeout_does_nothing_where_no_other_process_starts(options, is_to
 def test_keys_of_compilation_config(key):
     value, idle, working = KEYS[key]
     name = f"compilation_config.{key}"
-    assert name in told({"optimization_level": idle, "compilation_config": {key: value}, "device": "cpu"})
+    assert name in told(
+        {"optimization_level": idle, "compilation_config": {key: value}, "device": "cpu"}
+    )
     if working is not None:
-        assert name not in told({"optimization_level": working, "compilation_config": {key: value}, "device": "cpu"})
+        assert name not in told(
+            {"optimization_level": working, "compilation_config": {key: value}, "device": "cpu"}
+        )
 
 
 def test_usual_options_are_told_nothing_of():
-    for options in ({}, {"max_num_seqs": 4, "num_kv_blocks": 64}, {"model": "tiny-vision", "max_media_pixels": 9}, POOLS):
+    for options in (
+        {},
+        {"max_num_seqs": 4, "num_kv_blocks": 64},
+        {"model": "tiny-vision", "max_media_pixels": 9},
+        POOLS,
+    ):
         assert told(options) == {}
 
 
 def test_the_start_and_explain_say_so(capsys, caplog):
-    with caplog.at_level(logging.WARNING), LLM("tiny", compilation_config={"compile_sizes": [1]}, seed=1, restart_engine=2):
+    with (
+        caplog.at_level(logging.WARNING),
+        LLM("tiny", compilation_config={"compile_sizes": [1]}, seed=1, restart_engine=2),
+    ):
         pass
     assert (
-        "option 'compilation_config.compile_sizes' has no effect: nothing is compiled or captured at optimization_level 0." in caplog.text
-    )
+        "option 'compilation_config.compile_sizes' has no effect: nothing is compiled or "
+        "captured at optimization_level 0."
+    ) in caplog.text
     assert "option 'restart_engine' has no effect: it is for AsyncLLM and the server" in caplog.text
     assert "'seed'" not in caplog.text
-    assert run(["explain", "tiny", "--compilation-config", '{"compile_sizes": [1]}', "--revision", "main"]) == 0
+    assert (
+        run(
+            [
+                "explain",
+                "tiny",
+                "--compilation-config",
+                '{"compile_sizes": [1]}',
+                "--revision",
+                "main",
+            ]
+        )
+        == 0
+    )
     shown = " ".join(capsys.readouterr().out.split())
-    assert "no effect revision: MODEL 'tiny' is here, and not on a hub compilation_config.compile_sizes: nothing is compiled" in shown
+    assert (
+        "no effect revision: MODEL 'tiny' is here, and not on a hub "
+        "compilation_config.compile_sizes: nothing is compiled"
+    ) in shown
 
 
 def test_a_misspelt_keyword_of_chat_is_told_the_right_one():
     messages = [{"role": "user", "content": "a"}]
     with LLM("tiny", max_model_len=64) as llm:
         for name in ("cache_salt", "use_tqdm", "progress"):
-            with pytest.raises(TypeError, match=rf"LLM\.chat\(\) takes no '{name}_'\. Did you mean '{name}'"):
+            with pytest.raises(
+                TypeError, match=rf"LLM\.chat\(\) takes no '{name}_'\. Did you mean '{name}'"
+            ):
                 llm.chat(messages, **{f"{name}_": 1})
         with pytest.raises(RequestError, match=r"takes no option 'tools_'\. Did you mean 'tools'"):
             llm.chat(messages, tools_=[1])
@@ -235,7 +340,9 @@ def test_a_misspelt_keyword_of_chat_is_told_the_right_one():
 
 @pytest.mark.anyio
 async def test_a_misspelt_keyword_of_async_llm_is_told_the_right_one():
-    async with AsyncLLM(VllmConfig.make(model="tiny", convert="embed", engine_process=False)) as llm:
+    async with AsyncLLM(
+        VllmConfig.make(model="tiny", convert="embed", engine_process=False)
+    ) as llm:
         with pytest.raises(RequestError, match=r"unknown option 'task'\. Known: .*pooling_task"):
             await llm.encode("a", task="embed")
 
@@ -247,15 +354,24 @@ METHODS = ("generate", "encode", "embed", "classify", "reward", "score", "rerank
 def test_a_misspelt_keyword_is_told_the_right_one(method):
     """Each that a method takes is in the list of those that it takes."""
     call = getattr(LLM, method)
-    own = [one.name for one in inspect.signature(call).parameters.values() if one.kind is one.KEYWORD_ONLY]
+    own = [
+        one.name
+        for one in inspect.signature(call).parameters.values()
+        if one.kind is one.KEYWORD_ONLY
+    ]
     with LLM("tiny", max_model_len=64) as llm:
         for name in own:
             with pytest.raises(TypeError, match=rf"takes no '{name}_'\. Did you mean '{name}'"):
-                getattr(llm, method)(*["a"] * (2 if method in ("score", "rerank") else 1), **{f"{name}_": 1})
+                getattr(llm, method)(
+                    *["a"] * (2 if method in ("score", "rerank") else 1), **{f"{name}_": 1}
+                )
         if method == "encode":
             with pytest.raises(TypeError, match=r"takes no 'task'\. .*pooling_task"):
                 llm.encode("a", task="embed")
-        with pytest.raises(RequestError, match=r"no key 'prompts'\. Known: prompt, prompt_token_ids, multi_modal_data"):
+        with pytest.raises(
+            RequestError,
+            match=r"no key 'prompts'\. Known: prompt, prompt_token_ids, multi_modal_data",
+        ):
             llm.generate({"prompts": "a"})
 
 

@@ -1,4 +1,5 @@
-"""The pages of a real server, in a real browser: they load nothing from elsewhere, and nothing goes wrong in them."""
+"""The pages of a real server, in a real browser: they load nothing from elsewhere, and nothing goes
+wrong in them."""
 
 from __future__ import annotations
 
@@ -24,8 +25,12 @@ from toolkit_lm_tiny.drawings import draw
 pytest.importorskip("playwright", reason="playwright is not installed")
 from playwright.sync_api import Page, expect, sync_playwright
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium"
+)
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
 QUIET = ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
 """What the browser itself would look for in the network."""
@@ -49,10 +54,25 @@ def served():
     processes: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str) -> str:
-        command = [sys.executable, "-c", "from toolkit_lm_cli import main; main()", "serve", *arguments, "--port", "0", "--device", "cpu"]
+        command = [
+            sys.executable,
+            "-c",
+            "from toolkit_lm_cli import main; main()",
+            "serve",
+            *arguments,
+            "--port",
+            "0",
+            "--device",
+            "cpu",
+        ]
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        processes.append(process := subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ))
-        found = next((at for line in process.stdout if (at := re.search(r"Serving \S+ at (\S+)", line))), None)
+        processes.append(
+            process := subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
+        )
+        found = next(
+            (at for line in process.stdout if (at := re.search(r"Serving \S+ at (\S+)", line))),
+            None,
+        )
         assert found, f"the server ended with exit code {process.wait()}"
         return found[1]
 
@@ -80,7 +100,12 @@ def visit(browser) -> Iterator:
         page = context.new_page()
         pages.append(page)
         host = "/".join(url.split("/")[:3])
-        page.on("request", lambda request: request.url.startswith((f"{host}/", "data:", "blob:")) or wrong.append(request.url))
+        page.on(
+            "request",
+            lambda request: (
+                request.url.startswith((f"{host}/", "data:", "blob:")) or wrong.append(request.url)
+            ),
+        )
         page.on("pageerror", lambda error: wrong.append(str(error)))
 
         def said(message) -> None:
@@ -135,7 +160,11 @@ def test_a_chat_and_what_the_engine_does(visit, tiny):
     expect(page.locator("#plugins li.ok", has_text="tiny")).to_be_visible()
     expect(page.locator("#log")).to_contain_text("Ready")
     for name in ("rate", "kv", "steps", "histogram-first_token"):
-        drawn = page.evaluate("id => document.getElementById(id).getContext('2d').getImageData(0, 0, 300, 60).data.some(Boolean)", name)
+        drawn = page.evaluate(
+            "id => document.getElementById(id).getContext('2d').getImageData(0, 0, 300, "
+            "60).data.some(Boolean)",
+            name,
+        )
         assert drawn, name
 
 
@@ -191,10 +220,16 @@ def test_an_error_is_shown(visit, tiny):
 
 def test_text_of_a_model_stays_text(visit, tiny):
     page = visit(f"{tiny}/")
-    markup = '<img src=x onerror="window.bad = 1"><script>window.bad = 2</script> **strong** `<b>`\n\n```\n<i>code</i>\n```\n- one\n- two'
+    markup = (
+        '<img src=x onerror="window.bad = 1"><script>window.bad = 2</script> **strong** `<b>`\n\n'
+        "```\n<i>code</i>\n```\n- one\n- two"
+    )
     chunk = {"choices": [{"index": 0, "delta": {"content": markup}, "finish_reason": "stop"}]}
     body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=200, content_type="text/event-stream", body=body))
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(status=200, content_type="text/event-stream", body=body),
+    )
     shown = ask(page, markup)
     assert '<img src=x onerror="window.bad = 1">' in shown and "<i>code</i>" in shown
     text = page.locator(".message.assistant .text")
@@ -208,8 +243,12 @@ def test_a_picture(visit, served):
     expect(page.locator("#attach")).to_be_visible()
     file = io.BytesIO()
     Image.fromarray(draw(Random(2), held_out=True).pixels()).save(file, "PNG")
-    page.set_input_files("#file", {"name": "shapes.png", "mimeType": "image/png", "buffer": file.getvalue()})
-    expect(page.locator("#attached img")).to_have_attribute("src", f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}")
+    page.set_input_files(
+        "#file", {"name": "shapes.png", "mimeType": "image/png", "buffer": file.getvalue()}
+    )
+    expect(page.locator("#attached img")).to_have_attribute(
+        "src", f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    )
     set_field(page, "temperature", "0")
     assert ask(page, "What is in this picture?") == "One red triangle and one blue star."
     expect(page.locator(".message.user .pictures img")).to_be_visible()
@@ -228,7 +267,11 @@ def test_a_server_with_a_key(visit, served):
     expect(page.locator("#status-dot")).to_have_class("dot ready")
     expect(page.locator("#docs-link")).to_be_hidden()
     assert ask(page, "What is the capital of France?")
-    assert page.evaluate("[sessionStorage.length, Object.keys(localStorage), document.cookie]") == [1, [], ""]
+    assert page.evaluate("[sessionStorage.length, Object.keys(localStorage), document.cookie]") == [
+        1,
+        [],
+        "",
+    ]
     assert KEY not in page.content()
     page.reload()
     expect(page.locator("#status-dot")).to_have_class("dot ready")
@@ -268,7 +311,10 @@ def test_it_fits_the_window(visit, tiny, size):
         expect(page.locator("#chat")).to_be_hidden()
     expect(page.locator("#engine")).to_be_visible()
     expect(page.locator("#tile-running")).not_to_have_text("–")
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth && document.documentElement.scrollHeight <= innerHeight")
+    assert page.evaluate(
+        "document.documentElement.scrollWidth <= innerWidth && "
+        "document.documentElement.scrollHeight <= innerHeight"
+    )
     page.click("#theme")
     assert page.evaluate("document.documentElement.dataset.theme") == "light"
 

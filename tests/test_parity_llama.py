@@ -1,4 +1,5 @@
-"""Llama through the whole engine: the conformance kit in several variants, and what concerns the engine more than the model."""
+"""Llama through the whole engine: the conformance kit in several variants, and what concerns the
+engine more than the model."""
 
 from __future__ import annotations
 
@@ -34,12 +35,28 @@ VARIANTS = {
             "original_max_position_embeddings": 64,
         }
     },
-    "yarn-rope": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}},
-    "linear-rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}},
+    "yarn-rope": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
+    "linear-rope": {
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
+    },
     "gelu-deep": {"hidden_act": "gelu", "num_hidden_layers": 4, "rms_norm_eps": 1e-3},
 }
-# 30 blocks of 4 tokens hold one sequence of 112, not all eight, and a step computes at most 12 tokens: it preempts, and prefills in chunks.
-TIGHT = {"num_kv_blocks": 30, "block_size": 4, "max_model_len": 112, "max_num_seqs": 8, "max_num_batched_tokens": 12}
+# 30 blocks of 4 tokens hold one sequence of 112, not all eight, and a step computes at most 12
+# tokens: it preempts, and prefills in chunks.
+TIGHT = {
+    "num_kv_blocks": 30,
+    "block_size": 4,
+    "max_model_len": 112,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 12,
+}
 
 
 class TestLlama(TransformersConformance):
@@ -65,7 +82,11 @@ def test_sharded_checkpoint_is_the_same(make_llama):
     texts = []
     for path in (folder, sharded):
         with LLM(str(path), max_model_len=64, num_kv_blocks=8) as llm:
-            texts.append(llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)[0].outputs[0].token_ids)
+            texts.append(
+                llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)[0]
+                .outputs[0]
+                .token_ids
+            )
     assert texts[0] == texts[1]
 
 
@@ -73,9 +94,18 @@ def test_seeded_sampling_survives_preemption_and_company(make_llama):
     """A seeded request draws the same tokens alone and in a batch that preempts it."""
     folder, model = make_llama("gqa")
     generator = torch.Generator().manual_seed(7)
-    work = [torch.randint(3, model.config.vocab_size, (n,), generator=generator).tolist() for n in TestLlama.lengths]
-    params = [SamplingParams(temperature=0.9, top_p=0.95, seed=i, max_tokens=24, ignore_eos=True) for i in range(len(work))]
+    work = [
+        torch.randint(3, model.config.vocab_size, (n,), generator=generator).tolist()
+        for n in TestLlama.lengths
+    ]
+    params = [
+        SamplingParams(temperature=0.9, top_p=0.95, seed=i, max_tokens=24, ignore_eos=True)
+        for i in range(len(work))
+    ]
     with LLM(str(folder), **TIGHT) as llm:
         together = llm.generate([{"prompt_token_ids": p} for p in work], params, use_tqdm=False)
-        alone = [llm.generate({"prompt_token_ids": p}, s, use_tqdm=False)[0] for p, s in zip(work, params, strict=True)]
+        alone = [
+            llm.generate({"prompt_token_ids": p}, s, use_tqdm=False)[0]
+            for p, s in zip(work, params, strict=True)
+        ]
     assert [o.outputs[0].token_ids for o in together] == [o.outputs[0].token_ids for o in alone]

@@ -1,4 +1,5 @@
-"""Installed plugins: really built, pip-installed into folders of their own, and loaded by `toolkit` in processes of their own."""
+"""Installed plugins: really built, pip-installed into folders of their own, and loaded by `toolkit`
+in processes of their own."""
 
 from __future__ import annotations
 
@@ -63,15 +64,25 @@ SHIPPED = [
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory):
     """Folder -> where its distribution is installed. All are built at once."""
-    home, names = tmp_path_factory.mktemp("installed"), sorted(path.name for path in SOURCES.iterdir() if path.is_dir())
+    home, names = (
+        tmp_path_factory.mktemp("installed"),
+        sorted(path.name for path in SOURCES.iterdir() if path.is_dir()),
+    )
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     wheels = home / "wheels"
     sources = [str(SOURCES / name) for name in names]
-    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, *sources], check=True)
+    subprocess.run(
+        [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, *sources],
+        check=True,
+    )
     for name in names:
-        distribution = re.search('^name = "(.*)"', (SOURCES / name / "pyproject.toml").read_text(), re.MULTILINE)[1]
+        distribution = re.search(
+            '^name = "(.*)"', (SOURCES / name / "pyproject.toml").read_text(), re.MULTILINE
+        )[1]
         (wheel,) = wheels.glob(f"{distribution.replace('-', '_')}-*.whl")
-        subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", home / name, wheel], check=True)
+        subprocess.run(
+            [*pip, "install", "--no-deps", "--no-index", "--target", home / name, wheel], check=True
+        )
     return {name: home / name for name in names}
 
 
@@ -81,9 +92,21 @@ def toolkit(installed):
 
     def run(*arguments, plugins=(), **environ):
         path = os.pathsep.join(str(installed[name]) for name in plugins)
-        environ = {**os.environ, "PYTHONPATH": path, "COLUMNS": "200", "OMP_NUM_THREADS": "1", **environ}
+        environ = {
+            **os.environ,
+            "PYTHONPATH": path,
+            "COLUMNS": "200",
+            "OMP_NUM_THREADS": "1",
+            **environ,
+        }
         code = "from toolkit_lm_cli import main; main()"
-        return subprocess.run([sys.executable, "-c", code, *arguments], env=environ, capture_output=True, text=True, timeout=120)
+        return subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
 
     return run
 
@@ -115,14 +138,25 @@ def test_a_good_plugin_of_a_third_party(toolkit, installed):
 
 
 def test_a_scheduling_policy_of_a_third_party(toolkit):
-    shown = json.loads(toolkit("plugins", "show", "shortest_first", "--json", plugins=["shortest_first"]).stdout)
-    assert shown["entries"] == {"scheduling_policies": {"shortest_first": "shortest_first_policy:shortest_first"}}
-    assert shown["status"] == "ok" and toolkit("plugins", "check", "shortest-first", plugins=["shortest_first"]).returncode == 0
+    shown = json.loads(
+        toolkit("plugins", "show", "shortest_first", "--json", plugins=["shortest_first"]).stdout
+    )
+    assert shown["entries"] == {
+        "scheduling_policies": {"shortest_first": "shortest_first_policy:shortest_first"}
+    }
+    assert (
+        shown["status"] == "ok"
+        and toolkit("plugins", "check", "shortest-first", plugins=["shortest_first"]).returncode
+        == 0
+    )
 
 
 def test_a_quantization_of_a_third_party(toolkit):
     shown = json.loads(toolkit("plugins", "show", "int8", "--json", plugins=["int8"]).stdout)
-    targets = {"int8": "toolkit_lm_int8.int8:Int8", "compressed-tensors": "toolkit_lm_int8.packed:CompressedTensors"}
+    targets = {
+        "int8": "toolkit_lm_int8.int8:Int8",
+        "compressed-tensors": "toolkit_lm_int8.packed:CompressedTensors",
+    }
     assert (shown["status"], shown["entries"]) == ("ok", {"quantization": targets})
     done = toolkit("plugins", "check", "toolkit-lm-int8", plugins=["int8"])
     assert done.returncode == 0, done.stdout
@@ -133,7 +167,16 @@ def test_a_quantization_of_a_third_party(toolkit):
 def test_an_executor_of_a_third_party(toolkit, tmp_path):
     done = toolkit("plugins", "check", "toolkit-lm-threads", plugins=["threads"])
     assert done.returncode == 0, done.stdout
-    done = toolkit("explain", "tiny", "--pipeline-parallel-size", "2", "--device", "cpu", "--json", plugins=["threads"])
+    done = toolkit(
+        "explain",
+        "tiny",
+        "--pipeline-parallel-size",
+        "2",
+        "--device",
+        "cpu",
+        "--json",
+        plugins=["threads"],
+    )
     assert json.loads(done.stdout)["executors"] == [
         ["in_process", "it runs 1 of 2 workers"],
         ["mp", None],
@@ -141,26 +184,56 @@ def test_an_executor_of_a_third_party(toolkit, tmp_path):
         ["threads", None],
     ], done.stderr
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "What is the capital of France?"}]}) + "\n")
-    asked = ["--prompts", str(prompts), "--out", str(out), "--temperature", "0", "--max-tokens", "32", "--tensor-parallel-size", "2"]
+    prompts.write_text(
+        json.dumps({"messages": [{"role": "user", "content": "What is the capital of France?"}]})
+        + "\n"
+    )
+    asked = [
+        "--prompts",
+        str(prompts),
+        "--out",
+        str(out),
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "32",
+        "--tensor-parallel-size",
+        "2",
+    ]
     done = toolkit("generate", "tiny", *asked, plugins=["threads"])
     assert "Paris" in json.loads(out.read_text())["outputs"][0]["text"], done.stderr
 
 
 def test_its_command_is_listed_and_runs(toolkit):
     assert "Greet somebody." in toolkit("--help", plugins=["good"]).stdout
-    done = toolkit("greet", "you", "--plugin-option", "good.greeting=hi", "--plugin-option", "good.times=2", plugins=["good"])
+    done = toolkit(
+        "greet",
+        "you",
+        "--plugin-option",
+        "good.greeting=hi",
+        "--plugin-option",
+        "good.times=2",
+        plugins=["good"],
+    )
     assert (done.stdout, done.stderr, done.returncode) == ("hi you\nhi you\n", "", 0)
 
 
 def test_its_options_come_from_the_config_file_too(toolkit, tmp_path):
     file = tmp_path / "options.yaml"
     file.write_text("plugin_option:\n  good:\n    greeting: good day,\n")
-    assert toolkit("greet", "you", "--config", str(file), plugins=["good"]).stdout == "good day, you\n"
+    assert (
+        toolkit("greet", "you", "--config", str(file), plugins=["good"]).stdout == "good day, you\n"
+    )
     environ = {"TOOLKIT_LM_PLUGIN_OPTION": "good.greeting=welcome"}
-    assert toolkit("greet", "you", "--config", str(file), plugins=["good"], **environ).stdout == "welcome you\n"
+    assert (
+        toolkit("greet", "you", "--config", str(file), plugins=["good"], **environ).stdout
+        == "welcome you\n"
+    )
     done = toolkit("greet", "you", "--plugin-option", "good.greting=x", plugins=["good"])
-    assert (done.returncode, "has no option 'greting'. Did you mean 'greeting'?" in done.stderr) == (2, True)
+    assert (
+        done.returncode,
+        "has no option 'greting'. Did you mean 'greeting'?" in done.stderr,
+    ) == (2, True)
 
 
 @pytest.mark.parametrize("way", ["flag", "flag before the command", "environment", "file"])
@@ -179,21 +252,28 @@ def test_the_allow_list_holds_before_commands_are_known(toolkit, tmp_path, way):
 
 
 def test_only_the_allowed_are_imported(toolkit):
-    done = toolkit("plugins", "list", "--json", "--plugins", "good,tiny,cli", plugins=["good", "raising"])
-    assert {name: row["status"] for name, row in rows(done).items() if row["status"] != "disabled"} == dict.fromkeys(
-        ["core", "good", "tiny", "cli"], "ok"
+    done = toolkit(
+        "plugins", "list", "--json", "--plugins", "good,tiny,cli", plugins=["good", "raising"]
     )
+    assert {
+        name: row["status"] for name, row in rows(done).items() if row["status"] != "disabled"
+    } == dict.fromkeys(["core", "good", "tiny", "cli"], "ok")
     assert done.stderr == ""
 
 
 def broken(toolkit, name, *, error):
-    """Asserts that a plugin is left out loudly when it is merely installed, and that it is fatal when it is asked for by name."""
+    """Asserts that a plugin is left out loudly when it is merely installed, and that it is fatal
+    when it is asked for by name."""
     done = toolkit("plugins", "list", "--json", plugins=[name])
     row = rows(done)[name]
     assert row["status"] == "broken"
     assert error in row["error"]
     assert done.stderr.count("warning: ") == 1
-    for part in (f"plugin {name!r} ({row['distribution']} {row['version']}", error, f"--disable-plugins {name}"):
+    for part in (
+        f"plugin {name!r} ({row['distribution']} {row['version']}",
+        error,
+        f"--disable-plugins {name}",
+    ):
         assert part in done.stderr
     assert all(rows(done)[other]["status"] == "ok" for other in SHIPPED)
     return row, toolkit("plugins", "list", "--plugins", name, plugins=[name])
@@ -212,7 +292,9 @@ def test_a_raising_plugin(toolkit, installed):
     row, asked = broken(toolkit, "raising", error="OSError: no such accelerator")
     place = f"{installed['raising'] / 'raising_plugin.py'}:3"
     assert "raising_plugin.py" in row["traceback"]
-    assert_fatal(asked, "plugin 'raising' (raising-plugin 0.5", "OSError: no such accelerator", place)
+    assert_fatal(
+        asked, "plugin 'raising' (raising-plugin 0.5", "OSError: no such accelerator", place
+    )
     traced = toolkit("plugins", "list", "--plugins", "raising", "--traceback", plugins=["raising"])
     assert traced.returncode == 1
     assert 'raise OSError("no such accelerator")' in traced.stderr
@@ -224,11 +306,16 @@ def test_a_duplicate_key(toolkit):
     done = toolkit("plugins", "list", "--json", plugins=["good", "duplicate_key"])
     found = rows(done)
     assert (found["good"]["status"], found["later"]["status"]) == ("ok", "broken")
-    for part in ("'GoodForCausalLM' is registered by plugin 'good' (good-model 1.2.3", "and by plugin 'later' (duplicate-key 2.0"):
+    for part in (
+        "'GoodForCausalLM' is registered by plugin 'good' (good-model 1.2.3",
+        "and by plugin 'later' (duplicate-key 2.0",
+    ):
         assert part in done.stderr
     assert found["later"]["entries"] == {}, "a plugin that fails leaves nothing behind"
     assert_fatal(
-        toolkit("plugins", "list", "--plugins", "good,later", plugins=["good", "duplicate_key"]), "good-model 1.2.3", "duplicate-key 2.0"
+        toolkit("plugins", "list", "--plugins", "good,later", plugins=["good", "duplicate_key"]),
+        "good-model 1.2.3",
+        "duplicate-key 2.0",
     )
 
 
@@ -237,13 +324,21 @@ def test_a_duplicate_name(toolkit):
     done = toolkit("plugins", "list", "--json", plugins=["good", "duplicate_name"])
     assert done.returncode == 0
     rows = [row for row in json.loads(done.stdout) if row["name"] == "good"]
-    assert {row["distribution"]: row["status"] for row in rows} == {"duplicate-name": "broken", "good-model": "broken"}
+    assert {row["distribution"]: row["status"] for row in rows} == {
+        "duplicate-name": "broken",
+        "good-model": "broken",
+    }
     message = "two installed plugins have the name 'good'"
     for part in (message, "good-model 1.2.3", "duplicate-name 3.1"):
         assert part in done.stderr
     done = toolkit("plugins", "list", "--plugins", "good", plugins=["good", "duplicate_name"])
     assert_fatal(done, message, "good-model 1.2.3", "duplicate-name 3.1")
-    assert toolkit("plugins", "list", "--disable-plugins", "good", plugins=["good", "duplicate_name"]).returncode == 0
+    assert (
+        toolkit(
+            "plugins", "list", "--disable-plugins", "good", plugins=["good", "duplicate_name"]
+        ).returncode
+        == 0
+    )
 
 
 def test_copies_of_one_distribution_are_one_plugin(toolkit, installed, tmp_path):
@@ -273,25 +368,37 @@ def test_a_wrong_api_version(toolkit):
 
 
 def test_an_entry_module_that_imports_torch(toolkit):
-    done = toolkit("plugins", "list", "--json", plugins=["imports_torch"], PYTHONWARNINGS="error::UserWarning")
+    done = toolkit(
+        "plugins", "list", "--json", plugins=["imports_torch"], PYTHONWARNINGS="error::UserWarning"
+    )
     row = rows(done)["imports_torch"]
     assert (row["status"], list(row["entries"]["models"])) == ("ok", ["HeavyForCausalLM"])
     assert row["import_seconds"] > 0.1
-    assert "imports torch" not in done.stderr, "what its author should change is for `toolkit plugins check`"
+    assert "imports torch" not in done.stderr, (
+        "what its author should change is for `toolkit plugins check`"
+    )
     assert any("requires no version of toolkit-lm-core" in note for note in row["notes"])
 
 
 def test_an_unknown_name_in_a_list(toolkit):
     for flag in ("--plugins", "--disable-plugins"):
-        assert_fatal(toolkit("plugins", "list", flag, "serber"), "'serber', which is not installed. Did you mean 'server'")
+        assert_fatal(
+            toolkit("plugins", "list", flag, "serber"),
+            "'serber', which is not installed. Did you mean 'server'",
+        )
 
 
 def test_processes_with_the_same_plugins_have_one_fingerprint(installed):
     code = "from toolkit_lm.plugin import Plugins; print(Plugins.load().fingerprint().digest)"
 
     def digest(*plugins):
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(str(installed[name]) for name in plugins)}
-        return subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True).stdout
+        environ = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(str(installed[name]) for name in plugins),
+        }
+        return subprocess.run(
+            [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+        ).stdout
 
     assert digest("good") == digest("good") != digest()
 
@@ -300,28 +407,55 @@ def test_processes_with_the_same_plugins_have_one_fingerprint(installed):
 def one_token(tmp_path):
     """Options of `toolkit generate`."""
     (tmp_path / "prompts.txt").write_text("a\n")
-    return ["--prompts", str(tmp_path / "prompts.txt"), "--out", str(tmp_path / "outputs.jsonl"), "--max-tokens", "1"]
+    return [
+        "--prompts",
+        str(tmp_path / "prompts.txt"),
+        "--out",
+        str(tmp_path / "outputs.jsonl"),
+        "--max-tokens",
+        "1",
+    ]
 
 
 def test_a_failing_backend_that_nobody_asked_for(toolkit, installed, one_token):
     """It is passed over with its reason, is warned about once, and the model runs."""
-    place = f"plugin 'failing' (failing-backend 2.5, {installed['failing_backend'] / 'failing_backend_target.py'}:26) failed in"
+    place = (
+        "plugin 'failing' (failing-backend 2.5, "
+        f"{installed['failing_backend'] / 'failing_backend_target.py'}:26) failed in"
+    )
     done = toolkit("generate", "tiny", *one_token, "--engine-process", plugins=["failing_backend"])
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("no such kernel") == 1
     done = toolkit("explain", "tiny", "--json", plugins=["failing_backend"])
     candidates = dict(json.loads(done.stdout)["layers"][0]["candidates"])
-    assert candidates["failing"] == f"{place} refuses() of attention backend 'failing': RuntimeError: no such kernel"
+    assert (
+        candidates["failing"]
+        == f"{place} refuses() of attention backend 'failing': RuntimeError: no such kernel"
+    )
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "explain"])
 def test_a_failing_backend_that_was_asked_for(toolkit, installed, one_token, command):
     """The same error wherever it comes from; its traceback is there for who wants it."""
     options = {"serve": ["--port", "0"], "generate": one_token, "explain": []}[command]
-    done = toolkit(command, "tiny", *options, "--attention-backend", "failing", "--traceback", plugins=["failing_backend"])
+    done = toolkit(
+        command,
+        "tiny",
+        *options,
+        "--attention-backend",
+        "failing",
+        "--traceback",
+        plugins=["failing_backend"],
+    )
     assert done.returncode == 1
-    place = f"plugin 'failing' (failing-backend 2.5, {installed['failing_backend'] / 'failing_backend_target.py'}:26) failed in"
-    assert f"PluginError: {place} refuses() of attention backend 'failing': RuntimeError: no such kernel" in done.stderr
+    place = (
+        "plugin 'failing' (failing-backend 2.5, "
+        f"{installed['failing_backend'] / 'failing_backend_target.py'}:26) failed in"
+    )
+    assert (
+        f"PluginError: {place} refuses() of attention backend 'failing': RuntimeError: no "
+        "such kernel"
+    ) in done.stderr
     assert 'raise RuntimeError("no such kernel")' in done.stderr
 
 
@@ -329,16 +463,22 @@ def test_a_backend_that_fails_while_a_server_starts(toolkit):
     done = toolkit("serve", "tiny", "--port", "0", plugins=["failing_backend"], FAILS_LATER="1")
     assert done.returncode == 1
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    named = r"error: plugin 'failing' \(failing-backend 2.5, .*target.py:26\) failed in FailingBackend.page_layout"
+    named = (
+        r"error: plugin 'failing' \(failing-backend 2.5, .*target.py:26\) failed in "
+        r"FailingBackend.page_layout"
+    )
     assert re.fullmatch(f"{named}: RuntimeError: no such kernel", error)
 
 
 def test_a_silent_and_slow_entry_module(toolkit):
-    """It prints, and waits without computing: a busy disk or machine does that to any module, so that nobody is blamed for it."""
+    """It prints, and waits without computing: a busy disk or machine does that to any module, so
+    that nobody is blamed for it."""
     done = toolkit("explain", "tiny", "--json", plugins=["slow"])
     assert done.returncode == 0 and json.loads(done.stdout)["plugin"] == "decoder"
     assert done.stderr.count("hello from slow") == 1
-    assert re.search(r"importing plugin 'slow' \(slow-plugin 0.1, .*slow_plugin.py\) \.\.\.", done.stderr)
+    assert re.search(
+        r"importing plugin 'slow' \(slow-plugin 0.1, .*slow_plugin.py\) \.\.\.", done.stderr
+    )
     assert "is slow" not in done.stderr
     row = rows(toolkit("plugins", "list", "--json", plugins=["slow"]))["slow"]
     assert (row["status"], row["import_seconds"] < 3) == ("ok", True)
@@ -347,7 +487,12 @@ def test_a_silent_and_slow_entry_module(toolkit):
 def test_an_import_that_is_interrupted_is_named(installed):
     environ = {**os.environ, "PYTHONPATH": str(installed["slow"])}
     code = "from toolkit_lm_cli import main; main()"
-    with subprocess.Popen([sys.executable, "-c", code, "plugins", "list"], env=environ, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "plugins", "list"],
+        env=environ,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
         # It prints this while it is imported.
         assert process.stderr.readline() == "hello from slow\n"
         process.send_signal(signal.SIGINT)
@@ -360,4 +505,7 @@ def test_warnings_come_from_the_front_alone(toolkit, one_token):
     done = toolkit("generate", "tiny", *one_token, "--engine-process", plugins=["slow", "raising"])
     assert done.returncode == 0, done.stderr
     for warning in ("no such accelerator", "this module is old"):
-        assert sum("warning" in line.lower() and warning in line for line in done.stderr.splitlines()) == 1, done.stderr
+        assert (
+            sum("warning" in line.lower() and warning in line for line in done.stderr.splitlines())
+            == 1
+        ), done.stderr

@@ -1,4 +1,5 @@
-"""Pooling of causal models through the whole engine: each method whole and in chunks, from the prefix cache, alone and together."""
+"""Pooling of causal models through the whole engine: each method whole and in chunks, from the
+prefix cache, alone and together."""
 
 from __future__ import annotations
 
@@ -12,11 +13,20 @@ from toolkit_lm.errors import ConfigError, ContextLengthError, RequestError
 
 GENERATOR = torch.Generator().manual_seed(1)
 TAG = 7
-PROMPTS = [torch.randint(3, 272, (length,), generator=GENERATOR).tolist() for length in (3, 70, 1, 17, 33, 70)]
+PROMPTS = [
+    torch.randint(3, 272, (length,), generator=GENERATOR).tolist()
+    for length in (3, 70, 1, 17, 33, 70)
+]
 for prompt in PROMPTS:
     prompt[::5] = [TAG] * len(prompt[::5])
 GIVEN = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-OPTIONS = {"device": "cpu", "num_kv_blocks": 128, "block_size": 4, "max_model_len": 128, "max_num_seqs": 4}
+OPTIONS = {
+    "device": "cpu",
+    "num_kv_blocks": 128,
+    "block_size": 4,
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+}
 WHOLE: dict[str, Any] = {}
 CHUNKED = {"enable_chunked_prefill": True, "max_num_batched_tokens": 16}
 CACHED = {**CHUNKED, "enable_prefix_caching": True}
@@ -31,7 +41,9 @@ METHODS = {
     "LAST": lambda states: states[-1],
     "MEAN": lambda states: states.mean(0),
     "MAX": lambda states: states.amax(0),
-    "WEIGHTED_MEAN": lambda states: (states * weights(len(states))).sum(0) / weights(len(states)).sum(),
+    "WEIGHTED_MEAN": lambda states: (
+        (states * weights(len(states))).sum(0) / weights(len(states)).sum()
+    ),
     "MEAN_SQRT_LEN": lambda states: states.sum(0) / len(states) ** 0.5,
 }
 
@@ -45,21 +57,29 @@ def checkpoint(make_llama):
 def states(checkpoint):
     """The last hidden states [tokens, H] of each prompt."""
     with torch.inference_mode():
-        return [checkpoint[1].model(torch.tensor([prompt])).last_hidden_state[0] for prompt in PROMPTS]
+        return [
+            checkpoint[1].model(torch.tensor([prompt])).last_hidden_state[0] for prompt in PROMPTS
+        ]
 
 
 @pytest.fixture(scope="module")
 def classifier(make_llama, tmp_path_factory):
-    """A checkpoint with a trained score head of three labels, and transformers' logits [tokens, 3] of each prompt."""
+    """A checkpoint with a trained score head of three labels, and transformers' logits [tokens, 3]
+    of each prompt."""
     from toolkit_lm_devkit import make_checkpoint
     from transformers import LlamaForSequenceClassification
 
     config = make_llama("pooling")[1].config.to_dict() | {"num_labels": 3, "architectures": None}
     torch.manual_seed(1)
-    model = LlamaForSequenceClassification(LlamaForSequenceClassification.config_class(**config)).eval()
+    model = LlamaForSequenceClassification(
+        LlamaForSequenceClassification.config_class(**config)
+    ).eval()
     folder = make_checkpoint(tmp_path_factory.mktemp("classifier"), model)
     with torch.inference_mode():
-        return folder, [model.score(model.model(torch.tensor([prompt])).last_hidden_state[0]) for prompt in PROMPTS]
+        return folder, [
+            model.score(model.model(torch.tensor([prompt])).last_hidden_state[0])
+            for prompt in PROMPTS
+        ]
 
 
 def llm_of(folder, **options):
@@ -78,19 +98,27 @@ def unit(vector):
 
 class TestMethods:
     @pytest.mark.parametrize("method", METHODS)
-    @pytest.mark.parametrize("options", [WHOLE, CHUNKED, CACHED], ids=["whole", "chunked", "cached"])
+    @pytest.mark.parametrize(
+        "options", [WHOLE, CHUNKED, CACHED], ids=["whole", "chunked", "cached"]
+    )
     def test_whole_chunked_and_cached(self, checkpoint, states, method, options):
         expected = [METHODS[method](one) for one in states]
-        with llm_of(checkpoint[0], convert="embed", pooling_type=method, normalize=False, **options) as llm:
+        with llm_of(
+            checkpoint[0], convert="embed", pooling_type=method, normalize=False, **options
+        ) as llm:
             together = llm.encode(GIVEN, pooling_task="embed", use_tqdm=False)
             same(together, expected)
             again = [llm.encode(one, pooling_task="embed", use_tqdm=False)[0] for one in GIVEN]
             same(again, expected)
         # Only LAST can do without the hidden states of what is cached.
         reads = options is CACHED and method == "LAST"
-        assert [one.num_cached_tokens for one in again] == [(len(prompt) - 1) // 4 * 4 if reads else 0 for prompt in PROMPTS]
+        assert [one.num_cached_tokens for one in again] == [
+            (len(prompt) - 1) // 4 * 4 if reads else 0 for prompt in PROMPTS
+        ]
 
-    @pytest.mark.parametrize("options", [WHOLE, CHUNKED, CACHED], ids=["whole", "chunked", "cached"])
+    @pytest.mark.parametrize(
+        "options", [WHOLE, CHUNKED, CACHED], ids=["whole", "chunked", "cached"]
+    )
     def test_all_tokens(self, checkpoint, states, options):
         with llm_of(checkpoint[0], convert="embed", **options) as llm:
             for _ in range(2):
@@ -98,14 +126,24 @@ class TestMethods:
                 same(outputs, [unit(one) for one in states])
                 assert not any(output.num_cached_tokens for output in outputs)
 
-    @pytest.mark.parametrize("options", [WHOLE, CHUNKED, CACHED], ids=["whole", "chunked", "cached"])
+    @pytest.mark.parametrize(
+        "options", [WHOLE, CHUNKED, CACHED], ids=["whole", "chunked", "cached"]
+    )
     def test_steps(self, classifier, options):
         folder, logits = classifier
-        params = PoolingParams(task="token_classify", step_tag_id=TAG, returned_token_ids=[2, 0], use_activation=False)
+        params = PoolingParams(
+            task="token_classify", step_tag_id=TAG, returned_token_ids=[2, 0], use_activation=False
+        )
         with llm_of(folder, **options) as llm:
             for _ in range(2):
                 outputs = llm.encode(GIVEN, params, use_tqdm=False)
-                same(outputs, [one[np.array(prompt) == TAG][:, [2, 0]] for one, prompt in zip(logits, PROMPTS, strict=True)])
+                same(
+                    outputs,
+                    [
+                        one[np.array(prompt) == TAG][:, [2, 0]]
+                        for one, prompt in zip(logits, PROMPTS, strict=True)
+                    ],
+                )
 
     def test_what_a_token_task_leaves_in_the_cache_serves_last(self, checkpoint, states):
         with llm_of(checkpoint[0], convert="embed", **CACHED) as llm:
@@ -116,7 +154,9 @@ class TestMethods:
 
 
 class TestTasks:
-    @pytest.mark.parametrize("options", [WHOLE, CHUNKED, CACHED], ids=["whole", "chunked", "cached"])
+    @pytest.mark.parametrize(
+        "options", [WHOLE, CHUNKED, CACHED], ids=["whole", "chunked", "cached"]
+    )
     def test_tasks_of_an_embedder_in_one_batch(self, checkpoint, states, options):
         wishes = [
             PoolingParams(task="embed"),
@@ -136,15 +176,29 @@ class TestTasks:
         ]
         with llm_of(checkpoint[0], convert="embed", matryoshka=True, **options) as llm:
             same(llm.encode(GIVEN, wishes, use_tqdm=False), expected)
-            same([llm.encode(one, wish, use_tqdm=False)[0] for one, wish in zip(GIVEN, wishes, strict=True)], expected)
+            same(
+                [
+                    llm.encode(one, wish, use_tqdm=False)[0]
+                    for one, wish in zip(GIVEN, wishes, strict=True)
+                ],
+                expected,
+            )
 
-    @pytest.mark.parametrize("options", [WHOLE, CHUNKED, CACHED], ids=["whole", "chunked", "cached"])
+    @pytest.mark.parametrize(
+        "options", [WHOLE, CHUNKED, CACHED], ids=["whole", "chunked", "cached"]
+    )
     def test_tasks_of_a_classifier_in_one_batch(self, classifier, options):
         folder, logits = classifier
         tasks = ["classify", "token_classify"] * 3
-        expected = [one[-1].softmax(-1) if task == "classify" else one.softmax(-1) for one, task in zip(logits, tasks, strict=True)]
+        expected = [
+            one[-1].softmax(-1) if task == "classify" else one.softmax(-1)
+            for one, task in zip(logits, tasks, strict=True)
+        ]
         with llm_of(folder, **options) as llm:
-            same(llm.encode(GIVEN, [PoolingParams(task=task) for task in tasks], use_tqdm=False), expected)
+            same(
+                llm.encode(GIVEN, [PoolingParams(task=task) for task in tasks], use_tqdm=False),
+                expected,
+            )
             for output, one in zip(llm.classify(GIVEN, use_tqdm=False), logits, strict=True):
                 np.testing.assert_allclose(output.outputs.probs, one[-1].softmax(-1), atol=2e-5)
 
@@ -163,7 +217,11 @@ class TestTasks:
         with llm_of(classifier[0]) as llm:
             # Three labels are no score.
             assert llm.engine.tasks == ("classify", "token_classify")
-            for call in (lambda: llm.embed(GIVEN), lambda: llm.score("a", "b"), lambda: llm.rerank("a", ["b"])):
+            for call in (
+                lambda: llm.embed(GIVEN),
+                lambda: llm.score("a", "b"),
+                lambda: llm.rerank("a", ["b"]),
+            ):
                 with pytest.raises(RequestError, match="classify, token_classify"):
                     call()
         with llm_of(checkpoint[0]) as llm:
@@ -186,23 +244,46 @@ class TestMemory:
         with llm_of(checkpoint[0], convert="embed", max_num_batched_tokens=16) as llm:
             assert llm.config.scheduler.max_num_batched_tokens == 128
             assert not llm.config.scheduler.enable_chunked_prefill
-            same(llm.encode(GIVEN, pooling_task="embed", use_tqdm=False), [unit(one[-1]) for one in states])
+            same(
+                llm.encode(GIVEN, pooling_task="embed", use_tqdm=False),
+                [unit(one[-1]) for one in states],
+            )
 
     def test_prompts_too_long_for_one_step_are_cut(self, make_llama):
         folder, model = make_llama("long", max_position_embeddings=10000)
         prompt = torch.randint(3, 272, (900,), generator=GENERATOR).tolist()
         with torch.inference_mode():
             mean = model.model(torch.tensor([prompt])).last_hidden_state[0].mean(0)
-        with LLM(str(folder), device="cpu", convert="embed", pooling_type="MEAN", max_num_batched_tokens=256, num_kv_blocks=700) as llm:
+        with LLM(
+            str(folder),
+            device="cpu",
+            convert="embed",
+            pooling_type="MEAN",
+            max_num_batched_tokens=256,
+            num_kv_blocks=700,
+        ) as llm:
             assert llm.config.max_model_len == 10000
-            assert (llm.config.scheduler.enable_chunked_prefill, llm.config.scheduler.max_num_batched_tokens) == (True, 256)
-            same(llm.encode({"prompt_token_ids": prompt}, pooling_task="embed", use_tqdm=False), [unit(mean)])
+            assert (
+                llm.config.scheduler.enable_chunked_prefill,
+                llm.config.scheduler.max_num_batched_tokens,
+            ) == (True, 256)
+            same(
+                llm.encode({"prompt_token_ids": prompt}, pooling_task="embed", use_tqdm=False),
+                [unit(mean)],
+            )
 
     def test_few_blocks(self, checkpoint, states):
         """One prompt of 70 tokens takes 18 blocks of 32."""
         options = OPTIONS | {"num_kv_blocks": 32}
         for method in ("LAST", "MEAN"):
-            with LLM(str(checkpoint[0]), convert="embed", pooling_type=method, normalize=False, **options, **CACHED) as llm:
+            with LLM(
+                str(checkpoint[0]),
+                convert="embed",
+                pooling_type=method,
+                normalize=False,
+                **options,
+                **CACHED,
+            ) as llm:
                 for _ in range(2):
                     outputs = llm.encode(GIVEN * 3, pooling_task="embed", use_tqdm=False)
                     same(outputs, [METHODS[method](one) for one in states] * 3)
@@ -211,21 +292,32 @@ class TestMemory:
         with llm_of(checkpoint[0], convert="embed") as llm:
             (longest,) = llm.embed({"prompt_token_ids": [5] * 128}, use_tqdm=False)
             assert longest.error is None
-            with pytest.raises(ContextLengthError, match=r"129 tokens; .* maximum context length is 128 tokens"):
+            with pytest.raises(
+                ContextLengthError, match=r"129 tokens; .* maximum context length is 128 tokens"
+            ):
                 llm.embed({"prompt_token_ids": [5] * 129})
-            (cut,) = llm.embed({"prompt_token_ids": [*[5] * 128, 6]}, truncate_prompt_tokens=-1, use_tqdm=False)
+            (cut,) = llm.embed(
+                {"prompt_token_ids": [*[5] * 128, 6]}, truncate_prompt_tokens=-1, use_tqdm=False
+            )
             np.testing.assert_array_equal(cut.outputs.data, longest.outputs.data)
-        with pytest.raises(ConfigError, match="runner 'pooling' cannot run 'LlamaForCausalLM' as it is"):
+        with pytest.raises(
+            ConfigError, match="runner 'pooling' cannot run 'LlamaForCausalLM' as it is"
+        ):
             llm_of(checkpoint[0], runner="pooling", convert="none")
 
 
 class TestFaults:
-    @pytest.mark.parametrize("options", [WHOLE, CHUNKED, CACHED], ids=["whole", "chunked", "cached"])
+    @pytest.mark.parametrize(
+        "options", [WHOLE, CHUNKED, CACHED], ids=["whole", "chunked", "cached"]
+    )
     @pytest.mark.parametrize("overlap", [False, True])
     def test_a_request_on_which_the_model_fails(self, checkpoint, states, options, overlap, caplog):
-        """It ends with an error; all others are computed again, and what their poolers had summed is not summed twice."""
+        """It ends with an error; all others are computed again, and what their poolers had summed
+        is not summed twice."""
         bad = {"prompt_token_ids": [*PROMPTS[1][:40], 5]}
-        with llm_of(checkpoint[0], convert="embed", pooling_type="MEAN", overlap=overlap, **options) as llm:
+        with llm_of(
+            checkpoint[0], convert="embed", pooling_type="MEAN", overlap=overlap, **options
+        ) as llm:
             pooler = llm.engine.client.core.executor.runner.model.pooler
             pool = pooler.forward
 
@@ -235,8 +327,13 @@ class TestFaults:
                 return pool(hidden_states, meta)
 
             pooler.forward = fails
-            *outputs, failed, last = llm.encode([*GIVEN, bad, GIVEN[1]], pooling_task="embed", use_tqdm=False)
+            *outputs, failed, last = llm.encode(
+                [*GIVEN, bad, GIVEN[1]], pooling_task="embed", use_tqdm=False
+            )
             assert failed.finish_reason == "error" and "no more beads" in failed.error
             same([*outputs, last], [unit(one.mean(0)) for one in [*states, states[1]]])
-            same(llm.encode(GIVEN, pooling_task="embed", use_tqdm=False), [unit(one.mean(0)) for one in states])
+            same(
+                llm.encode(GIVEN, pooling_task="embed", use_tqdm=False),
+                [unit(one.mean(0)) for one in states],
+            )
         assert "a step failed" in caplog.text

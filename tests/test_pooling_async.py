@@ -1,4 +1,5 @@
-"""Pooling through AsyncLLM, over an engine in a process of its own and in a thread: many callers, aborts, full queues, broken weights."""
+"""Pooling through AsyncLLM, over an engine in a process of its own and in a thread: many callers,
+aborts, full queues, broken weights."""
 
 from __future__ import annotations
 
@@ -19,10 +20,17 @@ from toolkit_lm_devkit import make_checkpoint
 
 EMBED, TOKENS = PoolingParams(), PoolingParams(task="token_embed", normalize=False)
 OPTIONS = {"max_model_len": 128, "max_num_seqs": 4, "num_kv_blocks": 64, "block_size": 4}
-CHUNKED = {"enable_chunked_prefill": True, "enable_prefix_caching": True, "max_num_batched_tokens": 16}
+CHUNKED = {
+    "enable_chunked_prefill": True,
+    "enable_prefix_caching": True,
+    "max_num_batched_tokens": 16,
+}
 BROKEN = 77
 GENERATOR = torch.Generator().manual_seed(4)
-PROMPTS = [[*torch.randint(100, 272, (length,), generator=GENERATOR).tolist()] for length in (3, 70, 1, 33, 110)]
+PROMPTS = [
+    [*torch.randint(100, 272, (length,), generator=GENERATOR).tolist()]
+    for length in (3, 70, 1, 33, 110)
+]
 
 
 def given(ids: list[int]) -> dict[str, list[int]]:
@@ -37,7 +45,10 @@ def folder(make_llama):
 @pytest.fixture(scope="module")
 def states(make_llama):
     with torch.inference_mode():
-        return [make_llama("pooling_async")[1].model(torch.tensor([prompt])).last_hidden_state[0] for prompt in PROMPTS]
+        return [
+            make_llama("pooling_async")[1].model(torch.tensor([prompt])).last_hidden_state[0]
+            for prompt in PROMPTS
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +64,12 @@ def broken_folder(make_llama, tmp_path_factory):
 def engine(request, folder):
     """One engine for many tests; it is idle where its last load says so."""
     process = None if request.param == "process" else False
-    engine = AsyncLLM(VllmConfig.make(model=folder, convert="embed", **OPTIONS, **CHUNKED, engine_process=process), plugins=[Loads()])
+    engine = AsyncLLM(
+        VllmConfig.make(
+            model=folder, convert="embed", **OPTIONS, **CHUNKED, engine_process=process
+        ),
+        plugins=[Loads()],
+    )
     yield engine
     engine.close()
 
@@ -74,7 +90,12 @@ async def idle(engine) -> None:
     """Waits until nothing is left of any request."""
     for _ in range(200):
         load = Loads.last
-        if not (load.num_used_blocks or load.num_running or load.num_waiting or engine.engine.has_unfinished_requests()):
+        if not (
+            load.num_used_blocks
+            or load.num_running
+            or load.num_waiting
+            or engine.engine.has_unfinished_requests()
+        ):
             return
         await asyncio.sleep(0.02)
     raise AssertionError(f"something is left: {load}")
@@ -85,17 +106,25 @@ def run(body, seconds=60):
 
 
 def expected(states, params):
-    return [one if params is TOKENS else torch.nn.functional.normalize(one[-1], dim=0) for one in states]
+    return [
+        one if params is TOKENS else torch.nn.functional.normalize(one[-1], dim=0) for one in states
+    ]
 
 
 class TestMany:
     def test_at_once_as_alone(self, engine, states):
         async def body():
-            jobs = [(number, params) for number in range(len(PROMPTS)) for params in (EMBED, TOKENS)] * 4
+            jobs = [
+                (number, params) for number in range(len(PROMPTS)) for params in (EMBED, TOKENS)
+            ] * 4
             random.Random(0).shuffle(jobs)
-            outputs = await asyncio.gather(*(engine.encode(given(PROMPTS[number]), params) for number, params in jobs))
+            outputs = await asyncio.gather(
+                *(engine.encode(given(PROMPTS[number]), params) for number, params in jobs)
+            )
             for (number, params), output in zip(jobs, outputs, strict=True):
-                np.testing.assert_allclose(output.outputs.data, expected(states, params)[number], atol=2e-5)
+                np.testing.assert_allclose(
+                    output.outputs.data, expected(states, params)[number], atol=2e-5
+                )
                 assert output.finish_reason == "stop" and output.prompt_token_ids == PROMPTS[number]
             assert await engine.encode_many([], EMBED) == []
             batch = await engine.encode_many([given(prompt) for prompt in PROMPTS] * 3, TOKENS)
@@ -123,7 +152,9 @@ class TestMany:
     def test_a_prefix_is_had_from_the_cache_until_it_is_reset(self, engine):
         async def body():
             async def cached(**options):
-                return (await engine.encode(given(PROMPTS[4][:41]), EMBED, **options)).num_cached_tokens
+                return (
+                    await engine.encode(given(PROMPTS[4][:41]), EMBED, **options)
+                ).num_cached_tokens
 
             await engine.reset_prefix_cache()
             assert [await cached(), await cached(), await cached(cache_salt="mine")] == [0, 40, 0]
@@ -134,17 +165,23 @@ class TestMany:
 class TestEnds:
     def test_cancelled_at_any_moment(self, engine, states):
         async def one(number, rng):
-            task = asyncio.create_task(engine.encode(given(PROMPTS[number]), EMBED, request_id=f"storm-{rng.random()}"))
+            task = asyncio.create_task(
+                engine.encode(given(PROMPTS[number]), EMBED, request_id=f"storm-{rng.random()}")
+            )
             await asyncio.sleep(rng.random() * 0.03)
             if rng.random() < 0.6:
                 task.cancel()
             (output,) = await asyncio.gather(task, return_exceptions=True)
             if not isinstance(output, asyncio.CancelledError):
-                np.testing.assert_allclose(output.outputs.data, expected(states, EMBED)[number], atol=2e-5)
+                np.testing.assert_allclose(
+                    output.outputs.data, expected(states, EMBED)[number], atol=2e-5
+                )
 
         async def body():
             await engine.encode(given(PROMPTS[0]), EMBED)
-            await asyncio.gather(*(one(number % len(PROMPTS), random.Random(number)) for number in range(60)))
+            await asyncio.gather(
+                *(one(number % len(PROMPTS), random.Random(number)) for number in range(60))
+            )
             batch = asyncio.create_task(engine.encode_many([given(PROMPTS[4])] * 20, EMBED))
             await asyncio.sleep(0.01)
             batch.cancel()
@@ -156,9 +193,13 @@ class TestEnds:
 
     def test_one_id_for_two_prompts_spares_others(self, engine):
         async def body():
-            others = asyncio.create_task(engine.encode_many([given(prompt) for prompt in PROMPTS] * 4, EMBED))
+            others = asyncio.create_task(
+                engine.encode_many([given(prompt) for prompt in PROMPTS] * 4, EMBED)
+            )
             with pytest.raises(RequestError, match="'twice' is in use"):
-                await engine.encode_many([given(PROMPTS[0])] * 2, EMBED, request_ids=["twice", "twice"])
+                await engine.encode_many(
+                    [given(PROMPTS[0])] * 2, EMBED, request_ids=["twice", "twice"]
+                )
             assert all(output.error is None for output in await others)
             assert (await engine.encode(given(PROMPTS[0]), EMBED, request_id="twice")).error is None
             await idle(engine)
@@ -167,7 +208,9 @@ class TestEnds:
 
     def test_aborts_and_timeouts(self, engine):
         async def body():
-            others = [asyncio.create_task(engine.encode(given(PROMPTS[4]), TOKENS)) for _ in range(20)]
+            others = [
+                asyncio.create_task(engine.encode(given(PROMPTS[4]), TOKENS)) for _ in range(20)
+            ]
             mine = asyncio.create_task(engine.encode(given(PROMPTS[4]), TOKENS, request_id="mine"))
             late = asyncio.create_task(engine.encode(given(PROMPTS[4]), TOKENS, timeout=0.0001))
             await asyncio.sleep(0)
@@ -182,7 +225,13 @@ class TestEnds:
 
     def test_a_full_queue_refuses(self, folder):
         async def body():
-            config = VllmConfig.make(model=folder, convert="embed", max_queued_requests=3, engine_process=False, **OPTIONS)
+            config = VllmConfig.make(
+                model=folder,
+                convert="embed",
+                max_queued_requests=3,
+                engine_process=False,
+                **OPTIONS,
+            )
             async with AsyncLLM(config) as engine:
                 await engine.wait_ready()
                 calls = [engine.encode(given(PROMPTS[4]), EMBED) for _ in range(60)]
@@ -232,7 +281,9 @@ class TestBadRequests:
             with pytest.raises(RequestError, match="embed, token_embed"):
                 async for _ in engine.generate("abc", SamplingParams()):
                     pass
-            with pytest.raises(RequestError, match=r"no task is given\. This model serves: embed, token_embed"):
+            with pytest.raises(
+                RequestError, match=r"no task is given\. This model serves: embed, token_embed"
+            ):
                 await engine.encode_many(["abc"])
             with pytest.raises(RequestError, match="but params are for 'token_embed'"):
                 await engine.encode("abc", TOKENS, pooling_task="embed")
@@ -242,7 +293,10 @@ class TestBadRequests:
             with pytest.raises(RequestError, match="a list of these, not a int"):
                 await engine.encode_many(7, EMBED)
             # One text is one prompt, and so are a mapping and a pair.
-            text, tokens = await engine.encode_many("abc", EMBED), await engine.encode_many(given(PROMPTS[0]), pooling_task="token_embed")
+            text, tokens = (
+                await engine.encode_many("abc", EMBED),
+                await engine.encode_many(given(PROMPTS[0]), pooling_task="token_embed"),
+            )
             assert [len(text), len(tokens), tokens[0].outputs.data.shape] == [1, 1, (3, 64)]
             with pytest.raises(RequestError, match="prompt 1"):
                 await engine.encode_many([given([5]), given([272])], EMBED)
@@ -260,11 +314,24 @@ class TestBrokenWeights:
         with LLM(broken_folder, convert="embed", **OPTIONS, **options) as llm:
             for _ in range(2):
                 outputs = llm.encode([given(prompt) for prompt in prompts], wishes, use_tqdm=False)
-                assert [output.finish_reason for output in outputs] == ["stop", "stop", "error", "stop", "error"]
+                assert [output.finish_reason for output in outputs] == [
+                    "stop",
+                    "stop",
+                    "error",
+                    "stop",
+                    "error",
+                ]
                 for number in (2, 4):
-                    assert outputs[number].outputs.data is None and "not finite" in outputs[number].error
+                    assert (
+                        outputs[number].outputs.data is None
+                        and "not finite" in outputs[number].error
+                    )
                 for number in (0, 1, 3):
-                    np.testing.assert_allclose(outputs[number].outputs.data, expected(states, wishes[number])[number], atol=2e-5)
+                    np.testing.assert_allclose(
+                        outputs[number].outputs.data,
+                        expected(states, wishes[number])[number],
+                        atol=2e-5,
+                    )
 
     def test_a_document_that_cannot_be_scored_comes_last(self, broken_folder):
         with LLM(broken_folder, convert="embed", **OPTIONS) as llm:
@@ -273,13 +340,20 @@ class TestBrokenWeights:
             assert [(one.index, one.error is None) for one in ranked[:2]] == [(2, True), (0, True)]
             assert (ranked[2].index, ranked[2].document) == (1, documents[1])
             assert np.isnan(ranked[2].relevance_score) and "not finite" in ranked[2].error
-            assert [one.index for one in llm.rerank("abc", documents, top_n=1, use_tqdm=False)] == [2]
+            assert [one.index for one in llm.rerank("abc", documents, top_n=1, use_tqdm=False)] == [
+                2
+            ]
 
     def test_over_the_process(self, broken_folder):
         async def body():
-            async with AsyncLLM(VllmConfig.make(model=broken_folder, convert="embed", **OPTIONS)) as engine:
+            async with AsyncLLM(
+                VllmConfig.make(model=broken_folder, convert="embed", **OPTIONS)
+            ) as engine:
                 bad, good = await engine.encode_many([given([BROKEN]), given(PROMPTS[0])], EMBED)
-                assert (bad.finish_reason, bad.outputs.data) == ("error", None) and "not finite" in bad.error
+                assert (bad.finish_reason, bad.outputs.data) == (
+                    "error",
+                    None,
+                ) and "not finite" in bad.error
                 assert good.error is None
                 assert engine.health().status == "ready"
 

@@ -1,4 +1,5 @@
-"""What users may give wrong to a pooling model offline: each is an error with the parameter's name, and nothing is computed."""
+"""What users may give wrong to a pooling model offline: each is an error with the parameter's name,
+and nothing is computed."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ def llm(folder):
 
 
 def test_nothing_gives_nothing(llm):
-    assert llm.embed([]) == llm.encode([], pooling_task="token_embed") == llm.score("a", []) == llm.rerank("a", []) == []
+    assert (
+        llm.embed([])
+        == llm.encode([], pooling_task="token_embed")
+        == llm.score("a", [])
+        == llm.rerank("a", [])
+        == []
+    )
     assert llm.embed(()) == llm.score([], []) == []
 
 
@@ -50,7 +57,10 @@ def test_one_and_many(llm):
         (["abc", {"prompt_token_ids": [5, "6"]}], "prompt 1: "),
         ([{"prompt_token_ids": [5]}, {"prompt_token_ids": [272]}], "prompt 1: .*272.*vocabulary"),
         ([{"prompt_token_ids": [-1]}], "token id -1 is not in the vocabulary"),
-        (["abc", {"prompt_token_ids": [5, 2**70]}], f"prompt 1: token id {2**70} is not in the vocabulary"),
+        (
+            ["abc", {"prompt_token_ids": [5, 2**70]}],
+            f"prompt 1: token id {2**70} is not in the vocabulary",
+        ),
         (["\ud800"], "surrogate"),
         (7, "not a int"),
         (None, "not a NoneType"),
@@ -68,7 +78,8 @@ class TestLength:
     def test_too_long_without_truncation(self, llm):
         with pytest.raises(
             ContextLengthError,
-            match=r"prompt 1: .*65 tokens; this model's maximum context length is 64 tokens \(max_model_len\)\. .*truncate_prompt",
+            match=r"prompt 1: .*65 tokens; this model's maximum context length is 64 tokens "
+            r"\(max_model_len\)\. .*truncate_prompt",
         ):
             llm.embed(["abc", "x" * 65])
         with pytest.raises(ContextLengthError, match="characters"):
@@ -78,13 +89,24 @@ class TestLength:
     def test_with_truncation(self, llm, length):
         whole, cut = llm.embed(["x" * 64, "x" * length], truncate_prompt_tokens=-1, use_tqdm=False)
         assert cut.prompt_token_ids == whole.prompt_token_ids
-        assert len(llm.embed("x" * length, truncate_prompt_tokens=5, use_tqdm=False)[0].prompt_token_ids) == 5
-        (ids,) = llm.embed({"prompt_token_ids": [40] * length}, truncate_prompt_tokens=3, use_tqdm=False)
+        assert (
+            len(
+                llm.embed("x" * length, truncate_prompt_tokens=5, use_tqdm=False)[
+                    0
+                ].prompt_token_ids
+            )
+            == 5
+        )
+        (ids,) = llm.embed(
+            {"prompt_token_ids": [40] * length}, truncate_prompt_tokens=3, use_tqdm=False
+        )
         assert ids.prompt_token_ids == [40] * 3
 
     @pytest.mark.parametrize("wish", [0, -2, 65, 1.5, "5", True])
     def test_of_what_is_no_length(self, llm, wish):
-        with pytest.raises(RequestError, match="truncate_prompt_tokens must be -1 or an integer from 1 to 64") as raised:
+        with pytest.raises(
+            RequestError, match="truncate_prompt_tokens must be -1 or an integer from 1 to 64"
+        ) as raised:
             llm.embed("abc", truncate_prompt_tokens=wish)
         assert raised.value.param == "truncate_prompt_tokens"
 
@@ -109,7 +131,9 @@ def test_bad_params(llm, params, param):
     assert raised.value.param == param
 
 
-@pytest.mark.parametrize("params", [7, "embed", [PoolingParams()], [PoolingParams(), None], {"task": "embed"}])
+@pytest.mark.parametrize(
+    "params", [7, "embed", [PoolingParams()], [PoolingParams(), None], {"task": "embed"}]
+)
 def test_what_is_no_params(llm, params):
     with pytest.raises(RequestError, match="give PoolingParams, or a list of 2 of them"):
         llm.embed(["abc", "def"], params)
@@ -117,7 +141,16 @@ def test_what_is_no_params(llm, params):
 
 @pytest.mark.parametrize(
     ("queries", "documents"),
-    [(["a", "b"], ["c"]), (["a", "b"], ["c", "d", "e"]), ("a", [""]), ("", ["a"]), ("a", [7]), (7, ["a"]), ("a", None), ("a", [["b"]])],
+    [
+        (["a", "b"], ["c"]),
+        (["a", "b"], ["c", "d", "e"]),
+        ("a", [""]),
+        ("", ["a"]),
+        ("a", [7]),
+        (7, ["a"]),
+        ("a", None),
+        ("a", [["b"]]),
+    ],
 )
 def test_bad_pairs(llm, queries, documents):
     for call in (llm.score, llm.rerank):
@@ -151,31 +184,47 @@ class TestTask:
             with pytest.raises(RequestError, match="but params are for 'token_embed'") as raised:
                 call("abc", tokens)
             assert raised.value.param == "task"
-        with pytest.raises(RequestError, match="scores by the task 'embed', but params are for 'token_embed'"):
+        with pytest.raises(
+            RequestError, match="scores by the task 'embed', but params are for 'token_embed'"
+        ):
             llm.score("abc", "abc", tokens)
-        assert llm.encode("abc", tokens, pooling_task="token_embed", use_tqdm=False)[0].outputs.data.shape == (3, 64)
+        assert llm.encode("abc", tokens, pooling_task="token_embed", use_tqdm=False)[
+            0
+        ].outputs.data.shape == (3, 64)
 
     def test_none(self, llm):
-        with pytest.raises(RequestError, match=r"no task is given\. This model serves: embed, token_embed"):
+        with pytest.raises(
+            RequestError, match=r"no task is given\. This model serves: embed, token_embed"
+        ):
             llm.encode("abc")
 
     def test_of_an_engine_that_generates(self, folder):
         with LLM(folder, max_model_len=64) as llm:
-            embed = r"Supported: generate\. Start the engine with --convert embed .*convert='embed'.* --extra-tasks embed"
+            embed = (
+                r"Supported: generate\. Start the engine with --convert embed "
+                r".*convert='embed'.* --extra-tasks embed"
+            )
             with pytest.raises(RequestError, match=embed):
                 llm.embed("abc")
             with pytest.raises(RequestError, match=embed):
                 llm.score("abc", "abc")
-            with pytest.raises(RequestError, match=r"--convert classify \(in Python convert='classify'\)\.$"):
+            with pytest.raises(
+                RequestError, match=r"--convert classify \(in Python convert='classify'\)\.$"
+            ):
                 llm.classify("abc")
 
 
 @pytest.mark.parametrize("method", ["encode", "embed", "classify", "score", "rerank"])
 def test_keywords_that_there_are_not(llm, method):
     call, texts = getattr(llm, method), ["abc"] * (1 + (method in ("score", "rerank")))
-    with pytest.raises(TypeError, match=rf"^LLM\.{method}\(\) takes no 'dimensions'\. Give PoolingParams\(dimensions=8\)"):
+    with pytest.raises(
+        TypeError,
+        match=rf"^LLM\.{method}\(\) takes no 'dimensions'\. Give PoolingParams\(dimensions=8\)",
+    ):
         call(*texts, dimensions=8)
-    with pytest.raises(TypeError, match=rf"^LLM\.{method}\(\) takes no 'use_tqmd'\. Did you mean 'use_tqdm'"):
+    with pytest.raises(
+        TypeError, match=rf"^LLM\.{method}\(\) takes no 'use_tqmd'\. Did you mean 'use_tqdm'"
+    ):
         call(*texts, use_tqmd=False)
 
 
@@ -183,11 +232,27 @@ class TestStepBudget:
     def test_below_the_number_of_sequences(self, folder):
         """Nobody waits for a token in each step where prompts are pooled whole."""
         with LLM(folder, convert="embed", max_model_len=64, max_num_batched_tokens=16) as llm:
-            assert (llm.config.scheduler.token_budget, llm.config.scheduler.max_num_seqs) == (64, 256)
-            assert all(output.error is None for output in llm.embed(["x" * 60, "abc"] * 100, use_tqdm=False))
+            assert (llm.config.scheduler.token_budget, llm.config.scheduler.max_num_seqs) == (
+                64,
+                256,
+            )
+            assert all(
+                output.error is None
+                for output in llm.embed(["x" * 60, "abc"] * 100, use_tqdm=False)
+            )
 
-    @pytest.mark.parametrize("options", [{}, {"enable_chunked_prefill": False}, {"convert": "embed", "enable_chunked_prefill": True}])
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"enable_chunked_prefill": False},
+            {"convert": "embed", "enable_chunked_prefill": True},
+        ],
+    )
     def test_where_sequences_share_it(self, folder, options):
-        message = r"max_num_batched_tokens \(16\) must be .* max_num_seqs \(256\).* raise it to 256, or give --max-num-seqs 16"
+        message = (
+            r"max_num_batched_tokens \(16\) must be .* max_num_seqs \(256\).* raise it to 256, "
+            r"or give --max-num-seqs 16"
+        )
         with pytest.raises(ConfigError, match=message):
             LLM(folder, max_model_len=64, max_num_batched_tokens=16, **options)

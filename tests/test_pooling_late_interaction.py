@@ -1,4 +1,5 @@
-"""Late interaction through the whole engine, against transformers and NumPy: markers, filled queries, lengths, tokens left out."""
+"""Late interaction through the whole engine, against transformers and NumPy: markers, filled
+queries, lengths, tokens left out."""
 
 from __future__ import annotations
 
@@ -19,11 +20,20 @@ CLS, SEP, MASK, PAD = 0, 1, 2, 3
 QUERY_MARKER, DOCUMENT_MARKER = 5, 6
 SPECIAL = ["[CLS]", "[SEP]", "[MASK]", "[PAD]", "[UNK]", "[unused0]", "[unused1]"]
 LETTERS = [*string.ascii_lowercase, *string.punctuation]
-VOCAB = {word: number for number, word in enumerate([*SPECIAL, *LETTERS, *(f"##{letter}" for letter in LETTERS)])}
+VOCAB = {
+    word: number
+    for number, word in enumerate([*SPECIAL, *LETTERS, *(f"##{letter}" for letter in LETTERS)])
+}
 ADDED = {"[Q] ": len(VOCAB), "[D] ": len(VOCAB) + 1}
 PUNCTUATION = {VOCAB[mark] for mark in string.punctuation}
 QUERIES = ["Who is it?", "a", "which of them, then: this one, or the other one that is longer"]
-DOCUMENTS = ["it is me.", "no", "!?.", "somebody else (I think), but who could tell, after such a long time?", "who?"]
+DOCUMENTS = [
+    "it is me.",
+    "no",
+    "!?.",
+    "somebody else (I think), but who could tell, after such a long time?",
+    "who?",
+]
 DIM = 12
 WEIGHT = torch.randn(DIM, 32, generator=torch.Generator().manual_seed(5))
 
@@ -36,19 +46,32 @@ class Reference:
         tokenizer = Tokenizer(models.WordPiece(VOCAB, unk_token="[UNK]"))
         tokenizer.normalizer = normalizers.BertNormalizer()
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)])
-        # As PyLate saves them: since the text is lower-cased before they are looked for, they are never found in it.
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)]
+        )
+        # As PyLate saves them: since the text is lower-cased before they are looked for, they are
+        # never found in it.
         tokenizer.add_tokens(list(ADDED))
         tokenizer.save(str(folder / "tokenizer.json"))
         self.tokenizer = tokenizer
         self.write("tokenizer_config.json", {"mask_token": "[MASK]"})
-        shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-        config = transformers.BertConfig(vocab_size=len(VOCAB) + len(ADDED), max_position_embeddings=64, **shape)
+        shape = {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        }
+        config = transformers.BertConfig(
+            vocab_size=len(VOCAB) + len(ADDED), max_position_embeddings=64, **shape
+        )
         self.model = transformers.BertModel(config).eval()
         generator = torch.Generator().manual_seed(7)
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + float(name.endswith("LayerNorm.weight")))
+                parameter.copy_(
+                    torch.randn(parameter.shape, generator=generator) * 0.3
+                    + float(name.endswith("LayerNorm.weight"))
+                )
         self.model.save_pretrained(folder)
 
     def write(self, name, content):
@@ -58,11 +81,23 @@ class Reference:
 
     def pylate(self, **general):
         """The form of PyLate: a Dense is listed, the rest is said in one file."""
-        paths = {"": "sentence_transformers.models.Transformer", "1_Dense": "pylate.models.Dense.Dense"}
-        self.write("modules.json", [{"idx": i, "name": str(i), "path": path, "type": paths[path]} for i, path in enumerate(paths)])
+        paths = {
+            "": "sentence_transformers.models.Transformer",
+            "1_Dense": "pylate.models.Dense.Dense",
+        }
+        self.write(
+            "modules.json",
+            [
+                {"idx": i, "name": str(i), "path": path, "type": paths[path]}
+                for i, path in enumerate(paths)
+            ],
+        )
         self.dense()
         markers = {"query_prefix": "[Q] ", "document_prefix": "[D] "}
-        self.write("config_sentence_transformers.json", {"model_type": "ColBERT", "similarity_fn_name": "MaxSim", **markers, **general})
+        self.write(
+            "config_sentence_transformers.json",
+            {"model_type": "ColBERT", "similarity_fn_name": "MaxSim", **markers, **general},
+        )
         self.write("sentence_bert_config.json", {"max_seq_length": 40, "do_lower_case": False})
 
     def own(self, transformer, mask, **general):
@@ -74,22 +109,38 @@ class Reference:
             "2_MultiVectorMask": "sentence_transformers.multi_vector_encoder.modules.multi_vector_mask.MultiVectorMask",
             "3_Normalize": f"{base}.normalize.Normalize",
         }
-        self.write("modules.json", [{"idx": i, "name": str(i), "path": path, "type": paths[path]} for i, path in enumerate(paths)])
+        self.write(
+            "modules.json",
+            [
+                {"idx": i, "name": str(i), "path": path, "type": paths[path]}
+                for i, path in enumerate(paths)
+            ],
+        )
         names = {"module_input_name": "token_embeddings", "module_output_name": "token_embeddings"}
         self.dense(**names)
         self.write("2_MultiVectorMask/config.json", mask)
         self.write("3_Normalize/config.json", names)
         self.write("sentence_bert_config.json", transformer)
-        self.write("config_sentence_transformers.json", {"model_type": "MultiVectorEncoder", **general})
+        self.write(
+            "config_sentence_transformers.json", {"model_type": "MultiVectorEncoder", **general}
+        )
 
     def dense(self, **names):
-        config = {"in_features": 32, "out_features": DIM, "bias": False, "activation_function": "torch.nn.modules.linear.Identity"}
+        config = {
+            "in_features": 32,
+            "out_features": DIM,
+            "bias": False,
+            "activation_function": "torch.nn.modules.linear.Identity",
+        }
         self.write("1_Dense/config.json", config | names)
         save_file({"linear.weight": WEIGHT}, self.folder / "1_Dense" / "model.safetensors")
 
     def authors(self, metadata):
         """The form of ColBERT's authors: the projection lies among the weights."""
-        tensors = {f"bert.{name}": tensor for name, tensor in load_file(self.folder / "model.safetensors").items()}
+        tensors = {
+            f"bert.{name}": tensor
+            for name, tensor in load_file(self.folder / "model.safetensors").items()
+        }
         save_file(tensors | {"linear.weight": WEIGHT}, self.folder / "model.safetensors")
         config = json.loads((self.folder / "config.json").read_text())
         self.write("config.json", config | {"architectures": ["HF_ColBERT"], "dim": DIM})
@@ -99,12 +150,19 @@ class Reference:
     def ids(self, text, marker=None, most=64):
         """[CLS], the marker, the text, [SEP]."""
         start = [CLS] if marker is None else [CLS, marker]
-        return start + self.tokenizer.encode(text, add_special_tokens=False).ids[: most - len(start) - 1] + [SEP]
+        return (
+            start
+            + self.tokenizer.encode(text, add_special_tokens=False).ids[: most - len(start) - 1]
+            + [SEP]
+        )
 
     def vectors(self, ids, num_attended=None):
         mask = torch.arange(len(ids))[None] < (num_attended or len(ids))
         with torch.inference_mode():
-            states = self.model(torch.tensor([ids]), attention_mask=mask.long()).last_hidden_state[0] @ WEIGHT.T
+            states = (
+                self.model(torch.tensor([ids]), attention_mask=mask.long()).last_hidden_state[0]
+                @ WEIGHT.T
+            )
         return torch.nn.functional.normalize(states, dim=-1).numpy()
 
     def compared(self, ids, left_out=frozenset()):
@@ -125,19 +183,25 @@ def max_sim(query, document):
 
 
 def check(folder, queries, documents, score=max_sim):
-    """`queries`, `documents`: token ids as they are to be read, and the vectors that are compared."""
+    """`queries`, `documents`: token ids as they are to be read, and the vectors that are
+    compared."""
     expected = [[score(query, document) for _, document in documents] for _, query in queries]
     # What is tested shows in the scores.
     assert np.ptp(expected) > 0.05
     with LLM(str(folder)) as llm:
         for text, scores in zip(QUERIES, expected, strict=True):
             np.testing.assert_allclose(
-                [one.outputs.score for one in llm.score(text, DOCUMENTS, use_tqdm=False)], scores, rtol=1e-5, atol=1e-5
+                [one.outputs.score for one in llm.score(text, DOCUMENTS, use_tqdm=False)],
+                scores,
+                rtol=1e-5,
+                atol=1e-5,
             )
             ranked = [one.index for one in llm.rerank(text, DOCUMENTS, use_tqdm=False)]
             assert ranked == sorted(range(len(scores)), key=lambda i: -scores[i])
         for name, texts, roles in (("query", QUERIES, queries), ("document", DOCUMENTS, documents)):
-            outputs = llm.encode(texts, pooling_task="token_embed", prompt_name=name, use_tqdm=False)
+            outputs = llm.encode(
+                texts, pooling_task="token_embed", prompt_name=name, use_tqdm=False
+            )
             for output, (ids, vectors) in zip(outputs, roles, strict=True):
                 assert output.prompt_token_ids == ids
                 compared = llm.engine.processor.texts.roles[name].compared(output.prompt_token_ids)
@@ -154,7 +218,8 @@ class TestPyLate:
         return filled(reference.ids(text, ADDED["[Q] "], 24), 24)
 
     def test_scores(self, written):
-        # Documents have 41 tokens at most, although PyLate's own count, which leaves out the marker, is 40.
+        # Documents have 41 tokens at most, although PyLate's own count, which leaves out the
+        # marker, is 40.
         documents = [written.ids(text, ADDED["[D] "], 41) for text in DOCUMENTS]
         assert max(map(len, documents)) == 41
         queries = [self.query(written, text) for text in QUERIES]
@@ -171,8 +236,16 @@ class TestPyLate:
             assert llm.engine.tasks == ("token_embed",)
             with pytest.raises(RequestError, match="Supported: token_embed"):
                 llm.embed(text)
-            plain, tokens = llm.encode([text, {"prompt_token_ids": ids}], pooling_task="token_embed", use_tqdm=False)
-            [cut] = llm.encode(text, pooling_task="token_embed", prompt_name="query", truncate_prompt_tokens=6, use_tqdm=False)
+            plain, tokens = llm.encode(
+                [text, {"prompt_token_ids": ids}], pooling_task="token_embed", use_tqdm=False
+            )
+            [cut] = llm.encode(
+                text,
+                pooling_task="token_embed",
+                prompt_name="query",
+                truncate_prompt_tokens=6,
+                use_tqdm=False,
+            )
             with pytest.raises(RequestError, match="Known: document, query"):
                 llm.encode(text, pooling_task="token_embed", prompt_name="passage")
         for output in (plain, tokens):
@@ -184,13 +257,23 @@ class TestPyLate:
     def test_async(self, written):
         async def encode():
             async with AsyncLLM(VllmConfig.make(model=str(written.folder))) as llm:
-                return await llm.encode_many([QUERIES[0]], PoolingParams(task="token_embed"), prompt_name="query")
+                return await llm.encode_many(
+                    [QUERIES[0]], PoolingParams(task="token_embed"), prompt_name="query"
+                )
 
         [output] = asyncio.run(encode())
-        np.testing.assert_allclose(output.outputs.data, written.vectors(self.query(written, QUERIES[0])), atol=1e-5)
+        np.testing.assert_allclose(
+            output.outputs.data, written.vectors(self.query(written, QUERIES[0])), atol=1e-5
+        )
 
     def test_no_expansion(self, reference):
-        reference.pylate(do_query_expansion=False, query_length=9, document_length=15, skiplist_words=["i"], query_prefix="[X]")
+        reference.pylate(
+            do_query_expansion=False,
+            query_length=9,
+            document_length=15,
+            skiplist_words=["i"],
+            query_prefix="[X]",
+        )
         # A marker that is no token is text.
         queries = [reference.ids(f"[X]{text}", None, 9) for text in QUERIES]
         documents = [reference.ids(text, ADDED["[D] "], 15) for text in DOCUMENTS]
@@ -201,8 +284,14 @@ class TestPyLate:
         )
 
     def test_prompts_follow_the_marker(self, reference):
-        reference.pylate(query_length=30, attend_to_expansion_tokens=True, prompts={"query": "search: ", "document": "[D] text: "})
-        queries = [filled(reference.ids(f"search: {text}", ADDED["[Q] "], 30), 30) for text in QUERIES]
+        reference.pylate(
+            query_length=30,
+            attend_to_expansion_tokens=True,
+            prompts={"query": "search: ", "document": "[D] text: "},
+        )
+        queries = [
+            filled(reference.ids(f"search: {text}", ADDED["[Q] "], 30), 30) for text in QUERIES
+        ]
         documents = [reference.ids(f"text: {text}", ADDED["[D] "])[:64] for text in DOCUMENTS]
         reference.write("sentence_bert_config.json", {"max_seq_length": 64})
         check(
@@ -215,9 +304,16 @@ class TestPyLate:
 class TestSentenceTransformers:
     def test_queries_of_a_least_length(self, reference):
         expansion = {"strategy": "min", "length": 16, "attend": True, "token": "[PAD]"}
-        skiplist = {"skiplist_words": ["o", "?", "missing"], "skiplist_tasks": ["query", "document"]}
+        skiplist = {
+            "skiplist_words": ["o", "?", "missing"],
+            "skiplist_tasks": ["query", "document"],
+        }
         prompts = {"query": "q ", "document": "d "}
-        reference.own({"query_expansion": expansion, "query_length": 28, "document_length": 20}, skiplist, prompts=prompts)
+        reference.own(
+            {"query_expansion": expansion, "query_length": 28, "document_length": 20},
+            skiplist,
+            prompts=prompts,
+        )
         queries = [filled(reference.ids(f"q {text}", None, 28), 16, PAD) for text in QUERIES]
         assert [len(ids) for ids in queries] == [16, 16, 28]
         documents = [reference.ids(f"d {text}", None, 20) for text in DOCUMENTS]
@@ -229,7 +325,11 @@ class TestSentenceTransformers:
         )
 
     def test_the_mean(self, reference):
-        reference.own({}, {"skiplist_words": [*string.punctuation], "skiplist_tasks": []}, similarity_fn_name="meanmaxsim")
+        reference.own(
+            {},
+            {"skiplist_words": [*string.punctuation], "skiplist_tasks": []},
+            similarity_fn_name="meanmaxsim",
+        )
         check(
             reference.folder,
             [(ids, reference.vectors(ids)) for ids in map(reference.ids, QUERIES)],
@@ -242,14 +342,23 @@ class TestSentenceTransformers:
         reference.own({}, {"skiplist_words": ["!"], "keep_only_token_ids": kept})
         queries = [(ids, reference.vectors(ids)) for ids in map(reference.ids, QUERIES)]
         others = frozenset(range(200)) - {VOCAB["?"]}
-        documents = [(ids, reference.compared(ids, others)) for ids in map(reference.ids, DOCUMENTS)]
+        documents = [
+            (ids, reference.compared(ids, others)) for ids in map(reference.ids, DOCUMENTS)
+        ]
         # What has no token to compare fits worst.
-        check(reference.folder, queries, documents, lambda query, document: max_sim(query, document) if len(document) else -1e9)
+        check(
+            reference.folder,
+            queries,
+            documents,
+            lambda query, document: max_sim(query, document) if len(document) else -1e9,
+        )
 
     def test_unattended_tokens_that_nobody_compares_change_nothing(self, reference):
         reference.own({"query_expansion": {"strategy": "fixed", "length": 8}}, {})
         modules = json.loads((reference.folder / "modules.json").read_text())
-        reference.write("modules.json", [module for module in modules if "Mask" not in module["type"]])
+        reference.write(
+            "modules.json", [module for module in modules if "Mask" not in module["type"]]
+        )
         queries = [reference.ids(text, None, 8) for text in QUERIES]
         check(
             reference.folder,
@@ -262,7 +371,9 @@ class TestAuthors:
     @pytest.mark.parametrize("mask_punctuation", [True, False])
     def test_scores(self, reference, mask_punctuation):
         lengths = {"query_maxlen": 20, "doc_maxlen": 30}
-        reference.authors(lengths | {"attend_to_mask_tokens": True, "mask_punctuation": mask_punctuation})
+        reference.authors(
+            lengths | {"attend_to_mask_tokens": True, "mask_punctuation": mask_punctuation}
+        )
         queries = [filled(reference.ids(text, QUERY_MARKER, 20), 20) for text in QUERIES]
         documents = [reference.ids(text, DOCUMENT_MARKER, 30) for text in DOCUMENTS]
         left_out = PUNCTUATION if mask_punctuation else frozenset()
@@ -273,7 +384,9 @@ class TestAuthors:
         )
 
     def test_markers_and_defaults(self, reference):
-        reference.authors({"attend_to_mask_tokens": True, "query_token_id": "[PAD]", "doc_token_id": "z"})
+        reference.authors(
+            {"attend_to_mask_tokens": True, "query_token_id": "[PAD]", "doc_token_id": "z"}
+        )
         queries = [filled(reference.ids(text, PAD, 32), 32) for text in QUERIES]
         documents = [reference.ids(text, VOCAB["z"]) for text in DOCUMENTS]
         check(
@@ -282,7 +395,15 @@ class TestAuthors:
             [(ids, reference.compared(ids, PUNCTUATION)) for ids in documents],
         )
 
-    @pytest.mark.parametrize(("key", "value"), [("similarity", "l2"), ("interaction", "flipr"), ("query_maxlen", 0), ("doc_maxlen", "180")])
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("similarity", "l2"),
+            ("interaction", "flipr"),
+            ("query_maxlen", 0),
+            ("doc_maxlen", "180"),
+        ],
+    )
     def test_what_is_not_understood_is_refused(self, reference, key, value):
         reference.authors({"attend_to_mask_tokens": True, key: value})
         with pytest.raises(CheckpointError, match=rf"artifact\.metadata.*{key}"):
@@ -290,7 +411,8 @@ class TestAuthors:
 
 
 class TestUnattended:
-    """Queries are filled up with tokens that attention does not see: no token's vector depends on them, and they are compared."""
+    """Queries are filled up with tokens that attention does not see: no token's vector depends on
+    them, and they are compared."""
 
     @pytest.mark.parametrize("form", ["PyLate", "authors"])
     def test_scores(self, reference, form):
@@ -329,20 +451,40 @@ class TestUnattended:
 
 class TestRefused:
     def test_lengths_that_contradict_each_other(self, reference):
-        reference.own({"query_expansion": {"strategy": "fixed", "length": 16, "attend": True}, "query_length": 12}, {})
+        reference.own(
+            {
+                "query_expansion": {"strategy": "fixed", "length": 16, "attend": True},
+                "query_length": 12,
+            },
+            {},
+        )
         with pytest.raises(CheckpointError, match="pads queries to 16 tokens, but cuts them to 12"):
             LLM(str(reference.folder))
 
     @pytest.mark.parametrize("token", [None, "[MISSING]"])
     def test_no_token_to_fill_up_with(self, reference, token):
-        reference.own({"query_expansion": {"strategy": "fixed", "length": 16, "attend": True, "token": token}}, {})
+        reference.own(
+            {
+                "query_expansion": {
+                    "strategy": "fixed",
+                    "length": 16,
+                    "attend": True,
+                    "token": token,
+                }
+            },
+            {},
+        )
         if token is None:
             text = (reference.folder / "tokenizer.json").read_text()
             (reference.folder / "tokenizer.json").write_text(text.replace("[MASK]", "[GONE]"))
-        with pytest.raises(CheckpointError, match=r"(mask token|MISSING).*tokenizer\.json' does not have"):
+        with pytest.raises(
+            CheckpointError, match=r"(mask token|MISSING).*tokenizer\.json' does not have"
+        ):
             LLM(str(reference.folder))
 
     def test_no_room_for_a_filled_up_query(self, reference):
         reference.pylate(query_length=24, attend_to_expansion_tokens=True)
-        with pytest.raises(ConfigError, match=r"max_model_len is 20.*pads its queries to 24 tokens"):
+        with pytest.raises(
+            ConfigError, match=r"max_model_len is 20.*pads its queries to 24 tokens"
+        ):
             LLM(str(reference.folder), max_model_len=20)

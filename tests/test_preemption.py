@@ -1,4 +1,5 @@
-"""Preemption through the whole engine: by recomputing, by swapping, and by what costs less. Results are the same."""
+"""Preemption through the whole engine: by recomputing, by swapping, and by what costs less. Results
+are the same."""
 
 from __future__ import annotations
 
@@ -7,7 +8,13 @@ import torch
 from toolkit_lm import LLM, SamplingParams
 
 # It holds one sequence of max_model_len, and not all eight.
-TIGHT = {"block_size": 4, "max_model_len": 112, "max_num_seqs": 8, "max_num_batched_tokens": 24, "max_logprobs": 272}
+TIGHT = {
+    "block_size": 4,
+    "max_model_len": 112,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 24,
+    "max_logprobs": 272,
+}
 LOUD = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=272)
 LENGTHS = (5, 17, 40, 3, 64, 33, 1, 21)
 MODES = {
@@ -20,14 +27,20 @@ MODES = {
 
 def prompts_of(vocab_size: int) -> list[dict[str, list[int]]]:
     generator = torch.Generator().manual_seed(3)
-    return [{"prompt_token_ids": torch.randint(3, vocab_size, (n,), generator=generator).tolist()} for n in LENGTHS]
+    return [
+        {"prompt_token_ids": torch.randint(3, vocab_size, (n,), generator=generator).tolist()}
+        for n in LENGTHS
+    ]
 
 
 @pytest.fixture(params=["full", "windowed"])
 def tight(request, make_llama, make_windowed):
     """(options, transformers model)"""
     folder, model = make_llama("engine") if request.param == "full" else make_windowed()
-    return TIGHT | {"model": str(folder), "num_kv_blocks": 30 if request.param == "full" else 60}, model
+    return TIGHT | {
+        "model": str(folder),
+        "num_kv_blocks": 30 if request.param == "full" else 60,
+    }, model
 
 
 @pytest.mark.parametrize(
@@ -44,12 +57,16 @@ def tight(request, make_llama, make_windowed):
 )
 def test_results_are_the_same(tight, assert_parity, watch, mode, caching, overlap):
     options, model = tight
-    with LLM(plugins=[watch], enable_prefix_caching=caching, overlap=overlap, **MODES[mode], **options) as llm:
+    with LLM(
+        plugins=[watch], enable_prefix_caching=caching, overlap=overlap, **MODES[mode], **options
+    ) as llm:
         outputs = llm.generate(prompts_of(272), LOUD, use_tqdm=False)
     assert_parity(model, outputs)
     assert watch.count("preempted") > 0
     assert (watch.most("num_used_host_blocks") > 0) >= (mode == "swap")
-    assert (watch.most("num_used_host_blocks") > 0) <= (mode in ("swap", "auto", "swap to a small pool"))
+    assert (watch.most("num_used_host_blocks") > 0) <= (
+        mode in ("swap", "auto", "swap to a small pool")
+    )
     assert (watch.last("num_used_blocks"), watch.last("num_used_host_blocks")) == (0, 0)
 
 

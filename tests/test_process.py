@@ -1,4 +1,5 @@
-"""The engine process: how it starts and fails to start, and that nothing is left behind whichever process dies, and when."""
+"""The engine process: how it starts and fails to start, and that nothing is left behind whichever
+process dies, and when."""
 
 from __future__ import annotations
 
@@ -122,14 +123,18 @@ def slow_folder(tmp_path_factory) -> Path:
     (folder / "slow_plugin_target.py").write_text(textwrap.dedent(SLOW_TARGET))
     metadata = folder / "slow_plugin-1.0.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: slow-plugin\nVersion: 1.0\nRequires-Dist: toolkit-lm-core>=0.1\n")
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: slow-plugin\nVersion: 1.0\nRequires-Dist: "
+        "toolkit-lm-core>=0.1\n"
+    )
     (metadata / "entry_points.txt").write_text("[toolkit_lm]\nslow = slow_plugin\n")
     return folder
 
 
 @pytest.fixture
 def slow(slow_folder, monkeypatch):
-    """slow(phase): from now on engines take a minute in that phase. In "failing" their model cannot be made."""
+    """slow(phase): from now on engines take a minute in that phase. In "failing" their model cannot
+    be made."""
     monkeypatch.syspath_prepend(str(slow_folder))
     monkeypatch.setenv("PYTHONPATH", str(slow_folder), prepend=os.pathsep)
 
@@ -143,7 +148,8 @@ def slow(slow_folder, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def sockets(tmp_path, monkeypatch):
-    """Sockets get a folder of their own, which must be empty afterwards. Its name is short, as a socket's must be."""
+    """Sockets get a folder of their own, which must be empty afterwards. Its name is short, as a
+    socket's must be."""
     folder = tempfile.mkdtemp(prefix="s")
     monkeypatch.setattr(tempfile, "tempdir", folder)
     monkeypatch.setenv("TMPDIR", folder)
@@ -155,7 +161,11 @@ def sockets(tmp_path, monkeypatch):
 
 def wait_until_gone(*pids: int, seconds: float = 5) -> None:
     end = time.monotonic() + seconds
-    while alive := [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]:
+    while alive := [
+        pid
+        for pid in pids
+        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    ]:
         assert time.monotonic() < end, f"alive still: {alive}"
         time.sleep(0.02)
 
@@ -193,26 +203,41 @@ class TestStart:
             assert taken == []
 
     def test_where_the_front_ignores_what_becomes_of_children(self):
-        """As `trap '' CHLD` of a shell has it: what a process ignores, those that it starts ignore."""
+        """As `trap '' CHLD` of a shell has it: what a process ignores, those that it starts
+        ignore."""
         code = (
-            "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\nfrom toolkit_lm import LLM\n"
+            "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\nfrom toolkit_lm "
+            "import LLM\n"
             f"with LLM(**{SMALL!r}, engine_process=True): print('ready')"
         )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=100
+        )
         assert (done.returncode, done.stdout) == (0, "ready\n"), done.stderr
 
     def test_llm_gives_the_same_with_and_without(self):
         results = []
         for process in (True, False):
             with LLM(**SMALL, engine_process=process) as llm:
-                outputs = llm.generate(["Once", "There was"], GREEDY.replace(n=2, logprobs=1), use_tqdm=False)
-                results.append([(o.text, o.token_ids, len(o.logprobs)) for output in outputs for o in output.outputs])
+                outputs = llm.generate(
+                    ["Once", "There was"], GREEDY.replace(n=2, logprobs=1), use_tqdm=False
+                )
+                results.append(
+                    [
+                        (o.text, o.token_ids, len(o.logprobs))
+                        for output in outputs
+                        for o in output.outputs
+                    ]
+                )
         assert results[0] == results[1]
 
     def test_a_start_that_fails_raises_its_own_error(self):
         with pytest.raises(CapacityError, match="one sequence of max_model_len 256") as caught:
             AsyncLLM(VllmConfig.make(**{**SMALL, "num_kv_blocks": 3}))
-        assert "In the engine process" in caught.value.__notes__[0] and "_plan_kv_cache" in caught.value.__notes__[0]
+        assert (
+            "In the engine process" in caught.value.__notes__[0]
+            and "_plan_kv_cache" in caught.value.__notes__[0]
+        )
         with pytest.raises(ConfigError, match="device 'warp' cannot be used"):
             LLM(**SMALL, engine_process=True, device="warp")
 
@@ -238,7 +263,10 @@ class TestStart:
 
     def test_start_timeout(self, slow):
         slow("importing")
-        with pytest.raises(EngineDeadError, match=r"not ready after 0\.5 seconds \(start_timeout\): it was still importing"):
+        with pytest.raises(
+            EngineDeadError,
+            match=r"not ready after 0\.5 seconds \(start_timeout\): it was still importing",
+        ):
             AsyncLLM(VllmConfig.make(**SMALL, start_timeout=0.5))
 
     def test_closing_during_the_start(self, slow):
@@ -276,10 +304,19 @@ class TestPlugins:
 
         def other(self, **arguments):
             mine = fingerprint(self, **arguments)
-            return Fingerprint("0.0.7", tuple(replace(p, content="f" * 64) if p.name == "sdpa" else p for p in mine.plugins))
+            return Fingerprint(
+                "0.0.7",
+                tuple(
+                    replace(p, content="f" * 64) if p.name == "sdpa" else p for p in mine.plugins
+                ),
+            )
 
         monkeypatch.setattr(Plugins, "fingerprint", other)
-        with pytest.raises(PluginError, match=r"(?s)toolkit-lm-core: 0\.0\.7 here, .* there.*plugin 'sdpa': .*\(ffffffffffff\) here"):
+        with pytest.raises(
+            PluginError,
+            match=r"(?s)toolkit-lm-core: 0\.0\.7 here, .* there.*plugin 'sdpa': "
+            r".*\(ffffffffffff\) here",
+        ):
             AsyncLLM(VllmConfig.make(**SMALL))
 
     def test_an_object_that_the_engine_needs_is_refused(self):
@@ -290,10 +327,18 @@ class TestPlugins:
             def toolkit_register_models(self, models):
                 models.add("MineForCausalLM", "mine:Model")
 
-        with pytest.raises(PluginError, match=r"plugin 'mine' \(given from code\) implements toolkit_register_models.*engine_process"):
+        with pytest.raises(
+            PluginError,
+            match=r"plugin 'mine' \(given from code\) implements "
+            r"toolkit_register_models.*engine_process",
+        ):
             AsyncLLM(VllmConfig.make(**SMALL), plugins=[Models()])
 
-    @pytest.mark.parametrize("value", [(1, 2), {1, 2}, {1: {"a": object()}}, 2**70], ids=["tuple", "set", "object", "large"])
+    @pytest.mark.parametrize(
+        "value",
+        [(1, 2), {1, 2}, {1: {"a": object()}}, 2**70],
+        ids=["tuple", "set", "object", "large"],
+    )
     def test_options_that_cannot_be_sent(self, slow, value):
         slow("none")
         with pytest.raises(ConfigError, match="Options of plugins must be plain values"):
@@ -302,12 +347,17 @@ class TestPlugins:
     def test_options_arrive_and_those_of_an_object_stay(self, slow):
         slow("none")
         given = {"slow": {"note": {"a": [1, 2.5, None, "ü"]}}, "watcher": {"note": (1, 2)}}
-        with LLM(config=VllmConfig.make(**SMALL, engine_process=True, plugin_option=given), plugins=[Watcher()]) as llm:
+        with LLM(
+            config=VllmConfig.make(**SMALL, engine_process=True, plugin_option=given),
+            plugins=[Watcher()],
+        ) as llm:
             assert llm.config.plugins.plugin_option == given
 
     def test_a_request_that_cannot_be_sent_fails_alone(self):
         with LLM(**SMALL, engine_process=True) as llm:
-            good, bad = (llm.engine.processor.prepare(name, "Once", GREEDY) for name in ("good", "bad"))
+            good, bad = (
+                llm.engine.processor.prepare(name, "Once", GREEDY) for name in ("good", "bad")
+            )
             bad.message.context["x"] = object()
             with pytest.raises(RequestError, match="cannot be sent"):
                 llm.engine.submit(bad)
@@ -320,7 +370,9 @@ class TestPlugins:
 
 def start_front(phase: str) -> tuple[subprocess.Popen, int, Path]:
     """A front, in a process of its own, whose engine is in `phase`; the engine's pid and folder."""
-    front = subprocess.Popen([sys.executable, "-c", textwrap.dedent(FRONT), phase], stdout=subprocess.PIPE, text=True)
+    front = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(FRONT), phase], stdout=subprocess.PIPE, text=True
+    )
     pid, folder = front.stdout.readline().split(maxsplit=1)
     if phase != "starting":
         assert front.stdout.readline() == "there\n"
@@ -330,7 +382,10 @@ def start_front(phase: str) -> tuple[subprocess.Popen, int, Path]:
 class TestKills:
     """`kill -9`, at every phase of an engine's life."""
 
-    @pytest.mark.parametrize("phase", [*(pytest.param(phase, marks=pytest.mark.slow) for phase in PHASES[:-1]), PHASES[-1]])
+    @pytest.mark.parametrize(
+        "phase",
+        [*(pytest.param(phase, marks=pytest.mark.slow) for phase in PHASES[:-1]), PHASES[-1]],
+    )
     def test_of_the_front(self, slow, phase):
         slow(phase)
         front, engine, _ = start_front(phase)
@@ -341,20 +396,33 @@ class TestKills:
     @pytest.mark.parametrize(
         "start",
         [
-            "from toolkit_lm.engine.process.launch import EngineProcess as Process; process = Process()",
-            "from toolkit_lm_executor_mp.local import make_folder; from toolkit_lm_executor_mp.process import WorkerProcess as Process\n"
+            (
+                "from toolkit_lm.engine.process.launch import EngineProcess as Process; process "
+                "= Process()"
+            ),
+            "from toolkit_lm_executor_mp.local import make_folder; from "
+            "toolkit_lm_executor_mp.process import WorkerProcess as Process\n"
             "process = Process(0, 1, make_folder(), bytes(32)); process.folder = ''",
         ],
         ids=["engine", "rank"],
     )
     def test_of_the_front_while_an_import_holds_the_interpreter(self, tmp_path, start):
-        """On a machine that reads a large library from a slow disk, no thread of Python's runs for seconds."""
+        """On a machine that reads a large library from a slow disk, no thread of Python's runs for
+        seconds."""
         (tmp_path / "tmp").mkdir()
         mark = tmp_path / "holds"
-        (tmp_path / "torch.py").write_text(f"import ctypes, pathlib\npathlib.Path({str(mark)!r}).touch()\nctypes.PyDLL(None).sleep(60)\n")
-        code = f"import sys, time; sys.path.insert(0, {str(tmp_path)!r})\n{start}\nprint(process.pid, flush=True); time.sleep(60)"
+        (tmp_path / "torch.py").write_text(
+            f"import ctypes, pathlib\npathlib.Path({str(mark)!r}).touch()\n"
+            "ctypes.PyDLL(None).sleep(60)\n"
+        )
+        code = (
+            f"import sys, time; sys.path.insert(0, {str(tmp_path)!r})\n{start}\n"
+            "print(process.pid, flush=True); time.sleep(60)"
+        )
         environ = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
-        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environ) as front:
+        with subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environ
+        ) as front:
             pid = int(front.stdout.readline())
             end = time.monotonic() + 30
             while not mark.exists() and time.monotonic() < end:
@@ -380,7 +448,9 @@ class TestKills:
                 print(llm.engine.client.process.pid, fork, llm.engine.client.process.folder, flush=True)
             time.sleep(60)
         """
-        with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True) as front:
+        with subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True
+        ) as front:
             engine, fork, folder = front.stdout.readline().split()
             os.mkdir(folder)
             front.kill()
@@ -395,7 +465,10 @@ class TestKills:
             folder.mkdir()
         folder.rmdir()
 
-    @pytest.mark.parametrize("phase", [*(pytest.param(phase, marks=pytest.mark.slow) for phase in PHASES[:-1]), PHASES[-1]])
+    @pytest.mark.parametrize(
+        "phase",
+        [*(pytest.param(phase, marks=pytest.mark.slow) for phase in PHASES[:-1]), PHASES[-1]],
+    )
     def test_of_the_engine(self, slow, phase):
         slow(phase)
         llm = AsyncLLM(VllmConfig.make(**SMALL), wait=False)
@@ -411,10 +484,14 @@ class TestKills:
                     await asyncio.sleep(0.01)
             os.kill(client.process.pid, signal.SIGKILL)
             start = time.monotonic()
-            with pytest.raises(EngineDeadError, match="killed by SIGKILL; perhaps the machine ran out of memory"):
+            with pytest.raises(
+                EngineDeadError, match="killed by SIGKILL; perhaps the machine ran out of memory"
+            ):
                 await asked
             assert time.monotonic() - start < 8
-            assert llm.health().status == "dead" and (phase in ("serving", "starting") or phase in llm.health().reason)
+            assert llm.health().status == "dead" and (
+                phase in ("serving", "starting") or phase in llm.health().reason
+            )
             await llm.abort("any")
             await llm.shutdown()
 
@@ -429,7 +506,10 @@ class TestKills:
                 await asyncio.sleep(1)
                 assert llm.health().status == "dead" and "SIGKILL" in llm.health().reason
                 assert llm.health().reason == str(llm.error)
-                with pytest.raises(EngineDeadError, match=r"^the engine has died: the engine process \d+ has died: it was killed"):
+                with pytest.raises(
+                    EngineDeadError,
+                    match=r"^the engine has died: the engine process \d+ has died: it was killed",
+                ):
                     await ask(llm)
 
         asyncio.run(body())
@@ -453,7 +533,8 @@ BROKEN_TORCH = """
 
 
 class TestLastWords:
-    """What the engine process wrote to its stderr before it died is in the error, and on the terminal."""
+    """What the engine process wrote to its stderr before it died is in the error, and on the
+    terminal."""
 
     def test_while_importing(self, tmp_path, monkeypatch, capfd):
         (tmp_path / "torch.py").write_text(textwrap.dedent(BROKEN_TORCH))
@@ -462,7 +543,10 @@ class TestLastWords:
             AsyncLLM(VllmConfig.make(**SMALL))
         text, note = str(caught.value), caught.value.__notes__[0]
         assert re.search(r"process \d+ has died while importing: it ended with exit code 1\b", text)
-        assert text.endswith(": ImportError: libnone.so: cannot open shared object file") and "\n" not in text
+        assert (
+            text.endswith(": ImportError: libnone.so: cannot open shared object file")
+            and "\n" not in text
+        )
         assert "a word before\nTraceback" in note and "torch.py" in note
         assert note.endswith(capfd.readouterr().err.strip())
 
@@ -470,9 +554,16 @@ class TestLastWords:
         ("phase", "how", "words"),
         [
             ("printing", "it ended with exit code 7", "ValueError: no more\nof that"),
-            pytest.param("aborting", "it was killed by SIGABRT", "Fatal Python error: Aborted", marks=pytest.mark.slow),
+            pytest.param(
+                "aborting",
+                "it was killed by SIGABRT",
+                "Fatal Python error: Aborted",
+                marks=pytest.mark.slow,
+            ),
             pytest.param("silent", "it ended with exit code 7", None, marks=pytest.mark.slow),
-            pytest.param("talking", "it ended with exit code 7", "y" * 500 + "...", marks=pytest.mark.slow),
+            pytest.param(
+                "talking", "it ended with exit code 7", "y" * 500 + "...", marks=pytest.mark.slow
+            ),
         ],
     )
     def test_while_serving(self, slow, capfd, phase, how, words):
@@ -497,7 +588,10 @@ class TestLastWords:
             async with AsyncLLM(VllmConfig.make(**SMALL)) as llm:
                 await ask(llm)
                 os.kill(llm.engine.client.process.pid, signal.SIGKILL)
-                with pytest.raises(EngineDeadError, match=r"killed by SIGKILL; perhaps the machine ran out of memory\.$"):
+                with pytest.raises(
+                    EngineDeadError,
+                    match=r"killed by SIGKILL; perhaps the machine ran out of memory\.$",
+                ):
                     await ask(llm)
 
         asyncio.run(body())
@@ -515,7 +609,9 @@ class TestLastWords:
             print(len(output.outputs[0].token_ids))
         """
         front = [sys.executable, "-c", textwrap.dedent(code)]
-        with subprocess.Popen(front, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            front, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
             assert process.stderr.readline() == "a step\n"
             process.stderr.close()
             process.stdin.write("\n")
@@ -557,7 +653,10 @@ def test_it_keeps_few_kernels_and_its_threads_sleep_soon(monkeypatch, asked):
             environ = psutil.Process(process.pid).environ()
     finally:
         process.end()
-    assert (environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"], environ["LRU_CACHE_CAPACITY"]) == ("256", asked or "256")
+    assert (environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"], environ["LRU_CACHE_CAPACITY"]) == (
+        "256",
+        asked or "256",
+    )
     assert environ["GOMP_SPINCOUNT"] == "4000"
 
 
@@ -587,7 +686,10 @@ class TestStall:
             engine.add_request("other", "Once upon a time", GREEDY)
             done = finished(engine, 1)
             process.resume()
-            assert done | finished(engine, 1) == {"late": ("timeout", 0), "other": ("length", GREEDY.max_tokens)}
+            assert done | finished(engine, 1) == {
+                "late": ("timeout", 0),
+                "other": ("length", GREEDY.max_tokens),
+            }
 
 
 def finished(engine: LLMEngine, number: int) -> dict[str, tuple[str | None, int]]:
@@ -598,5 +700,8 @@ def finished(engine: LLMEngine, number: int) -> dict[str, tuple[str | None, int]
         assert time.monotonic() < end
         for output in engine.step():
             if output.finished:
-                done[output.request_id] = (output.outputs[0].finish_reason, len(output.outputs[0].token_ids))
+                done[output.request_id] = (
+                    output.outputs[0].finish_reason,
+                    len(output.outputs[0].token_ids),
+                )
     return done

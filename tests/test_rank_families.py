@@ -1,7 +1,9 @@
-"""Families of models over tensor parallel ranks and pipeline stages: what they give is what one rank gives.
+"""Families of models over tensor parallel ranks and pipeline stages: what they give is what one
+rank gives.
 
-Requests are cut into chunks, swapped, and begin after cached prefixes; some have several sequences, or beams. The ranks are threads of this
-process. `contrib_backends/executor_mp/tests/test_mp_families.py` has some of the families over processes.
+Requests are cut into chunks, swapped, and begin after cached prefixes; some have several sequences,
+or beams. The ranks are threads of this process.
+`contrib_backends/executor_mp/tests/test_mp_families.py` has some of the families over processes.
 """
 
 from __future__ import annotations
@@ -62,9 +64,11 @@ BLOCKS = {
     "Gemma3ForCausalLM": 90,
     "T5GemmaForConditionalGeneration": 72,
 }
-"""Of the pool, where layers are of two kinds; else 46, of encoder-decoders 34. No fewer than four sequences of a prompt take."""
+"""Of the pool, where layers are of two kinds; else 46, of encoder-decoders 34. No fewer than four
+sequences of a prompt take."""
 STAGES = [(1, 2), (2, 2)]
-"""Tensor x pipeline parallel sizes. Decoders over two ranks of one stage are in `test_mp_families.py`."""
+"""Tensor x pipeline parallel sizes. Decoders over two ranks of one stage are in
+`test_mp_families.py`."""
 Prompts = list[dict[str, Any]]
 Case = tuple[Prompts, dict[str, Any]]
 """The prompts, and options of the engine."""
@@ -74,7 +78,10 @@ def prompt(length: int, start: int = 3) -> dict[str, list[int]]:
     return {"prompt_token_ids": [(start * k) % 250 + 5 for k in range(1, length + 1)]}
 
 
-PROMPTS: Prompts = [prompt(length, start) for length, start in ((40, 3), (5, 7), (33, 11), (1, 5), (21, 13), (30, 17))]
+PROMPTS: Prompts = [
+    prompt(length, start)
+    for length, start in ((40, 3), (5, 7), (33, 11), (1, 5), (21, 13), (30, 17))
+]
 
 
 def decoder(folder: Path, architecture: str, variant: str) -> Case:
@@ -94,26 +101,51 @@ def mixture(folder: Path, family: str, variant: str) -> Case:
 
 def encoder_decoder(folder: Path, architecture: str, variant: str) -> Case:
     fields = encdec_families.VARIANTS[architecture][variant]
-    sides = {key: {**fields[key], "vocab_size": VOCAB_SIZE} for key in ("encoder", "decoder") if key in fields}
+    sides = {
+        key: {**fields[key], "vocab_size": VOCAB_SIZE}
+        for key in ("encoder", "decoder")
+        if key in fields
+    }
     model = encdec_families.make_model(architecture, {**fields, "vocab_size": VOCAB_SIZE, **sides})
     randomize(model)
     model.save_pretrained(folder)
     write_tokenizer(folder, VOCAB_SIZE)
-    return PROMPTS, {"max_encoder_len": 64, "max_num_batched_tokens": 70, "num_kv_blocks": BLOCKS.get(architecture, 34)}
+    return PROMPTS, {
+        "max_encoder_len": 64,
+        "max_num_batched_tokens": 70,
+        "num_kv_blocks": BLOCKS.get(architecture, 34),
+    }
 
 
 def whisper(folder: Path) -> Case:
-    sides = {f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 96))}
+    sides = {
+        f"{side}_{key}": n
+        for side in ("encoder", "decoder")
+        for key, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 96))
+    }
     ids = {"decoder_start_token_id": 3, "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 2}
-    shape = {"d_model": 64, "max_target_positions": 64, "suppress_tokens": None, "begin_suppress_tokens": None}
-    model = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(vocab_size=VOCAB_SIZE, **sides, **ids, **shape)).eval()
+    shape = {
+        "d_model": 64,
+        "max_target_positions": 64,
+        "suppress_tokens": None,
+        "begin_suppress_tokens": None,
+    }
+    model = transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(vocab_size=VOCAB_SIZE, **sides, **ids, **shape)
+    ).eval()
     randomize(model)
     model.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps(ids))
     write_tokenizer(folder, VOCAB_SIZE)
     noise = np.random.default_rng(3)
-    heard = [{"audio": noise.normal(0, 0.1, length).astype(np.float32), "sampling_rate": 16000} for length in (5000, 52345)]
-    prompts = [{"encoder_prompt": one, "decoder_prompt": {"prompt_token_ids": [3, 60, 70]}} for one in heard]
+    heard = [
+        {"audio": noise.normal(0, 0.1, length).astype(np.float32), "sampling_rate": 16000}
+        for length in (5000, 52345)
+    ]
+    prompts = [
+        {"encoder_prompt": one, "decoder_prompt": {"prompt_token_ids": [3, 60, 70]}}
+        for one in heard
+    ]
     # A recording takes 375 blocks, and each is encoded in one step.
     return prompts, {"num_kv_blocks": 900, "max_num_batched_tokens": 1600, "swap_memory": "64MiB"}
 
@@ -131,12 +163,22 @@ def audio(folder: Path) -> Case:
 
 
 def generated(folder: Path, sizes: tuple[int, int], case: Case) -> tuple[list[Any], int]:
-    """What an engine makes of the prompts, the greedy ones twice, so that it begins after cached prefixes; and how often it preempted."""
+    """What an engine makes of the prompts, the greedy ones twice, so that it begins after cached
+    prefixes; and how often it preempted."""
     prompts, options = case
     counter, found = Preemptions(), []
-    ranks = {"tensor_parallel_size": sizes[0], "pipeline_parallel_size": sizes[1], "executor": "threads"}
+    ranks = {
+        "tensor_parallel_size": sizes[0],
+        "pipeline_parallel_size": sizes[1],
+        "executor": "threads",
+    }
     with LLM(str(folder), plugins=[counter, THREADS], **{**TIGHT, **ranks, **options}) as llm:
-        for params, some in ((GREEDY, prompts), (SEVERAL, prompts[:4]), (GREEDY, prompts), (BEAMS, prompts[:2])):
+        for params, some in (
+            (GREEDY, prompts),
+            (SEVERAL, prompts[:4]),
+            (GREEDY, prompts),
+            (BEAMS, prompts[:2]),
+        ):
             outputs = llm.generate(some, params, use_tqdm=False)
             assert [output.error for output in outputs] == [None] * len(outputs)
             found.append([[list(one.token_ids) for one in output.outputs] for output in outputs])
@@ -147,17 +189,23 @@ CASES: dict[str, tuple[Callable[..., Case], tuple[str, ...], list[tuple[int, int
     **{name: (decoder, (name, variant), STAGES) for name, variant in DECODERS.items()},
     "Mixtral": (mixture, ("mixtral", "4 of 8"), STAGES),
     "Qwen3Moe": (mixture, ("qwen3_moe", "all of 4, some dense, window, tied"), STAGES),
-    **{name: (encoder_decoder, (name, next(iter(own))), [(2, 1)]) for name, own in encdec_families.VARIANTS.items()},
+    **{
+        name: (encoder_decoder, (name, next(iter(own))), [(2, 1)])
+        for name, own in encdec_families.VARIANTS.items()
+    },
     "Whisper": (whisper, (), [(2, 1)]),
     "Qwen2Audio": (audio, (), [(2, 1), *STAGES]),
 }
 """How each is made, with which arguments, and the sizes."""
 QUICK = ("GPT2LMHeadModel", "T5ForConditionalGeneration", "Qwen2Audio")
 NEVER_CROWDED = ("MistralForCausalLM", "Phi3ForCausalLM", "Whisper", "Qwen2Audio")
-"""Nobody must make room there: where all layers are windowed, sequences give back as many blocks as they take."""
+"""Nobody must make room there: where all layers are windowed, sequences give back as many blocks as
+they take."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in CASES]
+)
 def test_what_generates(tmp_path, name):
     make, arguments, all_sizes = CASES[name]
     case = make(tmp_path, *arguments)
@@ -170,14 +218,19 @@ def test_what_generates(tmp_path, name):
 
 @pytest.mark.parametrize("family", encoder_families.VARIANTS)
 def test_encoders(tmp_path, family):
-    """What is pooled of whole prompts, without a KV cache, by the last of two stages of two ranks each."""
+    """What is pooled of whole prompts, without a KV cache, by the last of two stages of two ranks
+    each."""
     fields = next(iter(encoder_families.VARIANTS[family].values()))
     model = encoder_families.make_model(f"{family}Model", {**fields, "vocab_size": VOCAB_SIZE})
     randomize(model.eval())
     make_checkpoint(tmp_path, model)
     prompts, found = [prompt(length) for length in (3, 30, 12)], []
     for tensor, pipeline in ((1, 1), (2, 2)):
-        ranks = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline, "executor": "threads"}
+        ranks = {
+            "tensor_parallel_size": tensor,
+            "pipeline_parallel_size": pipeline,
+            "executor": "threads",
+        }
         with LLM(str(tmp_path), plugins=[THREADS], device="cpu", **ranks) as llm:
             outputs = llm.encode(prompts, PoolingParams(task="embed"), use_tqdm=False)
         found.append([list(output.outputs.data) for output in outputs])

@@ -1,4 +1,5 @@
-"""`--renderer-url`: an engine whose prompts are rendered by `toolkit render` elsewhere, and one renderer that dies midway."""
+"""`--renderer-url`: an engine whose prompts are rendered by `toolkit render` elsewhere, and one
+renderer that dies midway."""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ from toolkit_lm_server.app import create_app
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 PROMPTS = ["Once upon a time", "The capital of Italy is", {"prompt_token_ids": [5, 6, 7]}]
-OPTIONS = {"device": "cpu", "num_kv_blocks": 128, "max_model_len": 128, "max_num_seqs": 8, "engine_process": False}
+OPTIONS = {
+    "device": "cpu",
+    "num_kv_blocks": 128,
+    "max_model_len": 128,
+    "max_num_seqs": 8,
+    "engine_process": False,
+}
 
 
 @pytest.fixture
@@ -51,9 +58,22 @@ def test_tokens_and_answers_are_those_of_a_local_renderer(url):
     for where in ({}, {"renderer_url": [url]}):
         with LLM(model="tiny", **OPTIONS, **where) as llm:
             assert (llm.engine.config.renderer.renderer == "remote") is bool(where)
-            outputs = llm.generate(PROMPTS, params, use_tqdm=False) + llm.chat(CHAT, params, use_tqdm=False)
-            outputs += llm.chat(conversation, params.replace(n=2), continue_final_message=True, add_generation_prompt=False, use_tqdm=False)
-            answers.append([(one.prompt_token_ids, [(found.token_ids, found.text) for found in one.outputs]) for one in outputs])
+            outputs = llm.generate(PROMPTS, params, use_tqdm=False) + llm.chat(
+                CHAT, params, use_tqdm=False
+            )
+            outputs += llm.chat(
+                conversation,
+                params.replace(n=2),
+                continue_final_message=True,
+                add_generation_prompt=False,
+                use_tqdm=False,
+            )
+            answers.append(
+                [
+                    (one.prompt_token_ids, [(found.token_ids, found.text) for found in one.outputs])
+                    for one in outputs
+                ]
+            )
     assert answers[0] == answers[1]
 
 
@@ -62,13 +82,21 @@ def test_a_prompt_that_is_too_long_is_cut_where_that_is_asked_for(url):
         long = "Once upon a time there was a cat. " * 100
         [output] = llm.generate([long], GREEDY.replace(truncate_prompt_tokens=8), use_tqdm=False)
         assert len(output.prompt_token_ids) == 8
-        for ask in (lambda: llm.generate([long], GREEDY), lambda: llm.chat([{"role": "user", "content": long}], GREEDY)):
+        for ask in (
+            lambda: llm.generate([long], GREEDY),
+            lambda: llm.chat([{"role": "user", "content": long}], GREEDY),
+        ):
             with pytest.raises(RequestError, match="maximum context length"):
                 ask()
 
 
 @pytest.mark.parametrize(
-    ("messages", "told"), [([], "empty"), ([{"role": "user", "content": "\ud800"}], "surrogate"), ([{"role": 5}], "role")]
+    ("messages", "told"),
+    [
+        ([], "empty"),
+        ([{"role": "user", "content": "\ud800"}], "surrogate"),
+        ([{"role": 5}], "role"),
+    ],
 )
 def test_a_bad_conversation_is_an_error_of_the_request(url, messages, told):
     with LLM(model="tiny", renderer_url=[url], **OPTIONS) as llm:
@@ -82,12 +110,17 @@ async def test_one_of_two_renderers_dies_midway(renderers):
     urls = [renderers.start("tiny"), renderers.start("tiny")]
     config = VllmConfig.make(model="tiny", renderer_url=urls, **OPTIONS)
     async with AsyncLLM(config) as llm:
-        client = httpx.AsyncClient(transport=httpx.ASGITransport(create_app(llm)), base_url="http://server", timeout=120)
+        client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(create_app(llm)), base_url="http://server", timeout=120
+        )
 
         async def ask(number: int) -> tuple[int, str]:
             await asyncio.sleep(number * 0.02)
             question = [{"role": "user", "content": f"What is the capital of France? {number}"}]
-            answer = await client.post("/v1/chat/completions", json={"messages": question, "max_tokens": 8, "temperature": 0})
+            answer = await client.post(
+                "/v1/chat/completions",
+                json={"messages": question, "max_tokens": 8, "temperature": 0},
+            )
             return answer.status_code, answer.text
 
         async with client:
@@ -101,19 +134,29 @@ async def test_one_of_two_renderers_dies_midway(renderers):
             status, text = await ask(0)
             assert (status, "renderer_unreachable" in text) == (503, True)
             assert urls[0] not in text
-            given = await client.post("/v1/completions", json={"prompt": [5, 6, 7], "max_tokens": 4})
+            given = await client.post(
+                "/v1/completions", json={"prompt": [5, 6, 7], "max_tokens": 4}
+            )
             assert given.status_code == 200, "token ids need no renderer"
 
 
 def test_no_renderer_need_be_there_at_the_start():
     with LLM(model="tiny", renderer_url=["http://127.0.0.1:9"], **OPTIONS) as llm:
-        assert llm.generate([{"prompt_token_ids": [5, 6, 7]}], GREEDY, use_tqdm=False)[0].outputs[0].text
-        with pytest.raises(ToolkitError, match="the render server gave no answer; it cannot be reached") as error:
+        assert (
+            llm.generate([{"prompt_token_ids": [5, 6, 7]}], GREEDY, use_tqdm=False)[0]
+            .outputs[0]
+            .text
+        )
+        with pytest.raises(
+            ToolkitError, match="the render server gave no answer; it cannot be reached"
+        ) as error:
             llm.generate(["Once"], GREEDY, use_tqdm=False)
         assert not isinstance(error.value, RequestError)
 
 
-@pytest.mark.parametrize("wrong", ["here", "ftp://host", "http://", "http://user:key@host", "http://host:port"])
+@pytest.mark.parametrize(
+    "wrong", ["here", "ftp://host", "http://", "http://user:key@host", "http://host:port"]
+)
 def test_what_is_no_address_is_refused_at_the_start(wrong):
     with pytest.raises(ConfigError, match="is not the address of a server"):
         LLM(model="tiny", renderer_url=[wrong], **OPTIONS)
@@ -145,7 +188,11 @@ class Slow(BaseHTTPRequestHandler):
         with server.lock:
             server.waiting -= 1
         bad = body.get("prompt") == "bad"
-        content = json.dumps({"error": {"message": "it is bad.", "param": "prompt"}} if bad else {"tokens": [5, 6, 7]}).encode()
+        content = json.dumps(
+            {"error": {"message": "it is bad.", "param": "prompt"}}
+            if bad
+            else {"tokens": [5, 6, 7]}
+        ).encode()
         self.send_response(400 if bad else 200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
@@ -162,7 +209,12 @@ class SlowServer(ThreadingHTTPServer):
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Slow)
-        self.let, self.left, self.lock, self.waiting = threading.Event(), threading.Semaphore(0), threading.Lock(), 0
+        self.let, self.left, self.lock, self.waiting = (
+            threading.Event(),
+            threading.Semaphore(0),
+            threading.Lock(),
+            0,
+        )
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, *_):
@@ -221,7 +273,9 @@ async def test_who_leaves_while_a_prompt_is_rendered_closes_the_connection(slow)
             one.cancel()
         await asyncio.gather(asked, many, return_exceptions=True)
         for _ in range(3):
-            assert await asyncio.to_thread(slow.left.acquire, timeout=5), "the server has not seen one leave"
+            assert await asyncio.to_thread(slow.left.acquire, timeout=5), (
+                "the server has not seen one leave"
+            )
         slow.let.set()
         assert await answered(llm, "once") == [5, 6, 7]
 
@@ -234,12 +288,16 @@ async def test_errors_are_those_of_a_caller_that_waits(slow):
 
         def waiting(prompts: list[object], **params: object) -> str:
             with pytest.raises(ToolkitError) as told:
-                llm.processor.prepare_batch(list(map(str, range(len(prompts)))), prompts, GREEDY.replace(**params))
+                llm.processor.prepare_batch(
+                    list(map(str, range(len(prompts)))), prompts, GREEDY.replace(**params)
+                )
             return repr(told.value)
 
         async def awaited(prompts: list[object], **params: object) -> str:
             with pytest.raises(ToolkitError) as told:
-                async with aclosing(llm.generate_many(prompts, GREEDY.replace(**params))) as outputs:
+                async with aclosing(
+                    llm.generate_many(prompts, GREEDY.replace(**params))
+                ) as outputs:
                     await anext(outputs)
             return repr(told.value)
 

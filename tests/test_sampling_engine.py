@@ -1,4 +1,5 @@
-"""Sampling parameters through the whole engine: preemption, chunked prefill, company, words, prompt log probabilities."""
+"""Sampling parameters through the whole engine: preemption, chunked prefill, company, words, prompt
+log probabilities."""
 
 from __future__ import annotations
 
@@ -10,8 +11,15 @@ from toolkit_lm.plugin import hookimpl
 
 LENGTHS = [5, 17, 40, 3, 33, 1, 21, 9]
 MAX_TOKENS = 24
-# 30 blocks of 4 tokens do not hold all eight sequences, and a step computes at most 12 tokens: it preempts, and prefills in chunks.
-TIGHT = {"num_kv_blocks": 30, "block_size": 4, "max_model_len": 112, "max_num_seqs": 8, "max_num_batched_tokens": 12}
+# 30 blocks of 4 tokens do not hold all eight sequences, and a step computes at most 12 tokens: it
+# preempts, and prefills in chunks.
+TIGHT = {
+    "num_kv_blocks": 30,
+    "block_size": 4,
+    "max_model_len": 112,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 12,
+}
 PARAMETERS = {
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5},
     "bad_words": {"bad_words": ["a", "bc", "!"]},
@@ -79,7 +87,10 @@ def generate(llm, work, params):
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_the_same_alone_and_preempted_in_company(llm, counter, work, name):
     """Half of the rows use the parameters, half use none; all get what they get alone."""
-    plain = [SamplingParams(temperature=0.9, seed=i, max_tokens=MAX_TOKENS, ignore_eos=True) for i in range(len(work))]
+    plain = [
+        SamplingParams(temperature=0.9, seed=i, max_tokens=MAX_TOKENS, ignore_eos=True)
+        for i in range(len(work))
+    ]
     params = [p.replace(**PARAMETERS[name]) if i % 2 else p for i, p in enumerate(plain)]
     before = counter.count
     together = generate(llm, work, params)
@@ -87,15 +98,23 @@ def test_the_same_alone_and_preempted_in_company(llm, counter, work, name):
     alone = [generate(llm, [p], s)[0] for p, s in zip(work, params, strict=True)]
     assert [o.outputs[0].token_ids for o in together] == [o.outputs[0].token_ids for o in alone]
     free = [generate(llm, [p], s)[0] for p, s in zip(work, plain, strict=True)]
-    assert [o.outputs[0].token_ids for o in free[1::2]] != [o.outputs[0].token_ids for o in alone[1::2]]
+    assert [o.outputs[0].token_ids for o in free[1::2]] != [
+        o.outputs[0].token_ids for o in alone[1::2]
+    ]
 
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_prompt_logprobs_are_those_of_transformers(llm, llama, counter, work, n, monkeypatch):
     model, runner = llama[1], llm.engine.client.core.executor.runner
     rows, compute = [], runner.model.compute_logits
-    monkeypatch.setattr(runner.model, "compute_logits", lambda hidden: (rows.append(len(hidden)), compute(hidden))[1])
-    params = SamplingParams(n=n, temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, prompt_logprobs=3)
+    monkeypatch.setattr(
+        runner.model,
+        "compute_logits",
+        lambda hidden: (rows.append(len(hidden)), compute(hidden))[1],
+    )
+    params = SamplingParams(
+        n=n, temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, prompt_logprobs=3
+    )
     before = counter.count
     outputs = generate(llm, work, params)
     assert counter.count > before
@@ -107,11 +126,17 @@ def test_prompt_logprobs_are_those_of_transformers(llm, llama, counter, work, n,
         for position, entries in enumerate(rest):
             token = prompt[position + 1]
             assert entries[token].decoded_token is not None
-            assert entries[token].rank == int((reference[position] > reference[position, token]).sum()) + 1
+            assert (
+                entries[token].rank
+                == int((reference[position] > reference[position, token]).sum()) + 1
+            )
             assert set(reference[position].topk(3).indices.tolist()) <= set(entries)
             for candidate, entry in entries.items():
-                assert entry.logprob == pytest.approx(reference[position, candidate].item(), abs=1e-4)
-    # One row per prompt token but the first, and one per draw: none of them twice, for all the preemptions.
+                assert entry.logprob == pytest.approx(
+                    reference[position, candidate].item(), abs=1e-4
+                )
+    # One row per prompt token but the first, and one per draw: none of them twice, for all the
+    # preemptions.
     assert sum(rows) == sum(len(p) - 1 for p in work) + n * MAX_TOKENS * len(work)
 
 
@@ -119,17 +144,28 @@ def test_logprobs_of_named_tokens(llm, work):
     """Equal to those of the whole vocabulary, beside a request without."""
     named, size = [9, 2], 20
     ask = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
-    params = [SamplingParams(logprob_token_ids=named, **ask), SamplingParams(logprobs=size, **ask), SamplingParams(**ask)]
+    params = [
+        SamplingParams(logprob_token_ids=named, **ask),
+        SamplingParams(logprobs=size, **ask),
+        SamplingParams(**ask),
+    ]
     one, every, none = llm.generate([{"prompt_token_ids": work[2]}] * 3, params)
     assert none.outputs[0].logprobs is None
-    for token, told, known in zip(one.outputs[0].token_ids, one.outputs[0].logprobs, every.outputs[0].logprobs, strict=True):
+    for token, told, known in zip(
+        one.outputs[0].token_ids, one.outputs[0].logprobs, every.outputs[0].logprobs, strict=True
+    ):
         assert set(told) == {token, *named}
         for shared in set(told) & set(known):
-            assert told[shared].logprob == pytest.approx(known[shared].logprob, abs=1e-4) and told[shared].rank == known[shared].rank
+            assert (
+                told[shared].logprob == pytest.approx(known[shared].logprob, abs=1e-4)
+                and told[shared].rank == known[shared].rank
+            )
 
 
 def test_prompt_logprobs_stream_with_the_chunks(llm, work):
-    llm.engine.add_request("chunks", {"prompt_token_ids": work[2]}, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    llm.engine.add_request(
+        "chunks", {"prompt_token_ids": work[2]}, SamplingParams(max_tokens=1, prompt_logprobs=0)
+    )
     lengths = []
     while llm.engine.has_unfinished_requests():
         lengths += [len(output.prompt_logprobs) for output in llm.engine.step()]
@@ -139,9 +175,17 @@ def test_prompt_logprobs_stream_with_the_chunks(llm, work):
 def test_bad_words_are_texts(llm):
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     text = llm.generate("abc", params, use_tqdm=False)[0].outputs[0].text
-    word = next(text[i : i + 2] for i in range(len(text)) if text[i : i + 2].isascii() and text[i : i + 2].strip() and i > 4)
+    word = next(
+        text[i : i + 2]
+        for i in range(len(text))
+        if text[i : i + 2].isascii() and text[i : i + 2].strip() and i > 4
+    )
     other = llm.generate("abc", params.replace(bad_words=[word]), use_tqdm=False)[0].outputs[0].text
-    assert word in text and word not in other and other[: text.index(word) + 1] == text[: text.index(word) + 1]
+    assert (
+        word in text
+        and word not in other
+        and other[: text.index(word) + 1] == text[: text.index(word) + 1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,7 +206,10 @@ def test_what_the_model_does_not_have_is_refused(llm, fields, message):
 
 
 def test_a_request_whose_parameters_leave_no_token_fails_alone(llm):
-    params = [SamplingParams(max_tokens=3, ignore_eos=True), SamplingParams(allowed_token_ids=[1], min_tokens=2, max_tokens=3)]
+    params = [
+        SamplingParams(max_tokens=3, ignore_eos=True),
+        SamplingParams(allowed_token_ids=[1], min_tokens=2, max_tokens=3),
+    ]
     good, bad = llm.generate(["a", "b"], params, use_tqdm=False)
     assert good.outputs[0].finish_reason == "length"
     assert bad.outputs[0].finish_reason == "error" and "leave no token" in bad.error
@@ -173,16 +220,23 @@ def test_a_prompt_is_scored_without_a_token(llm, work, n):
     """As with a token, and as long as the model reads."""
     scored = SamplingParams(max_tokens=0, n=n, prompt_logprobs=1, logprobs=1, ignore_eos=True)
     most = llm.engine.config.max_model_len
-    prompts = [*({"prompt_token_ids": one} for one in work[:3]), {"prompt_token_ids": (work[0] * most)[:most]}]
+    prompts = [
+        *({"prompt_token_ids": one} for one in work[:3]),
+        {"prompt_token_ids": (work[0] * most)[:most]},
+    ]
     found = llm.generate(prompts, scored, use_tqdm=False)
     usual = llm.generate(prompts[:3], scored.replace(max_tokens=1), use_tqdm=False)
     for one, other in zip(found, usual, strict=False):
         assert one.prompt_logprobs == other.prompt_logprobs
     for one, prompt in zip(found, prompts, strict=True):
         assert len(one.prompt_logprobs) == len(prompt["prompt_token_ids"])
-        assert [(part.text, part.token_ids, part.logprobs, part.finish_reason) for part in one.outputs] == [("", [], [], "length")] * n
+        assert [
+            (part.text, part.token_ids, part.logprobs, part.finish_reason) for part in one.outputs
+        ] == [("", [], [], "length")] * n
 
 
 def test_no_token_and_no_score_is_refused():
-    with pytest.raises(RequestError, match="max_tokens must be at least 1, or 0 with prompt_logprobs"):
+    with pytest.raises(
+        RequestError, match="max_tokens must be at least 1, or 0 with prompt_logprobs"
+    ):
         SamplingParams(max_tokens=0)

@@ -1,4 +1,5 @@
-"""An encoder-decoder model by a third party's distribution (tests/plugins/scribe), of an architecture of its own."""
+"""An encoder-decoder model by a third party's distribution (tests/plugins/scribe), of an
+architecture of its own."""
 
 from __future__ import annotations
 
@@ -31,16 +32,33 @@ CONFIG = {
 
 def make_weights() -> dict[str, torch.Tensor]:
     generator, inner, kv = torch.Generator().manual_seed(5), HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE
-    shapes = {"embed.weight": (VOCAB, SIZE), "positions.weight": (128, SIZE), "lm_head.weight": (VOCAB, SIZE)}
+    shapes = {
+        "embed.weight": (VOCAB, SIZE),
+        "positions.weight": (128, SIZE),
+        "lm_head.weight": (VOCAB, SIZE),
+    }
     for side in ("encoder", "decoder"):
         for i in range(2):
-            layer = {"self_attn.query": (inner, SIZE), "self_attn.key": (kv, SIZE), "self_attn.value": (kv, SIZE)}
-            layer |= {"self_attn.out": (SIZE, inner), "up": (2 * SIZE, SIZE), "down": (SIZE, 2 * SIZE)}
+            layer = {
+                "self_attn.query": (inner, SIZE),
+                "self_attn.key": (kv, SIZE),
+                "self_attn.value": (kv, SIZE),
+            }
+            layer |= {
+                "self_attn.out": (SIZE, inner),
+                "up": (2 * SIZE, SIZE),
+                "down": (SIZE, 2 * SIZE),
+            }
             layer |= {f"norms.{n}": (SIZE,) for n in range(3 if side == "decoder" else 2)}
             if side == "decoder":
-                layer |= {f"cross_attn.{name}": (inner, SIZE) for name in ("q", "key", "value")} | {"cross_attn.out": (SIZE, inner)}
+                layer |= {f"cross_attn.{name}": (inner, SIZE) for name in ("q", "key", "value")} | {
+                    "cross_attn.out": (SIZE, inner)
+                }
             shapes |= {f"{side}.{i}.{name}.weight": shape for name, shape in layer.items()}
-    return {name: torch.randn(shape, generator=generator) * 0.2 + float(len(shape) == 1) for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape, generator=generator) * 0.2 + float(len(shape) == 1)
+        for name, shape in shapes.items()
+    }
 
 
 class Reference:
@@ -56,24 +74,48 @@ class Reference:
         states, x = x, self.embed(decoder_ids)
         distance = torch.arange(len(x))[:, None] - torch.arange(len(x))
         for i in range(2):
-            x = self.layer(f"decoder.{i}", x, (distance >= 0) & (distance < (WINDOW if i else len(x))), states)
+            x = self.layer(
+                f"decoder.{i}", x, (distance >= 0) & (distance < (WINDOW if i else len(x))), states
+            )
         return x @ self.weights["lm_head.weight"].T
 
     def embed(self, token_ids) -> torch.Tensor:
-        return self.weights["embed.weight"][torch.tensor(list(token_ids))] + self.weights["positions.weight"][: len(token_ids)]
+        return (
+            self.weights["embed.weight"][torch.tensor(list(token_ids))]
+            + self.weights["positions.weight"][: len(token_ids)]
+        )
 
     def layer(self, name, x, seen, states):
-        x = x + self.attend(f"{name}.self_attn", "query", self.norm(f"{name}.norms.0", x), None, seen, KV_HEADS)
+        x = x + self.attend(
+            f"{name}.self_attn", "query", self.norm(f"{name}.norms.0", x), None, seen, KV_HEADS
+        )
         if states is not None:
             everything = torch.ones(len(x), len(states), dtype=torch.bool)
-            x = x + self.attend(f"{name}.cross_attn", "q", self.norm(f"{name}.norms.2", x), states, everything, HEADS)
+            x = x + self.attend(
+                f"{name}.cross_attn",
+                "q",
+                self.norm(f"{name}.norms.2", x),
+                states,
+                everything,
+                HEADS,
+            )
         y = self.norm(f"{name}.norms.1", x)
-        return x + F.gelu(y @ self.weights[f"{name}.up.weight"].T) @ self.weights[f"{name}.down.weight"].T
+        return (
+            x
+            + F.gelu(y @ self.weights[f"{name}.up.weight"].T)
+            @ self.weights[f"{name}.down.weight"].T
+        )
 
     def attend(self, name, query, x, states, seen, kv_heads):
         q, k, v = (
-            (source @ self.weights[f"{name}.{part}.weight"].T).view(len(source), -1, HEAD_SIZE).transpose(0, 1)
-            for part, source in ((query, x), ("key", x if states is None else states), ("value", x if states is None else states))
+            (source @ self.weights[f"{name}.{part}.weight"].T)
+            .view(len(source), -1, HEAD_SIZE)
+            .transpose(0, 1)
+            for part, source in (
+                (query, x),
+                ("key", x if states is None else states),
+                ("value", x if states is None else states),
+            )
         )
         k, v = (one.repeat_interleave(HEADS // kv_heads, 0) for one in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(0, 1).flatten(1)
@@ -108,7 +150,12 @@ class TestScribe(EncoderDecoderConformance):
 
 
 def test_it_is_small():
-    lines = [line for path in FOLDER.rglob("*.py") for line in path.read_text().splitlines() if line.strip()]
+    lines = [
+        line
+        for path in FOLDER.rglob("*.py")
+        for line in path.read_text().splitlines()
+        if line.strip()
+    ]
     assert len(lines) < 120
 
 
@@ -116,6 +163,18 @@ def test_its_own_rule_for_decoder_prompts(tmp_path):
     write_checkpoint(tmp_path, CONFIG, make_weights())
     with LLM(str(tmp_path), max_model_len=64) as llm:
         [output] = llm.generate("a text", SamplingParams(max_tokens=3), use_tqdm=False)
-        [given] = llm.generate([{"encoder_prompt": "a text", "decoder_prompt": "b"}], SamplingParams(max_tokens=3), use_tqdm=False)
-    assert (output.encoder_prompt, output.prompt, output.prompt_token_ids) == ("a text", None, [2, 9])
-    assert (given.prompt, given.prompt_token_ids[:2], len(given.prompt_token_ids)) == ("b", [2, 9], 3)
+        [given] = llm.generate(
+            [{"encoder_prompt": "a text", "decoder_prompt": "b"}],
+            SamplingParams(max_tokens=3),
+            use_tqdm=False,
+        )
+    assert (output.encoder_prompt, output.prompt, output.prompt_token_ids) == (
+        "a text",
+        None,
+        [2, 9],
+    )
+    assert (given.prompt, given.prompt_token_ids[:2], len(given.prompt_token_ids)) == (
+        "b",
+        [2, 9],
+        3,
+    )

@@ -22,16 +22,37 @@ def guarded(request, serve, tmp_path) -> Server:
     file = tmp_path / "options.yaml"
     file.write_text(f"api_key: {KEY}\n" if request.param == "file" else "{}\n")
     environ = {"TOOLKIT_LM_API_KEY": KEY} if request.param == "environment" else {}
-    return serve("--config", str(file), "--access-log", "--log-level", "debug", **environ).wait_ready()
+    return serve(
+        "--config", str(file), "--access-log", "--log-level", "debug", **environ
+    ).wait_ready()
 
 
 def pages(server: Server, key: str | None) -> str:
     """What a client may read with this key, headers included."""
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    paths = ("/docs", "/redoc", "/openapi.json", "/metrics", "/version", "/live", "/health", "/ready", "/v1/models", "/", "/nothing")
-    bodies = ({"prompt": "a", "max_tokens": 1}, {"prompt": 5}, {"prompt": "a", "model": "x"}, {"prompt": "a", "api_key": "x"})
+    paths = (
+        "/docs",
+        "/redoc",
+        "/openapi.json",
+        "/metrics",
+        "/version",
+        "/live",
+        "/health",
+        "/ready",
+        "/v1/models",
+        "/",
+        "/nothing",
+    )
+    bodies = (
+        {"prompt": "a", "max_tokens": 1},
+        {"prompt": 5},
+        {"prompt": "a", "model": "x"},
+        {"prompt": "a", "api_key": "x"},
+    )
     with httpx.Client(base_url=server.url, headers=headers, timeout=30) as client:
-        found = [client.get(path) for path in paths] + [client.post("/v1/completions", json=body) for body in bodies]
+        found = [client.get(path) for path in paths] + [
+            client.post("/v1/completions", json=body) for body in bodies
+        ]
         with client.stream("GET", "/ui/events") as stream:
             # Of what the page shows: the server, its log, the engine.
             news = "".join(line for _, line in zip(range(8), stream.iter_lines(), strict=False))
@@ -64,7 +85,9 @@ def test_the_titles_of_processes_tell_the_model_and_no_key(serve):
     assert list(titles.values()) == ["toolkit-lm engine tiny"]
 
 
-@pytest.mark.parametrize("arguments", [["explain", "tiny", "--json"], ["env"], ["serve", "tiny", "--port", "none"]])
+@pytest.mark.parametrize(
+    "arguments", [["explain", "tiny", "--json"], ["env"], ["serve", "tiny", "--port", "none"]]
+)
 def test_commands_do_not_print_the_key(arguments, tmp_path, monkeypatch):
     monkeypatch.setenv("TOOLKIT_LM_API_KEY", KEY)
     done = subprocess.run([sys.executable, *PROGRAM, *arguments], capture_output=True, text=True)
@@ -93,13 +116,31 @@ def test_no_line_of_the_log_is_forged(serve):
             {"prompt": "a", "stop": 5, "metadata": {breaks: breaks}},
         ):
             assert client.post("/v1/completions", json=body).status_code in (200, 400, 404)
-        bad = {"messages": [{"role": breaks, "content": breaks}], "chat_template_kwargs": {breaks: breaks}, "max_tokens": 1}
+        bad = {
+            "messages": [{"role": breaks, "content": breaks}],
+            "chat_template_kwargs": {breaks: breaks},
+            "max_tokens": 1,
+        }
         assert client.post("/v1/chat/completions", json=bad).status_code in (200, 400)
     for header in ("x-request-id", "traceparent", "user-agent", "x-forwarded-for", "authorization"):
         # h11 refuses a bare line break, folds a folded line and knows Latin-1.
-        for value in (f"a\n{FORGED}", f"a\r\n {FORGED}", f"a\r{FORGED}", f"a\x85{FORGED}", "1.2.3.4 \x1b[2J"):
-            assert raw(server, f"GET /version HTTP/1.1\r\nhost: x\r\n{header}: {value}\r\n\r\n".encode("latin-1")).startswith(b"HTTP/1.1 ")
-    for target in (f"/a\n{FORGED}", f"/a?\r{FORGED}", "/a?\x1b[2J", f"/a\x85{FORGED}".replace(" ", "_")):
+        for value in (
+            f"a\n{FORGED}",
+            f"a\r\n {FORGED}",
+            f"a\r{FORGED}",
+            f"a\x85{FORGED}",
+            "1.2.3.4 \x1b[2J",
+        ):
+            assert raw(
+                server,
+                f"GET /version HTTP/1.1\r\nhost: x\r\n{header}: {value}\r\n\r\n".encode("latin-1"),
+            ).startswith(b"HTTP/1.1 ")
+    for target in (
+        f"/a\n{FORGED}",
+        f"/a?\r{FORGED}",
+        "/a?\x1b[2J",
+        f"/a\x85{FORGED}".replace(" ", "_"),
+    ):
         raw(server, f"GET {target} HTTP/1.1\r\nhost: x\r\n\r\n".encode("latin-1"))
     server.process.terminate()
     code, log = server.end()

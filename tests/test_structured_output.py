@@ -19,7 +19,10 @@ from toolkit_lm_server.app import create_app
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 SCHEMA = {
     "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 12}, "people": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "properties": {
+        "city": {"type": "string", "maxLength": 12},
+        "people": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
     "required": ["city", "people"],
     "additionalProperties": False,
 }
@@ -35,7 +38,12 @@ def anyio_backend():
 @asynccontextmanager
 async def client(**options):
     config = VllmConfig.make(model="tiny", dtype="float32", **options)
-    async with AsyncLLM(config) as llm, httpx.AsyncClient(transport=httpx.ASGITransport(create_app(llm)), base_url="http://test") as http:
+    async with (
+        AsyncLLM(config) as llm,
+        httpx.AsyncClient(
+            transport=httpx.ASGITransport(create_app(llm)), base_url="http://test"
+        ) as http,
+    ):
         yield http
 
 
@@ -47,7 +55,9 @@ async def streamed(client, path, **body):
         async for line in answer.aiter_lines():
             if line.startswith("data: {"):
                 for choice in json.loads(line[6:])["choices"]:
-                    new = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+                    new = (
+                        choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+                    )
                     found[choice["index"]] = found.get(choice["index"], "") + new
     return [found[index] for index in sorted(found)]
 
@@ -59,13 +69,24 @@ async def test_both_routes_whole_and_streamed():
         for path, body, asked in (
             (CHAT, {"messages": MESSAGES}, {"response_format": FORMAT}),
             (COMPLETE, {"prompt": "A city:"}, {"response_format": FORMAT}),
-            (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2}, {"structured_outputs": {"json": SCHEMA}}),
-            (COMPLETE, {"prompt": "A city:", "logprobs": 1, "echo": False}, {"guided_json": json.dumps(SCHEMA)}),
+            (
+                CHAT,
+                {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2},
+                {"structured_outputs": {"json": SCHEMA}},
+            ),
+            (
+                COMPLETE,
+                {"prompt": "A city:", "logprobs": 1, "echo": False},
+                {"guided_json": json.dumps(SCHEMA)},
+            ),
         ):
             answer = await http.post(path, json={**common, **body, **asked})
             assert answer.status_code == 200, answer.text
             choices = answer.json()["choices"]
-            texts = [choice["text"] if "text" in choice else choice["message"]["content"] for choice in choices]
+            texts = [
+                choice["text"] if "text" in choice else choice["message"]["content"]
+                for choice in choices
+            ]
             for choice, text in zip(choices, texts, strict=True):
                 if choice["finish_reason"] == "stop":
                     jsonschema.validate(json.loads(text), SCHEMA)
@@ -78,22 +99,50 @@ async def test_what_asks_for_nothing_changes_nothing():
     async with client() as http:
         body = {"messages": MESSAGES, "seed": 1, "max_tokens": 10}
         plain = (await http.post(CHAT, json=body)).json()["choices"]
-        for none in ({"response_format": {"type": "text"}}, {"response_format": None}, {"structured_outputs": None}, {"guided_json": None}):
+        for none in (
+            {"response_format": {"type": "text"}},
+            {"response_format": None},
+            {"structured_outputs": None},
+            {"guided_json": None},
+        ):
             assert (await http.post(CHAT, json={**body, **none})).json()["choices"] == plain
-        beams = {"prompt": "a", "use_beam_search": True, "n": 2, "temperature": 0, "response_format": {"type": "text"}}
+        beams = {
+            "prompt": "a",
+            "use_beam_search": True,
+            "n": 2,
+            "temperature": 0,
+            "response_format": {"type": "text"},
+        }
         assert (await http.post(COMPLETE, json=beams)).status_code == 200
 
 
 WRONG = [
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"items": {"not": {}}}}}}, "response_format", "at #/items"),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"schema": {"items": {"not": {}}}},
+            }
+        },
+        "response_format",
+        "at #/items",
+    ),
     ({"response_format": {"type": "yaml"}}, "response_format", "must be one of"),
     ({"response_format": 5}, "response_format", "Invalid value"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed"),
     ({"structured_outputs": {"choice": [1]}}, "structured_outputs", "list of texts"),
     ({"guided_grammar": "root ::= x"}, "guided_grammar", "x"),
     ({"guided_choice": ["a", 5]}, "guided_choice", "Invalid value"),
-    ({"structured_outputs": {"regex": "a"}, "use_beam_search": True, "n": 2, "temperature": 0}, "structured_outputs", "no effect"),
-    ({"guided_regex": "a", "use_beam_search": True, "n": 2, "temperature": 0}, "guided_regex", "no effect"),
+    (
+        {"structured_outputs": {"regex": "a"}, "use_beam_search": True, "n": 2, "temperature": 0},
+        "structured_outputs",
+        "no effect",
+    ),
+    (
+        {"guided_regex": "a", "use_beam_search": True, "n": 2, "temperature": 0},
+        "guided_regex",
+        "no effect",
+    ),
 ]
 
 
@@ -115,10 +164,17 @@ async def refused(http, asked, param, message):
 @pytest.mark.anyio
 async def test_without_the_plugin():
     async with client(disable_plugins=["structured_output"]) as http:
-        answer = await http.post(COMPLETE, json={"prompt": "a", "structured_outputs": {"regex": "a"}})
+        answer = await http.post(
+            COMPLETE, json={"prompt": "a", "structured_outputs": {"regex": "a"}}
+        )
         assert answer.status_code == 400
-        assert "'structured_outputs'. It comes with toolkit-lm-structured-output." in answer.json()["error"]["message"]
-        answer = await http.post(COMPLETE, json={"prompt": "a", "response_format": {"type": "json_object"}})
+        assert (
+            "'structured_outputs'. It comes with toolkit-lm-structured-output."
+            in answer.json()["error"]["message"]
+        )
+        answer = await http.post(
+            COMPLETE, json={"prompt": "a", "response_format": {"type": "json_object"}}
+        )
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
 
 
@@ -126,8 +182,17 @@ async def test_without_the_plugin():
 def test_drafts_follow_the_grammar(temperature):
     """A draft that the grammar does not allow is not drawn, and drafts change nothing."""
     prompts = ["a b c d " * 6, "One day one day one day", "1 2 1 2 1 2 1 2"]
-    asked = [{"regex": "(a b c d ?|e){3,12}"}, {"json": SCHEMA}, {"grammar": 'root ::= ("1 2 " | "3")+'}]
-    params = [SamplingParams(max_tokens=40, seed=2, temperature=temperature, structured_outputs=one, logprobs=1) for one in asked]
+    asked = [
+        {"regex": "(a b c d ?|e){3,12}"},
+        {"json": SCHEMA},
+        {"grammar": 'root ::= ("1 2 " | "3")+'},
+    ]
+    params = [
+        SamplingParams(
+            max_tokens=40, seed=2, temperature=temperature, structured_outputs=one, logprobs=1
+        )
+        for one in asked
+    ]
     found = []
     for options in ({}, {"plugins": [NGRAM], "drafter": "ngram"}):
         with LLM("tiny", dtype="float32", **options) as llm:
@@ -140,5 +205,12 @@ def test_drafts_follow_the_grammar(temperature):
 def test_the_benchmark_runs():
     """Nothing is timed here."""
     script = Path(__file__).parents[1] / "benchmarks" / "structured.py"
-    run = subprocess.run([sys.executable, script, "--quick", "--only", "mask,json"], check=True, capture_output=True, text=True)
-    assert re.findall(r"llguidance: (\w+), 4 rows, \d+ tokens each: .* ratio [\d.]+", run.stdout) == ["mask", "json"]
+    run = subprocess.run(
+        [sys.executable, script, "--quick", "--only", "mask,json"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert re.findall(
+        r"llguidance: (\w+), 4 rows, \d+ tokens each: .* ratio [\d.]+", run.stdout
+    ) == ["mask", "json"]

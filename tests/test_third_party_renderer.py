@@ -24,7 +24,13 @@ FOLDER = HERE / "plugins" / "letters"
 for folder in (FOLDER, HERE.parent / "contrib_models" / "vision" / "tests"):
     sys.path.insert(0, str(folder))
 LETTERS = importlib.import_module("letters_renderer")
-OPTIONS = {"renderer": "letters", "device": "cpu", "num_kv_blocks": 64, "max_model_len": 128, "max_num_seqs": 4}
+OPTIONS = {
+    "renderer": "letters",
+    "device": "cpu",
+    "num_kv_blocks": 64,
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+}
 PARAMS = SamplingParams(temperature=0, max_tokens=4, logprobs=1, ignore_eos=True)
 
 
@@ -33,7 +39,10 @@ def picture(shade: int, size: int = 28) -> bytes:
 
 
 def question(*files: bytes) -> list[dict]:
-    parts = [{"type": "image_url", "image_url": {"url": f"data:;base64,{b64encode(file).decode()}"}} for file in files]
+    parts = [
+        {"type": "image_url", "image_url": {"url": f"data:;base64,{b64encode(file).decode()}"}}
+        for file in files
+    ]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": "hi"}]}]
 
 
@@ -64,7 +73,9 @@ def test_pictures(llava):
         def ask(*files: bytes) -> tuple[list[int], list[float]]:
             [output] = llm.chat(question(*files), PARAMS, use_tqdm=False)
             [found] = output.outputs
-            return output.prompt_token_ids, [next(iter(one.values())).logprob for one in found.logprobs]
+            return output.prompt_token_ids, [
+                next(iter(one.values())).logprob for one in found.logprobs
+            ]
 
         dark, light = picture(10), picture(200)
         prompt, first = ask(dark, light)
@@ -86,10 +97,17 @@ async def test_toolkit_render_serves_it(llava, anyio_backend):
     config = VllmConfig.make(model=llava, renderer="letters", max_model_len=128)
     made = Rendering(config, Plugins.load(config.plugins, [LETTERS]))
     app = create_render_app(made, ServerOptions(), metrics=Metrics(), readiness=Readiness(made))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
-        answer = await client.post("/v1/chat/completions/render", json={"messages": question(picture(10))})
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://server"
+    ) as client:
+        answer = await client.post(
+            "/v1/chat/completions/render", json={"messages": question(picture(10))}
+        )
         [feature] = answer.json()["features"]
         assert feature["mm_position"] == {"offset": 0, "length": 16, "mask": None}
         assert feature["data"]["pixel_values"]["shape"] == [1, 3, 28, 28]
         wrong = await client.post("/v1/chat/completions/render", json={"messages": question(b"")})
-        assert (wrong.status_code, wrong.json()["error"]["message"]) == (400, "image 1: it is no netpbm file.")
+        assert (wrong.status_code, wrong.json()["error"]["message"]) == (
+            400,
+            "image 1: it is no netpbm file.",
+        )

@@ -1,4 +1,5 @@
-"""A checkpoint that ties its head to the embeddings in config.json, and holds another head: the file counts, as transformers has it."""
+"""A checkpoint that ties its head to the embeddings in config.json, and holds another head: the
+file counts, as transformers has it."""
 
 from __future__ import annotations
 
@@ -19,8 +20,20 @@ MODELS = Plugins.load(PluginsConfig(plugins=["decoder", "moe"])).models
 OWN = {entry.model_type: "auto" for entry in MODELS.entries()}
 FALLBACK = {"stablelm": "transformers", "gpt_neox": "transformers", "llama": "transformers"}
 PROMPT = [5, 17, 33, 99, 120, 7, 44, 60]
-TEXT = {"vocab_size": 150, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-TOWER = {"model_type": "clip_vision_model", **TEXT, "image_size": 8, "patch_size": 4, "projection_dim": 32}
+TEXT = {
+    "vocab_size": 150,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+TOWER = {
+    "model_type": "clip_vision_model",
+    **TEXT,
+    "image_size": 8,
+    "patch_size": 4,
+    "projection_dim": 32,
+}
 
 
 def edit(folder, change):
@@ -31,7 +44,15 @@ def edit(folder, change):
 
 
 def ours(folder, **options):
-    llm = LLM(model=str(folder), renderer="tokens", dtype="float32", num_kv_blocks=64, max_num_seqs=4, max_model_len=64, **options)
+    llm = LLM(
+        model=str(folder),
+        renderer="tokens",
+        dtype="float32",
+        num_kv_blocks=64,
+        max_num_seqs=4,
+        max_model_len=64,
+        **options,
+    )
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=5)
     [output] = llm.generate([{"prompt_token_ids": PROMPT}], params)
     return list(output.outputs[0].token_ids)
@@ -67,23 +88,32 @@ def test_a_head_that_differs_is_kept_and_told(model_type, model_impl, tmp_path, 
 def test_an_equal_copy_is_no_reason_to_complain(model_impl, tmp_path, caplog):
     model = save("llama", tmp_path, tie_word_embeddings=True)
     tensors = load_file(tmp_path / "model.safetensors")
-    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors")
+    save_file(
+        {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()},
+        tmp_path / "model.safetensors",
+    )
     assert ours(tmp_path, model_impl=model_impl) == theirs(model)
     assert not [text for text in caplog.messages if "tied" in text]
 
 
 @pytest.mark.parametrize("holds", [True, False], ids=["own", "none"])
-@pytest.mark.parametrize(("top", "nested"), [(True, None), (None, True), (False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("top", "nested"), [(True, None), (None, True), (False, True), (True, False)]
+)
 def test_llava_takes_the_head_of_its_file_wherever_the_flag_is(top, nested, holds, tmp_path):
     config = transformers.LlavaConfig(
-        text_config={"model_type": "llama", **TEXT, "max_position_embeddings": 64}, vision_config=TOWER, image_token_index=149
+        text_config={"model_type": "llama", **TEXT, "max_position_embeddings": 64},
+        vision_config=TOWER,
+        image_token_index=149,
     )
     config.tie_word_embeddings = config.text_config.tie_word_embeddings = not holds
     torch.manual_seed(0)
     model = transformers.LlavaForConditionalGeneration(config).eval()
     randomize(model)
     model.save_pretrained(tmp_path)
-    assert holds == any(name.endswith("lm_head.weight") for name in load_file(tmp_path / "model.safetensors"))
+    assert holds == any(
+        name.endswith("lm_head.weight") for name in load_file(tmp_path / "model.safetensors")
+    )
 
     def say(hf_config):
         for part, flag in ((hf_config, top), (hf_config["text_config"], nested)):
@@ -106,15 +136,40 @@ def test_an_encoder_decoder_model_takes_the_head_of_its_file(family, tmp_path):
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.save_pretrained(tmp_path)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    reference = getattr(transformers, f"{family}ForConditionalGeneration").from_pretrained(tmp_path, dtype=torch.float32)
+    reference = getattr(transformers, f"{family}ForConditionalGeneration").from_pretrained(
+        tmp_path, dtype=torch.float32
+    )
     assert not torch.equal(reference.lm_head.weight, reference.get_input_embeddings().weight)
-    llm = LLM(model=str(tmp_path), renderer="tokens", dtype="float32", num_kv_blocks=64, max_num_seqs=4, max_model_len=64)
+    llm = LLM(
+        model=str(tmp_path),
+        renderer="tokens",
+        dtype="float32",
+        num_kv_blocks=64,
+        max_num_seqs=4,
+        max_model_len=64,
+    )
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    [output] = llm.generate([{"encoder_prompt": {"prompt_token_ids": PROMPT}, "decoder_prompt": {"prompt_token_ids": [2]}}], params)
+    [output] = llm.generate(
+        [
+            {
+                "encoder_prompt": {"prompt_token_ids": PROMPT},
+                "decoder_prompt": {"prompt_token_ids": [2]},
+            }
+        ],
+        params,
+    )
     ids = torch.tensor([[2]])
     with torch.no_grad():
         for _ in range(8):
-            ids = torch.cat([ids, reference(input_ids=torch.tensor([PROMPT]), decoder_input_ids=ids).logits[:, -1:].argmax(-1)], 1)
+            ids = torch.cat(
+                [
+                    ids,
+                    reference(input_ids=torch.tensor([PROMPT]), decoder_input_ids=ids)
+                    .logits[:, -1:]
+                    .argmax(-1),
+                ],
+                1,
+            )
     assert list(output.outputs[0].token_ids) == ids[0, 1:].tolist()
 
 

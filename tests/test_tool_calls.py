@@ -1,4 +1,5 @@
-"""Tool calls through the whole engine: what must be called is called, in every format, and an agent's loop goes round."""
+"""Tool calls through the whole engine: what must be called is called, in every format, and an
+agent's loop goes round."""
 
 from __future__ import annotations
 
@@ -86,18 +87,28 @@ def answers(llm, form, structure, prompt="Once upon a time", tools=TOOLS, **more
     assert output.error is None
     for one in output.outputs:
         parser = form.parser("", tools)
-        yield one, [parser.push(one.text), parser.finish(cut=one.finish_reason != "stop")], parser.calls_tools
+        yield (
+            one,
+            [parser.push(one.text), parser.finish(cut=one.finish_reason != "stop")],
+            parser.calls_tools,
+        )
 
 
 def ending(llm):
     """What makes it likely that a document of random tokens comes to its end."""
     renderer = llm.engine.renderer
-    ids = [token for text in ('"', "}", "\n", "<", "</") for token in renderer.render_prompt(text, add_special_tokens=False).token_ids]
+    ids = [
+        token
+        for text in ('"', "}", "\n", "<", "</")
+        for token in renderer.render_prompt(text, add_special_tokens=False).token_ids
+    ]
     return dict.fromkeys([*ids, *renderer.eos_token_ids], 4.0)
 
 
 @pytest.mark.parametrize(
-    ("parallel", "parameters"), [(False, PARAMETERS), (True, PARAMETERS), (False, REFERRED)], ids=["one", "several", "referred"]
+    ("parallel", "parameters"),
+    [(False, PARAMETERS), (True, PARAMETERS), (False, REFERRED)],
+    ids=["one", "several", "referred"],
 )
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_required_calls_are_whole_and_valid(llm, name, parallel, parameters):
@@ -113,7 +124,10 @@ def test_required_calls_are_whole_and_valid(llm, name, parallel, parameters):
         calls = [call for delta in deltas for call in delta.tool_calls]
         assert len(calls) == 1 or parallel
         for call in calls:
-            jsonschema.validate(json.loads(call.arguments), PARAMETERS if call.name == "get_weather" else {"type": "object"})
+            jsonschema.validate(
+                json.loads(call.arguments),
+                PARAMETERS if call.name == "get_weather" else {"type": "object"},
+            )
         num_whole += 1
     assert num_whole or parallel, "none came to its end"
 
@@ -130,7 +144,9 @@ def test_what_begins_a_call_goes_on_as_one(llm, name):
     for one, deltas, _ in answers(llm, form, begun):
         called = [call.name for delta in deltas for call in delta.tool_calls]
         # One that is cut is none.
-        assert called in (["get_weather"], ["stop"]) or (one.finish_reason == "length" and not called), one.text
+        assert called in (["get_weather"], ["stop"]) or (
+            one.finish_reason == "length" and not called
+        ), one.text
         num_calls += len(called)
         assert "".join(delta.content for delta in deltas) in ("Hm.", "Hm. ")
     assert num_calls
@@ -168,9 +184,18 @@ def url():
         "--log-level",
         "error",
     ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     try:
-        found = next((at for line in process.stdout if (at := re.search(r"Serving tiny-tools at (\S+)", line))), None)
+        found = next(
+            (
+                at
+                for line in process.stdout
+                if (at := re.search(r"Serving tiny-tools at (\S+)", line))
+            ),
+            None,
+        )
         assert found, f"the server ended with exit code {process.wait()}"
         yield found[1]
     finally:
@@ -182,14 +207,23 @@ def url():
 def test_the_agent_of_the_docs_goes_round_three_times(url, tmp_path):
     page = (DOCS / "tools.md").read_text(encoding="utf-8")
     script = tmp_path / "agent.py"
-    script.write_text(re.search(r"^`agent.py`:\n\n```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1], encoding="utf-8")
+    script.write_text(
+        re.search(r"^`agent.py`:\n\n```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1],
+        encoding="utf-8",
+    )
     printed = re.search(r"^prints\n\n```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1]
-    done = subprocess.run([sys.executable, script, f"{url}/v1"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, script, f"{url}/v1"], capture_output=True, text=True, timeout=120
+    )
     assert (done.stdout, done.returncode) == (printed, 0), done.stderr
 
 
 def test_a_stream_of_each_turn_has_the_same_parts(url):
-    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+    }
     tools = [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]
     messages = [{"role": "user", "content": "What is the weather in Paris and in Tokyo?"}]
     reasons = []
@@ -197,7 +231,9 @@ def test_a_stream_of_each_turn_has_the_same_parts(url):
         body = {"messages": messages, "tools": tools, "temperature": 0}
         [choice] = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()["choices"]
         content, calls, reason = "", [], None
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json={**body, "stream": True}, timeout=60) as stream:
+        with httpx.stream(
+            "POST", f"{url}/v1/chat/completions", json={**body, "stream": True}, timeout=60
+        ) as stream:
             for line in stream.iter_lines():
                 for one in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
                     content += one["delta"].get("content") or ""
@@ -212,13 +248,24 @@ def test_a_stream_of_each_turn_has_the_same_parts(url):
         reasons.append(reason)
         messages.append(message)
         if result is not None:
-            messages.append({"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": json.dumps(result)})
+            messages.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": message["tool_calls"][0]["id"],
+                    "content": json.dumps(result),
+                }
+            )
     assert reasons == ["tool_calls", "tool_calls", "stop"]
 
 
 def test_a_tool_that_must_be_called_is_called_by_a_model_that_would_not(url):
     tools = [{"type": "function", "function": {"name": "log", "parameters": PARAMETERS}}]
-    body = {"messages": [{"role": "user", "content": "Hello!"}], "tools": tools, "tool_choice": "required", "temperature": 0}
+    body = {
+        "messages": [{"role": "user", "content": "Hello!"}],
+        "tools": tools,
+        "tool_choice": "required",
+        "temperature": 0,
+    }
     body["parallel_tool_calls"] = False
     [choice] = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()["choices"]
     assert choice["finish_reason"] == "tool_calls"
@@ -229,9 +276,20 @@ def test_a_tool_that_must_be_called_is_called_by_a_model_that_would_not(url):
 
 def test_a_tool_that_no_call_could_be_valid_for_is_refused_by_name(url):
     days = {"type": "integer", "exclusiveMinimum": 3, "exclusiveMaximum": 4}
-    tool = {"name": "log", "parameters": {"type": "object", "properties": {"days": days}, "required": ["days"]}}
-    body = {"messages": [{"role": "user", "content": "Hello!"}], "tools": [{"type": "function", "function": tool}]}
-    response = httpx.post(f"{url}/v1/chat/completions", json={**body, "tool_choice": "required"}, timeout=60)
+    tool = {
+        "name": "log",
+        "parameters": {"type": "object", "properties": {"days": days}, "required": ["days"]},
+    }
+    body = {
+        "messages": [{"role": "user", "content": "Hello!"}],
+        "tools": [{"type": "function", "function": tool}],
+    }
+    response = httpx.post(
+        f"{url}/v1/chat/completions", json={**body, "tool_choice": "required"}, timeout=60
+    )
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "tools")
-    assert error["message"].startswith("tools: the schema cannot be used: no integer is within the bounds 3 and 4 (at #/properties/days)")
+    assert error["message"].startswith(
+        "tools: the schema cannot be used: no integer is within the bounds 3 and 4 (at "
+        "#/properties/days)"
+    )

@@ -1,4 +1,5 @@
-"""A request over HTTP and its span: the server and the OpenTelemetry plugin know each other through the events alone."""
+"""A request over HTTP and its span: the server and the OpenTelemetry plugin know each other through
+the events alone."""
 
 from __future__ import annotations
 
@@ -34,11 +35,20 @@ class Traced:
 async def answers(traced):
     async with (
         AsyncLLM(VllmConfig.make(model="tiny"), plugins=[traced]) as llm,
-        httpx.AsyncClient(transport=httpx.ASGITransport(create_app(llm)), base_url="http://test") as client,
+        httpx.AsyncClient(
+            transport=httpx.ASGITransport(create_app(llm)), base_url="http://test"
+        ) as client,
     ):
-        chat = {"model": "tiny", "messages": [{"role": "user", "content": "What is the opposite of hot?"}], "max_tokens": 4}
+        chat = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "What is the opposite of hot?"}],
+            "max_tokens": 4,
+        }
         plain = {"model": "tiny", "prompt": ["Once", "Twice"], "max_tokens": 4}
-        for path, body, headers in (("/v1/chat/completions", chat, HEADERS), ("/v1/completions", plain, {})):
+        for path, body, headers in (
+            ("/v1/chat/completions", chat, HEADERS),
+            ("/v1/completions", plain, {}),
+        ):
             answer = await client.post(path, json=body, headers=headers)
             assert answer.status_code == 200, (answer.text, llm.error)
             yield answer
@@ -52,13 +62,23 @@ def test_a_request_over_http_continues_its_callers_trace():
     traced = Traced()
     chat, plain = asyncio.run(collect(traced))
     spans = sorted(traced.exporter.get_finished_spans(), key=lambda span: span.start_time)
-    assert [span.name for span in spans] == ["chat tiny", "text_completion tiny", "text_completion tiny"]
+    assert [span.name for span in spans] == [
+        "chat tiny",
+        "text_completion tiny",
+        "text_completion tiny",
+    ]
     first = spans[0]
-    assert (f"{first.context.trace_id:032x}", f"{first.parent.span_id:016x}", first.kind) == (TRACE, PARENT, SpanKind.SERVER)
+    assert (f"{first.context.trace_id:032x}", f"{first.parent.span_id:016x}", first.kind) == (
+        TRACE,
+        PARENT,
+        SpanKind.SERVER,
+    )
     assert first.attributes["http.route"] == "/v1/chat/completions"
     assert first.attributes["toolkit_lm.request_id"] == chat.headers["x-request-id"] == "mine"
     usage = chat.json()["usage"]
     assert first.attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
     assert first.attributes["gen_ai.usage.output_tokens"] == usage["completion_tokens"]
     assert [span.parent for span in spans[1:]] == [None, None]
-    assert {span.attributes["toolkit_lm.request_id"] for span in spans[1:]} == {plain.headers["x-request-id"]}
+    assert {span.attributes["toolkit_lm.request_id"] for span in spans[1:]} == {
+        plain.headers["x-request-id"]
+    }

@@ -1,4 +1,5 @@
-"""Scripts as vLLM's users write them, in tests/vllm_examples: only their imports and their models were changed."""
+"""Scripts as vLLM's users write them, in tests/vllm_examples: only their imports and their models
+were changed."""
 
 from __future__ import annotations
 
@@ -16,8 +17,28 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from toolkit_lm_devkit import randomize
 
 FOLDER = Path(__file__).parent / "vllm_examples"
-WORDS = ["a", "the", "cat", "on", "roof", "weather", "is", "fine", "seven", "apples", "which", "animal"]
-SHAPE = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "pad_token_id": 0}
+WORDS = [
+    "a",
+    "the",
+    "cat",
+    "on",
+    "roof",
+    "weather",
+    "is",
+    "fine",
+    "seven",
+    "apples",
+    "which",
+    "animal",
+]
+SHAPE = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "pad_token_id": 0,
+}
 
 
 @pytest.fixture
@@ -35,13 +56,19 @@ def run(monkeypatch, capfd):
 
 
 def write_tokenizer(folder: Path) -> None:
-    vocab = {word: number for number, word in enumerate(["[PAD]", "[CLS]", "[SEP]", "[UNK]", *WORDS])}
+    vocab = {
+        word: number for number, word in enumerate(["[PAD]", "[CLS]", "[SEP]", "[UNK]", *WORDS])
+    }
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
     )
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, cls_token="[CLS]", sep_token="[SEP]", pad_token="[PAD]")
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, cls_token="[CLS]", sep_token="[SEP]", pad_token="[PAD]"
+    )
     fast.save_pretrained(folder)
 
 
@@ -52,7 +79,9 @@ def classifier(tmp_path_factory):
     def make(num_labels: int) -> str:
         folder = tmp_path_factory.mktemp(f"bert{num_labels}")
         torch.manual_seed(0)
-        model = transformers.BertForSequenceClassification(transformers.BertConfig(**SHAPE, num_labels=num_labels)).eval()
+        model = transformers.BertForSequenceClassification(
+            transformers.BertConfig(**SHAPE, num_labels=num_labels)
+        ).eval()
         randomize(model)
         model.save_pretrained(folder)
         write_tokenizer(folder)
@@ -69,9 +98,15 @@ def reward_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reward")
     torch.manual_seed(0)
     config = transformers.Qwen2Config(**SHAPE, num_key_value_heads=2, max_position_embeddings=1024)
-    weights = {f"model.{name}": tensor for name, tensor in transformers.Qwen2Model(config).state_dict().items()}
+    weights = {
+        f"model.{name}": tensor
+        for name, tensor in transformers.Qwen2Model(config).state_dict().items()
+    }
     head = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
-    save_file(weights | {f"score.{name}": tensor for name, tensor in head.state_dict().items()}, folder / "model.safetensors")
+    save_file(
+        weights | {f"score.{name}": tensor for name, tensor in head.state_dict().items()},
+        folder / "model.safetensors",
+    )
     fields = {**config.to_dict(), "architectures": ["Qwen2ForRewardModel"], "dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(fields))
     write_tokenizer(folder)
@@ -92,14 +127,26 @@ def test_basic(run):
 
 
 def test_generate(run):
-    printed = run("generate", "--max-model-len", "64", "--max_tokens", "4", "--temperature", "0", "--top-k", "3")
+    printed = run(
+        "generate",
+        "--max-model-len",
+        "64",
+        "--max_tokens",
+        "4",
+        "--temperature",
+        "0",
+        "--top-k",
+        "3",
+    )
     assert printed.count("generated text: ") == 3
 
 
 def test_chat(run, tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}{{ message.content }} {% endfor %}")
-    printed = run("chat", "--max-tokens", "12", "--temperature", "0", "--chat-template-path", str(template))
+    printed = run(
+        "chat", "--max-tokens", "12", "--temperature", "0", "--chat-template-path", str(template)
+    )
     answers = re.findall("^Generated text: (.+)$", printed, re.MULTILINE)
     assert len(answers) == 21 and "Paris" in answers[0]
     assert len(set(answers[:11])) == 1 and answers[11] != answers[0]
@@ -111,12 +158,20 @@ def test_embed(run):
 
 def test_classify(run, classifier):
     printed = run("classify", "--model", classifier(3))
-    found = [json.loads(text) for text in re.findall(r"Class Probabilities: (\[.+\]) \(size=3\)", printed)]
+    found = [
+        json.loads(text)
+        for text in re.findall(r"Class Probabilities: (\[.+\]) \(size=3\)", printed)
+    ]
     assert [sum(probs) for probs in found] == pytest.approx([1, 1, 1])
 
 
 def test_score(run, classifier):
-    scores = [float(text) for text in re.findall(r"^Score: (\S+)$", run("score", "--model", classifier(1)), re.MULTILINE)]
+    scores = [
+        float(text)
+        for text in re.findall(
+            r"^Score: (\S+)$", run("score", "--model", classifier(1)), re.MULTILINE
+        )
+    ]
     assert len(scores) == 2 and all(0 < score < 1 for score in scores) and scores[0] != scores[1]
 
 
@@ -131,12 +186,18 @@ def test_prefix_caching(run):
 
 
 def test_structured_outputs(run):
-    printed = dict(line.split(": ", 1) for line in run("structured_outputs").splitlines() if ": " in line)
+    printed = dict(
+        line.split(": ", 1) for line in run("structured_outputs").splitlines() if ": " in line
+    )
     assert printed["choice"] in ("Good", "Bad")
     assert re.fullmatch(r"\w*(@(\w*(\.com?)?)?)?", printed["regex"])
     # A document may be longer than 50 tokens: then it is a beginning of one.
     assert re.match(r"\s*\{", printed["json"])
-    assert printed["grammar"] in [f"SELECT {column} FROM {table}" for column in ("name", "age") for table in ("pets", "people")]
+    assert printed["grammar"] in [
+        f"SELECT {column} FROM {table}"
+        for column in ("name", "age")
+        for table in ("pets", "people")
+    ]
 
 
 def test_llm_engine_example(run):

@@ -1,4 +1,5 @@
-"""`benchmarks/walk.py`: how far a request walks stays within its limits, and what is counted is what runs."""
+"""`benchmarks/walk.py`: how far a request walks stays within its limits, and what is counted is
+what runs."""
 
 from __future__ import annotations
 
@@ -24,10 +25,19 @@ def walk():
 
 def test_a_request_walks_no_further_than_its_limits():
     command = [sys.executable, SCRIPT, "--check", "--verbose"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
     files = [line.split()[-1] for line in done.stdout.splitlines() if line.endswith(".py")]
-    assert {"core/src/toolkit_lm/frontend/llm.py", "plugins/async_llm/src/toolkit_lm_async_llm/async_llm.py"} < set(files)
+    assert {
+        "core/src/toolkit_lm/frontend/llm.py",
+        "plugins/async_llm/src/toolkit_lm_async_llm/async_llm.py",
+    } < set(files)
     assert any(file.startswith("plugins/server/src/") for file in files)
 
 
@@ -41,11 +51,15 @@ def test_the_projects_calls_are_counted_but_for_those_that_are_left_out(walk):
         left_out()
 
     found = walk.count_calls(measured, without=[left_out.__code__])
-    (name, count) = next((function, count) for function, count in found.calls.items() if function.name == "nearest")
+    (name, count) = next(
+        (function, count) for function, count in found.calls.items() if function.name == "nearest"
+    )
     assert (name.file, count) == ("core/src/toolkit_lm/errors.py", 2)
     assert {function.file for function in found.calls} == {"core/src/toolkit_lm/errors.py"}
     assert found.num_all > found.calls.total()
 
 
 def test_a_figure_over_its_limit_is_named(walk):
-    assert list(walk.over({"files": (3, 3), "calls": (5, 4)})) == ["calls: 5 is over the limit of 4"]
+    assert list(walk.over({"files": (3, 3), "calls": (5, 4)})) == [
+        "calls: 5 is over the limit of 4"
+    ]

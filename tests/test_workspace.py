@@ -1,4 +1,5 @@
-"""The workspace: every distribution is listed and well formed. What its wheel installs is tested in test_installed.py."""
+"""The workspace: every distribution is listed and well formed. What its wheel installs is tested in
+test_installed.py."""
 
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ from packaging.requirements import Requirement
 from toolkit_lm.plugin.discovery import AUTHOR
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = sorted(p.parent for pattern in ("core", "plugins/*", "contrib_*/*") for p in ROOT.glob(f"{pattern}/pyproject.toml"))
+FOLDERS = sorted(
+    p.parent
+    for pattern in ("core", "plugins/*", "contrib_*/*")
+    for p in ROOT.glob(f"{pattern}/pyproject.toml")
+)
 LIBRARIES = ("async_llm", "media", "rotary")
 """Distributions that plugins use, and that register nothing themselves."""
 SEVERAL = ("vendor_apis",)
@@ -24,38 +29,70 @@ def project(folder: Path) -> dict:
 
 
 def test_requirements_list_every_distribution():
-    listed = set(re.findall(r"^-e (\S+)$", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE))
+    listed = set(
+        re.findall(r"^-e (\S+)$", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE)
+    )
     assert listed == {".", *(f"./{folder.relative_to(ROOT)}" for folder in FOLDERS)}
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_the_oldest_version_that_is_allowed_is_tested(name):
-    """`make test-floor` has it, whichever distribution asks. All allow the one of development, too."""
+    """`make test-floor` has it, whichever distribution asks. All allow the one of development,
+    too."""
     versions = [
         dict(re.findall(r"^(\w+)==(\S+)$", (ROOT / file).read_text(), re.MULTILINE))[name]
         for file in ("requirements-floor.txt", "constraints.txt")
     ]
-    lists = [one for data in map(project, FOLDERS) for one in (data["dependencies"], *data.get("optional-dependencies", {}).values())]
-    found = [requirement for one in lists for requirement in map(Requirement, one) if requirement.name == name]
+    lists = [
+        one
+        for data in map(project, FOLDERS)
+        for one in (data["dependencies"], *data.get("optional-dependencies", {}).values())
+    ]
+    found = [
+        requirement
+        for one in lists
+        for requirement in map(Requirement, one)
+        if requirement.name == name
+    ]
     assert found
     for requirement in found:
         oldest = {f"{one.version}.0" for one in requirement.specifier if one.operator == ">="}
-        assert oldest == {versions[0]} and all(version in requirement.specifier for version in versions), requirement
+        assert oldest == {versions[0]} and all(
+            version in requirement.specifier for version in versions
+        ), requirement
 
 
 def test_no_folder_is_without_a_distribution():
-    folders = {p for pattern in ("plugins/*", "contrib_*/*") for p in ROOT.glob(pattern) if p.is_dir() and list(p.glob("src/*/*.py"))}
+    folders = {
+        p
+        for pattern in ("plugins/*", "contrib_*/*")
+        for p in ROOT.glob(pattern)
+        if p.is_dir() and list(p.glob("src/*/*.py"))
+    }
     assert folders == {f for f in FOLDERS if f.name != "core"}
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda f: f.name)
 def test_a_distribution_declares_which_others_it_imports(folder):
-    statements = [node for path in folder.glob("src/**/*.py") for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
-    modules = {node.module for node in statements if isinstance(node, ast.ImportFrom) and node.module}
-    modules |= {alias.name for node in statements if isinstance(node, ast.Import) for alias in node.names}
+    statements = [
+        node
+        for path in folder.glob("src/**/*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    modules = {
+        node.module for node in statements if isinstance(node, ast.ImportFrom) and node.module
+    }
+    modules |= {
+        alias.name for node in statements if isinstance(node, ast.Import) for alias in node.names
+    }
     packages = {module.partition(".")[0] for module in modules if module.startswith("toolkit_lm")}
-    imported = {package.replace("_", "-") if package != "toolkit_lm" else "toolkit-lm-core" for package in packages}
-    declared = {re.match(r"[\w-]+", dependency).group() for dependency in project(folder)["dependencies"]}
+    imported = {
+        package.replace("_", "-") if package != "toolkit_lm" else "toolkit-lm-core"
+        for package in packages
+    }
+    declared = {
+        re.match(r"[\w-]+", dependency).group() for dependency in project(folder)["dependencies"]
+    }
     assert imported
     assert imported - declared - {project(folder)["name"]} == set()
 
@@ -75,12 +112,17 @@ def test_distribution_is_well_formed(folder):
         modules = set(data.get("entry-points", {}).get("toolkit_lm", {}).values())
         if folder.name in SEVERAL:
             # Each plugin is a package of its own in the distribution's.
-            assert len(modules) > 1 and {module.rpartition(".")[0] for module in modules} == {package}
+            assert len(modules) > 1 and {module.rpartition(".")[0] for module in modules} == {
+                package
+            }
         else:
             assert modules == (set() if folder.name in LIBRARIES else {package})
 
 
 def test_the_meta_distribution_depends_on_all():
     extras = project(ROOT)["optional-dependencies"]
-    needed = {re.match(r"[\w-]+", d).group() for d in [*project(ROOT)["dependencies"], *(d for extra in extras.values() for d in extra)]}
+    needed = {
+        re.match(r"[\w-]+", d).group()
+        for d in [*project(ROOT)["dependencies"], *(d for extra in extras.values() for d in extra)]
+    }
     assert needed == {project(folder)["name"] for folder in FOLDERS}

@@ -1,14 +1,16 @@
 """Runs, checks and measures everything on one card, offline, in eight minutes.
 
-usage: bash benchmarks/gpu_kit.sh [--seconds 480] [--quick] [--out FOLDER] [--kit FOLDER] [--only A,C]
+usage: bash benchmarks/gpu_kit.sh [--seconds 480] [--quick] [--out FOLDER] [--kit FOLDER] [--only
+A,C]
 
-Its parts, in this order: 0 the machine, A `tiny` against the CPU, B conformance kits, C CUDA graphs, D the server,
-E1 speed, E2 speed with graphs, F other kernels, G other shapes. Each runs in processes of its own, until its time is
-over; the times are shares of --seconds. What is found is printed and written to a file at once, a line for each check.
+Its parts, in this order: 0 the machine, A `tiny` against the CPU, B conformance kits, C CUDA
+graphs, D the server, E1 speed, E2 speed with graphs, F other kernels, G other shapes. Each runs in
+processes of its own, until its time is over; the times are shares of --seconds. What is found is
+printed and written to a file at once, a line for each check.
 --quick runs all of it on a CPU, on small shapes: it measures nothing. --kit: what `make gpu-kit` has made.
 
-Exit codes: 0: all that can run here did, and passed. 1: a check failed, or time was over before all were done.
-2: nothing can run, and why. 3: there is no card.
+Exit codes: 0: all that can run here did, and passed. 1: a check failed, or time was over before all
+were done. 2: nothing can run, and why. 3: there is no card.
 """
 
 from __future__ import annotations
@@ -53,7 +55,11 @@ def check_needs(driver: Driver) -> bool:
         return find_here(name, Path(site) if site else None)
 
     for lack in lacking(find):
-        driver.add(NEEDS, Job("needs", ()), {"check": lack.requirement.name, "outcome": "failed", "why": str(lack)})
+        driver.add(
+            NEEDS,
+            Job("needs", ()),
+            {"check": lack.requirement.name, "outcome": "failed", "why": str(lack)},
+        )
     return not lacking(find, MUST)
 
 
@@ -65,7 +71,11 @@ def run(kit: Kit, driver: Driver, results: Results, only: list[str] | None) -> i
     if told.get(CARD, {}).get("outcome") == "failed" and "traceback" not in told[CARD]:
         return NO_CARD
     kit.refusals = told.get(REFUSALS, {})
-    kit.limits = {name: str(told[check][RATE]) for check, name in CHECKS.items() if RATE in told.get(check, {})}
+    kit.limits = {
+        name: str(told[check][RATE])
+        for check, name in CHECKS.items()
+        if RATE in told.get(check, {})
+    }
     for part in others:
         if only is None or part.name in only:
             driver.run(part)
@@ -73,30 +83,56 @@ def run(kit: Kit, driver: Driver, results: Results, only: list[str] | None) -> i
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="gpu_kit.sh")
-    parser.add_argument("--seconds", type=float, help=f"of all parts; default: {SECONDS:.0f}, with --quick {QUICK_SECONDS:.0f}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="gpu_kit.sh"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help=f"of all parts; default: {SECONDS:.0f}, with --quick {QUICK_SECONDS:.0f}",
+    )
     parser.add_argument("--quick", action="store_true", help="a dry run on a CPU")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the results; default: benchmarks/results")
-    parser.add_argument("--only", type=lambda text: text.split(","), help="names of parts, separated by commas; part 0 runs always")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=FOLDER,
+        help="folder of the results; default: benchmarks/results",
+    )
+    parser.add_argument(
+        "--only",
+        type=lambda text: text.split(","),
+        help="names of parts, separated by commas; part 0 runs always",
+    )
     args = parser.parse_args()
     begun = time.monotonic()
     kit = Kit(quick=args.quick)
     names = [part.name for part in kit.parts()]
     if unknown := set(args.only or ()).difference(names):
-        parser.error(f"there is no part {', '.join(sorted(unknown))}: the parts are {', '.join(names)}")
+        parser.error(
+            f"there is no part {', '.join(sorted(unknown))}: the parts are {', '.join(names)}"
+        )
     seconds = (QUICK_SECONDS if args.quick else SECONDS) if args.seconds is None else args.seconds
     if not seconds > 0:
         parser.error(f"--seconds must be more than 0, not {seconds:g}")
     results = Results(args.out.resolve(), "quick" if args.quick else "gpu")
     print(f"results: {results.path}", flush=True)
-    results.add({"date": f"{datetime.now(UTC):%Y-%m-%d}", "commit": commit(), "seconds": seconds, "quick": args.quick})
+    results.add(
+        {
+            "date": f"{datetime.now(UTC):%Y-%m-%d}",
+            "commit": commit(),
+            "seconds": seconds,
+            "quick": args.quick,
+        }
+    )
     driver = Driver(results, seconds, begun)
     code = run(kit, driver, results, args.only) if check_needs(driver) else USAGE
     took = round(time.monotonic() - begun, 1)
     results.add({"exit": code, "took": took, **driver.counts})
     told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(driver.counts.items()))
     print(f"{told} in {took:.0f} s; exit code {code}", flush=True)
-    if code in (NO_CARD, USAGE) and not any(True for line in read(results.path) if line.get("outcome") == "passed"):
+    if code in (NO_CARD, USAGE) and not any(
+        True for line in read(results.path) if line.get("outcome") == "passed"
+    ):
         # Nothing has run: no results.
         results.path.unlink()
     return code

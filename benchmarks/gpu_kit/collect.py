@@ -1,9 +1,11 @@
-"""Collects what a machine with a card and without a network lacks, into one folder. `make gpu-kit` calls it.
+"""Collects what a machine with a card and without a network lacks, into one folder. `make gpu-kit`
+calls it.
 
 usage: python -m gpu_kit.collect [--to FOLDER] [--python312 PYTHON]
 
-The folder has wheels/ (what our distributions need and there.txt does not have), metadata/ (the dist-info folders of
-our distributions), sources.tar.gz, and kit.sh, which unpacks the sources and runs them. Nothing is built there.
+The folder has wheels/ (what our distributions need and there.txt does not have), metadata/ (the
+dist-info folders of our distributions), sources.tar.gz, and kit.sh, which unpacks the sources and
+runs them. Nothing is built there.
 """
 
 from __future__ import annotations
@@ -32,8 +34,14 @@ from gpu_kit.jobs import COMMIT, ROOT
 from gpu_kit.needs import OURS, Found, Lack, lacking
 
 MOST_BYTES = 20 << 20
-PLATFORMS = (*(f"manylinux_2_{minor}" for minor in range(39, 4, -1)), "manylinux2014", "manylinux2010", "manylinux1")
-"""pip takes the very platforms that it is told, and not older ones: all up to the machine's glibc, which is 2.39."""
+PLATFORMS = (
+    *(f"manylinux_2_{minor}" for minor in range(39, 4, -1)),
+    "manylinux2014",
+    "manylinux2010",
+    "manylinux1",
+)
+"""pip takes the very platforms that it is told, and not older ones: all up to the machine's glibc,
+which is 2.39."""
 TARGET = {
     "implementation_name": "cpython",
     "os_name": "posix",
@@ -47,7 +55,14 @@ TARGET = {
 """Markers of the machine."""
 FOLDERS = ("core", "plugins", "contrib_models", "contrib_backends", "tests", "benchmarks")
 FILES = ("conftest.py", "pyproject.toml", "requirements-dev.txt")
-LEFT_OUT = ("checkpoint_tools/", "checkpoint_vision/", "checkpoint_dates/", "tests/clients/", ".png", "json_schema_test_suite.json")
+LEFT_OUT = (
+    "checkpoint_tools/",
+    "checkpoint_vision/",
+    "checkpoint_dates/",
+    "tests/clients/",
+    ".png",
+    "json_schema_test_suite.json",
+)
 """Large, and of no use there: the kit asks `tiny` alone."""
 SCRIPT = """#!/usr/bin/env bash
 # Unpacks the kit beside itself, and runs it: bash kit.sh [--seconds 480] [--out FOLDER]
@@ -61,7 +76,9 @@ exec bash "$here/tree/benchmarks/gpu_kit.sh" --kit "$here" "$@"
 
 def there(file: Path = Path(__file__).with_name("there.txt")) -> dict[str, Found]:
     """The list of what the machine has, by canonical name."""
-    lines = (line.partition("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines())
+    lines = (
+        line.partition("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines()
+    )
     found = {}
     for line in filter(None, lines):
         name, _, version = line.partition("==")
@@ -70,17 +87,26 @@ def there(file: Path = Path(__file__).with_name("there.txt")) -> dict[str, Found
 
 
 def write_metadata(folder: Path) -> dict[str, Found]:
-    """The dist-info folders of our distributions as their pyproject.toml files have them, and what they say."""
+    """The dist-info folders of our distributions as their pyproject.toml files have them, and what
+    they say."""
     import hatchling.build
 
     found = {}
     folder.mkdir(parents=True)
-    for project in (ROOT, *sorted(ROOT.glob("core")), *sorted(ROOT.glob("plugins/*")), *sorted(ROOT.glob("contrib_*/*"))):
+    for project in (
+        ROOT,
+        *sorted(ROOT.glob("core")),
+        *sorted(ROOT.glob("plugins/*")),
+        *sorted(ROOT.glob("contrib_*/*")),
+    ):
         if (project / "pyproject.toml").exists():
             with chdir(project):
                 made = folder / hatchling.build.prepare_metadata_for_build_wheel(str(folder))
-            # The metadata that a build asks for first has none, and without them nothing is a plugin.
-            (made / "entry_points.txt").write_text(entry_points(project / "pyproject.toml"), encoding="utf-8")
+            # The metadata that a build asks for first has none, and without them nothing is a
+            # plugin.
+            (made / "entry_points.txt").write_text(
+                entry_points(project / "pyproject.toml"), encoding="utf-8"
+            )
             name, one = _read((made / "METADATA").read_text(encoding="utf-8"))
             found[name] = one
     return found
@@ -101,7 +127,11 @@ def wheel_metadata(folder: Path) -> dict[str, Found]:
     found = {}
     for wheel in sorted(folder.glob("*.whl")):
         with zipfile.ZipFile(wheel) as archive:
-            member = next(one for one in archive.namelist() if one.count("/") == 1 and one.endswith(".dist-info/METADATA"))
+            member = next(
+                one
+                for one in archive.namelist()
+                if one.count("/") == 1 and one.endswith(".dist-info/METADATA")
+            )
             name, one = _read(archive.read(member).decode())
             found[name] = one
     return found
@@ -109,14 +139,20 @@ def wheel_metadata(folder: Path) -> dict[str, Found]:
 
 def _read(text: str) -> tuple[str, Found]:
     message = message_from_string(text)
-    return canonicalize_name(message["Name"]), Found(message["Version"], tuple(message.get_all("Requires-Dist") or ()))
+    return canonicalize_name(message["Name"]), Found(
+        message["Version"], tuple(message.get_all("Requires-Dist") or ())
+    )
 
 
 def pinned(requirement: Requirement) -> str:
     """At the version that constraints.txt has, where it has one."""
     for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
         name, equals, version = line.partition("==")
-        if equals and canonicalize_name(name) == canonicalize_name(requirement.name) and requirement.specifier.contains(version):
+        if (
+            equals
+            and canonicalize_name(name) == canonicalize_name(requirement.name)
+            and requirement.specifier.contains(version)
+        ):
             return f"{name}=={version}"
     return f"{requirement.name}{requirement.specifier}"
 
@@ -128,17 +164,24 @@ def download(ours: Mapping[str, Found], present: Mapping[str, Found], wheels: Pa
     while lacks := still_lacking(ours, present, wheels):
         wanted = sorted(pinned(lack.requirement) for lack in lacks)
         if again := asked.intersection(wanted):
-            raise SystemExit(f"these wheels do not do: {', '.join(again)}. " + "; ".join(map(str, lacks)))
+            raise SystemExit(
+                f"these wheels do not do: {', '.join(again)}. " + "; ".join(map(str, lacks))
+            )
         asked.update(wanted)
         for lack in lacks:
             if canonicalize_name(lack.requirement.name).startswith(OURS):
                 raise SystemExit(str(lack))
             if lack.requirement.name in present:
-                raise SystemExit(f"{lack}. A distribution that is there is not carried: widen the requirement, or change there.txt.")
+                raise SystemExit(
+                    f"{lack}. A distribution that is there is not carried: widen the "
+                    "requirement, or change there.txt."
+                )
         pip("download", "--no-deps", *_for_the_machine(), "--dest", str(wheels), *wanted)
 
 
-def still_lacking(ours: Mapping[str, Found], present: Mapping[str, Found], wheels: Path) -> list[Lack]:
+def still_lacking(
+    ours: Mapping[str, Found], present: Mapping[str, Found], wheels: Path
+) -> list[Lack]:
     """Requirements that neither the machine, nor our distributions, nor the wheels meet."""
     known = {**present, **wheel_metadata(wheels), **ours}
     return lacking(known.get, environment=TARGET)
@@ -153,7 +196,9 @@ def _for_the_machine() -> Iterator[str]:
 def pip(*arguments: str, python: str = sys.executable) -> None:
     # Constraints of this machine say nothing of another one.
     environ = {**os.environ, "PIP_CONSTRAINT": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    done = subprocess.run([python, "-m", "pip", *arguments, "--quiet"], capture_output=True, text=True, env=environ)
+    done = subprocess.run(
+        [python, "-m", "pip", *arguments, "--quiet"], capture_output=True, text=True, env=environ
+    )
     if done.returncode:
         raise SystemExit(f"pip {arguments[0]} failed:\n{done.stderr.strip()}")
 
@@ -174,7 +219,9 @@ def write_sources(file: Path) -> None:
 
 
 def git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -193,8 +240,19 @@ def check_install(wheels: Path, present: Mapping[str, Found], python312: str | N
     files = [str(one) for one in sorted(wheels.glob("*.whl"))]
     with tempfile.TemporaryDirectory() as folder:
         if python312 is None:
-            pip("install", "--no-index", "--no-deps", *_for_the_machine(), "--target", folder, *files)
-            return "the resolver took the wheels for Python 3.12 on Linux x86-64; no Python 3.12 is here to import them"
+            pip(
+                "install",
+                "--no-index",
+                "--no-deps",
+                *_for_the_machine(),
+                "--target",
+                folder,
+                *files,
+            )
+            return (
+                "the resolver took the wheels for Python 3.12 on Linux x86-64; no Python 3.12 is "
+                "here to import them"
+            )
         subprocess.run([python312, "-m", "venv", folder], check=True)
         python = str(Path(folder) / "bin" / "python")
         pip("install", "--no-index", "--no-deps", *files, python=python)
@@ -202,8 +260,14 @@ def check_install(wheels: Path, present: Mapping[str, Found], python312: str | N
         done = subprocess.run([python, "-c", _IMPORTS, *names], capture_output=True, text=True)
         missing = {line.replace("_", "-") for line in done.stdout.split()}
         if done.returncode or (unknown := missing - {"yaml", *present}):
-            raise SystemExit(f"the wheels cannot be imported: {done.stderr.strip()[-2000:] or ', '.join(sorted(unknown))}")
-        return f"{len(files)} wheels were installed into a fresh Python 3.12 without a network, and {len(names)} packages imported"
+            raise SystemExit(
+                "the wheels cannot be imported: "
+                f"{done.stderr.strip()[-2000:] or ', '.join(sorted(unknown))}"
+            )
+        return (
+            f"{len(files)} wheels were installed into a fresh Python 3.12 without a network, and "
+            f"{len(names)} packages imported"
+        )
 
 
 _IMPORTS = """
@@ -219,9 +283,17 @@ for name in sys.argv[1:]:
 
 def _top_levels(wheel: Path) -> set[str]:
     with zipfile.ZipFile(wheel) as archive:
-        names = [one for one in archive.namelist() if ".dist-info/" not in one and ".data/" not in one]
-    packages = {name.partition("/")[0] for name in names if name.endswith("/__init__.py") and name.count("/") == 1}
-    return packages | {name.removesuffix(".py") for name in names if "/" not in name and name.endswith(".py")}
+        names = [
+            one for one in archive.namelist() if ".dist-info/" not in one and ".data/" not in one
+        ]
+    packages = {
+        name.partition("/")[0]
+        for name in names
+        if name.endswith("/__init__.py") and name.count("/") == 1
+    }
+    return packages | {
+        name.removesuffix(".py") for name in names if "/" not in name and name.endswith(".py")
+    }
 
 
 def sizes(folder: Path) -> list[tuple[int, str]]:
@@ -236,9 +308,14 @@ def sizes(folder: Path) -> list[tuple[int, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--to", type=Path, default=ROOT / "gpu-kit")
-    parser.add_argument("--python312", help="a Python 3.12 to install the wheels into; none: the resolver alone checks them")
+    parser.add_argument(
+        "--python312",
+        help="a Python 3.12 to install the wheels into; none: the resolver alone checks them",
+    )
     args = parser.parse_args()
     args.to = args.to.resolve()
     shutil.rmtree(args.to, ignore_errors=True)
@@ -247,14 +324,21 @@ def main() -> None:
     download(ours, present, args.to / "wheels")
     write_sources(args.to / "sources.tar.gz")
     (args.to / "kit.sh").write_text(SCRIPT, encoding="utf-8")
-    told = check_install(args.to / "wheels", present, shutil.which(args.python312) if args.python312 else None)
+    told = check_install(
+        args.to / "wheels", present, shutil.which(args.python312) if args.python312 else None
+    )
     listed = sizes(args.to)
     total = sum(size for size, _ in listed)
     for size, name in listed:
         print(f"{size / 1024:9,.0f} KiB  {name}")
-    print(f"{total / 1024:9,.0f} KiB  {args.to.name}/, of {MOST_BYTES >> 20} MiB at most. {told[0].upper()}{told[1:]}.")
+    print(
+        f"{total / 1024:9,.0f} KiB  {args.to.name}/, of {MOST_BYTES >> 20} MiB at most. "
+        f"{told[0].upper()}{told[1:]}."
+    )
     if total > MOST_BYTES:
-        raise SystemExit("the folder is larger than it may be: see LEFT_OUT in benchmarks/gpu_kit/collect.py")
+        raise SystemExit(
+            "the folder is larger than it may be: see LEFT_OUT in benchmarks/gpu_kit/collect.py"
+        )
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ class Part:
     name: str
     title: str
     ends: float
-    """When it must be over at the latest, as a share of all seconds. What a part leaves is the next one's."""
+    """When it must be over at the latest, as a share of all seconds. What a part leaves is the next
+    one's."""
     jobs: Callable[[], Sequence[Job]]
 
 
@@ -47,7 +48,8 @@ class Driver:
         return FAILED if any(self.counts[one] for one in _BAD) else PASSED
 
     def run(self, part: Part) -> None:
-        """Runs the jobs of a part. Each may take an equal share of the time that the part has left."""
+        """Runs the jobs of a part. Each may take an equal share of the time that the part has
+        left."""
         end = self._begun + self._seconds * part.ends
         waiting = list(part.jobs())
         for number, job in enumerate(waiting):
@@ -58,16 +60,25 @@ class Driver:
                 self.add(part, job, {"check": "process", "outcome": "skipped", "why": job.refusal})
                 continue
             if limit < LEAST:
-                self.add(part, job, {"check": "process", "outcome": "unrun", "why": "no time was left"})
+                self.add(
+                    part, job, {"check": "process", "outcome": "unrun", "why": "no time was left"}
+                )
                 continue
             for line in jobs.run(job, limit):
                 self.add(part, job, line)
-            told = ", ".join(f"{count} {outcome}" for outcome, count in sorted((self.counts - before).items()))
+            told = ", ".join(
+                f"{count} {outcome}" for outcome, count in sorted((self.counts - before).items())
+            )
             print(f"{part.name} {job.name}: {told}", flush=True)
 
     def add(self, part: Part, job: Job, line: dict[str, Any]) -> None:
         """Writes a line, and prints it; of tests, which are many, those alone that are bad."""
-        line = {"part": part.name, "job": job.name, "at": round(time.monotonic() - self._begun, 1), **line}
+        line = {
+            "part": part.name,
+            "job": job.name,
+            "at": round(time.monotonic() - self._begun, 1),
+            **line,
+        }
         self._results.add(line)
         self.counts[line["outcome"]] += 1
         if job.ends or line["outcome"] in _BAD:
@@ -76,10 +87,16 @@ class Driver:
 
 def shown(line: dict[str, Any]) -> str:
     """A line for people."""
-    found = ", ".join(f"{name} {json.dumps(value)}" for name, value in line.items() if name not in _TOLD)
+    found = ", ".join(
+        f"{name} {json.dumps(value)}" for name, value in line.items() if name not in _TOLD
+    )
     why = "; ".join(one for one in (line.get("why"), found) if one)
     where = f"{line['part']} {line['job']} | {line['check']}"
-    told = f"{where}: {line['outcome']}" + (f": {why}" if why else "") + f" ({line.get('seconds', 0):.1f} s)"
+    told = (
+        f"{where}: {line['outcome']}"
+        + (f": {why}" if why else "")
+        + f" ({line.get('seconds', 0):.1f} s)"
+    )
     if line["outcome"] in _BAD and line.get("traceback"):
         told += "\n" + "\n".join(f"    {one}" for one in line["traceback"].splitlines()[-12:])
     return told

@@ -34,16 +34,20 @@ class Job:
     refusal: str | None = None
     """Why it is not begun; None: it is."""
     ends: bool = True
-    """Whether an exit code other than 0 is a fault. pytest's says only that a test has failed, which the test's line says."""
+    """Whether an exit code other than 0 is a fault. pytest's says only that a test has failed,
+    which the test's line says."""
 
 
-def module(name: str, what: str, *arguments: str, refusal: str | None = None, **environ: str) -> Job:
+def module(
+    name: str, what: str, *arguments: str, refusal: str | None = None, **environ: str
+) -> Job:
     """A job that runs a module of the kit."""
     return Job(name, ("-m", f"gpu_kit.{what}", *arguments), environ, refusal)
 
 
 def run(job: Job, limit: float) -> Iterator[dict[str, Any]]:
-    """Yields what a job says, each line at once. After `limit` seconds it is ended, with all that it has started."""
+    """Yields what a job says, each line at once. After `limit` seconds it is ended, with all that
+    it has started."""
     with tempfile.TemporaryFile() as log:
         lines, said = os.pipe()
         lifeline, alive = os.pipe()
@@ -70,7 +74,9 @@ def run(job: Job, limit: float) -> Iterator[dict[str, Any]]:
             os.close(alive)
 
 
-def _followed(job: Job, process: subprocess.Popen[bytes], lines: int, end: float, log: IO[bytes]) -> Iterator[dict[str, Any]]:
+def _followed(
+    job: Job, process: subprocess.Popen[bytes], lines: int, end: float, log: IO[bytes]
+) -> Iterator[dict[str, Any]]:
     """What it says, and at its end what is wrong with the process itself."""
     begun, num_lines, has_failed = time.monotonic(), 0, False
     for line in _lines(lines, end):
@@ -81,7 +87,13 @@ def _followed(job: Job, process: subprocess.Popen[bytes], lines: int, end: float
     try:
         code = process.wait(max(0.0, end - time.monotonic()))
     except subprocess.TimeoutExpired:
-        yield {"check": "process", "outcome": "cut", "why": "its time was over", "traceback": _tail(log), **took}
+        yield {
+            "check": "process",
+            "outcome": "cut",
+            "why": "its time was over",
+            "traceback": _tail(log),
+            **took,
+        }
         return
     if code and (job.ends or not has_failed):
         why = f"the process ended with {code}"

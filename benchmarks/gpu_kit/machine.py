@@ -1,4 +1,5 @@
-"""The first process of the kit: card, versions and limits, and what each attention backend says to an 8B shape.
+"""The first process of the kit: card, versions and limits, and what each attention backend says to
+an 8B shape.
 
 usage: python -m gpu_kit.machine [--quick]
 """
@@ -52,8 +53,15 @@ def no_card() -> str | None:
     if torch.cuda.is_available():
         return None
     built = torch.version.cuda or "no CUDA"
-    seen = "nvidia-smi is not there" if shutil.which("nvidia-smi") is None else f"nvidia-smi names the driver {_driver()}"
-    return f"torch {torch.__version__} (built with {built}) sees no card, and {seen}. --quick runs on a CPU."
+    seen = (
+        "nvidia-smi is not there"
+        if shutil.which("nvidia-smi") is None
+        else f"nvidia-smi names the driver {_driver()}"
+    )
+    return (
+        f"torch {torch.__version__} (built with {built}) sees no card, and {seen}. --quick runs "
+        "on a CPU."
+    )
 
 
 def versions() -> dict[str, str]:
@@ -106,7 +114,9 @@ def main() -> None:
     with checking(REFUSALS) as found:
         found.update(refusals("cpu" if args.quick else "cuda"))
         if "sdpa" not in found or found["sdpa"] is not None:
-            raise MissedError("the attention backend sdpa is not there, or refuses: are the plugins?")
+            raise MissedError(
+                "the attention backend sdpa is not there, or refuses: are the plugins?"
+            )
     measure_limits(QUICK if args.quick else FULL)
 
 

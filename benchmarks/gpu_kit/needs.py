@@ -45,11 +45,17 @@ class Lack(NamedTuple):
 
     def __str__(self) -> str:
         there = "" if self.found is None else f", and {self.found} is there"
-        return f"{self.requirement.name}{self.requirement.specifier} is missing, which {self.needed_by} needs{there}"
+        return (
+            f"{self.requirement.name}{self.requirement.specifier} is missing, which "
+            f"{self.needed_by} needs{there}"
+        )
 
 
-def lacking(find: Find, roots: Iterable[str] = ROOTS, environment: Mapping[str, str] | None = None) -> list[Lack]:
-    """What is missing, each by its name once. `environment`: of markers, where it is not this machine's."""
+def lacking(
+    find: Find, roots: Iterable[str] = ROOTS, environment: Mapping[str, str] | None = None
+) -> list[Lack]:
+    """What is missing, each by its name once. `environment`: of markers, where it is not this
+    machine's."""
     waiting = [(Requirement(root), "the kit") for root in roots]
     seen: set[tuple[str, str]] = set()
     lacks: dict[str, Lack] = {}
@@ -83,7 +89,8 @@ def _holds(requirement: Requirement, extra: str, environment: Mapping[str, str] 
 
 
 def find_here(name: str, looked_into: Path | None = None) -> Found | None:
-    """What this Python can import. Requirements are those of our distributions, and of all below `looked_into`."""
+    """What this Python can import. Requirements are those of our distributions, and of all below
+    `looked_into`."""
     try:
         there = metadata.distribution(name)
     except metadata.PackageNotFoundError:

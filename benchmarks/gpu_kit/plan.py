@@ -1,4 +1,5 @@
-"""The parts of the kit. A feature that brings kernels adds a row here: see "Kernels for GPUs" in CONTRIBUTING.md."""
+"""The parts of the kit. A feature that brings kernels adds a row here: see "Kernels for GPUs" in
+CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -29,8 +30,19 @@ class Kit:
         self._short = ("--quick",) if quick else ()
 
     def parts(self) -> list[Part]:
-        """In their order: what says whether anything is right comes before what says how fast it is."""
-        ends = {"0": 20, "A": 60, "B": 160, "C": 220, "D": 255, "E1": 345, "E2": 420, "F": 455, "G": SECONDS}
+        """In their order: what says whether anything is right comes before what says how fast it
+        is."""
+        ends = {
+            "0": 20,
+            "A": 60,
+            "B": 160,
+            "C": 220,
+            "D": 255,
+            "E1": 345,
+            "E2": 420,
+            "F": 455,
+            "G": SECONDS,
+        }
         parts = {
             "0": ("the machine", self.machine),
             "A": ("tiny against the CPU", self.smoke),
@@ -42,7 +54,10 @@ class Kit:
             "F": ("other kernels", self.others),
             "G": ("other shapes", self.shapes),
         }
-        return [Part(name, title, ends[name] / SECONDS, lambda jobs=jobs: list(jobs())) for name, (title, jobs) in parts.items()]
+        return [
+            Part(name, title, ends[name] / SECONDS, lambda jobs=jobs: list(jobs()))
+            for name, (title, jobs) in parts.items()
+        ]
 
     def machine(self) -> Iterator[Job]:
         yield module("machine", "machine", *self._short)
@@ -55,7 +70,9 @@ class Kit:
 
     def graphs(self) -> Iterator[Job]:
         yield module("smoke with graphs", "smoke", *self._device, "--cases", "graphs")
-        yield tests_of.job("graphs", tests_of.GRAPHS, quick=self.quick, workers=4, marks="not slow and not nightly")
+        yield tests_of.job(
+            "graphs", tests_of.GRAPHS, quick=self.quick, workers=4, marks="not slow and not nightly"
+        )
 
     def server(self) -> Iterator[Job]:
         yield module("server", "server", *self._device)
@@ -66,7 +83,9 @@ class Kit:
 
     def speed_with_graphs(self) -> Iterator[Job]:
         for name, mode in WITH_GRAPHS.items():
-            yield self._speed(f"{name}, {mode}", name, "--kernels", WITHOUT_GRAPHS[name], "--graphs", mode)
+            yield self._speed(
+                f"{name}, {mode}", name, "--kernels", WITHOUT_GRAPHS[name], "--graphs", mode
+            )
 
     def others(self) -> Iterator[Job]:
         yield tests_of.job("flex and others", tests_of.OTHERS, quick=self.quick)
@@ -81,4 +100,13 @@ class Kit:
         refusal = self.refusals.get(attention)
         # Kernels for cards are refused on a CPU, and have been asked in part A.
         given = tuple("torch" if self.quick and one == "triton" else one for one in arguments)
-        return module(name, "speed", *self._short, "--attention", attention, *given, refusal=refusal, **self.limits)
+        return module(
+            name,
+            "speed",
+            *self._short,
+            "--attention",
+            attention,
+            *given,
+            refusal=refusal,
+            **self.limits,
+        )

@@ -1,4 +1,5 @@
-"""A plugin of pytest: of each file the tests that need a card, and a line for each test the moment that it is over."""
+"""A plugin of pytest: of each file the tests that need a card, and a line for each test the moment
+that it is over."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import pytest
 from gpu_kit.report import LONGEST, die_with_the_kit, emit
 
 SELECT, FIRST = "GPU_KIT_SELECT", "GPU_KIT_FIRST"
-"""Environment variables: a word for each file, which the names of its tests must have; how many of each file, or nothing for all."""
+"""Environment variables: a word for each file, which the names of its tests must have; how many of
+each file, or nothing for all."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -20,13 +22,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps what is wanted. A dry run takes the first tests of each file, also where their names do not have the word."""
+    """Keeps what is wanted. A dry run takes the first tests of each file, also where their names do
+    not have the word."""
     words: dict[str, str] = json.loads(os.environ[SELECT])
     first = os.environ.get(FIRST)
     kept = []
     for file, word in words.items():
         own = [item for item in items if item.nodeid.partition("::")[0] == file]
-        kept += [item for item in own if word in item.nodeid] if first is None else own[: int(first)]
+        kept += (
+            [item for item in own if word in item.nodeid] if first is None else own[: int(first)]
+        )
     items[:] = kept
 
 
@@ -35,7 +40,12 @@ class Lines:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            emit(report.nodeid, "failed", why="it cannot be imported", traceback=report.longreprtext[-LONGEST:])
+            emit(
+                report.nodeid,
+                "failed",
+                why="it cannot be imported",
+                traceback=report.longreprtext[-LONGEST:],
+            )
         elif report.skipped:
             emit(report.nodeid, "skipped", why=_reason(report))
 
@@ -43,8 +53,14 @@ class Lines:
         seconds = round(report.duration, 3)
         if report.failed:
             shown = report.longreprtext
-            why = shown.strip().splitlines()[-1] if shown.strip() else f"it failed in its {report.when}"
-            emit(report.nodeid, "failed", seconds=seconds, why=why[:300], traceback=shown[-LONGEST:])
+            why = (
+                shown.strip().splitlines()[-1]
+                if shown.strip()
+                else f"it failed in its {report.when}"
+            )
+            emit(
+                report.nodeid, "failed", seconds=seconds, why=why[:300], traceback=shown[-LONGEST:]
+            )
         elif report.skipped:
             emit(report.nodeid, "skipped", why=_reason(report))
         elif report.when == "call":

@@ -1,4 +1,5 @@
-"""How a process of the kit says what it finds: a line of JSON for each check, the moment that it is known."""
+"""How a process of the kit says what it finds: a line of JSON for each check, the moment that it is
+known."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from signal import SIGKILL
 from typing import Any
 
 LINES, LIFELINE = "GPU_KIT_LINES", "GPU_KIT_LIFELINE"
-"""Environment variables: the file descriptor for lines, and one that is closed when the kit has ended."""
+"""Environment variables: the file descriptor for lines, and one that is closed when the kit has
+ended."""
 LONGEST = 3000
 """Characters of a traceback that are kept, its last."""
 
@@ -27,7 +29,8 @@ class MissedError(Exception):
 
 
 def emit(check: str, outcome: str, **found: Any) -> None:
-    """Says what a check has found. `outcome`: "passed", "failed" or "skipped". Others' prints are not in the way."""
+    """Says what a check has found. `outcome`: "passed", "failed" or "skipped". Others' prints are
+    not in the way."""
     line = json.dumps({"check": check, "outcome": outcome, **found}, default=str) + "\n"
     if LINES in os.environ:
         os.write(int(os.environ[LINES]), line.encode())
@@ -37,7 +40,8 @@ def emit(check: str, outcome: str, **found: Any) -> None:
 
 @contextmanager
 def checking(check: str) -> Iterator[dict[str, Any]]:
-    """Runs one check. What is put into the dict is said, and what is raised is said with its traceback: others go on."""
+    """Runs one check. What is put into the dict is said, and what is raised is said with its
+    traceback: others go on."""
     found: dict[str, Any] = {}
     begun = time.monotonic()
 

@@ -1,7 +1,7 @@
 """The file of results: lines of JSON, one for each check, so that it is whole at every moment.
 
-The first line says what the kit runs on, the last one how it ended. A kit that was killed has no last line, and
-all the others.
+The first line says what the kit runs on, the last one how it ended. A kit that was killed has no
+last line, and all the others.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""What the order of torch's kernels for attention costs where every length is new: cuDNN makes a plan for each.
+"""What the order of torch's kernels for attention costs where every length is new: cuDNN makes a
+plan for each.
 
 usage: python -m gpu_kit.sdpa_order [--quick]
 
-The kit runs it twice, with TORCH_CUDNN_SDPA_DEPRIORITIZED 0 and 1: whether it pays to leave cuDNN out, as the backend `sdpa` does.
+The kit runs it twice, with TORCH_CUDNN_SDPA_DEPRIORITIZED 0 and 1: whether it pays to leave cuDNN
+out, as the backend `sdpa` does.
 """
 
 from __future__ import annotations
@@ -35,11 +37,16 @@ def measure(plan: Plan, found: dict[str, Any]) -> None:
             synchronize()
             times.append(1000 * (time.perf_counter() - begun))
     # The first length also loads the kernels.
-    found.update(new_length_ms=round(statistics.median(new[1:]), 3), again_ms=round(statistics.median(again[1:]), 3))
+    found.update(
+        new_length_ms=round(statistics.median(new[1:]), 3),
+        again_ms=round(statistics.median(again[1:]), 3),
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     die_with_the_kit()

@@ -1,4 +1,5 @@
-"""`toolkit serve tiny` on a card: a chat, 64 seeded streams at once, a schema, metrics, a killed engine, SIGTERM.
+"""`toolkit serve tiny` on a card: a chat, 64 seeded streams at once, a schema, metrics, a killed
+engine, SIGTERM.
 
 usage: python -m gpu_kit.server [--device cuda]
 """
@@ -49,11 +50,21 @@ async def ask(port: int, **fields: Any) -> str:
 
 async def stream(port: int, seed: int) -> tuple[str, float]:
     """A streamed text, and the seconds to its first piece."""
-    body = chat(f"Tell me of {seed} cats", stream=True, temperature=0.9, top_p=0.9, seed=seed, ignore_eos=True)
+    body = chat(
+        f"Tell me of {seed} cats",
+        stream=True,
+        temperature=0.9,
+        top_p=0.9,
+        seed=seed,
+        ignore_eos=True,
+    )
     begun, first, text = time.perf_counter(), 0.0, ""
     async with exchange(port, "POST", CHAT, json.dumps(body).encode()) as one:
         if await one.head() != 200:
-            raise MissedError(f"a stream has status {one.status}: {(await one.body())[:500].decode(errors='replace')}")
+            raise MissedError(
+                f"a stream has status {one.status}: "
+                f"{(await one.body())[:500].decode(errors='replace')}"
+            )
         async for event in one.events():
             if event == b"[DONE]":
                 return text, first
@@ -77,7 +88,11 @@ async def check_streams(port: int, found: dict[str, Any]) -> None:
     found["first_token_ms"] = round(1000 * statistics.median(seconds for _, seconds in turns[1]), 1)
     alone, seconds = await stream(port, 7)
     found["first_token_alone_ms"] = round(1000 * seconds, 1)
-    others = [seed for seed in range(STREAMS) if first[seed] != second[seed] or (seed == 7 and alone != first[seed])]
+    others = [
+        seed
+        for seed in range(STREAMS)
+        if first[seed] != second[seed] or (seed == 7 and alone != first[seed])
+    ]
     if others:
         raise MissedError(f"other texts by the same seeds: {others}")
     if len(set(first)) < STREAMS // 2:
@@ -85,17 +100,28 @@ async def check_streams(port: int, found: dict[str, Any]) -> None:
 
 
 async def check_schema(port: int, found: dict[str, Any]) -> None:
-    given = {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA, "strict": True}}
+    given = {
+        "type": "json_schema",
+        "json_schema": {"name": "pet", "schema": SCHEMA, "strict": True},
+    }
     text = await ask(port, response_format=given, max_tokens=64)
     found["text"] = text
     pet = json.loads(text)
-    if set(pet) != {"name", "age"} or pet["name"] not in ("cat", "dog") or pet["age"] not in (1, 2, 3):
+    if (
+        set(pet) != {"name", "age"}
+        or pet["name"] not in ("cat", "dog")
+        or pet["age"] not in (1, 2, 3)
+    ):
         raise MissedError("it is not as the schema has it")
 
 
 async def check_metrics(server: ServerProcess, found: dict[str, Any]) -> None:
     text = (await fetch(server.port, "GET", "/metrics")).body.decode()
-    rows = [line for line in text.splitlines() if line.startswith("toolkit_lm_") and "generation_tokens_total" in line]
+    rows = [
+        line
+        for line in text.splitlines()
+        if line.startswith("toolkit_lm_") and "generation_tokens_total" in line
+    ]
     found["generated"] = sum(float(row.rsplit(" ", 1)[1]) for row in rows)
     if found["generated"] < 2 * STREAMS * 16:
         raise MissedError(f"fewer tokens are counted than were streamed: {rows}")
@@ -103,13 +129,19 @@ async def check_metrics(server: ServerProcess, found: dict[str, Any]) -> None:
 
 async def check_killed(server: ServerProcess, expected: str, found: dict[str, Any]) -> None:
     """kill -9 of the engine: it is started anew, and says the same."""
-    engines = [one for one in server.processes() if one.pid != server.process.pid and "engine" in " ".join(one.cmdline())]
+    engines = [
+        one
+        for one in server.processes()
+        if one.pid != server.process.pid and "engine" in " ".join(one.cmdline())
+    ]
     if not engines:
         raise MissedError(f"no engine is among {[one.cmdline()[:4] for one in server.processes()]}")
     begun = time.perf_counter()
     engines[0].kill()
     await asyncio.to_thread(engines[0].wait, 30)
-    while (await fetch(server.port, "GET", "/ready")).status == 200 and time.perf_counter() - begun < 5:
+    while (
+        await fetch(server.port, "GET", "/ready")
+    ).status == 200 and time.perf_counter() - begun < 5:
         await asyncio.sleep(0.02)
     await server.wait_ready()
     found["back_after"] = round(time.perf_counter() - begun, 2)
@@ -136,7 +168,9 @@ async def check_all(server: ServerProcess) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     die_with_the_kit()
@@ -145,7 +179,16 @@ def main() -> None:
         with checking("start") as found:
             begun = time.perf_counter()
             # In float32 a neighbour in the batch changes no draw.
-            options = ("--device", args.device, "--dtype", "float32", "--max-num-seqs", str(STREAMS), "--max-model-len", "512")
+            options = (
+                "--device",
+                args.device,
+                "--dtype",
+                "float32",
+                "--max-num-seqs",
+                str(STREAMS),
+                "--max-model-len",
+                "512",
+            )
             server = ServerProcess(Path(folder), "tiny", *options, "--restart-engine", "1")
             asyncio.run(server.wait_ready())
             found["ready_after"] = round(time.perf_counter() - begun, 2)
@@ -155,7 +198,9 @@ def main() -> None:
         with checking("SIGTERM") as found:
             code = server.stop()
             # Some versions of torch make a folder for its cache when they are imported.
-            found["left"] = [one for one in server.left_behind() if not one.startswith("torchinductor_")]
+            found["left"] = [
+                one for one in server.left_behind() if not one.startswith("torchinductor_")
+            ]
             if code or found["left"]:
                 raise MissedError(f"exit code {code}")
 

@@ -64,7 +64,11 @@ class Plan:
     def prefill_flops(self, prompts: int, length: int) -> float:
         """Of all prompts; the head computes one token of each."""
         scores = 2 * 2 * self.layers * self.heads * self.head_size * prompts * length**2 / 2
-        return 2 * self.product_weights * prompts * length + scores + 2 * prompts * self.vocab_size * self.hidden
+        return (
+            2 * self.product_weights * prompts * length
+            + scores
+            + 2 * prompts * self.vocab_size * self.hidden
+        )
 
     def write(self, folder: Path) -> Path:
         """Writes its config.json. Returns the folder."""

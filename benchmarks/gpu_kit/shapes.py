@@ -1,9 +1,11 @@
-"""Other shapes than language models, with random weights from a config.json: BART, Whisper small, LLaVA, MiniLM.
+"""Other shapes than language models, with random weights from a config.json: BART, Whisper small,
+LLaVA, MiniLM.
 
 usage: python -m gpu_kit.shapes [--quick]
 
-Each is measured twice, and the second time counts. Their results are those of tests; here they run on a card at their
-real sizes, and every number of theirs is finite. --quick runs small ones on a CPU.
+Each is measured twice, and the second time counts. Their results are those of tests; here they run
+on a card at their real sizes, and every number of theirs is finite. --quick runs small ones on a
+CPU.
 """
 
 from __future__ import annotations
@@ -43,17 +45,39 @@ def bart(folder: Path, quick: bool) -> None:
     """BART large."""
     size, heads = (32, 2) if quick else (1024, 16)
     each = {"layers": layers(quick, 12), "ffn_dim": 4 * size, "attention_heads": heads}
-    both = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in each.items()}
-    fields = {"vocab_size": 512 if quick else 50265, "d_model": size, "max_position_embeddings": 1024, "dropout": 0.0}
-    write_config(folder, "Bart", "BartForConditionalGeneration", **both, **fields, **IDS, forced_eos_token_id=None)
+    both = {
+        f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in each.items()
+    }
+    fields = {
+        "vocab_size": 512 if quick else 50265,
+        "d_model": size,
+        "max_position_embeddings": 1024,
+        "dropout": 0.0,
+    }
+    write_config(
+        folder,
+        "Bart",
+        "BartForConditionalGeneration",
+        **both,
+        **fields,
+        **IDS,
+        forced_eos_token_id=None,
+    )
 
 
 def whisper(folder: Path, quick: bool) -> None:
     """Whisper small."""
     size, heads = (32, 2) if quick else (768, 12)
     each = {"layers": layers(quick, 12), "ffn_dim": 4 * size, "attention_heads": heads}
-    both = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in each.items()}
-    fields = {"vocab_size": 512 if quick else 51865, "d_model": size, "suppress_tokens": None, "begin_suppress_tokens": None}
+    both = {
+        f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in each.items()
+    }
+    fields = {
+        "vocab_size": 512 if quick else 51865,
+        "d_model": size,
+        "suppress_tokens": None,
+        "begin_suppress_tokens": None,
+    }
     write_config(folder, "Whisper", "WhisperForConditionalGeneration", **both, **fields, **IDS)
 
 
@@ -82,8 +106,19 @@ def llava(folder: Path, quick: bool) -> None:
         "num_attention_heads": text // (16 if quick else 128),
         "max_position_embeddings": 4096,
     }
-    fields = {"image_token_index": IMAGE_TOKEN, "vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
-    write_config(folder, "Llava", "LlavaForConditionalGeneration", vision_config=pictures, text_config=words, **fields)
+    fields = {
+        "image_token_index": IMAGE_TOKEN,
+        "vision_feature_layer": -2,
+        "vision_feature_select_strategy": "default",
+    }
+    write_config(
+        folder,
+        "Llava",
+        "LlavaForConditionalGeneration",
+        vision_config=pictures,
+        text_config=words,
+        **fields,
+    )
     tokenizer = write_tokenizer(folder, vocab_size) / "tokenizer.json"
     told = json.loads(tokenizer.read_text())
     told["added_tokens"].append({**told["added_tokens"][0], "id": IMAGE_TOKEN, "content": IMAGE})
@@ -112,8 +147,16 @@ def minilm(folder: Path, quick: bool) -> None:
 
     size = 32 if quick else 384
     vocab_size = 512 if quick else 30522
-    fields = {"hidden_size": size, "intermediate_size": 4 * size, "num_hidden_layers": layers(quick, 6)}
-    fields |= {"num_attention_heads": 2 if quick else 12, "vocab_size": vocab_size, "max_position_embeddings": 512}
+    fields = {
+        "hidden_size": size,
+        "intermediate_size": 4 * size,
+        "num_hidden_layers": layers(quick, 6),
+    }
+    fields |= {
+        "num_attention_heads": 2 if quick else 12,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 512,
+    }
     write_config(folder, "Bert", "BertModel", **fields)
     write_tokenizer(folder, vocab_size)
 
@@ -124,7 +167,10 @@ def ids(count: int, length: int) -> list[list[int]]:
 
 def encoded(llm: Any, quick: bool) -> int:
     """Texts through an encoder, and tokens after them. Returns how many tokens."""
-    prompts = [{"encoder_prompt": {"prompt_token_ids": one}} for one in ids(4 if quick else 32, 24 if quick else 512)]
+    prompts = [
+        {"encoder_prompt": {"prompt_token_ids": one}}
+        for one in ids(4 if quick else 32, 24 if quick else 512)
+    ]
     return generate(llm, prompts)
 
 
@@ -132,7 +178,9 @@ def heard(llm: Any, quick: bool) -> int:
     """Windows of 30 s, and tokens after them."""
     import numpy as np
 
-    windows = np.random.default_rng(0).normal(size=(2 if quick else 16, 80, 3000)).astype(np.float32)
+    windows = (
+        np.random.default_rng(0).normal(size=(2 if quick else 16, 80, 3000)).astype(np.float32)
+    )
     return generate(llm, [{"encoder_prompt": {"features": one}} for one in windows])
 
 
@@ -144,9 +192,13 @@ def seen(llm: Any, quick: bool) -> int:
     prompts = []
     for number in range(2 if quick else 8):
         out = io.BytesIO()
-        pixels = np.random.default_rng([time.time_ns(), number]).integers(0, 256, (30, 40, 3), np.uint8)
+        pixels = np.random.default_rng([time.time_ns(), number]).integers(
+            0, 256, (30, 40, 3), np.uint8
+        )
         Image.fromarray(pixels).resize((640, 480)).save(out, "PNG")
-        prompts.append({"prompt": f"{IMAGE} what is it", "multi_modal_data": {"image": [out.getvalue()]}})
+        prompts.append(
+            {"prompt": f"{IMAGE} what is it", "multi_modal_data": {"image": [out.getvalue()]}}
+        )
     return generate(llm, prompts)
 
 
@@ -167,7 +219,11 @@ def generate(llm: Any, prompts: list[Any]) -> int:
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=0)
     count = 0
     for output in llm.generate(prompts, params, use_tqdm=False):
-        if not all(math.isfinite(one.logprob) for step in output.outputs[0].logprobs for one in step.values()):
+        if not all(
+            math.isfinite(one.logprob)
+            for step in output.outputs[0].logprobs
+            for one in step.values()
+        ):
             raise MissedError("a log probability is not finite")
         count += len(output.outputs[0].token_ids)
     return count
@@ -188,8 +244,14 @@ def measure(name: str, quick: bool, found: dict[str, Any]) -> None:
     from toolkit_lm import LLM
 
     write, ask, what, options = SHAPES[name]
-    device = {"device": "cpu", "dtype": "float32"} if quick else {"device": "cuda", "dtype": "bfloat16"}
-    cache = {} if options.get("runner") == "pooling" else {"kv_cache_memory": "64MiB" if quick else "4GiB"}
+    device = (
+        {"device": "cpu", "dtype": "float32"} if quick else {"device": "cuda", "dtype": "bfloat16"}
+    )
+    cache = (
+        {}
+        if options.get("runner") == "pooling"
+        else {"kv_cache_memory": "64MiB" if quick else "4GiB"}
+    )
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), quick)
         begun = time.perf_counter()
@@ -204,7 +266,9 @@ def measure(name: str, quick: bool, found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     die_with_the_kit()

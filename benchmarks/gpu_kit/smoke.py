@@ -1,9 +1,11 @@
-"""The model `tiny` on a card against the CPU in float32: greedy tokens, seeded draws, and how likely the tokens are.
+"""The model `tiny` on a card against the CPU in float32: greedy tokens, seeded draws, and how
+likely the tokens are.
 
 usage: python -m gpu_kit.smoke [--device cuda] [--cases plain|graphs|inductor]
 
-Prompts of more than 256 tokens come in five chunks and more. In float32 the tokens are equal, but where the two best
-are as good as equally likely. In bfloat16 they need not be; the CPU's tokens must be as likely as the CPU says.
+Prompts of more than 256 tokens come in five chunks and more. In float32 the tokens are equal, but
+where the two best are as good as equally likely. In bfloat16 they need not be; the CPU's tokens
+must be as likely as the CPU says.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ TOKENS, DRAWN_TOKENS, SEEDS = 16, 12, 8
 NEAR = 1e-3
 """Nearer log probabilities of the two best tokens may be told apart otherwise, in float32."""
 OFF = {"float32": 1e-3, "bfloat16": 0.15}
-"""The log probabilities of the same tokens may be so far from the CPU's in float32. In bfloat16 the CPU's own are 0.07 off."""
+"""The log probabilities of the same tokens may be so far from the CPU's in float32. In bfloat16 the
+CPU's own are 0.07 off."""
 BASE = {
     "max_num_batched_tokens": CHUNK,
     "max_num_seqs": 16,
@@ -50,7 +53,11 @@ FP32 = {"dtype": "float32"}
 
 def graphs(mode: str, backend: str = "eager") -> dict[str, Any]:
     """Options: CUDA graphs of a mode, between parts that `backend` computes."""
-    details = {"backend": backend, "cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
+    details = {
+        "backend": backend,
+        "cudagraph_mode": mode,
+        "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64],
+    }
     return {"optimization_level": 1, "compilation_config": json.dumps(details)}
 
 
@@ -66,8 +73,16 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "graphs": {
         "fp32 sdpa, piecewise": {**FP32, **graphs("piecewise")},
-        "fp32 triton, whole decode steps": {**FP32, "attention_backend": "triton", **graphs("full_and_piecewise")},
-        "bf16 flash_attn, piecewise": {**BF16, "attention_backend": "flash_attn", **graphs("piecewise")},
+        "fp32 triton, whole decode steps": {
+            **FP32,
+            "attention_backend": "triton",
+            **graphs("full_and_piecewise"),
+        },
+        "bf16 flash_attn, piecewise": {
+            **BF16,
+            "attention_backend": "flash_attn",
+            **graphs("piecewise"),
+        },
         "bf16 triton, its kernels, whole decode steps": {
             **BF16,
             "attention_backend": "triton",
@@ -95,7 +110,8 @@ class Told:
 
 
 def ask(device: str, reference: list[list[int]] | None = None, **options: Any) -> Told:
-    """`reference`: tokens whose log probabilities are asked for; None: the engine's own greedy ones. Raises RefusedError."""
+    """`reference`: tokens whose log probabilities are asked for; None: the engine's own greedy
+    ones. Raises RefusedError."""
     from toolkit_lm import LLM, SamplingParams
     from toolkit_lm.errors import UnsupportedError
 
@@ -107,19 +123,34 @@ def ask(device: str, reference: list[list[int]] | None = None, **options: Any) -
     with llm:
         greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=2)
         drawn = [
-            SamplingParams(temperature=0.9, top_p=0.9, top_k=50, seed=seed, max_tokens=DRAWN_TOKENS, ignore_eos=True)
+            SamplingParams(
+                temperature=0.9,
+                top_p=0.9,
+                top_k=50,
+                seed=seed,
+                max_tokens=DRAWN_TOKENS,
+                ignore_eos=True,
+            )
             for seed in range(SEEDS)
         ]
         outputs = llm.generate(PROMPTS, greedy, use_tqdm=False)
-        draws = [list(one.outputs[0].token_ids) for one in llm.generate(PROMPTS, drawn, use_tqdm=False)]
+        draws = [
+            list(one.outputs[0].token_ids) for one in llm.generate(PROMPTS, drawn, use_tqdm=False)
+        ]
         tokens = [list(one.outputs[0].token_ids) for one in outputs]
-        texts = [[*one.prompt_token_ids, *after] for one, after in zip(outputs, reference or tokens, strict=True)]
+        texts = [
+            [*one.prompt_token_ids, *after]
+            for one, after in zip(outputs, reference or tokens, strict=True)
+        ]
         told = Told(
             tokens,
             [[_gap(step) for step in one.outputs[0].logprobs] for one in outputs],
             draws,
             _likely(llm, texts),
-            math.ceil(max(len(one.prompt_token_ids) for one in outputs) / llm.config.scheduler.max_num_batched_tokens),
+            math.ceil(
+                max(len(one.prompt_token_ids) for one in outputs)
+                / llm.config.scheduler.max_num_batched_tokens
+            ),
             _replayed(llm),
         )
     del llm
@@ -139,7 +170,10 @@ def _likely(llm: Any, texts: list[list[int]]) -> list[list[float]]:
     params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0)
     outputs = llm.generate([{"prompt_token_ids": one} for one in texts], params, use_tqdm=False)
     return [
-        [step[token].logprob for token, step in zip(text[-TOKENS:], one.prompt_logprobs[-TOKENS:], strict=True)]
+        [
+            step[token].logprob
+            for token, step in zip(text[-TOKENS:], one.prompt_logprobs[-TOKENS:], strict=True)
+        ]
         for text, one in zip(texts, outputs, strict=True)
     ]
 
@@ -148,26 +182,40 @@ def _replayed(llm: Any) -> dict[str, int] | None:
     captured = getattr(llm.engine.client.core.executor.runner.compiler, "graphs", None)
     if captured is None:
         return None
-    return {str(kind): count for kind, count in captured.num_replays.items() if count and str(kind) != "none"}
+    return {
+        str(kind): count
+        for kind, count in captured.num_replays.items()
+        if count and str(kind) != "none"
+    }
 
 
 def agreeing(one: list[int], other: list[int]) -> int:
     """How many of the first are the same."""
-    return next((place for place, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
+    return next(
+        (place for place, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one)
+    )
 
 
 def compare(ours: Told, reference: Told, dtype: str, found: dict[str, Any]) -> None:
     """Puts into `found` what is to be said of a case. Raises MissedError where it is wrong."""
     agree = [agreeing(a, b) for a, b in zip(reference.tokens, ours.tokens, strict=True)]
     drawn = [agreeing(a, b) for a, b in zip(reference.drawn, ours.drawn, strict=True)]
-    pairs = [pair for rows in zip(reference.likely, ours.likely, strict=True) for pair in zip(*rows, strict=True)]
+    pairs = [
+        pair
+        for rows in zip(reference.likely, ours.likely, strict=True)
+        for pair in zip(*rows, strict=True)
+    ]
     # Not by `max`, which passes over NaN.
     off = sorted((abs(a - b) for a, b in pairs), key=lambda one: (math.isnan(one), one))[-1]
     found.update(agreeing=agree, drawn=drawn, off=round(off, 5))
     if not off <= OFF[dtype]:
         raise MissedError(f"log probabilities are {off:.4f} off, and may be {OFF[dtype]}")
     if dtype == "float32":
-        far = [row for row, count in enumerate(agree) if count < TOKENS and reference.gaps[row][count] >= NEAR]
+        far = [
+            row
+            for row, count in enumerate(agree)
+            if count < TOKENS and reference.gaps[row][count] >= NEAR
+        ]
         if far:
             raise MissedError(f"other greedy tokens than the CPU's, of prompts {far}")
         if min(drawn) < DRAWN_TOKENS:
@@ -178,11 +226,15 @@ def check_replayed(replayed: Mapping[str, int], mode: str) -> None:
     """Raises MissedError where graphs of a kind that the mode asks for have run no step."""
     for kind in mode.split("_and_"):
         if not replayed.get(kind):
-            raise MissedError(f"no step ran by a graph that is {kind}, which the mode {mode} asks for")
+            raise MissedError(
+                f"no step ran by a graph that is {kind}, which the mode {mode} asks for"
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--cases", choices=list(CASES), default="plain")
     args = parser.parse_args()
@@ -192,7 +244,9 @@ def main() -> None:
         reference = ask("cpu", **FP32)
         found["chunks"] = reference.num_chunks
         if reference.num_chunks < CHUNKS:
-            raise MissedError(f"the longest prompt takes {reference.num_chunks} chunks, and is to take {CHUNKS}")
+            raise MissedError(
+                f"the longest prompt takes {reference.num_chunks} chunks, and is to take {CHUNKS}"
+            )
     if reference is None:
         emit("all cases", "failed", why="there is nothing to compare with")
         return
@@ -203,7 +257,9 @@ def main() -> None:
                 found["replayed"] = ours.replayed
             compare(ours, reference, options["dtype"], found)
             if args.cases != "plain" and args.device == "cuda":
-                check_replayed(ours.replayed or {}, json.loads(options["compilation_config"])["cudagraph_mode"])
+                check_replayed(
+                    ours.replayed or {}, json.loads(options["compilation_config"])["cudagraph_mode"]
+                )
 
 
 if __name__ == "__main__":

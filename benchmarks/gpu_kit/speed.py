@@ -1,10 +1,12 @@
 """Decode and prefill of an 8B shape by one attention backend, as shares of what the card can do.
 
-usage: python -m gpu_kit.speed [--quick] --attention sdpa [--kernels torch] [--graphs piecewise] [--parts eager]
+usage: python -m gpu_kit.speed [--quick] --attention sdpa [--kernels torch] [--graphs piecewise]
+[--parts eager]
 
-Weights are random, from a config.json alone. Each number is said as it is found. Decode is told as a share of the copy
-bandwidth (bytes read and written), by the bytes that a step must read: weights, keys and values. Prefill is told as a
-share of the matrix rate, by the products that the model must compute. --quick runs it on a CPU, on two layers.
+Weights are random, from a config.json alone. Each number is said as it is found. Decode is told as
+a share of the copy bandwidth (bytes read and written), by the bytes that a step must read: weights,
+keys and values. Prefill is told as a share of the matrix rate, by the products that the model must
+compute. --quick runs it on a CPU, on two layers.
 """
 
 from __future__ import annotations
@@ -42,8 +44,16 @@ class Bench:
         self.plan = plan
         self.is_compiled = args.graphs != "none"
         # Of the batches that are measured alone: each one more is captured before the first number.
-        details = {"backend": args.parts, "cudagraph_mode": args.graphs, "cudagraph_capture_sizes": plan.rows}
-        compiled = {"optimization_level": 1, "compilation_config": json.dumps(details)} if self.is_compiled else {}
+        details = {
+            "backend": args.parts,
+            "cudagraph_mode": args.graphs,
+            "cudagraph_capture_sizes": plan.rows,
+        }
+        compiled = (
+            {"optimization_level": 1, "compilation_config": json.dumps(details)}
+            if self.is_compiled
+            else {}
+        )
         blocks = {"num_kv_blocks": 64} if plan is QUICK else {}
         self.llm = LLM(
             str(plan.write(folder)),
@@ -70,7 +80,10 @@ class Bench:
         names = []
         for row in range(rows):
             self._count += 1
-            ids = [(self._count * 31 + place * 7 + row) % (self.plan.vocab_size - 10) + 10 for place in range(length)]
+            ids = [
+                (self._count * 31 + place * 7 + row) % (self.plan.vocab_size - 10) + 10
+                for place in range(length)
+            ]
             names.append(str(self._count))
             given = {"temperature": 0, "max_tokens": 200, "ignore_eos": True, **params}
             self.engine.add_request(names[-1], {"prompt_token_ids": ids}, SamplingParams(**given))
@@ -97,13 +110,21 @@ class Bench:
         self.engine.abort(names)
         step = statistics.median(times[WARM_UP_STEPS:])
         rate = self.plan.decode_bytes(rows, keys + WARM_UP_STEPS + self.plan.steps / 2) / step
-        found.update(step_ms=round(1000 * step, 3), tokens_per_second=round(rows / step, 1), **share_of(COPY, rate))
+        found.update(
+            step_ms=round(1000 * step, 3),
+            tokens_per_second=round(rows / step, 1),
+            **share_of(COPY, rate),
+        )
 
     def prefill(self, prompts: int, length: int, found: dict[str, Any]) -> None:
         """The better of two."""
-        seconds = min(self.until_first_tokens(self.add(prompts, length, max_tokens=1)) for _ in range(2))
+        seconds = min(
+            self.until_first_tokens(self.add(prompts, length, max_tokens=1)) for _ in range(2)
+        )
         rate = self.plan.prefill_flops(prompts, length) / seconds
-        found.update(tokens_per_second=round(prompts * length / seconds, 1), **share_of(PRODUCT, rate))
+        found.update(
+            tokens_per_second=round(prompts * length / seconds, 1), **share_of(PRODUCT, rate)
+        )
 
     def graphs(self, found: dict[str, Any]) -> None:
         """Which steps graphs have run."""
@@ -128,10 +149,14 @@ def measurements(bench: Bench) -> dict[str, Callable[[dict[str, Any]], None]]:
     else:
         found[PREFILL] = lambda told: bench.prefill(plan.prompts, plan.length, told)
     most = plan.rows[-1]
-    found[f"sampled {plan.decode_name(most, plan.short)}"] = decode(most, plan.short, temperature=0.9, top_p=0.9, seed=1)
+    found[f"sampled {plan.decode_name(most, plan.short)}"] = decode(
+        most, plan.short, temperature=0.9, top_p=0.9, seed=1
+    )
     found |= {plan.decode_name(rows, plan.long): decode(rows, plan.long) for rows in plan.rows}
     if not bench.is_compiled:
-        found["prefill of one prompt in four chunks"] = lambda told: bench.prefill(1, 4 * plan.budget, told)
+        found["prefill of one prompt in four chunks"] = lambda told: bench.prefill(
+            1, 4 * plan.budget, told
+        )
     return found
 
 
@@ -142,7 +167,9 @@ def measure(plan: Plan, folder: Path, args: argparse.Namespace) -> None:
     with checking(START) as found:
         bench = Bench(plan, folder, args)
         bench.until_first_tokens(bench.add(1, 4, max_tokens=1))
-        found["seconds_since_process_start"] = round(time.time() - psutil.Process().create_time(), 2)
+        found["seconds_since_process_start"] = round(
+            time.time() - psutil.Process().create_time(), 2
+        )
     if bench is None:
         return
     for name, work in measurements(bench).items():
@@ -151,7 +178,9 @@ def measure(plan: Plan, folder: Path, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--attention", default="sdpa")
     parser.add_argument("--kernels", default="torch")

@@ -1,4 +1,5 @@
-"""The tests that need a card, and jobs that run them. `tests/test_gpu_kit.py` finds those that are not here."""
+"""The tests that need a card, and jobs that run them. `tests/test_gpu_kit.py` finds those that are
+not here."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ KITS = {
     "tests/test_parity_llama.py": "OnCuda",
     "tests/test_attention_masks.py": "cuda",
 }
-"""By file a word that the names of its tests have, or "" for all. The last have the most tests: what is cut is of theirs."""
+"""By file a word that the names of its tests have, or "" for all. The last have the most tests:
+what is cut is of theirs."""
 GRAPHS = {
     "contrib_backends/compile/tests/test_cuda_graphs.py": "",
     "contrib_backends/triton/tests/test_triton_graphs.py": "on_a_gpu",
@@ -35,11 +37,28 @@ FIRST_OF_A_DRY_RUN = 2
 """Tests of each file."""
 
 
-def job(name: str, files: dict[str, str], *, quick: bool, workers: int = WORKERS, marks: str = "not nightly") -> Job:
+def job(
+    name: str,
+    files: dict[str, str],
+    *,
+    quick: bool,
+    workers: int = WORKERS,
+    marks: str = "not nightly",
+) -> Job:
     """pytest on files, in processes side by side: compilers keep them busy."""
     environ = {SELECT: json.dumps(files)} | ({FIRST: str(FIRST_OF_A_DRY_RUN)} if quick else {})
     # Of other versions than the project's, warnings are no faults.
-    options = ("-q", "--timeout", "60", "-p", "no:cacheprovider", "-p", "gpu_kit.pytest_lines", "-o", "filterwarnings=default")
+    options = (
+        "-q",
+        "--timeout",
+        "60",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "gpu_kit.pytest_lines",
+        "-o",
+        "filterwarnings=default",
+    )
     count = min(workers, os.cpu_count() or 1)
     spread = ("-n", str(count), "--dist", "load")
     return Job(name, ("-m", "pytest", *spread, *options, "-m", marks, *files), environ, ends=False)

@@ -1,4 +1,5 @@
-"""Compiles the kernels where there is a C compiler for them. Without one the package installs all the same, and its backend refuses."""
+"""Compiles the kernels where there is a C compiler for them. Without one the package installs all
+the same, and its backend refuses."""
 
 from __future__ import annotations
 
@@ -58,7 +59,15 @@ def compile_kernels(source: Path, library: Path) -> str | None:
     """None, or why there is no library."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return f"they are for Linux on x86_64, not for {sys.platform} on {platform.machine()}"
-    command = [*os.environ.get("CC", "cc").split(), *FLAGS, f"-I{sysconfig.get_path('include')}", str(source), "-lm", "-o", str(library)]
+    command = [
+        *os.environ.get("CC", "cc").split(),
+        *FLAGS,
+        f"-I{sysconfig.get_path('include')}",
+        str(source),
+        "-lm",
+        "-o",
+        str(library),
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
@@ -67,7 +76,8 @@ def compile_kernels(source: Path, library: Path) -> str | None:
 
 
 def platform_tag(library: Path) -> str:
-    """Names the oldest glibc that the library runs with; no glibc where it needs another library beside, or another libc."""
+    """Names the oldest glibc that the library runs with; no glibc where it needs another library
+    beside, or another libc."""
     content = library.read_bytes()
     needed = set(re.findall(rb"\0((?:lib|ld-)[\w.+-]*\.so[.\d]*)(?=\0)", content))
     versions = [int(minor) for minor in re.findall(rb"\0GLIBC_2\.(\d+)", content)]

@@ -1,4 +1,5 @@
-"""Compiles what ranks of one machine exchange tensors with. Without a C compiler the package installs all the same, and uses sockets."""
+"""Compiles what ranks of one machine exchange tensors with. Without a C compiler the package
+installs all the same, and uses sockets."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ class CompileHook(BuildHookInterface):
         self.folder = tempfile.TemporaryDirectory(dir=package if is_editable else None)
         library = Path(self.folder.name, LIBRARY)
         if reason := compile_library(package / "kernels" / "module.c", library):
-            self.app.display_warning(f"toolkit-lm-executor-mp is installed without shared memory: {reason}")
+            self.app.display_warning(
+                f"toolkit-lm-executor-mp is installed without shared memory: {reason}"
+            )
             if is_editable:
                 (package / LIBRARY).unlink(missing_ok=True)
             return
@@ -46,7 +49,14 @@ def compile_library(source: Path, library: Path) -> str | None:
     """None, or why there is none."""
     if sys.platform != "linux":
         return f"it is for Linux, not for {sys.platform}"
-    command = [*os.environ.get("CC", "cc").split(), *FLAGS, f"-I{sysconfig.get_path('include')}", str(source), "-o", str(library)]
+    command = [
+        *os.environ.get("CC", "cc").split(),
+        *FLAGS,
+        f"-I{sysconfig.get_path('include')}",
+        str(source),
+        "-o",
+        str(library),
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:

@@ -1,4 +1,5 @@
-"""The main job: `toolkit serve` with the embedded tiny model, asked through the official OpenAI client, the answers streamed.
+"""The main job: `toolkit serve` with the embedded tiny model, asked through the official OpenAI
+client, the answers streamed.
 
 usage: python docs/examples/demo.py [QUESTION ...]
 """
@@ -27,7 +28,9 @@ QUESTIONS = [
 def server() -> Iterator[str]:
     """A server on a free port of this machine; gives its base URL."""
     toolkit = Path(sys.executable).with_name("toolkit")
-    process = subprocess.Popen([toolkit, "serve", "tiny", "--port", "0"], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [toolkit, "serve", "tiny", "--port", "0"], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert process.stdout is not None
         for line in process.stdout:
@@ -48,7 +51,9 @@ def main() -> None:
         for question in sys.argv[1:] or QUESTIONS:
             print(f"\n> {question}")
             messages = [{"role": "user", "content": question}]
-            for chunk in client.chat.completions.create(model="tiny", messages=messages, stream=True, temperature=0, max_tokens=128):
+            for chunk in client.chat.completions.create(
+                model="tiny", messages=messages, stream=True, temperature=0, max_tokens=128
+            ):
                 print(chunk.choices[0].delta.content or "", end="", flush=True)
             print()
 

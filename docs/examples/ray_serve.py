@@ -29,7 +29,8 @@ def make_app() -> FastAPI:
 )
 @serve.ingress(make_app)
 class Replica:
-    """Ray starts a second one when the first has more than 16 requests under way, and ends it when they are few."""
+    """Ray starts a second one when the first has more than 16 requests under way, and ends it when
+    they are few."""
 
 
 app = Replica.bind()

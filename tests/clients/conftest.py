@@ -1,4 +1,5 @@
-"""A server of tiny, which chats, and one which embeds, for clients that know nothing of them but the URL and a key."""
+"""A server of tiny, which chats, and one which embeds, for clients that know nothing of them but
+the URL and a key."""
 
 from __future__ import annotations
 
@@ -18,15 +19,39 @@ KEY = "secret"
 PYTHON = os.environ.get("TOOLKIT_PYTHON", str(page.ROOT / ".venv" / "bin" / "python"))
 """Of the environment with the workspace."""
 # What clients would ask of other hosts.
-os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "COHERE_API_KEY": KEY, "ANONYMIZED_TELEMETRY": "False"}
+os.environ |= {
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "COHERE_API_KEY": KEY,
+    "ANONYMIZED_TELEMETRY": "False",
+}
 
 
 @contextmanager
 def serving(*arguments: str) -> Iterator[str]:
     """The URL of `toolkit serve`, in a process of its own."""
-    flags = ["--port", "0", "--device", "cpu", "--max-num-seqs", "8", "--no-access-log", "--api-key", KEY, "--tool-call-parser", "hermes"]
+    flags = [
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+        "--max-num-seqs",
+        "8",
+        "--no-access-log",
+        "--api-key",
+        KEY,
+        "--tool-call-parser",
+        "hermes",
+    ]
     flags += ["--dtype", "float32", "--tokenizer-info"]
-    command = [PYTHON, "-c", "from toolkit_lm_cli import main; main()", "serve", "tiny", *flags, *arguments]
+    command = [
+        PYTHON,
+        "-c",
+        "from toolkit_lm_cli import main; main()",
+        "serve",
+        "tiny",
+        *flags,
+        *arguments,
+    ]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
     try:

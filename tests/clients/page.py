@@ -1,4 +1,5 @@
-"""docs/clients.md, from the versions in requirements-clients.txt and requirements-benchmarks.txt and what the tests say of themselves.
+"""docs/clients.md, from the versions in requirements-clients.txt and requirements-benchmarks.txt
+and what the tests say of themselves.
 
 Run this file to write it.
 """
@@ -64,12 +65,20 @@ aiperf profile --model MODEL --url http://127.0.0.1:8000 --api-key KEY --endpoin
 
 
 def versions(requirements: Path = CLIENTS) -> dict[str, str]:
-    """By client, the version that is tried: what the first paragraph of a file of requirements pins."""
-    return dict(re.findall(r"^([\w-]+)(?:\[\w+\])?==([\w.]+)$", requirements.read_text().split("\n\n")[0], re.MULTILINE))
+    """By client, the version that is tried: what the first paragraph of a file of requirements
+    pins."""
+    return dict(
+        re.findall(
+            r"^([\w-]+)(?:\[\w+\])?==([\w.]+)$",
+            requirements.read_text().split("\n\n")[0],
+            re.MULTILINE,
+        )
+    )
 
 
 def environ() -> dict[str, str]:
-    """The variables of this process, for clients that ask no other host and tell nobody what they do."""
+    """The variables of this process, for clients that ask no other host and tell nobody what they
+    do."""
     quiet = {
         "NO_COLOR": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -77,12 +86,16 @@ def environ() -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": "1",
     }
-    return {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")} | quiet
+    return {
+        name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")
+    } | quiet
 
 
 def page() -> str:
     """The page as it should be."""
-    return _HEAD + _rows(HERE, CLIENTS) + _BENCHMARKS + _rows(HERE / "benchmarks", BENCHMARKS) + _TAIL
+    return (
+        _HEAD + _rows(HERE, CLIENTS) + _BENCHMARKS + _rows(HERE / "benchmarks", BENCHMARKS) + _TAIL
+    )
 
 
 def _rows(folder: Path, requirements: Path) -> str:
@@ -93,8 +106,14 @@ def _rows(folder: Path, requirements: Path) -> str:
         tried[name] = what.removesuffix(".")
     pinned = versions(requirements)
     if tried.keys() != pinned.keys():
-        raise ValueError(f"clients without tests, or tests without clients: {sorted(tried.keys() ^ pinned.keys())}")
-    return "".join(f"| [{name}](https://pypi.org/project/{name}/) | {pinned[name]} | {what} |\n" for name, what in tried.items())
+        raise ValueError(
+            "clients without tests, or tests without clients: "
+            f"{sorted(tried.keys() ^ pinned.keys())}"
+        )
+    return "".join(
+        f"| [{name}](https://pypi.org/project/{name}/) | {pinned[name]} | {what} |\n"
+        for name, what in tried.items()
+    )
 
 
 if __name__ == "__main__":

@@ -23,14 +23,20 @@ class Light(BaseModel, extra="forbid"):
 
 @pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA", "TOOLS_STRICT"])
 def test_models(url, key, mode):
-    client = instructor.from_openai(OpenAI(base_url=f"{url}/v1", api_key=key), mode=instructor.Mode[mode])
+    client = instructor.from_openai(
+        OpenAI(base_url=f"{url}/v1", api_key=key), mode=instructor.Mode[mode]
+    )
     found = client.chat.completions.create(model="tiny", messages=ASK, response_model=Light, **ONE)
     assert isinstance(found, Light)
-    *_, last = client.chat.completions.create_partial(model="tiny", messages=ASK, response_model=Light, **ONE)
+    *_, last = client.chat.completions.create_partial(
+        model="tiny", messages=ASK, response_model=Light, **ONE
+    )
     assert last.on in (True, False)
 
 
 def test_async(url, key):
     client = instructor.from_openai(AsyncOpenAI(base_url=f"{url}/v1", api_key=key))
-    found = asyncio.run(client.chat.completions.create(model="tiny", messages=ASK, response_model=Light, **ONE))
+    found = asyncio.run(
+        client.chat.completions.create(model="tiny", messages=ASK, response_model=Light, **ONE)
+    )
     assert isinstance(found, Light)

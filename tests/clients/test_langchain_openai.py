@@ -1,4 +1,5 @@
-"""langchain-openai: chats, streams, structured output in each of its ways, tools, responses, embeddings, async."""
+"""langchain-openai: chats, streams, structured output in each of its ways, tools, responses,
+embeddings, async."""
 
 from __future__ import annotations
 
@@ -43,18 +44,24 @@ def test_structured_output(chat, method):
 
 
 def test_tools(chat):
-    message = chat.bind_tools([Light], tool_choice="required", parallel_tool_calls=False).invoke(ASK)
+    message = chat.bind_tools([Light], tool_choice="required", parallel_tool_calls=False).invoke(
+        ASK
+    )
     assert message.tool_calls[0]["name"] == "Light" and Light(**message.tool_calls[0]["args"])
 
 
 def test_responses(url, key):
-    chat = ChatOpenAI(model="tiny", base_url=f"{url}/v1", api_key=key, temperature=0, use_responses_api=True)
+    chat = ChatOpenAI(
+        model="tiny", base_url=f"{url}/v1", api_key=key, temperature=0, use_responses_api=True
+    )
     assert chat.invoke(ASK).text == PARIS
     assert "".join(chunk.text for chunk in chat.stream(ASK)) == PARIS
 
 
 def test_embeddings(embed_url, key):
     # Otherwise it sends tokens of OpenAI's vocabulary.
-    model = OpenAIEmbeddings(model="tiny", base_url=f"{embed_url}/v1", api_key=key, check_embedding_ctx_length=False)
+    model = OpenAIEmbeddings(
+        model="tiny", base_url=f"{embed_url}/v1", api_key=key, check_embedding_ctx_length=False
+    )
     assert len(model.embed_documents(["one", "two"])) == 2
     assert model.embed_query("one") == pytest.approx(model.embed_documents(["one"])[0])

@@ -1,4 +1,5 @@
-"""litellm: chats, streams, tools, responses and embeddings by OpenAI's API; chats by Anthropic's and Ollama's; async."""
+"""litellm: chats, streams, tools, responses and embeddings by OpenAI's API; chats by Anthropic's
+and Ollama's; async."""
 
 from __future__ import annotations
 
@@ -10,8 +11,16 @@ import pytest
 
 ASK = [{"role": "user", "content": "What is the capital of France?"}]
 PARIS = "The capital of France is Paris."
-SCHEMA = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"], "additionalProperties": False}
-TOOL = {"type": "function", "function": {"name": "light", "description": "Switches a light.", "parameters": SCHEMA}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"on": {"type": "boolean"}},
+    "required": ["on"],
+    "additionalProperties": False,
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "light", "description": "Switches a light.", "parameters": SCHEMA},
+}
 
 
 @pytest.fixture(params=["openai/tiny", "anthropic/tiny", "ollama_chat/tiny", "hosted_vllm/tiny"])
@@ -21,10 +30,20 @@ def model(request, url, key):
 
 
 def test_chat(model):
-    assert litellm.completion(**model, messages=ASK, temperature=0, max_tokens=20).choices[0].message.content == PARIS
+    assert (
+        litellm.completion(**model, messages=ASK, temperature=0, max_tokens=20)
+        .choices[0]
+        .message.content
+        == PARIS
+    )
     chunks = litellm.completion(**model, messages=ASK, temperature=0, max_tokens=20, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == PARIS
-    assert asyncio.run(litellm.acompletion(**model, messages=ASK, temperature=0, max_tokens=20)).choices[0].message.content == PARIS
+    assert (
+        asyncio.run(litellm.acompletion(**model, messages=ASK, temperature=0, max_tokens=20))
+        .choices[0]
+        .message.content
+        == PARIS
+    )
 
 
 def test_tools(url, key):
@@ -43,10 +62,18 @@ def test_tools(url, key):
 
 
 def test_responses(url, key):
-    reply = litellm.responses(model="openai/tiny", api_base=f"{url}/v1", api_key=key, input=ASK[0]["content"], temperature=0)
+    reply = litellm.responses(
+        model="openai/tiny",
+        api_base=f"{url}/v1",
+        api_key=key,
+        input=ASK[0]["content"],
+        temperature=0,
+    )
     assert reply.output[0].content[0].text == PARIS
 
 
 def test_embeddings(embed_url, key):
-    reply = litellm.embedding(model="openai/tiny", api_base=f"{embed_url}/v1", api_key=key, input=["one", "two"])
+    reply = litellm.embedding(
+        model="openai/tiny", api_base=f"{embed_url}/v1", api_key=key, input=["one", "two"]
+    )
     assert len(reply.data) == 2

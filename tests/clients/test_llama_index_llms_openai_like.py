@@ -52,5 +52,7 @@ def test_tools(model):
         """Switches a light."""
         return f"it is {'on' if on else 'off'}"
 
-    reply = model.predict_and_call([FunctionTool.from_defaults(light)], user_msg=ASK, tool_required=True)
+    reply = model.predict_and_call(
+        [FunctionTool.from_defaults(light)], user_msg=ASK, tool_required=True
+    )
     assert str(reply).startswith("it is ")

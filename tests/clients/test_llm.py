@@ -30,7 +30,14 @@ def run(url, key, tmp_path):
 
     def run(*arguments: str) -> str:
         environ = {**os.environ, "LLM_USER_PATH": str(tmp_path)}
-        return subprocess.run([command, *arguments], env=environ, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+        return subprocess.run(
+            [command, *arguments],
+            env=environ,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        ).stdout.strip()
 
     return run
 
@@ -42,5 +49,14 @@ def test_prompts(run):
 
 
 def test_schemas(run):
-    schema = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"], "additionalProperties": False}
-    assert list(json.loads(run("-m", "small", "-o", "temperature", "0", "--schema", json.dumps(schema), ASK))) == ["on"]
+    schema = {
+        "type": "object",
+        "properties": {"on": {"type": "boolean"}},
+        "required": ["on"],
+        "additionalProperties": False,
+    }
+    assert list(
+        json.loads(
+            run("-m", "small", "-o", "temperature", "0", "--schema", json.dumps(schema), ASK)
+        )
+    ) == ["on"]

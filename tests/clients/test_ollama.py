@@ -1,4 +1,5 @@
-"""ollama: chats, prompts, streams, tools, formats, embeddings, the lists of models, errors, async."""
+"""ollama: chats, prompts, streams, tools, formats, embeddings, the lists of models, errors,
+async."""
 
 from __future__ import annotations
 
@@ -11,7 +12,12 @@ import pytest
 ASK = [{"role": "user", "content": "What is the capital of France?"}]
 PARIS = "The capital of France is Paris."
 COLD = {"temperature": 0}
-SCHEMA = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"], "additionalProperties": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {"on": {"type": "boolean"}},
+    "required": ["on"],
+    "additionalProperties": False,
+}
 
 
 @pytest.fixture
@@ -25,12 +31,22 @@ def test_chat(client):
     assert reply.total_duration > reply.eval_duration > 0
     parts = [*client.chat(model="tiny:latest", messages=ASK, options=COLD, stream=True)]
     assert "".join(part.message.content for part in parts) == PARIS and parts[-1].done
-    assert list(json.loads(client.chat(model="tiny", messages=ASK, format=SCHEMA, options=COLD).message.content)) == ["on"]
+    assert list(
+        json.loads(
+            client.chat(model="tiny", messages=ASK, format=SCHEMA, options=COLD).message.content
+        )
+    ) == ["on"]
 
 
 def test_generate(client):
     assert client.generate(model="tiny", prompt=ASK[0]["content"], options=COLD).response == PARIS
-    parts = client.generate(model="tiny", prompt="Once upon a time", raw=True, options={**COLD, "num_predict": 4}, stream=True)
+    parts = client.generate(
+        model="tiny",
+        prompt="Once upon a time",
+        raw=True,
+        options={**COLD, "num_predict": 4},
+        stream=True,
+    )
     assert "".join(part.response for part in parts)
 
 
@@ -43,7 +59,9 @@ def test_tools_are_taken(client):
         """
         return "done"
 
-    assert client.chat(model="tiny", messages=ASK, tools=[light], options={**COLD, "num_predict": 8}).message
+    assert client.chat(
+        model="tiny", messages=ASK, tools=[light], options={**COLD, "num_predict": 8}
+    ).message
     call = {"function": {"name": "light", "arguments": {"on": True}}}
     conversation = [
         *ASK,
@@ -78,7 +96,9 @@ def test_errors(client, url):
 def test_async(url, key):
     async def run() -> list[str]:
         client = ollama.AsyncClient(host=url, headers={"Authorization": f"Bearer {key}"})
-        replies = await asyncio.gather(*(client.chat(model="tiny", messages=ASK, options=COLD) for _ in range(3)))
+        replies = await asyncio.gather(
+            *(client.chat(model="tiny", messages=ASK, options=COLD) for _ in range(3))
+        )
         return [reply.message.content for reply in replies]
 
     assert asyncio.run(run()) == [PARIS] * 3

@@ -1,4 +1,5 @@
-"""openai: chats, completions, streams, `parse` of chats and responses, tools, responses with their events, embeddings, errors, async."""
+"""openai: chats, completions, streams, `parse` of chats and responses, tools, responses with their
+events, embeddings, errors, async."""
 
 from __future__ import annotations
 
@@ -42,11 +43,20 @@ def test_it_is_the_version_that_the_page_tells():
 
 
 def test_chat(client):
-    reply = client.chat.completions.create(model="tiny", messages=ASK, temperature=0, n=2, logprobs=True, top_logprobs=2)
+    reply = client.chat.completions.create(
+        model="tiny", messages=ASK, temperature=0, n=2, logprobs=True, top_logprobs=2
+    )
     assert [choice.message.content for choice in reply.choices] == [PARIS, PARIS]
-    assert reply.usage.completion_tokens == 2 * 11 and len(reply.choices[0].logprobs.content[0].top_logprobs) == 2
+    assert (
+        reply.usage.completion_tokens == 2 * 11
+        and len(reply.choices[0].logprobs.content[0].top_logprobs) == 2
+    )
     with client.chat.completions.create(
-        model="tiny", messages=ASK, temperature=0, stream=True, stream_options={"include_usage": True}
+        model="tiny",
+        messages=ASK,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
     ) as stream:
         *chunks, last = stream
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == PARIS
@@ -56,46 +66,88 @@ def test_chat(client):
 
 
 def test_completions_and_models(client):
-    reply = client.completions.create(model="tiny", prompt=["Once upon a time", "One day"], max_tokens=4, temperature=0, logprobs=1)
+    reply = client.completions.create(
+        model="tiny",
+        prompt=["Once upon a time", "One day"],
+        max_tokens=4,
+        temperature=0,
+        logprobs=1,
+    )
     assert len(reply.choices) == 2 and len(reply.choices[0].logprobs.tokens) == 4
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").id == "tiny"
 
 
 def test_parse(client):
-    reply = client.chat.completions.parse(model="tiny", messages=ASK, response_format=Light, max_tokens=200, temperature=0)
+    reply = client.chat.completions.parse(
+        model="tiny", messages=ASK, response_format=Light, max_tokens=200, temperature=0
+    )
     assert isinstance(reply.choices[0].message.parsed, Light)
-    response = client.responses.parse(model="tiny", input="A light?", text_format=Light, max_output_tokens=200, temperature=0)
+    response = client.responses.parse(
+        model="tiny", input="A light?", text_format=Light, max_output_tokens=200, temperature=0
+    )
     assert isinstance(response.output_parsed, Light)
 
 
 def test_tools(client):
     for choice in ("required", {"type": "function", "function": {"name": "light"}}):
         reply = client.chat.completions.create(
-            model="tiny", messages=ASK, tools=[TOOL], tool_choice=choice, parallel_tool_calls=False, max_tokens=200, temperature=0
+            model="tiny",
+            messages=ASK,
+            tools=[TOOL],
+            tool_choice=choice,
+            parallel_tool_calls=False,
+            max_tokens=200,
+            temperature=0,
         )
         [call] = reply.choices[0].message.tool_calls
         assert call.function.name == "light" and Light.model_validate_json(call.function.arguments)
     with client.chat.completions.stream(
-        model="tiny", messages=ASK, tools=[TOOL], tool_choice="required", parallel_tool_calls=False, max_tokens=200, temperature=0
+        model="tiny",
+        messages=ASK,
+        tools=[TOOL],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=200,
+        temperature=0,
     ) as stream:
         [call] = stream.get_final_completion().choices[0].message.tool_calls
     assert Light.model_validate_json(call.function.arguments)
-    conversation = [*ASK, {"role": "assistant", "content": None, "tool_calls": [call.model_dump(include={"id", "type", "function"})]}]
+    conversation = [
+        *ASK,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [call.model_dump(include={"id", "type", "function"})],
+        },
+    ]
     conversation.append({"role": "tool", "tool_call_id": call.id, "content": "done"})
-    assert client.chat.completions.create(model="tiny", messages=conversation, max_tokens=4).choices[0].message
+    assert (
+        client.chat.completions.create(model="tiny", messages=conversation, max_tokens=4)
+        .choices[0]
+        .message
+    )
 
 
 def test_responses(client):
-    response = client.responses.create(model="tiny", input=ASK[0]["content"], temperature=0, metadata={"a": "b"})
-    assert (response.output_text, response.status, response.metadata) == (PARIS, "completed", {"a": "b"})
+    response = client.responses.create(
+        model="tiny", input=ASK[0]["content"], temperature=0, metadata={"a": "b"}
+    )
+    assert (response.output_text, response.status, response.metadata) == (
+        PARIS,
+        "completed",
+        {"a": "b"},
+    )
     assert response.usage.output_tokens == 11
     cut = client.responses.create(model="tiny", input=ASK, temperature=0, max_output_tokens=2)
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     with client.responses.stream(model="tiny", input=ASK, temperature=0) as stream:
         events = [*stream]
         assert stream.get_final_response().output_text == PARIS
-    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == PARIS
+    assert (
+        "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        == PARIS
+    )
     with pytest.raises(openai.BadRequestError, match="keeps no responses"):
         client.responses.create(model="tiny", input="hi", previous_response_id=response.id)
 
@@ -103,17 +155,31 @@ def test_responses(client):
 def test_tools_of_responses(client):
     tool = {"type": "function", **TOOL["function"], "strict": True}
     response = client.responses.create(
-        model="tiny", input=ASK, tools=[tool], tool_choice="required", parallel_tool_calls=False, max_output_tokens=200, temperature=0
+        model="tiny",
+        input=ASK,
+        tools=[tool],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_output_tokens=200,
+        temperature=0,
     )
     [call] = [item for item in response.output if item.type == "function_call"]
     assert call.name == "light" and Light.model_validate_json(call.arguments)
     with client.responses.stream(
-        model="tiny", input=ASK, tools=[tool], tool_choice="required", parallel_tool_calls=False, max_output_tokens=200, temperature=0
+        model="tiny",
+        input=ASK,
+        tools=[tool],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_output_tokens=200,
+        temperature=0,
     ) as stream:
         done = [event for event in stream if event.type == "response.function_call_arguments.done"]
     assert Light.model_validate_json(done[0].arguments)
     told = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
-    assert client.responses.create(model="tiny", input=[*ASK, *response.output, told], max_output_tokens=4).id
+    assert client.responses.create(
+        model="tiny", input=[*ASK, *response.output, told], max_output_tokens=4
+    ).id
 
 
 def test_embeddings(embed_url, key):
@@ -129,14 +195,20 @@ def test_errors(client, url):
         client.chat.completions.create(model="tiny", messages=ASK, temperature=-1)
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.chat.completions.create(model="other", messages=ASK)
-    with OpenAI(base_url=f"{url}/v1", api_key="wrong") as other, pytest.raises(openai.AuthenticationError):
+    with (
+        OpenAI(base_url=f"{url}/v1", api_key="wrong") as other,
+        pytest.raises(openai.AuthenticationError),
+    ):
         other.models.list()
 
 
 def test_async(url, key):
     async def run() -> list[str]:
         async with AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as client:
-            chats = [client.chat.completions.create(model="tiny", messages=ASK, temperature=0) for _ in range(4)]
+            chats = [
+                client.chat.completions.create(model="tiny", messages=ASK, temperature=0)
+                for _ in range(4)
+            ]
             texts = [reply.choices[0].message.content for reply in await asyncio.gather(*chats)]
             async with client.responses.stream(model="tiny", input=ASK, temperature=0) as stream:
                 texts.append((await stream.get_final_response()).output_text)

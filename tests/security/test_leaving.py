@@ -1,4 +1,5 @@
-"""Clients that leave in the middle of a stream: the engine's work ends, whichever API it was asked by."""
+"""Clients that leave in the middle of a stream: the engine's work ends, whichever API it was asked
+by."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ STREAMS = {
 
 
 class Watch:
-    """Counts requests that were aborted. Steps take a while, so that no answer is whole when its client leaves."""
+    """Counts requests that were aborted. Steps take a while, so that no answer is whole when its
+    client leaves."""
 
     name = "watch"
 
@@ -47,7 +49,9 @@ WATCH = Watch()
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[AsyncLLM]:
-    config = VllmConfig.make(model="tiny", device="cpu", dtype="float32", max_num_seqs=8, engine_process=False)
+    config = VllmConfig.make(
+        model="tiny", device="cpu", dtype="float32", max_num_seqs=8, engine_process=False
+    )
     engine = AsyncLLM(config, plugins=[WATCH])
     yield engine
     engine.close()
@@ -72,9 +76,25 @@ async def leave(app, path: str, body: dict) -> bool:
             left.set()
             whole = not message.get("more_body")
 
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "headers": headers}
-    scope |= {"http_version": "1.1", "scheme": "http", "root_path": "", "client": ("127.0.0.1", 1), "server": ("test", 80)}
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(content)).encode()),
+    ]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": headers,
+    }
+    scope |= {
+        "http_version": "1.1",
+        "scheme": "http",
+        "root_path": "",
+        "client": ("127.0.0.1", 1),
+        "server": ("test", 80),
+    }
     await asyncio.wait_for(app({**scope, "asgi": {"version": "3.0"}}, receive, send), 60)
     return whole
 

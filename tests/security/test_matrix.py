@@ -1,6 +1,7 @@
 """Attacks on each route: the answer is an error of the documented kind, in time, whatever was sent.
 
-The routes are the app's own, over small engines. A route that is new fails `test_each_route_has_a_row` until it has a row.
+The routes are the app's own, over small engines. A route that is new fails
+`test_each_route_has_a_row` until it has a row.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ GENERATED = {
     "/invocations": {"prompt": "a", "max_tokens": 2},
     "/infill": {"prompt": "a", "n_predict": 2},
     "/v1/responses": {"input": "hi", "max_output_tokens": 2},
-    "/v1/chat/completions/batch": {"messages": [[{"role": "user", "content": "hi"}]], "max_tokens": 2},
+    "/v1/chat/completions/batch": {
+        "messages": [[{"role": "user", "content": "hi"}]],
+        "max_tokens": 2,
+    },
     "/v1/messages": {**HI, "max_tokens": 2},
     "/v1/messages/count_tokens": HI,
     "/v2/chat": {**HI, "max_tokens": 2},
@@ -54,13 +58,30 @@ BODIES = {**GENERATED, **POOLED}
 """Of each route that takes a body, a good one."""
 ONE = "/v1/responses/{response_id}"
 OTHERS = {
-    *(("GET", path) for path in ("/v1/models", "/v1/models/{model:path}", "/load", "/version", "/metrics", "/tokenizer_info", ONE)),
+    *(
+        ("GET", path)
+        for path in (
+            "/v1/models",
+            "/v1/models/{model:path}",
+            "/load",
+            "/version",
+            "/metrics",
+            "/tokenizer_info",
+            ONE,
+        )
+    ),
     *(("GET", path) for path in ("/api/tags", "/api/ps", "/api/version")),
     ("DELETE", ONE),
     ("POST", f"{ONE}/cancel"),
     ("POST", "/reset_prefix_cache"),
 }
-OPEN = {("GET", "/live"), ("GET", "/health"), ("GET", "/ready"), ("GET", "/ping"), ("POST", "/ping")}
+OPEN = {
+    ("GET", "/live"),
+    ("GET", "/health"),
+    ("GET", "/ready"),
+    ("GET", "/ping"),
+    ("POST", "/ping"),
+}
 """Routes that look at nothing of a request."""
 NOT_SERVED = ("/classify", "/infill")
 """What neither engine does: its good body is refused too."""
@@ -81,18 +102,29 @@ class Server:
     """An app over each engine, asked as one."""
 
     def __init__(self, engines: dict[str, AsyncLLM], **options) -> None:
-        self.apps = {name: create_app(engine, made(**options), metrics=Metrics()) for name, engine in engines.items()}
+        self.apps = {
+            name: create_app(engine, made(**options), metrics=Metrics())
+            for name, engine in engines.items()
+        }
         self._router = create_router(engines["generate"], made(**options), metrics=Metrics())
-        self.clients = {name: TestClient(app, raise_server_exceptions=False) for name, app in self.apps.items()}
+        self.clients = {
+            name: TestClient(app, raise_server_exceptions=False) for name, app in self.apps.items()
+        }
 
     def app(self, path: str) -> FastAPI:
         return self.apps["pooling" if path in POOLED else "generate"]
 
     def routes(self) -> set[tuple[str, str]]:
-        return {(method, route.path) for route in self._router.routes if isinstance(route, APIRoute) for method in route.methods or ()}
+        return {
+            (method, route.path)
+            for route in self._router.routes
+            if isinstance(route, APIRoute)
+            for method in route.methods or ()
+        }
 
     def send(self, path: str, method: str = "POST", **sent) -> httpx.Response:
-        """The answer. It comes in time, and is a documented one, in the shape of the API's errors unless it is a success."""
+        """The answer. It comes in time, and is a documented one, in the shape of the API's errors
+        unless it is a success."""
         response, seconds = self.send_once(path, method, **sent)
         if seconds >= MOST_SECONDS:
             # What the request costs, it costs again; a garbage collection comes once.
@@ -100,7 +132,9 @@ class Server:
         where = f"{method} {path}: {response.status_code} {response.text[:300]}"
         assert seconds < MOST_SECONDS, f"{seconds:.2f} s: {where}"
         assert response.status_code < 500, where
-        described = self.app(path).openapi()["paths"][path.replace(":path", "")][method.lower()]["responses"]
+        described = self.app(path).openapi()["paths"][path.replace(":path", "")][method.lower()][
+            "responses"
+        ]
         assert str(response.status_code) in described, where
         if response.status_code >= 400:
             check_error(path, response.json(), where)
@@ -108,7 +142,8 @@ class Server:
         return response
 
     def send_once(self, path: str, method: str = "POST", **sent) -> tuple[httpx.Response, float]:
-        """The answer, and what this process computed for it, in seconds: the machine may have other work."""
+        """The answer, and what this process computed for it, in seconds: the machine may have other
+        work."""
         client = self.clients["pooling" if path in POOLED else "generate"]
         start = time.process_time()
         response = client.request(method, path.replace("{model:path}", "no/such"), **sent)
@@ -122,20 +157,31 @@ def check_error(path: str, body: dict, where: str) -> None:
     elif path == "/v2/chat":
         assert set(body) == {"message"}, where
     elif path.startswith("/v1/messages"):
-        assert (set(body), body["type"], set(body["error"])) == ({"type", "error"}, "error", {"type", "message"}), where
+        assert (set(body), body["type"], set(body["error"])) == (
+            {"type", "error"},
+            "error",
+            {"type", "message"},
+        ), where
     else:
         assert set(body["error"]) == {"message", "type", "param", "code"}, where
 
 
 def made(**options) -> ServerOptions:
     return ServerOptions(
-        admin_routes=True, tokenizer_info=True, max_stored_responses=4, max_body_size="2MiB", **{"strict_fields": True, **options}
+        admin_routes=True,
+        tokenizer_info=True,
+        max_stored_responses=4,
+        max_body_size="2MiB",
+        **{"strict_fields": True, **options},
     )
 
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[dict[str, AsyncLLM]]:
-    configs = {"generate": VllmConfig.make(model="tiny", **SMALL), "pooling": VllmConfig.make(model="tiny", convert="embed", **SMALL)}
+    configs = {
+        "generate": VllmConfig.make(model="tiny", **SMALL),
+        "pooling": VllmConfig.make(model="tiny", convert="embed", **SMALL),
+    }
     both = {name: AsyncLLM(config) for name, config in configs.items()}
     yield both
     for engine in both.values():
@@ -163,7 +209,11 @@ def locked(engines) -> Iterator[Server]:
 def counted(engines, tmp_path_factory) -> Iterator[Server]:
     """The same with a key for each route, which a token a minute is for."""
     file = tmp_path_factory.mktemp("keys") / "keys.yaml"
-    file.write_text(json.dumps({"keys": [{"name": path, "key": path, "tokens_per_minute": 1} for path in BODIES]}))
+    file.write_text(
+        json.dumps(
+            {"keys": [{"name": path, "key": path, "tokens_per_minute": 1} for path in BODIES]}
+        )
+    )
     yield from entered(Server(engines, api_keys_file=str(file)))
 
 
@@ -200,13 +250,27 @@ ATTACKS: dict[str, Callable[[str], bytes]] = {
     "null": lambda path: b"null",
     "broken": lambda path: json.dumps(BODIES[path]).encode()[:-1],
     "empty": lambda path: b"{}",
-    **{f"deep lists, {depth}": lambda path, depth=depth: with_text(path, first(path), nested(depth)) for depth in DEPTHS},
-    **{f"deep objects, {depth}": lambda path, depth=depth: with_text(path, first(path), nested(depth, '{"a":', "}")) for depth in DEPTHS},
+    **{
+        f"deep lists, {depth}": lambda path, depth=depth: with_text(
+            path, first(path), nested(depth)
+        )
+        for depth in DEPTHS
+    },
+    **{
+        f"deep objects, {depth}": lambda path, depth=depth: with_text(
+            path, first(path), nested(depth, '{"a":', "}")
+        )
+        for depth in DEPTHS
+    },
     "deep and open": lambda path: with_text(path, first(path), "[" * 10**6),
     "deep in a text": lambda path: with_text(path, "unknown", json.dumps("[{" * 10**5)),
-    "wide": lambda path: json.dumps({**BODIES[path], **{f"x{number}": 1 for number in range(100_000)}}).encode(),
+    "wide": lambda path: json.dumps(
+        {**BODIES[path], **{f"x{number}": 1 for number in range(100_000)}}
+    ).encode(),
     "wide list": lambda path: with_text(path, first(path), json.dumps([None] * 300_000)),
-    "wide object": lambda path: with_text(path, first(path), json.dumps({str(number): 1 for number in range(100_000)})),
+    "wide object": lambda path: with_text(
+        path, first(path), json.dumps({str(number): 1 for number in range(100_000)})
+    ),
     "the same name": lambda path: ("{" + '"unknown": 1, ' * 100_000 + '"unknown": 1}').encode(),
     "huge integer": lambda path: with_text(path, first(path), "9" * 4000),
     "endless integer": lambda path: with_text(path, first(path), "9" * 10**6),
@@ -236,7 +300,13 @@ def test_good_bodies_are_good(server, path):
 def test_bad_bodies(server, attack):
     for path in BODIES:
         response = server.send(path, content=ATTACKS[attack](path), headers=JSON)
-        wanted = 200 if attack == "empty" and path in NOTHING_MISSING else 404 if attack == "model with a long name" else 400
+        wanted = (
+            200
+            if attack == "empty" and path in NOTHING_MISSING
+            else 404
+            if attack == "model with a long name"
+            else 400
+        )
         assert response.status_code == wanted, (path, response.text[:300])
 
 
@@ -244,7 +314,10 @@ def test_bad_bodies(server, attack):
 def test_fields_that_are_ignored(lenient, attack):
     for path in BODIES:
         response = lenient.send(path, content=ATTACKS[attack](path), headers=JSON)
-        assert response.status_code == (400 if path in NOT_SERVED else 200), (path, response.text[:300])
+        assert response.status_code == (400 if path in NOT_SERVED else 200), (
+            path,
+            response.text[:300],
+        )
         assert path in NOT_SERVED or response.headers["x-ignored-fields"] == "unknown"
 
 
@@ -257,63 +330,117 @@ def test_wrong_types(server, path):
         # Any mapping: another route reads it.
         assert path == "/invocations"
         return
-    for field, described in schema["components"]["schemas"][body["$ref"].rpartition("/")[2]]["properties"].items():
+    for field, described in schema["components"]["schemas"][body["$ref"].rpartition("/")[2]][
+        "properties"
+    ].items():
         if not described.keys() & {"type", "anyOf", "enum", "$ref"}:
             # Whatever it is, it has no effect.
             continue
-        kinds = [one.get("type", "object" if "$ref" in one else None) for one in (described, *described.get("anyOf", ()))]
+        kinds = [
+            one.get("type", "object" if "$ref" in one else None)
+            for one in (described, *described.get("anyOf", ()))
+        ]
         wrong = 5 if "object" in kinds else {"a": [None]}
-        assert server.send(path, json={**BODIES[path], field: wrong}).status_code in (400, 404), field
+        assert server.send(path, json={**BODIES[path], field: wrong}).status_code in (400, 404), (
+            field
+        )
 
 
 @pytest.mark.parametrize(
-    "content_type", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "é", ";" * 5000]
+    "content_type",
+    [
+        None,
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data; boundary=x",
+        "é",
+        ";" * 5000,
+    ],
 )
 def test_wrong_content_types(server, content_type):
     # Ollama's routes ask for none, unless a page of a browser sends the body.
     given = {} if content_type is None else {"content-type": content_type.encode("latin-1")}
     headers = {"origin": "http://elsewhere", **given}
     for path in BODIES:
-        assert server.send(path, content=json.dumps(BODIES[path]).encode(), headers=headers).status_code == 400
+        assert (
+            server.send(
+                path, content=json.dumps(BODIES[path]).encode(), headers=headers
+            ).status_code
+            == 400
+        )
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate, gzip", "br", "x" * 1000])
 def test_compressed_bodies(server, encoding):
     for method, path in server.routes() - OPEN:
-        response = server.send(path, method, content=b"\x1f\x8b", headers={**JSON, "content-encoding": encoding})
+        response = server.send(
+            path, method, content=b"\x1f\x8b", headers={**JSON, "content-encoding": encoding}
+        )
         assert response.status_code == 415
 
 
 def test_bodies_that_are_too_large(server):
     for method, path in server.routes() - OPEN:
-        assert server.send(path, method, content=b"x" * (2**21 + 1), headers=JSON).status_code == 413
+        assert (
+            server.send(path, method, content=b"x" * (2**21 + 1), headers=JSON).status_code == 413
+        )
 
 
-KEYS = [None, b"", b"Bearer", b"Bearer wrong", b"Bearer s\xe9cret", b"Bearer \xff\xfe", b"Basic secret", b"Bearer " + b"x" * 10_000]
+KEYS = [
+    None,
+    b"",
+    b"Bearer",
+    b"Bearer wrong",
+    b"Bearer s\xe9cret",
+    b"Bearer \xff\xfe",
+    b"Basic secret",
+    b"Bearer " + b"x" * 10_000,
+]
 
 
 @pytest.mark.parametrize("header", KEYS)
 def test_missing_and_wrong_keys(locked, header):
     headers = {} if header is None else {"authorization": header}
     for method, path in locked.routes() - OPEN:
-        assert locked.send(path, method, content=b"[" * 1000, headers={**JSON, **headers}).status_code == 401
+        assert (
+            locked.send(path, method, content=b"[" * 1000, headers={**JSON, **headers}).status_code
+            == 401
+        )
     for method, path in OPEN:
         assert locked.send(path, method, headers=headers).status_code == 200
-    assert locked.send("/version", "GET", headers={"authorization": f"Bearer {KEY}"}).status_code == 200
+    assert (
+        locked.send("/version", "GET", headers={"authorization": f"Bearer {KEY}"}).status_code
+        == 200
+    )
 
 
 def test_keys_of_anthropics_clients(locked):
     """Their header is another way to send the key, and not a way around it."""
     for method, path in locked.routes() - OPEN:
-        for headers in ({"x-api-key": "wrong"}, {"x-api-key": KEY, "authorization": "Bearer wrong"}, {"x-api-key": ""}):
-            assert locked.send(path, method, content=b"{}", headers={**JSON, **headers}).status_code == 401
-    assert locked.send("/v1/messages", json=BODIES["/v1/messages"], headers={"x-api-key": KEY}).status_code == 200
+        for headers in (
+            {"x-api-key": "wrong"},
+            {"x-api-key": KEY, "authorization": "Bearer wrong"},
+            {"x-api-key": ""},
+        ):
+            assert (
+                locked.send(path, method, content=b"{}", headers={**JSON, **headers}).status_code
+                == 401
+            )
+    assert (
+        locked.send(
+            "/v1/messages", json=BODIES["/v1/messages"], headers={"x-api-key": KEY}
+        ).status_code
+        == 200
+    )
 
 
 @pytest.mark.parametrize("path", BODIES)
 def test_tokens_are_counted_for_the_key(counted, path):
     """Whichever API they were asked by: the next request comes too early."""
-    found = [counted.send_once(path, json=BODIES[path], headers={"authorization": f"Bearer {path}"})[0] for _ in range(2)]
+    found = [
+        counted.send_once(path, json=BODIES[path], headers={"authorization": f"Bearer {path}"})[0]
+        for _ in range(2)
+    ]
     if path in NOT_SERVED:
         assert [one.status_code for one in found] == [400, 400]
     else:

@@ -1,6 +1,8 @@
-"""Requests that are generated from the app's own /openapi.json: what comes back is what the document says, and never a 5xx.
+"""Requests that are generated from the app's own /openapi.json: what comes back is what the
+document says, and never a 5xx.
 
-The document is the list of routes: those of installed plugins join by themselves. Requests follow its schemas, or break them in one place.
+The document is the list of routes: those of installed plugins join by themselves. Requests follow
+its schemas, or break them in one place.
 """
 
 from __future__ import annotations
@@ -26,7 +28,13 @@ from toolkit_lm_server.plugin_routes import HOOK
 from toolkit_lm_server.rendering import Rendering, create_render_app
 from toolkit_lm_server.route import Readiness
 
-SMALL = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "max_model_len": 48, "engine_process": False}
+SMALL = {
+    "device": "cpu",
+    "dtype": "float32",
+    "max_num_seqs": 4,
+    "max_model_len": 48,
+    "engine_process": False,
+}
 EMBEDS = (
     "/v1/embeddings",
     "/v1/embed",
@@ -42,14 +50,23 @@ EMBEDS = (
 )
 CLASSIFIES = ("/classify",)
 ENGINES = ("generate", "embed", "classify", "render")
-RENDERS = ("/v1/chat/completions/render", "/v1/completions/render", "/derender", "/tokenize", "/detokenize", "/v1/models")
+RENDERS = (
+    "/v1/chat/completions/render",
+    "/v1/completions/render",
+    "/derender",
+    "/tokenize",
+    "/detokenize",
+    "/v1/models",
+)
 CHECKS_OFF = ("positive_data_acceptance", "negative_data_rejection")
-"""What follows the schema may still not fit the model (its tasks, vocabulary and length), or another field. What does not may ask for
-nothing: null, false, and fields that nobody knows."""
+"""What follows the schema may still not fit the model (its tasks, vocabulary and length), or
+another field. What does not may ask for nothing: null, false, and fields that nobody knows.
+"""
 EXPECTED = ["2xx", "3xx", "4xx", "504"]
 """504: the client's own `timeout` was over."""
 NO_SUCCESS = ("POST /infill", "POST /invocations")
-"""The model's tokenizer has no tokens for filling in; a body is that of one of several routes, which no schema says."""
+"""The model's tokenizer has no tokens for filling in; a body is that of one of several routes,
+which no schema says."""
 PHASES_OFF = ("stateful",)
 """No request needs what another has made."""
 
@@ -61,11 +78,20 @@ def engine_of(tmp_path_factory) -> Iterator[Any]:
 
     def get(name: str) -> AsyncLLM | Rendering:
         if name not in made:
-            options = {"model": "tiny", "convert": "embed"} if name == "embed" else {"model": "tiny"}
+            options = (
+                {"model": "tiny", "convert": "embed"} if name == "embed" else {"model": "tiny"}
+            )
             if name == "classify":
-                options = {"model": str(classifier(tmp_path_factory.mktemp("classifier"))), "load_format": "dummy"}
+                options = {
+                    "model": str(classifier(tmp_path_factory.mktemp("classifier"))),
+                    "load_format": "dummy",
+                }
             config = VllmConfig.make(**options, **SMALL)
-            made[name] = Rendering(config, Plugins.load(config.plugins)) if name == "render" else AsyncLLM(config)
+            made[name] = (
+                Rendering(config, Plugins.load(config.plugins))
+                if name == "render"
+                else AsyncLLM(config)
+            )
         return made[name]
 
     yield get
@@ -79,7 +105,10 @@ def classifier(folder: Path) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny / name, folder)
     config = json.loads((tiny / "config.json").read_text())
-    config |= {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "angry", "1": "calm", "2": "glad"}}
+    config |= {
+        "architectures": ["LlamaForSequenceClassification"],
+        "id2label": {"0": "angry", "1": "calm", "2": "glad"},
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -109,14 +138,21 @@ class Findings:
                 kinds.add(response.headers["content-type"][0].partition(";")[0])
             for check in recorder.checks.get(key, ()):
                 if check.failure_info is not None:
-                    found = f"{check.failure_info.failure.message} in {response.status_code} {response.text[:300]}"
-                    self.wrong.append(f"{check.name}: {case.method} {case.path} {case.body!s:.300}: {found}")
+                    found = (
+                        f"{check.failure_info.failure.message} in {response.status_code} "
+                        f"{response.text[:300]}"
+                    )
+                    self.wrong.append(
+                        f"{check.name}: {case.method} {case.path} {case.body!s:.300}: {found}"
+                    )
 
 
 def app_of(engine: AsyncLLM | Rendering) -> FastAPI:
     """All routes that may be served over it."""
     if isinstance(engine, Rendering):
-        return create_render_app(engine, ServerOptions(), metrics=Metrics(), readiness=Readiness(engine))
+        return create_render_app(
+            engine, ServerOptions(), metrics=Metrics(), readiness=Readiness(engine)
+        )
     routes = [info.name for info, _ in engine.plugins.implementations(HOOK)]
     return create_app(engine, ServerOptions(admin_routes=True, routes=routes), metrics=Metrics())
 
@@ -130,11 +166,22 @@ def findings(engine: AsyncLLM | Rendering, name: str, max_examples: int) -> Find
         "continue-on-failure": True,
         "warnings": False,
         "request-timeout": 120,
-        "checks": {**{check: {"enabled": False} for check in CHECKS_OFF}, "not_a_server_error": {"expected-statuses": EXPECTED}},
-        "generation": {"mode": "all", "max-examples": max_examples, "deterministic": True, "no-shrink": True, "database": "none"},
+        "checks": {
+            **{check: {"enabled": False} for check in CHECKS_OFF},
+            "not_a_server_error": {"expected-statuses": EXPECTED},
+        },
+        "generation": {
+            "mode": "all",
+            "max-examples": max_examples,
+            "deterministic": True,
+            "no-shrink": True,
+            "database": "none",
+        },
         "phases": {phase: {"enabled": False} for phase in PHASES_OFF},
     }
-    schema = schemathesis.openapi.from_asgi("/openapi.json", app, config=SchemathesisConfig.from_dict(settings))
+    schema = schemathesis.openapi.from_asgi(
+        "/openapi.json", app, config=SchemathesisConfig.from_dict(settings)
+    )
     if name == "generate":
         schema = schema.exclude(path=[*EMBEDS, *CLASSIFIES])
     elif name == "render":
@@ -144,14 +191,17 @@ def findings(engine: AsyncLLM | Rendering, name: str, max_examples: int) -> Find
     found = Findings()
     for one in schema.get_all_operations():
         operation = one.ok()
-        found.described[operation.label] = set(operation.definition.raw["responses"]["200"]["content"])
+        found.described[operation.label] = set(
+            operation.definition.raw["responses"]["200"]["content"]
+        )
     for event in from_schema(schema).execute():
         found.take(event)
     return found
 
 
 def strict(part: Any) -> Any:
-    """The document without "default", which would allow any error, and with all that an answer may have."""
+    """The document without "default", which would allow any error, and with all that an answer may
+    have."""
     if isinstance(part, list):
         return [strict(one) for one in part]
     if not isinstance(part, dict):
@@ -172,7 +222,10 @@ def check(found: Findings) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", [pytest.param(one, marks=() if one == "classify" else pytest.mark.slow) for one in ENGINES])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=() if one == "classify" else pytest.mark.slow) for one in ENGINES],
+)
 def test_answers_are_as_described(engine_of, name):
     """Most of these requests are each field's own values, whatever the number of examples."""
     check(findings(engine_of(name), name, max_examples=30))

@@ -5,8 +5,12 @@ from toolkit_lm import AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingPar
 
 async def stream_response(engine: AsyncLLM, prompt: str, request_id: str) -> None:
     print(f"\nPrompt: {prompt!r}\nResponse: ", end="", flush=True)
-    sampling_params = SamplingParams(max_tokens=100, temperature=0.8, top_p=0.95, seed=42, output_kind=RequestOutputKind.DELTA)
-    async for output in engine.generate(request_id=request_id, prompt=prompt, sampling_params=sampling_params):
+    sampling_params = SamplingParams(
+        max_tokens=100, temperature=0.8, top_p=0.95, seed=42, output_kind=RequestOutputKind.DELTA
+    )
+    async for output in engine.generate(
+        request_id=request_id, prompt=prompt, sampling_params=sampling_params
+    ):
         for completion in output.outputs:
             new_text = completion.text
             if new_text:

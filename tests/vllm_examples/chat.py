@@ -53,7 +53,9 @@ def main(args: dict):
     if chat_template_path is not None:
         with open(chat_template_path) as file:
             chat_template = file.read()
-        outputs = llm.chat(conversations, sampling_params, use_tqdm=False, chat_template=chat_template)
+        outputs = llm.chat(
+            conversations, sampling_params, use_tqdm=False, chat_template=chat_template
+        )
         print_outputs(outputs, conversations)
 
 

@@ -28,7 +28,9 @@ def main(args: dict):
         sampling_params.top_p = top_p
     if top_k is not None:
         sampling_params.top_k = top_k
-    outputs = llm.generate(["A small boat", "In the old house", "Every morning"], sampling_params=sampling_params)
+    outputs = llm.generate(
+        ["A small boat", "In the old house", "Every morning"], sampling_params=sampling_params
+    )
     for output in outputs:
         print(f"Prompt: {output.prompt!r}, generated text: {output.outputs[0].text!r}")
 

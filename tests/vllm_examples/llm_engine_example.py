@@ -7,7 +7,10 @@ def create_test_prompts() -> list[tuple[str, SamplingParams]]:
     return [
         ("The king of the forest", SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1)),
         ("A long time ago", SamplingParams(temperature=0.8, top_k=5, presence_penalty=0.2)),
-        ("What is in the box?", SamplingParams(n=2, temperature=0.8, top_p=0.95, frequency_penalty=0.1)),
+        (
+            "What is in the box?",
+            SamplingParams(n=2, temperature=0.8, top_p=0.95, frequency_penalty=0.1),
+        ),
     ]
 
 

@@ -1,8 +1,10 @@
 from toolkit_lm import LLM, SamplingParams
 
 prefix = (
-    "There was a school at the edge of the forest, and its teacher knew the name of each bird. In the morning she opened the windows, "
-    "and the children told her what they had heard on their way. One day she asked them to write it down. "
+    "There was a school at the edge of the forest, and its teacher knew the name of each bird. "
+    "In the morning she opened the windows, "
+    "and the children told her what they had heard on their way. One day she asked them to write "
+    "it down. "
 )
 prompts = ["Tom wrote that", "Anna wrote that", "Nobody wrote that", "The teacher read that"]
 generating_prompts = [prefix + prompt for prompt in prompts]

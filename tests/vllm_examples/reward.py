@@ -6,7 +6,13 @@ from toolkit_lm import LLM, EngineArgs, FlexibleArgumentParser
 def parse_args():
     parser = FlexibleArgumentParser()
     parser = EngineArgs.add_cli_args(parser)
-    parser.set_defaults(model="tiny", runner="pooling", enforce_eager=True, max_model_len=1024, trust_remote_code=True)
+    parser.set_defaults(
+        model="tiny",
+        runner="pooling",
+        enforce_eager=True,
+        max_model_len=1024,
+        trust_remote_code=True,
+    )
     return parser.parse_args()
 
 

@@ -5,11 +5,15 @@ from toolkit_lm import LLM, SamplingParams, StructuredOutputsParams
 
 MAX_TOKENS = 50
 
-sampling_params_choice = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["Good", "Bad"]))
+sampling_params_choice = SamplingParams(
+    structured_outputs=StructuredOutputsParams(choice=["Good", "Bad"])
+)
 prompt_choice = "Is this review good or bad? The soup was wonderful!"
 
 sampling_params_regex = SamplingParams(
-    structured_outputs=StructuredOutputsParams(regex=r"\w+@\w+\.com\n"), stop=["\n"], max_tokens=MAX_TOKENS
+    structured_outputs=StructuredOutputsParams(regex=r"\w+@\w+\.com\n"),
+    stop=["\n"],
+    max_tokens=MAX_TOKENS,
 )
 prompt_regex = "Write an email address for Ada. Example: ada@engine.com\n"
 
@@ -25,7 +29,9 @@ class Pet(BaseModel):
     hungry: bool
 
 
-sampling_params_json = SamplingParams(structured_outputs=StructuredOutputsParams(json=Pet.model_json_schema()), max_tokens=MAX_TOKENS)
+sampling_params_json = SamplingParams(
+    structured_outputs=StructuredOutputsParams(json=Pet.model_json_schema()), max_tokens=MAX_TOKENS
+)
 prompt_json = "Describe a pet as JSON, with its kind and whether it is hungry."
 
 grammar = """
@@ -33,7 +39,9 @@ root ::= "SELECT " column " FROM " table
 column ::= "name" | "age"
 table ::= "pets" | "people"
 """
-sampling_params_grammar = SamplingParams(structured_outputs=StructuredOutputsParams(grammar=grammar), max_tokens=MAX_TOKENS)
+sampling_params_grammar = SamplingParams(
+    structured_outputs=StructuredOutputsParams(grammar=grammar), max_tokens=MAX_TOKENS
+)
 prompt_grammar = "Write an SQL query for the names of all pets."
 
 

@@ -1,4 +1,5 @@
-"""What the tests share: a compiled model that `hidden_states` can run, and the passes that are compared."""
+"""What the tests share: a compiled model that `hidden_states` can run, and the passes that are
+compared."""
 
 from __future__ import annotations
 
@@ -13,8 +14,11 @@ from toolkit_lm_devkit import hidden_states
 PLUGINS = Plugins.load()
 BATCHES = ([1], [2], [5, 9, 2], [1, 1, 1, 1], [37], [24])
 """Lengths of the sequences of a step. One token, the traced 16 and 24, and others."""
-QUICKLY = {"inductor_compile_config": {"cpp_cache_precompile_headers": shutil.which("openssl") is not None}}
-"""g++ reads torch's headers once, and not for each part: a third of the time. torch asks openssl whether they have changed."""
+QUICKLY = {
+    "inductor_compile_config": {"cpp_cache_precompile_headers": shutil.which("openssl") is not None}
+}
+"""g++ reads torch's headers once, and not for each part: a third of the time. torch asks openssl
+whether they have changed."""
 
 
 class Stage:
@@ -32,20 +36,29 @@ class Stage:
 
 
 def compiled(model, level=1, backend="eager", **options):
-    details = {"backend": backend, **(QUICKLY if backend == "inductor" else {}), **options.pop("details", {})}
-    config = model.vllm_config.replace(**{"optimization_level": level, "compilation_config": json.dumps(details), **options})
+    details = {
+        "backend": backend,
+        **(QUICKLY if backend == "inductor" else {}),
+        **options.pop("details", {}),
+    }
+    config = model.vllm_config.replace(
+        **{"optimization_level": level, "compilation_config": json.dumps(details), **options}
+    )
     return InductorCompiler(model, config, PLUGINS)
 
 
 def check(compiler, vocab_size=90, batches=BATCHES, *, whole=True, **inputs):
-    """Compiled and eager hidden states are alike, over batches of all kinds, and every pass was a compiled one. `whole`: with all parts."""
+    """Compiled and eager hidden states are alike, over batches of all kinds, and every pass was a
+    compiled one. `whole`: with all parts."""
     model = compiler.model
     if whole and compiler._options.backend == "inductor" and not compiler.was_cached:
         parts = {part for program in compiler._programs.values() for part in program.plan.parts}
         assert compiler.num_compiled >= len(parts), "a part is computed as it was traced"
     for lengths in batches:
         generator = torch.Generator().manual_seed(sum(lengths))
-        sequences = [torch.randint(3, vocab_size, (length,), generator=generator) for length in lengths]
+        sequences = [
+            torch.randint(3, vocab_size, (length,), generator=generator) for length in lengths
+        ]
         made = {name: make(sum(lengths)) for name, make in inputs.items()}
         expected = torch.cat(hidden_states([model], sequences, **made))
         ours = torch.cat(hidden_states([Stage(compiler)], sequences, **made))

@@ -1,4 +1,5 @@
-"""What attention backends are shown to be fit for CUDA graphs of decodes with: steps at fixed addresses, and a small model."""
+"""What attention backends are shown to be fit for CUDA graphs of decodes with: steps at fixed
+addresses, and a small model."""
 
 from __future__ import annotations
 
@@ -10,7 +11,16 @@ import numpy as np
 import torch
 from test_graphs import Reads
 from toolkit_lm import LLM, SamplingParams
-from toolkit_lm.attention import AttentionSpec, AttentionType, BatchLimits, BatchView, FullSpec, GroupSetup, LayerParams, WindowSpec
+from toolkit_lm.attention import (
+    AttentionSpec,
+    AttentionType,
+    BatchLimits,
+    BatchView,
+    FullSpec,
+    GroupSetup,
+    LayerParams,
+    WindowSpec,
+)
 from toolkit_lm_devkit.naive import naive_attention
 from transformers import MistralConfig, MistralForCausalLM
 
@@ -22,16 +32,38 @@ ROWS, MOST, BLOCK = 4, 64, 16
 
 
 class FixedSteps:
-    """Decode steps of as many rows, in tensors that stay where they are. What nobody stored in the cache is NaN."""
+    """Decode steps of as many rows, in tensors that stay where they are. What nobody stored in the
+    cache is NaN."""
 
-    def __init__(self, backend: type, window: int | None, block_size: int = BLOCK, most: int = MOST, **features: Any) -> None:
+    def __init__(
+        self,
+        backend: type,
+        window: int | None,
+        block_size: int = BLOCK,
+        most: int = MOST,
+        **features: Any,
+    ) -> None:
         """`features`: more of the layer."""
         self.block_size, self.most = block_size, most
         sizes = {"num_kv_heads": 2, "head_size": 64, "dtype": "float32"}
-        kv_cache = FullSpec(block_size=block_size, **sizes) if window is None else WindowSpec(block_size=block_size, window=window, **sizes)
-        spec = AttentionSpec(layer="attn", type=AttentionType.DECODER, num_heads=4, device="cpu", kv_cache=kv_cache, window=window, **sizes)
+        kv_cache = (
+            FullSpec(block_size=block_size, **sizes)
+            if window is None
+            else WindowSpec(block_size=block_size, window=window, **sizes)
+        )
+        spec = AttentionSpec(
+            layer="attn",
+            type=AttentionType.DECODER,
+            num_heads=4,
+            device="cpu",
+            kv_cache=kv_cache,
+            window=window,
+            **sizes,
+        )
         limits, device = BatchLimits(ROWS, 32, most), torch.device("cpu")
-        self.backend = backend(GroupSetup(layers=[spec], kv_cache=kv_cache, limits=limits, device=device))
+        self.backend = backend(
+            GroupSetup(layers=[spec], kv_cache=kv_cache, limits=limits, device=device)
+        )
         self.layer = LayerParams(
             name="attn",
             attention_type=AttentionType.DECODER,
@@ -46,12 +78,19 @@ class FixedSteps:
         self.keys, self.values = torch.randn(2, ROWS, most, 2, 64, generator=generator)
         self.q, self.out = torch.randn(ROWS, 4, 64, generator=generator), torch.empty(ROWS, 4, 64)
         self.k, self.v = torch.empty(2, ROWS, 2, 64)
-        self.table = torch.randperm(ROWS * most // block_size, generator=generator).int().view(ROWS, -1)
+        self.table = (
+            torch.randperm(ROWS * most // block_size, generator=generator).int().view(ROWS, -1)
+        )
         self.cache = torch.empty(self.table.numel(), 2, block_size, 2, 64)
-        self.slots, self.seq_lens, self.query_start = torch.empty(ROWS).long(), torch.empty(ROWS).int(), torch.arange(ROWS + 1).int()
+        self.slots, self.seq_lens, self.query_start = (
+            torch.empty(ROWS).long(),
+            torch.empty(ROWS).int(),
+            torch.arange(ROWS + 1).int(),
+        )
 
     def run(self, lengths: list[int]) -> list:
-        """A step whose rows have so many keys, of which it brings the last; what it reads, and where. Its results are checked."""
+        """A step whose rows have so many keys, of which it brings the last; what it reads, and
+        where. Its results are checked."""
         self.cache.fill_(torch.nan)
         for row, length in enumerate(lengths):
             self._put(self.cache, row, length - 1)
@@ -80,11 +119,23 @@ class FixedSteps:
         for row, length in enumerate(lengths):
             self._put(stored, row, length)
             if length:
-                given = (x.numpy() for x in (self.q[row : row + 1], self.keys[row, :length], self.values[row, :length]))
+                given = (
+                    x.numpy()
+                    for x in (
+                        self.q[row : row + 1],
+                        self.keys[row, :length],
+                        self.values[row, :length],
+                    )
+                )
                 layer = self.layer
                 sinks = None if layer.sinks is None else layer.sinks.numpy()
                 bias = None if layer.bias is None else layer.bias.naive
-                features = {"window": layer.window, "soft_cap": layer.soft_cap, "sinks": sinks, "bias": bias}
+                features = {
+                    "window": layer.window,
+                    "soft_cap": layer.soft_cap,
+                    "sinks": sinks,
+                    "bias": bias,
+                }
                 exact = naive_attention(*given, kind="decoder", scale=0.1, **features)
                 assert np.abs(self.out[row : row + 1].numpy() - exact).max() < 1e-5
         torch.testing.assert_close(self.cache, stored, atol=0, rtol=0, equal_nan=True)
@@ -92,25 +143,52 @@ class FixedSteps:
 
     def _put(self, cache: torch.Tensor, row: int, count: int) -> None:
         for at in range(count):
-            cache[self.table[row, at // self.block_size], :, at % self.block_size] = torch.stack([self.keys[row, at], self.values[row, at]])
+            cache[self.table[row, at // self.block_size], :, at % self.block_size] = torch.stack(
+                [self.keys[row, at], self.values[row, at]]
+            )
 
 
 def make_model(folder: Path, window: int | None) -> Path:
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    shape |= {"head_dim": 64, "vocab_size": 101, "max_position_embeddings": 128, "initializer_range": 0.3}
-    MistralForCausalLM(MistralConfig(**shape, sliding_window=window, dtype="float32")).save_pretrained(folder)
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    shape |= {
+        "head_dim": 64,
+        "vocab_size": 101,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.3,
+    }
+    MistralForCausalLM(
+        MistralConfig(**shape, sliding_window=window, dtype="float32")
+    ).save_pretrained(folder)
     return folder
 
 
 def generate(folder, mode, attention, plugins=(), **options):
     """Tokens of all answers; and how many steps ran in which graphs."""
     details = {"backend": "eager", "cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 2, 4, 8]}
-    plain = {"renderer": "tokens", "dtype": "float32", "kernels": "torch", "num_kv_blocks": 24, "max_num_seqs": 5}
-    plain |= {"max_num_batched_tokens": 64, "enable_prefix_caching": False, "optimization_level": 0 if mode == "none" else 1}
+    plain = {
+        "renderer": "tokens",
+        "dtype": "float32",
+        "kernels": "torch",
+        "num_kv_blocks": 24,
+        "max_num_seqs": 5,
+    }
+    plain |= {
+        "max_num_batched_tokens": 64,
+        "enable_prefix_caching": False,
+        "optimization_level": 0 if mode == "none" else 1,
+    }
     plain |= {"attention_backend": attention, "compilation_config": json.dumps(details)}
     llm = LLM(str(folder), plugins=list(plugins), **plain | options)
-    params = [SamplingParams(max_tokens=length, temperature=0, ignore_eos=True) for length in LENGTHS]
+    params = [
+        SamplingParams(max_tokens=length, temperature=0, ignore_eos=True) for length in LENGTHS
+    ]
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
     runner = llm.llm_engine.client.core.executor.runner
     counts = {} if mode == "none" else dict(runner.compiler.graphs.num_replays)

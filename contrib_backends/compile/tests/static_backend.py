@@ -1,4 +1,5 @@
-"""An attention backend that a CUDA graph can hold: what it launches follows from the view's shapes, and nothing waits. It is slow."""
+"""An attention backend that a CUDA graph can hold: what it launches follows from the view's shapes,
+and nothing waits. It is slow."""
 
 from __future__ import annotations
 
@@ -26,18 +27,24 @@ class StaticBackend(SdpaBackend):
             slots = torch.arange(pages.shape[0] * pages.shape[2], device=k.device)
             hit = slots[:, None] == meta.slot_mapping[None, :]
             stored = (hit.to(new.dtype) @ new.flatten(1)).view(pages[:, half].shape)
-            pages[:, half] = torch.where(hit.any(1).view(pages.shape[0], pages.shape[2], 1, 1), stored, pages[:, half])
+            pages[:, half] = torch.where(
+                hit.any(1).view(pages.shape[0], pages.shape[2], 1, 1), stored, pages[:, half]
+            )
 
     def forward(self, layer, q, k, v, kv_cache, meta, out):
         pages, device = kv_cache[0], q.device
         ends, tokens = meta.query_start_device[1:], torch.arange(len(q), device=device)
         row = torch.searchsorted(ends, tokens, right=True).clamp_(max=len(ends) - 1)
         position = meta.seq_lens_device[row] - ends[row] + tokens
-        keys, values = (pages[:, half][meta.block_table[row].long()].flatten(1, 2) for half in (0, 1))
+        keys, values = (
+            pages[:, half][meta.block_table[row].long()].flatten(1, 2) for half in (0, 1)
+        )
         group = layer.num_heads // layer.num_kv_heads
         keys, values = (one.repeat_interleave(group, 2) for one in (keys, values))
         scores = torch.einsum("thd,tlhd->thl", q, keys) * layer.scale
-        visible = (torch.arange(keys.shape[1], device=device)[None, :] <= position[:, None])[:, None]
+        visible = (torch.arange(keys.shape[1], device=device)[None, :] <= position[:, None])[
+            :, None
+        ]
         weights = scores.masked_fill(~visible, float("-inf")).softmax(-1).nan_to_num()
         out.copy_(torch.einsum("thl,tlhd->thd", weights, values))
 
@@ -58,4 +65,6 @@ class StaticBackends:
     @hookimpl
     def toolkit_register_attention_backends(self, backends):
         for name in ("StaticBackend", "DecodeBackend", "UniformBackend"):
-            backends.add(name.removesuffix("Backend").lower(), f"static_backend:{name}", priority=-1)
+            backends.add(
+                name.removesuffix("Backend").lower(), f"static_backend:{name}", priority=-1
+            )

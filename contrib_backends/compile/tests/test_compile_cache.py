@@ -1,4 +1,5 @@
-"""The compile cache: what hits and what misses, and what becomes of damage, of deaths and of two starts at once."""
+"""The compile cache: what hits and what misses, and what becomes of damage, of deaths and of two
+starts at once."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def compilations(monkeypatch):
-    """Parts are not compiled, but kept as files: the number of those that were compiled, and a function to wait in."""
+    """Parts are not compiled, but kept as files: the number of those that were compiled, and a
+    function to wait in."""
     made = []
 
     def compile_part(graph, folder, size, patches):
@@ -63,7 +65,9 @@ def compilations(monkeypatch):
 
     monkeypatch.setattr(compiler_module, "compile_part", compile_part)
     monkeypatch.setattr(compiler_module, "instructions_here", list)
-    monkeypatch.setattr(compiler_module, "load_part", lambda folder, *_: (folder / "aotautograd" / "code").read_text)
+    monkeypatch.setattr(
+        compiler_module, "load_part", lambda folder, *_: (folder / "aotautograd" / "code").read_text
+    )
     return made
 
 
@@ -79,7 +83,12 @@ def entry_of(cache):
 
 def test_a_second_start_compiles_nothing(model, compilations, tmp_path):
     first, second = start(model, tmp_path / "c"), start(model, tmp_path / "c")
-    assert (first.was_cached, first.num_compiled, second.was_cached, second.num_compiled) == (False, 3, True, 0)
+    assert (first.was_cached, first.num_compiled, second.was_cached, second.num_compiled) == (
+        False,
+        3,
+        True,
+        0,
+    )
     assert len(compilations) == 3
     names = {path.name for path in entry_of(tmp_path / "c").iterdir()}
     assert names == {MANIFEST, "graph_0.py", "parts"}
@@ -91,7 +100,10 @@ def test_a_copy_hits(model, compilations, tmp_path):
     shutil.copytree(tmp_path / "c", tmp_path / "elsewhere")
     assert start(model, tmp_path / "elsewhere").was_cached
     manifest = (entry_of(tmp_path / "c") / MANIFEST).read_text()
-    assert str(tmp_path) not in manifest and str(Path(compiler_module.__file__).parents[3]) not in manifest
+    assert (
+        str(tmp_path) not in manifest
+        and str(Path(compiler_module.__file__).parents[3]) not in manifest
+    )
 
 
 def key(compiled_model, /, plugins=PLUGINS, **options):
@@ -102,9 +114,20 @@ def key(compiled_model, /, plugins=PLUGINS, **options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_num_seqs": 3, "seed": 4, "kv_cache_memory": "1GiB", "served_model_name": ["other"], "start_timeout": 3.0, "max_logprobs": 3},
+        {
+            "max_num_seqs": 3,
+            "seed": 4,
+            "kv_cache_memory": "1GiB",
+            "served_model_name": ["other"],
+            "start_timeout": 3.0,
+            "max_logprobs": 3,
+        },
         {"data_parallel_size": 3, "executor": "mp", "nodes": 1, "master": "elsewhere:1234"},
-        {"model": "/another/folder", "tokenizer": "/another/folder", "compilation_config": '{"cache_dir": "/another/place"}'},
+        {
+            "model": "/another/folder",
+            "tokenizer": "/another/folder",
+            "compilation_config": '{"cache_dir": "/another/place"}',
+        },
     ],
 )
 def test_what_has_no_effect_hits(model, options):
@@ -154,12 +177,28 @@ print(key(load_checkpoint(PLUGINS.models.load("LlamaForCausalLM"), Path(sys.argv
 
 
 def test_another_checkout_has_the_same_key(model, tmp_path, request):
-    """Core, the model's plugin and this one, run from a copy of their sources by another process."""
+    """Core, the model's plugin and this one, run from a copy of their sources by another
+    process."""
     for package in (toolkit_lm, toolkit_lm_compile, toolkit_lm_decoder):
         folder = Path(package.__file__).parent
-        shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("__pycache__"))
-    script = [sys.executable, "-c", ELSEWHERE, str(request.path.parent), model.vllm_config.checkpoint.path, str(tmp_path)]
-    found = subprocess.run(script, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+        shutil.copytree(
+            folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    script = [
+        sys.executable,
+        "-c",
+        ELSEWHERE,
+        str(request.path.parent),
+        model.vllm_config.checkpoint.path,
+        str(tmp_path),
+    ]
+    found = subprocess.run(
+        script,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )
     assert found.returncode == 0, found.stderr
     assert found.stdout.splitlines()[-1] == key(model)
 
@@ -175,7 +214,9 @@ def test_another_cpu_misses(model, monkeypatch, tmp_path):
     """Two of the same vector instructions, too: the code may hold others (here VAES)."""
     file = tmp_path / "cpuinfo"
     monkeypatch.setattr(key_module, "_CPUINFO", file, raising=False)
-    file.write_text("processor\t: 0\nflags\t\t: fpu avx2 vaes\n\nprocessor\t: 1\nflags\t\t: fpu avx2 vaes\n")
+    file.write_text(
+        "processor\t: 0\nflags\t\t: fpu avx2 vaes\n\nprocessor\t: 1\nflags\t\t: fpu avx2 vaes\n"
+    )
     first = key(model)
     file.write_text("cpu MHz\t\t: 2596.152\nflags\t\t: vaes fpu avx2\n")
     assert key(model) == first
@@ -197,8 +238,15 @@ def test_plugins_count_where_the_pass_is_made_of_them(model, monkeypatch, change
     before, whole = key(model), PLUGINS.fingerprint()
     counted = set()
     for one in whole.plugins:
-        plugins = tuple(msgspec.structs.replace(other, **changes) if other is one else other for other in whole.plugins)
-        monkeypatch.setattr(PLUGINS, "fingerprint", lambda plugins=plugins: msgspec.structs.replace(whole, plugins=plugins))
+        plugins = tuple(
+            msgspec.structs.replace(other, **changes) if other is one else other
+            for other in whole.plugins
+        )
+        monkeypatch.setattr(
+            PLUGINS,
+            "fingerprint",
+            lambda plugins=plugins: msgspec.structs.replace(whole, plugins=plugins),
+        )
         if key(model) != before:
             counted.add(one.name)
     # The kernels that were chosen count, too, and core by its rooms, below.
@@ -212,7 +260,9 @@ def test_the_source_of_core_counts(model, monkeypatch):
     assert key(model) != before
 
 
-def test_a_changed_source_that_the_key_does_not_see_misses(model, compilations, tmp_path, monkeypatch):
+def test_a_changed_source_that_the_key_does_not_see_misses(
+    model, compilations, tmp_path, monkeypatch
+):
     start(model, tmp_path / "c")
     monkeypatch.setattr(compiler_module, "source_digest", lambda module: "another")
     assert not start(model, tmp_path / "c").was_cached
@@ -257,7 +307,10 @@ def empty(folder):
     folder.mkdir()
 
 
-@pytest.mark.parametrize("damage", [damage_manifest, damage_part, alter_part, lose_file, link_file, lose_part, make_older, empty])
+@pytest.mark.parametrize(
+    "damage",
+    [damage_manifest, damage_part, alter_part, lose_file, link_file, lose_part, make_older, empty],
+)
 def test_damage_is_mended_with_a_warning(model, compilations, tmp_path, caplog, damage):
     start(model, tmp_path / "c")
     damage(entry_of(tmp_path / "c"))
@@ -281,22 +334,35 @@ def test_a_wrong_size_is_seen_without_reading(tmp_path):
 def test_what_the_manifest_does_not_name_is_not_loaded(model, compilations, tmp_path, monkeypatch):
     start(model, tmp_path / "c")
     loaded = []
-    monkeypatch.setattr(compiler_module, "load_part", lambda folder, *_: loaded.append(folder.parent.name) or str)
-    shutil.copytree(next(entry_of(tmp_path / "c").glob("parts/*")), entry_of(tmp_path / "c") / "parts" / "planted")
+    monkeypatch.setattr(
+        compiler_module, "load_part", lambda folder, *_: loaded.append(folder.parent.name) or str
+    )
+    shutil.copytree(
+        next(entry_of(tmp_path / "c").glob("parts/*")),
+        entry_of(tmp_path / "c") / "parts" / "planted",
+    )
     assert start(model, tmp_path / "c").was_cached
     assert len(loaded) == 3 and "planted" not in loaded
 
 
-def test_code_is_loaded_with_the_options_of_its_compilation(model, compilations, tmp_path, monkeypatch):
+def test_code_is_loaded_with_the_options_of_its_compilation(
+    model, compilations, tmp_path, monkeypatch
+):
     """Code is found by the command line of g++, which options may change."""
     patches, seen = {"cpp.simdlen": 8}, []
     start(model, tmp_path / "c", details={"inductor_compile_config": patches})
-    monkeypatch.setattr(compiler_module, "load_part", lambda folder, instructions, patches: seen.append(patches) or str)
+    monkeypatch.setattr(
+        compiler_module,
+        "load_part",
+        lambda folder, instructions, patches: seen.append(patches) or str,
+    )
     assert start(model, tmp_path / "c", details={"inductor_compile_config": patches}).was_cached
     assert seen == [patches] * 3
 
 
-def test_code_that_cannot_be_loaded_is_made_anew(model, compilations, tmp_path, monkeypatch, caplog):
+def test_code_that_cannot_be_loaded_is_made_anew(
+    model, compilations, tmp_path, monkeypatch, caplog
+):
     start(model, tmp_path / "c")
 
     def fail(*_):
@@ -308,9 +374,12 @@ def test_code_that_cannot_be_loaded_is_made_anew(model, compilations, tmp_path, 
 
 
 def test_two_starts_at_once_compile_once(model, compilations, tmp_path):
-    """The second waits for the first, and finds what it has made: as do two processes, whose locks are of open files, too."""
+    """The second waits for the first, and finds what it has made: as do two processes, whose locks
+    are of open files, too."""
     root = open_root(tmp_path / "c")
-    config = model.vllm_config.replace(optimization_level=1, compilation_config=json.dumps({"cache_dir": str(root)}))
+    config = model.vllm_config.replace(
+        optimization_level=1, compilation_config=json.dumps({"cache_dir": str(root)})
+    )
     entry = Entry(root, key_of(ingredients(model, config, options_of(config), PLUGINS)), "rank_0_0")
     made = []
     with entry.locked():
@@ -338,7 +407,9 @@ with entry.locked(), entry.staged() as folder:
 
 
 def test_a_start_that_is_killed_while_it_writes_leaves_nothing_in_the_way(tmp_path):
-    child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path / "c")], stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(tmp_path / "c")], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert child.stdout.readline() == "writing\n"
     finally:
@@ -381,18 +452,23 @@ def test_whoever_else_may_rename_a_parent_is_named(tmp_path, monkeypatch, owner,
     (parent / "within").mkdir(parents=True)
     status = os.stat_result((stat.S_IFDIR | mode, 0, 0, 0, owner, group, 0, 0, 0, 0))
     found = Path.stat
-    monkeypatch.setattr(Path, "stat", lambda self, **options: status if self == parent else found(self, **options))
+    monkeypatch.setattr(
+        Path, "stat", lambda self, **options: status if self == parent else found(self, **options)
+    )
     if who is None:
         open_root(parent / "within" / "root")
     else:
-        with pytest.raises(ConfigError, match=rf"lies in '.*parent', where {re.escape(who)} may put another"):
+        with pytest.raises(
+            ConfigError, match=rf"lies in '.*parent', where {re.escape(who)} may put another"
+        ):
             open_root(parent / "within" / "root")
 
 
 @pytest.mark.parametrize(
     ("group", "user", "is_trusted"),
     [
-        # As `umask 002` leaves ~/.cache: the user's private group, whatever group the service runs with.
+        # As `umask 002` leaves ~/.cache: the user's private group, whatever group the service runs
+        # with.
         (1000, "alice", True),
         # The same group after somebody was put into it.
         (1001, "carol", False),
@@ -423,12 +499,17 @@ def test_groups_that_are_the_users_own(tmp_path, monkeypatch, group, user, is_tr
     parent.mkdir()
     status = os.stat_result((stat.S_IFDIR | 0o2775, 0, 0, 0, 0, group, 0, 0, 0, 0))
     found = Path.stat
-    monkeypatch.setattr(Path, "stat", lambda self, **options: status if self == parent else found(self, **options))
+    monkeypatch.setattr(
+        Path, "stat", lambda self, **options: status if self == parent else found(self, **options)
+    )
     if is_trusted:
         open_root(parent / "root")
     else:
         name = groups.get(group, group)
-        with pytest.raises(ConfigError, match=rf"where its group \({name}\) may put another.*`chmod g-w .*parent` takes"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"where its group \({name}\) may put another.*`chmod g-w .*parent` takes",
+        ):
             open_root(parent / "root")
 
 
@@ -462,4 +543,6 @@ def test_without_a_cache_nothing_is_kept(model, compilations, tmp_path):
 )
 def test_wrong_details_are_named(model, text, reason):
     with pytest.raises(ConfigError, match=reason):
-        compiler_module.InductorCompiler(model, model.vllm_config.replace(optimization_level=1, compilation_config=text), PLUGINS)
+        compiler_module.InductorCompiler(
+            model, model.vllm_config.replace(optimization_level=1, compilation_config=text), PLUGINS
+        )

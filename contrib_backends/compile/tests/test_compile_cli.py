@@ -18,7 +18,13 @@ from toolkit_lm_compile.split import Plan, Step
 from toolkit_lm_compile.store import MANIFEST, Entry, Manifest, open_root
 
 KEY, OTHER = "ab" * 16, "cd" * 16
-PLAN = Plan(arguments={}, inputs=[], num_registers=1, steps=[Step("part", "0123", [], [0]), Step("part", "0123", [], [0])], result=0)
+PLAN = Plan(
+    arguments={},
+    inputs=[],
+    num_registers=1,
+    steps=[Step("part", "0123", [], [0]), Step("part", "0123", [], [0])],
+    result=0,
+)
 
 
 def fill(root, key=KEY, model="M float32 -O1"):
@@ -27,7 +33,10 @@ def fill(root, key=KEY, model="M float32 -O1"):
         (folder / "parts" / "0123" / "any").mkdir(parents=True)
         (folder / "parts" / "0123" / "any" / "code.so").write_bytes(b"x" * 1000)
         (folder / "graph_0.py").write_text("graph")
-        entry.publish(folder, Manifest(model=model, ingredients={"config": "digest"}, sources={}, plans=[PLAN]))
+        entry.publish(
+            folder,
+            Manifest(model=model, ingredients={"config": "digest"}, sources={}, plans=[PLAN]),
+        )
     return entry
 
 
@@ -51,8 +60,18 @@ def test_list(tmp_path, capsys):
     (damaged.folder / "graph_0.py").write_text("another")
     assert cache("list", "--json", folder=tmp_path / "c") == 0
     first, second = json.loads(capsys.readouterr().out)
-    size = sum(path.stat().st_size for path in (tmp_path / "c" / KEY / "rank_0_0").rglob("*") if path.is_file())
-    assert first == {"key": KEY, "rank": "rank_0_0", "model": "M float32 -O1", "parts": 1, "bytes": size}
+    size = sum(
+        path.stat().st_size
+        for path in (tmp_path / "c" / KEY / "rank_0_0").rglob("*")
+        if path.is_file()
+    )
+    assert first == {
+        "key": KEY,
+        "rank": "rank_0_0",
+        "model": "M float32 -O1",
+        "parts": 1,
+        "bytes": size,
+    }
     assert second["model"] == "damaged"
     assert cache("list", folder=tmp_path / "c") == 0
     assert "M float32 -O1" in capsys.readouterr().out
@@ -170,18 +189,33 @@ REFUSED = {
     "a path elsewhere in the cache": (beside(name=f"{KEY}/.rank_0_0.lock"), "no path in an entry"),
     "a key that is none": (beside(name="x/rank_0_0/x"), "no path in an entry"),
     "a symbolic link": (beside(type=tarfile.SYMTYPE, linkname="graph_0.py"), "a link, or a device"),
-    "a symbolic link out": (beside(type=tarfile.SYMTYPE, linkname="/etc/passwd"), "a link, or a device"),
-    "a hard link": (beside(type=tarfile.LNKTYPE, linkname=f"{KEY}/rank_0_0/graph_0.py"), "a link, or a device"),
+    "a symbolic link out": (
+        beside(type=tarfile.SYMTYPE, linkname="/etc/passwd"),
+        "a link, or a device",
+    ),
+    "a hard link": (
+        beside(type=tarfile.LNKTYPE, linkname=f"{KEY}/rank_0_0/graph_0.py"),
+        "a link, or a device",
+    ),
     "a device": (beside(type=tarfile.CHRTYPE), "a link, or a device"),
     "a pipe": (beside(type=tarfile.FIFOTYPE), "a link, or a device"),
-    "a file that the manifest does not name": (beside(), "'more', which its manifest does not name"),
+    "a file that the manifest does not name": (
+        beside(),
+        "'more', which its manifest does not name",
+    ),
     "a long name": (beside(name=f"{KEY}/rank_0_0/{'x' * 600}"), "holds more than an entry"),
     "another format": (
         with_manifest(lambda text: text.replace(b"compile cache 2", b"compile cache 1")),
         "of another version.*compile cache 1",
     ),
-    "no format": (with_manifest(lambda text: text.replace(b'"format"', b'"formal"')), "of another version"),
-    "another content": (with_manifest(lambda text: text.replace(b'"graph_0.py"', b'"graph_1.py"')), "its file graph_1.py: it is no file"),
+    "no format": (
+        with_manifest(lambda text: text.replace(b'"format"', b'"formal"')),
+        "of another version",
+    ),
+    "another content": (
+        with_manifest(lambda text: text.replace(b'"graph_0.py"', b'"graph_1.py"')),
+        "its file graph_1.py: it is no file",
+    ),
     "a manifest that names a file elsewhere": (
         with_manifest(lambda text: text.replace(b'"graph_0.py"', b'"../../../c/x"')),
         r"its file \.\./\.\./\.\./c/x lies elsewhere",
@@ -219,7 +253,9 @@ def header(kind: bytes, size: int) -> bytes:
     return info.tobuf()
 
 
-@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK])
+@pytest.mark.parametrize(
+    "kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK]
+)
 def test_import_holds_no_large_header_in_memory(tmp_path, kind):
     """tarfile reads a header of attributes, or a long name, whole."""
     size = 300 * 2**20
@@ -271,5 +307,7 @@ def test_import_refuses_what_cannot_be_read(exported, tmp_path, content):
 
 @pytest.mark.parametrize("place", ["/proc/nowhere/compile", "/proc/self"])
 def test_a_folder_that_cannot_be_made_or_written_is_named(place):
-    with pytest.raises(ConfigError, match=r"cannot be (made|written).*cache_dir.*--no-compile-cache"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be (made|written).*cache_dir.*--no-compile-cache"
+    ):
         open_root(Path(place))

@@ -1,4 +1,5 @@
-"""An engine with compiled passes, by Inductor: the same tokens, no compilation after the start, and a second start without compilers."""
+"""An engine with compiled passes, by Inductor: the same tokens, no compilation after the start, and
+a second start without compilers."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 PROMPTS = [[5, 6, 7], [9], list(range(3, 30))]
 # One prompt at a time makes steps of one token, all at once steps of three.
 PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
-needs_bands = pytest.mark.skipif(not compiles_bands(), reason="torch before 2.13 is refused what has code of its own")
+needs_bands = pytest.mark.skipif(
+    not compiles_bands(), reason="torch before 2.13 is refused what has code of its own"
+)
 
 
 def options_of(folder, cache, **details):
@@ -33,7 +36,9 @@ def options_of(folder, cache, **details):
         "dtype": "float32",
         "num_kv_blocks": 64,
         "optimization_level": 2,
-        "compilation_config": json.dumps({"cache_dir": str(cache), "compile_sizes": [3], **details}),
+        "compilation_config": json.dumps(
+            {"cache_dir": str(cache), "compile_sizes": [3], **details}
+        ),
     }
 
 
@@ -51,8 +56,16 @@ def compiler_of(llm):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = LlamaConfig(**shape, vocab_size=101, max_position_embeddings=128, initializer_range=0.3, dtype="float32")
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    config = LlamaConfig(
+        **shape, vocab_size=101, max_position_embeddings=128, initializer_range=0.3, dtype="float32"
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
@@ -68,7 +81,11 @@ def test_the_machinery_with_parts_as_they_were_traced(folder, expected, tmp_path
     llm = LLM(**options_of(folder, tmp_path, backend="eager"))
     assert tokens_of(llm) == expected
     compiler = compiler_of(llm)
-    assert (compiler.num_eager_steps, compiler.num_compiled, compiler.compiled_when_sealed) == (0, 0, 0)
+    assert (compiler.num_eager_steps, compiler.num_compiled, compiler.compiled_when_sealed) == (
+        0,
+        0,
+        0,
+    )
 
 
 @pytest.mark.timeout(900)
@@ -76,7 +93,10 @@ def test_the_machinery_with_parts_as_they_were_traced(folder, expected, tmp_path
 def test_two_workers_give_the_same_tokens(folder, expected, tmp_path, backend):
     """Each in a process of its own, with collectives within the compiled parts."""
     details = {"backend": backend, **(QUICKLY if backend == "inductor" else {})}
-    llm = LLM(**options_of(folder, tmp_path, **details) | {"optimization_level": 1, "tensor_parallel_size": 2, "executor": "mp"})
+    llm = LLM(
+        **options_of(folder, tmp_path, **details)
+        | {"optimization_level": 1, "tensor_parallel_size": 2, "executor": "mp"}
+    )
     assert tokens_of(llm) == expected
     if backend == "inductor":
         assert sorted(path.name for path in tmp_path.glob("*/rank_*")) == ["rank_0_0", "rank_1_0"]
@@ -97,7 +117,9 @@ def test_a_pass_that_was_not_foreseen_is_not_compiled(folder, tmp_path, caplog):
     assert "inputs_embeds (2 tokens) are not compiled" in caplog.text
 
 
-def test_a_step_of_more_tokens_than_code_is_checked_for_is_not_compiled(folder, monkeypatch, caplog):
+def test_a_step_of_more_tokens_than_code_is_checked_for_is_not_compiled(
+    folder, monkeypatch, caplog
+):
     monkeypatch.setattr(compiler_module, "ANY", Band(1, 8))
     compiler = compiled(load_checkpoint(PLUGINS.models.load("LlamaForCausalLM"), folder))
     check(compiler, batches=[[8], [5, 3]])
@@ -108,11 +130,26 @@ def test_a_step_of_more_tokens_than_code_is_checked_for_is_not_compiled(folder, 
 def test_a_step_takes_the_code_of_its_number_of_tokens(folder, tmp_path):
     """A size before a band, a band before any number; bands have both their ends."""
     model = load_checkpoint(PLUGINS.models.load("LlamaForCausalLM"), folder)
-    compiler = compiled(model, level=2, details={"compile_sizes": [24], "compile_ranges": [[16, 37], [2, 4]]})
+    compiler = compiled(
+        model, level=2, details={"compile_sizes": [24], "compile_ranges": [[16, 37], [2, 4]]}
+    )
     [program] = compiler._programs.values()
     names = {id(steps): str(band) for band, steps in program._of_bands}
-    taken = {size: names.get(id(program.steps_of(size)), "any") for size in (1, 2, 4, 5, 15, 16, 24, 37, 38)}
-    assert taken == {1: "any", 2: "2-4", 4: "2-4", 5: "any", 15: "any", 16: "16-37", 24: "24", 37: "16-37", 38: "any"}
+    taken = {
+        size: names.get(id(program.steps_of(size)), "any")
+        for size in (1, 2, 4, 5, 15, 16, 24, 37, 38)
+    }
+    assert taken == {
+        1: "any",
+        2: "2-4",
+        4: "2-4",
+        5: "any",
+        15: "any",
+        16: "16-37",
+        24: "24",
+        37: "16-37",
+        38: "any",
+    }
     assert not compiled(model, level=1, details={"compile_ranges": [[2, 4]]})._bands
     check(compiler)
 
@@ -133,11 +170,17 @@ def test_bands_give_what_the_model_gives(folder, tmp_path, monkeypatch):
 
 
 def test_what_inductor_assumes_of_a_number_of_tokens_is_checked():
-    """Nobody would check it in a step. That there are two tokens at least says nothing of what is computed."""
+    """Nobody would check it in a step. That there are two tokens at least says nothing of what is
+    computed."""
     size = sympy.Symbol("s0", integer=True, nonnegative=True)
     for guard in (sympy.Ne(size, 1), size >= 2, 4096 * size < 2**31):
         _check_holds([guard], ANY)
-    for guard in (sympy.Ne(size, 16), sympy.Eq(size % 8, 0), 2**17 * size < 2**31, size <= ANY.last - 1):
+    for guard in (
+        sympy.Ne(size, 16),
+        sympy.Eq(size % 8, 0),
+        2**17 * size < 2**31,
+        size <= ANY.last - 1,
+    ):
         with pytest.raises(NarrowError):
             _check_holds([guard], ANY)
     _check_holds([sympy.Ne(size, 16), size < 65], Band(17, 64))
@@ -160,14 +203,21 @@ def test_code_that_holds_for_some_numbers_only_is_not_taken(folder, tmp_path, mo
 
 def late(metrics):
     """The server's figure."""
-    [figure] = re.findall(r"^toolkit_lm_compilations_after_ready_total{.*} (.*)$", metrics.text().decode(), re.MULTILINE)
+    [figure] = re.findall(
+        r"^toolkit_lm_compilations_after_ready_total{.*} (.*)$",
+        metrics.text().decode(),
+        re.MULTILINE,
+    )
     return float(figure)
 
 
 @pytest.mark.parametrize("level", [0, 2])
 def test_nothing_is_compiled_after_ready(folder, tmp_path, level):
     metrics = Metrics()
-    llm = LLM(**options_of(folder, tmp_path, backend="eager") | {"optimization_level": level}, plugins=[metrics])
+    llm = LLM(
+        **options_of(folder, tmp_path, backend="eager") | {"optimization_level": level},
+        plugins=[metrics],
+    )
     tokens_of(llm)
     assert late(metrics) == 0
 
@@ -175,7 +225,10 @@ def test_nothing_is_compiled_after_ready(folder, tmp_path, level):
 @pytest.mark.parametrize("level", [0, 2])
 def test_what_is_compiled_after_ready_is_counted(folder, tmp_path, monkeypatch, level):
     metrics = Metrics()
-    llm = LLM(**options_of(folder, tmp_path, backend="eager") | {"optimization_level": level}, plugins=[metrics])
+    llm = LLM(
+        **options_of(folder, tmp_path, backend="eager") | {"optimization_level": level},
+        plugins=[metrics],
+    )
     runner = llm.llm_engine.client.core.executor.runner
     forward, sizes = runner._forward, []
     # It remembers the code of the other level's test.
@@ -217,26 +270,39 @@ print(json.dumps([tokens_of(llm), compiler.was_cached, compiler.num_compiled, co
 """
 
 
-def standalone_compile_of_2_11(gm, example_inputs, *, dynamic_shapes="from_graph", options=None, aot=False):
+def standalone_compile_of_2_11(
+    gm, example_inputs, *, dynamic_shapes="from_graph", options=None, aot=False
+):
     """Its signature: it cannot be told the bounds of a band."""
 
 
 @pytest.mark.parametrize("bands", [{"compile_sizes": [3]}, {"compile_ranges": [[2, 4]]}])
 def test_bands_are_refused_where_torch_cannot_be_told_them(monkeypatch, bands):
     monkeypatch.setattr(parts_module, "standalone_compile", standalone_compile_of_2_11)
-    for level, backend, is_refused in [(2, "inductor", True), (1, "inductor", False), (2, "eager", False)]:
+    for level, backend, is_refused in [
+        (2, "inductor", True),
+        (1, "inductor", False),
+        (2, "eager", False),
+    ]:
         details = json.dumps({**bands, "backend": backend})
         config = VllmConfig.make(model="tiny", optimization_level=level, compilation_config=details)
-        reason = f"compile_sizes and compile_ranges need torch 2.13, and this is {torch.__version__}: level 1 does without"
+        reason = (
+            f"compile_sizes and compile_ranges need torch 2.13, and this is {torch.__version__}: "
+            "level 1 does without"
+        )
         assert compiler_module.InductorCompiler.refuses(config) == (reason if is_refused else None)
 
 
 @pytest.mark.slow
 @needs_bands
-def test_no_request_compiles_and_a_second_start_runs_no_compiler(folder, expected, tmp_path, monkeypatch, request):
+def test_no_request_compiles_and_a_second_start_runs_no_compiler(
+    folder, expected, tmp_path, monkeypatch, request
+):
     llm = LLM(**options_of(folder, tmp_path / "cache"))
     compiler = compiler_of(llm)
-    assert (compiler.was_cached, compiler.num_compiled) == (False, 6), "three parts, each for any number of tokens and for three"
+    assert (compiler.was_cached, compiler.num_compiled) == (False, 6), (
+        "three parts, each for any number of tokens and for three"
+    )
 
     def refuse(*args, **kwargs):
         raise AssertionError("a request compiles")
@@ -244,10 +310,20 @@ def test_no_request_compiles_and_a_second_start_runs_no_compiler(folder, expecte
     monkeypatch.setattr(compiler_module, "compile_part", refuse)
     monkeypatch.setattr(torch, "compile", refuse)
     assert tokens_of(llm) == expected
-    assert compiler.num_compiled == compiler.compiled_when_sealed == 6 and compiler.num_eager_steps == 0
+    assert (
+        compiler.num_compiled == compiler.compiled_when_sealed == 6
+        and compiler.num_eager_steps == 0
+    )
     # Elsewhere, in another process.
     (tmp_path / "cache").rename(tmp_path / "moved")
-    script = [sys.executable, "-c", WARM, str(request.path.parent), str(folder), str(tmp_path / "moved")]
+    script = [
+        sys.executable,
+        "-c",
+        WARM,
+        str(request.path.parent),
+        str(folder),
+        str(tmp_path / "moved"),
+    ]
     warm = subprocess.run(script, capture_output=True, text=True, timeout=250)
     assert warm.returncode == 0, warm.stderr
     assert json.loads(warm.stdout.splitlines()[-1]) == [expected, True, 0, 0]

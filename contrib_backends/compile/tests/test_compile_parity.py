@@ -1,4 +1,5 @@
-"""Each kind of model is one graph, whose parts together give what the model gives. Their number does not grow with the layers."""
+"""Each kind of model is one graph, whose parts together give what the model gives. Their number
+does not grow with the layers."""
 
 import json
 
@@ -19,17 +20,25 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from vision_families import random_model
 from vision_harness import sequences
 
-DECODERS = [(architecture, next(iter(variants))) for architecture, variants in decoder_families.VARIANTS.items()]
+DECODERS = [
+    (architecture, next(iter(variants)))
+    for architecture, variants in decoder_families.VARIANTS.items()
+]
 SLOW, NIGHTLY = pytest.mark.slow, pytest.mark.nightly
 
 
 def with_backends(cases, for_inductor, chosen):
-    """(case, backend): each case with parts as they were traced; those of `for_inductor` compiled by Inductor.
+    """(case, backend): each case with parts as they were traced; those of `for_inductor` compiled
+    by Inductor.
 
-    A wrong graph is found as it was traced. The `chosen` have each kind of operation that Inductor compiles; the others are nightly.
+    A wrong graph is found as it was traced. The `chosen` have each kind of operation that Inductor
+    compiles; the others are nightly.
     """
     assert set(chosen) <= set(for_inductor)
-    compiled = [pytest.param(case, "inductor", marks=SLOW if case in chosen else NIGHTLY) for case in for_inductor]
+    compiled = [
+        pytest.param(case, "inductor", marks=SLOW if case in chosen else NIGHTLY)
+        for case in for_inductor
+    ]
     return [(case, "eager") for case in cases] + compiled
 
 
@@ -42,15 +51,23 @@ def private_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-# Soft caps, two rotary embeddings and norms on both sides; multipliers; layer norms with learned positions.
-CHOSEN = [one for one in DECODERS if one[0] in ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "GraniteForCausalLM", "OPTForCausalLM")]
+# Soft caps, two rotary embeddings and norms on both sides; multipliers; layer norms with learned
+# positions.
+CHOSEN = [
+    one
+    for one in DECODERS
+    if one[0] in ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "GraniteForCausalLM", "OPTForCausalLM")
+]
 
 
 @pytest.mark.parametrize(("case", "backend"), with_backends(DECODERS, DECODERS, CHOSEN))
 def test_decoders(tmp_path, case, backend):
     architecture, variant = case
     decoder_families.make_family(architecture, variant, tmp_path)
-    compiler = compiled(load_checkpoint(decoder_families.our_class(architecture), tmp_path, max_model_len=96), backend=backend)
+    compiler = compiled(
+        load_checkpoint(decoder_families.our_class(architecture), tmp_path, max_model_len=96),
+        backend=backend,
+    )
     check(compiler)
     [program] = compiler._programs.values()
     assert len(program.plan.parts) == 4 and len(set(program.plan.parts)) == 3
@@ -63,7 +80,8 @@ def mixture(family, folder, variant=None, **options):
     return load_checkpoint(moe_families.FAMILIES[family][0], folder, **options)
 
 
-# Each value of what the compiled parts depend on: numbers of experts, how they are chosen, heads, windows, dense layers.
+# Each value of what the compiled parts depend on: numbers of experts, how they are chosen, heads,
+# windows, dense layers.
 MIXTURES = [
     ("mixtral", "2 of 4"),
     ("mixtral", "1 of 4, tied"),
@@ -73,7 +91,9 @@ MIXTURES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "backend"), with_backends(moe_families.CASES, MIXTURES, [MIXTURES[1], MIXTURES[-1]]))
+@pytest.mark.parametrize(
+    ("case", "backend"), with_backends(moe_families.CASES, MIXTURES, [MIXTURES[1], MIXTURES[-1]])
+)
 def test_mixtures_of_experts(tmp_path, case, backend):
     """On a CPU, experts are computed one by one, in an op of their own."""
     family, variant = case
@@ -83,7 +103,9 @@ def test_mixtures_of_experts(tmp_path, case, backend):
     [program] = compiler._programs.values()
     ops = [step.name for step in program.plan.steps if step.kind == "op"]
     routed = sum(isinstance(module, RoutedExperts) for module in model.modules())
-    assert ops.count("toolkit_lm::experts") == routed > 0 and ops.count("toolkit_lm::attention") == len(model.model.layers)
+    assert ops.count("toolkit_lm::experts") == routed > 0 and ops.count(
+        "toolkit_lm::attention"
+    ) == len(model.model.layers)
 
 
 def test_the_parts_of_a_mixture_do_not_grow_with_its_depth(tmp_path):
@@ -91,7 +113,9 @@ def test_the_parts_of_a_mixture_do_not_grow_with_its_depth(tmp_path):
     for depth in (2, 4):
         theirs = moe_families.make_mixtral(num_hidden_layers=depth)
         theirs.save_pretrained(tmp_path / str(depth))
-        [program] = compiled(load_checkpoint(moe_families.FAMILIES["mixtral"][0], tmp_path / str(depth)))._programs.values()
+        [program] = compiled(
+            load_checkpoint(moe_families.FAMILIES["mixtral"][0], tmp_path / str(depth))
+        )._programs.values()
         assert len(program.plan.parts) == 2 * depth + 1
         keys.append(set(program.plan.parts))
     assert keys[0] == keys[1] and len(keys[0]) == 4
@@ -124,30 +148,48 @@ def test_a_loop_over_data_is_refused_with_its_line(tmp_path, monkeypatch):
 def test_an_op_outside_of_a_compiled_pass_names_its_layer():
     x = torch.zeros(1, 4)
     with pytest.raises(AssertionError, match=r"layer 'a\.experts' is computed as an op outside"):
-        torch.ops.toolkit_lm.experts(x, torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1), x.clone(), "a.experts")
+        torch.ops.toolkit_lm.experts(
+            x, torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1), x.clone(), "a.experts"
+        )
 
 
 # The others are Roberta by another name.
-ENCODERS = [family for family in encoder_families.VARIANTS if family not in ("Camembert", "XLMRoberta")]
+ENCODERS = [
+    family for family in encoder_families.VARIANTS if family not in ("Camembert", "XLMRoberta")
+]
 
 
-@pytest.mark.parametrize(("family", "backend"), with_backends(encoder_families.VARIANTS, ENCODERS, ["Bert", "ModernBert", "NomicBert"]))
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    with_backends(encoder_families.VARIANTS, ENCODERS, ["Bert", "ModernBert", "NomicBert"]),
+)
 def test_encoders(tmp_path, family, backend):
     if not hasattr(transformers, f"{family}Model"):
         pytest.skip(f"transformers {transformers.__version__} has no {family}Model to compare with")
     variant = next(iter(encoder_families.VARIANTS[family]))
-    encoder_families.make_checkpoint(f"{family}Model", encoder_families.VARIANTS[family][variant], tmp_path)
+    encoder_families.make_checkpoint(
+        f"{family}Model", encoder_families.VARIANTS[family][variant], tmp_path
+    )
     model = encoder_families.load(encoder_families.our_class(f"{family}Model"), tmp_path)
-    check(compiled(model, backend=backend), **({"token_type_ids": one_token_types} if model.takes_token_types else {}))
+    check(
+        compiled(model, backend=backend),
+        **({"token_type_ids": one_token_types} if model.takes_token_types else {}),
+    )
 
 
 @pytest.mark.parametrize(
     ("architecture", "backend"),
-    with_backends(encdec_families.VARIANTS, encdec_families.VARIANTS, ["BartForConditionalGeneration", "T5GemmaForConditionalGeneration"]),
+    with_backends(
+        encdec_families.VARIANTS,
+        encdec_families.VARIANTS,
+        ["BartForConditionalGeneration", "T5GemmaForConditionalGeneration"],
+    ),
 )
 def test_encoder_decoders(tmp_path, architecture, backend):
     variant = next(iter(encdec_families.VARIANTS[architecture]))
-    encdec_families.make_checkpoint(architecture, encdec_families.VARIANTS[architecture][variant], tmp_path)
+    encdec_families.make_checkpoint(
+        architecture, encdec_families.VARIANTS[architecture][variant], tmp_path
+    )
     model = load_checkpoint(encdec_families.our_class(architecture), tmp_path, max_model_len=64)
     compiler = compiled(model, backend=backend)
     assert len(compiler._programs) == 2
@@ -163,30 +205,53 @@ def test_encoder_decoders(tmp_path, architecture, backend):
 
     for num_encoded, num_tokens in ((7, 9), (1, 1), (33, 2), (2, 24)):
         ids = torch.randint(5, 90, (num_encoded,)), torch.randint(5, 90, (num_tokens,))
-        torch.testing.assert_close(encoder_decoder_logits(Both(), *ids), encoder_decoder_logits(model, *ids), atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(
+            encoder_decoder_logits(Both(), *ids),
+            encoder_decoder_logits(model, *ids),
+            atol=1e-4,
+            rtol=1e-5,
+        )
     assert compiler.num_eager_steps == 0
 
 
-@pytest.mark.parametrize(("family", "backend"), with_backends(["llava", "gemma3"], ["llava", "gemma3"], ["gemma3"]))
+@pytest.mark.parametrize(
+    ("family", "backend"), with_backends(["llava", "gemma3"], ["llava", "gemma3"], ["gemma3"])
+)
 def test_vision_models(tmp_path, family, backend):
     random_model(family).save_pretrained(tmp_path)
     architecture = json.loads((tmp_path / "config.json").read_text())["architectures"][0]
     model = load_checkpoint(PLUGINS.models.load(architecture), tmp_path, plugins=PLUGINS)
     compiler = compiled(model, backend=backend)
     check(compiler)
-    check(compiler, inputs_embeds=lambda num_tokens: torch.randn(num_tokens, 64, generator=torch.Generator().manual_seed(num_tokens)))
+    check(
+        compiler,
+        inputs_embeds=lambda num_tokens: torch.randn(
+            num_tokens, 64, generator=torch.Generator().manual_seed(num_tokens)
+        ),
+    )
     first, second = compiler._programs.values()
     assert first.plan.parts[-1] == second.plan.parts[-1], "what comes after is the same code"
 
 
-@pytest.mark.parametrize(("family", "backend"), with_backends(["qwen2_vl", "qwen2_5_vl"], ["qwen2_vl", "qwen2_5_vl"], ["qwen2_5_vl"]))
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    with_backends(["qwen2_vl", "qwen2_5_vl"], ["qwen2_vl", "qwen2_5_vl"], ["qwen2_5_vl"]),
+)
 def test_positions_of_three_axes(tmp_path, family, backend):
-    """Multimodal rotary positions [3, T], and [T] of text alone; each with and without embeddings."""
+    """Multimodal rotary positions [3, T], and [T] of text alone; each with and without
+    embeddings."""
     random_qwen(family).save_pretrained(tmp_path)
     architecture = json.loads((tmp_path / "config.json").read_text())["architectures"][0]
-    model = load_checkpoint(PLUGINS.models.load(architecture), tmp_path, plugins=PLUGINS, max_model_len=128)
+    model = load_checkpoint(
+        PLUGINS.models.load(architecture), tmp_path, plugins=PLUGINS, max_model_len=128
+    )
     compiler = compiled(model, backend=backend)
-    forms = [(len(form), ndim) for form in compiler._programs for name, _, ndim in form if name == "positions"]
+    forms = [
+        (len(form), ndim)
+        for form in compiler._programs
+        for name, _, ndim in form
+        if name == "positions"
+    ]
     assert sorted(forms) == [(2, 1), (2, 2), (3, 1), (3, 2)]
     for lengths in ([1], [5, 9, 2], [24], [16]):
         total, generator = sum(lengths), torch.Generator().manual_seed(sum(lengths))
@@ -197,7 +262,9 @@ def test_positions_of_three_axes(tmp_path, family, backend):
         for positions in (axes, axes[0], axes[:1].expand(3, -1).contiguous()):
             for more in ({}, {"inputs_embeds": embeds}):
                 with torch.inference_mode(), sequences(model, lengths):
-                    ours, expected = (one(ids, positions=positions, **more) for one in (compiler, model))
+                    ours, expected = (
+                        one(ids, positions=positions, **more) for one in (compiler, model)
+                    )
                 torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-5)
                 seen.append(expected)
         # Three axes count, and equal ones are as one.
@@ -210,7 +277,9 @@ def test_the_number_of_parts_does_not_depend_on_the_depth(tmp_path):
     keys = []
     for depth in (2, 5):
         folder = tmp_path / str(depth)
-        LlamaForCausalLM(LlamaConfig(**decoder_families.LLAMA_LIKE | {"num_hidden_layers": depth})).save_pretrained(folder)
+        LlamaForCausalLM(
+            LlamaConfig(**decoder_families.LLAMA_LIKE | {"num_hidden_layers": depth})
+        ).save_pretrained(folder)
         compiler = compiled(load_checkpoint(PLUGINS.models.load("LlamaForCausalLM"), folder))
         [program] = compiler._programs.values()
         assert len(program.plan.parts) == depth + 1

@@ -1,4 +1,5 @@
-"""Tensor parallel ranks, compiled: what they compute together is what one rank computes, uncompiled."""
+"""Tensor parallel ranks, compiled: what they compute together is what one rank computes,
+uncompiled."""
 
 from __future__ import annotations
 
@@ -38,8 +39,18 @@ def check_ranks(model_class, folder, backend, *, divides_experts=False, **option
 
     ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": divides_experts}
     # They compile one after the other, and would wait for each other in a step.
-    compilers = [compiled(load_checkpoint(model_class, folder, rank=rank, **ranks, **options), backend=backend) for rank in (0, 1)]
-    outs = run_ranks(lambda rank: [torch.cat(hidden_states([Stage(compilers[rank])], sequences_of(lengths))) for lengths in BATCHES])
+    compilers = [
+        compiled(
+            load_checkpoint(model_class, folder, rank=rank, **ranks, **options), backend=backend
+        )
+        for rank in (0, 1)
+    ]
+    outs = run_ranks(
+        lambda rank: [
+            torch.cat(hidden_states([Stage(compilers[rank])], sequences_of(lengths)))
+            for lengths in BATCHES
+        ]
+    )
     for found in outs:
         for ours, one in zip(found, expected, strict=True):
             assert one.std() > 0.01
@@ -51,19 +62,24 @@ def check_ranks(model_class, folder, backend, *, divides_experts=False, **option
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_ranks_of_a_decoder(tmp_path, backend):
     make_llama(tmp_path)
-    plans = check_ranks(PLUGINS.models.load("LlamaForCausalLM"), tmp_path, backend, max_model_len=96)
+    plans = check_ranks(
+        PLUGINS.models.load("LlamaForCausalLM"), tmp_path, backend, max_model_len=96
+    )
     assert all(len(set(plan.parts)) == 3 for plan in plans)
 
 
 # Whole experts are computed in the same op as cut ones, so that the graph is the same.
 @pytest.mark.parametrize(
-    ("backend", "divides_experts"), [("eager", False), ("eager", True), pytest.param("inductor", False, marks=pytest.mark.nightly)]
+    ("backend", "divides_experts"),
+    [("eager", False), ("eager", True), pytest.param("inductor", False, marks=pytest.mark.nightly)],
 )
 def test_two_ranks_of_a_mixture_of_experts(tmp_path, backend, divides_experts):
     theirs = moe_families.make("mixtral", "2 of 4")
     randomize(theirs)
     theirs.save_pretrained(tmp_path)
-    check_ranks(moe_families.FAMILIES["mixtral"][0], tmp_path, backend, divides_experts=divides_experts)
+    check_ranks(
+        moe_families.FAMILIES["mixtral"][0], tmp_path, backend, divides_experts=divides_experts
+    )
 
 
 def test_gathered_tensors_are_joined_along_their_axis():
@@ -85,5 +101,9 @@ def test_pipeline_stages_are_refused(tmp_path):
     make_llama(tmp_path)
     model = load_checkpoint(PLUGINS.models.load("LlamaForCausalLM"), tmp_path)
     config = model.vllm_config.replace(optimization_level=1, pipeline_parallel_size=2)
-    with pytest.raises(UnsupportedError, match=r"inductor: it compiles models of one pipeline stage only \(--pipeline-parallel-size 1\)"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"inductor: it compiles models of one pipeline stage only "
+        r"\(--pipeline-parallel-size 1\)",
+    ):
         make_compiler(model, config, PLUGINS)

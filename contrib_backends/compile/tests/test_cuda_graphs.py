@@ -1,4 +1,5 @@
-"""CUDA graphs on a GPU: PyTorch's capture. What is around it is tested everywhere, in test_graphs.py."""
+"""CUDA graphs on a GPU: PyTorch's capture. What is around it is tested everywhere, in
+test_graphs.py."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ import torch
 from test_graphs import folder, make_llm, run, runner_of
 from toolkit_lm_compile.graphs import CudaRecorder
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here: CUDA graphs can be captured on one alone")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no GPU is here: CUDA graphs can be captured on one alone"
+)
 __all__ = ["folder"]
 
 
@@ -54,9 +57,14 @@ def test_graphs_are_captured_anew_after_a_trial():
     ],
 )
 def test_an_engine_with_graphs_gives_what_one_without_gives(folder, mode, attention):
-    expected = run(make_llm(folder, "none", attention, options={"device": "cuda", "optimization_level": 0}))
+    expected = run(
+        make_llm(folder, "none", attention, options={"device": "cuda", "optimization_level": 0})
+    )
     # A share of the memory: the graphs are estimated, and the cache is made twice.
-    for options in ({"device": "cuda"}, {"device": "cuda", "num_kv_blocks": None, "kv_cache_memory": "0.01"}):
+    for options in (
+        {"device": "cuda"},
+        {"device": "cuda", "num_kv_blocks": None, "kv_cache_memory": "0.01"},
+    ):
         llm = make_llm(folder, mode, attention, options=options)
         graphs = runner_of(llm).compiler.graphs
         assert run(llm)[0] == expected[0]
@@ -66,5 +74,7 @@ def test_an_engine_with_graphs_gives_what_one_without_gives(folder, mode, attent
 @pytest.mark.slow
 def test_parts_of_inductor_in_graphs(folder, tmp_path):
     expected = run(make_llm(folder, "none", options={"device": "cuda", "optimization_level": 0}))
-    llm = make_llm(folder, "piecewise", options={"device": "cuda"}, backend="inductor", cache_dir=str(tmp_path))
+    llm = make_llm(
+        folder, "piecewise", options={"device": "cuda"}, backend="inductor", cache_dir=str(tmp_path)
+    )
     assert run(llm)[0] == expected[0]

@@ -1,4 +1,5 @@
-"""The dispatcher: each step has a graph that its attention backend allows, of a size that it fits in."""
+"""The dispatcher: each step has a graph that its attention backend allows, of a size that it fits
+in."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ def steps(draw):
     num_rows = draw(st.integers(1, dispatcher.limits.num_rows))
     most = dispatcher.limits.num_tokens // num_rows
     lengths = draw(
-        st.one_of(st.integers(1, most).map(lambda one: [one] * num_rows), st.lists(st.integers(1, most), min_size=1, max_size=num_rows))
+        st.one_of(
+            st.integers(1, most).map(lambda one: [one] * num_rows),
+            st.lists(st.integers(1, most), min_size=1, max_size=num_rows),
+        )
     )
     return dispatcher, lengths, draw(st.booleans())
 
@@ -49,11 +53,19 @@ def test_each_step_has_a_graph_that_its_backend_allows_and_that_it_fits_in(step)
         assert dispatcher.mode in (Mode.PIECEWISE, Mode.FULL_AND_PIECEWISE)
         return
     assert whole and dispatcher.mode in FULL_MODES and dispatcher.support is not GraphSupport.NEVER
-    assert len(lengths) <= run.num_rows <= dispatcher.limits.num_rows and max(lengths) <= run.max_query_len
+    assert (
+        len(lengths) <= run.num_rows <= dispatcher.limits.num_rows
+        and max(lengths) <= run.max_query_len
+    )
     padding = run.num_tokens - sum(lengths)
-    assert padding <= (run.num_rows - len(lengths)) * run.max_query_len, "each token of padding has a row of padding"
+    assert padding <= (run.num_rows - len(lengths)) * run.max_query_len, (
+        "each token of padding has a row of padding"
+    )
     if dispatcher.support is not GraphSupport.ALWAYS or dispatcher.mode is not Mode.FULL:
-        assert set(lengths) == {run.max_query_len} and run.num_rows * run.max_query_len == run.num_tokens
+        assert (
+            set(lengths) == {run.max_query_len}
+            and run.num_rows * run.max_query_len == run.num_tokens
+        )
         assert run.max_query_len == 1 or dispatcher.support >= GraphSupport.UNIFORM
 
 
@@ -61,17 +73,25 @@ def test_each_step_has_a_graph_that_its_backend_allows_and_that_it_fits_in(step)
 def test_a_graph_is_the_smallest_that_fits(step):
     dispatcher, lengths, whole = step
     run = dispatch(dispatcher, lengths, whole)
-    alike = [one for one in dispatcher.graphs() if one.kind is run.kind and one.num_tokens >= sum(lengths)]
+    alike = [
+        one
+        for one in dispatcher.graphs()
+        if one.kind is run.kind and one.num_tokens >= sum(lengths)
+    ]
     if run.kind is Kind.PIECEWISE:
         assert run.num_tokens == min(one.num_tokens for one in alike)
     elif run.kind is Kind.FULL and run.max_query_len * run.num_rows == run.num_tokens:
-        assert run.num_tokens == min(one.num_tokens for one in alike if one.max_query_len == run.max_query_len)
+        assert run.num_tokens == min(
+            one.num_tokens for one in alike if one.max_query_len == run.max_query_len
+        )
 
 
 @given(steps())
 def test_no_step_beyond_the_largest_size_is_padded(step):
     dispatcher, lengths, whole = step
-    if not dispatcher.sizes or sum(lengths) > -(-dispatcher.sizes[-1] // max(lengths)) * max(lengths):
+    if not dispatcher.sizes or sum(lengths) > -(-dispatcher.sizes[-1] // max(lengths)) * max(
+        lengths
+    ):
         assert dispatch(dispatcher, lengths, whole) == NO_GRAPH
 
 
@@ -90,8 +110,12 @@ def test_a_step_goes_without_a_graph_for_a_reason_alone(step):
 def test_graphs_are_captured_once_the_largest_first(dispatcher):
     graphs = dispatcher.graphs()
     assert len(set(graphs)) == len(graphs)
-    assert [one.num_tokens for one in graphs] == sorted((one.num_tokens for one in graphs), reverse=True)
-    assert (dispatcher.mode is Mode.NONE or not dispatcher.sizes) == (not graphs) or dispatcher.mode in FULL_MODES
+    assert [one.num_tokens for one in graphs] == sorted(
+        (one.num_tokens for one in graphs), reverse=True
+    )
+    assert (dispatcher.mode is Mode.NONE or not dispatcher.sizes) == (
+        not graphs
+    ) or dispatcher.mode in FULL_MODES
 
 
 @pytest.mark.parametrize(
@@ -109,7 +133,9 @@ def test_graphs_are_captured_once_the_largest_first(dispatcher):
         (Mode.FULL_AND_PIECEWISE, GraphSupport.NEVER, Mode.PIECEWISE),
     ],
 )
-def test_a_mode_that_a_backend_cannot_do_is_another_and_the_reason_names_the_backend(asked, support, settled):
+def test_a_mode_that_a_backend_cannot_do_is_another_and_the_reason_names_the_backend(
+    asked, support, settled
+):
     mode, reason = settle(asked, {"able": GraphSupport.ALWAYS, "culprit": support})
     assert mode is settled
     assert reason is None if mode is asked else "'culprit'" in reason
@@ -120,7 +146,13 @@ def test_a_model_without_a_cache_has_its_parts_alone():
 
 
 def test_the_kinds_of_steps_of_an_engine():
-    dispatcher = Dispatcher(Mode.FULL_AND_PIECEWISE, GraphSupport.UNIFORM, [1, 2, 4, 8, 16], BatchLimits(8, 64, 128), query_len=3)
+    dispatcher = Dispatcher(
+        Mode.FULL_AND_PIECEWISE,
+        GraphSupport.UNIFORM,
+        [1, 2, 4, 8, 16],
+        BatchLimits(8, 64, 128),
+        query_len=3,
+    )
     assert dispatch(dispatcher, [1] * 3) == Run(Kind.FULL, 4, 4, 1)
     assert dispatch(dispatcher, [1] * 3, whole=False) == Run(Kind.PIECEWISE, 4)
     assert dispatch(dispatcher, [3] * 3) == Run(Kind.FULL, 9, 3, 3)

@@ -1,4 +1,5 @@
-"""CUDA graphs without a GPU: what stands for a graph runs its work again, and checks that it reads where it read when it was recorded."""
+"""CUDA graphs without a GPU: what stands for a graph runs its work again, and checks that it reads
+where it read when it was recorded."""
 
 from __future__ import annotations
 
@@ -43,11 +44,18 @@ class Reads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         for one in tree_leaves((args, kwargs)):
-            if isinstance(one, torch.Tensor) and (place := one.untyped_storage().data_ptr()) not in self._made:
-                self.places.append((str(func), place, tuple(one.shape), tuple(one.stride()), one.storage_offset()))
+            if (
+                isinstance(one, torch.Tensor)
+                and (place := one.untyped_storage().data_ptr()) not in self._made
+            ):
+                self.places.append(
+                    (str(func), place, tuple(one.shape), tuple(one.stride()), one.storage_offset())
+                )
         out = func(*args, **(kwargs or {}))
         for one in tree_leaves(out):
-            if isinstance(one, torch.Tensor) and all(place != one.untyped_storage().data_ptr() for _, place, *_ in self.places):
+            if isinstance(one, torch.Tensor) and all(
+                place != one.untyped_storage().data_ptr() for _, place, *_ in self.places
+            ):
                 # Memory that is freed could be that of an input later.
                 self.kept.append(one)
                 self._made.add(one.untyped_storage().data_ptr())
@@ -71,7 +79,9 @@ class FakeRecorder(Recorder):
         def replay():
             with Reads() as reads:
                 work()
-            assert not self.compares or reads.places == first.places, "a graph would have read elsewhere"
+            assert not self.compares or reads.places == first.places, (
+                "a graph would have read elsewhere"
+            )
             self.num_replays += 1
 
         return replay
@@ -91,8 +101,16 @@ def recorder(monkeypatch):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(**shape, vocab_size=101, max_position_embeddings=128, initializer_range=0.3, dtype="float32")
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = LlamaConfig(
+        **shape, vocab_size=101, max_position_embeddings=128, initializer_range=0.3, dtype="float32"
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
@@ -109,8 +127,18 @@ def make_llm(folder, mode, attention="sdpa", options=None, **details):
         "enable_prefix_caching": False,
         "optimization_level": 1,
     }
-    details = {"backend": "eager", "cudagraph_mode": mode, "cudagraph_capture_sizes": SIZES, **details}
-    return LLM(str(folder), plugins=[StaticBackends()], compilation_config=json.dumps(details), **plain | (options or {}))
+    details = {
+        "backend": "eager",
+        "cudagraph_mode": mode,
+        "cudagraph_capture_sizes": SIZES,
+        **details,
+    }
+    return LLM(
+        str(folder),
+        plugins=[StaticBackends()],
+        compilation_config=json.dumps(details),
+        **plain | (options or {}),
+    )
 
 
 def runner_of(llm):
@@ -127,9 +155,13 @@ def run(llm):
     for cache in caches.values():
         cache.fill_(7.0)
     StaticBackend.seen.clear()
-    params = [SamplingParams(max_tokens=length, temperature=0, ignore_eos=True) for length in LENGTHS]
+    params = [
+        SamplingParams(max_tokens=length, temperature=0, ignore_eos=True) for length in LENGTHS
+    ]
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
-    return [list(one.outputs[0].token_ids) for one in outputs], {name: cache.clone() for name, cache in caches.items()}
+    return [list(one.outputs[0].token_ids) for one in outputs], {
+        name: cache.clone() for name, cache in caches.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +188,9 @@ def check_equal(found, expected):
         ("full_and_piecewise", "sdpa", {PIECEWISE, NONE}),
     ],
 )
-def test_padded_steps_give_the_tokens_and_the_cache_of_steps_without_padding(folder, expected, recorder, mode, backend, ran):
+def test_padded_steps_give_the_tokens_and_the_cache_of_steps_without_padding(
+    folder, expected, recorder, mode, backend, ran
+):
     llm = make_llm(folder, mode, backend)
     graphs = runner_of(llm).compiler.graphs
     recorder.is_sealed = True
@@ -172,7 +206,11 @@ def test_padded_steps_give_the_tokens_and_the_cache_of_steps_without_padding(fol
 
 @pytest.mark.parametrize(
     ("mode", "backend", "ran"),
-    [("full_and_piecewise", "decode", {FULL, PIECEWISE}), ("full_decode_only", "decode", {FULL, NONE}), ("full", "static", {FULL})],
+    [
+        ("full_and_piecewise", "decode", {FULL, PIECEWISE}),
+        ("full_decode_only", "decode", {FULL, NONE}),
+        ("full", "static", {FULL}),
+    ],
 )
 def test_steps_of_prompts_and_of_answers(folder, expected, recorder, mode, backend, ran):
     """No step is larger than the largest graph: prompts are computed in parts, beside answers."""
@@ -181,16 +219,22 @@ def test_steps_of_prompts_and_of_answers(folder, expected, recorder, mode, backe
     assert run(llm)[0] == expected[0]
     assert {kind for kind, count in graphs.num_replays.items() if count} == ran
     longest = {view.max_query_len for view in StaticBackend.seen if view.is_fixed}
-    assert longest == ({1, 16} if backend == "static" else {1}), "of steps of any kind, or of one token a row alone"
+    assert longest == ({1, 16} if backend == "static" else {1}), (
+        "of steps of any kind, or of one token a row alone"
+    )
 
 
 def test_attention_stays_outside_of_the_parts_and_sees_no_padding(folder, recorder):
     llm = make_llm(folder, "piecewise", "static")
     graphs = runner_of(llm).compiler.graphs
     assert all(type(one) is Passes for one in graphs._passes.values())
-    assert recorder.num_recorded == len(SIZES) * 4, "of three layers, the parts before, between and after"
+    assert recorder.num_recorded == len(SIZES) * 4, (
+        "of three layers, the parts before, between and after"
+    )
     run(llm)
-    assert StaticBackend.seen and not any(view.is_fixed or view.has_padding for view in StaticBackend.seen)
+    assert StaticBackend.seen and not any(
+        view.is_fixed or view.has_padding for view in StaticBackend.seen
+    )
     assert sorted({view.num_tokens for view in StaticBackend.seen}) != SIZES
 
 
@@ -223,7 +267,10 @@ def test_a_graph_that_cannot_be_captured_ends_the_start_and_says_what_to_do(fold
             raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(graphs_module, "make_recorder", lambda device: Refuses())
-    with pytest.raises(UnsupportedError, match=r"CUDA graph \(piecewise, 16 tokens\) cannot be captured: .* another cudagraph_mode"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"CUDA graph \(piecewise, 16 tokens\) cannot be captured: .* another cudagraph_mode",
+    ):
         make_llm(folder, "piecewise")
     assert gc.isenabled()
 
@@ -233,19 +280,29 @@ def test_a_mode_that_attention_cannot_do_is_told_once(folder, recorder, caplog):
     llm = make_llm(folder, "full", options={"num_kv_blocks": None, "kv_cache_memory": "0.0001"})
     assert caplog.text.count("cudagraph_mode full: ") == 1
     assert (
-        "'sdpa' are not possible (what it launches depends on the rows of each step)" in caplog.text and "It is piecewise." in caplog.text
+        "'sdpa' are not possible (what it launches depends on the rows of each step)" in caplog.text
+        and "It is piecewise." in caplog.text
     )
     assert runner_of(llm).compiler.graphs.mode is Mode.PIECEWISE
 
 
 FIT = {name: f"{name}/tests/test_{name}_graphs.py" for name in ("flashinfer", "triton")}
-"""Backends whose decodes graphs may hold, and where steps at fixed addresses show that they read where they read."""
+"""Backends whose decodes graphs may hold, and where steps at fixed addresses show that they read
+where they read."""
 
 
 def test_each_backend_is_shown_to_be_fit_for_graphs_or_says_why_it_is_not():
-    registry, page = Plugins.load().attention_backends, {"num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16"}
+    registry, page = (
+        Plugins.load().attention_backends,
+        {"num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16"},
+    )
     spec = AttentionSpec(
-        layer="one", type=AttentionType.DECODER, num_heads=4, device="cuda", kv_cache=FullSpec(block_size=16, **page), **page
+        layer="one",
+        type=AttentionType.DECODER,
+        num_heads=4,
+        device="cuda",
+        kv_cache=FullSpec(block_size=16, **page),
+        **page,
     )
     for entry in registry.entries():
         answer = registry.load(entry.key).graphs(spec)
@@ -259,7 +316,10 @@ def test_each_backend_is_shown_to_be_fit_for_graphs_or_says_why_it_is_not():
 def test_a_device_without_graphs_is_told_and_runs_without(folder, expected, caplog):
     llm = make_llm(folder, "full_and_piecewise")
     assert runner_of(llm).compiler.graphs is None
-    assert "cudagraph_mode full_and_piecewise: there are no CUDA graphs on cpu. It is none." in caplog.text
+    assert (
+        "cudagraph_mode full_and_piecewise: there are no CUDA graphs on cpu. It is none."
+        in caplog.text
+    )
     assert run(llm)[0] == expected[0]
 
 
@@ -268,16 +328,39 @@ def test_a_device_without_graphs_is_told_and_runs_without(folder, expected, capl
     [
         ({}, "cuda", GraphSupport.NEVER, "CUDA graphs: none"),
         ({"cudagraph_mode": "piecewise"}, "cuda", GraphSupport.NEVER, "CUDA graphs: piecewise"),
-        ({"cudagraph_mode": "full"}, "cuda", GraphSupport.NEVER, "CUDA graphs: piecewise, not full: graphs of the attention backend 'one'"),
+        (
+            {"cudagraph_mode": "full"},
+            "cuda",
+            GraphSupport.NEVER,
+            "CUDA graphs: piecewise, not full: graphs of the attention backend 'one'",
+        ),
         (
             {"cudagraph_mode": "full"},
             "cuda",
             "it is slow",
-            "CUDA graphs: piecewise, not full: graphs of the attention backend 'one' are not possible (it is slow), so",
+            (
+                "CUDA graphs: piecewise, not full: graphs of the attention backend 'one' are not "
+                "possible (it is slow), so"
+            ),
         ),
-        ({"cudagraph_mode": "full"}, "cuda", GraphSupport.DECODE, "CUDA graphs: full_and_piecewise, not full: the attention backend 'one'"),
-        ({"cudagraph_mode": "full"}, "cpu", GraphSupport.ALWAYS, "CUDA graphs: none, not full: there are no CUDA graphs on cpu"),
-        ({"cudagraph_mode": "full", "splitting_ops": []}, "cuda", GraphSupport.ALWAYS, "CUDA graphs: none, not full: graphs need"),
+        (
+            {"cudagraph_mode": "full"},
+            "cuda",
+            GraphSupport.DECODE,
+            "CUDA graphs: full_and_piecewise, not full: the attention backend 'one'",
+        ),
+        (
+            {"cudagraph_mode": "full"},
+            "cpu",
+            GraphSupport.ALWAYS,
+            "CUDA graphs: none, not full: there are no CUDA graphs on cpu",
+        ),
+        (
+            {"cudagraph_mode": "full", "splitting_ops": []},
+            "cuda",
+            GraphSupport.ALWAYS,
+            "CUDA graphs: none, not full: graphs need",
+        ),
     ],
 )
 def test_what_is_explained(details, device, support, told):
@@ -286,7 +369,12 @@ def test_what_is_explained(details, device, support, told):
 
 
 @pytest.mark.parametrize(
-    "details", [{"cudagraph_mode": "all"}, {"cudagraph_capture_sizes": [0]}, {"cudagraph_capture_sizes": [*range(1, 66)]}]
+    "details",
+    [
+        {"cudagraph_mode": "all"},
+        {"cudagraph_capture_sizes": [0]},
+        {"cudagraph_capture_sizes": [*range(1, 66)]},
+    ],
 )
 def test_wrong_options_are_refused(details):
     with pytest.raises(ConfigError, match=r"compilation_config.*cudagraph"):
@@ -294,11 +382,14 @@ def test_wrong_options_are_refused(details):
 
 
 def test_graphs_do_not_change_what_is_compiled():
-    assert effective(CompilationOptions(), 1) == effective(CompilationOptions(cudagraph_mode="full", cudagraph_capture_sizes=(4,)), 1)
+    assert effective(CompilationOptions(), 1) == effective(
+        CompilationOptions(cudagraph_mode="full", cudagraph_capture_sizes=(4,)), 1
+    )
 
 
 class Shrinking(FakeRecorder):
-    """A device whose memory is taken by graphs: 100 bytes for the first of a kind, 10 for each other."""
+    """A device whose memory is taken by graphs: 100 bytes for the first of a kind, 10 for each
+    other."""
 
     def __init__(self):
         super().__init__()
@@ -311,14 +402,20 @@ class Shrinking(FakeRecorder):
 def test_memory_is_estimated_from_two_graphs_of_each_kind(monkeypatch):
     recorder = Shrinking()
     monkeypatch.setattr(graphs_module, "make_recorder", lambda device: recorder)
-    options = CompilationOptions(cudagraph_mode="full_and_piecewise", cudagraph_capture_sizes=(1, 2, 4, 8, 16, 32))
+    options = CompilationOptions(
+        cudagraph_mode="full_and_piecewise", cudagraph_capture_sizes=(1, 2, 4, 8, 16, 32)
+    )
     graphs = make_graphs(SimpleNamespace(), options, VllmConfig.default())
     graphs.bind(BatchLimits(8, 64, 128), {"one": GraphSupport.DECODE})
     seen = []
 
     def step():
         run = graphs._forced
-        assert graphs.begin_step(1, 1, 1, whole=True) == (run[2], run[1], run[3]) if run.kind is FULL else True
+        assert (
+            graphs.begin_step(1, 1, 1, whole=True) == (run[2], run[1], run[3])
+            if run.kind is FULL
+            else True
+        )
         recorder.free -= 10 if any(one.kind is run.kind for one in seen) else 100
         seen.append(run)
 
@@ -340,7 +437,11 @@ def test_buffers_are_taken_again_once_they_are_given_back():
     memory = Memory(torch.device("cpu"))
     strided = torch.zeros(6, 10)[:, :4]
     first, second = memory.like(strided), memory.take([3], [1], torch.int64)
-    assert first.shape == strided.shape and first.stride() == strided.stride() and first.data_ptr() != second.data_ptr()
+    assert (
+        first.shape == strided.shape
+        and first.stride() == strided.stride()
+        and first.data_ptr() != second.data_ptr()
+    )
     place = first.data_ptr()
     memory.give_back(first)
     memory.give_back(torch.zeros(3))

@@ -19,7 +19,10 @@ def isa(request, monkeypatch) -> str:
     return request.param
 
 
-@pytest.fixture(params=[(isa, dtype) for isa, types in KERNELS.items() for dtype in types], ids=lambda kernel: f"{kernel[0]}-{kernel[1]}")
+@pytest.fixture(
+    params=[(isa, dtype) for isa, types in KERNELS.items() for dtype in types],
+    ids=lambda kernel: f"{kernel[0]}-{kernel[1]}",
+)
 def dtype(request, monkeypatch) -> torch.dtype:
     """Of each kernel, which computes what has that type."""
     isa, dtype = request.param

@@ -1,4 +1,5 @@
-"""The build: kernels where there is a compiler for them, and a package without them where there is none."""
+"""The build: kernels where there is a compiler for them, and a package without them where there is
+none."""
 
 import importlib.util
 import os
@@ -27,8 +28,13 @@ def compile_kernels(hook):
     return hook.compile_kernels
 
 
-@pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="kernels are for Linux on x86-64")
-@pytest.mark.skipif(shutil.which(os.environ.get("CC", "cc").split()[0]) is None, reason="needs a C compiler")
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64",
+    reason="kernels are for Linux on x86-64",
+)
+@pytest.mark.skipif(
+    shutil.which(os.environ.get("CC", "cc").split()[0]) is None, reason="needs a C compiler"
+)
 def test_where_there_is_a_compiler_the_kernels_are_there() -> None:
     """The other tests of the kernels skip without them."""
     from toolkit_lm_cpu import library
@@ -38,7 +44,9 @@ def test_where_there_is_a_compiler_the_kernels_are_there() -> None:
 
 def test_without_a_compiler_it_says_so(compile_kernels, monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
-    assert "there is no C compiler" in compile_kernels(tmp_path / "module.c", tmp_path / "library.so")
+    assert "there is no C compiler" in compile_kernels(
+        tmp_path / "module.c", tmp_path / "library.so"
+    )
 
 
 def test_what_the_compiler_says_is_passed_on(compile_kernels, tmp_path) -> None:
@@ -49,7 +57,9 @@ def test_what_the_compiler_says_is_passed_on(compile_kernels, tmp_path) -> None:
 
 def test_other_processors_are_named(compile_kernels, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    assert compile_kernels(tmp_path / "module.c", tmp_path / "library.so").endswith("not for linux on aarch64")
+    assert compile_kernels(tmp_path / "module.c", tmp_path / "library.so").endswith(
+        "not for linux on aarch64"
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,12 +85,25 @@ def test_no_older_library_is_left_beside_the_sources(hook, tmp_path, is_compiled
     if is_compiled:
         library.write_text("new")
     hook.replace_kernels(package, library)
-    assert {path.name: path.read_text() for path in package.iterdir()} == ({hook.LIBRARY: "new"} if is_compiled else {})
+    assert {path.name: path.read_text() for path in package.iterdir()} == (
+        {hook.LIBRARY: "new"} if is_compiled else {}
+    )
 
 
 def test_a_wheel_without_kernels_is_for_any_machine(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, FOLDER]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        tmp_path,
+        FOLDER,
+    ]
     subprocess.run(command, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")

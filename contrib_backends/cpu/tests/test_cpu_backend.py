@@ -31,7 +31,13 @@ BATCHES = {
 
 
 def make_step(lengths, **options) -> AttentionStep:
-    return AttentionStep(CpuBackend, [(length, length) for length in lengths], type=AttentionType.ENCODER, cached=False, **options)
+    return AttentionStep(
+        CpuBackend,
+        [(length, length) for length in lengths],
+        type=AttentionType.ENCODER,
+        cached=False,
+        **options,
+    )
 
 
 @pytest.mark.usefixtures("isa")
@@ -48,12 +54,22 @@ def test_is_attention(batch, heads, head_size) -> None:
 @pytest.mark.parametrize("head_size", [9, 16, 48, 64, 72])
 @pytest.mark.parametrize("sharpness", [1.0, 8.0])
 def test_bfloat16_is_as_exact_as_torch(batch, head_size, sharpness) -> None:
-    step = make_step(BATCHES[batch], heads=(4, 4), head_size=head_size, dtype=torch.bfloat16, seed=3)
+    step = make_step(
+        BATCHES[batch], heads=(4, 4), head_size=head_size, dtype=torch.bfloat16, seed=3
+    )
     step.layer.params = replace(step.layer.params, scale=step.layer.params.scale * sharpness)
     rows = zip(step.q, step.k, step.v, strict=True)
-    theirs = [scaled_dot_product_attention(*(x[None].transpose(1, 2) for x in row), scale=step.layer.params.scale)[0] for row in rows]
+    theirs = [
+        scaled_dot_product_attention(
+            *(x[None].transpose(1, 2) for x in row), scale=step.layer.params.scale
+        )[0]
+        for row in rows
+    ]
     truth = step.naive()
-    errors = [np.linalg.norm(o.double().numpy() - truth) for o in (step.run(), torch.cat([x.transpose(0, 1) for x in theirs]))]
+    errors = [
+        np.linalg.norm(o.double().numpy() - truth)
+        for o in (step.run(), torch.cat([x.transpose(0, 1) for x in theirs]))
+    ]
     assert errors[0] <= 1.5 * errors[1]
 
 
@@ -102,12 +118,21 @@ def test_a_sequence_is_computed_the_same_whatever_is_beside_it() -> None:
         ({"dtype": "float64"}, "no kernel for float64, only for float32, float16, bfloat16"),
         ({"head_size": 513}, "head_size 513 is above 512"),
         (
-            {"head_size": 40, "kv_cache": FullSpec(block_size=16, num_kv_heads=4, head_size=40, dtype="float32")},
+            {
+                "head_size": 40,
+                "kv_cache": FullSpec(block_size=16, num_kv_heads=4, head_size=40, dtype="float32"),
+            },
             "head_size 40 is not a multiple of 16, as what is cached must be",
         ),
-        ({"kv_cache": FullSpec(block_size=24, num_kv_heads=4, head_size=32, dtype="float32")}, "block_size 24 is not a multiple of 16"),
+        (
+            {"kv_cache": FullSpec(block_size=24, num_kv_heads=4, head_size=32, dtype="float32")},
+            "block_size 24 is not a multiple of 16",
+        ),
         ({"spans": True}, "spans are of decoders, and this is attention of type 'encoder'"),
-        ({"type": AttentionType.CROSS, "bias": True}, "bias relates positions of one sequence, and cross attention has two"),
+        (
+            {"type": AttentionType.CROSS, "bias": True},
+            "bias relates positions of one sequence, and cross attention has two",
+        ),
     ],
 )
 def test_refusals(change, reason) -> None:
@@ -121,11 +146,23 @@ def test_without_kernels_it_says_why(monkeypatch) -> None:
     assert CpuBackend.refuses(SPEC) == "its kernels are not there (a reason)"
 
 
-@pytest.mark.parametrize(("type", "head_size", "heads"), [(AttentionType.DECODER, 24, (6, 2)), (AttentionType.ENCODER, 500, (2, 1))])
+@pytest.mark.parametrize(
+    ("type", "head_size", "heads"),
+    [(AttentionType.DECODER, 24, (6, 2)), (AttentionType.ENCODER, 500, (2, 1))],
+)
 def test_heads_that_zeros_fill_up(dtype, type, head_size, heads) -> None:
     """In each type; windows of several spans; and their neighbours' elements stay what they are."""
     rows = [(300, 300), (1, 1), (70, 70)]
-    step = AttentionStep(CpuBackend, rows, type=type, cached=False, heads=heads, head_size=head_size, dtype=dtype, window=280)
+    step = AttentionStep(
+        CpuBackend,
+        rows,
+        type=type,
+        cached=False,
+        heads=heads,
+        head_size=head_size,
+        dtype=dtype,
+        window=280,
+    )
     found, exact = step.run(), torch.from_numpy(step.naive())
     if dtype is torch.float32:
         assert (found - exact).abs().max() <= 1e-5
@@ -136,5 +173,7 @@ def test_heads_that_zeros_fill_up(dtype, type, head_size, heads) -> None:
 @pytest.mark.usefixtures("isa")
 def test_tokens_that_are_not_seen() -> None:
     rows = [(32, 4), (7, 7), (32, 19), (9, 1), (40, 33)]
-    step = AttentionStep(CpuBackend, rows, type=AttentionType.ENCODER, cached=False, heads=(4, 2), head_size=32)
+    step = AttentionStep(
+        CpuBackend, rows, type=AttentionType.ENCODER, cached=False, heads=(4, 2), head_size=32
+    )
     assert np.abs(step.run().numpy() - step.naive()).max() <= 1e-5

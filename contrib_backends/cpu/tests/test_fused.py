@@ -35,12 +35,28 @@ KINDS = {"layer_types": ["full_attention", "sliding_attention", "full_attention"
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"attention_bias": True}),
     "window": ("Qwen3", {"use_sliding_window": True, "max_window_layers": 1, **WINDOW}),
-    "granite": ("Granite", {"attention_bias": True, "mlp_bias": True, "residual_multiplier": 0.22, "embedding_multiplier": 3.0}),
+    "granite": (
+        "Granite",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "residual_multiplier": 0.22,
+            "embedding_multiplier": 3.0,
+        },
+    ),
     "gemma2": ("Gemma2", {"query_pre_attn_scalar": 30, "attn_logit_softcapping": 5.0, **WINDOW}),
     "gemma3": ("Gemma3", {"query_pre_attn_scalar": 30, **WINDOW, **KINDS}),
     "olmo2": ("Olmo2", {"head_dim": 16, "attention_bias": True}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, **WINDOW}),
-    "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [1]}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "mlp_only_layers": [1],
+        },
+    ),
 }
 PROMPTS = [[5, 6, 7], list(range(9, 99)), [8], list(range(200, 240))]
 BATCHED = {"max_num_batched_tokens": 50, "max_num_seqs": 4}
@@ -62,8 +78,16 @@ def both(monkeypatch, run: Callable[[], Any]) -> tuple[Any, Any]:
     calls, layers = [], []
     call, layer_call = FusedDecoderLayer.__call__, FusibleLayer.__call__
     with monkeypatch.context() as patch:
-        patch.setattr(FusedDecoderLayer, "__call__", lambda self, *given: calls.append(call(self, *given)) or calls[-1])
-        patch.setattr(FusibleLayer, "__call__", lambda self, *given: layers.append(self) or layer_call(self, *given))
+        patch.setattr(
+            FusedDecoderLayer,
+            "__call__",
+            lambda self, *given: calls.append(call(self, *given)) or calls[-1],
+        )
+        patch.setattr(
+            FusibleLayer,
+            "__call__",
+            lambda self, *given: layers.append(self) or layer_call(self, *given),
+        )
         fused = run()
         assert calls and len(calls) == len(layers) and all(done is not None for done in calls)
         number = len(calls)
@@ -78,7 +102,9 @@ def complete(model: Path, prompts: list[list[int]] = PROMPTS, **options: Any) ->
 
 
 def same(one: Generated, other: Generated) -> bool:
-    return one.token_ids == other.token_ids and all(torch.equal(a, b) for a, b in zip(one.logprobs, other.logprobs, strict=True))
+    return one.token_ids == other.token_ids and all(
+        torch.equal(a, b) for a, b in zip(one.logprobs, other.logprobs, strict=True)
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -106,4 +132,7 @@ def test_a_sequence_is_the_same_alone(model) -> None:
 def test_pooling(monkeypatch, model) -> None:
     """Without a cache."""
     fused, plain = both(monkeypatch, lambda: pool(model, PROMPTS, dtype="bfloat16"))
-    assert all(torch.equal(one, other) for one, other in zip(fused.embeddings, plain.embeddings, strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(fused.embeddings, plain.embeddings, strict=True)
+    )

@@ -1,4 +1,5 @@
-"""Which instructions are used: the best that the processor has and the environment allows. Those that all can do give the same bits."""
+"""Which instructions are used: the best that the processor has and the environment allows. Those
+that all can do give the same bits."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ print(json.dumps([list(TYPES.values()), [list(output.outputs[0].token_ids) for o
 def has(monkeypatch, number: int) -> None:
     """A processor with the first `number` of NAMES."""
     monkeypatch.setattr(library, "_missing", None)
-    monkeypatch.setattr(library, "_kernels", SimpleNamespace(supports=NAMES[:number].__contains__), raising=False)
+    monkeypatch.setattr(
+        library, "_kernels", SimpleNamespace(supports=NAMES[:number].__contains__), raising=False
+    )
 
 
 @pytest.mark.parametrize("number", range(5))
@@ -58,7 +61,9 @@ def test_the_environment_sets_a_limit(monkeypatch, most, number) -> None:
 
 def test_an_unknown_limit_is_an_error(monkeypatch) -> None:
     monkeypatch.setenv(ISA_VARIABLE, "sse2")
-    with pytest.raises(ConfigError, match=f"{ISA_VARIABLE}: 'sse2' is not one of avx2, avx512, avx512_bf16, amx"):
+    with pytest.raises(
+        ConfigError, match=f"{ISA_VARIABLE}: 'sse2' is not one of avx2, avx512, avx512_bf16, amx"
+    ):
         library._types()
 
 
@@ -75,10 +80,25 @@ def test_without_avx2_it_says_so(monkeypatch) -> None:
 @pytest.mark.skipif("not TYPES or not library._kernels.supports('avx512')", reason="needs AVX-512")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_avx2_and_avx512_give_the_same_bits(monkeypatch, dtype) -> None:
-    x, weight, bias = torch.randn(13, 160).to(dtype), torch.randn(96, 160).mul_(0.1).to(dtype), torch.randn(96).to(dtype)
-    cos, sin, norm = (torch.randn(13, 1, 64).to(dtype), torch.randn(13, 1, 64).to(dtype), torch.randn(160).to(dtype))
+    x, weight, bias = (
+        torch.randn(13, 160).to(dtype),
+        torch.randn(96, 160).mul_(0.1).to(dtype),
+        torch.randn(96).to(dtype),
+    )
+    cos, sin, norm = (
+        torch.randn(13, 1, 64).to(dtype),
+        torch.randn(13, 1, 64).to(dtype),
+        torch.randn(160).to(dtype),
+    )
     steps = [
-        AttentionStep(CpuBackend, [(3, 300), (1, 40), (9, 9)], heads=(6, 2), head_size=48, dtype=dtype, **fields)
+        AttentionStep(
+            CpuBackend,
+            [(3, 300), (1, 40), (9, 9)],
+            heads=(6, 2),
+            head_size=48,
+            dtype=dtype,
+            **fields,
+        )
         for fields in ({}, {"soft_cap": 5.0, "window": 33}, {"bias": "alibi"})
     ]
 
@@ -86,9 +106,15 @@ def test_avx2_and_avx512_give_the_same_bits(monkeypatch, dtype) -> None:
         monkeypatch.setitem(TYPES, dtype, KERNELS[isa][dtype])
         kernels, packed = CpuKernels(), pack(weight, TYPES[dtype], Arena())
         products = [
-            linear(TYPES[dtype], x, packed, 96, bias, activation, gated, None) for activation in range(6) for gated in (False, True)
+            linear(TYPES[dtype], x, packed, 96, bias, activation, gated, None)
+            for activation in range(6)
+            for gated in (False, True)
         ]
-        others = [kernels.rms_norm(x, norm, 1e-5), kernels.layer_norm(x, norm, norm, (160,), 1e-5), *kernels.likeliest(x)]
+        others = [
+            kernels.rms_norm(x, norm, 1e-5),
+            kernels.layer_norm(x, norm, norm, (160,), 1e-5),
+            *kernels.likeliest(x),
+        ]
         rotated = kernels.rotate(x.clone()[:, :128].view(13, 2, 64), cos, sin, False)
         return [packed, *products, *others, rotated, *(step.run() for step in steps)]
 
@@ -100,7 +126,12 @@ def test_avx2_and_avx512_give_the_same_bits(monkeypatch, dtype) -> None:
 def test_generation_is_the_same() -> None:
     found = []
     for limit in ("avx2", "amx"):
-        done = subprocess.run([sys.executable, "-c", GENERATE], env=os.environ | {ISA_VARIABLE: limit}, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", GENERATE],
+            env=os.environ | {ISA_VARIABLE: limit},
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, done.stderr
         types, tokens = json.loads(done.stdout.splitlines()[-1])
         found.append(tokens)

@@ -1,4 +1,5 @@
-"""What layers compute with: against the exact result, and bit for bit whatever is computed beside it."""
+"""What layers compute with: against the exact result, and bit for bit whatever is computed beside
+it."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ from torch.nn import functional as F
 
 pytestmark = pytest.mark.skipif(refusal() is not None, reason=str(refusal()))
 ERROR = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-"""Most difference to the exact result, by the greatest element of it. A sum of 4,112 floats in order may be off by so much."""
+"""Most difference to the exact result, by the greatest element of it. A sum of 4,112 floats in
+order may be off by so much."""
 
 
 @pytest.fixture
@@ -41,7 +43,9 @@ def threads() -> Iterator[None]:
     library.use_threads()
 
 
-def make_linear(outputs: int, inputs: int, dtype: torch.dtype, *, bias: bool = True) -> tuple[ReplicatedLinear, Tensor]:
+def make_linear(
+    outputs: int, inputs: int, dtype: torch.dtype, *, bias: bool = True
+) -> tuple[ReplicatedLinear, Tensor]:
     """A layer with random weights, and its weight."""
     config = VllmConfig.default(dtype=str(dtype).removeprefix("torch."))
     with construction(kernels=CpuKernels()):
@@ -70,7 +74,10 @@ def test_products(dtype, shape, rows) -> None:
     assert (plain.shape, plain.dtype) == ((rows, shape[0]), dtype)
     if rows:
         assert error(plain, exact) < ERROR[dtype]
-        assert error(layer.method.apply(x, layer.bias, residual=residual), exact + residual.double()) < ERROR[dtype]
+        assert (
+            error(layer.method.apply(x, layer.bias, residual=residual), exact + residual.double())
+            < ERROR[dtype]
+        )
         assert error(layer.method.apply(x, None), exact - layer.bias.double()) < ERROR[dtype]
 
 
@@ -79,24 +86,36 @@ def test_activations(dtype, name) -> None:
     layer, weight = make_linear(96, 64, dtype)
     x = torch.randn(21, 64).mul_(3).to(dtype)
     exact = F.linear(x.double(), weight.double(), layer.bias.double())
-    assert error(layer.method.apply(x, layer.bias, activation=name), get_activation(name)(exact)) < 2 * ERROR[dtype]
-    assert error(layer.method.apply(x, layer.bias, activation=name, gated=True), gate(exact, name)) < 2 * ERROR[dtype]
+    assert (
+        error(layer.method.apply(x, layer.bias, activation=name), get_activation(name)(exact))
+        < 2 * ERROR[dtype]
+    )
+    assert (
+        error(layer.method.apply(x, layer.bias, activation=name, gated=True), gate(exact, name))
+        < 2 * ERROR[dtype]
+    )
 
 
 def test_halves_that_are_no_whole_panels(dtype) -> None:
     layer, weight = make_linear(40, 64, dtype)
     x = torch.randn(5, 64).to(dtype)
     exact = gate(F.linear(x.double(), weight.double(), layer.bias.double()), "silu")
-    assert error(layer.method.apply(x, layer.bias, activation="silu", gated=True), exact) < 3 * ERROR[dtype]
+    assert (
+        error(layer.method.apply(x, layer.bias, activation="silu", gated=True), exact)
+        < 3 * ERROR[dtype]
+    )
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("half", [20, 32, 171])
 def test_gates_of_any_size(dtype, half, bias) -> None:
-    """A row by itself gives the same; and so does the layer in parts, as for an activation that the kernels lack."""
+    """A row by itself gives the same; and so does the layer in parts, as for an activation that the
+    kernels lack."""
     config = VllmConfig.default(dtype=str(dtype).removeprefix("torch."))
     with construction(kernels=CpuKernels()):
-        layer = GatedColumnParallelLinear(64, half, activation="silu", bias=bias, vllm_config=config, prefix="layer")
+        layer = GatedColumnParallelLinear(
+            64, half, activation="silu", bias=bias, vllm_config=config, prefix="layer"
+        )
     weight = layer.weight.data.normal_(std=0.1).clone()
     if bias:
         layer.bias.data.normal_()
@@ -109,16 +128,47 @@ def test_gates_of_any_size(dtype, half, bias) -> None:
     assert error(found, gate(product, "silu")) < 3 * ERROR[dtype]
     assert torch.equal(layer(x[3:4]), found[3:4])
     assert error(layer.method.multiply(x, layer.bias), product) < ERROR[dtype]
-    assert error(layer.method.apply(x, layer.bias, activation="sigmoid", gated=True), gate(product, "sigmoid")) < 3 * ERROR[dtype]
-    assert error(layer.method.apply(x, layer.bias, activation="relu"), product.relu()) < 2 * ERROR[dtype]
+    assert (
+        error(
+            layer.method.apply(x, layer.bias, activation="sigmoid", gated=True),
+            gate(product, "sigmoid"),
+        )
+        < 3 * ERROR[dtype]
+    )
+    assert (
+        error(layer.method.apply(x, layer.bias, activation="relu"), product.relu())
+        < 2 * ERROR[dtype]
+    )
 
 
 def test_activations_at_the_ends_of_numbers() -> None:
     layer, _ = make_linear(16, 16, torch.float32, bias=False)
     layer.method.packed.copy_(torch.eye(16).flatten())
-    x = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 88, -88, 200, -200, 1e30, -1e30, 1e38, -1e38, torch.inf, -torch.inf, torch.nan, 1])
+    x = torch.tensor(
+        [
+            0.0,
+            -0.0,
+            1e-30,
+            -1e-30,
+            88,
+            -88,
+            200,
+            -200,
+            1e30,
+            -1e30,
+            1e38,
+            -1e38,
+            torch.inf,
+            -torch.inf,
+            torch.nan,
+            1,
+        ]
+    )
     for name in ("relu", "silu", "gelu", "gelu_new", "quick_gelu"):
-        ours, plain = layer.method.apply(torch.diag(x), None, activation=name).diag(), get_activation(name)(x)
+        ours, plain = (
+            layer.method.apply(torch.diag(x), None, activation=name).diag(),
+            get_activation(name)(x),
+        )
         torch.testing.assert_close(ours[:12], plain[:12], rtol=1e-5, atol=1e-6, msg=name)
         assert ours[14].isnan() and ours[15] == pytest.approx(plain[15].item(), abs=1e-6)
 
@@ -133,7 +183,9 @@ def test_a_row_does_not_depend_on_others(dtype) -> None:
         _kernels.set_threads(number)
         assert torch.equal(layer.method.apply(x, layer.bias, activation="silu"), whole)
         for begin, end in ((0, 1), (63, 66), (100, 109), (7, 200)):
-            assert torch.equal(layer.method.apply(x[begin:end], layer.bias, activation="silu"), whole[begin:end])
+            assert torch.equal(
+                layer.method.apply(x[begin:end], layer.bias, activation="silu"), whole[begin:end]
+            )
 
 
 def test_strided_rows(dtype) -> None:
@@ -144,12 +196,19 @@ def test_strided_rows(dtype) -> None:
 
 
 def test_what_the_kernels_do_not_take_goes_another_way() -> None:
-    spec = LinearSpec(kind="linear", prefix="x", inputs=Part.whole(63), outputs=(Part.whole(8),), dtype=torch.bfloat16)
+    spec = LinearSpec(
+        kind="linear",
+        prefix="x",
+        inputs=Part.whole(63),
+        outputs=(Part.whole(8),),
+        dtype=torch.bfloat16,
+    )
     assert not isinstance(CpuKernels().linear_method(spec), PanelLinear)
     layer, weight = make_linear(32, 64, torch.float32)
     x = torch.randn(3, 64)
     torch.testing.assert_close(
-        layer.method.apply(x, layer.bias, activation="sigmoid"), get_activation("sigmoid")(F.linear(x, weight, layer.bias))
+        layer.method.apply(x, layer.bias, activation="sigmoid"),
+        get_activation("sigmoid")(F.linear(x, weight, layer.bias)),
     )
 
 
@@ -169,14 +228,26 @@ def test_onednn_where_there_is_no_avx2(monkeypatch, dtype) -> None:
     exact = F.linear(x.double(), weight.double(), layer.bias.double())
     for activation in (None, "gelu", "relu", "silu"):
         expected = exact if activation is None else get_activation(activation)(exact)
-        assert error(layer.method.apply(x, layer.bias, activation=activation), expected) < 2 * ERROR[weight.dtype]
-    assert error(layer.method.apply(x, layer.bias, residual=residual), exact + residual.double()) < ERROR[weight.dtype]
-    assert error(layer.method.apply(x, layer.bias, activation="silu", gated=True), gate(exact, "silu")) < 3 * ERROR[weight.dtype]
+        assert (
+            error(layer.method.apply(x, layer.bias, activation=activation), expected)
+            < 2 * ERROR[weight.dtype]
+        )
+    assert (
+        error(layer.method.apply(x, layer.bias, residual=residual), exact + residual.double())
+        < ERROR[weight.dtype]
+    )
+    assert (
+        error(layer.method.apply(x, layer.bias, activation="silu", gated=True), gate(exact, "silu"))
+        < 3 * ERROR[weight.dtype]
+    )
 
 
 def test_it_is_for_the_cpu() -> None:
     assert CpuKernels.refuses(VllmConfig.default()) is None
-    assert CpuKernels.refuses(VllmConfig.default().replace(device="cuda:1")) == "it has nothing for device cuda:1"
+    assert (
+        CpuKernels.refuses(VllmConfig.default().replace(device="cuda:1"))
+        == "it has nothing for device cuda:1"
+    )
 
 
 @pytest.mark.parametrize("shape", [(1, 16), (37, 768), (5, 3, 64), (0, 32)], ids=str)
@@ -191,21 +262,39 @@ def test_norms(dtype, shape) -> None:
         elif x.numel():
             assert_bf16_error([given], [reference], [exact])
 
-    check(ours.rms_norm(x, weight, 1e-5), plain.rms_norm(x, weight, 1e-5), plain.rms_norm(x.double(), weight.double(), 1e-5))
+    check(
+        ours.rms_norm(x, weight, 1e-5),
+        plain.rms_norm(x, weight, 1e-5),
+        plain.rms_norm(x.double(), weight.double(), 1e-5),
+    )
     wide = weight.float() + 1e-4
-    check(ours.rms_norm(x, wide, 1e-5), plain.rms_norm(x, wide, 1e-5), F.rms_norm(x.double(), wide.shape, wide.double(), 1e-5))
+    check(
+        ours.rms_norm(x, wide, 1e-5),
+        plain.rms_norm(x, wide, 1e-5),
+        F.rms_norm(x.double(), wide.shape, wide.double(), 1e-5),
+    )
     layer = x, weight, bias, weight.shape, 1e-5
-    check(ours.layer_norm(*layer), plain.layer_norm(*layer), F.layer_norm(x.double(), weight.shape, weight.double(), bias.double(), 1e-5))
+    check(
+        ours.layer_norm(*layer),
+        plain.layer_norm(*layer),
+        F.layer_norm(x.double(), weight.shape, weight.double(), bias.double(), 1e-5),
+    )
     if x.dim() == 2:
         given, total = ours.add_rms_norm(x, residual, weight, 1e-5)
         assert torch.equal(total, x + residual)
-        check(given, plain.rms_norm(total, weight, 1e-5), plain.rms_norm(total.double(), weight.double(), 1e-5))
+        check(
+            given,
+            plain.rms_norm(total, weight, 1e-5),
+            plain.rms_norm(total.double(), weight.double(), 1e-5),
+        )
 
 
 def test_norms_of_strided_heads(dtype) -> None:
     kernels, packed = CpuKernels(), torch.randn(11, 7 * 64).to(dtype)
     heads, weight = packed[:, 64:320].view(11, 4, 64), torch.randn(64).to(dtype)
-    assert torch.equal(kernels.rms_norm(heads, weight, 1e-6), kernels.rms_norm(heads.contiguous(), weight, 1e-6))
+    assert torch.equal(
+        kernels.rms_norm(heads, weight, 1e-6), kernels.rms_norm(heads.contiguous(), weight, 1e-6)
+    )
 
 
 def test_norms_of_rows_that_no_vector_fits() -> None:
@@ -213,11 +302,17 @@ def test_norms_of_rows_that_no_vector_fits() -> None:
     assert torch.equal(CpuKernels().rms_norm(x, weight, 1e-5), Kernels().rms_norm(x, weight, 1e-5))
 
 
-@pytest.mark.parametrize(("size", "interleaved"), [(64, False), (32, False), (24, False), (40, False), (2, False), (64, True)])
+@pytest.mark.parametrize(
+    ("size", "interleaved"),
+    [(64, False), (32, False), (24, False), (40, False), (2, False), (64, True)],
+)
 def test_rotations(dtype, size, interleaved) -> None:
     packed = torch.randn(300, 6 * 64).to(dtype)
     angles = torch.randn(300, 1, size // 2)
-    cos, sin = torch.cat((angles.cos(),) * 2, -1).to(dtype), torch.cat((-angles.sin(), angles.sin()), -1).to(dtype)
+    cos, sin = (
+        torch.cat((angles.cos(),) * 2, -1).to(dtype),
+        torch.cat((-angles.sin(), angles.sin()), -1).to(dtype),
+    )
     given, reference, exact = (packed.clone()[:, : 5 * 64].view(300, 5, 64) for _ in range(3))
     assert CpuKernels().rotate(given, cos, sin, interleaved) is given
     Kernels().rotate(reference, cos, sin, interleaved)
@@ -262,9 +357,14 @@ def test_the_likeliest_output_is_that_of_the_product(dtype, outputs, number, thr
             product = panels.linear(type, x[:rows], packed, outputs, added, 0, False, None)
             best, found = panels.likeliest(type, x[:rows], packed, outputs, added)
             expected = CpuKernels().likeliest(product)
-            assert best.dtype is dtype and torch.equal(best.nan_to_num(7), expected[0].nan_to_num(7))
+            assert best.dtype is dtype and torch.equal(
+                best.nan_to_num(7), expected[0].nan_to_num(7)
+            )
             assert found.tolist() == expected[1].tolist()
-            assert found.tolist() == [(row.isnan() if row.isnan().any() else row == row.max()).int().argmax() for row in product]
+            assert found.tolist() == [
+                (row.isnan() if row.isnan().any() else row == row.max()).int().argmax()
+                for row in product
+            ]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -272,7 +372,9 @@ def test_a_head_finds_tokens_without_logits(dtype, tied, monkeypatch) -> None:
     config = VllmConfig.default(dtype=str(dtype).removeprefix("torch."))
     with construction(kernels=CpuKernels()):
         embedding = VocabParallelEmbedding(1000, 64, vllm_config=config, prefix="embed")
-        head = ParallelLMHead(1000, 64, tied_to=embedding if tied else None, vllm_config=config, prefix="head")
+        head = ParallelLMHead(
+            1000, 64, tied_to=embedding if tied else None, vllm_config=config, prefix="head"
+        )
     torch.nn.init.normal_(head.method.weight)
     head.method.process(head)
     x = torch.randn(40, 64).to(dtype)
@@ -281,7 +383,13 @@ def test_a_head_finds_tokens_without_logits(dtype, tied, monkeypatch) -> None:
     monkeypatch.setattr(type(head.method), "apply", None)
     assert all(map(torch.equal, head.likeliest(x), (best, found)))
     for row in range(40):
-        assert all(map(torch.equal, head.likeliest(x[row : row + 1]), (best[row : row + 1], found[row : row + 1])))
+        assert all(
+            map(
+                torch.equal,
+                head.likeliest(x[row : row + 1]),
+                (best[row : row + 1], found[row : row + 1]),
+            )
+        )
 
 
 def test_norm_layers_use_the_kernels_that_they_are_made_with(monkeypatch) -> None:
@@ -299,19 +407,40 @@ def test_products_of_heads(shape) -> None:
     x = torch.randn(70, shape[1])
     whole = kernels.linear(x, weight, bias)
     torch.testing.assert_close(whole, F.linear(x, weight, bias), rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(kernels.linear(x, weight, None), F.linear(x, weight), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        kernels.linear(x, weight, None), F.linear(x, weight), rtol=1e-5, atol=1e-4
+    )
     if shape[1] % 2 == 0:
-        assert all(torch.equal(kernels.linear(x[i : i + 1], weight, bias), whole[i : i + 1]) for i in range(70))
+        assert all(
+            torch.equal(kernels.linear(x[i : i + 1], weight, bias), whole[i : i + 1])
+            for i in range(70)
+        )
     other = torch.randn(shape)
-    torch.testing.assert_close(kernels.linear(x, other, None), F.linear(x, other), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        kernels.linear(x, other, None), F.linear(x, other), rtol=1e-5, atol=1e-4
+    )
 
 
-def loaded_linear(dtype: torch.dtype, sizes: tuple[int, ...], tensors: list[tuple[Tensor, int | None]], parallel: VllmConfig | None = None):
-    """A layer of parts of these sizes, after its parameter's loader was given tensors; and what was written into the parameter."""
+def loaded_linear(
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    tensors: list[tuple[Tensor, int | None]],
+    parallel: VllmConfig | None = None,
+):
+    """A layer of parts of these sizes, after its parameter's loader was given tensors; and what was
+    written into the parameter."""
     layer = torch.nn.Module()
     method = PanelLinear(Arena())
-    parts = tuple(Part.even(size, parallel.parallel, "rows") if parallel else Part.whole(size) for size in sizes)
-    method.create(layer, LinearSpec(kind="linear", prefix="layer", inputs=Part.whole(64), outputs=parts, dtype=dtype))
+    parts = tuple(
+        Part.even(size, parallel.parallel, "rows") if parallel else Part.whole(size)
+        for size in sizes
+    )
+    method.create(
+        layer,
+        LinearSpec(
+            kind="linear", prefix="layer", inputs=Part.whole(64), outputs=parts, dtype=dtype
+        ),
+    )
     weight = layer.weight.detach().zero_()
     for tensor, shard_id in tensors:
         layer.weight.weight_loader(layer.weight, tensor, shard_id)
@@ -332,7 +461,10 @@ def test_weights_are_packed_as_they_are_loaded(dtype) -> None:
         "the second is of another dtype": ([(q, 0), (k.to(other), 1), (v, 2)], 16),
         "all are of another dtype": ([(weight.to(other), None)], 112),
         "the second lies column by column": ([(q, 0), (k.t().contiguous().t(), 1), (v, 2)], 16),
-        "the second is at an odd address": ([(q, 0), (at_odd, 1), (v, 2)], 0 if dtype is torch.float32 else 16),
+        "the second is at an odd address": (
+            [(q, 0), (at_odd, 1), (v, 2)],
+            0 if dtype is torch.float32 else 16,
+        ),
         "the second comes twice": ([(q, 0), (k * 2, 1), (v, 2), (k.to(other), 1)], 16),
     }
     for case, (tensors, num_copied) in cases.items():
@@ -345,8 +477,12 @@ def test_parts_that_end_within_a_panel_are_copied_first(dtype) -> None:
     weight = torch.randn(65, 64).to(dtype)
     for sizes, num_copied in (((40, 25), 65), ((48, 17), 0), ((65,), 0)):
         pieces = list(weight.split(sizes))
-        method, copied = loaded_linear(dtype, sizes, [(piece, i if len(sizes) > 1 else None) for i, piece in enumerate(pieces)])
-        assert torch.equal(method.packed, panels.pack(weight, library.product_type(dtype, 64), Arena()))
+        method, copied = loaded_linear(
+            dtype, sizes, [(piece, i if len(sizes) > 1 else None) for i, piece in enumerate(pieces)]
+        )
+        assert torch.equal(
+            method.packed, panels.pack(weight, library.product_type(dtype, 64), Arena())
+        )
         assert copied.any(1).sum() == num_copied
 
 

@@ -37,9 +37,18 @@ print(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
 @pytest.mark.parametrize("tied", [True, False])
 def test_peak_of_a_start(tmp_path, tied) -> None:
     """At most the weights, the cache, and 400 MB. The embedding is most of the weights."""
-    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8}
+    shape = {
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+    }
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=180_000, tie_word_embeddings=tied, max_position_embeddings=256, **shape))
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=180_000, tie_word_embeddings=tied, max_position_embeddings=256, **shape
+            )
+        )
     model = model.to(torch.bfloat16).to_empty(device="cpu")
     if tied:
         model.tie_weights()
@@ -49,14 +58,24 @@ def test_peak_of_a_start(tmp_path, tied) -> None:
     folder = make_checkpoint(tmp_path, model)
     del model
     command = [sys.executable, "-c", PEAK, str(folder), str(KV_BYTES)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "2"}, check=False)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "2"},
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     peak = int(done.stdout.splitlines()[-1]) * 1024
     assert num_bytes > 200e6
-    assert peak <= num_bytes + KV_BYTES + 400e6, f"{(peak - num_bytes) / 1e6:.0f} MB beside the weights"
+    assert peak <= num_bytes + KV_BYTES + 400e6, (
+        f"{(peak - num_bytes) / 1e6:.0f} MB beside the weights"
+    )
 
 
-def make_tied(dtype: torch.dtype, rows: int, size: int) -> tuple[VocabParallelEmbedding, ParallelLMHead]:
+def make_tied(
+    dtype: torch.dtype, rows: int, size: int
+) -> tuple[VocabParallelEmbedding, ParallelLMHead]:
     config = VllmConfig.default(dtype=str(dtype).removeprefix("torch."))
     with construction(kernels=CpuKernels()):
         embedding = VocabParallelEmbedding(rows, size, vllm_config=config, prefix="embedding")
@@ -74,8 +93,17 @@ def test_an_embedding_out_of_the_panels_of_its_head(dtype, shape) -> None:
     embedding, head = make_tied(dtype, *shape)
     torch.manual_seed(3)
     weight = torch.empty(shape, dtype=dtype).normal_()
-    assert isinstance(embedding.method, PanelEmbedding) and not hasattr(embedding, "weight") and not hasattr(embedding.method, "weight")
-    for ids in (torch.arange(shape[0]), torch.randint(shape[0], (300,)), torch.zeros(0, dtype=torch.int64), torch.arange(shape[0])[::2]):
+    assert (
+        isinstance(embedding.method, PanelEmbedding)
+        and not hasattr(embedding, "weight")
+        and not hasattr(embedding.method, "weight")
+    )
+    for ids in (
+        torch.arange(shape[0]),
+        torch.randint(shape[0], (300,)),
+        torch.zeros(0, dtype=torch.int64),
+        torch.arange(shape[0])[::2],
+    ):
         assert torch.equal(embedding(ids), weight[ids])
     x = torch.randn(3, shape[1]).to(dtype)
     assert torch.allclose(head(x).double(), x.double() @ weight.double().T, rtol=0.02, atol=0.1)
@@ -87,12 +115,16 @@ def test_an_embedding_out_of_the_panels_of_its_head(dtype, shape) -> None:
 def test_an_embedding_compiles() -> None:
     embedding, _ = make_tied(torch.float32, 50, 32)
     ids = torch.tensor([3, 49, 3])
-    assert torch.equal(torch.compile(embedding, backend="eager", fullgraph=True)(ids), embedding(ids))
+    assert torch.equal(
+        torch.compile(embedding, backend="eager", fullgraph=True)(ids), embedding(ids)
+    )
 
 
 def test_an_embedding_by_itself_stays_as_it_is() -> None:
     with construction(kernels=CpuKernels()):
-        embedding = VocabParallelEmbedding(20, 32, vllm_config=VllmConfig.default(), prefix="embedding")
+        embedding = VocabParallelEmbedding(
+            20, 32, vllm_config=VllmConfig.default(), prefix="embedding"
+        )
     weight = embedding.weight.data.normal_()
     embedding.method.process(embedding)
     assert torch.equal(embedding(torch.arange(20)), weight)
@@ -104,14 +136,21 @@ def test_a_weight_is_lost_only_where_nothing_else_holds_it(monkeypatch, holder) 
     kernels = panels._kernels
     monkeypatch.setattr(panels, "_LARGE", 0)
     monkeypatch.setattr(panels, "_SOME", 64 * 4096)
-    monkeypatch.setattr(kernels, "lose", lambda start, count, lose=kernels.lose: lost.append(count) or lose(start, count))
+    monkeypatch.setattr(
+        kernels,
+        "lose",
+        lambda start, count, lose=kernels.lose: lost.append(count) or lose(start, count),
+    )
     with construction(kernels=CpuKernels()):
         layer = ReplicatedLinear(1024, 200, vllm_config=VllmConfig.default(), prefix="layer")
     layer.requires_grad_(False)
     weight = layer.weight.data.normal_().clone()
-    held = {None: lambda: None, "parameter": lambda: layer.weight, "data": lambda: layer.weight.data, "view": lambda: layer.weight[3:]}[
-        holder
-    ]()
+    held = {
+        None: lambda: None,
+        "parameter": lambda: layer.weight,
+        "data": lambda: layer.weight.data,
+        "view": lambda: layer.weight[3:],
+    }[holder]()
     layer.method.process(layer)
     assert sum(lost) == (weight.nbytes if holder is None else 0)
     if holder is not None:
@@ -124,7 +163,14 @@ def test_the_cache_lies_in_huge_pages() -> None:
     step = AttentionStep(CpuBackend, [(1, 5)])
     spec = step.layer.attention_spec(torch.device("cpu"), cached=True)
     assert isinstance(spec.kv_cache, FullSpec)
-    backend = CpuBackend(GroupSetup(layers=[spec], kv_cache=spec.kv_cache, limits=BatchLimits(1, 8, 64), device=torch.device("cpu")))
+    backend = CpuBackend(
+        GroupSetup(
+            layers=[spec],
+            kv_cache=spec.kv_cache,
+            limits=BatchLimits(1, 8, 64),
+            device=torch.device("cpu"),
+        )
+    )
     memory = np.zeros(8 * MIB, np.uint8)
     page = torch.from_numpy(memory).view(torch.float32)
     backend.see((page,))

@@ -1,4 +1,5 @@
-"""Decoders and cross attention out of the cache: long contexts, every kernel, and results that do not depend on what is beside them."""
+"""Decoders and cross attention out of the cache: long contexts, every kernel, and results that do
+not depend on what is beside them."""
 
 from collections.abc import Iterator
 
@@ -24,7 +25,9 @@ def threads() -> Iterator[None]:
 
 
 def make_step(rows, dtype, **fields) -> AttentionStep:
-    return AttentionStep(CpuBackend, rows, dtype=dtype, **{"heads": (4, 2), "head_size": 32, **fields})
+    return AttentionStep(
+        CpuBackend, rows, dtype=dtype, **{"heads": (4, 2), "head_size": 32, **fields}
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,14 +74,21 @@ def test_soft_caps_of_small_and_large_scores() -> None:
         assert np.abs(step.run().numpy() - step.naive()).max() <= 1e-5
 
 
-def alone(whole: AttentionStep, row: int, queries: int | None = None, *, before: int = 0, **fields) -> AttentionStep:
-    """A row of a step by itself: of its queries all, or `queries` of them, but for the last `before`."""
+def alone(
+    whole: AttentionStep, row: int, queries: int | None = None, *, before: int = 0, **fields
+) -> AttentionStep:
+    """A row of a step by itself: of its queries all, or `queries` of them, but for the last
+    `before`."""
     count, keys = whole.rows[row]
     queries = count if queries is None else queries
     shape = {"heads": whole.heads, "head_size": whole.head_size, "window": whole.window}
     step = make_step([(queries, keys - before)], whole.dtype, **shape, **fields)
     end = count - before
-    step.q[0], step.k[0], step.v[0] = whole.q[row][end - queries : end], whole.k[row][: keys - before], whole.v[row][: keys - before]
+    step.q[0], step.k[0], step.v[0] = (
+        whole.q[row][end - queries : end],
+        whole.k[row][: keys - before],
+        whole.v[row][: keys - before],
+    )
     return step
 
 
@@ -100,12 +110,22 @@ def test_spans_are_the_same_beside_others_and_in_every_chunk(dtype, window) -> N
     assert (out - exact).abs().max() <= (1e-5 if dtype is torch.float32 else 0.02)
     for row, (queries, keys) in enumerate(rows):
         end = start + queries
-        for chunk, before in ((queries, 0), (min(queries, 100), 0), (100, keys - 300), (300, keys - 344), (1, keys - 30)):
+        for chunk, before in (
+            (queries, 0),
+            (min(queries, 100), 0),
+            (100, keys - 300),
+            (300, keys - 344),
+            (1, keys - 30),
+        ):
             if chunk + before > queries:
                 continue
             part = alone(whole, row, chunk, before=before, spans=True)
             part.row_spans = [whole.row_spans[row][: keys - before]]
-            assert torch.equal(part.run(), out[end - before - chunk : end - before]), (row, chunk, before)
+            assert torch.equal(part.run(), out[end - before - chunk : end - before]), (
+                row,
+                chunk,
+                before,
+            )
         start = end
 
 
@@ -120,7 +140,8 @@ def test_a_row_is_the_same_whatever_is_beside_it(dtype, window) -> None:
 
 @pytest.mark.parametrize("window", [None, 300])
 def test_a_token_is_the_same_in_every_chunk(dtype, window) -> None:
-    """So that a prompt in chunks, a cached prefix, and tokens that are computed again give what they gave."""
+    """So that a prompt in chunks, a cached prefix, and tokens that are computed again give what
+    they gave."""
     whole = make_step([(300, 600)], dtype, heads=(4, 2), window=window)
     out = whole.run()
     for chunk in (1, 5, 64):

@@ -55,8 +55,15 @@ print(json.dumps([str(os.getpid()), inside, cores()]))
 
 
 def cores_of_threads(**options: object) -> tuple[list[int], list[list[int]], list[int]]:
-    """The cores of the computing thread in a step, of those that are bound beside it, and of the computing thread after the step."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(options)], capture_output=True, text=True, timeout=120, check=False)
+    """The cores of the computing thread in a step, of those that are bound beside it, and of the
+    computing thread after the step."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(options)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     main, inside, after = json.loads(done.stdout)
     return inside.pop(main), [cores for cores in inside.values() if cores != CORES], after[main]
@@ -87,13 +94,18 @@ def test_elsewhere_none_is_bound(options):
 
 def test_of_two_threads_that_compute_one_is_bound():
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps({"others": True})], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", SCRIPT, json.dumps({"others": True})],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert json.loads(done.stdout.splitlines()[0]) == CORES, done.stderr
 
 
 def test_threads_that_come_later_run_anywhere():
-    """They are started from the core of the computing thread. Those that were bound before may stay."""
+    """They are started from the core of the computing thread. Those that were bound before may
+    stay."""
     main, members, after = cores_of_threads(then=len(CORES) + 2)
     assert (main, after) == (CORES[:1], CORES)
     assert CORES[:1] not in members and len(members) < len(CORES)
@@ -108,7 +120,19 @@ def test_a_core_that_is_gone_stops_nobody():
 
 
 def test_a_core_for_each_thread_is_needed():
-    script = "from toolkit_lm_cpu import _kernels\n_kernels.set_threads(2)\n_kernels.bind_threads(%s)"
-    for cores, what in (("(0,)", "one core for each thread"), ("(0, -1)", "core -1"), ("[0, 1]", "one core for each thread")):
-        done = subprocess.run([sys.executable, "-c", script % cores], capture_output=True, text=True, timeout=60, check=False)
+    script = (
+        "from toolkit_lm_cpu import _kernels\n_kernels.set_threads(2)\n_kernels.bind_threads(%s)"
+    )
+    for cores, what in (
+        ("(0,)", "one core for each thread"),
+        ("(0, -1)", "core -1"),
+        ("[0, 1]", "one core for each thread"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", script % cores],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         assert f"ValueError: {'a tuple of ' if 'one core' in what else ''}{what}" in done.stderr

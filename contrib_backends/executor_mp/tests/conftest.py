@@ -13,11 +13,14 @@ import pytest
 
 @pytest.fixture
 def sabotage(monkeypatch, tmp_path):
-    """A function (rank, when, how), after which that worker is harmed. It gives the file that is there once it was."""
+    """A function (rank, when, how), after which that worker is harmed. It gives the file that is
+    there once it was."""
     shutil.copy(Path(__file__).with_name("saboteur.py"), tmp_path / "toolkit_lm_saboteur.py")
     info = tmp_path / "toolkit_lm_saboteur-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toolkit-lm-saboteur\nVersion: 1.0\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: toolkit-lm-saboteur\nVersion: 1.0\n"
+    )
     (info / "entry_points.txt").write_text("[toolkit_lm]\nsaboteur = toolkit_lm_saboteur\n")
     monkeypatch.syspath_prepend(tmp_path)
     if plugins := os.environ.get("TOOLKIT_LM_PLUGINS"):
@@ -25,7 +28,9 @@ def sabotage(monkeypatch, tmp_path):
     mark = tmp_path / "struck"
 
     def order(rank: int, when: str, how: str) -> Path:
-        monkeypatch.setenv("SABOTAGE", json.dumps({"rank": rank, "when": when, "how": how, "mark": str(mark)}))
+        monkeypatch.setenv(
+            "SABOTAGE", json.dumps({"rank": rank, "when": when, "how": how, "mark": str(mark)})
+        )
         return mark
 
     yield order

@@ -1,4 +1,5 @@
-"""A plugin that harms a worker, as the variable SABOTAGE says: rank, when, and how. The file of `mark` is there once it has struck."""
+"""A plugin that harms a worker, as the variable SABOTAGE says: rank, when, and how. The file of
+`mark` is there once it has struck."""
 
 import json
 import os
@@ -44,4 +45,8 @@ if serve is not None and ORDERS.get("rank") == int(sys.argv[1]):
     elif ORDERS["when"] == "warm_up":
         strike_first(serve, "warm_up")
     else:
-        strike_first(serve.ModelRunner, "execute", lambda runner, plan: any(new.num_prompt_tokens == 13 for new in plan.new))
+        strike_first(
+            serve.ModelRunner,
+            "execute",
+            lambda runner, plan: any(new.num_prompt_tokens == 13 for new in plan.new),
+        )

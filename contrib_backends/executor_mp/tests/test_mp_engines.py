@@ -13,9 +13,18 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm_async_llm import AsyncLLM
 from toolkit_lm_devkit.executor import write_llama
 
-OPTIONS = {"device": "cpu", "block_size": 4, "max_model_len": 128, "num_kv_blocks": 128, "dtype": "float32"}
+OPTIONS = {
+    "device": "cpu",
+    "block_size": 4,
+    "max_model_len": 128,
+    "num_kv_blocks": 128,
+    "dtype": "float32",
+}
 PARAMS = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-PROMPTS = [{"prompt_token_ids": [(3 * k + number) % 250 + 3 for k in range(5 + number)]} for number in range(6)]
+PROMPTS = [
+    {"prompt_token_ids": [(3 * k + number) % 250 + 3 for k in range(5 + number)]}
+    for number in range(6)
+]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +40,9 @@ def expected(folder):
 
 def ranks_of(engine: int) -> list[psutil.Process]:
     """The workers of an engine process, by rank."""
-    found = [one for one in psutil.Process(engine).children() if "worker" in " ".join(one.cmdline())]
+    found = [
+        one for one in psutil.Process(engine).children() if "worker" in " ".join(one.cmdline())
+    ]
     return sorted(found, key=lambda one: one.pid)
 
 
@@ -47,8 +58,11 @@ async def tokens(llm: AsyncLLM, number: int, seen: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_two_engines_of_two_ranks(folder, expected, is_killed):
-    """Where a rank is killed, its engine ends, and the other goes on with its requests: no client hears of it."""
-    config = VllmConfig.make(model=str(folder), data_parallel_size=2, tensor_parallel_size=2, **OPTIONS)
+    """Where a rank is killed, its engine ends, and the other goes on with its requests: no client
+    hears of it."""
+    config = VllmConfig.make(
+        model=str(folder), data_parallel_size=2, tensor_parallel_size=2, **OPTIONS
+    )
 
     async def body():
         async with AsyncLLM(config) as llm:

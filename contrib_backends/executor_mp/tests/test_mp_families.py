@@ -1,4 +1,5 @@
-"""Families of models over ranks: tokens, beams, vectors are those of one rank, in chunks, swapped, and from the prefix cache."""
+"""Families of models over ranks: tokens, beams, vectors are those of one rank, in chunks, swapped,
+and from the prefix cache."""
 
 from __future__ import annotations
 
@@ -35,11 +36,18 @@ TIGHT = {
 DECODERS = list(decoder_families.VARIANTS)
 SLOW = pytest.mark.slow
 NIGHTLY = pytest.mark.nightly
-BLOCKS = {"MistralForCausalLM": 46, "Phi3ForCausalLM": 46, "Gemma2ForCausalLM": 112, "Gemma3ForCausalLM": 90}
-"""Of the pool, where layers have windows; else 30. No fewer than four sequences of a prompt take."""
+BLOCKS = {
+    "MistralForCausalLM": 46,
+    "Phi3ForCausalLM": 46,
+    "Gemma2ForCausalLM": 112,
+    "Gemma3ForCausalLM": 90,
+}
+"""Of the pool, where layers have windows; else 30. No fewer than four sequences of a prompt
+take."""
 QUICK = ("Qwen2ForCausalLM", "Gemma3ForCausalLM")
 PACKED = ("Phi3ForCausalLM", "GPT2LMHeadModel")
-"""Their checkpoints hold several layers in one tensor. The kit cuts those of all families, in one process."""
+"""Their checkpoints hold several layers in one tensor. The kit cuts those of all families, in one
+process."""
 SIZES = [(2, 1), (1, 2), (2, 2)]
 
 
@@ -69,13 +77,22 @@ def tokens(outputs) -> list[list[list[int]]]:
     return [[list(one.token_ids) for one in output.outputs] for output in outputs]
 
 
-def generated(folder: Path, sizes: tuple[int, int], prompts=None, *, beams=True, **options) -> tuple[list, int]:
-    """What an engine makes of everything, twice, so that it begins after cached prefixes, and how often it preempted."""
+def generated(
+    folder: Path, sizes: tuple[int, int], prompts=None, *, beams=True, **options
+) -> tuple[list, int]:
+    """What an engine makes of everything, twice, so that it begins after cached prefixes, and how
+    often it preempted."""
     counter = Preemptions()
-    prompts = prompts or [prompt(length, start) for length, start in ((40, 3), (5, 7), (33, 11), (1, 5), (21, 13), (30, 17))]
+    prompts = prompts or [
+        prompt(length, start)
+        for length, start in ((40, 3), (5, 7), (33, 11), (1, 5), (21, 13), (30, 17))
+    ]
     with LLM(str(folder), plugins=[counter], **{**TIGHT, **sized(sizes), **options}) as llm:
         assert llm.engine.config.parallel.executor == ("in_process" if sizes == (1, 1) else "mp")
-        found = [tokens(llm.generate(prompts, params, use_tqdm=False)) for params in (GREEDY, SEVERAL, GREEDY)]
+        found = [
+            tokens(llm.generate(prompts, params, use_tqdm=False))
+            for params in (GREEDY, SEVERAL, GREEDY)
+        ]
         if beams:
             found.append(tokens(llm.generate(prompts[:2], BEAMS, use_tqdm=False)))
     return found, counter.count
@@ -89,7 +106,11 @@ def check(folder: Path, sizes, *arguments, **options) -> int:
 
 
 @pytest.mark.parametrize(
-    "architecture", [pytest.param(one, marks=() if one in QUICK else SLOW if one in PACKED else NIGHTLY) for one in DECODERS]
+    "architecture",
+    [
+        pytest.param(one, marks=() if one in QUICK else SLOW if one in PACKED else NIGHTLY)
+        for one in DECODERS
+    ],
 )
 def test_decoders(tmp_path, architecture):
     """Each family: its first variant, over two ranks."""
@@ -99,7 +120,9 @@ def test_decoders(tmp_path, architecture):
     make_checkpoint(tmp_path, model)
     preemptions = check(tmp_path, (2, 1), num_kv_blocks=BLOCKS.get(architecture, 30))
     # Where all layers are windowed, sequences give back as many blocks as they take.
-    assert preemptions > 0 or architecture in ("MistralForCausalLM", "Phi3ForCausalLM"), "nobody had to make room"
+    assert preemptions > 0 or architecture in ("MistralForCausalLM", "Phi3ForCausalLM"), (
+        "nobody had to make room"
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,7 +137,9 @@ def test_decoders(tmp_path, architecture):
 def test_stages(tmp_path, variant, sizes):
     """Three layers in two stages; tied embeddings are on the first and the last."""
     fields = decoder_families.VARIANTS["MistralForCausalLM"][variant]
-    model = decoder_families.make_model("MistralForCausalLM", {**fields, "vocab_size": VOCAB_SIZE}).eval()
+    model = decoder_families.make_model(
+        "MistralForCausalLM", {**fields, "vocab_size": VOCAB_SIZE}
+    ).eval()
     randomize(model)
     make_checkpoint(tmp_path, model)
     check(tmp_path, sizes)
@@ -126,7 +151,10 @@ def test_stages(tmp_path, variant, sizes):
         ("mixtral", "2 of 4", (2, 1)),
         pytest.param("qwen3_moe", "1 of 8, dense between", (2, 2), marks=SLOW),
         *(pytest.param("mixtral", "2 of 4", sizes, marks=NIGHTLY) for sizes in SIZES[1:]),
-        *(pytest.param("qwen3_moe", "1 of 8, dense between", sizes, marks=NIGHTLY) for sizes in SIZES[:2]),
+        *(
+            pytest.param("qwen3_moe", "1 of 8, dense between", sizes, marks=NIGHTLY)
+            for sizes in SIZES[:2]
+        ),
     ],
 )
 def test_mixtures_of_experts(tmp_path, family, variant, sizes):
@@ -156,8 +184,14 @@ def test_whole_experts(tmp_path):
 )
 def test_encoder_decoders(tmp_path, architecture):
     fields = next(iter(encdec_families.VARIANTS[architecture].values()))
-    sides = {key: {**fields[key], "vocab_size": VOCAB_SIZE} for key in ("encoder", "decoder") if key in fields}
-    encdec_families.make_model(architecture, {**fields, "vocab_size": VOCAB_SIZE, **sides}).save_pretrained(tmp_path)
+    sides = {
+        key: {**fields[key], "vocab_size": VOCAB_SIZE}
+        for key in ("encoder", "decoder")
+        if key in fields
+    }
+    encdec_families.make_model(
+        architecture, {**fields, "vocab_size": VOCAB_SIZE, **sides}
+    ).save_pretrained(tmp_path)
     write_tokenizer(tmp_path, VOCAB_SIZE)
     options = {"max_encoder_len": 64, "max_num_batched_tokens": 70, "num_kv_blocks": 120}
     check(tmp_path, (2, 1), **options)
@@ -165,9 +199,13 @@ def test_encoder_decoders(tmp_path, architecture):
 
 def test_encoder_decoders_run_in_one_stage(tmp_path):
     fields = next(iter(encdec_families.VARIANTS["BartForConditionalGeneration"].values()))
-    encdec_families.make_model("BartForConditionalGeneration", {**fields, "vocab_size": VOCAB_SIZE}).save_pretrained(tmp_path)
+    encdec_families.make_model(
+        "BartForConditionalGeneration", {**fields, "vocab_size": VOCAB_SIZE}
+    ).save_pretrained(tmp_path)
     write_tokenizer(tmp_path, VOCAB_SIZE)
-    with pytest.raises(UnsupportedError, match="run in one pipeline stage: lower --pipeline-parallel-size") as caught:
+    with pytest.raises(
+        UnsupportedError, match="run in one pipeline stage: lower --pipeline-parallel-size"
+    ) as caught:
         LLM(str(tmp_path), **TIGHT, **sized((1, 2)), max_encoder_len=64)
     assert "on rank " in str(caught.value)
 
@@ -185,7 +223,10 @@ def test_vision(tmp_path, family, sizes):
     subject = vision_checkpoints.make_subject(tmp_path, family)
     images = vision_checkpoints.drawings(3)
     prompts = [
-        {"prompt": f"{subject.mark}What is in {subject.mark}?", "multi_modal_data": {"image": images[:2]}},
+        {
+            "prompt": f"{subject.mark}What is in {subject.mark}?",
+            "multi_modal_data": {"image": images[:2]},
+        },
         {"prompt": "No picture in this one."},
         {"prompt": f"And here? {subject.mark}", "multi_modal_data": {"image": images[2:]}},
     ]
@@ -204,20 +245,33 @@ def test_vision(tmp_path, family, sizes):
 def test_encoders(tmp_path, family, sizes):
     """What is pooled of whole prompts, without a KV cache."""
     fields = next(iter(encoder_families.VARIANTS[family].values()))
-    model = encoder_families.make_model(f"{family}Model", {**fields, "vocab_size": VOCAB_SIZE}).eval()
+    model = encoder_families.make_model(
+        f"{family}Model", {**fields, "vocab_size": VOCAB_SIZE}
+    ).eval()
     randomize(model)
     make_checkpoint(tmp_path, model)
     check_vectors(tmp_path, sizes)
 
 
-@pytest.mark.parametrize("sizes", [*(pytest.param(one, marks=NIGHTLY) for one in SIZES[:2]), pytest.param((2, 2), marks=SLOW)])
+@pytest.mark.parametrize(
+    "sizes",
+    [*(pytest.param(one, marks=NIGHTLY) for one in SIZES[:2]), pytest.param((2, 2), marks=SLOW)],
+)
 def test_pooled_decoders(tmp_path, sizes):
     """In chunks, whose state the last stage keeps."""
     fields = next(iter(decoder_families.VARIANTS["Qwen3ForCausalLM"].values()))
-    model = decoder_families.make_model("Qwen3ForCausalLM", {**fields, "vocab_size": VOCAB_SIZE}).eval()
+    model = decoder_families.make_model(
+        "Qwen3ForCausalLM", {**fields, "vocab_size": VOCAB_SIZE}
+    ).eval()
     randomize(model)
     make_checkpoint(tmp_path, model)
-    chunked = {"enable_chunked_prefill": True, "max_num_batched_tokens": 8, "max_num_seqs": 4, "block_size": 4, "num_kv_blocks": 64}
+    chunked = {
+        "enable_chunked_prefill": True,
+        "max_num_batched_tokens": 8,
+        "max_num_seqs": 4,
+        "block_size": 4,
+        "num_kv_blocks": 64,
+    }
     check_vectors(tmp_path, sizes, runner="pooling", convert="embed", max_model_len=64, **chunked)
 
 
@@ -235,7 +289,12 @@ def test_models_of_transformers_are_refused(tmp_path):
     """Their layers do not shard."""
     from transformers import StableLmConfig, StableLmForCausalLM
 
-    config = {**decoder_families.LLAMA_LIKE, "vocab_size": VOCAB_SIZE, "eos_token_id": 1, "bos_token_id": 0}
+    config = {
+        **decoder_families.LLAMA_LIKE,
+        "vocab_size": VOCAB_SIZE,
+        "eos_token_id": 1,
+        "bos_token_id": 0,
+    }
     make_checkpoint(tmp_path, StableLmForCausalLM(StableLmConfig(**config)).eval())
     with pytest.raises(CheckpointError, match="models of transformers run on one rank"):
         LLM(str(tmp_path), **TIGHT, **sized((2, 1)))

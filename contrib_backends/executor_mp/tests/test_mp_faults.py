@@ -1,4 +1,5 @@
-"""What goes wrong: workers that die at any moment, requests that one rank fails on, and what cannot run."""
+"""What goes wrong: workers that die at any moment, requests that one rank fails on, and what cannot
+run."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ import psutil
 import pytest
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.errors import ConfigError, EngineDeadError, PluginError, ToolkitError, UnsupportedError
+from toolkit_lm.errors import (
+    ConfigError,
+    EngineDeadError,
+    PluginError,
+    ToolkitError,
+    UnsupportedError,
+)
 from toolkit_lm.executor import make_executor
 from toolkit_lm.plugin import Plugins, hookimpl
 from toolkit_lm.resolution import resolve
@@ -49,7 +56,8 @@ def nothing_is_left(monkeypatch):
 
 
 OTHERS: set[int] = set()
-"""Processes that other tests of this process have left to live, such as those that compile grammars."""
+"""Processes that other tests of this process have left to live, such as those that compile
+grammars."""
 
 
 @pytest.fixture(autouse=True)
@@ -69,17 +77,30 @@ def prompt(length: int) -> dict[str, list[int]]:
 
 
 def ranks(folder, sizes: tuple[int, int], **options) -> LLM:
-    return LLM(str(folder), tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1], **OPTIONS, **options)
+    return LLM(
+        str(folder),
+        tensor_parallel_size=sizes[0],
+        pipeline_parallel_size=sizes[1],
+        **OPTIONS,
+        **options,
+    )
 
 
 @pytest.mark.parametrize(
     ("when", "doing"),
-    [("import", "while importing"), ("load", "while loading the model"), ("warm_up", "while warming up")],
+    [
+        ("import", "while importing"),
+        ("load", "while loading the model"),
+        ("warm_up", "while warming up"),
+    ],
 )
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_worker_that_dies_at_the_start(folder, sabotage, nothing_is_left, rank, when, doing):
     sabotage(rank, when, "kill")
-    start = rf"the worker of rank {rank} \(process \d+\) has died {doing}: it was killed by SIGKILL; perhaps the machine ran out of memory"
+    start = (
+        rf"the worker of rank {rank} \(process \d+\) has died {doing}: it was killed by SIGKILL; "
+        r"perhaps the machine ran out of memory"
+    )
     with pytest.raises(EngineDeadError, match=start):
         ranks(folder, (2, 1))
 
@@ -92,7 +113,11 @@ def test_a_worker_that_dies_in_a_step(folder, sabotage, nothing_is_left, sizes, 
         assert len(llm.generate([prompt(5)], PARAMS, use_tqdm=False)) == 1
         start = time.monotonic()
         for _ in range(2):
-            with pytest.raises(EngineDeadError, match=rf"the worker of rank {rank} \(process \d+\) has died in step \d+: it was killed"):
+            with pytest.raises(
+                EngineDeadError,
+                match=rf"the worker of rank {rank} \(process \d+\) has died in step \d+: it was "
+                r"killed",
+            ):
                 llm.generate([prompt(5), prompt(13)], PARAMS, use_tqdm=False)
         assert time.monotonic() - start < 5
         while workers() and time.monotonic() - start < 5:
@@ -101,16 +126,25 @@ def test_a_worker_that_dies_in_a_step(folder, sabotage, nothing_is_left, sizes, 
 
 
 def test_a_worker_that_dies_while_nothing_is_asked(folder, nothing_is_left):
-    """The engine's process ends with it, and says so: whoever polls the health need not send a request."""
+    """The engine's process ends with it, and says so: whoever polls the health need not send a
+    request."""
     with ranks(folder, (2, 1), engine_process=True) as llm:
         assert len(llm.generate([prompt(5)], PARAMS, use_tqdm=False)) == 1
-        [killed] = [pid for pid in workers() if b"worker 1 " in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")]
+        [killed] = [
+            pid
+            for pid in workers()
+            if b"worker 1 " in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+        ]
         os.kill(killed, signal.SIGKILL)
         end = time.monotonic() + 5
         while workers() and time.monotonic() < end:
             time.sleep(0.05)
         assert workers() == set()
-        with pytest.raises(EngineDeadError, match=r"the worker of rank 1 \(process \d+\) has died between steps: it was killed by SIGKILL"):
+        with pytest.raises(
+            EngineDeadError,
+            match=r"the worker of rank 1 \(process \d+\) has died between steps: it was killed "
+            r"by SIGKILL",
+        ):
             llm.generate([prompt(5)], PARAMS, use_tqdm=False)
 
 
@@ -129,7 +163,9 @@ def test_the_last_words_of_a_worker(folder, sabotage, nothing_is_left, how, word
     assert "strike" in "".join(caught.value.__notes__), "there is no traceback"
 
 
-def test_a_worker_that_hangs_after_another_has_failed(folder, sabotage, nothing_is_left, monkeypatch):
+def test_a_worker_that_hangs_after_another_has_failed(
+    folder, sabotage, nothing_is_left, monkeypatch
+):
     monkeypatch.setattr(link, "PATIENCE", 1.0)
     sabotage(0, "step", "hang")
     with ranks(folder, (2, 1)) as llm:
@@ -139,7 +175,9 @@ def test_a_worker_that_hangs_after_another_has_failed(folder, sabotage, nothing_
         from toolkit_lm_devkit.executor import new, row
 
         plan = StepPlan(new=[new(0, [5] * 13)], scheduled=[row(99, 1)])
-        with pytest.raises(EngineDeadError, match="rank 0 had not answered 1 s after another had failed, in step 1") as caught:
+        with pytest.raises(
+            EngineDeadError, match="rank 0 had not answered 1 s after another had failed, in step 1"
+        ) as caught:
             core.executor.execute(plan).result(30)
     assert "on rank 1: Traceback" in caught.value.__notes__[0]
 
@@ -149,7 +187,9 @@ def step(llm):
     from toolkit_lm.messages import StepPlan
     from toolkit_lm_devkit.executor import new, row
 
-    return llm.engine.client.core.executor.execute(StepPlan(new=[new(0, [5] * 13)], scheduled=[row(0, 13)])).result(20)
+    return llm.engine.client.core.executor.execute(
+        StepPlan(new=[new(0, [5] * 13)], scheduled=[row(0, 13)])
+    ).result(20)
 
 
 def test_a_failed_step_leaves_no_thread_that_spins(folder, sabotage, nothing_is_left, monkeypatch):
@@ -167,7 +207,10 @@ def test_a_failed_step_leaves_no_thread_that_spins(folder, sabotage, nothing_is_
 @pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="no real-time signals here")
 def test_a_worker_that_a_signal_without_a_name_ends(folder, sabotage, nothing_is_left):
     sabotage(1, "step", "unnamed")
-    with ranks(folder, (2, 1)) as llm, pytest.raises(EngineDeadError, match=f"it was killed by signal {int(signal.SIGRTMIN) + 3}"):
+    with (
+        ranks(folder, (2, 1)) as llm,
+        pytest.raises(EngineDeadError, match=f"it was killed by signal {int(signal.SIGRTMIN) + 3}"),
+    ):
         step(llm)
 
 
@@ -178,7 +221,9 @@ def test_reports_that_cannot_be_read_end_the_workers(folder, nothing_is_left, mo
     with ranks(folder, (2, 1)) as llm:
         monkeypatch.setattr(wire, "decode_report", broken)
         for _ in range(2):
-            with pytest.raises(EngineDeadError, match=r"the workers are ended: .*ValueError\('no report'\)"):
+            with pytest.raises(
+                EngineDeadError, match=r"the workers are ended: .*ValueError\('no report'\)"
+            ):
                 step(llm)
 
 
@@ -192,20 +237,27 @@ def test_garbage_may_be_collected_in_the_thread_that_takes_reports(folder, nothi
 
 
 @pytest.mark.parametrize("is_told", [False, True])
-def test_an_engine_that_is_killed_while_it_connects_anew_leaves_no_folder(folder, sabotage, nothing_is_left, is_told):
+def test_an_engine_that_is_killed_while_it_connects_anew_leaves_no_folder(
+    folder, sabotage, nothing_is_left, is_told
+):
     sabotage(1, "step", "raise")
     code = (
-        "import os; from toolkit_lm import LLM; from toolkit_lm_executor_mp import link, wire; call = link.Link.call\n"
+        "import os; from toolkit_lm import LLM; from toolkit_lm_executor_mp import link, wire; "
+        "call = link.Link.call\n"
         "def killed(self, command, *rest):\n"
         "    last = isinstance(command, wire.Connect) and self._num_calls > 1\n"
         f"    result = call(self, command, *rest) if {is_told} or not last else None\n"
         "    if last: os.kill(os.getpid(), 9)\n"
         "    return result\n"
         "link.Link.call = killed\n"
-        f"LLM({str(folder)!r}, tensor_parallel_size=2, **{OPTIONS!r}).generate([{prompt(13)!r}, {prompt(5)!r}], use_tqdm=False)"
+        f"LLM({str(folder)!r}, tensor_parallel_size=2, **{OPTIONS!r}).generate([{prompt(13)!r}, "
+        f"{prompt(5)!r}], use_tqdm=False)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=100).returncode == -signal.SIGKILL
+    assert (
+        subprocess.run([sys.executable, "-c", code], env=environment, timeout=100).returncode
+        == -signal.SIGKILL
+    )
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -217,14 +269,22 @@ def test_a_request_that_one_rank_fails_on_ends_alone(folder, sabotage, nothing_i
     with ranks(folder, sizes) as llm:
         for _ in range(2):
             outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
-            assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
-            assert "RuntimeError: no prompt of thirteen tokens (on rank 1 in step " in outputs[1].error
+            assert [output.outputs[0].finish_reason for output in outputs] == [
+                "length",
+                "error",
+                "length",
+            ]
+            assert (
+                "RuntimeError: no prompt of thirteen tokens (on rank 1 in step " in outputs[1].error
+            )
             assert "saboteur" in outputs[1].error, "the plugin is not named"
             for index in (0, 2):
                 assert outputs[index].outputs[0].token_ids == expected[index].outputs[0].token_ids
 
 
-def test_an_engine_process_begins_anew_when_a_worker_has_died(folder, sabotage, nothing_is_left, monkeypatch):
+def test_an_engine_process_begins_anew_when_a_worker_has_died(
+    folder, sabotage, nothing_is_left, monkeypatch
+):
     sabotage(1, "step", "kill")
     with ranks(folder, (2, 1), engine_process=True, restart_engine=1) as llm:
         with pytest.raises(EngineDeadError, match="the worker of rank 1"):
@@ -235,17 +295,26 @@ def test_an_engine_process_begins_anew_when_a_worker_has_died(folder, sabotage, 
 
 
 @pytest.mark.parametrize("engine_process", [True, False])
-@pytest.mark.parametrize("delay", [0.3, pytest.param(2.0, marks=pytest.mark.slow), pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "delay",
+    [0.3, pytest.param(2.0, marks=pytest.mark.slow), pytest.param(None, marks=pytest.mark.slow)],
+)
 def test_all_die_with_their_front(folder, nothing_is_left, engine_process, delay):
     """Killed at its start, while it imports and loads, and when it is ready."""
     code = (
         "import sys; from toolkit_lm import LLM; "
-        f"llm = LLM({str(folder)!r}, tensor_parallel_size=2, engine_process={engine_process}, **{OPTIONS!r}); print('ready', flush=True); "
+        f"llm = LLM({str(folder)!r}, tensor_parallel_size=2, engine_process={engine_process}, "
+        f"**{OPTIONS!r}); print('ready', flush=True); "
         "sys.stdin.read()"
     )
-    front = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    front = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     end = time.monotonic() + 60
-    while len(psutil.Process(front.pid).children(recursive=True)) < 2 + engine_process and time.monotonic() < end:
+    while (
+        len(psutil.Process(front.pid).children(recursive=True)) < 2 + engine_process
+        and time.monotonic() < end
+    ):
         time.sleep(0.02)
     if delay is None:
         assert front.stdout.readline() == b"ready\n"
@@ -268,7 +337,10 @@ def test_an_engine_process_that_is_killed_takes_its_workers_along(folder, nothin
         found = [psutil.Process(pid) for pid in workers()]
         [engine] = [one for one in found if any(one.pid == other.ppid() for other in found)]
         engine.kill()
-        with pytest.raises(EngineDeadError, match=rf"the engine process {engine.pid} has died: it was killed by SIGKILL"):
+        with pytest.raises(
+            EngineDeadError,
+            match=rf"the engine process {engine.pid} has died: it was killed by SIGKILL",
+        ):
             llm.generate([prompt(5)], PARAMS, use_tqdm=False)
         _, alive = psutil.wait_procs(found, 5)
         assert (len(found), alive) == (3, [])
@@ -278,19 +350,31 @@ def test_an_engine_process_that_is_killed_takes_its_workers_along(folder, nothin
 
 def test_heads_that_do_not_divide(folder, nothing_is_left):
     """One error, of one rank."""
-    with pytest.raises(ConfigError, match=r"cannot be split evenly over tensor_parallel_size=3 \(on rank \d while loading the model\)\."):
+    with pytest.raises(
+        ConfigError,
+        match=r"cannot be split evenly over tensor_parallel_size=3 \(on rank \d while loading "
+        r"the model\)\.",
+    ):
         ranks(folder, (3, 1))
 
 
 def test_more_stages_than_layers(folder, nothing_is_left):
-    with pytest.raises(ConfigError, match=r"the 4 layers of model\.layers cannot be cut into 5 stages: .* \(on rank \d while loading"):
+    with pytest.raises(
+        ConfigError,
+        match=r"the 4 layers of model\.layers cannot be cut into 5 stages: .* \(on rank \d while "
+        r"loading",
+    ):
         ranks(folder, (1, 5))
 
 
 def test_more_ranks_than_gpus(folder, monkeypatch):
     monkeypatch.setattr(executor.torch.cuda, "device_count", lambda: 1)
     config = VllmConfig.default(tensor_parallel_size=2, device="cuda")
-    with pytest.raises(UnsupportedError, match="tensor_parallel_size 2 x pipeline_parallel_size 1 needs 2 GPUs, one per rank: there are 1"):
+    with pytest.raises(
+        UnsupportedError,
+        match="tensor_parallel_size 2 x pipeline_parallel_size 1 needs 2 GPUs, one per rank: "
+        "there are 1",
+    ):
         executor.MpExecutor(config, Plugins.load())
 
 
@@ -298,7 +382,11 @@ def test_a_gpu_by_its_number_is_refused():
     """Each worker would take the one of its own rank."""
     for size in (1, 2):
         config = VllmConfig.default(tensor_parallel_size=size, device="cuda:1")
-        with pytest.raises(UnsupportedError, match=r"device 'cuda:1' is one device, and each worker takes its own.*CUDA_VISIBLE_DEVICES"):
+        with pytest.raises(
+            UnsupportedError,
+            match=r"device 'cuda:1' is one device, and each worker takes its "
+            r"own.*CUDA_VISIBLE_DEVICES",
+        ):
             executor.MpExecutor(config, Plugins.load())
 
 
@@ -309,7 +397,10 @@ def test_plugins_from_code_that_workers_need_are_refused(folder):
         @hookimpl
         def toolkit_register_models(self, models): ...
 
-    with pytest.raises(PluginError, match=r"'mine'.* implements toolkit_register_models, which the workers need too"):
+    with pytest.raises(
+        PluginError,
+        match=r"'mine'.* implements toolkit_register_models, which the workers need too",
+    ):
         LLM(str(folder), tensor_parallel_size=2, plugins=[Mine()], **OPTIONS)
 
 
@@ -319,19 +410,31 @@ def test_workers_with_other_plugins_are_refused(folder, sabotage, nothing_is_lef
     with (tmp_path / "toolkit_lm_saboteur.py").open("a") as file:
         file.write("# changed\n")
     config = resolve(VllmConfig.make(model=str(folder), tensor_parallel_size=2, **OPTIONS), plugins)
-    with pytest.raises(PluginError, match=r"other plugins than its engine .*\nplugin 'saboteur': .* here, .* there"):
+    with pytest.raises(
+        PluginError, match=r"other plugins than its engine .*\nplugin 'saboteur': .* here, .* there"
+    ):
         make_executor(config, plugins).load()
 
 
 @pytest.mark.parametrize("forged", ["engine", "worker"])
 def test_who_does_not_know_the_key_is_refused(folder, nothing_is_left, monkeypatch, forged):
-    """An engine that cannot prove itself is left by its workers; a worker that cannot ends the start."""
+    """An engine that cannot prove itself is left by its workers; a worker that cannot ends the
+    start."""
     prove = wire.prove
     if forged == "engine":
-        monkeypatch.setattr(wire, "prove", lambda key, who, rank, nonce: prove(b"guessed", who, rank, nonce))
-        message = "has died while importing: .*PermissionError: who answers at the engine's socket does not know the key"
+        monkeypatch.setattr(
+            wire, "prove", lambda key, who, rank, nonce: prove(b"guessed", who, rank, nonce)
+        )
+        message = (
+            "has died while importing: .*PermissionError: who answers at the engine's socket "
+            "does not know the key"
+        )
     else:
-        monkeypatch.setattr(wire, "prove", lambda key, who, *rest: prove(b"guessed" if who == "worker" else key, who, *rest))
+        monkeypatch.setattr(
+            wire,
+            "prove",
+            lambda key, who, *rest: prove(b"guessed" if who == "worker" else key, who, *rest),
+        )
         message = "who calls itself the worker of rank [01] does not know the key of the launch"
     with pytest.raises(EngineDeadError, match=message):
         ranks(folder, (2, 1))
@@ -339,7 +442,11 @@ def test_who_does_not_know_the_key_is_refused(folder, nothing_is_left, monkeypat
 
 def test_a_start_that_takes_too_long(folder, sabotage, nothing_is_left):
     sabotage(1, "load", "hang")
-    with pytest.raises(EngineDeadError, match="rank 1 were not ready within start_timeout: they got no further while loading the model"):
+    with pytest.raises(
+        EngineDeadError,
+        match="rank 1 were not ready within start_timeout: they got no further while loading the "
+        "model",
+    ):
         ranks(folder, (2, 1), start_timeout=30)
 
 

@@ -26,7 +26,9 @@ def test_a_hung_worker_is_told_with_its_stack(tmp_path, sabotage, capfd):
 
             async def ask():
                 params = SamplingParams(temperature=0, max_tokens=4)
-                async for _ in llm.generate({"prompt_token_ids": [5] * 13}, params, request_id="hangs"):
+                async for _ in llm.generate(
+                    {"prompt_token_ids": [5] * 13}, params, request_id="hangs"
+                ):
                     pass
 
             asked = asyncio.create_task(ask())

@@ -55,7 +55,9 @@ class TestStore:
     def test_ranks_that_count_at_once(self):
         """No two of them get the same number, and strangers' numbers are an error."""
         plain = dist.HashStore()
-        counted = both(lambda rank: [SignedStore(plain, b"k" * 32).add("n", 1) for _ in range(50)], 4)
+        counted = both(
+            lambda rank: [SignedStore(plain, b"k" * 32).add("n", 1) for _ in range(50)], 4
+        )
         assert sorted(number for one in counted for number in one) == list(range(1, 201))
         assert SignedStore(plain, b"k" * 32).add("n", -3) == 197
         assert SignedStore(plain, b"k" * 32).get("n") == b"197"
@@ -68,7 +70,11 @@ class TestStore:
         store = SignedStore(plain, b"k" * 32)
         plain.set("forged", "x")
         store.set("a", "x")
-        assert [store.check(keys) for keys in (["a"], ["a", "b"], ["a", "forged"])] == [True, False, False]
+        assert [store.check(keys) for keys in (["a"], ["a", "b"], ["a", "forged"])] == [
+            True,
+            False,
+            False,
+        ]
 
     def test_libraries_reach_each_of_its_methods(self):
         """A store in C++ around it calls them, as process groups do."""
@@ -77,13 +83,22 @@ class TestStore:
         outer.set("a", "y")
         outer.wait(["a"])
         inner = outer.clone()
-        assert (outer.get("a"), inner.get("a"), outer.add("n", 2), outer.check(["a"]), outer.check(["b"])) == (b"y", b"y", 2, True, False)
+        assert (
+            outer.get("a"),
+            inner.get("a"),
+            outer.add("n", 2),
+            outer.check(["a"]),
+            outer.check(["b"]),
+        ) == (b"y", b"y", 2, True, False)
         assert store.get("x/a") == b"y"
 
     @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone can")
     @pytest.mark.parametrize("where", ["one machine", "several machines"])
-    def test_nccl_meets_when_the_folder_is_gone_and_nobody_else_holds_the_store(self, tmp_path, monkeypatch, where):
-        """NCCL's process group reads the store at the first collective; what stands for it here does, with the same part in C++."""
+    def test_nccl_meets_when_the_folder_is_gone_and_nobody_else_holds_the_store(
+        self, tmp_path, monkeypatch, where
+    ):
+        """NCCL's process group reads the store at the first collective; what stands for it here
+        does, with the same part in C++."""
         plain, folder, device = dist.HashStore(), tmp_path / "groups", torch.device("cpu")
         num_files = len(os.listdir("/proc/self/fd"))
 
@@ -97,7 +112,9 @@ class TestStore:
 
             def allreduce(self, tensors):
                 self.store.set(f"{self.rank()}", str(tensors[0].item()))
-                tensors[0].fill_(sum(float(self.store.get(f"{rank}")) for rank in range(self.size())))
+                tensors[0].fill_(
+                    sum(float(self.store.get(f"{rank}")) for rank in range(self.size()))
+                )
                 return self
 
             def wait(self, *timeout):
@@ -108,12 +125,16 @@ class TestStore:
         def work(rank):
             if where == "one machine":
                 return groups._nccl_here(folder, "stage 0", rank, 2, device)
-            return groups._nccl(SignedStore(dist.PrefixStore("p", plain), b"k" * 32), rank, 2, device)
+            return groups._nccl(
+                SignedStore(dist.PrefixStore("p", plain), b"k" * 32), rank, 2, device
+            )
 
         made = both(work)
         gc.collect()
         shutil.rmtree(folder, ignore_errors=True)
-        assert both(lambda rank: made[rank].all_reduce(torch.ones(1) + rank).tolist()) == [[3.0]] * 2
+        assert (
+            both(lambda rank: made[rank].all_reduce(torch.ones(1) + rank).tolist()) == [[3.0]] * 2
+        )
         for group in made:
             group.close()
         assert len(os.listdir("/proc/self/fd")) == num_files
@@ -132,7 +153,13 @@ class TestStore:
         num_files = len(os.listdir("/proc/self/fd"))
 
         def work(rank):
-            group = groups._gloo(SignedStore(dist.PrefixStore("p", plain), b"k" * 32), rank, 2, torch.device("cpu"), "127.0.0.1")
+            group = groups._gloo(
+                SignedStore(dist.PrefixStore("p", plain), b"k" * 32),
+                rank,
+                2,
+                torch.device("cpu"),
+                "127.0.0.1",
+            )
             return group, group.all_reduce(torch.ones(3)).tolist()
 
         made = both(work)
@@ -145,7 +172,9 @@ class TestStore:
                 with pytest.raises(TimeoutError):
                     stranger.connect(listener.getsockname())
         # Who is connected stays so.
-        assert both(lambda rank: made[rank][0].all_reduce(torch.ones(2)).tolist()) == [[2.0] * 2] * 2
+        assert (
+            both(lambda rank: made[rank][0].all_reduce(torch.ones(2)).tolist()) == [[2.0] * 2] * 2
+        )
         for group, _ in made:
             group.close()
         assert len(os.listdir("/proc/self/fd")) == num_files
@@ -170,7 +199,11 @@ class TestSockets:
         made = both(lambda rank: meet_in(tmp_path / "groups", "stage 0", rank, size), size)
         assert os.listdir(tmp_path / "groups") == []
         assert (tmp_path / "groups").stat().st_mode & 0o777 == 0o700
-        assert all(not peer.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) for group in made for peer in group.peers.values())
+        assert all(
+            not peer.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            for group in made
+            for peer in group.peers.values()
+        )
         for group in made:
             group.close()
 
@@ -187,7 +220,9 @@ class TestSockets:
 
         def is_ours(peer, real=socket_group._is_ours):
             listened.set()
-            return real(peer) and not any(one.getsockname() == peer.getpeername() for one in strangers)
+            return real(peer) and not any(
+                one.getsockname() == peer.getpeername() for one in strangers
+            )
 
         monkeypatch.setattr(socket_group, "_is_ours", is_ours)
         with ThreadPoolExecutor(2) as threads:
@@ -210,7 +245,9 @@ class TestSockets:
             gone.connect(store.get("near 0"))
             gone.sendall(said)
             gone.close()
-            with pytest.raises(LostRankError, match="a rank has gone before it said which one it is"):
+            with pytest.raises(
+                LostRankError, match="a rank has gone before it said which one it is"
+            ):
                 first.result(20)
 
     @pytest.mark.parametrize("user", [0, 1000, 2**31, 2**32 - 2])
@@ -247,7 +284,12 @@ class TestMeetings:
 
     def test_the_store_is_open_until_the_last_has_ended(self, nodes):
         seen = [self.is_open(nodes)]
-        for act in (lambda: nodes.meeting(""), lambda: nodes.meeting(""), nodes.end_meeting, nodes.end_meeting) * 2:
+        for act in (
+            lambda: nodes.meeting(""),
+            lambda: nodes.meeting(""),
+            nodes.end_meeting,
+            nodes.end_meeting,
+        ) * 2:
             act()
             seen.append(self.is_open(nodes))
         assert seen == [False, *[True, True, True, False] * 2]

@@ -26,7 +26,11 @@ SPECIALS = [float("inf"), float("-inf"), float("nan"), -0.0, 1e-7, 65504.0]
 
 def _enter(work, path, size, rank, results):
     torch.set_num_threads(1)
-    made = groups.connect(VllmConfig.default(tensor_parallel_size=size).with_rank(rank).parallel, path, torch.device("cpu"))
+    made = groups.connect(
+        VllmConfig.default(tensor_parallel_size=size).with_rank(rank).parallel,
+        path,
+        torch.device("cpu"),
+    )
     try:
         results.put((rank, work(made.tensor)))
     finally:
@@ -34,10 +38,14 @@ def _enter(work, path, size, rank, results):
 
 
 def run(tmp_path, work, size):
-    """What `work` returns on each rank, given the group. Numbers and bytes only: tensors would be shared."""
+    """What `work` returns on each rank, given the group. Numbers and bytes only: tensors would be
+    shared."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    processes = [context.Process(target=_enter, args=(work, tmp_path / "meeting", size, rank, results)) for rank in range(size)]
+    processes = [
+        context.Process(target=_enter, args=(work, tmp_path / "meeting", size, rank, results))
+        for rank in range(size)
+    ]
     for process in processes:
         process.start()
     found = dict(results.get(timeout=100) for _ in processes)
@@ -52,11 +60,17 @@ def part(rank, shape, dtype):
 
 def _sums(group):
     assert isinstance(group, memory.MemoryGroup)
-    return [group.all_reduce(part(group.rank, shape, dtype)).view(torch.uint8).numpy().tobytes() for dtype in DTYPES for shape in SHAPES]
+    return [
+        group.all_reduce(part(group.rank, shape, dtype)).view(torch.uint8).numpy().tobytes()
+        for dtype in DTYPES
+        for shape in SHAPES
+    ]
 
 
 def _specials(group):
-    found = [group.all_reduce(torch.tensor(SPECIALS, dtype=dtype)).float().tolist() for dtype in DTYPES]
+    found = [
+        group.all_reduce(torch.tensor(SPECIALS, dtype=dtype)).float().tolist() for dtype in DTYPES
+    ]
     return repr(found), group.all_reduce(torch.tensor([2**60 + 1])).tolist()
 
 
@@ -65,7 +79,10 @@ def _gathered(group):
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         for shape, dim in (((4, 6), 0), ((4, 6), 1), ((4, 6), -1), ((300, 5, 401), 1), ((0, 3), 0)):
             tensor = part(group.rank, shape, torch.float32).mul(100).to(dtype)
-            expected = torch.cat([part(rank, shape, torch.float32).mul(100).to(dtype) for rank in range(group.size)], dim)
+            expected = torch.cat(
+                [part(rank, shape, torch.float32).mul(100).to(dtype) for rank in range(group.size)],
+                dim,
+            )
             found.append(torch.equal(group.all_gather(tensor, dim), expected))
     # What is not contiguous.
     tensor = part(group.rank, (6, 4), torch.float32).T
@@ -75,7 +92,11 @@ def _gathered(group):
 
 def _messages(number):
     return [
-        {"hidden": part(number, (7, 16), torch.bfloat16), "count": torch.tensor(number), "none": torch.empty(0, 4)},
+        {
+            "hidden": part(number, (7, 16), torch.bfloat16),
+            "count": torch.tensor(number),
+            "none": torch.empty(0, 4),
+        },
         {},
         # More than has room.
         {"hidden": part(number, (1500, 1000), torch.float32)},
@@ -91,13 +112,19 @@ def _sent(group):
     time.sleep(0.2)
     received = [group.recv(0) for _ in range(12)]
     return all(
-        one.keys() == _messages(number).keys() and all(torch.equal(one[name], tensor) for name, tensor in _messages(number).items())
+        one.keys() == _messages(number).keys()
+        and all(torch.equal(one[name], tensor) for name, tensor in _messages(number).items())
         for number, one in enumerate(received)
     )
 
 
 def _everything(group):
-    return {"sums": _sums(group), "specials": _specials(group), "gathered": _gathered(group), "sent": group.rank > 1 or _sent(group)}
+    return {
+        "sums": _sums(group),
+        "specials": _specials(group),
+        "gathered": _gathered(group),
+        "sent": group.rank > 1 or _sent(group),
+    }
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -113,7 +140,11 @@ def test_sums_are_those_of_float32_in_the_order_of_ranks(found):
             expected = part(0, shape, dtype).float()
             for other in range(1, len(found)):
                 expected = expected + part(other, shape, dtype).float()
-            assert result == expected.to(dtype).view(torch.uint8).numpy().tobytes(), (rank, dtype, shape)
+            assert result == expected.to(dtype).view(torch.uint8).numpy().tobytes(), (
+                rank,
+                dtype,
+                shape,
+            )
 
 
 def test_what_is_no_plain_number_is_added_too_and_other_dtypes(found):
@@ -191,7 +222,10 @@ def _enter_without(path, rank, results):
 def test_where_one_rank_cannot_map_it_all_use_sockets(tmp_path):
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    processes = [context.Process(target=_enter_without, args=(tmp_path / "meeting", rank, results)) for rank in range(2)]
+    processes = [
+        context.Process(target=_enter_without, args=(tmp_path / "meeting", rank, results))
+        for rank in range(2)
+    ]
     for process in processes:
         process.start()
     assert [results.get(timeout=100)[1] for _ in processes] == [(True, [2.0] * 3)] * 2
@@ -205,15 +239,27 @@ def _everything_over_sockets(path, rank, results):
 
 
 def _over_sockets(group):
-    sums = [group.all_reduce(part(group.rank, shape, dtype)).view(torch.uint8).numpy().tobytes() for dtype in DTYPES for shape in SHAPES]
-    return {"sums": sums, "specials": _specials(group), "gathered": _gathered(group), "sent": group.rank > 1 or _sent(group)}
+    sums = [
+        group.all_reduce(part(group.rank, shape, dtype)).view(torch.uint8).numpy().tobytes()
+        for dtype in DTYPES
+        for shape in SHAPES
+    ]
+    return {
+        "sums": sums,
+        "specials": _specials(group),
+        "gathered": _gathered(group),
+        "sent": group.rank > 1 or _sent(group),
+    }
 
 
 def test_sockets_give_what_memory_gives(tmp_path):
     """To the last bit."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    processes = [context.Process(target=_everything_over_sockets, args=(tmp_path / "meeting", rank, results)) for rank in range(3)]
+    processes = [
+        context.Process(target=_everything_over_sockets, args=(tmp_path / "meeting", rank, results))
+        for rank in range(3)
+    ]
     for process in processes:
         process.start()
     plain = [results.get(timeout=100)[1] for _ in processes]
@@ -235,11 +281,20 @@ def test_nothing_is_left_of_ranks_that_are_killed(tmp_path):
     before = set(os.listdir("/dev/shm"))
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    processes = [context.Process(target=_enter, args=(_endless, tmp_path / "meeting", 2, rank, results)) for rank in range(2)]
+    processes = [
+        context.Process(target=_enter, args=(_endless, tmp_path / "meeting", 2, rank, results))
+        for rank in range(2)
+    ]
     for process in processes:
         process.start()
     end = time.monotonic() + 60
-    while not all("memfd:toolkit_lm-ranks" in Path(f"/proc/{one.pid}/maps").read_text() for one in processes) and time.monotonic() < end:
+    while (
+        not all(
+            "memfd:toolkit_lm-ranks" in Path(f"/proc/{one.pid}/maps").read_text()
+            for one in processes
+        )
+        and time.monotonic() < end
+    ):
         time.sleep(0.05)
     assert time.monotonic() < end
     time.sleep(0.2)
@@ -252,7 +307,18 @@ def test_nothing_is_left_of_ranks_that_are_killed(tmp_path):
 def test_a_wheel_without_a_compiler_is_for_any_machine(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", "no-such-compiler")
     folder = Path(__file__).parents[1]
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, folder]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        tmp_path,
+        folder,
+    ]
     subprocess.run(command, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")

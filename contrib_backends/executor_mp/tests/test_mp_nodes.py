@@ -1,4 +1,5 @@
-"""Ranks on two nodes: process groups that meet over TCP, and two network namespaces where they can be made."""
+"""Ranks on two nodes: process groups that meet over TCP, and two network namespaces where they can
+be made."""
 
 from __future__ import annotations
 
@@ -27,7 +28,13 @@ from toolkit_lm_devkit.executor import write_llama
 from toolkit_lm_executor_mp import nodes as nodes_module, wire
 from toolkit_lm_executor_mp.network import versions
 
-OPTIONS = {"device": "cpu", "block_size": 4, "max_model_len": 64, "num_kv_blocks": 64, "start_timeout": 60}
+OPTIONS = {
+    "device": "cpu",
+    "block_size": 4,
+    "max_model_len": 64,
+    "num_kv_blocks": 64,
+    "start_timeout": 60,
+}
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SIZES = [(2, 1), (1, 2)]
 PLUGINS = "cli,decoder,executor_mp,loaders,renderer_hf,sdpa"
@@ -52,18 +59,32 @@ def master():
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-def worker(master: str, node_rank: int = 1, *options: str, prefix: Sequence[str] = (), **environ: str) -> subprocess.Popen[str]:
+def worker(
+    master: str, node_rank: int = 1, *options: str, prefix: Sequence[str] = (), **environ: str
+) -> subprocess.Popen[str]:
     """`toolkit worker`, in a process group of its own."""
     code = "import sys; from toolkit_lm_cli import main; sys.exit(main())"
-    words = ["worker", "--master", master, "--node-rank", str(node_rank), "--start-timeout", "60", *options]
+    words = [
+        "worker",
+        "--master",
+        master,
+        "--node-rank",
+        str(node_rank),
+        "--start-timeout",
+        "60",
+        *options,
+    ]
     command = [*prefix, sys.executable, "-c", code, *words]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environ}
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True)
+    return subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True
+    )
 
 
 @contextmanager
 def working(*arguments, **environ):
-    """A node of workers, with what it has written to stderr at the end. Nothing of it lives 5 s after it has ended, or should have."""
+    """A node of workers, with what it has written to stderr at the end. Nothing of it lives 5 s
+    after it has ended, or should have."""
     process = worker(*arguments, **environ)
     process.words = ""
     seen: set[psutil.Process] = set()
@@ -89,7 +110,10 @@ def working(*arguments, **environ):
 
 def nodes(folder, master: str, sizes: tuple[int, int] = (2, 1), **options) -> LLM:
     return LLM(
-        str(folder), tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1], **({"nodes": 2, "master": master} | OPTIONS | options)
+        str(folder),
+        tensor_parallel_size=sizes[0],
+        pipeline_parallel_size=sizes[1],
+        **({"nodes": 2, "master": master} | OPTIONS | options),
     )
 
 
@@ -101,7 +125,10 @@ PROMPTS = [prompt(length) for length in (5, 13, 9)]
 
 
 def tokens(llm: LLM) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+    return [
+        list(output.outputs[0].token_ids)
+        for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +149,12 @@ def test_tokens_are_those_of_one_worker(folder, master, expected, sizes):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     ("when", "doing"),
-    [("import", "while importing"), ("load", "while loading the model"), ("warm_up", "while warming up"), ("step", r"in step \d+")],
+    [
+        ("import", "while importing"),
+        ("load", "while loading the model"),
+        ("warm_up", "while warming up"),
+        ("step", r"in step \d+"),
+    ],
 )
 def test_a_worker_that_dies(folder, master, sabotage, rank, when, doing):
     """Whichever machine it is on, the error says who and how, and all of both nodes end."""
@@ -148,9 +180,19 @@ def test_a_failure_names_the_machine_and_the_others_go_on(folder, master, sabota
     with working(master):
         with nodes(folder, master) as llm:
             outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-        assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
-        assert f"no prompt of thirteen tokens (on rank 1 of node 1 ({socket.gethostname()}) in step " in outputs[1].error
-        assert [list(outputs[index].outputs[0].token_ids) for index in (0, 2)] == [expected[0], expected[2]]
+        assert [output.outputs[0].finish_reason for output in outputs] == [
+            "length",
+            "error",
+            "length",
+        ]
+        assert (
+            f"no prompt of thirteen tokens (on rank 1 of node 1 ({socket.gethostname()}) in step "
+            in outputs[1].error
+        )
+        assert [list(outputs[index].outputs[0].token_ids) for index in (0, 2)] == [
+            expected[0],
+            expected[2],
+        ]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
@@ -160,13 +202,19 @@ def test_a_node_that_ends(folder, master, how):
         assert len(found) == 1
         process.send_signal(how)
         start = time.monotonic()
-        message = "told to end by SIGTERM" if how == signal.SIGTERM else rf"node 1 \({socket.gethostname()}, process \d+\) has gone"
+        message = (
+            "told to end by SIGTERM"
+            if how == signal.SIGTERM
+            else rf"node 1 \({socket.gethostname()}, process \d+\) has gone"
+        )
         for _ in range(2):
             with pytest.raises(EngineDeadError, match=message):
                 for _ in range(1000):
                     llm.generate([prompt(5)], PARAMS, use_tqdm=False)
         assert time.monotonic() - start < 5
-        _, alive = psutil.wait_procs([*found, *map(psutil.Process, llm.engine.client.core.executor.pids)], 5)
+        _, alive = psutil.wait_procs(
+            [*found, *map(psutil.Process, llm.engine.client.core.executor.pids)], 5
+        )
         assert alive == []
 
 
@@ -178,7 +226,10 @@ def test_a_node_that_is_killed_while_its_rank_loads(folder, master, sabotage):
         until(struck.exists)
         [rank] = psutil.Process(process.pid).children()
         process.kill()
-        gone = rf"node 1 \({socket.gethostname()}, process {process.pid}\) has gone while loading the model"
+        gone = (
+            rf"node 1 \({socket.gethostname()}, process {process.pid}\) has gone while loading "
+            r"the model"
+        )
         with pytest.raises(EngineDeadError, match=gone):
             starting.result(5)
         _, alive = psutil.wait_procs([rank], 5)
@@ -190,10 +241,13 @@ def test_an_engine_that_is_killed(folder, master, delay):
     """While it starts, and when it is ready."""
     options = {"tensor_parallel_size": 2, "nodes": 2, "master": master, **OPTIONS}
     code = (
-        f"import sys; from toolkit_lm import LLM; llm = LLM({str(folder)!r}, **{options!r}); print('ready', flush=True); sys.stdin.read()"
+        f"import sys; from toolkit_lm import LLM; llm = LLM({str(folder)!r}, **{options!r}); "
+        "print('ready', flush=True); sys.stdin.read()"
     )
     with working(master) as process:
-        front = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        front = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         until(lambda: psutil.Process(process.pid).children())
         if delay is None:
             assert front.stdout.readline() == b"ready\n"
@@ -222,18 +276,27 @@ def until(holds) -> None:
 def test_a_master_that_is_not_there(master):
     with working(master, 1, "--start-timeout", "1") as process:
         assert process.end(30) == 1
-    assert f"node 1 could not reach node 0 at {master} within 1 s: nobody answers there" in process.words
+    assert (
+        f"node 1 could not reach node 0 at {master} within 1 s: nobody answers there"
+        in process.words
+    )
 
 
 @pytest.mark.parametrize("engine_process", [False, True])
 def test_a_node_that_never_comes(folder, master, engine_process):
-    with pytest.raises(EngineDeadError, match=rf"node 1 of 2 did not come to {master} within start_timeout: `toolkit worker` must run"):
+    with pytest.raises(
+        EngineDeadError,
+        match=rf"node 1 of 2 did not come to {master} within start_timeout: `toolkit worker` "
+        r"must run",
+    ):
         nodes(folder, master, start_timeout=16, engine_process=engine_process)
 
 
 def test_a_node_of_another_key(folder, master):
     with working(master, TOOLKIT_LM_LAUNCH_KEY="another secret of somebody") as process:
-        with pytest.raises(EngineDeadError, match="connections were refused: who made them has another launch key"):
+        with pytest.raises(
+            EngineDeadError, match="connections were refused: who made them has another launch key"
+        ):
             nodes(folder, master, start_timeout=20)
         assert process.end(60) == 1
     assert "closes the connection: it has another launch key" in process.words
@@ -244,7 +307,11 @@ def test_who_cannot_prove_the_key_is_refused(folder, master, monkeypatch, forged
     """Should it have come through the encryption."""
     prove = wire.prove
     monkeypatch.setattr(
-        wire, "prove", lambda key, who, number, nonce: prove(b"guessed" if who == forged and number else key, who, number, nonce)
+        wire,
+        "prove",
+        lambda key, who, number, nonce: prove(
+            b"guessed" if who == forged and number else key, who, number, nonce
+        ),
     )
     with working(master) as process:
         who = "calls itself node 1" if forged == "node" else f"answers at {master}"
@@ -255,7 +322,10 @@ def test_who_cannot_prove_the_key_is_refused(folder, master, monkeypatch, forged
 
 def test_a_node_rank_that_is_not_there(folder, master):
     with working(master, 2) as process:
-        with pytest.raises(ConfigError, match=r"node 2 \(.*\) is not among the 2 nodes: its --node-rank must be from 1 to 1"):
+        with pytest.raises(
+            ConfigError,
+            match=r"node 2 \(.*\) is not among the 2 nodes: its --node-rank must be from 1 to 1",
+        ):
             nodes(folder, master)
         assert process.end() == 1
     assert "is not among the 2 nodes" in process.words
@@ -263,7 +333,10 @@ def test_a_node_rank_that_is_not_there(folder, master):
 
 def test_two_nodes_of_one_rank(folder, master):
     with working(master) as one, working(master) as other:
-        with pytest.raises(ConfigError, match=r"two machines have the same --node-rank: node 1 \(.*\) and node 1 \("):
+        with pytest.raises(
+            ConfigError,
+            match=r"two machines have the same --node-rank: node 1 \(.*\) and node 1 \(",
+        ):
             nodes(folder, master, (4, 1), nodes=4)
         assert [one.end(), other.end()] == [1, 1]
 
@@ -271,7 +344,10 @@ def test_two_nodes_of_one_rank(folder, master):
 def test_other_versions(folder, master, monkeypatch):
     monkeypatch.setattr(nodes_module, "versions", lambda: {**versions(), "torch": "1.0"})
     with working(master) as process:
-        with pytest.raises(ConfigError, match=r"node 1 \(.*\) has other versions than node 0 .*: torch 1\.0 here, .* there"):
+        with pytest.raises(
+            ConfigError,
+            match=r"node 1 \(.*\) has other versions than node 0 .*: torch 1\.0 here, .* there",
+        ):
             nodes(folder, master)
         assert process.end() == 1
 
@@ -279,14 +355,26 @@ def test_other_versions(folder, master, monkeypatch):
 def test_other_plugins(folder, master, sabotage, tmp_path):
     plugins = Plugins.load()
     plugins.fingerprint(installed=True)
-    config = resolve(VllmConfig.make(model=str(folder), tensor_parallel_size=2, nodes=2, master=master, **OPTIONS), plugins)
+    config = resolve(
+        VllmConfig.make(
+            model=str(folder), tensor_parallel_size=2, nodes=2, master=master, **OPTIONS
+        ),
+        plugins,
+    )
     (tmp_path / "other").mkdir()
-    shutil.copytree(tmp_path / "toolkit_lm_saboteur-1.0.dist-info", tmp_path / "other" / "toolkit_lm_saboteur-1.0.dist-info")
+    shutil.copytree(
+        tmp_path / "toolkit_lm_saboteur-1.0.dist-info",
+        tmp_path / "other" / "toolkit_lm_saboteur-1.0.dist-info",
+    )
     text = (tmp_path / "toolkit_lm_saboteur.py").read_text()
     (tmp_path / "other" / "toolkit_lm_saboteur.py").write_text(text + "# changed\n")
-    with working(master, PYTHONPATH=os.pathsep.join([str(tmp_path / "other"), *sys.path])) as process:
+    with working(
+        master, PYTHONPATH=os.pathsep.join([str(tmp_path / "other"), *sys.path])
+    ) as process:
         with pytest.raises(
-            PluginError, match=r"other plugins than its engine .*\nplugin 'saboteur': .* here, .* there.*on rank 1 of node 1"
+            PluginError,
+            match=r"other plugins than its engine .*\nplugin 'saboteur': .* here, .* there.*on "
+            r"rank 1 of node 1",
         ):
             make_executor(config, plugins).load()
         assert process.end() == 1
@@ -296,7 +384,13 @@ def test_other_plugins(folder, master, sabotage, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"nodes": 3}, r"2 ranks \(tensor_parallel_size 2 x pipeline_parallel_size 1\) cannot be shared evenly by nodes=3"),
+        (
+            {"nodes": 3},
+            (
+                r"2 ranks \(tensor_parallel_size 2 x pipeline_parallel_size 1\) cannot be shared "
+                r"evenly by nodes=3"
+            ),
+        ),
         ({"master": None}, "several nodes need --master HOST:PORT"),
         ({"master": "nowhere"}, "'nowhere' is no HOST:PORT"),
         ({"master": "192.0.2.7:29500"}, r"node 0 cannot listen at 192\.0\.2\.7:29500 \(master\)"),
@@ -320,14 +414,18 @@ def test_a_port_in_use(folder):
         held.bind(("127.0.0.1", 0))
         held.listen()
         master = f"127.0.0.1:{held.getsockname()[1]}"
-        with pytest.raises(ConfigError, match=f"node 0 cannot listen at {master} .master.: Address already in use"):
+        with pytest.raises(
+            ConfigError, match=f"node 0 cannot listen at {master} .master.: Address already in use"
+        ):
             nodes(folder, master)
 
 
 @pytest.mark.parametrize("text", ["", "short"])
 def test_a_key_that_is_none(folder, master, monkeypatch, tmp_path, text):
     monkeypatch.delenv("TOOLKIT_LM_LAUNCH_KEY")
-    with pytest.raises(ConfigError, match="several nodes need a secret that they share: give --launch-key-file"):
+    with pytest.raises(
+        ConfigError, match="several nodes need a secret that they share: give --launch-key-file"
+    ):
         nodes(folder, master)
     (tmp_path / "key").write_text(text)
     with pytest.raises(ConfigError, match=f"has {len(text)} characters: it needs 16"):
@@ -371,11 +469,18 @@ def namespaces():
 def test_tokens_over_two_network_namespaces(folder, namespaces, expected, sizes):
     """Nothing is reached on the loopback interface: each machine has its own."""
     master = "10.199.77.1:29500"
-    options = {"tensor_parallel_size": sizes[0], "pipeline_parallel_size": sizes[1], "nodes": 2, "master": master, **OPTIONS}
+    options = {
+        "tensor_parallel_size": sizes[0],
+        "pipeline_parallel_size": sizes[1],
+        "nodes": 2,
+        "master": master,
+        **OPTIONS,
+    }
     code = (
         "import json, sys; from toolkit_lm import LLM, SamplingParams\n"
         f"with LLM({str(folder)!r}, **{options!r}) as llm:\n"
-        f"    params = SamplingParams(temperature=0, max_tokens={PARAMS.max_tokens}, ignore_eos=True)\n"
+        f"    params = SamplingParams(temperature=0, max_tokens={PARAMS.max_tokens}, "
+        "ignore_eos=True)\n"
         f"    outputs = llm.generate({PROMPTS!r}, params, use_tqdm=False)\n"
         "    print(json.dumps([list(output.outputs[0].token_ids) for output in outputs]))"
     )
@@ -391,7 +496,11 @@ def test_tokens_over_two_network_namespaces(folder, namespaces, expected, sizes)
 def test_a_machine_without_an_engine_imports_no_torch():
     """It would take seconds to leave it, on a busy machine, when a rank has died."""
     code = "import sys, toolkit_lm_executor_mp.node; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
 
 
 @pytest.mark.slow
@@ -411,7 +520,10 @@ def test_a_node_that_pauses_goes_on(folder, master, expected, who):
 
 
 def test_a_node_that_does_not_come_back_is_lost(folder, master):
-    with working(master, 1, "--node-timeout", "2") as process, nodes(folder, master, node_timeout=2) as llm:
+    with (
+        working(master, 1, "--node-timeout", "2") as process,
+        nodes(folder, master, node_timeout=2) as llm,
+    ):
         node = psutil.Process(process.pid)
         node.suspend()
         try:

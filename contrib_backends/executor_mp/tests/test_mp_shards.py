@@ -30,7 +30,11 @@ def checkpoint(tmp_path_factory):
         "eos_token_id": 1,
         "dtype": "float32",
     }
-    shapes = {"model.embed_tokens": (VOCAB_SIZE, SIZE), "model.norm": (SIZE,), "lm_head": (VOCAB_SIZE, SIZE)}
+    shapes = {
+        "model.embed_tokens": (VOCAB_SIZE, SIZE),
+        "model.norm": (SIZE,),
+        "lm_head": (VOCAB_SIZE, SIZE),
+    }
     layer = {
         "input_layernorm": (SIZE,),
         "self_attn.q_proj": (SIZE, SIZE),
@@ -42,16 +46,30 @@ def checkpoint(tmp_path_factory):
         "mlp.up_proj": (INNER, SIZE),
         "mlp.down_proj": (SIZE, INNER),
     }
-    shapes |= {f"model.layers.{i}.{name}": shape for i in range(NUM_LAYERS) for name, shape in layer.items()}
+    shapes |= {
+        f"model.layers.{i}.{name}": shape
+        for i in range(NUM_LAYERS)
+        for name, shape in layer.items()
+    }
     weights = {f"{name}.weight": 0.02 * torch.randn(shape) for name, shape in shapes.items()}
-    return write_checkpoint(tmp_path_factory.mktemp("shards"), config, weights), sum(one.nbytes for one in weights.values())
+    return write_checkpoint(tmp_path_factory.mktemp("shards"), config, weights), sum(
+        one.nbytes for one in weights.values()
+    )
 
 
 def held(folder, tensor: int, pipeline: int) -> list[int]:
     """Bytes of memory of each worker that are no file's, once it has loaded the model."""
     plugins = Plugins.load()
     sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
-    config = VllmConfig.make(model=str(folder), executor="mp", device="cpu", kernels="torch", num_kv_blocks=16, max_model_len=64, **sizes)
+    config = VllmConfig.make(
+        model=str(folder),
+        executor="mp",
+        device="cpu",
+        kernels="torch",
+        num_kv_blocks=16,
+        max_model_len=64,
+        **sizes,
+    )
     executor = make_executor(resolve(config, plugins), plugins)
     try:
         executor.load()
@@ -61,9 +79,13 @@ def held(folder, tensor: int, pipeline: int) -> list[int]:
     return [one.rss - one.shared for one in memory]
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("tensor", "pipeline"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)]
+)
 def test_a_worker_holds_its_shard(checkpoint, tensor, pipeline):
     folder, num_bytes = checkpoint
     [whole] = held(folder, 1, 1)
     for half in held(folder, tensor, pipeline):
-        assert whole - half == pytest.approx(num_bytes / 2, rel=0.15), f"{num_bytes / 2**20:.0f} MiB of weights"
+        assert whole - half == pytest.approx(num_bytes / 2, rel=0.15), (
+            f"{num_bytes / 2**20:.0f} MiB of weights"
+        )

@@ -1,4 +1,5 @@
-"""A stand-in for FlashAttention that runs on a CPU: the same arguments, read as its documentation says, and plain torch."""
+"""A stand-in for FlashAttention that runs on a CPU: the same arguments, read as its documentation
+says, and plain torch."""
 
 from __future__ import annotations
 
@@ -10,8 +11,11 @@ from torch import Tensor
 
 
 def visible(given: Arguments, n: int) -> Tensor:
-    """[queries, keys] bool: which keys the queries of sequence n see. The mask is aligned at its bottom right corner."""
-    queries, keys = (int(starts[n + 1] - starts[n]) for starts in (given.query_start, given.key_start))
+    """[queries, keys] bool: which keys the queries of sequence n see. The mask is aligned at its
+    bottom right corner."""
+    queries, keys = (
+        int(starts[n + 1] - starts[n]) for starts in (given.query_start, given.key_start)
+    )
     ahead = torch.arange(keys)[None] - (torch.arange(queries) + keys - queries)[:, None]
     before, after = given.window
     seen = ahead <= 0 if given.causal else torch.ones(queries, keys, dtype=torch.bool)
@@ -31,10 +35,15 @@ def keys_of(x: Tensor, given: Arguments, n: int) -> Tensor:
     return x[given.block_table[n][positions // x.shape[1]].long(), positions % x.shape[1]]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, given: Arguments, scale: float, soft_cap: float | None) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, given: Arguments, scale: float, soft_cap: float | None
+) -> Tensor:
     out = torch.zeros_like(q)
     for n in range(len(given.query_start) - 1):
-        tokens, seen = slice(int(given.query_start[n]), int(given.query_start[n + 1])), visible(given, n)
+        tokens, seen = (
+            slice(int(given.query_start[n]), int(given.query_start[n + 1])),
+            visible(given, n),
+        )
         group = q.shape[1] // k.shape[-2]
         keys, values = (keys_of(x, given, n).float().repeat_interleave(group, 1) for x in (k, v))
         values = values.masked_fill(~seen.any(0)[:, None, None], 0.0)
@@ -46,7 +55,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, given: Arguments, scale: float, soft
     return out
 
 
-GATHERING = Kernel("stand-in", attend, soft_caps=True, page_step=None, dtypes=("float32", "bfloat16", "float16"))
+GATHERING = Kernel(
+    "stand-in", attend, soft_caps=True, page_step=None, dtypes=("float32", "bfloat16", "float16")
+)
 PAGING = GATHERING._replace(page_step=16)
 
 

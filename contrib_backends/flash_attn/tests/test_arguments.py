@@ -1,4 +1,5 @@
-"""The arguments of FlashAttention, as masks: which keys of the step each query sees. No GPU is needed."""
+"""The arguments of FlashAttention, as masks: which keys of the step each query sees. No GPU is
+needed."""
 
 from __future__ import annotations
 
@@ -18,11 +19,16 @@ WINDOWS = [None, 1, 6]
 
 def make_batch(rows, block_size: int | None = None, padding: int = 0) -> BatchView:
     """Rows of (queries, keys). Row r has the blocks 100 * r, 100 * r + 1, ..."""
-    counts, lengths = [*(q for q, _ in rows), *[1] * padding], [*(k for _, k in rows), *[0] * padding]
+    counts, lengths = (
+        [*(q for q, _ in rows), *[1] * padding],
+        [*(k for _, k in rows), *[0] * padding],
+    )
     start, seen = np.cumsum([0, *counts], dtype=np.int32), np.array(lengths, np.int32)
     table = None
     if block_size is not None:
-        table = (torch.arange(len(counts))[:, None] * 100 + torch.arange(-(-max(lengths) // block_size))).int()
+        table = (
+            torch.arange(len(counts))[:, None] * 100 + torch.arange(-(-max(lengths) // block_size))
+        ).int()
     return BatchView(
         query_start=start,
         seq_lens=seen,
@@ -38,12 +44,16 @@ def make_batch(rows, block_size: int | None = None, padding: int = 0) -> BatchVi
 
 
 def made(rows, type, *, window=None, block_size=None, paged=False, padding=0) -> Arguments:
-    return make_arguments(make_batch(rows, block_size, padding), LayerKey(type, window, block_size, paged))
+    return make_arguments(
+        make_batch(rows, block_size, padding), LayerKey(type, window, block_size, paged)
+    )
 
 
 def seen_keys(given: Arguments, rows, block_size: int | None) -> list[set[tuple[int, int]]]:
     """Per token of the step, the keys (row, position) that it sees by the arguments."""
-    owner = [(row, position) for row, (queries, _) in enumerate(rows) for position in range(queries)]
+    owner = [
+        (row, position) for row, (queries, _) in enumerate(rows) for position in range(queries)
+    ]
     found = []
     for n in range(len(given.query_start) - 1):
         first = int(given.key_start[n])
@@ -74,7 +84,9 @@ def expected(rows, kind: str, window: int | None) -> list[set[tuple[int, int]]]:
     for row, (queries, keys) in enumerate(rows):
         for query in range(queries):
             position = keys - queries + query if kind == "decoder" else query
-            found.append({(row, key) for key in range(keys) if sees(position, key, kind=kind, window=window)})
+            found.append(
+                {(row, key) for key in range(keys) if sees(position, key, kind=kind, window=window)}
+            )
     return found
 
 
@@ -132,7 +144,11 @@ def test_cross_attention_of_rows_that_share_an_encoder() -> None:
 def test_padding_sees_nothing(paged, window) -> None:
     given = made(DECODE, AttentionType.DECODER, window=window, block_size=4, paged=paged, padding=2)
     assert given.key_start[-3:].tolist() == [int(given.key_start[3])] * 3
-    assert seen_keys(given, [*DECODE, (1, 0), (1, 0)], 4) == [*expected(DECODE, "decoder", window), set(), set()]
+    assert seen_keys(given, [*DECODE, (1, 0), (1, 0)], 4) == [
+        *expected(DECODE, "decoder", window),
+        set(),
+        set(),
+    ]
 
 
 def test_blocks_before_the_window_are_not_read() -> None:

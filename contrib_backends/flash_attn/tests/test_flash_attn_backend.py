@@ -51,8 +51,14 @@ def test_runs_every_type(found, type) -> None:
         ({"type": "sideways"}, "no attention of type 'sideways', only of decoder, encoder, cross"),
         ({"head_size": 20}, "head_size 20 is not a multiple of 8 up to 256"),
         ({"head_size": 512}, "head_size 512 is not a multiple of 8 up to 256"),
-        ({"type": AttentionType.CROSS, "window": 7}, "window relates positions of one sequence, and cross attention has two"),
-        ({"soft_cap": 30.0}, "FlashAttention of torch has no soft caps; that of the package flash_attn has"),
+        (
+            {"type": AttentionType.CROSS, "window": 7},
+            "window relates positions of one sequence, and cross attention has two",
+        ),
+        (
+            {"soft_cap": 30.0},
+            "FlashAttention of torch has no soft caps; that of the package flash_attn has",
+        ),
         ({"bias": True}, "FlashAttention has no bias"),
         ({"bias": True, "sinks": True}, "FlashAttention has no bias and no sinks"),
     ],
@@ -66,17 +72,30 @@ def test_the_package_has_soft_caps() -> None:
 
 
 def test_which_blocks_are_read_as_pages() -> None:
-    assert [PACKAGE.pages(size) for size in (None, 16, 128, 256, 384, 512)] == [False, False, False, True, False, True]
+    assert [PACKAGE.pages(size) for size in (None, 16, 128, 256, 384, 512)] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
     assert not any(TORCH.pages(size) for size in (None, 16, 256))
 
 
 def test_refuses_other_devices() -> None:
-    assert FlashAttnBackend.refuses(msgspec.structs.replace(SPEC, device="cpu")) == "no kernel for device cpu, only for cuda"
+    assert (
+        FlashAttnBackend.refuses(msgspec.structs.replace(SPEC, device="cpu"))
+        == "no kernel for device cpu, only for cuda"
+    )
 
 
 def test_without_a_kernel_it_says_so(monkeypatch) -> None:
     monkeypatch.setattr(kernel, "find_kernel", lambda: None)
-    assert FlashAttnBackend.refuses(SPEC) == "neither the package flash_attn is installed, nor does torch have FlashAttention"
+    assert (
+        FlashAttnBackend.refuses(SPEC)
+        == "neither the package flash_attn is installed, nor does torch have FlashAttention"
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,9 +123,16 @@ def find_again():
 
 
 @pytest.mark.usefixtures("find_again")
-@pytest.mark.parametrize(("package", "in_torch", "name"), [(True, True, "flash_attn"), (True, False, "flash_attn"), (False, True, "torch")])
+@pytest.mark.parametrize(
+    ("package", "in_torch", "name"),
+    [(True, True, "flash_attn"), (True, False, "flash_attn"), (False, True, "torch")],
+)
 def test_the_package_goes_before_torch(monkeypatch, package, in_torch, name) -> None:
-    monkeypatch.setattr(kernel.importlib.util, "find_spec", lambda module: object() if package or module != "flash_attn" else None)
+    monkeypatch.setattr(
+        kernel.importlib.util,
+        "find_spec",
+        lambda module: object() if package or module != "flash_attn" else None,
+    )
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: in_torch)
     assert kernel.find_kernel().name == name
 
@@ -121,7 +147,9 @@ def test_there_may_be_none(monkeypatch) -> None:
 def test_how_the_package_is_called(monkeypatch) -> None:
     calls = []
     module = ModuleType("flash_attn")
-    module.flash_attn_varlen_func = lambda q, k, v, **options: calls.append((k, options)) or torch.zeros_like(q)
+    module.flash_attn_varlen_func = lambda q, k, v, **options: (
+        calls.append((k, options)) or torch.zeros_like(q)
+    )
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     found = PAGING._replace(attend=kernel._attend_by_package)
     AttentionStep(backend_of(found), [(3, 40), (1, 20)], window=8, soft_cap=2.0).run()
@@ -130,14 +158,35 @@ def test_how_the_package_is_called(monkeypatch) -> None:
     assert options.pop("cu_seqlens_q").tolist() == [0, 3, 4]
     assert options.pop("cu_seqlens_k").tolist() == [0, 40, 60]
     assert options.pop("block_table").shape[0] == 2
-    assert options == {"max_seqlen_q": 3, "max_seqlen_k": 40, "softmax_scale": 0.25, "causal": True, "window_size": (7, 0), "softcap": 2.0}
+    assert options == {
+        "max_seqlen_q": 3,
+        "max_seqlen_k": 40,
+        "softmax_scale": 0.25,
+        "causal": True,
+        "window_size": (7, 0),
+        "softcap": 2.0,
+    }
 
 
-def varlen_attn_of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
+def varlen_attn_of_2_11(
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    return_aux=None,
+    scale=None,
+    window_size=(-1, -1),
+):
     """The signature of PyTorch 2.11, whose attention has no argument for shared KV heads."""
 
 
-@pytest.mark.parametrize("like", [varlen.varlen_attn, varlen_attn_of_2_11], ids=["installed", "2.11"])
+@pytest.mark.parametrize(
+    "like", [varlen.varlen_attn, varlen_attn_of_2_11], ids=["installed", "2.11"]
+)
 @pytest.mark.parametrize(("window", "given"), [(None, (-1, 0)), (8, (7, 0))])
 def test_how_torch_is_called(monkeypatch, like, window, given) -> None:
     """Whatever the installed PyTorch is, and as the oldest one takes it."""
@@ -164,15 +213,24 @@ def test_how_torch_is_called(monkeypatch, like, window, given) -> None:
 def test_the_installed_torch_takes_what_it_is_given(kv_heads) -> None:
     """Its own checks run. Tensors without memory stand for those of a GPU."""
     with FakeTensorMode():
-        q, k = (torch.empty(4, heads, 16, device="cuda", dtype=torch.bfloat16) for heads in (4, kv_heads))
+        q, k = (
+            torch.empty(4, heads, 16, device="cuda", dtype=torch.bfloat16)
+            for heads in (4, kv_heads)
+        )
         starts = torch.empty(3, dtype=torch.int32, device="cuda")
-        given = Arguments(starts, starts, 3, 40, causal=True, window=(7, 0), keys=None, block_table=None)
+        given = Arguments(
+            starts, starts, 3, 40, causal=True, window=(7, 0), keys=None, block_table=None
+        )
         assert kernel._attend_by_torch(q, k, k, given, 0.25, None).shape == q.shape
 
 
 def test_a_step_without_any_key_gives_zeros() -> None:
     for found in (GATHERING, PAGING):
-        assert not AttentionStep(backend_of(found), [(1, 0), (2, 0)], type=AttentionType.CROSS).run().any()
+        assert (
+            not AttentionStep(backend_of(found), [(1, 0), (2, 0)], type=AttentionType.CROSS)
+            .run()
+            .any()
+        )
 
 
 def test_a_page_holds_keys_and_values() -> None:
@@ -182,7 +240,12 @@ def test_a_page_holds_keys_and_values() -> None:
 
 def test_entry_module_imports_no_torch() -> None:
     code = "import sys, toolkit_lm_flash_attn; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=Path(__file__).parent, check=False
+        ).returncode
+        == 0
+    )
 
 
 def test_entry_module_registers_the_backend() -> None:

@@ -1,4 +1,5 @@
-"""Decode steps in CUDA graphs, with a stand-in for the kernel: what it is told lies where it lay."""
+"""Decode steps in CUDA graphs, with a stand-in for the kernel: what it is told lies where it
+lay."""
 
 from __future__ import annotations
 
@@ -12,14 +13,25 @@ from toolkit_lm.attention import AttentionType, FullSpec, GraphSupport
 from torch.utils._python_dispatch import _disable_current_modes
 
 
-@pytest.mark.parametrize("features", [{"window": None}, {"window": 6}, {"window": 40, "soft_cap": 2.0}], ids=str)
+@pytest.mark.parametrize(
+    "features", [{"window": None}, {"window": 6}, {"window": 40, "soft_cap": 2.0}], ids=str
+)
 def test_later_steps_read_where_the_recorded_one_read(features) -> None:
-    """What `build` fills lies where it lay, has room for the longest rows, and holds nothing of longer steps before."""
+    """What `build` fills lies where it lay, has room for the longest rows, and holds nothing of
+    longer steps before."""
     told, found = [], torch.empty(ROWS, 4, 64)
 
     def spy(q, k, v, given, scale, soft_cap):
         tensors = (q, k, v, given.query_start, given.key_start, given.block_table)
-        numbers = (given.max_queries, given.max_keys, given.causal, given.window, given.keys, scale, soft_cap)
+        numbers = (
+            given.max_queries,
+            given.max_keys,
+            given.causal,
+            given.window,
+            given.keys,
+            scale,
+            soft_cap,
+        )
         told.append(([(one.data_ptr(), one.shape, one.stride()) for one in tensors], numbers))
         # What stands for the kernel reads by numbers on the host, as the kernel does on the device.
         with _disable_current_modes():
@@ -40,7 +52,14 @@ PAGES_OF_256 = FullSpec(block_size=256, num_kv_heads=2, head_size=80, dtype="bfl
     ("kernel", "change", "answer"),
     [
         (PACKAGE, {"kv_cache": PAGES_OF_256}, GraphSupport.DECODE),
-        (PACKAGE, {}, "FlashAttention of flash_attn reads pages of a multiple of 256 tokens, and block_size is 16"),
+        (
+            PACKAGE,
+            {},
+            (
+                "FlashAttention of flash_attn reads pages of a multiple of 256 tokens, and "
+                "block_size is 16"
+            ),
+        ),
         (
             PACKAGE,
             {"kv_cache": PAGES_OF_256, "type": AttentionType.CROSS},
@@ -49,7 +68,10 @@ PAGES_OF_256 = FullSpec(block_size=256, num_kv_heads=2, head_size=80, dtype="bfl
         (
             TORCH,
             {"kv_cache": PAGES_OF_256},
-            "FlashAttention of torch reads no pages, so that all keys are gathered for it, as many as there are",
+            (
+                "FlashAttention of torch reads no pages, so that all keys are gathered for it, "
+                "as many as there are"
+            ),
         ),
     ],
 )

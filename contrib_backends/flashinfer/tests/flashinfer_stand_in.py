@@ -1,8 +1,9 @@
-"""A stand-in for the module flashinfer that runs on a CPU: wrappers with the same signatures, which do what FlashInfer's documentation
-says of them, in plain torch.
+"""A stand-in for the module flashinfer that runs on a CPU: wrappers with the same signatures, which
+do what FlashInfer's documentation says of them, in plain torch.
 
-As kernels do, they multiply the values of masked keys by zero, and read no key past the last of a row. Rows without keys give NaN: the
-documentation does not say what they give. In CUDA graph mode `run` reads the buffers that `plan` fills, and nothing else of the step.
+As kernels do, they multiply the values of masked keys by zero, and read no key past the last of a
+row. Rows without keys give NaN: the documentation does not say what they give. In CUDA graph mode
+`run` reads the buffers that `plan` fills, and nothing else of the step.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from torch import Tensor
 class _Wrapper:
     """What both have in common: the buffers of a plan, and attention."""
 
-    def _begin(self, workspace: Tensor, layout: str, use_cuda_graph: bool, backend: str, buffers: dict[str, Tensor | None]) -> None:
+    def _begin(
+        self,
+        workspace: Tensor,
+        layout: str,
+        use_cuda_graph: bool,
+        backend: str,
+        buffers: dict[str, Tensor | None],
+    ) -> None:
         assert workspace.dtype == torch.uint8 and layout == "NHD" and backend == "auto"
         assert use_cuda_graph == all(buffer is not None for buffer in buffers.values())
         self.use_cuda_graph, self.buffers = use_cuda_graph, buffers
@@ -37,43 +45,74 @@ class _Wrapper:
                 assert len(value) <= len(buffer), "the buffer of indices is too small"
                 buffer[: len(value)].copy_(value)
             else:
-                assert len(value) == len(buffer), f"the batch size is fixed in CUDA graph mode, and {name} has another"
+                assert len(value) == len(buffer), (
+                    f"the batch size is fixed in CUDA graph mode, and {name} has another"
+                )
                 buffer.copy_(value)
 
-    def _keep(self, shape: tuple[int, int, int, int], causal: bool, window: int, cap: float | None, scale: float | None, dtypes) -> None:
+    def _keep(
+        self,
+        shape: tuple[int, int, int, int],
+        causal: bool,
+        window: int,
+        cap: float | None,
+        scale: float | None,
+        dtypes,
+    ) -> None:
         num_heads, num_kv_heads, head_size, page_size = shape
         assert num_heads % num_kv_heads == 0
         pages, last = self.buffers["indptr"].diff(), self.buffers["last_page_len"]
-        assert (pages >= 0).all() and last[pages > 0].ge(1).all() and last.le(page_size).all(), "pages of rows are not as documented"
+        assert (pages >= 0).all() and last[pages > 0].ge(1).all() and last.le(page_size).all(), (
+            "pages of rows are not as documented"
+        )
         assert not last[pages == 0].any()
         self.shape, self.causal, self.window, self.cap = shape, causal, window, cap or 0.0
         self.scale = 1 / math.sqrt(head_size) if scale is None else scale
         self.dtypes = dtypes
         self.is_planned = True
 
-    def _attend(self, q: Tensor, cache: Any, query_start: list[int], out: Tensor | None, factor: float) -> Tensor:
+    def _attend(
+        self, q: Tensor, cache: Any, query_start: list[int], out: Tensor | None, factor: float
+    ) -> Tensor:
         assert self.is_planned, "plan() comes before run()"
         num_heads, num_kv_heads, head_size, page_size = self.shape
         k_cache, v_cache = cache if isinstance(cache, tuple) else cache.unbind(1)
-        assert k_cache.shape == v_cache.shape and k_cache.shape[1:] == (page_size, num_kv_heads, head_size)
+        assert k_cache.shape == v_cache.shape and k_cache.shape[1:] == (
+            page_size,
+            num_kv_heads,
+            head_size,
+        )
         assert k_cache.stride() == v_cache.stride() and k_cache.stride(-1) == q.stride(-1) == 1
         assert q.shape == (query_start[-1], num_heads, head_size)
         assert (q.dtype, k_cache.dtype, v_cache.dtype) == self.dtypes
         # What is cloned is read once, and whole: so a recorder sees the same reads in each step.
-        indptr, last = self.buffers["indptr"].clone().tolist(), self.buffers["last_page_len"].clone().tolist()
+        indptr, last = (
+            self.buffers["indptr"].clone().tolist(),
+            self.buffers["last_page_len"].clone().tolist(),
+        )
         ids = self.buffers["indices"].clone()[: indptr[-1]].long()
         assert len(ids) == indptr[-1]
-        keys, values = (x[ids].float().repeat_interleave(num_heads // num_kv_heads, 2) for x in (k_cache, v_cache))
+        keys, values = (
+            x[ids].float().repeat_interleave(num_heads // num_kv_heads, 2)
+            for x in (k_cache, v_cache)
+        )
         queries, found = q.clone().float(), torch.full(q.shape, math.nan)
         for row, (first, end) in enumerate(itertools.pairwise(indptr)):
             if first < end:
-                tokens, count = slice(query_start[row], query_start[row + 1]), (end - first - 1) * page_size + last[row]
+                tokens, count = (
+                    slice(query_start[row], query_start[row + 1]),
+                    (end - first - 1) * page_size + last[row],
+                )
                 k, v = (x[first:end].flatten(0, 1)[:count] for x in (keys, values))
                 found[tokens] = self._attend_row(queries[tokens], k, v, factor)
         found = found.to(q.dtype)
         if out is None:
             return found
-        assert out.is_contiguous() and (out.shape, out.dtype, out.device) == (q.shape, q.dtype, q.device)
+        assert out.is_contiguous() and (out.shape, out.dtype, out.device) == (
+            q.shape,
+            q.dtype,
+            q.device,
+        )
         return out.copy_(found)
 
     def _attend_row(self, q: Tensor, k: Tensor, v: Tensor, factor: float) -> Tensor:
@@ -120,7 +159,9 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
             "last_page_len": paged_kv_last_page_len_buffer,
         }
         self._begin(float_workspace_buffer, kv_layout, use_cuda_graph, backend, buffers)
-        assert use_tensor_cores, "CUDA cores have kernels for some numbers of query heads for a KV head alone"
+        assert use_tensor_cores, (
+            "CUDA cores have kernels for some numbers of query heads for a KV head alone"
+        )
 
     def plan(
         self,
@@ -135,7 +176,16 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         **kwargs,
     ):
         assert not deprecated_positional_args
-        self._plan_impl(indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, **kwargs)
+        self._plan_impl(
+            indptr,
+            indices,
+            last_page_len,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+            **kwargs,
+        )
 
     def _plan_impl(
         self,
@@ -166,12 +216,29 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         q_len_per_req=1,
         is_causal=None,
     ):
-        _unused(pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta, o_data_type=o_data_type)
-        _unused(window_right=window_right, data_type=data_type, block_tables=block_tables, seq_lens=seq_lens, is_causal=is_causal)
-        _unused(fixed_split_size=fixed_split_size, disable_split_kv=disable_split_kv, q_len_per_req=q_len_per_req - 1)
+        _unused(
+            pos_encoding_mode=pos_encoding_mode,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+            o_data_type=o_data_type,
+        )
+        _unused(
+            window_right=window_right,
+            data_type=data_type,
+            block_tables=block_tables,
+            seq_lens=seq_lens,
+            is_causal=is_causal,
+        )
+        _unused(
+            fixed_split_size=fixed_split_size,
+            disable_split_kv=disable_split_kv,
+            q_len_per_req=q_len_per_req - 1,
+        )
         self._fill(indptr=indptr, indices=indices, last_page_len=last_page_len)
         shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
-        self._keep(shape, False, window_left, logits_soft_cap, sm_scale, _dtypes(q_data_type, kv_data_type))
+        self._keep(
+            shape, False, window_left, logits_soft_cap, sm_scale, _dtypes(q_data_type, kv_data_type)
+        )
 
     def run(
         self,
@@ -192,10 +259,24 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         kv_cache_sf=None,
     ):
         assert not args
-        _unused(k_scale=k_scale, v_scale=v_scale, lse=lse, return_lse=return_lse, enable_pdl=enable_pdl, window_left=window_left)
-        _unused(sinks=sinks, q_len_per_req=q_len_per_req, skip=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf)
+        _unused(
+            k_scale=k_scale,
+            v_scale=v_scale,
+            lse=lse,
+            return_lse=return_lse,
+            enable_pdl=enable_pdl,
+            window_left=window_left,
+        )
+        _unused(
+            sinks=sinks,
+            q_len_per_req=q_len_per_req,
+            skip=skip_softmax_threshold_scale_factor,
+            kv_cache_sf=kv_cache_sf,
+        )
         query_start = list(range(len(self.buffers["last_page_len"]) + 1))
-        return self._attend(q, paged_kv_cache, query_start, out, 1.0 if q_scale is None else q_scale)
+        return self._attend(
+            q, paged_kv_cache, query_start, out, 1.0 if q_scale is None else q_scale
+        )
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
@@ -263,16 +344,53 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         disable_split_kv=False,
         uniform_q_len=None,
     ):
-        _unused(head_dim_vo=head_dim_vo, custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, o_data_type=o_data_type)
-        _unused(pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta, fp16=use_fp16_qk_reduction)
-        _unused(prefix_len_ptr=prefix_len_ptr, ptr=token_pos_in_items_ptr, items_len=token_pos_in_items_len, item_len=max_item_len_ptr)
-        _unused(seq_lens=seq_lens, seq_lens_q=seq_lens_q, block_tables=block_tables, most=max_token_per_sequence, kv=max_sequence_kv)
-        _unused(fixed_split_size=fixed_split_size, disable_split_kv=disable_split_kv, uniform_q_len=uniform_q_len)
+        _unused(
+            head_dim_vo=head_dim_vo,
+            custom_mask=custom_mask,
+            packed_custom_mask=packed_custom_mask,
+            o_data_type=o_data_type,
+        )
+        _unused(
+            pos_encoding_mode=pos_encoding_mode,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+            fp16=use_fp16_qk_reduction,
+        )
+        _unused(
+            prefix_len_ptr=prefix_len_ptr,
+            ptr=token_pos_in_items_ptr,
+            items_len=token_pos_in_items_len,
+            item_len=max_item_len_ptr,
+        )
+        _unused(
+            seq_lens=seq_lens,
+            seq_lens_q=seq_lens_q,
+            block_tables=block_tables,
+            most=max_token_per_sequence,
+            kv=max_sequence_kv,
+        )
+        _unused(
+            fixed_split_size=fixed_split_size,
+            disable_split_kv=disable_split_kv,
+            uniform_q_len=uniform_q_len,
+        )
         assert (len(qo_indptr), int(qo_indptr[0])) == (len(paged_kv_indptr), 0)
-        given = {"queries": qo_indptr, "indptr": paged_kv_indptr, "indices": paged_kv_indices, "last_page_len": paged_kv_last_page_len}
+        given = {
+            "queries": qo_indptr,
+            "indptr": paged_kv_indptr,
+            "indices": paged_kv_indices,
+            "last_page_len": paged_kv_last_page_len,
+        }
         self._fill(**given)
         shape = (num_qo_heads, num_kv_heads, head_dim_qk, page_size)
-        self._keep(shape, causal, window_left, logits_soft_cap, sm_scale, _dtypes(q_data_type, kv_data_type))
+        self._keep(
+            shape,
+            causal,
+            window_left,
+            logits_soft_cap,
+            sm_scale,
+            _dtypes(q_data_type, kv_data_type),
+        )
 
     def run(
         self,
@@ -296,10 +414,23 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         uses_spcompress=None,
     ):
         assert not args and (lse_base, lse_layout) == ("log2", "NH")
-        _unused(k_scale=k_scale, v_scale=v_scale, lse=lse, return_lse=return_lse, enable_pdl=enable_pdl, window_left=window_left)
+        _unused(
+            k_scale=k_scale,
+            v_scale=v_scale,
+            lse=lse,
+            return_lse=return_lse,
+            enable_pdl=enable_pdl,
+            window_left=window_left,
+        )
         _unused(sinks=sinks, skip=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf)
         _unused(use_fp16_softmax=use_fp16_softmax, uses_spcompress=uses_spcompress)
-        return self._attend(q, paged_kv_cache, self.buffers["queries"].tolist(), out, 1.0 if q_scale is None else q_scale)
+        return self._attend(
+            q,
+            paged_kv_cache,
+            self.buffers["queries"].tolist(),
+            out,
+            1.0 if q_scale is None else q_scale,
+        )
 
 
 class StandInBackend(FlashInferBackend):

@@ -11,7 +11,11 @@ import msgspec
 import pytest
 import toolkit_lm_flashinfer
 import torch
-from flashinfer_stand_in import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper, StandInBackend
+from flashinfer_stand_in import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    BatchPrefillWithPagedKVCacheWrapper,
+    StandInBackend,
+)
 from test_flashinfer_pages import make_batch
 from toolkit_lm.attention import (
     AttentionSpec,
@@ -44,7 +48,14 @@ SPEC = AttentionSpec(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_runs_every_type(type, dtype, head_size) -> None:
-    assert FlashInferBackend.lacks(msgspec.structs.replace(SPEC, type=type, dtype=dtype, head_size=head_size, soft_cap=30.0)) is None
+    assert (
+        FlashInferBackend.lacks(
+            msgspec.structs.replace(
+                SPEC, type=type, dtype=dtype, head_size=head_size, soft_cap=30.0
+            )
+        )
+        is None
+    )
 
 
 def test_runs_windows_of_decoders() -> None:
@@ -57,10 +68,19 @@ def test_runs_windows_of_decoders() -> None:
         ({"dtype": "float32"}, "no kernel for float32, only for bfloat16, float16"),
         ({"type": "sideways"}, "no attention of type 'sideways', only of decoder, encoder, cross"),
         ({"head_size": 80}, "no kernel for head_size 80, only for 64, 128, 256"),
-        ({"type": AttentionType.CROSS, "window": 7}, "window relates positions of one sequence, and cross attention has two"),
-        ({"type": AttentionType.ENCODER, "window": 7}, "FlashInfer's windows end at the query, and an encoder's reach beyond it"),
+        (
+            {"type": AttentionType.CROSS, "window": 7},
+            "window relates positions of one sequence, and cross attention has two",
+        ),
+        (
+            {"type": AttentionType.ENCODER, "window": 7},
+            "FlashInfer's windows end at the query, and an encoder's reach beyond it",
+        ),
         ({"bias": True}, "FlashInfer's wrappers of paged caches have no bias"),
-        ({"bias": True, "sinks": True, "spans": True}, "FlashInfer's wrappers of paged caches have no bias and no sinks and no spans"),
+        (
+            {"bias": True, "sinks": True, "spans": True},
+            "FlashInfer's wrappers of paged caches have no bias and no sinks and no spans",
+        ),
     ],
 )
 def test_what_flashinfer_lacks(change, reason) -> None:
@@ -68,12 +88,17 @@ def test_what_flashinfer_lacks(change, reason) -> None:
 
 
 def test_refuses_other_devices() -> None:
-    assert FlashInferBackend.refuses(msgspec.structs.replace(SPEC, device="cpu")) == "no kernel for device cpu, only for cuda"
+    assert (
+        FlashInferBackend.refuses(msgspec.structs.replace(SPEC, device="cpu"))
+        == "no kernel for device cpu, only for cuda"
+    )
 
 
 def test_without_the_package_it_says_so(monkeypatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    missing = "the package flashinfer is not installed: pip install 'toolkit-lm-flashinfer[kernels]'"
+    missing = (
+        "the package flashinfer is not installed: pip install 'toolkit-lm-flashinfer[kernels]'"
+    )
     assert FlashInferBackend.refuses(SPEC) == missing
 
 
@@ -95,15 +120,23 @@ def test_needs_a_gpu_that_has_the_kernels(monkeypatch, available, capability, re
 
 def shape_of(function) -> list[tuple]:
     """Names, kinds and defaults of parameters. Annotations do not count."""
-    return [(one.name, one.kind, one.default) for one in inspect.signature(function).parameters.values()]
+    return [
+        (one.name, one.kind, one.default) for one in inspect.signature(function).parameters.values()
+    ]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="the package flashinfer is not installed")
-@pytest.mark.parametrize("ours", [BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper])
+@pytest.mark.skipif(
+    importlib.util.find_spec("flashinfer") is None, reason="the package flashinfer is not installed"
+)
+@pytest.mark.parametrize(
+    "ours", [BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper]
+)
 def test_the_stand_in_has_the_signatures_of_flashinfer(ours) -> None:
     theirs = getattr(pytest.importorskip("flashinfer", exc_type=ImportError), ours.__name__)
     names = [name for name in ("__init__", "plan", "_plan_impl", "run") if name in vars(ours)]
-    assert {name: shape_of(getattr(ours, name)) for name in names} == {name: shape_of(getattr(theirs, name)) for name in names}
+    assert {name: shape_of(getattr(ours, name)) for name in names} == {
+        name: shape_of(getattr(theirs, name)) for name in names
+    }
 
 
 @pytest.fixture
@@ -114,7 +147,14 @@ def calls(monkeypatch) -> list[tuple]:
         for name in ("__init__", "plan", "run"):
 
             def spy(self, *given, _name=name, _method=getattr(wrapper, name), **named):
-                calls.append(("decode" if "Decode" in type(self).__name__ else "prefill", _name, given, named))
+                calls.append(
+                    (
+                        "decode" if "Decode" in type(self).__name__ else "prefill",
+                        _name,
+                        given,
+                        named,
+                    )
+                )
                 return _method(self, *given, **named)
 
             monkeypatch.setattr(wrapper, name, spy)
@@ -128,9 +168,19 @@ def plans(calls) -> list[tuple]:
 def test_one_query_for_each_row_is_a_decode(calls) -> None:
     AttentionStep(StandInBackend, [(1, 40), (1, 7)], soft_cap=2.0, window=9).run()
     kind, (indptr, ids, last_page_len, *shape), named = plans(calls)[-1]
-    assert (kind, indptr.tolist(), last_page_len.tolist(), len(ids)) == ("decode", [0, 9, 16], [1, 1], 16)
+    assert (kind, indptr.tolist(), last_page_len.tolist(), len(ids)) == (
+        "decode",
+        [0, 9, 16],
+        [1, 1],
+        16,
+    )
     assert shape == [4, 2, 16, 1]
-    assert named == {"sm_scale": 1.0, "logits_soft_cap": 2.0, "q_data_type": torch.float32, "kv_data_type": torch.float32}
+    assert named == {
+        "sm_scale": 1.0,
+        "logits_soft_cap": 2.0,
+        "q_data_type": torch.float32,
+        "kv_data_type": torch.float32,
+    }
     ((given, named),) = [(given, named) for _, name, given, named in calls if name == "run"]
     assert named["q_scale"] == 0.25 and named["out"].shape == given[0].shape
 
@@ -147,15 +197,27 @@ def test_other_steps_are_a_prefill(calls, window, left, page_size) -> None:
 
 @pytest.mark.parametrize("type", [AttentionType.ENCODER, AttentionType.CROSS])
 def test_what_is_not_causal(calls, type) -> None:
-    AttentionStep(StandInBackend, [(3, 3), (7, 7)], type=type, cached=type is AttentionType.CROSS).run()
+    AttentionStep(
+        StandInBackend, [(3, 3), (7, 7)], type=type, cached=type is AttentionType.CROSS
+    ).run()
     ((_, _, named),) = plans(calls)[-1:]
     assert (named["causal"], named["window_left"]) == (False, -1)
 
 
 def test_layers_that_are_alike_share_a_plan(calls) -> None:
     """Those of a group may differ in their soft caps and heads."""
-    specs = [msgspec.structs.replace(SPEC, layer=str(n), device="cpu", soft_cap=cap) for n, cap in enumerate([None, 30.0, None])]
-    backend = StandInBackend(GroupSetup(layers=specs, kv_cache=SPEC.kv_cache, limits=BatchLimits(4, 8, 64), device=torch.device("cpu")))
+    specs = [
+        msgspec.structs.replace(SPEC, layer=str(n), device="cpu", soft_cap=cap)
+        for n, cap in enumerate([None, 30.0, None])
+    ]
+    backend = StandInBackend(
+        GroupSetup(
+            layers=specs,
+            kv_cache=SPEC.kv_cache,
+            limits=BatchLimits(4, 8, 64),
+            device=torch.device("cpu"),
+        )
+    )
     meta = backend.build(make_batch([(1, 9), (1, 20)], 16))
     assert [named["logits_soft_cap"] for _, _, named in plans(calls)] == [None, 30.0]
     assert len(meta.runs) == 2 and len({id(run.wrapper) for run in meta.runs.values()}) == 2
@@ -174,9 +236,15 @@ def test_tokens_without_keys_give_zeros() -> None:
 def test_an_output_with_gaps() -> None:
     step = AttentionStep(StandInBackend, [(3, 3), (4, 4)], cached=False)
     spec = step.layer.attention_spec(torch.device("cpu"), cached=False)
-    backend = StandInBackend(GroupSetup(layers=[spec], kv_cache=None, limits=BatchLimits(2, 7, 8), device=torch.device("cpu")))
+    backend = StandInBackend(
+        GroupSetup(
+            layers=[spec], kv_cache=None, limits=BatchLimits(2, 7, 8), device=torch.device("cpu")
+        )
+    )
     # As slices of one product, whose heads' elements do not lie side by side.
-    q, k, v = (torch.cat(x).transpose(0, 2).contiguous().transpose(0, 2) for x in (step.q, step.k, step.v))
+    q, k, v = (
+        torch.cat(x).transpose(0, 2).contiguous().transpose(0, 2) for x in (step.q, step.k, step.v)
+    )
     out = torch.empty(7, 8, 16)[:, ::2]
     backend.forward(step.layer.params, q, k, v, None, backend.build(make_batch(step.rows)), out)
     torch.testing.assert_close(out, step.run())
@@ -192,15 +260,30 @@ def test_graphs_hold_decodes() -> None:
     assert FlashInferBackend.graphs(SPEC) is GraphSupport.DECODE
 
 
-@pytest.mark.parametrize(("module", "heavy"), [("toolkit_lm_flashinfer", "torch"), ("toolkit_lm_flashinfer.backend", "flashinfer")])
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [("toolkit_lm_flashinfer", "torch"), ("toolkit_lm_flashinfer.backend", "flashinfer")],
+)
 def test_nothing_heavy_is_imported_before_it_is_needed(module, heavy) -> None:
     code = f"import sys, {module}; sys.exit({heavy!r} in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=Path(__file__).parent, check=False
+        ).returncode
+        == 0
+    )
 
 
 def test_the_backend_takes_its_wrappers_from_the_package(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", flashinfer_stand_in)
-    backend = FlashInferBackend(GroupSetup(layers=[SPEC], kv_cache=SPEC.kv_cache, limits=BatchLimits(4, 8, 64), device=torch.device("cpu")))
+    backend = FlashInferBackend(
+        GroupSetup(
+            layers=[SPEC],
+            kv_cache=SPEC.kv_cache,
+            limits=BatchLimits(4, 8, 64),
+            device=torch.device("cpu"),
+        )
+    )
     assert backend.library() is flashinfer_stand_in
 
 

@@ -1,4 +1,5 @@
-"""Decode steps in CUDA graphs: with the stand-in and what stands for a graph anywhere, with FlashInfer and PyTorch's capture on a GPU."""
+"""Decode steps in CUDA graphs: with the stand-in and what stands for a graph anywhere, with
+FlashInfer and PyTorch's capture on a GPU."""
 
 import pytest
 from decode_graphs import MOST, ROWS, FixedSteps, generate, make_model
@@ -11,7 +12,8 @@ from toolkit_lm_flashinfer.backend import missing
 
 @pytest.mark.parametrize("window", [None, 6, 40])
 def test_later_steps_read_where_the_recorded_one_read(window) -> None:
-    """What `plan` and `build` fill lies where it lay, has room for the longest rows, and holds nothing of longer steps before."""
+    """What `plan` and `build` fill lies where it lay, has room for the longest rows, and holds
+    nothing of longer steps before."""
     steps = FixedSteps(StandInBackend, window)
     recorded = steps.run([9, 0, 0, 0])
     for lengths in ([MOST] * ROWS, [10, 2, 30, 0], [17, 16, 1, 33], [3, 0, 0, 0]):
@@ -30,7 +32,9 @@ def test_steps_in_graphs_give_what_steps_without_give(folder, monkeypatch) -> No
     assert generate(folder, "none", "stand_in", [StandIn()])[0] == expected
     found, counts = generate(folder, "full_and_piecewise", "stand_in", [StandIn()])
     assert found == expected
-    assert counts[Kind.FULL] and counts[Kind.PIECEWISE], "of decodes the whole step, of others the parts beside attention"
+    assert counts[Kind.FULL] and counts[Kind.PIECEWISE], (
+        "of decodes the whole step, of others the parts beside attention"
+    )
     assert recorder.num_replays
 
 

@@ -1,4 +1,5 @@
-"""What FlashInfer is told of a step, seen as the keys that each query sees, is the definition of each attention type."""
+"""What FlashInfer is told of a step, seen as the keys that each query sees, is the definition of
+each attention type."""
 
 import numpy as np
 import pytest
@@ -10,7 +11,13 @@ from toolkit_lm_flashinfer.pages import LayerKey, find_pages, key_places, page_i
 DECODE = [(1, 9), (1, 1), (1, 40)]
 PREFILL = [(7, 7), (1, 1), (20, 20)]
 MIXED = [(1, 20), (18, 18), (5, 29), (1, 1)]
-ROWS = {"decode": DECODE, "prefill": PREFILL, "mixed": MIXED, "padded": [*DECODE, (1, 0), (1, 0)], "empty": [(3, 0), (0, 0), (2, 5)]}
+ROWS = {
+    "decode": DECODE,
+    "prefill": PREFILL,
+    "mixed": MIXED,
+    "padded": [*DECODE, (1, 0), (1, 0)],
+    "empty": [(3, 0), (0, 0), (2, 5)],
+}
 every_rows = pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 every_window = pytest.mark.parametrize("window", [None, 1, 6, 100])
 
@@ -21,7 +28,10 @@ def make_batch(rows, block_size: int | None = None) -> BatchView:
     start, seen = np.cumsum([0, *counts], dtype=np.int32), np.array(lengths, np.int32)
     table = None
     if block_size is not None:
-        table = (torch.arange(len(counts))[:, None] * 100 + torch.arange(-(-max(lengths) // block_size) + 2)).int()
+        table = (
+            torch.arange(len(counts))[:, None] * 100
+            + torch.arange(-(-max(lengths) // block_size) + 2)
+        ).int()
     return BatchView(
         query_start=start,
         seq_lens=seen,
@@ -49,12 +59,18 @@ def keys_of_rows(rows, key: LayerKey, block_size: int | None) -> list[list[tuple
     for row, length in enumerate(pages.last_page_len.tolist()):
         of_row = ids[pages.indptr[row] : pages.indptr[row + 1]].tolist()
         assert (1 <= length <= pages.page_size) if of_row else length == 0
-        slots = [key_at(one, offset, key, block_size, batch) for one in of_row for offset in range(pages.page_size)]
+        slots = [
+            key_at(one, offset, key, block_size, batch)
+            for one in of_row
+            for offset in range(pages.page_size)
+        ]
         found.append(slots[: len(slots) - pages.page_size + length] if of_row else [])
     return found
 
 
-def key_at(page: int, offset: int, key: LayerKey, block_size: int | None, batch: BatchView) -> tuple[int, int]:
+def key_at(
+    page: int, offset: int, key: LayerKey, block_size: int | None, batch: BatchView
+) -> tuple[int, int]:
     """(row, position) of a key in a page."""
     if block_size is None:
         row = int(np.searchsorted(batch.query_start, page, side="right")) - 1
@@ -70,16 +86,27 @@ def key_at(page: int, offset: int, key: LayerKey, block_size: int | None, batch:
 @every_window
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_a_decoder_is_given_the_keys_that_its_queries_see(rows, window, block_size) -> None:
-    for row, ((queries, keys), found) in enumerate(zip(rows, keys_of_rows(rows, key_of(window=window), block_size), strict=True)):
+    for row, ((queries, keys), found) in enumerate(
+        zip(rows, keys_of_rows(rows, key_of(window=window), block_size), strict=True)
+    ):
         positions = [keys - queries + query for query in range(queries)]
-        seen = {key for at in positions for key in range(keys) if sees(at, key, kind="decoder", window=window)}
-        expected = range(keys) if window is None or not keys else range(min(seen, default=keys), keys)
+        seen = {
+            key
+            for at in positions
+            for key in range(keys)
+            if sees(at, key, kind="decoder", window=window)
+        }
+        expected = (
+            range(keys) if window is None or not keys else range(min(seen, default=keys), keys)
+        )
         assert found == [(row, key) for key in expected]
 
 
 @pytest.mark.parametrize("kind", [AttentionType.DECODER, AttentionType.ENCODER])
 def test_without_a_cache_the_keys_are_the_tokens_of_the_step(kind) -> None:
-    assert keys_of_rows(PREFILL, key_of(kind), None) == [[(row, key) for key in range(keys)] for row, (_, keys) in enumerate(PREFILL)]
+    assert keys_of_rows(PREFILL, key_of(kind), None) == [
+        [(row, key) for key in range(keys)] for row, (_, keys) in enumerate(PREFILL)
+    ]
 
 
 def test_an_encoder_sees_the_first_of_its_tokens_alone() -> None:
@@ -97,9 +124,17 @@ def test_cross_attention_sees_all_keys() -> None:
 
 def test_a_row_is_in_its_blocks_and_a_window_in_single_keys() -> None:
     pages = find_pages(make_batch(MIXED, 4), key_of(), 4)
-    assert (pages.page_size, pages.indptr.tolist(), pages.last_page_len.tolist()) == (4, [0, 5, 10, 18, 19], [4, 2, 1, 1])
+    assert (pages.page_size, pages.indptr.tolist(), pages.last_page_len.tolist()) == (
+        4,
+        [0, 5, 10, 18, 19],
+        [4, 2, 1, 1],
+    )
     pages = find_pages(make_batch(MIXED, 4), key_of(window=6), 4)
-    assert (pages.page_size, pages.indptr.tolist(), pages.last_page_len.tolist()) == (1, [0, 6, 24, 34, 35], [1, 1, 1, 1])
+    assert (pages.page_size, pages.indptr.tolist(), pages.last_page_len.tolist()) == (
+        1,
+        [0, 6, 24, 34, 35],
+        [1, 1, 1, 1],
+    )
     assert pages.indptr.dtype == pages.last_page_len.dtype == np.int32
 
 
@@ -107,7 +142,9 @@ def test_a_row_is_in_its_blocks_and_a_window_in_single_keys() -> None:
 def test_blocks_before_the_window_are_not_read(window) -> None:
     batch = make_batch([(2, 40)], 4)
     batch.block_table[0, :8] = -1
-    ids = page_ids(find_pages(batch, key_of(window=window), 4), batch, 4, are_keys=window is not None)
+    ids = page_ids(
+        find_pages(batch, key_of(window=window), 4), batch, 4, are_keys=window is not None
+    )
     assert (ids < 0).any() == (window is None)
 
 
@@ -116,8 +153,13 @@ def test_a_table_that_is_part_of_a_wider_one() -> None:
     wide = torch.full((3, 50), -1, dtype=torch.int32)
     wide[:, : batch.block_table.shape[1]] = batch.block_table
     part, pages = wide[:, : batch.block_table.shape[1]], find_pages(batch, key_of(), 4)
-    view = BatchView(**{name: getattr(batch, name) for name in BatchView.__dataclass_fields__} | {"block_table": part})
-    assert torch.equal(page_ids(pages, view, 4, are_keys=False), page_ids(pages, batch, 4, are_keys=False))
+    view = BatchView(
+        **{name: getattr(batch, name) for name in BatchView.__dataclass_fields__}
+        | {"block_table": part}
+    )
+    assert torch.equal(
+        page_ids(pages, view, 4, are_keys=False), page_ids(pages, batch, 4, are_keys=False)
+    )
 
 
 def test_places_of_keys() -> None:

@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 import toolkit_lm_flex
 import torch
-from toolkit_lm.attention import AttentionSpec, AttentionType, BatchLimits, FullSpec, GroupSetup, PageTensor
+from toolkit_lm.attention import (
+    AttentionSpec,
+    AttentionType,
+    BatchLimits,
+    FullSpec,
+    GroupSetup,
+    PageTensor,
+)
 from toolkit_lm.plugin import AttentionBackendRegistry, PluginInfo
 from toolkit_lm_devkit import AttentionStep
 from toolkit_lm_devkit.attention_step import OffsetTable
@@ -41,7 +48,11 @@ def make_step(rows=MIXED, **fields) -> AttentionStep:
 
 def made(device: str) -> FlexBackend:
     limits = BatchLimits(num_rows=8, num_tokens=64, max_model_len=128)
-    return FlexBackend(GroupSetup(layers=[SPEC], kv_cache=SPEC.kv_cache, limits=limits, device=torch.device(device)))
+    return FlexBackend(
+        GroupSetup(
+            layers=[SPEC], kv_cache=SPEC.kv_cache, limits=limits, device=torch.device(device)
+        )
+    )
 
 
 @pytest.mark.parametrize("type", AttentionType)
@@ -50,14 +61,22 @@ def test_runs_every_type_on_a_cpu(type) -> None:
 
 
 def test_runs_every_feature_at_once() -> None:
-    assert FlexBackend.refuses(msgspec.structs.replace(SPEC, window=7, soft_cap=30.0, sinks=True, bias=True)) is None
+    assert (
+        FlexBackend.refuses(
+            msgspec.structs.replace(SPEC, window=7, soft_cap=30.0, sinks=True, bias=True)
+        )
+        is None
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"device": "xpu"}, "no kernel for device xpu, only for cpu, cuda"),
-        ({"dtype": "float8_e4m3fn"}, "no kernel for float8_e4m3fn, only for float32, bfloat16, float16"),
+        (
+            {"dtype": "float8_e4m3fn"},
+            "no kernel for float8_e4m3fn, only for float32, bfloat16, float16",
+        ),
         ({"type": "sideways"}, "no attention of type 'sideways', only of decoder, encoder, cross"),
         (
             {"type": AttentionType.CROSS, "window": 7, "bias": True},
@@ -81,10 +100,15 @@ def test_is_compiled_on_a_gpu_where_triton_is(monkeypatch) -> None:
 
 
 def test_pieces_hold_each_query_once_and_only_keys_that_are_seen() -> None:
-    for key in (LayerKey(AttentionType.DECODER, 9, 4, 16, 1000), LayerKey(AttentionType.DECODER, None, 4, 16, 1000)):
+    for key in (
+        LayerKey(AttentionType.DECODER, 9, 4, 16, 1000),
+        LayerKey(AttentionType.DECODER, None, 4, 16, 1000),
+    ):
         pieces = list(_pieces(key, 3, 100, 40, 70))
         assert len(pieces) > 1
-        assert [t for p in pieces for t in range(p.token, p.token + p.num_queries)] == list(range(100, 140))
+        assert [t for p in pieces for t in range(p.token, p.token + p.num_queries)] == list(
+            range(100, 140)
+        )
         for piece in pieces:
             assert piece.position - piece.token == 30 - 100
             assert piece.first_key == (0 if key.window is None else max(0, piece.position - 8))
@@ -95,7 +119,10 @@ def test_pieces_hold_each_query_once_and_only_keys_that_are_seen() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_groups_hold_each_piece_once_and_waste_at_most_half(seed) -> None:
     random = np.random.default_rng(seed)
-    pieces = [Piece(i, 0, 0, int(random.integers(1, 9)), 0, int(random.integers(1, 500))) for i in range(60)]
+    pieces = [
+        Piece(i, 0, 0, int(random.integers(1, 9)), 0, int(random.integers(1, 500)))
+        for i in range(60)
+    ]
     parts = list(_similar(pieces, 5000))
     assert sorted(p.row for part in parts for p in part) == list(range(60))
     for part in parts:
@@ -104,7 +131,11 @@ def test_groups_hold_each_piece_once_and_waste_at_most_half(seed) -> None:
         assert len(part) == 1 or padded <= 5000
 
 
-@pytest.mark.parametrize("fields", [{}, {"window": 8}, {"bias": "alibi"}, {"bias": "offsets"}, {"sinks": True}, {"soft_cap": 2.0}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"window": 8}, {"bias": "alibi"}, {"bias": "offsets"}, {"sinks": True}, {"soft_cap": 2.0}],
+    ids=str,
+)
 @pytest.mark.parametrize("type", [AttentionType.DECODER, AttentionType.CROSS])
 def test_long_rows_are_computed_in_parts(monkeypatch, type, fields) -> None:
     if type is AttentionType.CROSS and not fields.keys().isdisjoint(("window", "bias")):
@@ -123,7 +154,9 @@ def test_a_row_without_keys_gives_zeros() -> None:
 
 
 def test_a_query_that_sees_no_key_gives_zeros() -> None:
-    step = make_step([(32, 4), (9, 1)], type=AttentionType.ENCODER, cached=False, window=3, sinks=True)
+    step = make_step(
+        [(32, 4), (9, 1)], type=AttentionType.ENCODER, cached=False, window=3, sinks=True
+    )
     out = step.run()
     assert not out[6:32].any()
     assert np.abs(out.numpy() - step.naive()).max() <= 1e-5
@@ -138,7 +171,9 @@ def test_large_scores_do_not_overflow() -> None:
 @pytest.mark.parametrize("type", [AttentionType.DECODER, AttentionType.ENCODER])
 def test_a_bias_by_offset_is_not_written_out(monkeypatch, type) -> None:
     step = make_step([(7, 7), (40, 40), (1, 1)], type=type, cached=False, bias="offsets")
-    monkeypatch.setattr(OffsetTable, "__call__", lambda *positions: pytest.fail("it is written out"))
+    monkeypatch.setattr(
+        OffsetTable, "__call__", lambda *positions: pytest.fail("it is written out")
+    )
     assert np.abs(step.run().numpy() - step.naive()).max() <= 1e-5
 
 
@@ -152,14 +187,23 @@ def test_scores_that_are_not_written_may_be_many(monkeypatch) -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"window": 8, "sinks": True}, {"soft_cap": 2.0}, {"bias": "table"}, {"bias": "offsets"}, {"type": AttentionType.CROSS}],
+    [
+        {},
+        {"window": 8, "sinks": True},
+        {"soft_cap": 2.0},
+        {"bias": "table"},
+        {"bias": "offsets"},
+        {"type": AttentionType.CROSS},
+    ],
     ids=str,
 )
 def test_the_arguments_of_the_kernel(monkeypatch, fields) -> None:
     """Not compiled, it needs no GPU."""
     torch._dynamo.reset()
     monkeypatch.setattr(kernel, "_compiled", lambda: flex_attention)
-    monkeypatch.setattr(FlexBackend, "fuses", property(lambda self: True, lambda self, value: None), raising=False)
+    monkeypatch.setattr(
+        FlexBackend, "fuses", property(lambda self: True, lambda self, value: None), raising=False
+    )
     monkeypatch.setattr(backend, "formula", None)
     step = make_step([(1, 90), (140, 140), (12, 70), (1, 1)], **fields)
     with torch.inference_mode():
@@ -179,8 +223,11 @@ def compiled_quickly(monkeypatch):
 
 @pytest.mark.usefixtures("compiled_quickly")
 def test_kernels_may_be_many_and_no_step_goes_without(monkeypatch) -> None:
-    """torch's own limit on those of a function, here 1, does not count; past ours it is an error, and not attention without a kernel."""
-    monkeypatch.setattr(FlexBackend, "fuses", property(lambda self: True, lambda self, value: None), raising=False)
+    """torch's own limit on those of a function, here 1, does not count; past ours it is an error,
+    and not attention without a kernel."""
+    monkeypatch.setattr(
+        FlexBackend, "fuses", property(lambda self: True, lambda self, value: None), raising=False
+    )
     steps = [make_step(rows, soft_cap=2.0) for rows in ([(1, 20), (1, 30)], [(1, 40)], [(30, 40)])]
     with torch.inference_mode(), torch._dynamo.config.patch(recompile_limit=1):
         for step in steps:
@@ -202,7 +249,12 @@ def test_a_table_of_biases_is_where_the_step_is() -> None:
 
 def test_entry_module_imports_no_torch() -> None:
     code = "import sys, toolkit_lm_flex; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=Path(__file__).parent, check=False
+        ).returncode
+        == 0
+    )
 
 
 def test_entry_module_registers_the_backend_below_the_reference() -> None:

@@ -33,7 +33,12 @@ def test_runs_every_type_on_any_device(type, device) -> None:
 
 
 def test_runs_every_feature_at_once() -> None:
-    assert SdpaBackend.refuses(msgspec.structs.replace(SPEC, window=7, soft_cap=30.0, sinks=True, bias=True)) is None
+    assert (
+        SdpaBackend.refuses(
+            msgspec.structs.replace(SPEC, window=7, soft_cap=30.0, sinks=True, bias=True)
+        )
+        is None
+    )
 
 
 def test_refuses_a_dtype_without_arithmetic() -> None:
@@ -42,7 +47,9 @@ def test_refuses_a_dtype_without_arithmetic() -> None:
 
 
 def test_refuses_relative_positions_across_sequences() -> None:
-    reason = SdpaBackend.refuses(msgspec.structs.replace(SPEC, type=AttentionType.CROSS, window=7, bias=True))
+    reason = SdpaBackend.refuses(
+        msgspec.structs.replace(SPEC, type=AttentionType.CROSS, window=7, bias=True)
+    )
     assert reason == "window and bias relate positions of one sequence, and cross attention has two"
 
 
@@ -74,7 +81,12 @@ def test_a_row_longer_than_a_bucket_is_one() -> None:
 
 def test_entry_module_imports_no_torch() -> None:
     code = "import sys, toolkit_lm_sdpa; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=Path(__file__).parent, check=False
+        ).returncode
+        == 0
+    )
 
 
 def test_entry_module_registers_the_backend_below_all_faster_ones() -> None:

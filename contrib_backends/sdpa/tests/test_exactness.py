@@ -26,8 +26,15 @@ def torch_sdpa(step: AttentionStep) -> torch.Tensor:
         visible = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
         repeats = q.shape[1] // k.shape[1]
         # Four axes, as models call it: with three, torch's CPU kernel is another one.
-        q, k, v = (x[None].transpose(1, 2) for x in (q, k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)))
-        outputs.append(scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=step.layer.params.scale)[0].transpose(0, 1))
+        q, k, v = (
+            x[None].transpose(1, 2)
+            for x in (q, k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1))
+        )
+        outputs.append(
+            scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=step.layer.params.scale)[
+                0
+            ].transpose(0, 1)
+        )
     return torch.cat(outputs)
 
 
@@ -39,9 +46,13 @@ def test_half_precision_is_as_exact_as_torch(dtype, sharpness, batch, explicit) 
     step = make_step(batch=batch, dtype=dtype, heads=(6, 2), head_size=64, seed=3)
     step.layer.params = replace(step.layer.params, scale=step.layer.params.scale * sharpness)
     if explicit:
-        step.layer.params = replace(step.layer.params, bias=lambda q, k: torch.zeros(6, len(q), len(k)))
+        step.layer.params = replace(
+            step.layer.params, bias=lambda q, k: torch.zeros(6, len(q), len(k))
+        )
     truth = step.naive()
-    ours, theirs = (np.linalg.norm(out.double().numpy() - truth) for out in (step.run(), torch_sdpa(step)))
+    ours, theirs = (
+        np.linalg.norm(out.double().numpy() - truth) for out in (step.run(), torch_sdpa(step))
+    )
     assert ours <= 1.5 * theirs
 
 

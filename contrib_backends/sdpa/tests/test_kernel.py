@@ -33,7 +33,10 @@ def test_on_a_gpu_cudnn_is_not_asked(is_cudnn_asked, device, host) -> None:
     torch.backends.cuda.enable_cudnn_sdp(host)
     try:
         with FakeTensorMode():
-            q, k = (torch.empty(2, 3, tokens, 16, device=device, dtype=torch.bfloat16) for tokens in (5, 9))
+            q, k = (
+                torch.empty(2, 3, tokens, 16, device=device, dtype=torch.bfloat16)
+                for tokens in (5, 9)
+            )
             assert fused_attention(q, k, k, scale=0.25).shape == q.shape
             with pytest.raises(TypeError):
                 fused_attention(q, k, k, scale="wide")
@@ -44,6 +47,10 @@ def test_on_a_gpu_cudnn_is_not_asked(is_cudnn_asked, device, host) -> None:
 
 
 def test_nothing_else_calls_torchs_attention() -> None:
-    sources = [path for folder in ("core", "plugins/*", "contrib_*/*") for path in ROOT.glob(f"{folder}/src/**/*.py")]
+    sources = [
+        path
+        for folder in ("core", "plugins/*", "contrib_*/*")
+        for path in ROOT.glob(f"{folder}/src/**/*.py")
+    ]
     callers = [path for path in sources if "scaled_dot_product_attention(" in path.read_text()]
     assert len(sources) > 300 and [path.name for path in callers] == ["kernel.py"]

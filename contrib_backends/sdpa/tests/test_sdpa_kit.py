@@ -1,4 +1,5 @@
-"""The conformance kit on a GPU. `test_attention_masks.py` and the kit's own tests have the CPU's."""
+"""The conformance kit on a GPU. `test_attention_masks.py` and the kit's own tests have the
+CPU's."""
 
 import pytest
 import torch

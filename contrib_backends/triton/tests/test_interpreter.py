@@ -1,4 +1,5 @@
-"""The kernels on a CPU, by Triton's interpreter. It is chosen when Triton is imported, so that these tests have processes of their own."""
+"""The kernels on a CPU, by Triton's interpreter. It is chosen when Triton is imported, so that
+these tests have processes of their own."""
 
 import importlib.util
 import os
@@ -11,7 +12,9 @@ from toolkit_lm_triton.device import interprets
 
 FOLDER = Path(__file__).parent
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the package triton is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="the package triton is not installed"
+    ),
     pytest.mark.skipif(interprets(), reason="this process interprets already"),
 ]
 
@@ -21,15 +24,32 @@ def interpret(*arguments: str) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     # Triton 3.6 takes a number out of an array of one; numpy from 2.4 on gives none.
     warnings = ["-W", "error", "-W", "ignore:Conversion of an array with ndim:DeprecationWarning"]
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-x", "-p", "no:cacheprovider", *warnings, *arguments]
-    run = subprocess.run(command, cwd=FOLDER, env=environment, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--no-header",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        *warnings,
+        *arguments,
+    ]
+    run = subprocess.run(
+        command, cwd=FOLDER, env=environment, capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     summary = run.stdout.strip().splitlines()[-1]
     assert "passed" in summary and "skipped" not in summary, summary
 
 
 def test_some_kernels() -> None:
-    interpret("test_triton_kernels.py", "-k", "row_without_keys or large_scores or many_scores or rotated_into or gated_layer")
+    interpret(
+        "test_triton_kernels.py",
+        "-k",
+        "row_without_keys or large_scores or many_scores or rotated_into or gated_layer",
+    )
 
 
 def test_a_decode_in_a_graph() -> None:

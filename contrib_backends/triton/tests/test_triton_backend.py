@@ -1,4 +1,5 @@
-"""The contracts, which need neither Triton nor a GPU: refusals, registration, and how a step is cut into pieces."""
+"""The contracts, which need neither Triton nor a GPU: refusals, registration, and how a step is cut
+into pieces."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ import numpy as np
 import pytest
 import toolkit_lm_triton
 import torch
-from toolkit_lm.attention import AttentionSpec, AttentionType, BatchView, FullSpec, GraphSupport, PageTensor
+from toolkit_lm.attention import (
+    AttentionSpec,
+    AttentionType,
+    BatchView,
+    FullSpec,
+    GraphSupport,
+    PageTensor,
+)
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.plugin import AttentionBackendRegistry, KernelsRegistry, PluginInfo
 from toolkit_lm_triton.backend import TritonBackend
@@ -41,7 +49,10 @@ SPEC = AttentionSpec(
     device="cuda",
     kv_cache=FullSpec(block_size=16, num_kv_heads=2, head_size=80, dtype="bfloat16"),
 )
-NO_CPU = "no kernel for device cpu, only for cuda; Triton's interpreter, for tests, is asked for by TRITON_INTERPRET=1"
+NO_CPU = (
+    "no kernel for device cpu, only for cuda; Triton's interpreter, for tests, is asked for by "
+    "TRITON_INTERPRET=1"
+)
 
 
 @pytest.fixture
@@ -56,12 +67,24 @@ def able(monkeypatch) -> None:
 @pytest.mark.parametrize("type", AttentionType)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_runs_every_type_on_a_gpu(type, dtype) -> None:
-    assert TritonBackend.refuses(msgspec.structs.replace(SPEC, type=type, dtype=dtype, soft_cap=30.0, sinks=True)) is None
+    assert (
+        TritonBackend.refuses(
+            msgspec.structs.replace(SPEC, type=type, dtype=dtype, soft_cap=30.0, sinks=True)
+        )
+        is None
+    )
 
 
 @pytest.mark.usefixtures("able")
 def test_runs_every_feature_at_once() -> None:
-    assert TritonBackend.refuses(msgspec.structs.replace(SPEC, window=7, soft_cap=30.0, sinks=True, bias=True, spans=True)) is None
+    assert (
+        TritonBackend.refuses(
+            msgspec.structs.replace(
+                SPEC, window=7, soft_cap=30.0, sinks=True, bias=True, spans=True
+            )
+        )
+        is None
+    )
 
 
 @pytest.mark.usefixtures("able")
@@ -70,14 +93,20 @@ def test_runs_every_feature_at_once() -> None:
     [
         ({"device": "xpu"}, "no kernel for device xpu, only for cuda"),
         ({"device": "cpu"}, NO_CPU),
-        ({"dtype": "float8_e4m3fn"}, "no kernel for float8_e4m3fn, only for float32, bfloat16, float16"),
+        (
+            {"dtype": "float8_e4m3fn"},
+            "no kernel for float8_e4m3fn, only for float32, bfloat16, float16",
+        ),
         ({"type": "sideways"}, "no attention of type 'sideways', only of decoder, encoder, cross"),
         ({"head_size": 512}, "head_size 512 is above 256"),
         (
             {"type": AttentionType.CROSS, "window": 7, "bias": True},
             "window and bias relate positions of one sequence, and cross attention has two",
         ),
-        ({"type": AttentionType.ENCODER, "spans": True}, "spans are of decoders, and this is attention of type 'encoder'"),
+        (
+            {"type": AttentionType.ENCODER, "spans": True},
+            "spans are of decoders, and this is attention of type 'encoder'",
+        ),
     ],
 )
 def test_refusals(change, reason) -> None:
@@ -98,8 +127,15 @@ def test_the_interpreter_refuses_what_it_gets_wrong(monkeypatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     on_cpu = msgspec.structs.replace(SPEC, device="cpu")
-    wrong = "Triton's interpreter computes float32 and float16 only, and gives wrong numbers in bfloat16"
-    assert TritonBackend.refuses(on_cpu) == TritonKernels.refuses(VllmConfig.default(dtype="bfloat16")) == wrong
+    wrong = (
+        "Triton's interpreter computes float32 and float16 only, and gives wrong numbers in "
+        "bfloat16"
+    )
+    assert (
+        TritonBackend.refuses(on_cpu)
+        == TritonKernels.refuses(VllmConfig.default(dtype="bfloat16"))
+        == wrong
+    )
     assert TritonBackend.refuses(msgspec.structs.replace(on_cpu, dtype="float16")) is None
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert TritonBackend.refuses(msgspec.structs.replace(on_cpu, dtype="float16")) == NO_CPU
@@ -110,18 +146,32 @@ def test_a_page_holds_keys_and_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "heavy"), [("toolkit_lm_triton", "torch"), ("toolkit_lm_triton.backend, toolkit_lm_triton.layers", "triton")]
+    ("module", "heavy"),
+    [
+        ("toolkit_lm_triton", "torch"),
+        ("toolkit_lm_triton.backend, toolkit_lm_triton.layers", "triton"),
+    ],
 )
 def test_nothing_heavy_is_imported_before_it_is_needed(module, heavy) -> None:
     code = f"import sys, {module}; sys.exit({heavy!r} in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=Path(__file__).parent, check=False
+        ).returncode
+        == 0
+    )
 
 
 def test_entry_module_registers_below_the_references() -> None:
-    backends, kernels = (kind(owner=PluginInfo("triton")) for kind in (AttentionBackendRegistry, KernelsRegistry))
+    backends, kernels = (
+        kind(owner=PluginInfo("triton")) for kind in (AttentionBackendRegistry, KernelsRegistry)
+    )
     toolkit_lm_triton.toolkit_register_attention_backends(backends)
     toolkit_lm_triton.toolkit_register_kernels(kernels)
-    assert [(entry.key, entry.priority) for entry in (*backends.entries(), *kernels.entries())] == [("triton", -5), ("triton", -5)]
+    assert [(entry.key, entry.priority) for entry in (*backends.entries(), *kernels.entries())] == [
+        ("triton", -5),
+        ("triton", -5),
+    ]
     assert backends.load("triton") is TritonBackend
     assert kernels.load("triton") is TritonKernels
 
@@ -143,7 +193,10 @@ def batch_of(rows, spans=None) -> BatchView:
     )
 
 
-@pytest.mark.parametrize(("group", "least", "tile"), [(1, 16, (16, 1)), (3, 16, (4, 4)), (71, 16, (1, 128)), (8, 64, (8, 8))])
+@pytest.mark.parametrize(
+    ("group", "least", "tile"),
+    [(1, 16, (16, 1)), (3, 16, (4, 4)), (71, 16, (1, 128)), (8, 64, (8, 8))],
+)
 def test_a_program_holds_all_heads_of_a_kv_head(group, least, tile) -> None:
     assert Tile.of(group, least) == tile
 
@@ -151,7 +204,9 @@ def test_a_program_holds_all_heads_of_a_kv_head(group, least, tile) -> None:
 @pytest.mark.parametrize("type", AttentionType)
 @pytest.mark.parametrize("window", [None, 1, 9])
 @pytest.mark.parametrize("spans", [False, True])
-def test_pieces_hold_each_query_once_and_the_keys_that_any_of_them_sees(type, window, spans) -> None:
+def test_pieces_hold_each_query_once_and_the_keys_that_any_of_them_sees(
+    type, window, spans
+) -> None:
     if (type is AttentionType.CROSS and window) or (type is not AttentionType.DECODER and spans):
         pytest.skip("there is no such attention")
     rows = (
@@ -159,7 +214,10 @@ def test_pieces_hold_each_query_once_and_the_keys_that_any_of_them_sees(type, wi
         if type is not AttentionType.ENCODER
         else [(99, 80), (1, 1), (5, 5)]
     )
-    row_spans = [np.stack([np.arange(keys) // 7 * 7, np.minimum(np.arange(keys) // 7 * 7 + 7, keys)], axis=1) for _, keys in rows]
+    row_spans = [
+        np.stack([np.arange(keys) // 7 * 7, np.minimum(np.arange(keys) // 7 * 7 + 7, keys)], axis=1)
+        for _, keys in rows
+    ]
     brought = [
         one[len(one) - queries :] if len(one) else np.array([[0, 1]] * queries).reshape(-1, 2)
         for one, (queries, _) in zip(row_spans, rows, strict=True)
@@ -188,7 +246,10 @@ def test_pieces_hold_each_query_once_and_the_keys_that_any_of_them_sees(type, wi
 @pytest.mark.parametrize("window", [None, 1, 9])
 def test_decodes_in_graphs_are_cut_as_others_are(window) -> None:
     """In one table for all steps of as many rows, without the host."""
-    key, table = PlanKey(AttentionType.DECODER, window, 2, False), decode_table(4, torch.device("cpu"))
+    key, table = (
+        PlanKey(AttentionType.DECODER, window, 2, False),
+        decode_table(4, torch.device("cpu")),
+    )
     place = table.data_ptr()
     for lengths in ([90, 1, 7, 12], [3, 0, 0, 0], [8, 9, 10, 11]):
         batch = batch_of([(1, length) for length in lengths])
@@ -198,7 +259,10 @@ def test_decodes_in_graphs_are_cut_as_others_are(window) -> None:
         assert torch.equal(table, part.device_table)
 
 
-@pytest.mark.parametrize(("most", "split"), [(1, SPLIT), (32 * SPLIT, SPLIT), (32 * SPLIT + 1, 2 * SPLIT), (131072, 4096), (100_000, 4096)])
+@pytest.mark.parametrize(
+    ("most", "split"),
+    [(1, SPLIT), (32 * SPLIT, SPLIT), (32 * SPLIT + 1, 2 * SPLIT), (131072, 4096), (100_000, 4096)],
+)
 def test_few_programs_share_the_keys_of_a_row(most, split) -> None:
     assert split_for(most) == split and -(-most // split) <= 32
 
@@ -218,7 +282,9 @@ def test_graphs_hold_decodes(change, answer) -> None:
     assert TritonBackend.graphs(msgspec.structs.replace(SPEC, **change)) == answer
 
 
-def is_seen(query: int, key: int, type: AttentionType, window: int | None, span: tuple[int, int]) -> bool:
+def is_seen(
+    query: int, key: int, type: AttentionType, window: int | None, span: tuple[int, int]
+) -> bool:
     if type is AttentionType.CROSS:
         return True
     if type is AttentionType.DECODER and key > query:
@@ -227,12 +293,20 @@ def is_seen(query: int, key: int, type: AttentionType, window: int | None, span:
 
 
 def test_few_queries_share_out_their_keys_and_many_do_not() -> None:
-    parts = make_plan(batch_of([(1, 3 * SPLIT + 1), (8, 700), (9, 700), (1, 1)]), PlanKey(AttentionType.DECODER, None, 2, False))
-    assert [(part.splits, part.tile, part.table[:, 0].tolist()) for part in parts] == [(4, (8, 2), [0, 1, 3]), (1, (32, 2), [2])]
+    parts = make_plan(
+        batch_of([(1, 3 * SPLIT + 1), (8, 700), (9, 700), (1, 1)]),
+        PlanKey(AttentionType.DECODER, None, 2, False),
+    )
+    assert [(part.splits, part.tile, part.table[:, 0].tolist()) for part in parts] == [
+        (4, (8, 2), [0, 1, 3]),
+        (1, (32, 2), [2]),
+    ]
 
 
 def test_chunks_of_pieces() -> None:
-    part = make_plan(batch_of([(1, 9), (8, 70), (3, 9), (1, 1)]), PlanKey(AttentionType.DECODER, None, 2, False))[0]
+    part = make_plan(
+        batch_of([(1, 9), (8, 70), (3, 9), (1, 1)]), PlanKey(AttentionType.DECODER, None, 2, False)
+    )[0]
     assert list(part.chunks(4)) == [(0, 1), (1, 2), (2, 4)]
     assert part.positions(2, 4).tolist() == [6, 7, 8, 0]
 
@@ -257,9 +331,19 @@ def test_powers_of_2() -> None:
 def test_layers_of_other_kinds_are_left_to_their_modules() -> None:
     there, wide = object(), SimpleNamespace(weight=[0.0] * 48)
     params = SimpleNamespace(attention_type=AttentionType.DECODER, head_size=24)
-    usual = {"attn": SimpleNamespace(params=params), "head_norms": None, "multiplier": 1.0, "out_norms": None}
+    usual = {
+        "attn": SimpleNamespace(params=params),
+        "head_norms": None,
+        "multiplier": 1.0,
+        "out_norms": None,
+    }
     usual |= dict.fromkeys(("input_norm", "post_norm", "gate_up", "down"), there)
     assert fits(SimpleNamespace(**usual))
     missing = [{name: None} for name in ("input_norm", "post_norm", "gate_up", "down")]
-    for change in (*missing, {"multiplier": 0.5}, {"out_norms": (there, there)}, {"head_norms": (wide, wide)}):
+    for change in (
+        *missing,
+        {"multiplier": 0.5},
+        {"out_norms": (there, there)},
+        {"head_norms": (wide, wide)},
+    ):
         assert not fits(SimpleNamespace(**usual | change)), change

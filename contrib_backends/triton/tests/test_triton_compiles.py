@@ -1,4 +1,5 @@
-"""The kernels, compiled to machine code for GPUs, which needs none: Triton brings the assembler along."""
+"""The kernels, compiled to machine code for GPUs, which needs none: Triton brings the assembler
+along."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from toolkit_lm_triton.layers import GATES
 from toolkit_lm_triton.pieces import COLUMNS, SPLIT
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the package triton is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="the package triton is not installed"
+    ),
     pytest.mark.skipif(interprets(), reason="what is interpreted is not compiled"),
 ]
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
@@ -38,7 +41,16 @@ STEPS: dict[str, dict[str, Any]] = {
     "prefill": {},
     "decode": DECODE,
     "decode, 1 head": DECODE | {"GROUP": 1, "GROUP_FILLED": 1, "QUERIES": 16},
-    "decode, all": DECODE | {"WINDOW": 99, "SOFT_CAP": 30.0, "SINKS": True, "BIAS": 1, "GROUP": 3, "SIZE": 80, "BLOCK_SIZE": 17},
+    "decode, all": DECODE
+    | {
+        "WINDOW": 99,
+        "SOFT_CAP": 30.0,
+        "SINKS": True,
+        "BIAS": 1,
+        "GROUP": 3,
+        "SIZE": 80,
+        "BLOCK_SIZE": 17,
+    },
     "spans": {"SPANS": True, "WINDOW": 99, "SOFT_CAP": 30.0},
     "bias of pairs": {"BIAS": 2, "BLOCK_SIZE": 0},
     "encoder": {"CAUSAL": False, "WINDOW": 99, "BLOCK_SIZE": 0},
@@ -53,7 +65,13 @@ def cache(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int = 90, warps: int = 4) -> Any:
+def compiled(
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    capability: int = 90,
+    warps: int = 4,
+) -> Any:
     """Arguments without a type are int32. A pointer that is not given is a constant, None."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -62,9 +80,15 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], capa
     constants = constants | {name: None for name, type in types.items() if type == "none"}
     names = kernel.arg_names
     assert constants.keys() | types.keys() <= set(names)
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, **LAUNCH})
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
+    }
+    source = ASTSource(
+        kernel, signature, {(names.index(name),): value for name, value in constants.items()}
+    )
+    made = triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, **LAUNCH}
+    )
     assert made.asm["cubin"]
     assert made.metadata.shared <= SHARED_MEMORY[capability]
     return made
@@ -75,8 +99,14 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], capa
     [
         ("decode, all", "bf16", 90),
         *(pytest.param(step, "bf16", 80, marks=pytest.mark.slow) for step in STEPS),
-        *(pytest.param(step, "fp32", 80, marks=pytest.mark.slow) for step in ("prefill", "decode", "wide heads")),
-        *(pytest.param(step, "bf16", 90, marks=pytest.mark.slow) for step in ("prefill", "decode", "wide heads")),
+        *(
+            pytest.param(step, "fp32", 80, marks=pytest.mark.slow)
+            for step in ("prefill", "decode", "wide heads")
+        ),
+        *(
+            pytest.param(step, "bf16", 90, marks=pytest.mark.slow)
+            for step in ("prefill", "decode", "wide heads")
+        ),
     ],
 )
 def test_attention(step, dtype, capability) -> None:
@@ -93,39 +123,61 @@ def test_attention(step, dtype, capability) -> None:
     }
     given |= {"partial": constants["SPLIT"], "stats": constants["SPLIT"]}
     elements = {"block_table": "*i32", "span_ends": "*i32"}
-    types = {name: elements.get(name, "*fp32") if is_given else "none" for name, is_given in given.items()}
-    types |= dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}") | {"pieces": "*i32", "scale": "fp32"}
+    types = {
+        name: elements.get(name, "*fp32") if is_given else "none"
+        for name, is_given in given.items()
+    }
+    types |= dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}") | {
+        "pieces": "*i32",
+        "scale": "fp32",
+    }
     made = compiled(attention.attend, types, constants, capability)
     if dtype == "bf16":
         assert "mma" in made.asm["ptx"], "products do not run on tensor cores"
 
 
-@pytest.mark.parametrize("dtype", ["bf16", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("fp16", "fp32"))])
+@pytest.mark.parametrize(
+    "dtype", ["bf16", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("fp16", "fp32"))]
+)
 def test_what_is_beside_attention(dtype) -> None:
     from toolkit_lm_triton.kernels import attention
 
     pointers = dict.fromkeys(("k", "v", "keys", "values"), f"*{dtype}") | {"slots": "*i64"}
     compiled(attention.store_kv, pointers, {"BLOCK_SIZE": 16, "SIZE": 80, "SIZE_FILLED": 128})
-    shape = {name: ATTEND[name] for name in ("COLUMNS", "GROUP", "GROUP_FILLED", "SIZE", "SIZE_FILLED")}
+    shape = {
+        name: ATTEND[name] for name in ("COLUMNS", "GROUP", "GROUP_FILLED", "SIZE", "SIZE_FILLED")
+    }
     types = {"partial": "*fp32", "stats": "*fp32", "out": f"*{dtype}", "pieces": "*i32"}
     compiled(attention.merge, types, shape | DECODE)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("fp16", "fp32"))])
+@pytest.mark.parametrize(
+    "dtype", ["bf16", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("fp16", "fp32"))]
+)
 def test_layers(dtype) -> None:
     from toolkit_lm_triton.kernels import layers
 
     norm = dict.fromkeys(("x", "residual", "weight", "total", "out"), f"*{dtype}") | {"eps": "fp32"}
     compiled(layers.rms_norm, norm, {"SIZE": 4096, "SIZE_FILLED": 4096, "ADDS": True})
-    compiled(layers.rms_norm, norm | {"residual": "none", "weight": "*fp32"}, {"SIZE": 80, "SIZE_FILLED": 128, "ADDS": False})
+    compiled(
+        layers.rms_norm,
+        norm | {"residual": "none", "weight": "*fp32"},
+        {"SIZE": 80, "SIZE_FILLED": 128, "ADDS": False},
+    )
     pointers = dict.fromkeys(("x", "cos", "sin"), f"*{dtype}")
     for interleaved in (False, True):
         compiled(layers.rotate, pointers, ROTATED | {"INTERLEAVED": interleaved}, warps=1)
-    pointers = dict.fromkeys(("q", "k", "v", "cos", "sin", "keys", "values"), f"*{dtype}") | {"slots": "*i64"}
+    pointers = dict.fromkeys(("q", "k", "v", "cos", "sin", "keys", "values"), f"*{dtype}") | {
+        "slots": "*i64"
+    }
     heads = {"HEADS": 32, "KV_HEADS": 8, "SIZE": 128, "SIZE_FILLED": 128, "BLOCK_SIZE": 16}
     compiled(layers.rotate_and_store, pointers, ROTATED | heads, warps=1)
     for activation in sorted(set(GATES.values())):
-        compiled(layers.gate, dict.fromkeys(("x", "out"), f"*{dtype}"), {"SIZE": 11000, "BLOCK": 1024, "ACTIVATION": activation})
+        compiled(
+            layers.gate,
+            dict.fromkeys(("x", "out"), f"*{dtype}"),
+            {"SIZE": 11000, "BLOCK": 1024, "ACTIVATION": activation},
+        )
     scores = {"scores": f"*{dtype}", "best": f"*{dtype}", "found": "*i64"}
     compiled(layers.likeliest, scores | {"places": "none"}, {"BLOCK": 4096, "HAS_PLACES": False})
     compiled(layers.likeliest, scores | {"places": "*i64"}, {"BLOCK": 32, "HAS_PLACES": True})

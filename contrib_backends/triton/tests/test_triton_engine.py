@@ -1,4 +1,5 @@
-"""Small models in a whole engine: on a GPU, or by Triton's interpreter, which `test_interpreter.py` runs these tests with."""
+"""Small models in a whole engine: on a GPU, or by Triton's interpreter, which `test_interpreter.py`
+runs these tests with."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from toolkit_lm_triton.fused import FusedDecoderLayer
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 DEVICE = "cpu" if interprets() else "cuda"
-pytestmark = pytest.mark.skipif(refusal(DEVICE, "float32") is not None, reason=str(refusal(DEVICE, "float32")))
+pytestmark = pytest.mark.skipif(
+    refusal(DEVICE, "float32") is not None, reason=str(refusal(DEVICE, "float32"))
+)
 SHAPE = {
     "vocab_size": 300,
     "hidden_size": 64,
@@ -24,7 +27,9 @@ SHAPE = {
 }
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(attention_bias=True, **SHAPE)),
-    "qwen3 with a window": lambda: Qwen3ForCausalLM(Qwen3Config(use_sliding_window=True, sliding_window=20, max_window_layers=1, **SHAPE)),
+    "qwen3 with a window": lambda: Qwen3ForCausalLM(
+        Qwen3Config(use_sliding_window=True, sliding_window=20, max_window_layers=1, **SHAPE)
+    ),
 }
 PROMPTS = [[5, 6, 7], list(range(9, 99)), [8], list(range(200, 240))]
 PLAIN = {"attention_backend": "sdpa", "kernels": "torch"}
@@ -38,10 +43,22 @@ def model(request, tmp_path_factory):
 
 
 def test_generation(monkeypatch, model) -> None:
-    """Prompts in chunks, and several rows a step: the same tokens, by layers that rotate keys into the cache."""
+    """Prompts in chunks, and several rows a step: the same tokens, by layers that rotate keys into
+    the cache."""
     calls, call = [], FusedDecoderLayer.__call__
-    monkeypatch.setattr(FusedDecoderLayer, "__call__", lambda self, *given: calls.append(call(self, *given)) or calls[-1])
-    options = {"vocab_size": 300, "max_tokens": 8, "dtype": "float32", "device": DEVICE, "max_num_batched_tokens": 50, "max_num_seqs": 4}
+    monkeypatch.setattr(
+        FusedDecoderLayer,
+        "__call__",
+        lambda self, *given: calls.append(call(self, *given)) or calls[-1],
+    )
+    options = {
+        "vocab_size": 300,
+        "max_tokens": 8,
+        "dtype": "float32",
+        "device": DEVICE,
+        "max_num_batched_tokens": 50,
+        "max_num_seqs": 4,
+    }
     expected, none_yet = generate(model, PROMPTS, **options, **PLAIN), not calls
     ours = generate(model, PROMPTS, **options, **OURS)
     assert none_yet and calls and all(done is not None for done in calls)

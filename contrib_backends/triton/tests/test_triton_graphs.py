@@ -1,5 +1,6 @@
-"""Decodes in CUDA graphs: with PyTorch's capture on a GPU; by Triton's interpreter, with which `test_interpreter.py` runs this, with what
-stands for a graph."""
+"""Decodes in CUDA graphs: with PyTorch's capture on a GPU; by Triton's interpreter, with which
+`test_interpreter.py` runs this, with what stands for a graph.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +18,17 @@ from toolkit_lm_triton.device import interprets, refusal
 from toolkit_lm_triton.pieces import SPLIT
 
 DEVICE = "cpu" if interprets() else "cuda"
-pytestmark = pytest.mark.skipif(refusal(DEVICE, "float32") is not None, reason=str(refusal(DEVICE, "float32")))
+pytestmark = pytest.mark.skipif(
+    refusal(DEVICE, "float32") is not None, reason=str(refusal(DEVICE, "float32"))
+)
 interpreted = pytest.mark.skipif(not interprets(), reason="it stands for a graph on a CPU")
 MADE = {"attend": ("partial", "stats"), "merge": (0, 1)}
 """Arguments of kernels that are memory of the graph's own."""
 
 
 class Launches:
-    """The kernels; of each launch, all that a graph would hold: the programs, numbers and addresses."""
+    """The kernels; of each launch, all that a graph would hold: the programs, numbers and
+    addresses."""
 
     def __init__(self, kernels: Any) -> None:
         self.seen: list[Any] = []
@@ -41,7 +45,11 @@ class Launcher:
     def __getitem__(self, programs: tuple[int, ...]) -> Any:
         def launch(*arguments: Any, **options: Any) -> None:
             given = {**dict(enumerate(arguments)), **options}
-            held = {name: address(one) for name, one in given.items() if name not in MADE.get(self.name, ())}
+            held = {
+                name: address(one)
+                for name, one in given.items()
+                if name not in MADE.get(self.name, ())
+            }
             self.launches.seen.append((self.name, programs, held))
             self.kernel[programs](*arguments, **options)
 
@@ -72,14 +80,19 @@ class ByOffset(OffsetTable):
     ids=["plain", "window", "long window", "bias", "keys that programs share"],
 )
 def test_later_steps_launch_what_the_recorded_one_launched(features, most) -> None:
-    """What `build` fills lies where it lay, has room for the longest rows, and holds nothing of longer steps before."""
+    """What `build` fills lies where it lay, has room for the longest rows, and holds nothing of
+    longer steps before."""
     steps = FixedSteps(TritonBackend, **{"window": None, "most": most, **features})
     launches = steps.backend._kernels = Launches(steps.backend._kernels)
     # As before a capture.
     steps.run([2, 0, 0, 0])
     launches.seen.clear()
     recorded = steps.run([9, 0, 0, 0]), launches.seen.copy()
-    assert {name for name, *_ in launches.seen} == {"store_kv", "attend", *(["merge"] if most > SPLIT else [])}
+    assert {name for name, *_ in launches.seen} == {
+        "store_kv",
+        "attend",
+        *(["merge"] if most > SPLIT else []),
+    }
     for lengths in ([most] * ROWS, [10, 2, 30, 0], [3, 0, 0, 0]):
         launches.seen.clear()
         assert (steps.run(lengths), launches.seen) == recorded
@@ -96,7 +109,9 @@ def test_steps_in_graphs_give_what_steps_without_give(folder, monkeypatch) -> No
     monkeypatch.setattr(graphs_module, "make_recorder", lambda device: recorder)
     found, counts = generate(folder, "full_and_piecewise", "triton")
     assert found == generate(folder, "none", "sdpa")[0]
-    assert counts[Kind.FULL] and counts[Kind.PIECEWISE], "of decodes the whole step, of others the parts beside attention"
+    assert counts[Kind.FULL] and counts[Kind.PIECEWISE], (
+        "of decodes the whole step, of others the parts beside attention"
+    )
     assert recorder.num_replays
 
 

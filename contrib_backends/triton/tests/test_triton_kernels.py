@@ -1,4 +1,5 @@
-"""What only these kernels do: on a GPU, or by Triton's interpreter, which `test_interpreter.py` runs these tests with."""
+"""What only these kernels do: on a GPU, or by Triton's interpreter, which `test_interpreter.py`
+runs these tests with."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from toolkit_lm_triton.layers import GATES, GatedLinear, TritonKernels
 from toolkit_lm_triton.pieces import SPLIT
 
 DEVICE = "cpu" if interprets() else "cuda"
-pytestmark = pytest.mark.skipif(refusal(DEVICE, "float32") is not None, reason=str(refusal(DEVICE, "float32")))
+pytestmark = pytest.mark.skipif(
+    refusal(DEVICE, "float32") is not None, reason=str(refusal(DEVICE, "float32"))
+)
 LONG = 2 * SPLIT + 90
 MIXED = [(1, LONG), (40, 40), (12, 70), (1, 1), (3, 31)]
 
@@ -51,7 +54,8 @@ def test_keys_that_programs_share(fields) -> None:
 
 @pytest.mark.parametrize("fields", [{}, {"sinks": True}], ids=str)
 def test_what_a_row_gives_does_not_depend_on_the_rows_beside_it(fields) -> None:
-    """A row that is decoded, that is: its keys are shared out in the same way beside longer ones."""
+    """A row that is decoded, that is: its keys are shared out in the same way beside longer
+    ones."""
     step = make_step([(1, SPLIT + 5), (1, LONG), (20, 20), (1, 3)], **fields)
     whole, first = step.run(), make_step([(1, SPLIT + 5)], **fields)
     first.q, first.k, first.v, first.layer = step.q[:1], step.k[:1], step.v[:1], step.layer
@@ -61,7 +65,9 @@ def test_what_a_row_gives_does_not_depend_on_the_rows_beside_it(fields) -> None:
 def test_biases_of_pairs_are_made_for_some_pieces_at_a_time(monkeypatch) -> None:
     step = make_step([(1, 90), (40, 40), (12, 70), (1, 1), (3, 31)], bias="table")
     whole, made, bias = step.run(), [], step.layer.params.bias
-    step.layer.params = replace(step.layer.params, bias=lambda q, k: made.append(len(q)) or bias(q, k))
+    step.layer.params = replace(
+        step.layer.params, bias=lambda q, k: made.append(len(q)) or bias(q, k)
+    )
     monkeypatch.setattr(backend, "_MOST_BIASES", 4 * 90 * 16)
     assert torch.equal(step.run(), whole)
     assert sum(made) == 57 and len(made) > 2 and max(made) <= 32
@@ -94,7 +100,9 @@ def test_a_gated_layer_uses_the_kernel(monkeypatch) -> None:
     for kernels in (Kernels(), ours):
         config = VllmConfig.default(dtype="float32")
         with construction(kernels=kernels), torch.device(DEVICE):
-            layer = GatedColumnParallelLinear(24, 40, activation="silu", vllm_config=config, prefix="mlp")
+            layer = GatedColumnParallelLinear(
+                24, 40, activation="silu", vllm_config=config, prefix="mlp"
+            )
         layer.requires_grad_(False)
         layer.weight.copy_(random(80, 24))
         outputs.append(layer(random(3, 24, seed=1)))
@@ -121,17 +129,30 @@ def test_likeliest_of_many_scores(dtype) -> None:
         assert (best.dtype, places.dtype) == (dtype, torch.int64)
 
 
-@pytest.mark.parametrize(("interleaved", "rotated"), [(False, 24), (True, 24), (False, 16), (True, 8)])
+@pytest.mark.parametrize(
+    ("interleaved", "rotated"), [(False, 24), (True, 24), (False, 16), (True, 8)]
+)
 def test_keys_are_rotated_into_the_cache(interleaved, rotated) -> None:
     tokens, heads, kv_heads, size = 5, 4, 2, 24
     params = LayerParams(
-        name="attn", attention_type=AttentionType.DECODER, num_heads=heads, num_kv_heads=kv_heads, head_size=size, scale=1.0
+        name="attn",
+        attention_type=AttentionType.DECODER,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=size,
+        scale=1.0,
     )
-    qkv, cos, sin = random(tokens, heads + 2 * kv_heads, size), random(tokens, 1, rotated, seed=1), random(tokens, 1, rotated, seed=2)
+    qkv, cos, sin = (
+        random(tokens, heads + 2 * kv_heads, size),
+        random(tokens, 1, rotated, seed=1),
+        random(tokens, 1, rotated, seed=2),
+    )
     slots = torch.tensor([7, -1, 0, 15, 8], device=DEVICE)
     expected, cache = qkv.clone(), torch.zeros(4, 2, 4, kv_heads, size, device=DEVICE)
     Kernels().rotate(expected[:, : heads + kv_heads], cos, sin, interleaved)
-    layer = FusedDecoderLayer(SimpleNamespace(attn=SimpleNamespace(params=params)), TritonKernels()._kernels)
+    layer = FusedDecoderLayer(
+        SimpleNamespace(attn=SimpleNamespace(params=params)), TritonKernels()._kernels
+    )
     q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
     layer._rotate_and_store(q, k, v, Rotation(cos, sin, interleaved, Kernels()), (cache,), slots)
     torch.testing.assert_close(q, expected[:, :heads], atol=1e-6, rtol=0)

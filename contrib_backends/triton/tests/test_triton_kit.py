@@ -1,4 +1,5 @@
-"""The conformance kit: on a GPU, or by Triton's interpreter, which `test_interpreter.py` runs these tests with."""
+"""The conformance kit: on a GPU, or by Triton's interpreter, which `test_interpreter.py` runs these
+tests with."""
 
 import pytest
 import torch
@@ -8,7 +9,11 @@ from toolkit_lm_triton.device import interprets, refusal
 from toolkit_lm_triton.layers import TritonKernels
 
 DEVICE = "cpu" if interprets() else "cuda"
-DTYPES = [dtype for dtype in (torch.float32, torch.float16, torch.bfloat16) if refusal(DEVICE, str(dtype).removeprefix("torch.")) is None]
+DTYPES = [
+    dtype
+    for dtype in (torch.float32, torch.float16, torch.bfloat16)
+    if refusal(DEVICE, str(dtype).removeprefix("torch.")) is None
+]
 pytestmark = pytest.mark.skipif(not DTYPES, reason=str(refusal(DEVICE, "float32")))
 
 

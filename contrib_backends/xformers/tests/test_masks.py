@@ -1,4 +1,5 @@
-"""The masks of a step, written out, against the definition of each attention type. No GPU is needed."""
+"""The masks of a step, written out, against the definition of each attention type. No GPU is
+needed."""
 
 from __future__ import annotations
 
@@ -24,10 +25,16 @@ TABLE_STEP = 20
 
 def prepared(rows, type, *, window=None, block_size=None, paged=False) -> Prepared:
     """Of rows of (queries, keys). Row r has the blocks TABLE_STEP * r, TABLE_STEP * r + 1, ..."""
-    start, seen = np.cumsum([0, *(q for q, _ in rows)], dtype=np.int32), np.array([k for _, k in rows], np.int32)
+    start, seen = (
+        np.cumsum([0, *(q for q, _ in rows)], dtype=np.int32),
+        np.array([k for _, k in rows], np.int32),
+    )
     table = None
     if block_size is not None:
-        table = (torch.arange(len(rows))[:, None] * TABLE_STEP + torch.arange(-(-int(seen.max()) // block_size))).int()
+        table = (
+            torch.arange(len(rows))[:, None] * TABLE_STEP
+            + torch.arange(-(-int(seen.max()) // block_size))
+        ).int()
     batch = BatchView(
         query_start=start,
         seq_lens=seen,
@@ -46,7 +53,9 @@ def prepared(rows, type, *, window=None, block_size=None, paged=False) -> Prepar
 def seen_keys(found: Prepared, rows) -> dict[int, set[tuple[int, int]]]:
     """By token, the keys (row, position) that it sees."""
     layout, mask = found
-    owner = [(row, position) for row, (queries, _) in enumerate(rows) for position in range(queries)]
+    owner = [
+        (row, position) for row, (queries, _) in enumerate(rows) for position in range(queries)
+    ]
     if layout.pages is not None:
         keys = [key_at(place) for place in range(2 * BLOCK * TABLE_STEP * len(rows))]
     elif layout.keys is None:
@@ -55,11 +64,15 @@ def seen_keys(found: Prepared, rows) -> dict[int, set[tuple[int, int]]]:
         keys = [key_at(place) for place in layout.keys.tolist()]
     tokens = range(len(owner)) if layout.queries is None else layout.queries.tolist()
     seen = written_out(mask, len(tokens), len(keys)).tolist()
-    return {token: {key for key, is_seen in zip(keys, line, strict=True) if is_seen} for token, line in zip(tokens, seen, strict=True)}
+    return {
+        token: {key for key, is_seen in zip(keys, line, strict=True) if is_seen}
+        for token, line in zip(tokens, seen, strict=True)
+    }
 
 
 def key_at(place: int) -> tuple[int, int] | None:
-    """(row, position) of a place in the cache, whose blocks hold keys before values; None: a value."""
+    """(row, position) of a place in the cache, whose blocks hold keys before values; None: a
+    value."""
     block, offset = divmod(place, 2 * BLOCK)
     return (block // TABLE_STEP, block % TABLE_STEP * BLOCK + offset) if offset < BLOCK else None
 
@@ -69,7 +82,9 @@ def expected(rows, kind: str, window: int | None = None) -> dict[int, set[tuple[
     for row, (queries, keys) in enumerate(rows):
         for query in range(queries):
             position = keys - queries + query if kind == "decoder" else query
-            seen = {(row, key) for key in range(keys) if sees(position, key, kind=kind, window=window)}
+            seen = {
+                (row, key) for key in range(keys) if sees(position, key, kind=kind, window=window)
+            }
             if keys:
                 found[sum(q for q, _ in rows[:row]) + query] = seen
     return found
@@ -101,8 +116,14 @@ def test_which_masks_they_are() -> None:
     assert name(PREFILL, decoder) == "BlockDiagonalCausalMask"
     assert name(PREFILL, decoder, window=6) == "BlockDiagonalCausalLocalAttentionMask"
     assert name(MIXED, decoder, block_size=4) == "BlockDiagonalCausalFromBottomRightMask"
-    assert name(MIXED, decoder, block_size=4, window=6) == "BlockDiagonalCausalLocalAttentionFromBottomRightMask"
-    assert name(MIXED, decoder, block_size=4, paged=True) == "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask"
+    assert (
+        name(MIXED, decoder, block_size=4, window=6)
+        == "BlockDiagonalCausalLocalAttentionFromBottomRightMask"
+    )
+    assert (
+        name(MIXED, decoder, block_size=4, paged=True)
+        == "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask"
+    )
     assert name(MIXED, cross, block_size=4) == "BlockDiagonalMask"
     assert name(MIXED, cross, block_size=4, paged=True) == "PagedBlockDiagonalPaddedKeysMask"
 
@@ -117,11 +138,17 @@ def test_encoder(rows) -> None:
     assert layout.keys is None or layout.keys.tolist() == own
     for row, (queries, _) in enumerate(rows):
         for token in range(starts[row], starts[row] + queries):
-            assert {own[i] for i in seen[token].nonzero()[:, 0].tolist()} == {starts[row] + key for key in range(rows[row][1])}
+            assert {own[i] for i in seen[token].nonzero()[:, 0].tolist()} == {
+                starts[row] + key for key in range(rows[row][1])
+            }
 
 
 @pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("rows", [[(1, 9), (6, 3), (1, 1), (2, 17)], [(1, 9), (2, 0), (3, 4), (1, 0)]], ids=["all", "some without keys"])
+@pytest.mark.parametrize(
+    "rows",
+    [[(1, 9), (6, 3), (1, 1), (2, 17)], [(1, 9), (2, 0), (3, 4), (1, 0)]],
+    ids=["all", "some without keys"],
+)
 def test_cross(rows, paged) -> None:
     found = prepared(rows, AttentionType.CROSS, block_size=BLOCK, paged=paged)
     assert seen_keys(found, rows) == expected(rows, "cross")

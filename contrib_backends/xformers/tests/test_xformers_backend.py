@@ -40,9 +40,18 @@ def test_runs_every_type(type) -> None:
         ({"head_size": 20}, "head_size 20 is not a multiple of 8 up to 256"),
         ({"head_size": 264}, "head_size 264 is not a multiple of 8 up to 256"),
         ({"soft_cap": 30.0}, "the kernels of xFormers have no soft caps"),
-        ({"bias": True, "sinks": True}, "the kernels of xFormers have no sinks and no biases that are functions of positions"),
-        ({"type": AttentionType.ENCODER, "window": 7}, "the masks of xFormers have no window on both sides of a token"),
-        ({"type": AttentionType.CROSS, "window": 7}, "window relates positions of one sequence, and cross attention has two"),
+        (
+            {"bias": True, "sinks": True},
+            "the kernels of xFormers have no sinks and no biases that are functions of positions",
+        ),
+        (
+            {"type": AttentionType.ENCODER, "window": 7},
+            "the masks of xFormers have no window on both sides of a token",
+        ),
+        (
+            {"type": AttentionType.CROSS, "window": 7},
+            "window relates positions of one sequence, and cross attention has two",
+        ),
     ],
 )
 def test_what_the_kernels_lack(change, reason) -> None:
@@ -52,7 +61,10 @@ def test_what_the_kernels_lack(change, reason) -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_without_the_package_it_says_so(monkeypatch, device) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert XformersBackend.refuses(msgspec.structs.replace(SPEC, device=device)) == "the package xformers is not installed"
+    assert (
+        XformersBackend.refuses(msgspec.structs.replace(SPEC, device=device))
+        == "the package xformers is not installed"
+    )
 
 
 @pytest.fixture
@@ -62,7 +74,10 @@ def package(monkeypatch):
 
 @pytest.mark.usefixtures("package")
 def test_refuses_other_devices() -> None:
-    assert XformersBackend.refuses(msgspec.structs.replace(SPEC, device="cpu")) == "no kernel for device cpu, only for cuda"
+    assert (
+        XformersBackend.refuses(msgspec.structs.replace(SPEC, device="cpu"))
+        == "no kernel for device cpu, only for cuda"
+    )
 
 
 @pytest.mark.usefixtures("package")
@@ -70,8 +85,18 @@ def test_refuses_other_devices() -> None:
     ("available", "capability", "built", "reason"),
     [
         (False, None, True, "no GPU is there"),
-        (True, (7, 5), True, "the GPU has compute capability 7.5, and the kernels of xFormers need 8.0"),
-        (True, (9, 0), False, "xFormers has no kernel for this PyTorch: see python -m xformers.info"),
+        (
+            True,
+            (7, 5),
+            True,
+            "the GPU has compute capability 7.5, and the kernels of xFormers need 8.0",
+        ),
+        (
+            True,
+            (9, 0),
+            False,
+            "xFormers has no kernel for this PyTorch: see python -m xformers.info",
+        ),
         (True, (9, 0), True, None),
     ],
 )
@@ -92,9 +117,19 @@ def test_a_page_holds_keys_and_values() -> None:
 
 def test_nothing_is_imported_before_it_is_needed() -> None:
     code = "import sys, toolkit_lm_xformers; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=Path(__file__).parent, check=False
+        ).returncode
+        == 0
+    )
     code = "import sys, toolkit_lm_xformers.backend; sys.exit('xformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=Path(__file__).parent, check=False
+        ).returncode
+        == 0
+    )
 
 
 def test_entry_module_registers_the_backend() -> None:

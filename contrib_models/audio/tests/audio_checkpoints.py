@@ -1,4 +1,5 @@
-"""Checkpoint folders of small models that hear, with all that a renderer reads, and transformers' processor of each."""
+"""Checkpoint folders of small models that hear, with all that a renderer reads, and transformers'
+processor of each."""
 
 from __future__ import annotations
 
@@ -28,7 +29,13 @@ ITEM = "<|audio_bos|><|AUDIO|><|audio_eos|>"
 RATE = 16000
 MELS, STATES = 16, 50
 """A window is a second: 100 frames, 25 tokens."""
-TOWER = {"num_mel_bins": MELS, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48, "d_model": 32}
+TOWER = {
+    "num_mel_bins": MELS,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "d_model": 32,
+}
 TEXT = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -42,13 +49,18 @@ TEXT = {
     "pad_token_id": 2,
 }
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for p in m['content'] %}{% if p['type'] == 'audio' %}" + ITEM + "{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{% if m['content'] is string %}{{ "
+    "m['content'] }}{% else %}"
+    "{% for p in m['content'] %}{% if p['type'] == 'audio' %}"
+    + ITEM
+    + "{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 FAMILIES = {
     "Qwen2": lambda: Qwen2Config(**TEXT, tie_word_embeddings=False),
-    "Qwen2 with sliding windows": lambda: Qwen2Config(**TEXT, use_sliding_window=True, sliding_window=13, max_window_layers=1),
+    "Qwen2 with sliding windows": lambda: Qwen2Config(
+        **TEXT, use_sliding_window=True, sliding_window=13, max_window_layers=1
+    ),
     "Llama": lambda: LlamaConfig(**TEXT),
 }
 """By name, the config of the language part."""
@@ -57,7 +69,9 @@ FAMILIES = {
 def random_model(family: str = "Qwen2", states: int = STATES) -> Any:
     tower = Qwen2AudioEncoderConfig(**TOWER, max_source_positions=states)
     model = Qwen2AudioForConditionalGeneration(
-        Qwen2AudioConfig(audio_config=tower, text_config=FAMILIES[family](), audio_token_index=AUDIO)
+        Qwen2AudioConfig(
+            audio_config=tower, text_config=FAMILIES[family](), audio_token_index=AUDIO
+        )
     )
     randomize(model)
     return model.eval()
@@ -74,7 +88,8 @@ class Subject:
     """What stands for a recording in a text."""
 
     def items(self, count: int, *, seed: int = 0) -> list[np.ndarray]:
-        """Of three tokens or more: transformers takes a prompt with one for one that is not rendered."""
+        """Of three tokens or more: transformers takes a prompt with one for one that is not
+        rendered."""
         return recordings(*np.random.default_rng(seed).uniform(0.1, 1, count), seed=seed)
 
     def inputs(self, text: str, recordings: list[np.ndarray]) -> dict[str, torch.Tensor]:
@@ -83,10 +98,14 @@ class Subject:
         return dict(self.processor(text=text, return_tensors="pt", **given))
 
     @torch.inference_mode()
-    def greedy(self, text: str, recordings: list[np.ndarray], count: int) -> tuple[list[int], list[int]]:
+    def greedy(
+        self, text: str, recordings: list[np.ndarray], count: int
+    ) -> tuple[list[int], list[int]]:
         """Tokens of a prompt, and those that transformers draws after it."""
         inputs = self.inputs(text, recordings)
-        drawn = self.model.generate(**inputs, do_sample=False, max_new_tokens=count, eos_token_id=None, pad_token_id=2)
+        drawn = self.model.generate(
+            **inputs, do_sample=False, max_new_tokens=count, eos_token_id=None, pad_token_id=2
+        )
         length = inputs["input_ids"].shape[1]
         return drawn[0, :length].tolist(), drawn[0, length:].tolist()
 
@@ -99,7 +118,9 @@ def make_subject(folder: Path, family: str = "Qwen2", seconds: int = 1) -> Subje
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     special = tokenizer["added_tokens"][0]
-    tokenizer["added_tokens"] += [{**special, "id": number, "content": mark} for mark, number in MARKS.items()]
+    tokenizer["added_tokens"] += [
+        {**special, "id": number, "content": mark} for mark, number in MARKS.items()
+    ]
     tokenizer["model"]["vocab"] |= MARKS
     path.write_text(json.dumps(tokenizer))
     extractor = WhisperFeatureExtractor(feature_size=MELS, sampling_rate=RATE, chunk_length=seconds)
@@ -116,6 +137,8 @@ def recordings(*seconds: float, seed: int = 0) -> list[np.ndarray]:
     found = []
     for one in seconds:
         time = np.arange(int(one * RATE)) / RATE
-        tone = np.sin(2 * np.pi * random.uniform(100, 2000) * time * (1 + random.uniform(0, 1) * time))
+        tone = np.sin(
+            2 * np.pi * random.uniform(100, 2000) * time * (1 + random.uniform(0, 1) * time)
+        )
         found.append((0.4 * tone + 0.05 * random.standard_normal(len(time))).astype(np.float32))
     return found

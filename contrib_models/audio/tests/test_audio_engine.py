@@ -1,4 +1,5 @@
-"""Qwen2-Audio through renderer and engine: tokens are those that transformers' processor and model make of the same recordings."""
+"""Qwen2-Audio through renderer and engine: tokens are those that transformers' processor and model
+make of the same recordings."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ class TestAudio(MultimodalConformance):
     modality = "audio"
 
     def num_scarce_blocks(self, reference):
-        return None if getattr(reference.model.config.text_config, "use_sliding_window", False) else 26
+        return (
+            None if getattr(reference.model.config.text_config, "use_sliding_window", False) else 26
+        )
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +59,9 @@ def test_an_engine_process_is_sent_a_recording_once(other, monkeypatch):
     sounds, text = recordings(0.5, 0.9, seed=4), f"{ITEM} or {ITEM}?"
     expected, processed = other.greedy(text, sounds, COUNT)[1], []
     process = AudioProcessor.process
-    monkeypatch.setattr(AudioProcessor, "process", lambda *args: (processed.append(1), process(*args))[1])
+    monkeypatch.setattr(
+        AudioProcessor, "process", lambda *args: (processed.append(1), process(*args))[1]
+    )
     with LLM(str(other.folder), **OPTIONS, engine_process=True) as llm:
         for _ in range(3):
             assert drawn(llm, [prompt_of(text, sounds), prompt_of(text, sounds)]) == [expected] * 2
@@ -67,7 +72,11 @@ def test_a_recording_is_encoded_once_while_it_is_held(other, monkeypatch):
     sounds, text, encoded = recordings(0.5, 0.9, seed=4), f"{ITEM} or {ITEM}?", []
     encode = Qwen2AudioForConditionalGeneration.encode
     with LLM(str(other.folder), **OPTIONS) as llm:
-        monkeypatch.setattr(Qwen2AudioForConditionalGeneration, "encode", lambda *args: (encoded.append(len(args[2])), encode(*args))[1])
+        monkeypatch.setattr(
+            Qwen2AudioForConditionalGeneration,
+            "encode",
+            lambda *args: (encoded.append(len(args[2])), encode(*args))[1],
+        )
         found = [drawn(llm, [prompt_of(f"{start}{text}", sounds)]) for start in ("", "a ", "b ")]
     assert encoded == [2]
     assert found[0] == [other.greedy(text, sounds, COUNT)[1]]
@@ -76,18 +85,24 @@ def test_a_recording_is_encoded_once_while_it_is_held(other, monkeypatch):
 def test_embeddings_in_the_place_of_a_recording(other):
     (sound,) = recordings(0.5, seed=3)
     text, caught = f"see {ITEM} there", []
-    hook = other.model.model.multi_modal_projector.register_forward_hook(lambda _, given, out: caught.append(out))
+    hook = other.model.model.multi_modal_projector.register_forward_hook(
+        lambda _, given, out: caught.append(out)
+    )
     with torch.inference_mode():
         other.model(**other.inputs(text, [sound]))
     hook.remove()
     embeds = caught[0][0, :12].numpy()
     with LLM(str(other.folder), **OPTIONS) as llm:
-        heard, given = drawn(llm, [prompt_of(text, [sound]), {"prompt": text, "multi_modal_data": {"audio": [embeds]}}])
+        heard, given = drawn(
+            llm,
+            [prompt_of(text, [sound]), {"prompt": text, "multi_modal_data": {"audio": [embeds]}}],
+        )
     assert heard == given == other.greedy(text, [sound], COUNT)[1]
 
 
 def test_conversations(other):
-    """Recordings stand where the template has them; what a user types is text. A file is what its samples are."""
+    """Recordings stand where the template has them; what a user types is text. A file is what its
+    samples are."""
     a, b = recordings(0.5, 1.0, seed=7)
     data = base64.b64encode(wav(b)).decode()
     parts = [
@@ -97,8 +112,16 @@ def test_conversations(other):
         {"type": "text", "text": "?"},
     ]
     messages = [{"role": "system", "content": "Listen."}, {"role": "user", "content": parts}]
-    typed = [{"role": "user", "content": [*parts[:1], {"type": "text", "text": "what does <|AUDIO|> mean?"}]}]
-    bare = [{"role": "system", "content": "Listen."}, {"role": "user", "content": [parts[0], parts[1], {"type": "audio"}, parts[3]]}]
+    typed = [
+        {
+            "role": "user",
+            "content": [*parts[:1], {"type": "text", "text": "what does <|AUDIO|> mean?"}],
+        }
+    ]
+    bare = [
+        {"role": "system", "content": "Listen."},
+        {"role": "user", "content": [parts[0], parts[1], {"type": "audio"}, parts[3]]},
+    ]
     text = other.processor.apply_chat_template(bare, add_generation_prompt=True, tokenize=False)
     prompt, expected = other.greedy(text, [a, b], COUNT)
     with LLM(str(other.folder), **OPTIONS) as llm:
@@ -110,10 +133,19 @@ def test_conversations(other):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"audio": recordings(0.5, 1.1)}, r"audio 2: it has 1\.10 seconds, and the model hears 1 at a time"),
+        (
+            {"audio": recordings(0.5, 1.1)},
+            r"audio 2: it has 1\.10 seconds, and the model hears 1 at a time",
+        ),
         ({"audio": recordings(0.5, 0.02)}, "audio 2: it is too short: it has 2 frames of sound"),
-        ({"audio": [*recordings(0.5), b"no recording"]}, "audio 2: it is no recording of a known format"),
-        ({"audio": [*recordings(0.5), wav(recordings(0.5)[0])[:-9]]}, "audio 2: it is a truncated WAV"),
+        (
+            {"audio": [*recordings(0.5), b"no recording"]},
+            "audio 2: it is no recording of a known format",
+        ),
+        (
+            {"audio": [*recordings(0.5), wav(recordings(0.5)[0])[:-9]]},
+            "audio 2: it is a truncated WAV",
+        ),
     ],
 )
 def test_what_is_refused(other, data, message):

@@ -7,7 +7,17 @@ import json
 import numpy as np
 import pytest
 import torch
-from audio_checkpoints import AUDIO, FAMILIES, ITEM, MELS, STATES, VOCAB, make_subject, random_model, recordings
+from audio_checkpoints import (
+    AUDIO,
+    FAMILIES,
+    ITEM,
+    MELS,
+    STATES,
+    VOCAB,
+    make_subject,
+    random_model,
+    recordings,
+)
 from safetensors.torch import load_file, save_file
 from toolkit_lm.errors import CheckpointError, RequestError, ToolkitError
 from toolkit_lm.model import Absent, construct
@@ -19,7 +29,8 @@ from vision_harness import sequences
 MOST = 1e-4
 NAME = "Qwen2AudioForConditionalGeneration"
 LENGTHS = (1.0, 0.35, 0.123, 0.03, 0.985)
-"""Seconds: a whole window, some of it, an odd number of frames and of states, and the least that is heard."""
+"""Seconds: a whole window, some of it, an odd number of frames and of states, and the least that is
+heard."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +51,9 @@ def ours(folder, plugins, **options):
 def items_of(subject, sounds) -> list[dict[str, torch.Tensor]]:
     """What the processor of transformers makes of each."""
     made = [subject.inputs(ITEM, [one]) for one in sounds]
-    return [{name: one[name] for name in ("input_features", "feature_attention_mask")} for one in made]
+    return [
+        {name: one[name] for name in ("input_features", "feature_attention_mask")} for one in made
+    ]
 
 
 @torch.inference_mode()
@@ -59,11 +72,21 @@ def logits_of(model, prompts, *stages) -> list[torch.Tensor]:
     positions, out = torch.cat([torch.arange(length) for length in lengths]), None
     for stage in (model, *stages):
         with sequences(stage, lengths):
-            out = stage(input_ids, positions, inputs_embeds=embeds if stage is model else None, intermediate=out)
+            out = stage(
+                input_ids,
+                positions,
+                inputs_embeds=embeds if stage is model else None,
+                intermediate=out,
+            )
     return list((model, *stages)[-1].compute_logits(out).split(lengths))
 
 
-TEXTS = [(f"What is in {ITEM}, and in {ITEM}? Say it.", (0, 1)), (f"{ITEM}{ITEM}", (2, 4)), ("No sound.", ()), (f"a {ITEM}", (3,))]
+TEXTS = [
+    (f"What is in {ITEM}, and in {ITEM}? Say it.", (0, 1)),
+    (f"{ITEM}{ITEM}", (2, 4)),
+    ("No sound.", ()),
+    (f"a {ITEM}", (3,)),
+]
 
 
 def prompts_of(subject):
@@ -73,7 +96,9 @@ def prompts_of(subject):
     for text, chosen in TEXTS:
         inputs = subject.inputs(text, [sounds[i] for i in chosen])
         theirs.append(inputs)
-        ours.append((inputs["input_ids"][0].tolist(), items_of(subject, [sounds[i] for i in chosen])))
+        ours.append(
+            (inputs["input_ids"][0].tolist(), items_of(subject, [sounds[i] for i in chosen]))
+        )
     return theirs, ours
 
 
@@ -89,7 +114,9 @@ def close(found, expected) -> bool:
 def test_embeddings_of_recordings(subject, plugins):
     model, rules = ours(subject.folder, plugins)
     sounds, caught = recordings(*LENGTHS), []
-    hook = subject.model.model.multi_modal_projector.register_forward_hook(lambda _, given, out: caught.append(out))
+    hook = subject.model.model.multi_modal_projector.register_forward_hook(
+        lambda _, given, out: caught.append(out)
+    )
     their_logits(subject.model, subject.inputs(ITEM * len(sounds), sounds))
     hook.remove()
     items = items_of(subject, sounds)
@@ -97,7 +124,14 @@ def test_embeddings_of_recordings(subject, plugins):
     assert (
         [len(one) for one in found]
         == [25, 9, 3, 1, 25]
-        == [len(rules.replacement("audio", {name: value.numpy() for name, value in item.items()}).token_ids) for item in items]
+        == [
+            len(
+                rules.replacement(
+                    "audio", {name: value.numpy() for name, value in item.items()}
+                ).token_ids
+            )
+            for item in items
+        ]
     )
     for one, other in zip(found, caught[0], strict=True):
         assert (one - other[: len(one)]).abs().max() <= MOST * other.abs().max()
@@ -114,7 +148,9 @@ def test_logits_of_prompts(subject, plugins):
 def test_what_a_recording_becomes_does_not_depend_on_what_is_beside_it(subject, plugins):
     model, _ = ours(subject.folder, plugins)
     items = items_of(subject, recordings(*LENGTHS))
-    for one, other in zip(encoded(model, items), [encoded(model, [item])[0] for item in items], strict=True):
+    for one, other in zip(
+        encoded(model, items), [encoded(model, [item])[0] for item in items], strict=True
+    ):
         assert (one - other).abs().max() <= 1e-5 * other.abs().max()
 
 
@@ -128,7 +164,9 @@ def test_silence_after_a_recording_is_not_computed(subject, plugins):
     lengths = []
     with torch.inference_mode():
         [found] = model.encode(
-            "audio", [{**item, "input_features": changed}], lambda given: lengths.append(given) or sequences(model, given)
+            "audio",
+            [{**item, "input_features": changed}],
+            lambda given: lengths.append(given) or sequences(model, given),
         )
     assert torch.equal(found, encoded(model, [item])[0])
     assert lengths == [[18]]
@@ -136,13 +174,17 @@ def test_silence_after_a_recording_is_not_computed(subject, plugins):
 
 def in_memory(name: str) -> str:
     """As transformers 5 names weights in memory."""
-    name = name.replace("language_model.model.", "model.language_model.").replace("language_model.lm_head.", "lm_head.")
+    name = name.replace("language_model.model.", "model.language_model.").replace(
+        "language_model.lm_head.", "lm_head."
+    )
     return f"model.{name}" if name.startswith(("audio_tower.", "multi_modal_projector.")) else name
 
 
 def in_files(name: str) -> str:
     """As published files name them."""
-    name = name.replace("model.language_model.", "language_model.model.").replace("lm_head.", "language_model.lm_head.")
+    name = name.replace("model.language_model.", "language_model.model.").replace(
+        "lm_head.", "language_model.lm_head."
+    )
     name = name.replace("language_model.language_model.", "language_model.")
     return name.removeprefix("model.")
 
@@ -153,10 +195,17 @@ def test_names_of_other_versions(tmp_path, plugins):
     expected = torch.cat(logits_of(ours(tmp_path, plugins)[0], prompts))
     for rename in (in_memory, in_files):
         saved = load_file(tmp_path / "model.safetensors")
-        save_file({rename(name): tensor for name, tensor in saved.items()}, tmp_path / "model.safetensors")
+        save_file(
+            {rename(name): tensor for name, tensor in saved.items()}, tmp_path / "model.safetensors"
+        )
         names = set(load_file(tmp_path / "model.safetensors"))
-        assert any(name.startswith("model.audio_tower." if rename is in_memory else "audio_tower.") for name in names)
-        assert ("lm_head.weight" if rename is in_memory else "language_model.lm_head.weight") in names
+        assert any(
+            name.startswith("model.audio_tower." if rename is in_memory else "audio_tower.")
+            for name in names
+        )
+        assert (
+            "lm_head.weight" if rename is in_memory else "language_model.lm_head.weight"
+        ) in names
         assert torch.equal(torch.cat(logits_of(ours(tmp_path, plugins)[0], prompts)), expected)
 
 
@@ -173,7 +222,9 @@ def test_weights_that_are_missing_or_do_not_fit(part, change, tmp_path, plugins)
     weights = load_file(tmp_path / "model.safetensors")
     name = next(name for name in weights if name.endswith(part))
     changed = change(weights.pop(name))
-    save_file(weights if changed is None else {**weights, name: changed}, tmp_path / "model.safetensors")
+    save_file(
+        weights if changed is None else {**weights, name: changed}, tmp_path / "model.safetensors"
+    )
     with pytest.raises(CheckpointError, match=part.replace(".", r"\.")):
         ours(tmp_path, plugins)
 
@@ -182,7 +233,10 @@ def test_weights_that_are_missing_or_do_not_fit(part, change, tmp_path, plugins)
     ("fields", "message"),
     [
         ({"model_type": "whisper"}, "no audio tower of model_type 'whisper'"),
-        ({"encoder_layers": 10**9}, "encoder_layers of 'audio_config' must be from 1 to 1024, not 1000000000"),
+        (
+            {"encoder_layers": 10**9},
+            "encoder_layers of 'audio_config' must be from 1 to 1024, not 1000000000",
+        ),
         ({"num_mel_bins": 0}, "num_mel_bins of 'audio_config' must be from 1"),
         ({"encoder_attention_heads": 5}, "must be a multiple of encoder_attention_heads"),
         ({"max_source_positions": "many"}, "'max_source_positions' must be of type int"),
@@ -204,8 +258,13 @@ def test_two_ranks_compute_what_one_does(tmp_path, plugins):
     expected = torch.cat(logits_of(model, prompts))
 
     def on_rank(rank: int) -> torch.Tensor:
-        shard = load_checkpoint(type(model), tmp_path, rank=rank, plugins=plugins, tensor_parallel_size=2)
-        assert 2 * shard.encoder.audio_tower.layers[0].fc1.output_size == model.encoder.audio_tower.layers[0].fc1.output_size
+        shard = load_checkpoint(
+            type(model), tmp_path, rank=rank, plugins=plugins, tensor_parallel_size=2
+        )
+        assert (
+            2 * shard.encoder.audio_tower.layers[0].fc1.output_size
+            == model.encoder.audio_tower.layers[0].fc1.output_size
+        )
         return torch.cat(logits_of(shard, prompts))
 
     for found in run_ranks(on_rank):
@@ -216,7 +275,10 @@ def test_two_stages_compute_what_one_does(tmp_path, plugins):
     subject = make_subject(tmp_path)
     model, _ = ours(tmp_path, plugins)
     _, prompts = prompts_of(subject)
-    first, last = (load_checkpoint(type(model), tmp_path, rank=rank, plugins=plugins, pipeline_parallel_size=2) for rank in range(2))
+    first, last = (
+        load_checkpoint(type(model), tmp_path, rank=rank, plugins=plugins, pipeline_parallel_size=2)
+        for rank in range(2)
+    )
     assert isinstance(last.encoder, Absent)
     for one, other in zip(logits_of(first, prompts, last), logits_of(model, prompts), strict=True):
         assert torch.equal(one, other)
@@ -226,9 +288,15 @@ def test_bfloat16(tmp_path, plugins):
     subject = make_subject(tmp_path)
     model, _ = ours(tmp_path, plugins, dtype="bfloat16")
     theirs, prompts = prompts_of(subject)
-    exact, found = [their_logits(subject.model, inputs) for inputs in theirs], logits_of(model, prompts)
+    exact, found = (
+        [their_logits(subject.model, inputs) for inputs in theirs],
+        logits_of(model, prompts),
+    )
     half = subject.model.bfloat16()
-    rounded = [{name: one.bfloat16() if one.is_floating_point() else one for name, one in inputs.items()} for inputs in theirs]
+    rounded = [
+        {name: one.bfloat16() if one.is_floating_point() else one for name, one in inputs.items()}
+        for inputs in theirs
+    ]
     assert found[0].dtype is torch.bfloat16
     assert_bf16_error(found, [their_logits(half, inputs) for inputs in rounded], exact)
 
@@ -271,7 +339,10 @@ def test_weights_of_the_published_size_fit(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
     with torch.device("meta"):
         theirs = Qwen2AudioForConditionalGeneration(AutoConfig.from_pretrained(tmp_path))
-    plugins, config = Plugins.load(), checkpoint_config(tmp_path, dtype="bfloat16", max_model_len=4096)
+    plugins, config = (
+        Plugins.load(),
+        checkpoint_config(tmp_path, dtype="bfloat16", max_model_len=4096),
+    )
     model = construct(plugins.models.load(NAME), config, torch.device("meta"), plugins)
     assert model.load_weights(dict(theirs.state_dict()).items())
     rules = plugins.models.load_multimodal(NAME)(config)
@@ -283,7 +354,10 @@ def test_weights_of_the_published_size_fit(tmp_path):
 def arrays(**changed) -> dict[str, np.ndarray]:
     mask = np.zeros((1, 2 * STATES), np.int32)
     mask[:, :20] = 1
-    return {"input_features": np.zeros((1, MELS, 2 * STATES), np.float32), "feature_attention_mask": mask} | changed
+    return {
+        "input_features": np.zeros((1, MELS, 2 * STATES), np.float32),
+        "feature_attention_mask": mask,
+    } | changed
 
 
 def holes() -> np.ndarray:
@@ -297,15 +371,30 @@ def holes() -> np.ndarray:
     [
         ({}, "must have input_features and feature_attention_mask, or embeds"),
         (arrays(other=np.zeros(1)), "and nothing else, not"),
-        (arrays(input_features=np.zeros((1, MELS, 99), np.float32)), r"floats of shape \[1, 16, 100\], not float32 of shape \[1, 16, 99\]"),
-        (arrays(input_features=np.zeros((1, MELS, 100), np.int64)), "input_features must be floats"),
+        (
+            arrays(input_features=np.zeros((1, MELS, 99), np.float32)),
+            r"floats of shape \[1, 16, 100\], not float32 of shape \[1, 16, 99\]",
+        ),
+        (
+            arrays(input_features=np.zeros((1, MELS, 100), np.int64)),
+            "input_features must be floats",
+        ),
         (arrays(input_features=np.full((1, MELS, 100), np.nan, np.float32)), "must be finite"),
         (arrays(input_features=np.full((1, MELS, 100), -np.inf, np.float32)), "must be finite"),
-        (arrays(feature_attention_mask=np.ones((1, 99), np.int32)), r"integers of shape \[1, 100\]"),
+        (
+            arrays(feature_attention_mask=np.ones((1, 99), np.int32)),
+            r"integers of shape \[1, 100\]",
+        ),
         (arrays(feature_attention_mask=np.ones((1, 100), np.float32)), "must be integers"),
-        (arrays(feature_attention_mask=np.full((1, 100), 2, np.int32)), "must be ones, and zeros after them"),
+        (
+            arrays(feature_attention_mask=np.full((1, 100), 2, np.int32)),
+            "must be ones, and zeros after them",
+        ),
         (arrays(feature_attention_mask=holes()), "must be ones, and zeros after them"),
-        (arrays(feature_attention_mask=np.zeros((1, 100), np.int32)), "it is too short: it has 0 frames"),
+        (
+            arrays(feature_attention_mask=np.zeros((1, 100), np.int32)),
+            "it is too short: it has 0 frames",
+        ),
         ({"embeds": np.zeros((26, 64), np.float32)}, "must be 1 to 25, not 26"),
         ({"embeds": np.zeros((0, 64), np.float32)}, "must be 1 to 25, not 0"),
         ({"embeds": np.zeros((3, 63), np.float32)}, r"floats of shape \[3, 64\]"),

@@ -32,8 +32,18 @@ OPT = {
     "max_position_embeddings": 128,
 }
 GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}
-FACTORS = {"short_factor": [1.0 + i / 8 for i in range(6)], "long_factor": [2.0 + i for i in range(6)]}
-LONGROPE = {"rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, **FACTORS}}
+FACTORS = {
+    "short_factor": [1.0 + i / 8 for i in range(6)],
+    "long_factor": [2.0 + i for i in range(6)],
+}
+LONGROPE = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.75,
+        **FACTORS,
+    }
+}
 MIXED_LAYERS = ["full_attention", "sliding_attention", "full_attention"]
 LOCAL_AND_GLOBAL = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
@@ -43,11 +53,21 @@ LOCAL_AND_GLOBAL = {
 VARIANTS = {
     "MistralForCausalLM": {
         "window": {**LLAMA_LIKE, "sliding_window": WINDOW},
-        "no window, tied": {**LLAMA_LIKE, "sliding_window": None, "head_dim": 24, "tie_word_embeddings": True},
+        "no window, tied": {
+            **LLAMA_LIKE,
+            "sliding_window": None,
+            "head_dim": 24,
+            "tie_word_embeddings": True,
+        },
     },
     "Qwen2ForCausalLM": {
         "no window": {**LLAMA_LIKE, "sliding_window": WINDOW},
-        "windows in upper layers": {**LLAMA_LIKE, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+        "windows in upper layers": {
+            **LLAMA_LIKE,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "max_window_layers": 1,
+        },
         "layer types, tied": {
             **LLAMA_LIKE,
             "use_sliding_window": True,
@@ -69,8 +89,14 @@ VARIANTS = {
     },
     "Phi3ForCausalLM": {
         "window": {**LLAMA_LIKE, "sliding_window": WINDOW},
-        "short longrope, partial": {**LLAMA_LIKE, **LONGROPE, "original_max_position_embeddings": 128, "tie_word_embeddings": True},
-        # transformers takes the long factors for sequences longer than this, which all of the test's are.
+        "short longrope, partial": {
+            **LLAMA_LIKE,
+            **LONGROPE,
+            "original_max_position_embeddings": 128,
+            "tie_word_embeddings": True,
+        },
+        # transformers takes the long factors for sequences longer than this, which all of the
+        # test's are.
         "long longrope, partial": {**LLAMA_LIKE, **LONGROPE, "original_max_position_embeddings": 8},
     },
     "Gemma2ForCausalLM": {
@@ -85,8 +111,17 @@ VARIANTS = {
         },
     },
     "Gemma3ForCausalLM": {
-        "two rotary embeddings": {**GEMMA, "layer_types": MIXED_LAYERS, "rope_parameters": LOCAL_AND_GLOBAL},
-        "six layers": {**GEMMA, "num_hidden_layers": 6, "final_logit_softcapping": 3.0, "attention_bias": True},
+        "two rotary embeddings": {
+            **GEMMA,
+            "layer_types": MIXED_LAYERS,
+            "rope_parameters": LOCAL_AND_GLOBAL,
+        },
+        "six layers": {
+            **GEMMA,
+            "num_hidden_layers": 6,
+            "final_logit_softcapping": 3.0,
+            "attention_bias": True,
+        },
     },
     "GraniteForCausalLM": {
         "multipliers": {
@@ -96,11 +131,22 @@ VARIANTS = {
             "attention_multiplier": 0.2,
             "logits_scaling": 0.5,
         },
-        "biases, tied": {**LLAMA_LIKE, "attention_bias": True, "mlp_bias": True, "residual_multiplier": 0.7, "tie_word_embeddings": True},
+        "biases, tied": {
+            **LLAMA_LIKE,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "residual_multiplier": 0.7,
+            "tie_word_embeddings": True,
+        },
     },
     "Olmo2ForCausalLM": {
         "grouped": LLAMA_LIKE,
-        "multi-head, biases, tied": {**LLAMA_LIKE, "num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True},
+        "multi-head, biases, tied": {
+            **LLAMA_LIKE,
+            "num_key_value_heads": 4,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
     },
     "OPTForCausalLM": {
         "norms first": OPT,
@@ -116,21 +162,34 @@ VARIANTS = {
     },
     "GPT2LMHeadModel": {
         "plain": GPT2,
-        "scaled by layer": {**GPT2, "scale_attn_by_inverse_layer_idx": True, "n_inner": 80, "tie_word_embeddings": False},
+        "scaled by layer": {
+            **GPT2,
+            "scale_attn_by_inverse_layer_idx": True,
+            "n_inner": 80,
+            "tie_word_embeddings": False,
+        },
     },
 }
-CASES = [(architecture, variant) for architecture, variants in VARIANTS.items() for variant in variants]
+CASES = [
+    (architecture, variant) for architecture, variants in VARIANTS.items() for variant in variants
+]
 
 
 def our_class(architecture: str):
-    return getattr(importlib.import_module(f"toolkit_lm_decoder.{MODELS[architecture]}"), architecture)
+    return getattr(
+        importlib.import_module(f"toolkit_lm_decoder.{MODELS[architecture]}"), architecture
+    )
 
 
 def make_model(architecture: str, fields: dict):
     """The model of transformers, in float32."""
     reference_class = getattr(transformers, architecture)
     # A config changes its rope_parameters in place.
-    return reference_class(reference_class.config_class(**{**SPECIAL_TOKENS, "dtype": "float32", **copy.deepcopy(fields)}))
+    return reference_class(
+        reference_class.config_class(
+            **{**SPECIAL_TOKENS, "dtype": "float32", **copy.deepcopy(fields)}
+        )
+    )
 
 
 def make_family(architecture: str, variant: str, folder: Path):

@@ -1,23 +1,29 @@
-"""Every family through the whole engine: mixed lengths, a pool that makes it preempt, chunked prefill, shards, weight errors."""
+"""Every family through the whole engine: mixed lengths, a pool that makes it preempt, chunked
+prefill, shards, weight errors."""
 
 from decoder_families import VARIANTS, make_model
 from toolkit_lm_devkit import TransformersConformance
 
 # At least 259, for the tokenizer of the kit; neither two nor four ranks divide it.
 VOCAB_SIZE = 273
-# Shorter than some prompts, and long enough that sequences whose layers are all windowed do not fit the tight pool.
+# Shorter than some prompts, and long enough that sequences whose layers are all windowed do not fit
+# the tight pool.
 WINDOW = {"sliding_window": 40}
 CHANGES = {
     ("MistralForCausalLM", "window"): WINDOW,
     ("Phi3ForCausalLM", "window"): WINDOW,
-    # Without caps, scores of random weights are so large that the rounding of transformers comes to 1e-4. These are half as large.
+    # Without caps, scores of random weights are so large that the rounding of transformers comes to
+    # 1e-4. These are half as large.
     ("Gemma2ForCausalLM", "no soft caps"): {"query_pre_attn_scalar": 120},
     ("Gemma3ForCausalLM", "two rotary embeddings"): {"query_pre_attn_scalar": 120},
 }
 
 
 def variants_of(architecture):
-    return {name: {**fields, **CHANGES.get((architecture, name), {})} for name, fields in VARIANTS[architecture].items()}
+    return {
+        name: {**fields, **CHANGES.get((architecture, name), {})}
+        for name, fields in VARIANTS[architecture].items()
+    }
 
 
 def make(architecture, fields):

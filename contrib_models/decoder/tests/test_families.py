@@ -1,4 +1,5 @@
-"""Every family gives what transformers gives, without an engine: in one forward pass, in a pipeline, over two ranks, of older files.
+"""Every family gives what transformers gives, without an engine: in one forward pass, in a
+pipeline, over two ranks, of older files.
 
 The whole engine is the matter of test_decoder_conformance.py.
 """
@@ -39,13 +40,19 @@ def test_one_forward_pass(make, architecture, variant):
     folder, theirs = make(architecture, variant)
     expected = reference_logits(theirs, INPUT_IDS)
     assert expected.std() > 0.1
-    assert_same_logprobs(logits_of([load_checkpoint(our_class(architecture), folder, max_model_len=96)], INPUT_IDS), expected)
+    assert_same_logprobs(
+        logits_of([load_checkpoint(our_class(architecture), folder, max_model_len=96)], INPUT_IDS),
+        expected,
+    )
 
 
 @pytest.mark.parametrize(("architecture", "variant"), FIRST_CASES)
 def test_pipeline_stages(make, architecture, variant):
     folder, theirs = make(architecture, variant)
-    stages = [load_checkpoint(our_class(architecture), folder, rank=rank, pipeline_parallel_size=2) for rank in (0, 1)]
+    stages = [
+        load_checkpoint(our_class(architecture), folder, rank=rank, pipeline_parallel_size=2)
+        for rank in (0, 1)
+    ]
     assert_same_logprobs(logits_of(stages, INPUT_IDS), reference_logits(theirs, INPUT_IDS))
 
 
@@ -53,7 +60,10 @@ def test_pipeline_stages(make, architecture, variant):
 def test_embeddings_in_the_place_of_tokens(make, architecture, variant):
     """As of images: the tokens are not looked at. Later stages of a pipeline do not need them."""
     folder, _ = make(architecture, variant)
-    stages = [load_checkpoint(our_class(architecture), folder, rank=rank, pipeline_parallel_size=2) for rank in (0, 1)]
+    stages = [
+        load_checkpoint(our_class(architecture), folder, rank=rank, pipeline_parallel_size=2)
+        for rank in (0, 1)
+    ]
     embeds = stages[0].embed(INPUT_IDS)
     [expected] = hidden_states(stages, [INPUT_IDS])
     [ours] = hidden_states(stages, [torch.zeros_like(INPUT_IDS)], inputs_embeds=embeds.clone())
@@ -72,17 +82,25 @@ def test_two_ranks(make):
 
 
 def edited(folder, tmp_path, change, **config_changes):
-    """A copy of a checkpoint with other weights (`change` maps the tensors) and config; a value of None takes a key out."""
+    """A copy of a checkpoint with other weights (`change` maps the tensors) and config; a value of
+    None takes a key out."""
     values = json.loads((folder / "config.json").read_text()) | config_changes
-    (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({key: value for key, value in values.items() if value is not None})
+    )
     tensors = change(load_file(folder / "model.safetensors"))
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    save_file(
+        {name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "model.safetensors"
+    )
     return tmp_path
 
 
 def as_older_gpt2(tensors):
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    return tensors | {"h.0.attn.bias": torch.ones(1, 1, 128, 128), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    return tensors | {
+        "h.0.attn.bias": torch.ones(1, 1, 128, 128),
+        "h.0.attn.masked_bias": torch.tensor(-1e4),
+    }
 
 
 def as_older_opt(tensors):
@@ -97,9 +115,24 @@ def unchanged(tensors):
     ("architecture", "variant", "change", "config_changes"),
     [
         ("GPT2LMHeadModel", "plain", as_older_gpt2, {"tie_word_embeddings": None}),
-        ("OPTForCausalLM", "norms first", as_older_opt, {"tie_word_embeddings": None, "word_embed_proj_dim": None}),
-        ("Gemma2ForCausalLM", "soft caps", unchanged, {"tie_word_embeddings": None, "layer_types": None}),
-        ("Gemma3ForCausalLM", "six layers", unchanged, {"rope_parameters": None, "layer_types": None}),
+        (
+            "OPTForCausalLM",
+            "norms first",
+            as_older_opt,
+            {"tie_word_embeddings": None, "word_embed_proj_dim": None},
+        ),
+        (
+            "Gemma2ForCausalLM",
+            "soft caps",
+            unchanged,
+            {"tie_word_embeddings": None, "layer_types": None},
+        ),
+        (
+            "Gemma3ForCausalLM",
+            "six layers",
+            unchanged,
+            {"rope_parameters": None, "layer_types": None},
+        ),
         (
             "Gemma3ForCausalLM",
             "two rotary embeddings",
@@ -113,25 +146,45 @@ def unchanged(tensors):
         ),
         ("Qwen2ForCausalLM", "windows in upper layers", unchanged, {"layer_types": None}),
         # A window that is stated and switched off.
-        ("Qwen2ForCausalLM", "no window", unchanged, {"layer_types": None, "sliding_window": 8, "max_window_layers": 1}),
+        (
+            "Qwen2ForCausalLM",
+            "no window",
+            unchanged,
+            {"layer_types": None, "sliding_window": 8, "max_window_layers": 1},
+        ),
         (
             "Phi3ForCausalLM",
             "short longrope, partial",
             unchanged,
-            {"rope_parameters": None, "partial_rotary_factor": 0.75, "rope_scaling": {"type": "su", **FACTORS}},
+            {
+                "rope_parameters": None,
+                "partial_rotary_factor": 0.75,
+                "rope_scaling": {"type": "su", **FACTORS},
+            },
         ),
     ],
 )
-def test_checkpoints_of_older_releases(make, tmp_path, architecture, variant, change, config_changes):
+def test_checkpoints_of_older_releases(
+    make, tmp_path, architecture, variant, change, config_changes
+):
     folder, theirs = make(architecture, variant)
-    ours = load_checkpoint(our_class(architecture), edited(folder, tmp_path, change, **config_changes), max_model_len=96)
+    ours = load_checkpoint(
+        our_class(architecture),
+        edited(folder, tmp_path, change, **config_changes),
+        max_model_len=96,
+    )
     assert_same_logprobs(logits_of([ours], INPUT_IDS), reference_logits(theirs, INPUT_IDS))
 
 
 @pytest.mark.parametrize(
     ("architecture", "config_changes", "error", "message"),
     [
-        ("Gemma2ForCausalLM", {"use_bidirectional_attention": True}, UnsupportedError, "'use_bidirectional_attention' makes"),
+        (
+            "Gemma2ForCausalLM",
+            {"use_bidirectional_attention": True},
+            UnsupportedError,
+            "'use_bidirectional_attention' makes",
+        ),
         ("Gemma2ForCausalLM", {"sliding_window": None}, CheckpointError, "no 'sliding_window'"),
         (
             "Gemma3ForCausalLM",
@@ -139,11 +192,28 @@ def test_checkpoints_of_older_releases(make, tmp_path, architecture, variant, ch
             CheckpointError,
             "one of full_attention, sliding_attention for layer 1, not None",
         ),
-        ("Gemma3ForCausalLM", {"layer_types": ["chunked"] * 3}, CheckpointError, "for layer 0, not 'chunked'"),
-        ("GPT2LMHeadModel", {"add_cross_attention": True}, UnsupportedError, "'add_cross_attention' makes"),
+        (
+            "Gemma3ForCausalLM",
+            {"layer_types": ["chunked"] * 3},
+            CheckpointError,
+            "for layer 0, not 'chunked'",
+        ),
+        (
+            "GPT2LMHeadModel",
+            {"add_cross_attention": True},
+            UnsupportedError,
+            "'add_cross_attention' makes",
+        ),
     ],
 )
-def test_what_a_family_does_not_do_is_refused(make, tmp_path, architecture, config_changes, error, message):
-    folder = edited(make(architecture, next(iter(VARIANTS[architecture])))[0], tmp_path, unchanged, **config_changes)
+def test_what_a_family_does_not_do_is_refused(
+    make, tmp_path, architecture, config_changes, error, message
+):
+    folder = edited(
+        make(architecture, next(iter(VARIANTS[architecture])))[0],
+        tmp_path,
+        unchanged,
+        **config_changes,
+    )
     with pytest.raises(error, match=message):
         load_checkpoint(our_class(architecture), folder)

@@ -38,7 +38,12 @@ VARIANTS = {
     "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
     "llama3": {"rope_parameters": LLAMA3},
     "yarn": {
-        "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128},
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
     },
 }
 INPUT_IDS = torch.arange(3, 40)
@@ -71,15 +76,25 @@ def test_bfloat16_is_no_further_from_float32_than_transformers(tmp_path):
 def test_pipeline_stages_chain_to_the_same_logits(tied, tmp_path):
     theirs = reference(tie_word_embeddings=tied)
     save_random(tmp_path, theirs)
-    stages = [load_checkpoint(LlamaForCausalLM, tmp_path, rank=rank, pipeline_parallel_size=2) for rank in (0, 1)]
-    names = [{name for name, _ in stage.named_parameters() if ".layers." in name} for stage in stages]
+    stages = [
+        load_checkpoint(LlamaForCausalLM, tmp_path, rank=rank, pipeline_parallel_size=2)
+        for rank in (0, 1)
+    ]
+    names = [
+        {name for name, _ in stage.named_parameters() if ".layers." in name} for stage in stages
+    ]
     assert names[0].isdisjoint(names[1])
-    torch.testing.assert_close(logits_of(stages, INPUT_IDS), reference_logits(theirs, INPUT_IDS), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        logits_of(stages, INPUT_IDS), reference_logits(theirs, INPUT_IDS), atol=1e-4, rtol=0
+    )
 
 
 @pytest.mark.parametrize(
     "variant",
-    [{"attention_bias": True, "mlp_bias": True}, {"num_key_value_heads": 1, "tie_word_embeddings": True}],
+    [
+        {"attention_bias": True, "mlp_bias": True},
+        {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    ],
     ids=["biases", "shared KV head, tied"],
 )
 def test_two_ranks_give_the_logits_of_one(variant, tmp_path):
@@ -99,4 +114,6 @@ def test_the_family_of_the_readme_is_qwen2(tmp_path):
     exec(code, namespace)
     theirs = Qwen2ForCausalLM(Qwen2Config(**SHAPE, use_sliding_window=False))
     ours = load_checkpoint(namespace["BiasedForCausalLM"], save_random(tmp_path, theirs))
-    torch.testing.assert_close(logits_of([ours], INPUT_IDS), reference_logits(theirs, INPUT_IDS), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        logits_of([ours], INPUT_IDS), reference_logits(theirs, INPUT_IDS), atol=1e-4, rtol=0
+    )

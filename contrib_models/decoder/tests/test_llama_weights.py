@@ -41,7 +41,8 @@ def folder(theirs, tmp_path):
 
 
 def edit(folder, change):
-    """Rewrites the weights of a checkpoint by `change`, a function that edits the mapping of names to tensors."""
+    """Rewrites the weights of a checkpoint by `change`, a function that edits the mapping of names
+    to tensors."""
     file = folder / "model.safetensors"
     tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
     change(tensors)
@@ -80,7 +81,9 @@ def test_a_packed_checkpoint(theirs, folder):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_shards_of_packed_and_split_checkpoints_are_equal(rank, folder):
-    config = VllmConfig.default(json.loads((folder / "config.json").read_text()), tensor_parallel_size=2).with_rank(rank)
+    config = VllmConfig.default(
+        json.loads((folder / "config.json").read_text()), tensor_parallel_size=2
+    ).with_rank(rank)
 
     def shard():
         model = LlamaForCausalLM(vllm_config=config)
@@ -95,14 +98,22 @@ def test_shards_of_packed_and_split_checkpoints_are_equal(rank, folder):
 
 
 def test_stored_rotary_frequencies_are_passed_over(theirs, folder):
-    edit(folder, lambda tensors: tensors.update({f"{LAYER}self_attn.rotary_emb.inv_freq": torch.ones(4)}))
+    edit(
+        folder,
+        lambda tensors: tensors.update({f"{LAYER}self_attn.rotary_emb.inv_freq": torch.ones(4)}),
+    )
     assert_same_logits(folder, theirs)
 
 
 def test_a_tied_head_that_is_stored_too_counts_where_it_differs(tmp_path):
     theirs = Reference(LlamaConfig(**SHAPE, tie_word_embeddings=True))
     save_random(tmp_path, theirs)
-    edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    edit(
+        tmp_path,
+        lambda tensors: tensors.update(
+            {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+        ),
+    )
     assert_same_logits(tmp_path, theirs)
     edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.ones(50, 32)}))
     theirs.lm_head.weight = torch.nn.Parameter(torch.ones(50, 32))
@@ -112,7 +123,12 @@ def test_a_tied_head_that_is_stored_too_counts_where_it_differs(tmp_path):
 def test_a_tied_head_can_stand_in_for_the_embedding(tmp_path):
     theirs = Reference(LlamaConfig(**SHAPE, tie_word_embeddings=True))
     save_random(tmp_path, theirs)
-    edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
+    edit(
+        tmp_path,
+        lambda tensors: tensors.update(
+            {"lm_head.weight": tensors.pop("model.embed_tokens.weight")}
+        ),
+    )
     assert_same_logits(tmp_path, theirs)
 
 
@@ -134,7 +150,12 @@ def test_all_misfits_are_named_at_once(folder):
 
 
 def test_a_long_list_of_missing_weights_is_cut(folder):
-    edit(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if LAYER in name or "lm_head" in name])
+    edit(
+        folder,
+        lambda tensors: [
+            tensors.pop(name) for name in list(tensors) if LAYER in name or "lm_head" in name
+        ],
+    )
     with pytest.raises(CheckpointError, match=r"10 missing: (?!.*more)"):
         load_checkpoint(LlamaForCausalLM, folder)
     edit_config(folder, num_hidden_layers=3)
@@ -152,10 +173,26 @@ def test_a_quantized_tensor_is_refused(folder):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"hidden_size": "removed"}, CheckpointError, "config.json has no 'hidden_size', which this model needs"),
-        ({"intermediate_size": "48"}, CheckpointError, "'intermediate_size' must be of type int, not '48'"),
-        ({"hidden_act": "silo"}, UnsupportedError, "unknown activation 'silo'. Did you mean 'silu'"),
-        ({"rope_parameters": {"rope_type": "yearn"}}, UnsupportedError, "unknown rope_type 'yearn'. Did you mean 'yarn'"),
+        (
+            {"hidden_size": "removed"},
+            CheckpointError,
+            "config.json has no 'hidden_size', which this model needs",
+        ),
+        (
+            {"intermediate_size": "48"},
+            CheckpointError,
+            "'intermediate_size' must be of type int, not '48'",
+        ),
+        (
+            {"hidden_act": "silo"},
+            UnsupportedError,
+            "unknown activation 'silo'. Did you mean 'silu'",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yearn"}},
+            UnsupportedError,
+            "unknown rope_type 'yearn'. Did you mean 'yarn'",
+        ),
         ({"rope_parameters": {"rope_type": "linear"}}, CheckpointError, "has no 'factor'"),
     ],
 )
@@ -167,14 +204,18 @@ def test_a_config_that_does_not_do_is_refused_by_name(folder, changes, error, me
 
 def test_heads_that_do_not_split_over_the_ranks_are_refused(folder):
     with pytest.raises(
-        ConfigError, match=r"attention heads of model\.layers\.0\.self_attn\.qkv_proj: 4 cannot be split .*tensor_parallel_size=3"
+        ConfigError,
+        match=r"attention heads of model\.layers\.0\.self_attn\.qkv_proj: 4 cannot be split "
+        r".*tensor_parallel_size=3",
     ):
         load_checkpoint(LlamaForCausalLM, folder, tensor_parallel_size=3)
 
 
 def test_dummy_weights_need_no_files_and_are_the_same_each_time(folder):
     (folder / "model.safetensors").unlink()
-    first, second = (load_checkpoint(LlamaForCausalLM, folder, load_format="dummy") for _ in range(2))
+    first, second = (
+        load_checkpoint(LlamaForCausalLM, folder, load_format="dummy") for _ in range(2)
+    )
     logits = logits_of([first], INPUT_IDS)
     assert logits.isfinite().all()
     assert logits.std() > 0

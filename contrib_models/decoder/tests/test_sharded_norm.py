@@ -1,4 +1,5 @@
-"""The norm of an axis that is spread over ranks, which are threads here, is that of the whole axis."""
+"""The norm of an axis that is spread over ranks, which are threads here, is that of the whole
+axis."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ def test_ranks_norm_as_one_alone(is_whole):
     def run(rank):
         config = VllmConfig.default(tensor_parallel_size=2).with_rank(rank)
         part = Part.whole(8) if is_whole else Part(8, rank * 4, 4)
-        norm, mine = ShardedRMSNorm(part, eps=1e-5, vllm_config=config), slice(part.start, part.start + part.size)
+        norm, mine = (
+            ShardedRMSNorm(part, eps=1e-5, vllm_config=config),
+            slice(part.start, part.start + part.size),
+        )
         norm.weight.weight_loader(norm.weight, weight)
         return norm(x[:, mine]), expected[:, mine]
 

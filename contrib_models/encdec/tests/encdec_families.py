@@ -9,7 +9,13 @@ from toolkit_lm_devkit import randomize
 from toolkit_lm_encdec import MODELS
 
 VOCAB_SIZE = 101
-SPECIAL_TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "decoder_start_token_id": 3, "forced_eos_token_id": None}
+SPECIAL_TOKENS = {
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "decoder_start_token_id": 3,
+    "forced_eos_token_id": None,
+}
 BART_LIKE = {
     "vocab_size": VOCAB_SIZE,
     "d_model": 64,
@@ -51,13 +57,23 @@ GEMMA_LIKE = {
     "final_logit_softcapping": 3.0,
     **SPECIAL_TOKENS,
 }
-# Without caps, scores of random weights are so large that the rounding of transformers comes to 1e-4. These are half as large.
-NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "query_pre_attn_scalar": 480}
+# Without caps, scores of random weights are so large that the rounding of transformers comes to
+# 1e-4. These are half as large.
+NO_CAPS = {
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "query_pre_attn_scalar": 480,
+}
 
 VARIANTS = {
     "BartForConditionalGeneration": {
         "shared": {**BART_LIKE, "activation_function": "gelu"},
-        "unscaled, apart": {**BART_LIKE, "scale_embedding": False, "tie_word_embeddings": False, "activation_function": "relu"},
+        "unscaled, apart": {
+            **BART_LIKE,
+            "scale_embedding": False,
+            "tie_word_embeddings": False,
+            "activation_function": "relu",
+        },
     },
     "MBartForConditionalGeneration": {"shared": {**BART_LIKE, "activation_function": "gelu_new"}},
     "PegasusForConditionalGeneration": {"shared": {**BART_LIKE, "activation_function": "relu"}},
@@ -79,7 +95,12 @@ VARIANTS = {
     "T5GemmaForConditionalGeneration": {
         "two sizes": {
             "vocab_size": VOCAB_SIZE,
-            "encoder": {**GEMMA_LIKE, "hidden_size": 48, "num_hidden_layers": 3, "num_key_value_heads": 4},
+            "encoder": {
+                **GEMMA_LIKE,
+                "hidden_size": 48,
+                "num_hidden_layers": 3,
+                "num_key_value_heads": 4,
+            },
             "decoder": GEMMA_LIKE,
         },
         "apart, no soft caps": {
@@ -90,7 +111,9 @@ VARIANTS = {
         },
     },
 }
-CASES = [(architecture, variant) for architecture, variants in VARIANTS.items() for variant in variants]
+CASES = [
+    (architecture, variant) for architecture, variants in VARIANTS.items() for variant in variants
+]
 
 
 def our_class(architecture):
@@ -99,19 +122,27 @@ def our_class(architecture):
 
 
 def make_model(architecture, fields):
-    """The model of transformers, in float32, with random weights, but for the positions that are computed."""
+    """The model of transformers, in float32, with random weights, but for the positions that are
+    computed."""
     reference_class = getattr(transformers, architecture)
-    model = reference_class(reference_class.config_class(**{**SPECIAL_TOKENS, "dtype": "float32", **copy.deepcopy(fields)})).eval()
+    model = reference_class(
+        reference_class.config_class(
+            **{**SPECIAL_TOKENS, "dtype": "float32", **copy.deepcopy(fields)}
+        )
+    ).eval()
     randomize(model)
     for name, module in model.named_modules():
         if hasattr(module, "create_weight"):
             module.weight.data.copy_(module.create_weight())
         if name.endswith("Attention.q"):
-            # Nothing else scales the scores. Without it they are so large that the rounding of transformers comes to 1e-4.
+            # Nothing else scales the scores. Without it they are so large that the rounding of
+            # transformers comes to 1e-4.
             module.weight.data.mul_(module.out_features**-0.5)
     if hasattr(model, "final_logits_bias"):
         generator = torch.Generator().manual_seed(3)
-        model.final_logits_bias.copy_(torch.randn(model.final_logits_bias.shape, generator=generator))
+        model.final_logits_bias.copy_(
+            torch.randn(model.final_logits_bias.shape, generator=generator)
+        )
     return model
 
 

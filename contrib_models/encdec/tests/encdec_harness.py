@@ -1,10 +1,20 @@
-"""Encoder-decoder models without an engine: steps of sequences with a paged cache, some of which begin while others go on."""
+"""Encoder-decoder models without an engine: steps of sequences with a paged cache, some of which
+begin while others go on."""
 
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from toolkit_lm.attention import Attention, AttentionType, BatchLimits, BatchView, Binding, GroupSetup, StepContext, step_context
+from toolkit_lm.attention import (
+    Attention,
+    AttentionType,
+    BatchLimits,
+    BatchView,
+    Binding,
+    GroupSetup,
+    StepContext,
+    step_context,
+)
 from toolkit_lm.model import EncoderDecoderModel
 from toolkit_lm_devkit import load_checkpoint
 from toolkit_lm_sdpa.backend import SdpaBackend
@@ -14,7 +24,11 @@ NUM_BLOCKS = 64
 LIMITS = BatchLimits(16, 1024, 256)
 ENCODER, DECODER, CROSS = 0, 1, 2
 """KV groups."""
-GROUPS = {AttentionType.ENCODER: ENCODER, AttentionType.DECODER: DECODER, AttentionType.CROSS: CROSS}
+GROUPS = {
+    AttentionType.ENCODER: ENCODER,
+    AttentionType.DECODER: DECODER,
+    AttentionType.CROSS: CROSS,
+}
 MAX_MODEL_LEN = 64
 # Of the encoder's sequences, and of the decoder's.
 LENGTHS = [(7, 9), (33, 20), (1, 6), (60, 40), (33, 5)]
@@ -22,7 +36,9 @@ LENGTHS = [(7, 9), (33, 20), (1, 6), (60, 40), (33, 5)]
 
 def load(model_class, folder, **options):
     """The model of a checkpoint folder, as one rank holds it."""
-    return load_checkpoint(model_class, folder, **{"max_model_len": MAX_MODEL_LEN, "block_size": BLOCK_SIZE, **options})
+    return load_checkpoint(
+        model_class, folder, **{"max_model_len": MAX_MODEL_LEN, "block_size": BLOCK_SIZE, **options}
+    )
 
 
 @dataclass(eq=False)
@@ -40,7 +56,10 @@ class Sequence:
 
 def random_sequences():
     generator = torch.Generator().manual_seed(1)
-    return [Sequence(*(torch.randint(5, 90, (n,), generator=generator) for n in lengths)) for lengths in LENGTHS]
+    return [
+        Sequence(*(torch.randint(5, 90, (n,), generator=generator) for n in lengths))
+        for lengths in LENGTHS
+    ]
 
 
 def steps(sequences):
@@ -55,7 +74,8 @@ def steps(sequences):
 
 
 class Driver:
-    """Runs a model step by step. Block ids are handed out in a random order, and unwritten slots are NaN."""
+    """Runs a model step by step. Block ids are handed out in a random order, and unwritten slots
+    are NaN."""
 
     def __init__(self, model: EncoderDecoderModel, backend=SdpaBackend):
         self.model = model
@@ -66,16 +86,22 @@ class Driver:
             spec = layer.attention_spec(torch.device("cpu"), cached=True)
             assert backend.refuses(spec) is None
             if kind not in self.backends:
-                setup = GroupSetup(layers=[spec], kv_cache=spec.kv_cache, limits=LIMITS, device=torch.device("cpu"))
+                setup = GroupSetup(
+                    layers=[spec], kv_cache=spec.kv_cache, limits=LIMITS, device=torch.device("cpu")
+                )
                 self.backends[kind] = backend(setup)
             cache = spec.kv_cache and tuple(
                 torch.full((NUM_BLOCKS, *one.shape), torch.nan, dtype=getattr(torch, one.dtype))
                 for one in backend.page_layout(spec.kv_cache)
             )
-            self.bindings[layer.prefix] = Binding(self.backends[kind], layer.params, cache, GROUPS[kind])
+            self.bindings[layer.prefix] = Binding(
+                self.backends[kind], layer.params, cache, GROUPS[kind]
+            )
         assert len(self.bindings) == len(layers), "two attention layers have one prefix"
         order = torch.randperm(2 * NUM_BLOCKS, generator=torch.Generator().manual_seed(0)).tolist()
-        self.free = {group: [block for block in order if block < NUM_BLOCKS] for group in (DECODER, CROSS)}
+        self.free = {
+            group: [block for block in order if block < NUM_BLOCKS] for group in (DECODER, CROSS)
+        }
 
     def run(self, *steps):
         """Each step names the sequences that compute, and how many tokens of each."""
@@ -93,18 +119,28 @@ class Driver:
         cross = self._batch(rows, CROSS, [len(s.encoder_ids) for s, _ in rows], of_encoders)
         token_ids = torch.cat([s.token_ids[part] for (s, _), part in zip(rows, parts, strict=True)])
         positions = torch.cat([torch.arange(part.start, part.stop) for part in parts])
-        metadata = [None, self.backends[AttentionType.DECODER].build(decoder), self.backends[AttentionType.CROSS].build(cross)]
+        metadata = [
+            None,
+            self.backends[AttentionType.DECODER].build(decoder),
+            self.backends[AttentionType.CROSS].build(cross),
+        ]
         with step_context(StepContext(self.bindings, metadata)):
             states = self.model(token_ids, positions, encoder_hidden_states=encoder_hidden_states)
-        for (sequence, count), logits in zip(rows, self.model.compute_logits(states).split(counts), strict=True):
+        for (sequence, count), logits in zip(
+            rows, self.model.compute_logits(states).split(counts), strict=True
+        ):
             sequence.logits.append(logits)
             sequence.num_computed += count
 
     def _encode(self, sequences):
         lengths = [len(sequence) for sequence in sequences]
-        meta = self.backends[AttentionType.ENCODER].build(view(lengths, lengths, [0] * len(lengths)))
+        meta = self.backends[AttentionType.ENCODER].build(
+            view(lengths, lengths, [0] * len(lengths))
+        )
         with step_context(StepContext(self.bindings, [meta, None, None])):
-            return self.model.encode(torch.cat(sequences), torch.cat([torch.arange(length) for length in lengths]))
+            return self.model.encode(
+                torch.cat(sequences), torch.cat([torch.arange(length) for length in lengths])
+            )
 
     def _batch(self, rows, group, lengths, parts):
         """What a group sees; `parts`: of each row, the keys that the step writes."""
@@ -112,7 +148,9 @@ class Driver:
             table = sequence.tables.setdefault(group, [])
             while len(table) * BLOCK_SIZE < length:
                 table.append(self.free[group].pop())
-        tables = torch.zeros(len(rows), max(len(s.tables[group]) for s, _ in rows), dtype=torch.int32)
+        tables = torch.zeros(
+            len(rows), max(len(s.tables[group]) for s, _ in rows), dtype=torch.int32
+        )
         for row, (sequence, _) in enumerate(rows):
             tables[row, : len(sequence.tables[group])] = torch.tensor(sequence.tables[group])
         slots = [
@@ -120,7 +158,13 @@ class Driver:
             for row, part in enumerate(parts)
             for index in range(part.start, part.stop)
         ]
-        return view([n for _, n in rows], lengths, [s.num_computed for s, _ in rows], tables, torch.tensor(slots, dtype=torch.int64))
+        return view(
+            [n for _, n in rows],
+            lengths,
+            [s.num_computed for s, _ in rows],
+            tables,
+            torch.tensor(slots, dtype=torch.int64),
+        )
 
 
 def view(counts, lengths, starts, table=None, slots=None):

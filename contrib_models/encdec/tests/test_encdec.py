@@ -1,4 +1,5 @@
-"""Every family gives what transformers gives, without an engine: sequences of several lengths, begun in several steps."""
+"""Every family gives what transformers gives, without an engine: sequences of several lengths,
+begun in several steps."""
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ def make(tmp_path_factory):
     def make(architecture, variant):
         if (architecture, variant) not in made:
             folder = tmp_path_factory.mktemp(architecture)
-            made[architecture, variant] = folder, make_checkpoint(architecture, VARIANTS[architecture][variant], folder)
+            made[architecture, variant] = (
+                folder,
+                make_checkpoint(architecture, VARIANTS[architecture][variant], folder),
+            )
         return made[architecture, variant]
 
     return make

@@ -22,15 +22,24 @@ class EncDecConformance(EncoderDecoderConformance):
         model = make_model(self.architecture, variant)
         model.save_pretrained(folder)
         write_tokenizer(folder, VOCAB_SIZE)
-        return lambda encoder_ids, token_ids: reference_logits(model, tensor(list(encoder_ids)), tensor(list(token_ids)))
+        return lambda encoder_ids, token_ids: reference_logits(
+            model, tensor(list(encoder_ids)), tensor(list(token_ids))
+        )
 
     def checked_weights(self, subject):
-        yield from (name for name in super().checked_weights(subject) if not name.endswith(self.may_lack))
+        yield from (
+            name for name in super().checked_weights(subject) if not name.endswith(self.may_lack)
+        )
 
 
 def variants_of(architecture, **changes):
-    """But for those whose decoder has a vocabulary of its own: the kit draws its prompts from the encoder's."""
-    return {name: {**fields, **changes} for name, fields in VARIANTS[architecture].items() if "decoder_vocab_size" not in fields}
+    """But for those whose decoder has a vocabulary of its own: the kit draws its prompts from the
+    encoder's."""
+    return {
+        name: {**fields, **changes}
+        for name, fields in VARIANTS[architecture].items()
+        if "decoder_vocab_size" not in fields
+    }
 
 
 class TestBart(EncDecConformance):
@@ -69,7 +78,11 @@ class TestMT5(EncDecConformance):
 class TestT5Gemma(EncDecConformance):
     architecture = "T5GemmaForConditionalGeneration"
     variants = {
-        name: {**fields, "vocab_size": VOCAB_SIZE, **{side: {**fields[side], "vocab_size": VOCAB_SIZE} for side in ("encoder", "decoder")}}
+        name: {
+            **fields,
+            "vocab_size": VOCAB_SIZE,
+            **{side: {**fields[side], "vocab_size": VOCAB_SIZE} for side in ("encoder", "decoder")},
+        }
         for name, fields in VARIANTS[architecture].items()
     }
     engine_options = UNBOUNDED

@@ -1,4 +1,5 @@
-"""Every family through the whole engine: what it draws, finds and forgets is what transformers makes of the same prompts."""
+"""Every family through the whole engine: what it draws, finds and forgets is what transformers
+makes of the same prompts."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +29,13 @@ ROOMY = {
 TIGHT = {**ROOMY, "num_kv_blocks": 22}
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=VOCAB_SIZE)
 CASES = [(architecture, next(iter(variants))) for architecture, variants in VARIANTS.items()]
-ALL_CASES = [(architecture, variant) for architecture, variants in VARIANTS.items() for variant in variants]
-ONE_OF_EACH = [("BartForConditionalGeneration", "shared"), ("T5ForConditionalGeneration", "first release")]
+ALL_CASES = [
+    (architecture, variant) for architecture, variants in VARIANTS.items() for variant in variants
+]
+ONE_OF_EACH = [
+    ("BartForConditionalGeneration", "shared"),
+    ("T5ForConditionalGeneration", "first release"),
+]
 
 
 class Watch:
@@ -46,7 +52,9 @@ class Watch:
 
     @property
     def num_preempted(self):
-        return sum(isinstance(event, RequestEvent) and event.kind == "preempted" for event in self.events)
+        return sum(
+            isinstance(event, RequestEvent) and event.kind == "preempted" for event in self.events
+        )
 
     def loads(self, name):
         return [getattr(event, name) for event in self.events if isinstance(event, LoadEvent)]
@@ -71,13 +79,18 @@ class Subject:
     def prompts(self, lengths=LENGTHS):
         """Random token ids."""
         generator = torch.Generator().manual_seed(7)
-        return [torch.randint(5, self.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+        return [
+            torch.randint(5, self.vocab_size, (n,), generator=generator).tolist() for n in lengths
+        ]
 
     def logprobs(self, output, completion):
         """[output tokens, V] along what the engine has drawn."""
         prompt, tokens = output.prompt_token_ids, list(completion.token_ids)
         with torch.inference_mode():
-            out = self.model(input_ids=torch.tensor([output.encoder_prompt_token_ids]), decoder_input_ids=torch.tensor([prompt + tokens]))
+            out = self.model(
+                input_ids=torch.tensor([output.encoder_prompt_token_ids]),
+                decoder_input_ids=torch.tensor([prompt + tokens]),
+            )
         return out.logits[0, len(prompt) - 1 : -1].log_softmax(-1)
 
     def check(self, outputs, *, greedy=True):
@@ -86,7 +99,10 @@ class Subject:
             assert output.error is None
             for completion in output.outputs:
                 reference = self.logprobs(output, completion)
-                ours = [[entries[token].logprob for token in range(self.vocab_size)] for entries in completion.logprobs]
+                ours = [
+                    [entries[token].logprob for token in range(self.vocab_size)]
+                    for entries in completion.logprobs
+                ]
                 assert_same_logits(torch.tensor(ours), reference)
                 if greedy:
                     assert_same_tokens(completion.token_ids, reference)
@@ -94,8 +110,14 @@ class Subject:
 
 def with_vocabulary(fields):
     """Of the tokenizer's size; the one of a decoder that has its own is smaller."""
-    sizes = {"vocab_size": VOCAB_SIZE} | ({"decoder_vocab_size": VOCAB_SIZE - 8} if "decoder_vocab_size" in fields else {})
-    sides = {key: {**fields[key], "vocab_size": VOCAB_SIZE} for key in ("encoder", "decoder") if key in fields}
+    sizes = {"vocab_size": VOCAB_SIZE} | (
+        {"decoder_vocab_size": VOCAB_SIZE - 8} if "decoder_vocab_size" in fields else {}
+    )
+    sides = {
+        key: {**fields[key], "vocab_size": VOCAB_SIZE}
+        for key in ("encoder", "decoder")
+        if key in fields
+    }
     return {**fields, **sizes, **sides}
 
 
@@ -118,7 +140,9 @@ def make(tmp_path_factory):
 
 def generate(subject, prompts, params, *plugins, **options):
     """`prompts`: token ids of encoder prompts, or explicit prompts."""
-    given = [{"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt for prompt in prompts]
+    given = [
+        {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt for prompt in prompts
+    ]
     with LLM(str(subject.folder), plugins=list(plugins), **{**ROOMY, **options}) as llm:
         return llm.generate(given, params, use_tqdm=False)
 
@@ -135,18 +159,27 @@ def test_greedy(make, architecture, variant):
 @pytest.mark.parametrize(("architecture", "variant"), CASES)
 def test_greedy_of_the_reference_backend(make, architecture, variant):
     subject = make(architecture, variant)
-    subject.check(generate(subject, subject.prompts(), GREEDY, attention_backend="sdpa", block_size=4))
+    subject.check(
+        generate(subject, subject.prompts(), GREEDY, attention_backend="sdpa", block_size=4)
+    )
 
 
 @pytest.mark.parametrize(("architecture", "variant"), CASES)
 @pytest.mark.parametrize("length_penalty", [0.0, 2.0])
 def test_beam_search(make, architecture, variant, length_penalty):
     subject, width = make(architecture, variant), 4
-    params = SamplingParams(use_beam_search=True, beam_width=width, n=2, length_penalty=length_penalty, max_tokens=12)
+    params = SamplingParams(
+        use_beam_search=True, beam_width=width, n=2, length_penalty=length_penalty, max_tokens=12
+    )
     prompts = subject.prompts((9, 33, 1, 50))
     # An end that does come up.
-    ends = [output.outputs[0].token_ids[3] for output in generate(subject, prompts, params.replace(ignore_eos=True))]
-    outputs = generate(subject, prompts, [params.replace(stop_token_ids=[end], ignore_eos=True) for end in ends])
+    ends = [
+        output.outputs[0].token_ids[3]
+        for output in generate(subject, prompts, params.replace(ignore_eos=True))
+    ]
+    outputs = generate(
+        subject, prompts, [params.replace(stop_token_ids=[end], ignore_eos=True) for end in ends]
+    )
     for output, end in zip(outputs, ends, strict=True):
         found = subject.model.generate(
             torch.tensor([output.encoder_prompt_token_ids]),
@@ -162,9 +195,13 @@ def test_beam_search(make, architecture, variant, length_penalty):
             return_dict_in_generate=True,
             output_scores=True,
         )
-        rows = [until(row, end) for row in found.sequences[:, len(output.prompt_token_ids) :].tolist()]
+        rows = [
+            until(row, end) for row in found.sequences[:, len(output.prompt_token_ids) :].tolist()
+        ]
         assert [one.token_ids for one in output.outputs] == rows
-        assert [one.score for one in output.outputs] == pytest.approx(found.sequences_scores.tolist(), abs=1e-3)
+        assert [one.score for one in output.outputs] == pytest.approx(
+            found.sequences_scores.tolist(), abs=1e-3
+        )
 
 
 def until(tokens, end):
@@ -174,7 +211,9 @@ def until(tokens, end):
 @pytest.mark.parametrize(("architecture", "variant"), ONE_OF_EACH)
 def test_several_samples_share_an_encoder(make, architecture, variant):
     subject, watch = make(architecture, variant), Watch()
-    params = SamplingParams(temperature=1, seed=5, n=4, max_tokens=12, ignore_eos=True, logprobs=VOCAB_SIZE)
+    params = SamplingParams(
+        temperature=1, seed=5, n=4, max_tokens=12, ignore_eos=True, logprobs=VOCAB_SIZE
+    )
     prompts = subject.prompts()
     together = generate(subject, prompts, params, watch)
     subject.check(together, greedy=False)
@@ -191,7 +230,12 @@ def test_several_samples_share_an_encoder(make, architecture, variant):
 @pytest.mark.parametrize(("architecture", "variant"), ONE_OF_EACH)
 def test_preemption(make, architecture, variant, mode, caching):
     subject, watch = make(architecture, variant), Watch()
-    options = {"preemption_mode": mode, "swap_memory": "8MiB", "enable_prefix_caching": caching, **TIGHT}
+    options = {
+        "preemption_mode": mode,
+        "swap_memory": "8MiB",
+        "enable_prefix_caching": caching,
+        **TIGHT,
+    }
     outputs = generate(subject, subject.prompts(), GREEDY.replace(n=2), watch, **options)
     subject.check(outputs)
     assert watch.num_preempted > 0
@@ -200,7 +244,10 @@ def test_preemption(make, architecture, variant, mode, caching):
 
 
 def both(encoder, decoder):
-    return {"encoder_prompt": {"prompt_token_ids": encoder}, "decoder_prompt": {"prompt_token_ids": decoder}}
+    return {
+        "encoder_prompt": {"prompt_token_ids": encoder},
+        "decoder_prompt": {"prompt_token_ids": decoder},
+    }
 
 
 @pytest.mark.parametrize(("architecture", "variant"), ONE_OF_EACH)
@@ -216,7 +263,9 @@ def test_decoder_prompts_in_chunks(make, architecture, variant):
         max_num_batched_tokens=41,
     )
     subject.check(outputs)
-    assert [output.prompt_token_ids for output in outputs] == [[3, *decoder] for decoder in decoders]
+    assert [output.prompt_token_ids for output in outputs] == [
+        [3, *decoder] for decoder in decoders
+    ]
     assert max(watch.steps) <= 41
 
 
@@ -226,7 +275,10 @@ def test_a_cached_decoder_prompt_belongs_to_its_encoder(make, architecture, vari
     (first, second), (decoder,) = subject.prompts((20, 20)), subject.prompts((39,))
     params = GREEDY.replace(max_tokens=6)
     with LLM(str(subject.folder), **ROOMY) as llm:
-        outputs = [llm.generate(both(encoder, decoder), params, use_tqdm=False)[0] for encoder in (first, second, first)]
+        outputs = [
+            llm.generate(both(encoder, decoder), params, use_tqdm=False)[0]
+            for encoder in (first, second, first)
+        ]
     subject.check(outputs)
     assert [output.num_cached_tokens for output in outputs] == [0, 0, 32]
     assert outputs[0].outputs[0].token_ids == outputs[2].outputs[0].token_ids
@@ -235,8 +287,15 @@ def test_a_cached_decoder_prompt_belongs_to_its_encoder(make, architecture, vari
 @pytest.mark.parametrize(("architecture", "variant"), ONE_OF_EACH)
 def test_texts(make, architecture, variant):
     subject = make(architecture, variant)
-    outputs = generate(subject, ["a text", {"encoder_prompt": "a text", "decoder_prompt": "An"}], GREEDY.replace(max_tokens=6))
+    outputs = generate(
+        subject,
+        ["a text", {"encoder_prompt": "a text", "decoder_prompt": "An"}],
+        GREEDY.replace(max_tokens=6),
+    )
     subject.check(outputs)
     assert [output.encoder_prompt for output in outputs] == ["a text", "a text"]
-    assert outputs[1].prompt_token_ids[: len(outputs[0].prompt_token_ids)] == outputs[0].prompt_token_ids
+    assert (
+        outputs[1].prompt_token_ids[: len(outputs[0].prompt_token_ids)]
+        == outputs[0].prompt_token_ids
+    )
     assert len(outputs[1].prompt_token_ids) == len(outputs[0].prompt_token_ids) + 2

@@ -1,4 +1,5 @@
-"""What the conformance kit finds wrong in an encoder-decoder model. A reference that is moved is as good as a model that is."""
+"""What the conformance kit finds wrong in an encoder-decoder model. A reference that is moved is as
+good as a model that is."""
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ class Kit(EncDecConformance):
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
-    return Subject(folder, Kit().make_checkpoint(folder, **{**VARIANTS[ARCHITECTURE]["shared"], **BART_LIKE}))
+    return Subject(
+        folder, Kit().make_checkpoint(folder, **{**VARIANTS[ARCHITECTURE]["shared"], **BART_LIKE})
+    )
 
 
 def test_a_right_model_passes(subject):
@@ -33,7 +36,9 @@ def test_a_right_model_passes(subject):
         lambda reference: lambda encoder, tokens: reference([*encoder, encoder[0]], tokens),
         lambda reference: lambda encoder, tokens: reference(encoder[::-1], tokens),
         lambda reference: lambda encoder, tokens: reference([5, 6], tokens),
-        lambda reference: lambda encoder, tokens: reference(encoder, tokens) + torch.linspace(0, 3e-4, 272),
+        lambda reference: (
+            lambda encoder, tokens: reference(encoder, tokens) + torch.linspace(0, 3e-4, 272)
+        ),
     ],
     ids=["one token more", "turned round", "of another request", "other logits"],
 )

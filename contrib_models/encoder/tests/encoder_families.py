@@ -19,11 +19,26 @@ BERT_LIKE = {
     "num_labels": 3,
 }
 ROBERTA_LIKE = {**BERT_LIKE, "pad_token_id": 1, "type_vocab_size": 1}
-MODERN = {**BERT_LIKE, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+MODERN = {
+    **BERT_LIKE,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "cls_token_id": 1,
+    "sep_token_id": 2,
+}
 ROTARY = {**BERT_LIKE, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}
 
 VARIANTS = {
-    "Bert": {"plain": BERT_LIKE, "other sizes": {**BERT_LIKE, "hidden_act": "gelu_new", "type_vocab_size": 3, "layer_norm_eps": 1e-3}},
+    "Bert": {
+        "plain": BERT_LIKE,
+        "other sizes": {
+            **BERT_LIKE,
+            "hidden_act": "gelu_new",
+            "type_vocab_size": 3,
+            "layer_norm_eps": 1e-3,
+        },
+    },
     "Roberta": {"plain": ROBERTA_LIKE, "padding elsewhere": {**ROBERTA_LIKE, "pad_token_id": 4}},
     "XLMRoberta": {"plain": ROBERTA_LIKE},
     "Camembert": {"plain": ROBERTA_LIKE},
@@ -57,7 +72,11 @@ VARIANTS = {
         },
     },
     "NomicBert": {"plain": {**ROTARY, "pad_token_id": 0}},
-    "Gte": {"plain": ROTARY, "no types": {**ROTARY, "type_vocab_size": 0}, "two types": {**ROTARY, "type_vocab_size": 2}},
+    "Gte": {
+        "plain": ROTARY,
+        "no types": {**ROTARY, "type_vocab_size": 0},
+        "two types": {**ROTARY, "type_vocab_size": 2},
+    },
     "JinaEmbeddingsV3": {"plain": {**ROTARY, "type_vocab_size": 1}},
 }
 LENGTHS = (7, 33, 1, 21, 33)
@@ -74,7 +93,9 @@ def make_model(architecture, fields):
     """The model of transformers, in float32."""
     reference_class = getattr(transformers, architecture)
     # A config changes its rope_parameters in place.
-    return reference_class(reference_class.config_class(**{"dtype": "float32", **copy.deepcopy(fields)}))
+    return reference_class(
+        reference_class.config_class(**{"dtype": "float32", **copy.deepcopy(fields)})
+    )
 
 
 def make_checkpoint(architecture, fields, folder):

@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 import toolkit_lm_encoder
 import torch
-from encoder_families import BERT_LIKE, MAX_MODEL_LEN, VARIANTS, VOCAB_SIZE, load, make_checkpoint, our_class, random_sequences
+from encoder_families import (
+    BERT_LIKE,
+    MAX_MODEL_LEN,
+    VARIANTS,
+    VOCAB_SIZE,
+    load,
+    make_checkpoint,
+    our_class,
+    random_sequences,
+)
 from safetensors.torch import load_file, save_file
 from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError
 from toolkit_lm.model import Model
@@ -30,24 +39,33 @@ def first_variant(family):
 
 
 def edited(folder, change=dict, **config_changes):
-    """The same folder with other weights (`change` maps the tensors) and config; a value of None takes a key out."""
+    """The same folder with other weights (`change` maps the tensors) and config; a value of None
+    takes a key out."""
     values = json.loads((folder / "config.json").read_text()) | config_changes
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in values.items() if value is not None})
+    )
     tensors = change(load_file(folder / "model.safetensors"))
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors"
+    )
     return folder
 
 
 def assert_same_states(models, theirs):
     ours = torch.cat(hidden_states(models, SEQUENCES))
-    torch.testing.assert_close(ours, torch.cat([states_of(theirs, s) for s in SEQUENCES]), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        ours, torch.cat([states_of(theirs, s) for s in SEQUENCES]), atol=1e-4, rtol=0
+    )
 
 
 @pytest.mark.parametrize("family", list(VARIANTS))
 def test_pipeline_stages(tmp_path, family):
     theirs = make_checkpoint(f"{family}Model", first_variant(family), tmp_path)
     cls = our_class(f"{family}Model")
-    assert_same_states([load(cls, tmp_path, rank=rank, pipeline_parallel_size=2) for rank in (0, 1)], theirs)
+    assert_same_states(
+        [load(cls, tmp_path, rank=rank, pipeline_parallel_size=2) for rank in (0, 1)], theirs
+    )
 
 
 @pytest.mark.slow
@@ -68,17 +86,30 @@ def test_two_ranks(tmp_path):
 def test_token_types(tmp_path, family):
     theirs = make_checkpoint(f"{family}Model", first_variant(family), tmp_path)
     types = [(torch.arange(len(s)) > len(s) // 2).long() for s in SEQUENCES]
-    ours = hidden_states([load(our_class(f"{family}Model"), tmp_path)], SEQUENCES, token_type_ids=torch.cat(types))
+    ours = hidden_states(
+        [load(our_class(f"{family}Model"), tmp_path)], SEQUENCES, token_type_ids=torch.cat(types)
+    )
     for sequence, kinds, state in zip(SEQUENCES, types, ours, strict=True):
-        torch.testing.assert_close(state, states_of(theirs, sequence, token_type_ids=kinds[None]), atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            state, states_of(theirs, sequence, token_type_ids=kinds[None]), atol=1e-4, rtol=0
+        )
 
 
 def as_pretrained_bert(tensors):
     """With a prefix, TensorFlow's names of layer norms, and what only the pretraining used."""
     tensors = {"bert." + name: tensor for name, tensor in tensors.items()}
-    tensors = {re.sub("LayerNorm.weight$", "LayerNorm.gamma", name): tensor for name, tensor in tensors.items()}
-    tensors = {re.sub("LayerNorm.bias$", "LayerNorm.beta", name): tensor for name, tensor in tensors.items()}
-    return tensors | {"bert.embeddings.position_ids": torch.arange(80)[None], "cls.predictions.bias": torch.zeros(VOCAB_SIZE)}
+    tensors = {
+        re.sub("LayerNorm.weight$", "LayerNorm.gamma", name): tensor
+        for name, tensor in tensors.items()
+    }
+    tensors = {
+        re.sub("LayerNorm.bias$", "LayerNorm.beta", name): tensor
+        for name, tensor in tensors.items()
+    }
+    return tensors | {
+        "bert.embeddings.position_ids": torch.arange(80)[None],
+        "cls.predictions.bias": torch.zeros(VOCAB_SIZE),
+    }
 
 
 def as_newer(names):
@@ -90,7 +121,10 @@ def as_newer(names):
             for pattern, replacement in names.items():
                 name = re.sub(pattern, replacement, name)
             if "QKV" in name:
-                out |= {name.replace("QKV", part): piece for part, piece in zip("qkv", tensor.chunk(3), strict=True)}
+                out |= {
+                    name.replace("QKV", part): piece
+                    for part, piece in zip("qkv", tensor.chunk(3), strict=True)
+                }
             else:
                 out[name] = tensor
         return out
@@ -116,10 +150,17 @@ NOMIC = {
     [
         ("Bert", as_pretrained_bert, {"position_embedding_type": "absolute"}),
         ("NomicBert", as_newer(NOMIC), {}),
-        ("MPNet", lambda tensors: {"mpnet." + name: tensor for name, tensor in tensors.items()}, {}),
+        (
+            "MPNet",
+            lambda tensors: {"mpnet." + name: tensor for name, tensor in tensors.items()},
+            {},
+        ),
         (
             "ModernBert",
-            lambda tensors: {"model." + name: tensor for name, tensor in tensors.items()} | {"head.dense.weight": torch.zeros(48, 48)},
+            lambda tensors: (
+                {"model." + name: tensor for name, tensor in tensors.items()}
+                | {"head.dense.weight": torch.zeros(48, 48)}
+            ),
             {
                 "layer_types": None,
                 "rope_parameters": None,
@@ -139,10 +180,25 @@ def test_names_of_other_checkpoints(tmp_path, family, change, config_changes):
 @pytest.mark.parametrize(
     ("family", "config_changes", "error", "message"),
     [
-        ("Bert", {"position_embedding_type": "relative_key"}, UnsupportedError, "'position_embedding_type' is 'relative_key'"),
+        (
+            "Bert",
+            {"position_embedding_type": "relative_key"},
+            UnsupportedError,
+            "'position_embedding_type' is 'relative_key'",
+        ),
         ("Bert", {"is_decoder": True}, UnsupportedError, "'is_decoder' makes"),
-        ("Roberta", {"max_position_embeddings": 65}, ConfigError, "max_model_len is 64, but the checkpoint has 63 positions"),
-        ("ModernBert", {"layer_types": ["chunked"] * 5}, CheckpointError, "for layer 0, not 'chunked'"),
+        (
+            "Roberta",
+            {"max_position_embeddings": 65},
+            ConfigError,
+            "max_model_len is 64, but the checkpoint has 63 positions",
+        ),
+        (
+            "ModernBert",
+            {"layer_types": ["chunked"] * 5},
+            CheckpointError,
+            "for layer 0, not 'chunked'",
+        ),
     ],
 )
 def test_what_a_family_does_not_do_is_refused(tmp_path, family, config_changes, error, message):
@@ -153,9 +209,17 @@ def test_what_a_family_does_not_do_is_refused(tmp_path, family, config_changes, 
 
 def test_missing_weights_are_named(tmp_path):
     make_checkpoint("BertModel", BERT_LIKE, tmp_path)
-    edited(tmp_path, lambda tensors: {name: tensor for name, tensor in tensors.items() if "layer.1.output.dense" not in name})
+    edited(
+        tmp_path,
+        lambda tensors: {
+            name: tensor for name, tensor in tensors.items() if "layer.1.output.dense" not in name
+        },
+    )
     with pytest.raises(
-        CheckpointError, match=re.escape("2 missing: encoder.layer.1.output.dense.bias, encoder.layer.1.output.dense.weight")
+        CheckpointError,
+        match=re.escape(
+            "2 missing: encoder.layer.1.output.dense.bias, encoder.layer.1.output.dense.weight"
+        ),
     ):
         load(our_class("BertModel"), tmp_path)
 
@@ -185,4 +249,9 @@ def test_every_model_has_a_pooler(tmp_path, family, kind):
 
 def test_entry_module_imports_no_torch():
     code = "import sys, toolkit_lm_encoder; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=Path(__file__).parent, check=False
+        ).returncode
+        == 0
+    )

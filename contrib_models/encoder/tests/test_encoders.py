@@ -1,4 +1,5 @@
-"""Every family gives what transformers gives, without an engine: sequences of several lengths in one flat batch."""
+"""Every family gives what transformers gives, without an engine: sequences of several lengths in
+one flat batch."""
 
 import pytest
 import torch
@@ -16,7 +17,10 @@ def make(tmp_path_factory):
     def make(architecture, family, variant):
         if (architecture, variant) not in made:
             folder = tmp_path_factory.mktemp(architecture)
-            made[architecture, variant] = folder, make_checkpoint(architecture, VARIANTS[family][variant], folder)
+            made[architecture, variant] = (
+                folder,
+                make_checkpoint(architecture, VARIANTS[family][variant], folder),
+            )
         return made[architecture, variant]
 
     return make
@@ -44,7 +48,10 @@ def test_sequence_classification(make, family, variant):
     means = VARIANTS[family][variant].get("classifier_pooling") == "mean"
     pooled = torch.stack([s.mean(0) if means else s[0] for s in hidden_states([model], SEQUENCES)])
     with torch.inference_mode():
-        assert_same(model.classifier(pooled), torch.cat([theirs(sequence[None]).logits for sequence in SEQUENCES]))
+        assert_same(
+            model.classifier(pooled),
+            torch.cat([theirs(sequence[None]).logits for sequence in SEQUENCES]),
+        )
 
 
 @pytest.mark.parametrize(("family", "variant"), CASES)

@@ -3,9 +3,15 @@
 import torch
 from toolkit_lm_moe.mixtral import MixtralForCausalLM
 from toolkit_lm_moe.qwen3_moe import Qwen3MoeForCausalLM
-from transformers import MixtralConfig, MixtralForCausalLM as HFMixtral, Qwen3MoeConfig, Qwen3MoeForCausalLM as HFQwen3Moe
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM as HFMixtral,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM as HFQwen3Moe,
+)
 
-# Shorter than some prompts of the tests, and long enough that eight sequences do not fit a tight pool.
+# Shorter than some prompts of the tests, and long enough that eight sequences do not fit a tight
+# pool.
 WINDOW = 40
 SHAPE = {
     "vocab_size": 272,
@@ -23,14 +29,23 @@ SHAPE = {
 }
 MIXTRAL = {
     "2 of 4": {},
-    "1 of 4, tied": {"num_experts_per_tok": 1, "tie_word_embeddings": True, "num_key_value_heads": 1},
+    "1 of 4, tied": {
+        "num_experts_per_tok": 1,
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 1,
+    },
     "4 of 8": {"num_experts_per_tok": 4, "num_local_experts": 8, "head_dim": 24},
     "window": {"sliding_window": WINDOW, "hidden_act": "gelu"},
 }
 QWEN3_MOE = {
     "4 of 8": {"num_experts_per_tok": 4, "num_local_experts": 8, "norm_topk_prob": True},
     "unnormalized, biases": {"num_experts_per_tok": 2, "attention_bias": True, "head_dim": 24},
-    "1 of 8, dense between": {"num_experts_per_tok": 1, "num_local_experts": 8, "num_hidden_layers": 4, "decoder_sparse_step": 2},
+    "1 of 8, dense between": {
+        "num_experts_per_tok": 1,
+        "num_local_experts": 8,
+        "num_hidden_layers": 4,
+        "decoder_sparse_step": 2,
+    },
     "all of 4, some dense, window, tied": {
         "num_experts_per_tok": 4,
         "norm_topk_prob": True,

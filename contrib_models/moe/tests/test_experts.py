@@ -1,4 +1,5 @@
-"""Routed experts: each token's experts, their products in one go and one by one, and their shards."""
+"""Routed experts: each token's experts, their products in one go and one by one, and their
+shards."""
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ GATE_UP, DOWN = torch.randn(EXPERTS, 2 * INNER, HIDDEN) / 4, torch.randn(EXPERTS
 def make(*, rank=0, ranks=1, dtype="float32", inner=INNER, grouped=False, **kwargs):
     """`grouped`: as on other devices than the CPU."""
     config = VllmConfig.default(tensor_parallel_size=ranks, dtype=dtype).with_rank(rank)
-    layer = RoutedExperts(EXPERTS, HIDDEN, inner, vllm_config=config, prefix="mlp.experts", **kwargs)
+    layer = RoutedExperts(
+        EXPERTS, HIDDEN, inner, vllm_config=config, prefix="mlp.experts", **kwargs
+    )
     assert layer.stacked is None
     if grouped:
         layer.stacked = layer.stack()
@@ -91,7 +94,10 @@ def test_bfloat16_sums_experts_in_float32(grouped):
     eager = torch.zeros_like(x)
     for k in range(4):
         gate, up = torch.einsum("toh,th->to", gate_up[experts[:, k]], x).chunk(2, dim=-1)
-        eager += torch.einsum("thi,ti->th", down[experts[:, k]], F.silu(gate) * up) * weights[:, k, None].bfloat16()
+        eager += (
+            torch.einsum("thi,ti->th", down[experts[:, k]], F.silu(gate) * up)
+            * weights[:, k, None].bfloat16()
+        )
     assert (out - exact).square().mean() <= (eager - exact).square().mean()
 
 
@@ -99,7 +105,10 @@ def test_bfloat16_sums_experts_in_float32(grouped):
 def test_the_activation_is_the_one_asked_for(hidden_act):
     experts, weights = random_routing(5, 2)
     x = torch.randn(5, HIDDEN)
-    outs = [ready(grouped=grouped, activation=hidden_act)(x, experts, weights) for grouped in (True, False)]
+    outs = [
+        ready(grouped=grouped, activation=hidden_act)(x, experts, weights)
+        for grouped in (True, False)
+    ]
     torch.testing.assert_close(outs[0], outs[1], atol=1e-5, rtol=0)
     assert (outs[0] - naive(x, experts, weights)).abs().max() > 1e-2
     with pytest.raises(UnsupportedError, match="unknown activation 'silo'"):
@@ -112,7 +121,12 @@ def test_sizes_that_no_grouped_product_takes_are_computed_one_by_one():
     gate_up, down = torch.randn(EXPERTS, 2 * 7, HIDDEN), torch.randn(EXPERTS, HIDDEN, 7)
     layer = fill(make(inner=7), gate_up, down)
     assert layer.stacked is None
-    torch.testing.assert_close(layer(x, experts, weights).double(), naive(x, experts, weights, gate_up, down), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        layer(x, experts, weights).double(),
+        naive(x, experts, weights, gate_up, down),
+        atol=1e-4,
+        rtol=0,
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -121,7 +135,9 @@ def test_shards_make_the_full_weights(ranks):
     for expert in range(EXPERTS):
         parts = [layer.get_submodule(str(expert)) for layer in layers]
         for half, full in enumerate(GATE_UP[expert].chunk(2)):
-            assert torch.equal(torch.cat([part.gate_up_proj.weight.chunk(2)[half] for part in parts]), full)
+            assert torch.equal(
+                torch.cat([part.gate_up_proj.weight.chunk(2)[half] for part in parts]), full
+            )
         assert torch.equal(torch.cat([part.down_proj.weight for part in parts], 1), DOWN[expert])
     for layer in layers:
         assert layer.stacked[0].shape == (EXPERTS, 2 * INNER // ranks, HIDDEN)
@@ -139,7 +155,11 @@ def test_gate_and_up_can_be_loaded_apart():
 
 
 def test_inner_dimensions_that_do_not_split_are_refused_by_name():
-    with pytest.raises(ConfigError, match=r"inner dimensions of mlp\.experts: 32 cannot be split evenly over tensor_parallel_size=5"):
+    with pytest.raises(
+        ConfigError,
+        match=r"inner dimensions of mlp\.experts: 32 cannot be split evenly over "
+        r"tensor_parallel_size=5",
+    ):
         make(ranks=5)
 
 
@@ -170,12 +190,22 @@ def test_routing_takes_the_likeliest_experts(normalize):
 
 
 def test_tensors_of_all_experts_are_cut():
-    others = [("a.mlp.gate_up_proj.weight", GATE_UP[0]), ("a.mlp.experts.1.down_proj.weight", DOWN[1]), ("experts.down_proj", DOWN[0])]
-    cut = list(split_experts([*others, ("a.mlp.experts.gate_up_proj", GATE_UP), ("a.mlp.experts.down_proj", DOWN)]))
+    others = [
+        ("a.mlp.gate_up_proj.weight", GATE_UP[0]),
+        ("a.mlp.experts.1.down_proj.weight", DOWN[1]),
+        ("experts.down_proj", DOWN[0]),
+    ]
+    cut = list(
+        split_experts(
+            [*others, ("a.mlp.experts.gate_up_proj", GATE_UP), ("a.mlp.experts.down_proj", DOWN)]
+        )
+    )
     expected = [
         *others,
         *((f"a.mlp.experts.{i}.gate_up_proj.weight", GATE_UP[i]) for i in range(EXPERTS)),
         *((f"a.mlp.experts.{i}.down_proj.weight", DOWN[i]) for i in range(EXPERTS)),
     ]
     assert [name for name, _ in cut] == [name for name, _ in expected]
-    assert all(torch.equal(ours, theirs) for (_, ours), (_, theirs) in zip(cut, expected, strict=True))
+    assert all(
+        torch.equal(ours, theirs) for (_, ours), (_, theirs) in zip(cut, expected, strict=True)
+    )

@@ -1,4 +1,5 @@
-"""Both families through the whole engine: mixed lengths, a pool that makes it preempt, chunked prefill, shards, weight errors."""
+"""Both families through the whole engine: mixed lengths, a pool that makes it preempt, chunked
+prefill, shards, weight errors."""
 
 from moe_families import MIXTRAL, QWEN3_MOE, make_mixtral, make_qwen3_moe
 from toolkit_lm_devkit import TransformersConformance

@@ -1,4 +1,5 @@
-"""One forward pass without an engine gives the logits of transformers: in one rank, in two, as a pipeline, and by the grouped product."""
+"""One forward pass without an engine gives the logits of transformers: in one rank, in two, as a
+pipeline, and by the grouped product."""
 
 import pytest
 import torch
@@ -23,14 +24,20 @@ def test_logits_are_those_of_transformers(family, variant, tmp_path):
     model_cls, theirs = checkpoint(family, variant, tmp_path)
     expected = reference_logits(theirs, INPUT_IDS)
     assert expected.std() > 0.1
-    torch.testing.assert_close(logits_of([load_checkpoint(model_cls, tmp_path)], INPUT_IDS), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        logits_of([load_checkpoint(model_cls, tmp_path)], INPUT_IDS), expected, atol=1e-4, rtol=0
+    )
 
 
 @pytest.mark.parametrize(("family", "variant"), FIRST_CASES)
 def test_pipeline_stages_chain_to_the_same_logits(family, variant, tmp_path):
     model_cls, theirs = checkpoint(family, variant, tmp_path)
-    stages = [load_checkpoint(model_cls, tmp_path, rank=rank, pipeline_parallel_size=2) for rank in (0, 1)]
-    torch.testing.assert_close(logits_of(stages, INPUT_IDS), reference_logits(theirs, INPUT_IDS), atol=1e-4, rtol=0)
+    stages = [
+        load_checkpoint(model_cls, tmp_path, rank=rank, pipeline_parallel_size=2) for rank in (0, 1)
+    ]
+    torch.testing.assert_close(
+        logits_of(stages, INPUT_IDS), reference_logits(theirs, INPUT_IDS), atol=1e-4, rtol=0
+    )
 
 
 @pytest.mark.parametrize(("family", "variant"), FIRST_CASES)
@@ -44,8 +51,12 @@ def test_the_grouped_product_gives_the_same_logits(family, variant, tmp_path, mo
     monkeypatch.setattr("toolkit_lm_moe.routed.RoutedExperts", Stacked)
     model_cls, theirs = checkpoint(family, variant, tmp_path)
     ours = load_checkpoint(model_cls, tmp_path)
-    assert all(module.stacked is not None for module in ours.modules() if isinstance(module, RoutedExperts))
-    torch.testing.assert_close(logits_of([ours], INPUT_IDS), reference_logits(theirs, INPUT_IDS), atol=1e-4, rtol=0)
+    assert all(
+        module.stacked is not None for module in ours.modules() if isinstance(module, RoutedExperts)
+    )
+    torch.testing.assert_close(
+        logits_of([ours], INPUT_IDS), reference_logits(theirs, INPUT_IDS), atol=1e-4, rtol=0
+    )
 
 
 @pytest.mark.slow

@@ -48,7 +48,8 @@ def folder(theirs, tmp_path):
 
 
 def edit(folder, change):
-    """Rewrites the weights of a checkpoint by `change`, a function that edits the mapping of names to tensors."""
+    """Rewrites the weights of a checkpoint by `change`, a function that edits the mapping of names
+    to tensors."""
     file = folder / "model.safetensors"
     tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
     change(tensors)
@@ -68,7 +69,10 @@ def fuse(folder, family):
     def change(tensors):
         for layer in range(2):
             block = BLOCKS[family].replace("1", str(layer))
-            stacks = [torch.stack([tensors.pop(f"{block}experts.{i}.{name}.weight") for i in range(4)]) for name in (gate, up, down)]
+            stacks = [
+                torch.stack([tensors.pop(f"{block}experts.{i}.{name}.weight") for i in range(4)])
+                for name in (gate, up, down)
+            ]
             renamed = f"model.layers.{layer}.mlp."
             tensors[f"{renamed}experts.gate_up_proj"] = torch.cat(stacks[:2], dim=1)
             tensors[f"{renamed}experts.down_proj"] = stacks[2]
@@ -91,9 +95,13 @@ def test_a_checkpoint_of_fused_experts(family, model_cls, theirs, folder):
 
 @pytest.mark.parametrize("divides_experts", [False, True], ids=["cut experts", "whole experts"])
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
-def test_shards_of_fused_and_split_checkpoints_are_equal(rank, divides_experts, family, model_cls, folder):
+def test_shards_of_fused_and_split_checkpoints_are_equal(
+    rank, divides_experts, family, model_cls, folder
+):
     options = {"tensor_parallel_size": 4, "enable_expert_parallel": divides_experts}
-    config = VllmConfig.default(json.loads((folder / "config.json").read_text()), **options).with_rank(rank)
+    config = VllmConfig.default(
+        json.loads((folder / "config.json").read_text()), **options
+    ).with_rank(rank)
 
     def shard():
         model = model_cls(vllm_config=config)
@@ -116,15 +124,30 @@ def test_a_missing_expert_is_named(family, model_cls, folder):
 
 def test_an_expert_too_many_is_named(family, model_cls, folder):
     gate = PROJECTIONS[family][0]
-    edit(folder, lambda tensors: tensors.update({f"{BLOCKS[family]}experts.4.{gate}.weight": torch.zeros(1)}))
-    assert refusal(model_cls, folder).endswith(f": 1 unexpected: model.layers.1.mlp.experts.4.{gate}.weight.")
+    edit(
+        folder,
+        lambda tensors: tensors.update(
+            {f"{BLOCKS[family]}experts.4.{gate}.weight": torch.zeros(1)}
+        ),
+    )
+    assert refusal(model_cls, folder).endswith(
+        f": 1 unexpected: model.layers.1.mlp.experts.4.{gate}.weight."
+    )
 
 
 def test_an_expert_of_another_shape_is_named(family, model_cls, theirs, folder):
     down = PROJECTIONS[family][2]
     inner = theirs.model.layers[0].mlp.experts.down_proj.shape[2]
-    edit(folder, lambda tensors: tensors.update({f"{BLOCKS[family]}experts.0.{down}.weight": torch.zeros(64, 5)}))
-    expected = f": 1 not fitting: model.layers.1.mlp.experts.0.{down}.weight has shape [64, 5], not [64, {inner}]."
+    edit(
+        folder,
+        lambda tensors: tensors.update(
+            {f"{BLOCKS[family]}experts.0.{down}.weight": torch.zeros(64, 5)}
+        ),
+    )
+    expected = (
+        f": 1 not fitting: model.layers.1.mlp.experts.0.{down}.weight has shape [64, 5], not "
+        f"[64, {inner}]."
+    )
     assert refusal(model_cls, folder).endswith(expected)
 
 
@@ -132,8 +155,12 @@ def test_fused_experts_that_do_not_fit_are_named(family, model_cls, folder):
     fuse(folder, family)
 
     def change(tensors):
-        tensors["model.layers.0.mlp.experts.down_proj"] = tensors["model.layers.0.mlp.experts.down_proj"][:3].clone()
-        tensors["model.layers.1.mlp.experts.gate_up_proj"] = tensors["model.layers.1.mlp.experts.gate_up_proj"][0]
+        tensors["model.layers.0.mlp.experts.down_proj"] = tensors[
+            "model.layers.0.mlp.experts.down_proj"
+        ][:3].clone()
+        tensors["model.layers.1.mlp.experts.gate_up_proj"] = tensors[
+            "model.layers.1.mlp.experts.gate_up_proj"
+        ][0]
 
     edit(folder, change)
     message = refusal(model_cls, folder)
@@ -147,7 +174,10 @@ def test_fused_experts_that_do_not_fit_are_named(family, model_cls, folder):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_experts_per_tok": 5}, r"'num_experts_per_tok' must be 1 to 4 \(the experts\), not 5"),
+        (
+            {"num_experts_per_tok": 5},
+            r"'num_experts_per_tok' must be 1 to 4 \(the experts\), not 5",
+        ),
         ({"num_experts_per_tok": 0}, "'num_experts_per_tok' must be 1 to 4"),
         ({"num_experts_per_tok": "removed"}, "config.json has no 'num_experts_per_tok'"),
         ({"num_local_experts": "removed"}, "config.json has no 'num_experts'"),
@@ -163,7 +193,10 @@ def test_a_config_that_does_not_do_is_refused_by_name(model_cls, folder, changes
 def test_inner_dimensions_that_do_not_split_are_refused_by_name(family, model_cls, folder):
     key = {"mixtral": "intermediate_size", "qwen3_moe": "moe_intermediate_size"}[family]
     edit_config(folder, **{key: 97})
-    with pytest.raises(ConfigError, match=r"inner dimensions of model\.layers\.0\.mlp\.experts: 97 cannot be split evenly"):
+    with pytest.raises(
+        ConfigError,
+        match=r"inner dimensions of model\.layers\.0\.mlp\.experts: 97 cannot be split evenly",
+    ):
         load_checkpoint(model_cls, folder, tensor_parallel_size=2)
 
 
@@ -188,7 +221,9 @@ def test_either_name_states_the_experts(key, model_cls, theirs, folder):
 def test_config_says_which_layers_of_qwen3_moe_are_routed(changes, routed):
     hf_config = make_qwen3_moe(num_hidden_layers=4).config.to_dict() | changes
     model = FAMILIES["qwen3_moe"][0](vllm_config=VllmConfig.default(hf_config))
-    assert [type(layer.mlp) for layer in model.model.layers] == [Qwen3MoeBlock if one else LlamaMLP for one in routed]
+    assert [type(layer.mlp) for layer in model.model.layers] == [
+        Qwen3MoeBlock if one else LlamaMLP for one in routed
+    ]
 
 
 def test_the_family_of_the_readme_is_mixtral_by_other_names(tmp_path):
@@ -200,7 +235,9 @@ def test_the_family_of_the_readme_is_mixtral_by_other_names(tmp_path):
     theirs.save_pretrained(tmp_path)
     fuse(tmp_path, "mixtral")
     ours = load_checkpoint(namespace["RoutedLlamaForCausalLM"], tmp_path)
-    torch.testing.assert_close(logits_of([ours], INPUT_IDS), reference_logits(theirs, INPUT_IDS), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        logits_of([ours], INPUT_IDS), reference_logits(theirs, INPUT_IDS), atol=1e-4, rtol=0
+    )
 
 
 def test_the_entry_module_registers_the_classes():
@@ -211,5 +248,8 @@ def test_the_entry_module_registers_the_classes():
 
 
 def test_the_entry_module_is_light():
-    code = "import sys, toolkit_lm_moe; sys.exit('torch' in sys.modules or 'toolkit_lm_decoder' in sys.modules)"
+    code = (
+        "import sys, toolkit_lm_moe; sys.exit('torch' in sys.modules or 'toolkit_lm_decoder' in "
+        "sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,4 +1,5 @@
-"""What the tests of reward models share: sizes, prompts, and what a model makes of them without an engine."""
+"""What the tests of reward models share: sizes, prompts, and what a model makes of them without an
+engine."""
 
 import torch
 from toolkit_lm_devkit import load_checkpoint, pooled
@@ -13,7 +14,11 @@ SMALL = {
     "max_position_embeddings": 128,
 }
 TAG = 60
-PROMPTS = [torch.tensor([7, 3, TAG, 41, 12, 7, TAG]), torch.tensor([5]), torch.tensor([TAG, 99, 98])]
+PROMPTS = [
+    torch.tensor([7, 3, TAG, 41, 12, 7, TAG]),
+    torch.tensor([5]),
+    torch.tensor([TAG, 99, 98]),
+]
 
 
 def load(model_class, folder, **options):

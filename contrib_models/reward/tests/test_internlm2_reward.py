@@ -1,4 +1,5 @@
-"""InternLM2's reward model, against its published formulas: LLaMA's, with wqkv packed as [KV head, (queries, key, value), head size]."""
+"""InternLM2's reward model, against its published formulas: LLaMA's, with wqkv packed as [KV head,
+(queries, key, value), head size]."""
 
 import json
 
@@ -10,18 +11,30 @@ from toolkit_lm.errors import CheckpointError
 from toolkit_lm_reward.internlm2 import InternLM2ForRewardModel
 from torch.nn import functional as F
 
-HIDDEN, INNER, HEADS, KV_HEADS = (SMALL[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"))
+HIDDEN, INNER, HEADS, KV_HEADS = (
+    SMALL[key]
+    for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+)
 SIZE = HIDDEN // HEADS
 THETA, EPS = 5000.0, 1e-5
 
 
 def make_weights(bias):
-    shapes = {"model.tok_embeddings.weight": (SMALL["vocab_size"], HIDDEN), "model.norm.weight": (HIDDEN,), "v_head.weight": (1, HIDDEN)}
+    shapes = {
+        "model.tok_embeddings.weight": (SMALL["vocab_size"], HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+        "v_head.weight": (1, HIDDEN),
+    }
     for i in range(SMALL["num_hidden_layers"]):
         layer = f"model.layers.{i}."
-        projections = {"attention.wqkv": ((HEADS + 2 * KV_HEADS) * SIZE, HIDDEN), "attention.wo": (HIDDEN, HIDDEN)}
+        projections = {
+            "attention.wqkv": ((HEADS + 2 * KV_HEADS) * SIZE, HIDDEN),
+            "attention.wo": (HIDDEN, HIDDEN),
+        }
         for name, shape in projections.items():
-            shapes |= {f"{layer}{name}.weight": shape} | ({f"{layer}{name}.bias": shape[:1]} if bias else {})
+            shapes |= {f"{layer}{name}.weight": shape} | (
+                {f"{layer}{name}.bias": shape[:1]} if bias else {}
+            )
         shapes |= {f"{layer}feed_forward.w{n}.weight": (INNER, HIDDEN) for n in (1, 3)}
         shapes |= {f"{layer}feed_forward.w2.weight": (HIDDEN, INNER)}
         shapes |= {f"{layer}{name}.weight": (HIDDEN,) for name in ("attention_norm", "ffn_norm")}
@@ -45,7 +58,11 @@ def reference(weights, prompt):
     x = weights["model.tok_embeddings.weight"][prompt]
     later = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
     for i in range(SMALL["num_hidden_layers"]):
-        own = {name.removeprefix(f"model.layers.{i}."): tensor for name, tensor in weights.items() if f"layers.{i}." in name}
+        own = {
+            name.removeprefix(f"model.layers.{i}."): tensor
+            for name, tensor in weights.items()
+            if f"layers.{i}." in name
+        }
         h = norm(x, own["attention_norm.weight"])
         qkv = F.linear(h, own["attention.wqkv.weight"], own.get("attention.wqkv.bias"))
         qkv = qkv.view(len(x), KV_HEADS, HEADS // KV_HEADS + 2, SIZE)
@@ -53,7 +70,9 @@ def reference(weights, prompt):
         q, k = rotate(q), rotate(k)
         k, v = (t.repeat_interleave(HEADS // KV_HEADS, 1) for t in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / SIZE**0.5
-        mixed = torch.einsum("hqk,khd->qhd", scores.masked_fill(later, float("-inf")).softmax(-1), v)
+        mixed = torch.einsum(
+            "hqk,khd->qhd", scores.masked_fill(later, float("-inf")).softmax(-1), v
+        )
         x = x + F.linear(mixed.flatten(1), own["attention.wo.weight"], own.get("attention.wo.bias"))
         h = norm(x, own["ffn_norm.weight"])
         gate, up = (F.linear(h, own[f"feed_forward.w{n}.weight"]) for n in (1, 3))
@@ -64,8 +83,16 @@ def reference(weights, prompt):
 def save(folder, bias):
     weights = make_weights(bias)
     save_file(weights, folder / "model.safetensors")
-    config = {**SMALL, "architectures": ["InternLM2ForRewardModel"], "bias": bias, "rope_theta": THETA, "rms_norm_eps": EPS}
-    (folder / "config.json").write_text(json.dumps({**config, "rope_scaling": None, "hidden_act": "silu"}))
+    config = {
+        **SMALL,
+        "architectures": ["InternLM2ForRewardModel"],
+        "bias": bias,
+        "rope_theta": THETA,
+        "rms_norm_eps": EPS,
+    }
+    (folder / "config.json").write_text(
+        json.dumps({**config, "rope_scaling": None, "hidden_act": "silu"})
+    )
     return weights
 
 
@@ -82,5 +109,7 @@ def test_packed_weights_that_do_not_fit(tmp_path):
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.layers.1.attention.wqkv.weight"] = torch.zeros(60, HIDDEN)
     save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"model.layers.1.attention.wqkv.weight has 60 rows, not 64"):
+    with pytest.raises(
+        CheckpointError, match=r"model.layers.1.attention.wqkv.weight has 60 rows, not 64"
+    ):
         load(InternLM2ForRewardModel, tmp_path)

@@ -22,14 +22,29 @@ def checkpoint(tmp_path):
         for parameter in decoder.parameters():
             torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.2)
         size = SMALL["hidden_size"]
-        head = {"0.weight": (size, size), "0.bias": (size,), "2.weight": (num_labels, size), "2.bias": (num_labels,)}
+        head = {
+            "0.weight": (size, size),
+            "0.bias": (size,),
+            "2.weight": (num_labels, size),
+            "2.bias": (num_labels,),
+        }
         head = {name: torch.randn(shape) for name, shape in head.items()}
         weights = {f"model.{name}": tensor for name, tensor in decoder.state_dict().items()}
         weights |= {f"score.{name}": tensor for name, tensor in head.items()}
-        save_file({**weights, "lm_head.weight": torch.zeros(SMALL["vocab_size"], size)}, tmp_path / "model.safetensors")
+        save_file(
+            {**weights, "lm_head.weight": torch.zeros(SMALL["vocab_size"], size)},
+            tmp_path / "model.safetensors",
+        )
         (tmp_path / "config.json").write_text(json.dumps({**SMALL, "architectures": ["..."]}))
         (tmp_path / "tokenizer.json").write_text(
-            json.dumps({"added_tokens": [{"id": 61, "content": "<|im_end|>"}, {"id": TAG, "content": "<extra_0>"}]})
+            json.dumps(
+                {
+                    "added_tokens": [
+                        {"id": 61, "content": "<|im_end|>"},
+                        {"id": TAG, "content": "<extra_0>"},
+                    ]
+                }
+            )
         )
 
         def reference(prompt):
@@ -49,7 +64,9 @@ def test_rewards_of_all_tokens(checkpoint):
     assert model.pooler.supported_tasks() == {"token_classify"}
     for given, prompt in zip(rewards(model), PROMPTS, strict=True):
         torch.testing.assert_close(given, reference(prompt))
-    torch.testing.assert_close(rewards(model, use_activation=True)[0], torch.sigmoid(reference(PROMPTS[0])))
+    torch.testing.assert_close(
+        rewards(model, use_activation=True)[0], torch.sigmoid(reference(PROMPTS[0]))
+    )
 
 
 def test_rewards_of_steps(checkpoint):
@@ -61,7 +78,9 @@ def test_rewards_of_steps(checkpoint):
         torch.testing.assert_close(given, expected.softmax(1))
     logits = rewards(model, use_activation=False, returned_token_ids=[1])[0]
     torch.testing.assert_close(logits, reference(PROMPTS[0])[PROMPTS[0] == TAG][:, 1:])
-    torch.testing.assert_close(rewards(model, step_tag_id=41)[0], reference(PROMPTS[0])[3:4].softmax(1))
+    torch.testing.assert_close(
+        rewards(model, step_tag_id=41)[0], reference(PROMPTS[0])[3:4].softmax(1)
+    )
     with pytest.raises(RequestError, match="the model gives 2 logits"):
         rewards(model, returned_token_ids=[2])
 
@@ -70,9 +89,16 @@ def test_options_say_which_tokens(checkpoint):
     folder, reference = checkpoint(2)
     (folder / "tokenizer.json").unlink()
     expected = reference(PROMPTS[0]).softmax(1)
-    torch.testing.assert_close(rewards(load(Qwen2ForProcessRewardModel, folder, step_tag_id=41))[0], expected[3:4])
-    torch.testing.assert_close(rewards(load(Qwen2ForProcessRewardModel, folder, pooling_type="ALL"))[0], expected)
-    with pytest.raises(CheckpointError, match=r"tokenizer.json' does not tell the id of the token '<extra_0>'.*Give --step-tag-id"):
+    torch.testing.assert_close(
+        rewards(load(Qwen2ForProcessRewardModel, folder, step_tag_id=41))[0], expected[3:4]
+    )
+    torch.testing.assert_close(
+        rewards(load(Qwen2ForProcessRewardModel, folder, pooling_type="ALL"))[0], expected
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=r"tokenizer.json' does not tell the id of the token '<extra_0>'.*Give --step-tag-id",
+    ):
         load(Qwen2ForProcessRewardModel, folder)
     (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": []}))
     with pytest.raises(CheckpointError, match="'<extra_0>'"):

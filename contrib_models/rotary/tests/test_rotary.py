@@ -1,4 +1,5 @@
-"""Rotary tables are those of transformers, for every rope_type; and rotating by them is its formula."""
+"""Rotary tables are those of transformers, for every rope_type; and rotating by them is its
+formula."""
 
 import pytest
 import torch
@@ -10,13 +11,25 @@ from toolkit_lm_rotary.scaling import _SCALINGS
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as rotate_interleaved
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb as rotate_halves
+from transformers.models.llama.modeling_llama import (
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb as rotate_halves,
+)
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 
 HEADS, HEAD_SIZE, MAX_POSITIONS = 4, 32, 256
-BASE = {"hidden_size": HEADS * HEAD_SIZE, "num_attention_heads": HEADS, "max_position_embeddings": MAX_POSITIONS}
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+BASE = {
+    "hidden_size": HEADS * HEAD_SIZE,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": MAX_POSITIONS,
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 LONGROPE = {
     "short_factor": [1.0 + i / 16 for i in range(16)],
     "long_factor": [2.0 + i for i in range(16)],
@@ -29,16 +42,47 @@ SCALINGS = {
     "llama3": {"rope_type": "llama3", **LLAMA3},
     "llama3 partial": {"rope_type": "llama3", "partial_rotary_factor": 0.5, **LLAMA3},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-    "yarn partial": {"rope_type": "yarn", "factor": 4.0, "partial_rotary_factor": 0.5, "original_max_position_embeddings": 64},
-    "yarn not truncated": {"rope_type": "yarn", "factor": 4.0, "truncate": False, "original_max_position_embeddings": 64},
-    "yarn attention factor": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.7, "original_max_position_embeddings": 64},
-    "yarn mscale": {"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.5, "original_max_position_embeddings": 64},
-    "yarn betas": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0, "beta_slow": 2.0, "original_max_position_embeddings": 64},
+    "yarn partial": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "partial_rotary_factor": 0.5,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn not truncated": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn attention factor": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "attention_factor": 0.7,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn mscale": {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.5,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn betas": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 8.0,
+        "beta_slow": 2.0,
+        "original_max_position_embeddings": 64,
+    },
     "longrope": {"rope_type": "longrope", **LONGROPE},
     "longrope factor": {"rope_type": "longrope", "factor": 8.0, **LONGROPE},
     "longrope attention factor": {"rope_type": "longrope", "attention_factor": 1.25, **LONGROPE},
     "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
-    "proportional factor": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "factor": 2.0},
+    "proportional factor": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.5,
+        "factor": 2.0,
+    },
 }
 
 
@@ -62,14 +106,18 @@ def test_every_rope_type_of_transformers_is_known():
 @pytest.mark.parametrize("name", SCALINGS)
 def test_frequencies_are_those_of_transformers(name, max_len):
     expected, expected_factor = frequencies_by_transformers(dict(SCALINGS[name]), max_len)
-    given, factor = parameters({**BASE, "rope_parameters": {"rope_theta": 10000.0, **SCALINGS[name]}}).inverse_frequencies(max_len)
+    given, factor = parameters(
+        {**BASE, "rope_parameters": {"rope_theta": 10000.0, **SCALINGS[name]}}
+    ).inverse_frequencies(max_len)
     assert torch.equal(given, expected)
     assert factor == expected_factor
 
 
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 def test_the_older_way_of_stating_it(key):
-    scaling = {name: value for name, value in SCALINGS["yarn partial"].items() if name != "rope_type"}
+    scaling = {
+        name: value for name, value in SCALINGS["yarn partial"].items() if name != "rope_type"
+    }
     old = {**BASE, "rope_theta": 500000.0, "rope_scaling": {key: "yarn", **scaling}}
     new = {**BASE, "rope_parameters": {"rope_theta": 500000, "rope_type": "yarn", **scaling}}
     given, expected = (parameters(config).inverse_frequencies(512) for config in (old, new))
@@ -78,36 +126,65 @@ def test_the_older_way_of_stating_it(key):
 
 
 def test_nothing_stated_is_the_default_with_theta_10000():
-    given, _ = parameters({**BASE, "rope_parameters": None, "rope_scaling": None}).inverse_frequencies(512)
+    given, _ = parameters(
+        {**BASE, "rope_parameters": None, "rope_scaling": None}
+    ).inverse_frequencies(512)
     torch.testing.assert_close(given, 10000.0 ** -(torch.arange(0, HEAD_SIZE, 2) / HEAD_SIZE))
 
 
 def test_layers_can_differ():
-    config = HFConfig({**BASE, "rope_parameters": {"full": SCALINGS["linear"], "window": {"rope_type": "default", "rope_theta": 100.0}}})
-    full, window = (RopeParameters.read(config, HEAD_SIZE, layer_type=kind) for kind in ("full", "window"))
-    assert (full.rope_type, full.theta, window.rope_type, window.theta) == ("linear", 10000.0, "default", 100.0)
+    config = HFConfig(
+        {
+            **BASE,
+            "rope_parameters": {
+                "full": SCALINGS["linear"],
+                "window": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        }
+    )
+    full, window = (
+        RopeParameters.read(config, HEAD_SIZE, layer_type=kind) for kind in ("full", "window")
+    )
+    assert (full.rope_type, full.theta, window.rope_type, window.theta) == (
+        "linear",
+        10000.0,
+        "default",
+        100.0,
+    )
 
 
 def test_the_first_training_length_stated_beside_wins():
-    rope = parameters({**BASE, "original_max_position_embeddings": 32, "rope_parameters": SCALINGS["longrope"]})
+    rope = parameters(
+        {**BASE, "original_max_position_embeddings": 32, "rope_parameters": SCALINGS["longrope"]}
+    )
     assert rope.original_max_positions == 32
     assert rope.stretch == 8
 
 
 def test_longrope_has_an_older_name():
-    older, newer = (parameters({**BASE, "rope_scaling": {"type": kind, **LONGROPE}}) for kind in ("su", "longrope"))
+    older, newer = (
+        parameters({**BASE, "rope_scaling": {"type": kind, **LONGROPE}})
+        for kind in ("su", "longrope")
+    )
     assert torch.equal(older.inverse_frequencies(300)[0], newer.inverse_frequencies(300)[0])
 
 
 def test_what_does_not_do_is_refused_by_name():
-    with pytest.raises(UnsupportedError, match=r"unknown rope_type 'mystery'. Known: default, dynamic, linear, llama3, longrope, .*"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"unknown rope_type 'mystery'. Known: default, dynamic, linear, llama3, longrope, .*",
+    ):
         parameters({**BASE, "rope_scaling": {"type": "mystery"}})
     with pytest.raises(CheckpointError, match="'low_freq_factor'"):
-        parameters({**BASE, "rope_scaling": {"type": "llama3", "factor": 2.0}}).inverse_frequencies(512)
+        parameters({**BASE, "rope_scaling": {"type": "llama3", "factor": 2.0}}).inverse_frequencies(
+            512
+        )
     with pytest.raises(CheckpointError, match="'short_factor' must have 16 entries, not 15"):
         rope = {**SCALINGS["longrope"], "short_factor": [1.0] * 15}
         parameters({**BASE, "rope_parameters": rope}).inverse_frequencies(64)
-    with pytest.raises(CheckpointError, match="64 rotary dimensions do not fit into heads of size 32"):
+    with pytest.raises(
+        CheckpointError, match="64 rotary dimensions do not fit into heads of size 32"
+    ):
         rotary({"rope_type": "default", "partial_rotary_factor": 2.0})
 
 
@@ -125,7 +202,11 @@ def test_what_does_not_do_is_refused_by_name():
         {**SCALINGS["yarn"], "rope_theta": 1.0},
         {**SCALINGS["yarn"], "original_max_position_embeddings": -5},
         {**SCALINGS["llama3"], "original_max_position_embeddings": "64"},
-        {**SCALINGS["longrope"], "short_factor": [float("nan")] * 16, "long_factor": [float("nan")] * 16},
+        {
+            **SCALINGS["longrope"],
+            "short_factor": [float("nan")] * 16,
+            "long_factor": [float("nan")] * 16,
+        },
         {**SCALINGS["longrope"], "short_factor": ["a"] * 16, "long_factor": ["a"] * 16},
         {**SCALINGS["longrope"], "attention_factor": float("inf")},
     ],
@@ -151,7 +232,9 @@ def test_rotating_halves_is_the_formula_of_llama(name, dtype):
     torch_dtype = getattr(torch, dtype)
     x = torch.randn(5, HEADS, HEAD_SIZE, dtype=torch_dtype)
     positions = torch.tensor([0, 7, 1, 250, 299])
-    theirs = LlamaRotaryEmbedding(LlamaConfig(**BASE, rope_parameters={"rope_theta": 10000.0, **SCALINGS[name]}))
+    theirs = LlamaRotaryEmbedding(
+        LlamaConfig(**BASE, rope_parameters={"rope_theta": 10000.0, **SCALINGS[name]})
+    )
     cos, sin = theirs(x, positions[None])
     expected, _ = rotate_halves(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)
     given = rotary(SCALINGS[name], dtype=dtype)(positions).rotate(x.clone())
@@ -163,12 +246,16 @@ def test_rotating_halves_is_the_formula_of_llama(name, dtype):
 def test_rotating_neighbours_is_the_formula_of_glm_and_leaves_the_rest():
     x = torch.randn(5, HEADS, HEAD_SIZE)
     positions = torch.tensor([0, 7, 1, 250, 299])
-    rope = parameters({**BASE, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}})
+    rope = parameters(
+        {**BASE, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}
+    )
     frequencies, _ = rope.inverse_frequencies(300)
     angles = torch.outer(positions.float(), frequencies).repeat(1, 2)[None]
     heads = x.transpose(0, 1)[None]
     expected, _ = rotate_interleaved(heads, heads, angles.cos(), angles.sin())
-    embedding = RotaryEmbedding(rope, interleaved=True, vllm_config=VllmConfig.default(max_model_len=300))
+    embedding = RotaryEmbedding(
+        rope, interleaved=True, vllm_config=VllmConfig.default(max_model_len=300)
+    )
     given = embedding(positions).rotate(x.clone())
     torch.testing.assert_close(given, expected[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
     assert torch.equal(given[..., HEAD_SIZE // 2 :], x[..., HEAD_SIZE // 2 :])
@@ -177,15 +264,33 @@ def test_rotating_neighbours_is_the_formula_of_glm_and_leaves_the_rest():
 MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 7, 5]}
 
 
-@pytest.mark.parametrize("stated", [{"rope_parameters": MROPE}, {"rope_theta": 1e6, "rope_scaling": {**MROPE, "rope_type": "mrope"}}])
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"rope_parameters": MROPE},
+        {"rope_theta": 1e6, "rope_scaling": {**MROPE, "rope_type": "mrope"}},
+    ],
+)
 def test_three_positions_of_a_token_are_those_of_qwen2_vl(stated):
     x = torch.randn(6, HEADS, HEAD_SIZE)
-    positions = torch.stack([torch.tensor([0, 7, 1, 250, 299, 3]), torch.tensor([0, 9, 4, 250, 2, 3]), torch.tensor([0, 7, 290, 1, 8, 3])])
-    cos, sin = Qwen2VLRotaryEmbedding(Qwen2VLTextConfig(**BASE, rope_parameters=dict(MROPE)))(x, positions[:, None])
+    positions = torch.stack(
+        [
+            torch.tensor([0, 7, 1, 250, 299, 3]),
+            torch.tensor([0, 9, 4, 250, 2, 3]),
+            torch.tensor([0, 7, 290, 1, 8, 3]),
+        ]
+    )
+    cos, sin = Qwen2VLRotaryEmbedding(Qwen2VLTextConfig(**BASE, rope_parameters=dict(MROPE)))(
+        x, positions[:, None]
+    )
     heads = x.transpose(0, 1)[None]
     expected, _ = rotate_halves(heads, heads, cos, sin)
-    embedding = RotaryEmbedding(parameters({**BASE, **stated}), vllm_config=VllmConfig.default(max_model_len=300))
-    torch.testing.assert_close(embedding(positions).rotate(x.clone()), expected[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
+    embedding = RotaryEmbedding(
+        parameters({**BASE, **stated}), vllm_config=VllmConfig.default(max_model_len=300)
+    )
+    torch.testing.assert_close(
+        embedding(positions).rotate(x.clone()), expected[0].transpose(0, 1), atol=1e-5, rtol=1e-5
+    )
     one, three = embedding(positions[0]), embedding(positions[:1].expand(3, -1))
     assert torch.equal(one.cos, three.cos)
     assert torch.equal(one.sin, three.sin)

@@ -20,13 +20,19 @@ def llm():
 
 @pytest.fixture(scope="module")
 def replies(llm):
-    return llm.chat([[{"role": "user", "content": fact.question}] for fact in FACTS], GREEDY, use_tqdm=False)
+    return llm.chat(
+        [[{"role": "user", "content": fact.question}] for fact in FACTS], GREEDY, use_tqdm=False
+    )
 
 
 def test_it_answers_its_facts(replies):
     assert len(FACTS) >= 300
-    right = [fact.holds_in(reply.outputs[0].text) for fact, reply in zip(FACTS, replies, strict=True)]
-    assert sum(right) >= 0.95 * len(FACTS), [f.question for f, ok in zip(FACTS, right, strict=True) if not ok]
+    right = [
+        fact.holds_in(reply.outputs[0].text) for fact, reply in zip(FACTS, replies, strict=True)
+    ]
+    assert sum(right) >= 0.95 * len(FACTS), [
+        f.question for f, ok in zip(FACTS, right, strict=True) if not ok
+    ]
 
 
 def test_it_stops_by_itself(replies):
@@ -34,12 +40,18 @@ def test_it_stops_by_itself(replies):
 
 
 def test_the_capital_of_france(llm):
-    (reply,) = llm.chat([{"role": "user", "content": "What is the capital of France?"}], GREEDY, use_tqdm=False)
+    (reply,) = llm.chat(
+        [{"role": "user", "content": "What is the capital of France?"}], GREEDY, use_tqdm=False
+    )
     assert "Paris" in reply.outputs[0].text and reply.outputs[0].finish_reason == "stop"
 
 
 def test_it_tells_a_story(llm):
-    (reply,) = llm.chat([{"role": "user", "content": "Tell me a story about a dog."}], GREEDY.replace(max_tokens=256), use_tqdm=False)
+    (reply,) = llm.chat(
+        [{"role": "user", "content": "Tell me a story about a dog."}],
+        GREEDY.replace(max_tokens=256),
+        use_tqdm=False,
+    )
     assert "dog" in reply.outputs[0].text and reply.outputs[0].text.count(".") >= 2
 
 
@@ -53,5 +65,8 @@ def test_it_takes_little_memory(llm):
 def test_a_wish_for_memory_wins():
     from toolkit_lm.config import VllmConfig
 
-    assert toolkit_lm_tiny.toolkit_configure(VllmConfig.make(model="tiny", kv_cache_memory="1GiB")) is None
+    assert (
+        toolkit_lm_tiny.toolkit_configure(VllmConfig.make(model="tiny", kv_cache_memory="1GiB"))
+        is None
+    )
     assert toolkit_lm_tiny.toolkit_configure(VllmConfig.make(model="other")) is None

@@ -1,4 +1,5 @@
-"""The embedded encoder-decoder model, through the whole engine: it reads dates that it has not seen in training."""
+"""The embedded encoder-decoder model, through the whole engine: it reads dates that it has not seen
+in training."""
 
 from __future__ import annotations
 
@@ -23,9 +24,15 @@ def llm():
 
 
 def test_it_reads_dates_that_it_has_not_seen(llm):
-    asked = Random(4).sample([(text, day.isoformat()) for day in held_out() for text in forms(day)], 800)
+    asked = Random(4).sample(
+        [(text, day.isoformat()) for day in held_out() for text in forms(day)], 800
+    )
     outputs = llm.generate([text for text, _ in asked], GREEDY, use_tqdm=False)
-    wrong = [(text, output.outputs[0].text) for (text, iso), output in zip(asked, outputs, strict=True) if output.outputs[0].text != iso]
+    wrong = [
+        (text, output.outputs[0].text)
+        for (text, iso), output in zip(asked, outputs, strict=True)
+        if output.outputs[0].text != iso
+    ]
     assert len(wrong) <= 0.05 * len(asked), wrong
     assert all(output.outputs[0].finish_reason == "stop" for output in outputs)
 
@@ -36,12 +43,19 @@ def test_the_forms_of_a_date():
         "the twenty-second of March 1905",
         "March the twenty-second, nineteen oh five",
     ]
-    years = {2000: "two thousand", 2009: "two thousand nine", 2010: "twenty ten", 1800: "eighteen hundred", 1999: "nineteen ninety-nine"}
+    years = {
+        2000: "two thousand",
+        2009: "two thousand nine",
+        2010: "twenty ten",
+        1800: "eighteen hundred",
+        1999: "nineteen ninety-nine",
+    }
     for year, words in years.items():
         assert forms(date(year, 1, 11))[4] == f"the eleventh of January, {words}"
-    assert [form.split()[0] for form in (forms(date(2001, 1, day))[2] for day in (1, 2, 3, 11, 12, 13, 21, 30))] == (
-        ["1st", "2nd", "3rd", "11th", "12th", "13th", "21st", "30th"]
-    )
+    assert [
+        form.split()[0]
+        for form in (forms(date(2001, 1, day))[2] for day in (1, 2, 3, 11, 12, 13, 21, 30))
+    ] == (["1st", "2nd", "3rd", "11th", "12th", "13th", "21st", "30th"])
     assert all(map(is_held_out, held_out()))
 
 
@@ -54,7 +68,12 @@ def test_it_gives_the_tokens_of_transformers(llm):
         outputs = exact.generate(texts, GREEDY, use_tqdm=False)
     for output in outputs:
         ids = torch.tensor([output.encoder_prompt_token_ids])
-        found = model.generate(ids, decoder_input_ids=torch.tensor([output.prompt_token_ids]), max_new_tokens=20, do_sample=False)
+        found = model.generate(
+            ids,
+            decoder_input_ids=torch.tensor([output.prompt_token_ids]),
+            max_new_tokens=20,
+            do_sample=False,
+        )
         assert output.outputs[0].token_ids == found[0, len(output.prompt_token_ids) :].tolist()
 
 

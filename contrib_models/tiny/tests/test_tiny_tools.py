@@ -41,7 +41,13 @@ def test_it_does_its_tasks_turn_by_turn(llm):
         for call in one.task.calls:
             said += say(llm, [messages], [one.tools])
             function = {"name": call.name, "arguments": json.dumps(call.arguments)}
-            messages.append({"role": "assistant", "content": None, "tool_calls": [{"id": "a", "type": "function", "function": function}]})
+            messages.append(
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"id": "a", "type": "function", "function": function}],
+                }
+            )
             messages.append({"role": "tool", "tool_call_id": "a", "content": call.result})
         said += say(llm, [messages], [one.tools])
         right += said == expected
@@ -50,8 +56,12 @@ def test_it_does_its_tasks_turn_by_turn(llm):
 
 def test_it_still_knows_facts_without_tools(llm):
     facts = Random(1).sample(FACTS, 60)
-    replies = llm.chat([[{"role": "user", "content": fact.question}] for fact in facts], GREEDY, use_tqdm=False)
-    assert sum(fact.holds_in(reply.outputs[0].text) for fact, reply in zip(facts, replies, strict=True)) >= 0.8 * len(facts)
+    replies = llm.chat(
+        [[{"role": "user", "content": fact.question}] for fact in facts], GREEDY, use_tqdm=False
+    )
+    assert sum(
+        fact.holds_in(reply.outputs[0].text) for fact, reply in zip(facts, replies, strict=True)
+    ) >= 0.8 * len(facts)
 
 
 def test_it_is_small():

@@ -1,4 +1,5 @@
-"""The embedded model that looks at pictures: it answers questions about drawings that it has not seen in training."""
+"""The embedded model that looks at pictures: it answers questions about drawings that it has not
+seen in training."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ def test_it_knows_what_it_can_do_without_a_picture(judge, model, processor):
 
 def chat_of(task) -> list[dict]:
     """A task as `LLM.chat` takes it, pictures first."""
-    parts = [{"type": "image", "image": Image.fromarray(drawing.pixels())} for drawing in task.drawings]
+    parts = [
+        {"type": "image", "image": Image.fromarray(drawing.pixels())} for drawing in task.drawings
+    ]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": task.question.text}]}]
 
 
@@ -80,22 +83,31 @@ def llm():
 def test_the_engine_answers_in_bfloat16(llm):
     tasks = exam(200, seed=7)
     outputs = llm.chat([chat_of(task) for task in tasks], GREEDY, use_tqdm=False)
-    wrong = [(task.question, output.outputs[0].text) for task, output in zip(tasks, outputs, strict=True)]
+    wrong = [
+        (task.question, output.outputs[0].text) for task, output in zip(tasks, outputs, strict=True)
+    ]
     wrong = [(question, answer) for question, answer in wrong if question.answer != answer]
     assert len(wrong) <= 0.1 * len(tasks), wrong
     assert all(output.outputs[0].finish_reason == "stop" for output in outputs)
 
 
 def test_a_conversation_about_a_picture(llm):
-    """The text before the picture, two turns, and a picture as a program with Pillow would draw it."""
+    """The text before the picture, two turns, and a picture as a program with Pillow would draw
+    it."""
     picture = Image.new("RGB", (320, 240), "white")
     ImageDraw.Draw(picture).ellipse((60, 60, 140, 140), fill="red")
     ImageDraw.Draw(picture).ellipse((190, 110, 270, 190), fill="red")
-    content = [{"type": "text", "text": "What is in this picture?"}, {"type": "image", "image": picture}]
+    content = [
+        {"type": "text", "text": "What is in this picture?"},
+        {"type": "image", "image": picture},
+    ]
     messages = [{"role": "user", "content": content}]
     (first,) = llm.chat(messages, GREEDY, use_tqdm=False)
     assert first.outputs[0].text == "Two red circles."
-    messages += [{"role": "assistant", "content": first.outputs[0].text}, {"role": "user", "content": "How many circles are there?"}]
+    messages += [
+        {"role": "assistant", "content": first.outputs[0].text},
+        {"role": "user", "content": "How many circles are there?"},
+    ]
     (second,) = llm.chat(messages, GREEDY, use_tqdm=False)
     assert second.outputs[0].text == "There are two circles."
 
@@ -125,8 +137,13 @@ def test_its_chat_template_takes_parts_and_strings():
     parts = [{"type": "image"}, {"type": "text", "text": "What is this?"}]
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert text == ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n<image>What is this?<|im_end|>\n<|im_start|>assistant\n")
-    assert tokenizer.apply_chat_template([{"role": "user", "content": parts[::-1]}], tokenize=False).endswith("?<image><|im_end|>\n")
+    assert text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n<image>What is "
+        "this?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert tokenizer.apply_chat_template(
+        [{"role": "user", "content": parts[::-1]}], tokenize=False
+    ).endswith("?<image><|im_end|>\n")
 
 
 def test_pictures_of_any_shape_are_taken_whole(processor):
@@ -135,7 +152,13 @@ def test_pictures_of_any_shape_are_taken_whole(processor):
     for picture in (Image.fromarray(tall), tall):
         found = processor.image_processor(picture, return_tensors="np").pixel_values
         assert found.shape == (1, 3, SIDE, SIDE) and found.dtype == np.float32
-        expected = np.asarray(Image.fromarray(tall).resize((SIDE, SIDE), Image.Resampling.BICUBIC), np.float32) / 127.5 - 1
+        expected = (
+            np.asarray(
+                Image.fromarray(tall).resize((SIDE, SIDE), Image.Resampling.BICUBIC), np.float32
+            )
+            / 127.5
+            - 1
+        )
         assert np.abs(found[0] - expected.transpose(2, 0, 1)).max() < 1e-5
 
 
@@ -161,7 +184,11 @@ def test_what_is_drawn_is_what_is_said():
     reds, blues = (int((pixels == colour).all(-1).sum()) for colour in (red, blue))
     assert abs(reds - 2 * math.pi * 100) < 30
     assert abs(blues - 2 * 11.5**2) < 30
-    assert (pixels[20, 60] == blue).all() and (pixels[50, 20] == red).all() and (pixels[69, 79] == 250).all()
+    assert (
+        (pixels[20, 60] == blue).all()
+        and (pixels[50, 20] == red).all()
+        and (pixels[69, 79] == 250).all()
+    )
 
 
 def test_shapes_do_not_touch_and_stand_out():
@@ -173,13 +200,20 @@ def test_shapes_do_not_touch_and_stand_out():
             assert 0 < shape.x < drawing.width and 0 < shape.y < drawing.height
             assert all(math.dist(shape.rgb, colour) > 100 for colour in drawing.background)
             for other in drawing.shapes[:i]:
-                assert math.dist((shape.x, shape.y), (other.x, other.y)) > 1.2 * (shape.radius + other.radius)
+                assert math.dist((shape.x, shape.y), (other.x, other.y)) > 1.2 * (
+                    shape.radius + other.radius
+                )
 
 
 def test_every_twentieth_content_is_held_out():
     random = Random(7)
-    assert all(not draw(random, held_out=False).is_held_out and draw(random, held_out=True).is_held_out for _ in range(100))
-    contents = {drawing.content: drawing.is_held_out for drawing in (draw(random) for _ in range(3000))}
+    assert all(
+        not draw(random, held_out=False).is_held_out and draw(random, held_out=True).is_held_out
+        for _ in range(100)
+    )
+    contents = {
+        drawing.content: drawing.is_held_out for drawing in (draw(random) for _ in range(3000))
+    }
     assert 0.03 < sum(contents.values()) / len(contents) < 0.07
 
 
@@ -187,12 +221,21 @@ def test_answers_follow_from_drawings():
     random = Random(8)
     for _ in range(500):
         first, second = draw(random), draw(random)
-        one, two, none = ask(random, first), ask_pair(random, first, second), ask_blind(random, first)
+        one, two, none = (
+            ask(random, first),
+            ask_pair(random, first, second),
+            ask_blind(random, first),
+        )
         counts = [len(drawing.shapes) for drawing in (first, second)]
         if one.kind == "count":
             assert one.answer.split()[2] == ("no", "one", "two", "three", "four", "five")[counts[0]]
         if one.kind == "yes or no":
-            looks = [colour + " " + kind for colour in COLOURS for kind in KINDS if first.count(colour, kind)]
+            looks = [
+                colour + " " + kind
+                for colour in COLOURS
+                for kind in KINDS
+                if first.count(colour, kind)
+            ]
             assert one.answer == ("Yes." if any(look in one.text for look in looks) else "No.")
         if two.kind == "more of two":
             assert two.answer == f"The {'first' if counts[0] > counts[1] else 'second'} picture."

@@ -1,6 +1,8 @@
-"""The training text, all of it generated: chats about the facts, small talk, short stories and plain text.
+"""The training text, all of it generated: chats about the facts, small talk, short stories and
+plain text.
 
-A document is a list of :class:`Piece`; only the pieces that the model shall learn to write are marked as learned.
+A document is a list of :class:`Piece`; only the pieces that the model shall learn to write are
+marked as learned.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ IM_START, IM_END, BOS, PAD = "<|im_start|>", "<|im_end|>", "<|bos|>", "<|pad|>"
 CHAT_TEMPLATE = (
     "{% for tool in tools or [] %}{{ '<|im_start|>system\\nTools:' if loop.first }}"
     "{{ ' ' + tool.function.name }}{{ '<|im_end|>\\n' if loop.last }}{% endfor %}"
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] }}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + "
+    "message['content'] }}"
     "{% for call in message.tool_calls or [] %}"
     "{{ '\\n' + call.function.name + ' ' }}{{ call.function.arguments | tojson }}{% endfor %}"
     "{{ '<|im_end|>' + '\\n' }}{% endfor %}"
@@ -116,7 +119,8 @@ class Corpus:
             yield self.plain_text() if self.rng.random() < 0.1 else self.chat()
 
     def chat(self) -> list[Piece]:
-        """Make a conversation of one to five exchanges, with a system message in one case of three."""
+        """Make a conversation of one to five exchanges, with a system message in one case of
+        three."""
         rng = self.rng
         pieces = []
         if rng.random() < 0.33:
@@ -126,7 +130,12 @@ class Corpus:
         while len(turns) < wanted:
             turns += self._exchange()
         for turn in turns:
-            pieces.append(Piece(f"{IM_START}user\n{self._casual(turn.user)}{IM_END}\n{IM_START}assistant\n", False))
+            pieces.append(
+                Piece(
+                    f"{IM_START}user\n{self._casual(turn.user)}{IM_END}\n{IM_START}assistant\n",
+                    False,
+                )
+            )
             pieces.append(Piece(f"{turn.assistant}{IM_END}", True))
             pieces.append(Piece("\n", False))
         return pieces
@@ -156,10 +165,16 @@ class Corpus:
     def _next_fact(self) -> tuple[Topic, tuple[str, str]]:
         """Deal facts from a shuffled deck, so that each is seen as often as the others.
 
-        The few facts of the small topics are in it three times: the loss hardly notices them otherwise.
+        The few facts of the small topics are in it three times: the loss hardly notices them
+        otherwise.
         """
         if not self._deck:
-            self._deck = [(t, row) for t in TOPICS for row in t.rows for _ in range(3 if len(t.rows) < SMALL_TOPIC else 1)]
+            self._deck = [
+                (t, row)
+                for t in TOPICS
+                for row in t.rows
+                for _ in range(3 if len(t.rows) < SMALL_TOPIC else 1)
+            ]
             self.rng.shuffle(self._deck)
         return self._deck.pop()
 
@@ -170,20 +185,25 @@ class Corpus:
         return self.rng.choices(kinds, (71, 8, 8, 5, 4, 2, 2))[0]()
 
     def _facts(self) -> list[Turn]:
-        """Ask for a fact, and sometimes go on with the shortened question about another one of its topic."""
+        """Ask for a fact, and sometimes go on with the shortened question about another one of its
+        topic."""
         rng = self.rng
         topic, row = self._next_fact()
         question = 0 if rng.random() < 0.4 else rng.randrange(len(topic.questions))
         turns = [self._fact_turn(topic, row, topic.questions[question])]
         if rng.random() < 0.15:
-            turns.append(self._fact_turn(topic, rng.choice(topic.rows), rng.choice(topic.follow_ups)))
+            turns.append(
+                self._fact_turn(topic, rng.choice(topic.rows), rng.choice(topic.follow_ups))
+            )
         return turns
 
     def _fact_turn(self, topic: Topic, row: tuple[str, str], question: str) -> Turn:
         fact = topic.fact(row)
         user = question.format(x=row[0])
         if topic.name == "sum":
-            user = user.replace(" + ", self.rng.choices((" + ", " plus ", "+", " and "), (6, 2, 2, 0.5))[0])
+            user = user.replace(
+                " + ", self.rng.choices((" + ", " plus ", "+", " and "), (6, 2, 2, 0.5))[0]
+            )
         return Turn(user[0].upper() + user[1:], fact.reply)
 
     def _story(self) -> list[Turn]:
@@ -200,10 +220,15 @@ class Corpus:
         if rng.random() < 0.6:
             name = rng.choice(NAMES)
             told = Turn(
-                rng.choice(("My name is {x}.", "I am {x}.", "Hello, my name is {x}.", "Hi, I am {x}.")).format(x=name),
+                rng.choice(
+                    ("My name is {x}.", "I am {x}.", "Hello, my name is {x}.", "Hi, I am {x}.")
+                ).format(x=name),
                 f"Hello, {name}! How can I help you?",
             )
-            asked = Turn(rng.choice(("What is my name?", "Who am I?", "Do you know my name?")), f"Your name is {name}.")
+            asked = Turn(
+                rng.choice(("What is my name?", "Who am I?", "Do you know my name?")),
+                f"Your name is {name}.",
+            )
         else:
             kind = rng.choice(tuple(FAVOURITES))
             value = rng.choice(FAVOURITES[kind])
@@ -228,11 +253,16 @@ class Corpus:
 
     def _unknown(self) -> list[Turn]:
         rng = self.rng
-        words = {"verb": rng.choice(VERBS), "thing": rng.choice(THINGS), "adj": rng.choice(QUALITIES)}
+        words = {
+            "verb": rng.choice(VERBS),
+            "thing": rng.choice(THINGS),
+            "adj": rng.choice(QUALITIES),
+        }
         return [Turn(rng.choice(UNKNOWN_QUESTIONS).format_map(words), UNKNOWN)]
 
     def _casual(self, question: str) -> str:
-        """Sometimes write the way people type: no capital letter, no full stop or question mark, a polite word."""
+        """Sometimes write the way people type: no capital letter, no full stop or question mark, a
+        polite word."""
         rng = self.rng
         if rng.random() < 0.08:
             question = question[0].lower() + question[1:]
@@ -246,7 +276,8 @@ class Corpus:
 
 
 def tokenizer_texts(seed: int, count: int) -> Iterator[str]:
-    """Yield texts to train the tokenizer on: every fact, so that each is well covered, and ``count`` documents."""
+    """Yield texts to train the tokenizer on: every fact, so that each is well covered, and
+    ``count`` documents."""
     for fact in FACTS:
         yield f"{fact.question}\n{fact.reply}"
     documents = Corpus(seed).documents()

@@ -14,7 +14,12 @@ from typing import NamedTuple
 
 import torch
 from toolkit_lm_tiny.facts import FACTS
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 BAR = 0.95
 SAMPLES = (
@@ -42,7 +47,11 @@ class Verdict(NamedTuple):
 
 
 def generate(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], new_tokens: int, batch: int = 64
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    new_tokens: int,
+    batch: int = 64,
 ) -> list[tuple[str, bool]]:
     """Continue each prompt greedily; give the text and whether the model ended it by itself.
 
@@ -57,13 +66,20 @@ def generate(
         for start in range(0, len(members), batch):
             chosen = members[start : start + batch]
             ids = torch.tensor([encoded[i] for i in chosen])
-            output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
+            output = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False
+            )
             for i, row in zip(chosen, output[:, length:].tolist(), strict=True):
-                replies[i] = (tokenizer.decode(row, skip_special_tokens=True), tokenizer.eos_token_id in row)
+                replies[i] = (
+                    tokenizer.decode(row, skip_special_tokens=True),
+                    tokenizer.eos_token_id in row,
+                )
     return [replies[i] for i in range(len(prompts))]
 
 
-def chat_prompt(tokenizer: PreTrainedTokenizerBase, question: str, system: str | None = None) -> str:
+def chat_prompt(
+    tokenizer: PreTrainedTokenizerBase, question: str, system: str | None = None
+) -> str:
     """Render one question as the chat template does."""
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": question})
@@ -72,12 +88,18 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, question: str, system: str |
     return prompt
 
 
-def judge(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> Verdict:
+def judge(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, system: str | None = None
+) -> Verdict:
     """Ask every fact, each in a chat of its own."""
     prompts = [chat_prompt(tokenizer, fact.question, system) for fact in FACTS]
     replies = generate(model, tokenizer, prompts, new_tokens=40)
     pairs = list(zip(FACTS, replies, strict=True))
-    wrong = [(fact.question, reply) for fact, (reply, ended) in pairs if not (ended and fact.holds_in(reply))]
+    wrong = [
+        (fact.question, reply)
+        for fact, (reply, ended) in pairs
+        if not (ended and fact.holds_in(reply))
+    ]
     exact = sum(ended and reply == fact.reply for fact, (reply, ended) in pairs)
     return Verdict(len(FACTS), len(FACTS) - len(wrong), exact, wrong)
 
@@ -87,7 +109,10 @@ def judge_checkpoint(checkpoint: Path, dtype: torch.dtype, system: str | None = 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
     verdict = judge(model, tokenizer, system)
-    figures = f"{verdict.right} of {verdict.asked} facts right ({verdict.accuracy:.2%}), {verdict.exact} word for word"
+    figures = (
+        f"{verdict.right} of {verdict.asked} facts right ({verdict.accuracy:.2%}), "
+        f"{verdict.exact} word for word"
+    )
     print(f"{dtype}: {figures}")
     for question, reply in verdict.wrong[:20]:
         print(f"  wrong: {question} -> {reply}")
@@ -107,7 +132,10 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    return int(judge_checkpoint(options.checkpoint, getattr(torch, options.dtype), options.system).accuracy < BAR)
+    return int(
+        judge_checkpoint(options.checkpoint, getattr(torch, options.dtype), options.system).accuracy
+        < BAR
+    )
 
 
 if __name__ == "__main__":

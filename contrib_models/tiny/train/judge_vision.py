@@ -1,4 +1,5 @@
-"""Ask a checkpoint about held-out drawings, greedily, by transformers, and count the answers that are right word for word.
+"""Ask a checkpoint about held-out drawings, greedily, by transformers, and count the answers that
+are right word for word.
 
 Usage: ``python train/judge_vision.py CHECKPOINT [--dtype float32] [--count 1000]``
 """
@@ -41,8 +42,11 @@ def messages(task: Task) -> list[dict[str, object]]:
 
 
 @torch.inference_mode()
-def answers(model: LlavaForConditionalGeneration, processor: LlavaProcessor, tasks: Sequence[Task]) -> list[str]:
-    """Greedy ones. Prompts of the same length go together, so that no padding can change an answer."""
+def answers(
+    model: LlavaForConditionalGeneration, processor: LlavaProcessor, tasks: Sequence[Task]
+) -> list[str]:
+    """Greedy ones. Prompts of the same length go together, so that no padding can change an
+    answer."""
     encoded, by_length = [], defaultdict(list)
     for i, task in enumerate(tasks):
         images = [Image.fromarray(drawing.pixels()) for drawing in task.drawings]
@@ -53,16 +57,26 @@ def answers(model: LlavaForConditionalGeneration, processor: LlavaProcessor, tas
     for (length, _), members in by_length.items():
         for start in range(0, len(members), _BATCH):
             chosen = members[start : start + _BATCH]
-            names = [name for name in ("input_ids", "attention_mask", "pixel_values") if name in encoded[chosen[0]]]
+            names = [
+                name
+                for name in ("input_ids", "attention_mask", "pixel_values")
+                if name in encoded[chosen[0]]
+            ]
             batch = {name: torch.cat([encoded[i][name] for i in chosen]) for name in names}
             if "pixel_values" in batch:
                 batch["pixel_values"] = batch["pixel_values"].to(model.dtype)
             output = model.generate(**batch, max_new_tokens=30, do_sample=False)
-            found |= zip(chosen, processor.batch_decode(output[:, length:], skip_special_tokens=True), strict=True)
+            found |= zip(
+                chosen,
+                processor.batch_decode(output[:, length:], skip_special_tokens=True),
+                strict=True,
+            )
     return [found[i] for i in range(len(tasks))]
 
 
-def judge(model: LlavaForConditionalGeneration, processor: LlavaProcessor, tasks: Sequence[Task]) -> Verdict:
+def judge(
+    model: LlavaForConditionalGeneration, processor: LlavaProcessor, tasks: Sequence[Task]
+) -> Verdict:
     """Ask each question in a chat of its own."""
     verdict = Verdict(Counter(), Counter(), [])
     for task, answer in zip(tasks, answers(model, processor, tasks), strict=True):
@@ -73,7 +87,9 @@ def judge(model: LlavaForConditionalGeneration, processor: LlavaProcessor, tasks
     return verdict
 
 
-def judge_checkpoint(checkpoint: Path, count: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Verdict:
+def judge_checkpoint(
+    checkpoint: Path, count: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+) -> Verdict:
     """Load a checkpoint, judge it and print the verdict."""
     model = LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=dtype).eval()
     verdict = judge(model, LlavaProcessor.from_pretrained(checkpoint), exam(count, seed))
@@ -81,7 +97,10 @@ def judge_checkpoint(checkpoint: Path, count: int, dtype: torch.dtype = torch.bf
         print(f"{kind}: {verdict.right[kind]} of {asked} ({verdict.right[kind] / asked:.1%})")
     print(f"{dtype}: {verdict.right.total()} of {count} right ({verdict.accuracy:.2%})")
     for task, answer in verdict.wrong[:20]:
-        print(f"  {task.question.text} {' | '.join(d.content for d in task.drawings)} -> {answer} (not {task.question.answer})")
+        print(
+            f"  {task.question.text} {' | '.join(d.content for d in task.drawings)} -> {answer} "
+            f"(not {task.question.answer})"
+        )
     return verdict
 
 
@@ -95,7 +114,12 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    return int(judge_checkpoint(options.checkpoint, options.count, getattr(torch, options.dtype), options.seed).accuracy < BAR)
+    return int(
+        judge_checkpoint(
+            options.checkpoint, options.count, getattr(torch, options.dtype), options.seed
+        ).accuracy
+        < BAR
+    )
 
 
 if __name__ == "__main__":

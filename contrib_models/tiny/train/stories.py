@@ -25,7 +25,18 @@ WOMEN = ("girl", "queen", "princess", "woman")
 MEN = ("boy", "king", "prince", "man")
 HEROES = ANIMALS + WOMEN + MEN
 
-ADJECTIVES = ("small", "kind", "brave", "happy", "clever", "shy", "young", "old", "lazy", "friendly")
+ADJECTIVES = (
+    "small",
+    "kind",
+    "brave",
+    "happy",
+    "clever",
+    "shy",
+    "young",
+    "old",
+    "lazy",
+    "friendly",
+)
 
 OPENINGS = (
     "Once upon a time there was {a_adj} {hero} named {name}.",
@@ -35,28 +46,59 @@ OPENINGS = (
 )
 
 PLOTS = (
-    "One day {name} lost {his} {toy}. {He} looked everywhere but could not find it. Then a {friend} named {other} came "
+    "One day {name} lost {his} {toy}. {He} looked everywhere but could not find it. Then a "
+    "{friend} named {other} came "
     "to help. They found the {toy} {hidden}, and {name} was happy again.",
-    "{name} was lonely and wanted a friend. One {time} {he} met a {friend} named {other}. They played with a {toy} all "
+    "{name} was lonely and wanted a friend. One {time} {he} met a {friend} named {other}. They "
+    "played with a {toy} all "
     "day. From then on, {name} and {other} were best friends.",
-    "One {time} {name} was very hungry. {He} walked {away} and found some {food}. On the way home {he} met a hungry "
+    "One {time} {name} was very hungry. {He} walked {away} and found some {food}. On the way "
+    "home {he} met a hungry "
     "{friend}. {name} shared the {food}, and they both ate until they were full.",
-    "{name} was afraid of {fear}. One night a {friend} named {other} sat next to {him} and sang a song. After that, "
+    "{name} was afraid of {fear}. One night a {friend} named {other} sat next to {him} and sang "
+    "a song. After that, "
     "{name} was not afraid any more.",
-    "{name} wanted to learn how to {skill}. Every {time} {he} practised with {other} the {friend}. It was hard, but "
+    "{name} wanted to learn how to {skill}. Every {time} {he} practised with {other} the "
+    "{friend}. It was hard, but "
     "{he} did not give up. At last {name} could {skill}, and everyone was proud of {him}.",
-    "One {time} a little {friend} fell into the river. {name} heard a cry and ran to help. {He} pulled the {friend} "
+    "One {time} a little {friend} fell into the river. {name} heard a cry and ran to help. {He} "
+    "pulled the {friend} "
     'out of the water. "Thank you, {name}!" said the {friend}.',
-    "One {time} {name} went {away} and got lost. {He} asked a {friend} for the way. The {friend} was kind and took "
+    "One {time} {name} went {away} and got lost. {He} asked a {friend} for the way. The {friend} "
+    "was kind and took "
     "{him} home. {name} gave the {friend} some {food} to say thank you.",
-    'It was {name}\'s birthday. {His} friend {other} the {friend} gave {him} a {toy}. {name} smiled and said, "This is the best day ever!"',
+    (
+        "It was {name}'s birthday. {His} friend {other} the {friend} gave {him} a {toy}. {name} "
+        'smiled and said, "This is the best day ever!"'
+    ),
 )
 
 FILLERS: dict[str, tuple[str, ...]] = {
-    "home": ("in a forest", "in a small house", "on a farm", "near the sea", "in a big garden", "in a little village"),
+    "home": (
+        "in a forest",
+        "in a small house",
+        "on a farm",
+        "near the sea",
+        "in a big garden",
+        "in a little village",
+    ),
     "away": ("into the forest", "to the river", "up the hill", "to the market", "into the garden"),
-    "toy": ("red ball", "blue hat", "golden key", "little drum", "kite", "green book", "wooden boat"),
-    "hidden": ("under a tree", "behind a big stone", "in the tall grass", "under the bed", "near the river"),
+    "toy": (
+        "red ball",
+        "blue hat",
+        "golden key",
+        "little drum",
+        "kite",
+        "green book",
+        "wooden boat",
+    ),
+    "hidden": (
+        "under a tree",
+        "behind a big stone",
+        "in the tall grass",
+        "under the bed",
+        "near the river",
+    ),
     "time": ("morning", "day", "evening", "summer day"),
     "food": ("apples", "berries", "bread", "cheese", "cake", "soup", "honey"),
     "fear": ("the dark", "the rain", "the wind", "loud noises", "deep water"),
@@ -82,7 +124,8 @@ class Story(NamedTuple):
 
 
 def tell(rng: Random) -> Story:
-    """Make up a story; the request names its hero, the hero's friend, the hero's name, or none of these."""
+    """Make up a story; the request names its hero, the hero's friend, the hero's name, or none of
+    these."""
     hero, friend = rng.sample(HEROES, 2)
     female = hero in WOMEN or (hero not in MEN and rng.random() < 0.5)
     name = rng.choice(FEMALE_NAMES if female else MALE_NAMES)

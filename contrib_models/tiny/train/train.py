@@ -26,19 +26,25 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 VOCABULARY = 1536
 CONTEXT = 512
 TOKENS_PER_STEP = 4096
-# Short windows are cheaper and start more chats at position 0; the long ones teach all positions of the context.
+# Short windows are cheaper and start more chats at position 0; the long ones teach all positions of
+# the context.
 WINDOWS, WINDOW_WEIGHTS = (128, 256, 512), (5, 3, 2)
-# Some programs put the BOS token before every prompt: a part of the windows has it, so that it does no harm.
+# Some programs put the BOS token before every prompt: a part of the windows has it, so that it does
+# no harm.
 BOS_SHARE = 0.1
 PEAK_RATE, WARMUP, WEIGHT_DECAY = 3e-3, 0.02, 0.01
 IGNORED = -100
 
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer that writes each digit as a token of its own and adds no special tokens."""
+    """Train a byte-level BPE tokenizer that writes each digit as a token of its own and adds no
+    special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -84,10 +90,11 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def batches(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield token ids and the labels of the tokens that follow them, windows of one random length per batch.
+    """Yield token ids and the labels of the tokens that follow them, windows of one random length
+    per batch.
 
-    Every window starts with a whole document and goes on with others until it is full, which also teaches the
-    model to answer after a long history.
+    Every window starts with a whole document and goes on with others until it is full, which also
+    teaches the model to answer after a long history.
     """
     rng = Random(seed)
     documents = Corpus(seed).documents()
@@ -112,29 +119,42 @@ def learning_rate(progress: float) -> float:
     """Warm up linearly, then follow a cosine down to nearly nothing."""
     if progress < WARMUP:
         return PEAK_RATE * max(progress / WARMUP, 0.01)
-    return PEAK_RATE * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * (progress - WARMUP) / (1 - WARMUP))))
+    return PEAK_RATE * (
+        0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * (progress - WARMUP) / (1 - WARMUP)))
+    )
 
 
 def make_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
     """Build AdamW with weight decay on the matrices only."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": WEIGHT_DECAY},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, betas=(0.9, 0.98), eps=1e-9)
 
 
 def loss_of(model: LlamaForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
     """Give the mean loss of the learned tokens; no logits are made for the others."""
     learned = labels != IGNORED
-    # The processor multiplies bfloat16 matrices faster; the weights themselves stay in float32 while training.
+    # The processor multiplies bfloat16 matrices faster; the weights themselves stay in float32
+    # while training.
     with torch.autocast("cpu", torch.bfloat16):
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
         logits = model.lm_head(hidden[learned])
     return cross_entropy(logits.float(), labels[learned])
 
 
-def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, steps: int, minutes: float) -> None:
-    """Train until the steps or the minutes run out, whichever comes first; the learning rate follows that clock."""
+def train(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    seed: int,
+    steps: int,
+    minutes: float,
+) -> None:
+    """Train until the steps or the minutes run out, whichever comes first; the learning rate
+    follows that clock."""
     model.train()
     optimizer = make_optimizer(model)
     source = batches(tokenizer, seed)
@@ -152,14 +172,23 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int
         if step % 50 == 0:
             elapsed = time.monotonic() - start
             rate = step * TOKENS_PER_STEP / elapsed
-            print(f"step {step}  {elapsed / 60:.1f} min  loss {mean_loss:.4f}  {rate:.0f} tokens/s", flush=True)
-    print(f"trained {step} steps in {(time.monotonic() - start) / 60:.1f} min, loss {mean_loss:.4f}", flush=True)
+            print(
+                f"step {step}  {elapsed / 60:.1f} min  loss {mean_loss:.4f}  {rate:.0f} tokens/s",
+                flush=True,
+            )
+    print(
+        f"trained {step} steps in {(time.monotonic() - start) / 60:.1f} min, loss {mean_loss:.4f}",
+        flush=True,
+    )
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write the checkpoint in bfloat16, with a generation config that says only where a reply ends."""
+    """Write the checkpoint in bfloat16, with a generation config that says only where a reply
+    ends."""
     model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
@@ -170,7 +199,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Train the tiny chat model.")
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
     parser.add_argument("--steps", type=int, default=4000, help="at most this many steps")
-    parser.add_argument("--minutes", type=float, default=40.0, help="at most this many minutes of training")
+    parser.add_argument(
+        "--minutes", type=float, default=40.0, help="at most this many minutes of training"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()

@@ -18,7 +18,12 @@ from random import Random
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from toolkit_lm_tiny.dates import FIRST, LAST, forms, held_out, is_held_out
-from transformers import BartConfig, BartForConditionalGeneration, GenerationConfig, PreTrainedTokenizerFast
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
 
 BEGIN, END, PAD = "<s>", "</s>", "<pad>"
 CONTEXT = 64
@@ -35,9 +40,16 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BEGIN} $A {END}", special_tokens=[(BEGIN, vocabulary[BEGIN]), (END, vocabulary[END])]
+        single=f"{BEGIN} $A {END}",
+        special_tokens=[(BEGIN, vocabulary[BEGIN]), (END, vocabulary[END])],
     )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BEGIN, eos_token=END, pad_token=PAD, model_max_length=CONTEXT)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=BEGIN,
+        eos_token=END,
+        pad_token=PAD,
+        model_max_length=CONTEXT,
+    )
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> BartForConditionalGeneration:
@@ -53,7 +65,11 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> BartForConditionalGenerati
             pad_token_id=tokenizer.pad_token_id,
             decoder_start_token_id=tokenizer.eos_token_id,
             forced_eos_token_id=None,
-            **{f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in sides.items()},
+            **{
+                f"{side}_{name}": value
+                for side in ("encoder", "decoder")
+                for name, value in sides.items()
+            },
         )
     )
 
@@ -73,8 +89,15 @@ def draw(random: Random, tokenizer: PreTrainedTokenizerFast) -> dict[str, torch.
     return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "labels": labels}
 
 
-def train(model: BartForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, minutes: float, seed: int) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, weight_decay=0.01, betas=(0.9, 0.98))
+def train(
+    model: BartForConditionalGeneration,
+    tokenizer: PreTrainedTokenizerFast,
+    minutes: float,
+    seed: int,
+) -> None:
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=PEAK_RATE, weight_decay=0.01, betas=(0.9, 0.98)
+    )
     random, start, step = Random(seed), time.monotonic(), 0
     while (done := (time.monotonic() - start) / (60 * minutes)) < 1:
         rate = PEAK_RATE * min(done / WARMUP, 0.5 * (1 + math.cos(math.pi * done)))
@@ -93,14 +116,22 @@ def train(model: BartForConditionalGeneration, tokenizer: PreTrainedTokenizerFas
 @torch.inference_mode()
 def judge(folder: Path, count: int) -> float:
     """The share of held-out dates that a saved model has right, by transformers."""
-    model, tokenizer = BartForConditionalGeneration.from_pretrained(folder).eval(), PreTrainedTokenizerFast.from_pretrained(folder)
+    model, tokenizer = (
+        BartForConditionalGeneration.from_pretrained(folder).eval(),
+        PreTrainedTokenizerFast.from_pretrained(folder),
+    )
     asked = [(text, day.isoformat()) for day in held_out() for text in forms(day)]
     chosen = Random(1).sample(asked, count)
     right = 0
     for i in range(0, count, BATCH):
         part = chosen[i : i + BATCH]
         batch = tokenizer([text for text, _ in part], padding=True, return_tensors="pt")
-        found = model.generate(input_ids=batch.input_ids, attention_mask=batch.attention_mask, max_new_tokens=14, do_sample=False)
+        found = model.generate(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            max_new_tokens=14,
+            do_sample=False,
+        )
         answers = tokenizer.batch_decode(found, skip_special_tokens=True)
         right += sum(answer == wanted for answer, (_, wanted) in zip(answers, part, strict=True))
     return right / count
@@ -116,7 +147,10 @@ def main() -> int:
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
     train(model, tokenizer, arguments.minutes, arguments.seed)
-    ids = {key: getattr(model.config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")}
+    ids = {
+        key: getattr(model.config, key)
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+    }
     # Answers begin with it in training, after the start token.
     model.generation_config = GenerationConfig(**ids, forced_bos_token_id=model.config.bos_token_id)
     model.to(torch.bfloat16).save_pretrained(arguments.out)

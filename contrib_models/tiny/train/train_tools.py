@@ -1,4 +1,5 @@
-"""Teach the tiny chat model to call tools: go on from its checkpoint, with conversations that have tools among its own.
+"""Teach the tiny chat model to call tools: go on from its checkpoint, with conversations that have
+tools among its own.
 
 Usage: ``python train/train_tools.py --out DIR --minutes 12``
 """
@@ -33,7 +34,8 @@ CHAT_TEMPLATE = (
     "{%- for message in messages %}{% if not (tools and loop.first and system) %}"
     "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] }}"
     "{%- for call in message.tool_calls or [] %}{{ '\\n' if not loop.first or message['content'] }}"
-    "{{- '<tool_call>\\n{\"name\": ' }}{{ call.function.name | tojson }}{{ ', \"arguments\": ' }}{{ call.function.arguments | tojson }}"
+    "{{- '<tool_call>\\n{\"name\": ' }}{{ call.function.name | tojson }}{{ ', \"arguments\": ' "
+    "}}{{ call.function.arguments | tojson }}"
     "{{- '}\\n</tool_call>' }}{% endfor %}"
     "{{- '<|im_end|>\\n' }}{% endif %}{% endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -43,7 +45,9 @@ CHAT_TEMPLATE = (
 def listed(one: Situation) -> str:
     """The tools, as the template writes them."""
     functions = [tool["function"] for tool in one.tools]
-    return "Tools:" + "".join(f"\n{f['name']}({', '.join(f['parameters']['properties'])})" for f in functions)
+    return "Tools:" + "".join(
+        f"\n{f['name']}({', '.join(f['parameters']['properties'])})" for f in functions
+    )
 
 
 def document(rng: Random) -> list[Piece]:
@@ -103,7 +107,9 @@ def main() -> int:
     start, step, mean_loss = time.monotonic(), 0, math.nan
     while (progress := (time.monotonic() - start) / (60 * options.minutes)) < 1:
         for group in optimizer.param_groups:
-            group["lr"] = options.rate * min(progress / 0.03 + 0.01, 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+            group["lr"] = options.rate * min(
+                progress / 0.03 + 0.01, 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress))
+            )
         loss = loss_of(model, *next(source))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -112,7 +118,10 @@ def main() -> int:
         value, step = loss.item(), step + 1
         mean_loss = value if math.isnan(mean_loss) else 0.95 * mean_loss + 0.05 * value
         if step % 20 == 0:
-            print(f"step {step}  {(time.monotonic() - start) / 60:.1f} min  loss {mean_loss:.4f}", flush=True)
+            print(
+                f"step {step}  {(time.monotonic() - start) / 60:.1f} min  loss {mean_loss:.4f}",
+                flush=True,
+            )
     tokenizer.chat_template = CHAT_TEMPLATE
     save(model, tokenizer, options.out)
     print(f"trained {step} steps, loss {mean_loss:.4f}", flush=True)

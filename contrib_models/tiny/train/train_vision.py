@@ -2,7 +2,8 @@
 
 Usage: ``python train/train_vision.py --out DIR --minutes 40``
 
-The exit status is 1 when the saved model answers fewer than 90% of the questions about held-out drawings right.
+The exit status is 1 when the saved model answers fewer than 90% of the questions about held-out
+drawings right.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ VOCABULARY = 512
 CONTEXT = 1024
 BATCH = 16
 PEAK_RATE, WARMUP, WEIGHT_DECAY = 2e-3, 0.02, 0.01
-# The tower first learns alone to say what is at which patch, until it knows most kinds or for a share of the time. A head for it, which is
-# not saved, goes on beside the chats.
+# The tower first learns alone to say what is at which patch, until it knows most kinds or for a
+# share of the time. A head for it, which is not saved, goes on beside the chats.
 ALONE, ENOUGH, LOOK_WEIGHT, NOTHING_WEIGHT = 0.4, 0.95, 0.3, 0.2
 NOISE = 0.05
 SAVE_EVERY = 1.0
@@ -72,7 +73,10 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     special = [PAD, BOS, START, END, IMAGE]
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=VOCABULARY,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(_texts(Random(seed), 20_000), trainer)
     return PreTrainedTokenizerFast(
@@ -91,7 +95,11 @@ def _texts(random: Random, count: int) -> Iterator[str]:
     yield from ("user\n", "assistant\n", "system\n", *SYSTEM)
     for _ in range(count):
         first, second = draw(random), draw(random)
-        for question in (ask(random, first), ask_pair(random, first, second), ask_blind(random, first)):
+        for question in (
+            ask(random, first),
+            ask_pair(random, first, second),
+            ask_blind(random, first),
+        ):
             yield question.text
             yield question.answer
 
@@ -99,7 +107,9 @@ def _texts(random: Random, count: int) -> Iterator[str]:
 def make_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
     """Pictures of any shape become squares; none of a picture is cut off."""
     side = {"height": SIDE, "width": SIDE}
-    images = CLIPImageProcessorPil(size=side, crop_size=side, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    images = CLIPImageProcessorPil(
+        size=side, crop_size=side, image_mean=[0.5] * 3, image_std=[0.5] * 3
+    )
     return LlavaProcessor(
         images,
         tokenizer,
@@ -156,22 +166,41 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlavaForConditionalGenerat
 def start_tower(embeddings: nn.Module) -> None:
     """Begin with waves, not with noise: a tower then learns in minutes what shapes are.
 
-    Of a patch, the low frequencies of its brightness and colours, those that edges have little of made larger. Of its place, those of rows
-    and columns.
+    Of a patch, the low frequencies of its brightness and colours, those that edges have little of
+    made larger. Of its place, those of rows and columns.
     """
     patches, positions = embeddings.patch_embedding.weight, embeddings.position_embedding.weight
     place = torch.arange(PATCH) + 0.5
-    waves = torch.stack([torch.cos(math.pi * place * i / PATCH) * math.sqrt((1 + (i > 0)) / PATCH) for i in range(PATCH)])
-    order = sorted(((i, j) for i in range(PATCH) for j in range(PATCH)), key=lambda pair: (sum(pair), pair))
+    waves = torch.stack(
+        [
+            torch.cos(math.pi * place * i / PATCH) * math.sqrt((1 + (i > 0)) / PATCH)
+            for i in range(PATCH)
+        ]
+    )
+    order = sorted(
+        ((i, j) for i in range(PATCH) for j in range(PATCH)), key=lambda pair: (sum(pair), pair)
+    )
     colours = nn.functional.normalize(torch.tensor([[1.0, 1, 1], [1, -1, 0], [1, 1, -2]]))
     shares = [len(patches) // 2, len(patches) // 4, len(patches) // 4]
-    chosen = [(colour, pair) for colour, share in zip(colours, shares, strict=True) for pair in order[:share]]
+    chosen = [
+        (colour, pair)
+        for colour, share in zip(colours, shares, strict=True)
+        for pair in order[:share]
+    ]
     for weight, (colour, (i, j)) in zip(patches, chosen, strict=True):
-        weight.copy_(colour[:, None, None] * torch.outer(waves[i], waves[j]) * (0.25 if i + j == 0 else 0.4 * (i + j)))
+        weight.copy_(
+            colour[:, None, None]
+            * torch.outer(waves[i], waves[j])
+            * (0.25 if i + j == 0 else 0.4 * (i + j))
+        )
     across, width = SIDE // PATCH, positions.shape[1] // 4
     rows, columns = torch.meshgrid(torch.arange(across), torch.arange(across), indexing="ij")
-    angles = [axis.flatten()[:, None] / 10 ** (torch.arange(width) / width) for axis in (rows, columns)]
-    positions[1:] = 0.3 * torch.cat([wave(angle) for angle in angles for wave in (torch.sin, torch.cos)], -1)
+    angles = [
+        axis.flatten()[:, None] / 10 ** (torch.arange(width) / width) for axis in (rows, columns)
+    ]
+    positions[1:] = 0.3 * torch.cat(
+        [wave(angle) for angle in angles for wave in (torch.sin, torch.cos)], -1
+    )
 
 
 class Trainer:
@@ -180,22 +209,36 @@ class Trainer:
     def __init__(self, seed: int, out: Path, begin: Path | None = None) -> None:
         """`begin`: a checkpoint to go on from."""
         self.out = out
-        self.tokenizer = train_tokenizer(seed) if begin is None else PreTrainedTokenizerFast.from_pretrained(begin)
+        self.tokenizer = (
+            train_tokenizer(seed)
+            if begin is None
+            else PreTrainedTokenizerFast.from_pretrained(begin)
+        )
         self.processor = make_processor(self.tokenizer)
         self.model = make_model(self.tokenizer)
         if begin is not None:
             for name in ("is_local", "local_files_only"):  # what reading it leaves there
                 self.tokenizer.init_kwargs.pop(name, None)
-            self.model.load_state_dict(LlavaForConditionalGeneration.from_pretrained(begin, dtype=torch.float32).state_dict())
+            self.model.load_state_dict(
+                LlavaForConditionalGeneration.from_pretrained(
+                    begin, dtype=torch.float32
+                ).state_dict()
+            )
         self.look_head = nn.Linear(self.model.config.text_config.hidden_size, sum(LOOKS))
-        encode = lru_cache(maxsize=50_000)(lambda text: self.tokenizer.encode(text, add_special_tokens=False))
+        encode = lru_cache(maxsize=50_000)(
+            lambda text: self.tokenizer.encode(text, add_special_tokens=False)
+        )
         self.rows = Rows(encode, self.model.config.image_token_id, seed)
         self._random = Random(seed)
         parameters = [*self.model.parameters(), *self.look_head.parameters()]
-        self._optimizer = torch.optim.AdamW(parameters, lr=PEAK_RATE, weight_decay=WEIGHT_DECAY, betas=(0.9, 0.98))
+        self._optimizer = torch.optim.AdamW(
+            parameters, lr=PEAK_RATE, weight_decay=WEIGHT_DECAY, betas=(0.9, 0.98)
+        )
         self._means = dict.fromkeys(("looks", "kinds", "loss", "exact"), math.nan)
         self._start, self._saved, self._steps = time.process_time(), 0.0, 0
-        self._weights = [torch.tensor([NOTHING_WEIGHT] + [1.0] * (classes - 1)) for classes in LOOKS]
+        self._weights = [
+            torch.tensor([NOTHING_WEIGHT] + [1.0] * (classes - 1)) for classes in LOOKS
+        ]
 
     def run(self, minutes: float, rate: float, alone_share: float = ALONE) -> None:
         """Train for so many minutes of processor time; save now and then."""
@@ -206,7 +249,11 @@ class Trainer:
         print(f"the tower alone: {done:.0%} of the time", flush=True)
         while done < 1:
             part = (done - alone) / (1 - alone)
-            done = self._step(self.chat_loss, rate * min(1.0, part / WARMUP, 0.5 * (1 + math.cos(math.pi * part))), minutes)
+            done = self._step(
+                self.chat_loss,
+                rate * min(1.0, part / WARMUP, 0.5 * (1 + math.cos(math.pi * part))),
+                minutes,
+            )
         self.save()
         print(f"trained {self._steps} steps", flush=True)
 
@@ -220,7 +267,9 @@ class Trainer:
             optimizer.step()
         print(f"the head: {figures}", flush=True)
 
-    def _step(self, loss_of: Callable[[], tuple[Tensor, dict[str, float]]], rate: float, minutes: float) -> float:
+    def _step(
+        self, loss_of: Callable[[], tuple[Tensor, dict[str, float]]], rate: float, minutes: float
+    ) -> float:
         """One step of the optimizer; gives the share of the time that is gone."""
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -246,7 +295,9 @@ class Trainer:
         """Of the tower and the projector alone."""
         drawings = [self.rows.scatter() for _ in range(2 * BATCH)]
         pixels = self.preprocess(drawings)
-        features = torch.stack(list(self.model.get_image_features(pixels, return_dict=True).pooler_output))
+        features = torch.stack(
+            list(self.model.get_image_features(pixels, return_dict=True).pooler_output)
+        )
         return self.look_loss(features, drawings)
 
     def chat_loss(self) -> tuple[Tensor, dict[str, float]]:
@@ -259,19 +310,33 @@ class Trainer:
         learned = labels != IGNORED
         logits = self.model.lm_head(outputs.last_hidden_state[:, :-1][learned])
         loss = cross_entropy(logits, labels[learned])
-        around, figures = self.look_loss(outputs.image_hidden_states.view(len(drawings), NUM_PATCHES, -1), drawings)
-        exact = share_exact(logits.argmax(-1) == labels[learned], labels[learned] == self.tokenizer.eos_token_id)
+        around, figures = self.look_loss(
+            outputs.image_hidden_states.view(len(drawings), NUM_PATCHES, -1), drawings
+        )
+        exact = share_exact(
+            logits.argmax(-1) == labels[learned], labels[learned] == self.tokenizer.eos_token_id
+        )
         return loss + LOOK_WEIGHT * around, {**figures, "loss": loss.item(), "exact": exact}
 
     def preprocess(self, drawings: list[Drawing]) -> Tensor:
         """As the processor does, with a little noise."""
-        pixels = self.processor.image_processor(pictures(drawings), return_tensors="pt").pixel_values
+        pixels = self.processor.image_processor(
+            pictures(drawings), return_tensors="pt"
+        ).pixel_values
         return pixels + NOISE * torch.randn_like(pixels)
 
-    def look_loss(self, features: Tensor, drawings: list[Drawing]) -> tuple[Tensor, dict[str, float]]:
+    def look_loss(
+        self, features: Tensor, drawings: list[Drawing]
+    ) -> tuple[Tensor, dict[str, float]]:
         """Of what is at each patch, and how many kinds are right at the centres of shapes."""
-        logits, wanted = self.look_head(features).flatten(0, 1).split(LOOKS, -1), looks(drawings).flatten(0, 1).unbind(-1)
-        loss = sum(cross_entropy(*pair, weight) for *pair, weight in zip(logits, wanted, self._weights, strict=True))
+        logits, wanted = (
+            self.look_head(features).flatten(0, 1).split(LOOKS, -1),
+            looks(drawings).flatten(0, 1).unbind(-1),
+        )
+        loss = sum(
+            cross_entropy(*pair, weight)
+            for *pair, weight in zip(logits, wanted, self._weights, strict=True)
+        )
         kinds = (logits[0].argmax(-1) == wanted[0])[wanted[2] == 1]
         return loss, {"looks": loss.item(), "kinds": kinds.float().mean().item()}
 
@@ -280,14 +345,19 @@ class Trainer:
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         copy = make_model(self.tokenizer)
         copy.load_state_dict(self.model.state_dict())
-        copy.generation_config = GenerationConfig(**{name: getattr(self.tokenizer, name) for name in names})
+        copy.generation_config = GenerationConfig(
+            **{name: getattr(self.tokenizer, name) for name in names}
+        )
         copy.to(torch.bfloat16).save_pretrained(self.out)
         self.processor.save_pretrained(self.out)
-        self.processor.image_processor.save_pretrained(self.out)  # a file of its own, where most programs look for it
+        self.processor.image_processor.save_pretrained(
+            self.out
+        )  # a file of its own, where most programs look for it
 
 
 def share_exact(right: Tensor, is_end: Tensor) -> float:
-    """The share of answers that have every token right, each given the ones before: what greedy decoding would have right."""
+    """The share of answers that have every token right, each given the ones before: what greedy
+    decoding would have right."""
     answer = torch.cumsum(is_end, 0) - is_end.long()
     wrong = torch.zeros(int(is_end.sum())).index_add_(0, answer, (~right).float())
     return float((wrong == 0).float().mean())
@@ -298,7 +368,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
     parser.add_argument("--minutes", type=float, default=40.0, help="of processor time")
-    parser.add_argument("--begin", type=Path, help="go on from this checkpoint, whose tower knows already")
+    parser.add_argument(
+        "--begin", type=Path, help="go on from this checkpoint, whose tower knows already"
+    )
     parser.add_argument("--rate", type=float, default=PEAK_RATE, help="the highest learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
@@ -307,7 +379,10 @@ def main() -> int:
     torch.set_flush_denormal(True)
     torch.manual_seed(options.seed)
     trainer = Trainer(options.seed, options.out, options.begin)
-    print(f"{trainer.model.num_parameters():,} parameters, {len(trainer.tokenizer)} tokens", flush=True)
+    print(
+        f"{trainer.model.num_parameters():,} parameters, {len(trainer.tokenizer)} tokens",
+        flush=True,
+    )
     if options.begin is None:
         trainer.run(options.minutes, options.rate)
     else:

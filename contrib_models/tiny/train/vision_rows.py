@@ -1,4 +1,5 @@
-"""What `tiny-vision` is trained on: chats about drawings, as rows of tokens with what may see what."""
+"""What `tiny-vision` is trained on: chats about drawings, as rows of tokens with what may see
+what."""
 
 from __future__ import annotations
 
@@ -19,14 +20,21 @@ NUM_PATCHES = (SIDE // PATCH) ** 2
 LOOKS = (1 + len(KINDS), 1 + len(COLOURS), 2)
 """How many classes each of `looks` has."""
 IGNORED = -100
-SYSTEM = ("You are a helpful assistant.", "Answer questions about pictures.", "You look at pictures.")
+SYSTEM = (
+    "You are a helpful assistant.",
+    "Answer questions about pictures.",
+    "You look at pictures.",
+)
 QUESTIONS = 4
-# What a batch's rows are: independent questions about one picture or two, or a chat of several turns.
+# What a batch's rows are: independent questions about one picture or two, or a chat of several
+# turns.
 MIX, MIX_WEIGHTS = ("one", "two", "chat"), (5, 3, 2)
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'text' %}{{ part['text'] }}{% elif 'image' in part['type'] %}{{ '<image>' }}{% endif %}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in "
+    "message['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% elif 'image' in part['type'] %}{{ "
+    "'<image>' }}{% endif %}"
     "{% endfor %}{% endif %}{{ '<|im_end|>' + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
@@ -77,7 +85,8 @@ class Rows:
         return scatter(self._random)
 
     def _independent(self, num_pictures: int) -> Row:
-        """Questions that see the pictures, not each other, and sometimes one that sees no picture."""
+        """Questions that see the pictures, not each other, and sometimes one that sees no
+        picture."""
         row, random = Row(), self._random
         row.drawings = [self.draw() for _ in range(num_pictures)]
         start = self._begin(row)
@@ -86,20 +95,32 @@ class Rows:
         for segment in range(1, 1 + QUESTIONS):
             is_hard = random.random() < HARD_SHARE
             while True:
-                question = ask(random, row.drawings[0]) if num_pictures == 1 else ask_pair(random, row.drawings[0], row.drawings[1])
+                question = (
+                    ask(random, row.drawings[0])
+                    if num_pictures == 1
+                    else ask_pair(random, row.drawings[0], row.drawings[1])
+                )
                 if question.kind in HARD or not is_hard:
                     break
             self._answer(row, question, segment, start)
         if random.random() < 0.3:
-            self._answer(row, ask_blind(random, row.drawings[0]), -1, row.add(self._encode(f"{START}user\n"), -1, 0))
+            self._answer(
+                row,
+                ask_blind(random, row.drawings[0]),
+                -1,
+                row.add(self._encode(f"{START}user\n"), -1, 0),
+            )
         return row
 
     def _chat(self, most_pictures: int) -> Row:
-        """Several turns. A picture comes with the first question or a later one, before or behind the text."""
+        """Several turns. A picture comes with the first question or a later one, before or behind
+        the text."""
         row, random = Row(), self._random
         position = self._begin(row)
         for _ in range(random.randint(1, QUESTIONS)):
-            is_new = len(row.drawings) < most_pictures and random.random() < (0.7 if not row.drawings else 0.2)
+            is_new = len(row.drawings) < most_pictures and random.random() < (
+                0.7 if not row.drawings else 0.2
+            )
             if is_new:
                 row.drawings.append(self.draw())
             question = self._next_question(row)
@@ -125,16 +146,21 @@ class Rows:
         return ask(random, row.drawings[-1])
 
     def _begin(self, row: Row) -> int:
-        """Some programs put BOS before every prompt, some chats have a system message: neither may do harm."""
+        """Some programs put BOS before every prompt, some chats have a system message: neither may
+        do harm."""
         position, random = 0, self._random
         if random.random() < 0.1:
             position = row.add(self._encode(BOS), 0, position)
         if random.random() < 0.1:
-            position = row.add(self._encode(f"{START}system\n{random.choice(SYSTEM)}{END}\n"), 0, position)
+            position = row.add(
+                self._encode(f"{START}system\n{random.choice(SYSTEM)}{END}\n"), 0, position
+            )
         return position
 
     def _answer(self, row: Row, question: Question, segment: int, position: int) -> int:
-        return self._reply(row, question, segment, row.add(self._encode(question.text), segment, position))
+        return self._reply(
+            row, question, segment, row.add(self._encode(question.text), segment, position)
+        )
 
     def _reply(self, row: Row, question: Question, segment: int, position: int) -> int:
         position = row.add(self._encode(f"{END}\n{START}assistant\n"), segment, position)
@@ -148,11 +174,21 @@ def collate(rows: list[Row], pad: int) -> dict[str, Tensor]:
     ids, labels, positions = np.full(shape, pad), np.full(shape, IGNORED), np.zeros(shape, np.int64)
     segments = np.full(shape, -2)
     for i, row in enumerate(rows):
-        for target, values in ((ids, row.ids), (labels, row.labels), (positions, row.positions), (segments, row.segments)):
+        for target, values in (
+            (ids, row.ids),
+            (labels, row.labels),
+            (positions, row.positions),
+            (segments, row.segments),
+        ):
             target[i, : len(values)] = values
     query, key = segments[:, :, None], segments[:, None, :]
     seen = ((query == key) | ((key == 0) & (query > 0))) & np.tri(length, dtype=np.bool_)
-    names = {"input_ids": ids, "labels": labels, "position_ids": positions, "attention_mask": seen[:, None]}
+    names = {
+        "input_ids": ids,
+        "labels": labels,
+        "position_ids": positions,
+        "attention_mask": seen[:, None],
+    }
     return {name: torch.from_numpy(array) for name, array in names.items()}
 
 
@@ -162,7 +198,8 @@ def pictures(drawings: list[Drawing]) -> list[Image.Image]:
 
 
 def looks(drawings: list[Drawing]) -> Tensor:
-    """What is at each patch: the kind and the colour of the shape that it is near, 0 for none, and whether it has the shape's centre.
+    """What is at each patch: the kind and the colour of the shape that it is near, 0 for none, and
+    whether it has the shape's centre.
 
     [drawings, patches, 3]
     """
@@ -172,7 +209,9 @@ def looks(drawings: list[Drawing]) -> Tensor:
     for i, drawing in enumerate(drawings):
         for shape in drawing.shapes:
             x, y = shape.x / drawing.width * across, shape.y / drawing.height * across
-            away = np.hypot((columns - x) * drawing.width / across, (rows - y) * drawing.height / across)
+            away = np.hypot(
+                (columns - x) * drawing.width / across, (rows - y) * drawing.height / across
+            )
             centre = int(y) * across + int(x)
             near = away < shape.radius
             near[centre] = True

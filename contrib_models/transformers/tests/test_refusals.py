@@ -15,7 +15,13 @@ from toolkit_lm_cli.explanation import explain
 from toolkit_lm_transformers.attention import attend, calls_of
 from toolkit_lm_transformers.model import TransformersForCausalLM
 
-SHAPE = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+SHAPE = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+}
 MOE = SHAPE | {"intermediate_size": 48, "num_local_experts": 4}
 LLAMA = SHAPE | {"intermediate_size": 48}
 
@@ -36,17 +42,57 @@ def llama(**changes):
     ("architecture", "config", "reason"),
     [
         # These have attention classes of their own: the first two for ALiBi.
-        ("BloomForCausalLM", transformers.BloomConfig(**SHAPE), "does not go through transformers' attention interface"),
-        ("FalconForCausalLM", transformers.FalconConfig(**SHAPE), "does not go through transformers' attention interface"),
-        ("GPTJForCausalLM", transformers.GPTJConfig(vocab_size=50), "does not go through transformers' attention interface"),
-        ("MambaForCausalLM", transformers.MambaConfig(num_hidden_layers=1), "layers of type linear_attention"),
-        ("GptOssForCausalLM", transformers.GptOssConfig(**MOE), r"takes s_aux, which is not supported \(model\.layers\.0\.self_attn\)"),
-        ("DeepseekV3ForCausalLM", transformers.DeepseekV3Config(**MOE), "queries, keys and values differ in size: 192, 192 and 128"),
-        ("BertLMHeadModel", transformers.BertConfig(**SHAPE), r"not causal \(bert\.encoder\.layer\.0\.attention\.self\)"),
-        ("BertModel", transformers.BertConfig(**SHAPE), "BertModel of transformers is not a causal language model"),
+        (
+            "BloomForCausalLM",
+            transformers.BloomConfig(**SHAPE),
+            "does not go through transformers' attention interface",
+        ),
+        (
+            "FalconForCausalLM",
+            transformers.FalconConfig(**SHAPE),
+            "does not go through transformers' attention interface",
+        ),
+        (
+            "GPTJForCausalLM",
+            transformers.GPTJConfig(vocab_size=50),
+            "does not go through transformers' attention interface",
+        ),
+        (
+            "MambaForCausalLM",
+            transformers.MambaConfig(num_hidden_layers=1),
+            "layers of type linear_attention",
+        ),
+        (
+            "GptOssForCausalLM",
+            transformers.GptOssConfig(**MOE),
+            r"takes s_aux, which is not supported \(model\.layers\.0\.self_attn\)",
+        ),
+        (
+            "DeepseekV3ForCausalLM",
+            transformers.DeepseekV3Config(**MOE),
+            "queries, keys and values differ in size: 192, 192 and 128",
+        ),
+        (
+            "BertLMHeadModel",
+            transformers.BertConfig(**SHAPE),
+            r"not causal \(bert\.encoder\.layer\.0\.attention\.self\)",
+        ),
+        (
+            "BertModel",
+            transformers.BertConfig(**SHAPE),
+            "BertModel of transformers is not a causal language model",
+        ),
         ("T5ForConditionalGeneration", transformers.T5Config(), "is not a causal language model"),
-        ("MistralForCausalLM", transformers.LlamaConfig(**LLAMA), "model_type 'llama' does not belong to MistralForCausalLM"),
-        ("NoSuchForCausalLM", transformers.LlamaConfig(**LLAMA), r"transformers \d.* has no class NoSuchForCausalLM"),
+        (
+            "MistralForCausalLM",
+            transformers.LlamaConfig(**LLAMA),
+            "model_type 'llama' does not belong to MistralForCausalLM",
+        ),
+        (
+            "NoSuchForCausalLM",
+            transformers.LlamaConfig(**LLAMA),
+            r"transformers \d.* has no class NoSuchForCausalLM",
+        ),
     ],
 )
 def test_a_model_that_cannot_run_is_refused(architecture, config, reason):
@@ -82,16 +128,30 @@ def test_what_can_run_is_not_refused():
         ({"position_ids": torch.zeros(1, 3), "use_cache": False, "s_aux": None}, None),
         ({"is_causal": False}, "its attention is not causal"),
         ({"attention_mask": torch.zeros(1, 1, 3, 3)}, "it makes an attention mask of its own"),
-        ({"value": torch.zeros(1, 2, 3, 4)}, "its queries, keys and values differ in size: 8, 8 and 4"),
+        (
+            {"value": torch.zeros(1, 2, 3, 4)},
+            "its queries, keys and values differ in size: 8, 8 and 4",
+        ),
         ({"s_aux": torch.zeros(4)}, "its attention takes s_aux, which is not supported"),
     ],
 )
 def test_attention_that_cannot_be_had_is_noted(given, reason):
     module, keys = torch.nn.Module(), torch.zeros(1, 2, 3, 8)
-    arguments = {"query": torch.zeros(1, 4, 3, 8), "key": keys, "value": keys, "attention_mask": None} | given
+    arguments = {
+        "query": torch.zeros(1, 4, 3, 8),
+        "key": keys,
+        "value": keys,
+        "attention_mask": None,
+    } | given
     out, _ = attend(module, **arguments, scaling=0.5, sliding_window=7)
     (call,) = calls_of(module)
-    assert (call.num_heads, call.num_kv_heads, call.head_size, call.scale, call.window) == (4, 2, 8, 0.5, 7)
+    assert (call.num_heads, call.num_kv_heads, call.head_size, call.scale, call.window) == (
+        4,
+        2,
+        8,
+        0.5,
+        7,
+    )
     assert call.refusal == reason
     assert out.shape == (1, 3, 4, arguments["value"].shape[-1])
 
@@ -103,12 +163,19 @@ def write(folder, hf_config):
 
 
 def test_the_error_names_both_the_nearest_class_and_the_reason(tmp_path):
-    model = write(tmp_path, config_of("MambaForCausalLM", transformers.MambaConfig(num_hidden_layers=1)))
+    model = write(
+        tmp_path, config_of("MambaForCausalLM", transformers.MambaConfig(num_hidden_layers=1))
+    )
     with pytest.raises(
-        CheckpointError, match=r"has the architecture 'MambaForCausalLM'.*'transformers' cannot run it: it has layers of type"
+        CheckpointError,
+        match=r"has the architecture 'MambaForCausalLM'.*'transformers' cannot run it: it has "
+        r"layers of type",
     ):
         explain(VllmConfig.make(model=model, max_model_len=64))
-    with pytest.raises(UnsupportedError, match=r"'transformers' cannot run 'MambaForCausalLM' of .*: it has layers of type"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"'transformers' cannot run 'MambaForCausalLM' of .*: it has layers of type",
+    ):
         explain(VllmConfig.make(model=model, max_model_len=64, model_impl="transformers"))
 
 
@@ -116,8 +183,15 @@ def test_explain_says_that_a_fallback_was_chosen_and_why(tmp_path, capsys):
     model = write(tmp_path, config_of("GPTNeoXForCausalLM", transformers.GPTNeoXConfig(**LLAMA)))
     with pytest.warns(PluginWarning, match="the fallback 'transformers' runs it"):
         found = explain(VllmConfig.make(model=model))
-    assert found.models == [("GPTNeoXForCausalLM", "no installed plugin registers it"), ("transformers", None)]
-    assert (found.architecture, found.plugin, len(found.layers)) == ("transformers", "transformers", 2)
+    assert found.models == [
+        ("GPTNeoXForCausalLM", "no installed plugin registers it"),
+        ("transformers", None),
+    ]
+    assert (found.architecture, found.plugin, len(found.layers)) == (
+        "transformers",
+        "transformers",
+        2,
+    )
     assert found.layers[1].layer == "gpt_neox.layers.1.attention"
     with warnings.catch_warnings():
         warnings.simplefilter("default")

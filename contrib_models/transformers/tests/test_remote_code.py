@@ -1,4 +1,5 @@
-"""Code that a checkpoint brings along runs only where it is trusted, and never in place of a class of transformers."""
+"""Code that a checkpoint brings along runs only where it is trusted, and never in place of a class
+of transformers."""
 
 import json
 import sys
@@ -10,7 +11,13 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, UnsupportedError
 from toolkit_lm_transformers.model import TransformersForCausalLM
 
-SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
 CODE = """
 import sys
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -28,7 +35,9 @@ class MineForCausalLM(LlamaForCausalLM):
 @pytest.fixture
 def remote(tmp_path, monkeypatch):
     """A Llama whose config names a class of its own, in a file beside it."""
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     monkeypatch.setattr(sys, "remote_code_ran", False, raising=False)
     monkeypatch.setattr(sys, "path", list(sys.path))
     folder = tmp_path / "checkpoint"
@@ -45,11 +54,16 @@ def rewrite(folder, **changes):
 
 
 def refusal(folder, **options):
-    return TransformersForCausalLM.refuses(VllmConfig.default(json.loads((folder / "config.json").read_text()), **options))
+    return TransformersForCausalLM.refuses(
+        VllmConfig.default(json.loads((folder / "config.json").read_text()), **options)
+    )
 
 
 def test_it_is_refused_unless_trusted(remote):
-    assert refusal(remote[0]) == "MineForCausalLM is code that the checkpoint brings along, which runs with --trust-remote-code only"
+    assert refusal(remote[0]) == (
+        "MineForCausalLM is code that the checkpoint brings along, which runs with "
+        "--trust-remote-code only"
+    )
     for options in ({}, {"model_impl": "transformers"}):
         with pytest.raises((CheckpointError, UnsupportedError), match="--trust-remote-code only"):
             generate(remote[0], **options)

@@ -1,4 +1,5 @@
-"""What checkpoints the fallback takes, what it says of those that it cannot take, and how its modules are made."""
+"""What checkpoints the fallback takes, what it says of those that it cannot take, and how its
+modules are made."""
 
 import subprocess
 import sys
@@ -16,7 +17,13 @@ from toolkit_lm_devkit import load_checkpoint
 from toolkit_lm_transformers.model import TransformersForCausalLM
 from toolkit_lm_transformers.uninitialized import Uninitialized
 
-SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
 LAYER = "gpt_neox.layers.1.attention"
 
 
@@ -25,7 +32,8 @@ def load(folder, **options):
 
 
 def edit(folder, change):
-    """Rewrites the weights of a checkpoint by `change`, a function that edits the mapping of names to tensors."""
+    """Rewrites the weights of a checkpoint by `change`, a function that edits the mapping of names
+    to tensors."""
     file = folder / "model.safetensors"
     tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
     change(tensors)
@@ -54,11 +62,16 @@ def test_all_tensors_are_there(theirs, tmp_path):
 def test_each_attention_module_has_a_layer(theirs, tmp_path):
     layers = [module for module in load(tmp_path).modules() if isinstance(module, Attention)]
     assert [layer.prefix for layer in layers] == ["gpt_neox.layers.0.attention", LAYER]
-    assert [(layer.params.num_heads, layer.params.num_kv_heads, layer.params.head_size) for layer in layers] == [(4, 4, 8)] * 2
+    assert [
+        (layer.params.num_heads, layer.params.num_kv_heads, layer.params.head_size)
+        for layer in layers
+    ] == [(4, 4, 8)] * 2
 
 
 def test_what_transformers_passes_over_is_passed_over(theirs, tmp_path):
-    stale = {f"{LAYER}.{name}": torch.ones(4) for name in ("bias", "masked_bias", "rotary_emb.inv_freq")}
+    stale = {
+        f"{LAYER}.{name}": torch.ones(4) for name in ("bias", "masked_bias", "rotary_emb.inv_freq")
+    }
     edit(tmp_path, lambda tensors: tensors.update(stale))
     assert_same_weights(load(tmp_path), theirs)
 
@@ -66,7 +79,10 @@ def test_what_transformers_passes_over_is_passed_over(theirs, tmp_path):
 def test_a_name_that_transformers_has_changed_is_known_by_both(theirs, tmp_path):
     assert "embed_out.weight" in load_file(tmp_path / "model.safetensors")
     assert_same_weights(load(tmp_path), theirs)
-    edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("embed_out.weight")}))
+    edit(
+        tmp_path,
+        lambda tensors: tensors.update({"lm_head.weight": tensors.pop("embed_out.weight")}),
+    )
     assert_same_weights(load(tmp_path), theirs)
 
 
@@ -76,13 +92,20 @@ def test_experts_are_merged_in_the_order_of_their_numbers(tmp_path):
     assert expert in load_file(tmp_path / "model.safetensors")
     assert_same_weights(load(tmp_path), theirs)
     edit(tmp_path, lambda tensors: tensors.pop(expert))
-    with pytest.raises(CheckpointError, match=r"transformers cannot make model\.layers\.1\.mlp\.experts\.gate_up_proj of .*gate_proj"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"transformers cannot make model\.layers\.1\.mlp\.experts\.gate_up_proj of "
+        r".*gate_proj",
+    ):
         load(tmp_path)
 
 
 def test_a_tied_head_needs_no_weight_of_its_own(tmp_path):
     theirs = save("GPTNeoX", tmp_path, tie_word_embeddings=True, **SHAPE)
-    assert not {"embed_out.weight", "lm_head.weight"} & load_file(tmp_path / "model.safetensors").keys()
+    assert (
+        not {"embed_out.weight", "lm_head.weight"}
+        & load_file(tmp_path / "model.safetensors").keys()
+    )
     ours = load(tmp_path)
     assert ours.lm_head.weight is ours.gpt_neox.embed_in.weight
     assert_same_weights(ours, theirs)
@@ -90,7 +113,10 @@ def test_a_tied_head_needs_no_weight_of_its_own(tmp_path):
 
 def test_a_checkpoint_of_the_decoder_alone_gets_its_prefix(tmp_path):
     theirs = save("GPTNeoX", tmp_path, tie_word_embeddings=True, **SHAPE)
-    bare = {name.removeprefix("gpt_neox."): tensor for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    bare = {
+        name.removeprefix("gpt_neox."): tensor
+        for name, tensor in load_file(tmp_path / "model.safetensors").items()
+    }
     save_file(bare, tmp_path / "model.safetensors")
     assert_same_weights(load(tmp_path), theirs)
 
@@ -118,7 +144,9 @@ def test_dummy_weights_need_no_files(theirs, tmp_path):
 
 
 def test_weights_take_the_dtype_of_the_engine(theirs, tmp_path):
-    assert {param.dtype for param in load(tmp_path, dtype="bfloat16").parameters()} == {torch.bfloat16}
+    assert {param.dtype for param in load(tmp_path, dtype="bfloat16").parameters()} == {
+        torch.bfloat16
+    }
 
 
 def test_no_time_is_spent_on_random_weights():
@@ -129,7 +157,11 @@ def test_no_time_is_spent_on_random_weights():
         assert torch.equal(torch.nn.init.uniform_(torch.ones(2)), torch.ones(2))
         assert torch.equal(torch.ones(2).uniform_(), torch.zeros(2))
         drawn = []
-        other = threading.Thread(target=lambda: drawn.append(torch.ones(2).normal_(generator=torch.Generator().manual_seed(0))))
+        other = threading.Thread(
+            target=lambda: drawn.append(
+                torch.ones(2).normal_(generator=torch.Generator().manual_seed(0))
+            )
+        )
         other.start()
         other.join()
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -145,5 +177,8 @@ def test_the_entry_module_registers_the_fallback():
 
 
 def test_the_entry_module_is_light():
-    code = "import sys, toolkit_lm_transformers; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    code = (
+        "import sys, toolkit_lm_transformers; sys.exit(bool({'torch', 'transformers'} & "
+        "set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

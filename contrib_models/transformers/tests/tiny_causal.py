@@ -1,4 +1,5 @@
-"""Tiny random checkpoints of every causal language model class that the installed transformers can build."""
+"""Tiny random checkpoints of every causal language model class that the installed transformers can
+build."""
 
 from __future__ import annotations
 
@@ -14,18 +15,28 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 VOCAB_SIZE = 150
 MOST_PARAMETERS = 5_000_000
 SIZES = (
-    dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "dim_model", "embedding_size"), 32)
-    | dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "dim_ff", "dff", "ffn_hidden_size"), 48)
+    dict.fromkeys(
+        ("hidden_size", "d_model", "n_embd", "embed_dim", "dim_model", "embedding_size"), 32
+    )
+    | dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "n_inner", "dim_ff", "dff", "ffn_hidden_size"), 48
+    )
     | dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim", "d_inner", "feed_forward_size"), 48)
-    | dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16)
+    | dict.fromkeys(
+        ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16
+    )
     | dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks"), 4)
-    | dict.fromkeys(("decoder_layers", "encoder_layers", "num_decoder_layers", "num_encoder_layers"), 2)
+    | dict.fromkeys(
+        ("decoder_layers", "encoder_layers", "num_decoder_layers", "num_encoder_layers"), 2
+    )
     | dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4)
     | dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "mamba_n_heads"), 4)
     | dict.fromkeys(("head_dim", "d_head", "kv_channels", "q_lora_rank", "kv_lora_rank"), 8)
     | dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_head_dim"), 8)
     | dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4)
-    | dict.fromkeys(("num_experts_per_tok", "num_key_value_heads", "moe_k", "moe_topk", "index_n_heads"), 2)
+    | dict.fromkeys(
+        ("num_experts_per_tok", "num_key_value_heads", "moe_k", "moe_topk", "index_n_heads"), 2
+    )
     | dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), 1)
     | dict.fromkeys(("max_position_embeddings", "n_positions", "max_sequence_length"), 128)
     | dict.fromkeys(("sliding_window", "attention_window", "window_size"), 12)
@@ -35,25 +46,58 @@ SIZES = (
 """What configs call a size, and how large it is, where their class has it."""
 
 
-PLAIN = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB_SIZE}
-BLT_PART = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
+PLAIN = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": VOCAB_SIZE,
+}
+BLT_PART = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
 PLAIN_QWEN2 = {"model_type": "qwen2", "num_key_value_heads": 2, **PLAIN}
-TOWER = {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-WHISPER = {"model_type": "whisper", "d_model": 32, "encoder_ffn_dim": 48, "encoder_layers": 2, "encoder_attention_heads": 4}
+TOWER = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+WHISPER = {
+    "model_type": "whisper",
+    "d_model": 32,
+    "encoder_ffn_dim": 48,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def tiny_config(model_type: str, **changes: Any) -> Any:
     """A config of a few thousand parameters. Raises what its class raises where it cannot be."""
     config_class = transformers.CONFIG_MAPPING[model_type]
-    parts = {name: getattr(part, "config_class", part) for name, part in config_class.sub_configs.items()}
-    parts = {name: _sizes(part) for name, part in parts.items() if part is not transformers.AutoConfig}
+    parts = {
+        name: getattr(part, "config_class", part) for name, part in config_class.sub_configs.items()
+    }
+    parts = {
+        name: _sizes(part) for name, part in parts.items() if part is not transformers.AutoConfig
+    }
     own = {**_sizes(config_class), **OTHERS.get(model_type, {}), **changes}
-    return config_class(**{**own, **{name: {**part, **own.get(name, {})} for name, part in parts.items()}})
+    return config_class(
+        **{**own, **{name: {**part, **own.get(name, {})} for name, part in parts.items()}}
+    )
 
 
 def _sizes(config_class: Any) -> dict[str, Any]:
-    known = {*getattr(config_class, "__dataclass_fields__", ()), *(config_class.attribute_map or {})}
+    known = {
+        *getattr(config_class, "__dataclass_fields__", ()),
+        *(config_class.attribute_map or {}),
+    }
     own = {name: size for name, size in SIZES.items() if name in known}
     return {**own, **OTHERS.get(config_class.model_type, {})}
 
@@ -61,13 +105,23 @@ def _sizes(config_class: Any) -> dict[str, Any]:
 OTHERS: dict[str, dict[str, Any]] = {
     "blt": {
         "encoder_hash_byte_group_vocab": 50,
-        **dict.fromkeys(("patcher_config", "encoder_config", "decoder_config", "global_config"), BLT_PART),
+        **dict.fromkeys(
+            ("patcher_config", "encoder_config", "decoder_config", "global_config"), BLT_PART
+        ),
     },
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}},
     "dots3_note_text": {"num_key_value_heads": 4, "q_lora_rank": 8, "index_topk": 8},
-    "dots3_note_vision": {"pyramid_num_routed": [-1, 4, 4, 4], "adapter_in_dim": 32, "adapter_out_dim": 32},
-    "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32, "num_key_value_heads": 4},
+    "dots3_note_vision": {
+        "pyramid_num_routed": [-1, 4, 4, 4],
+        "adapter_in_dim": 32,
+        "adapter_out_dim": 32,
+    },
+    "dots3_note_audio_encoder": {
+        "adapter_input_size": 32,
+        "adapter_out_dim": 32,
+        "num_key_value_heads": 4,
+    },
     "fuyu": {"text_config": {"model_type": "persimmon", **PLAIN}},
     "gemma3": {"vision_config": TOWER},
     "gemma3n_text": {
@@ -78,7 +132,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
     "gemma4_text": {"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8},
     "gemma4_unified_vision": {"mm_embed_dim": 32, "mm_posemb_size": 32},
-    "got_ocr2": {"vision_config": {**PLAIN, "mlp_dim": 48, "output_channels": 16, "image_size": 64}, "text_config": PLAIN_QWEN2},
+    "got_ocr2": {
+        "vision_config": {**PLAIN, "mlp_dim": 48, "output_channels": 16, "image_size": 64},
+        "text_config": PLAIN_QWEN2,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"] * 2},
     "mamba2": {"num_heads": 8},
@@ -115,13 +172,17 @@ def save(model_type: str, folder: Path, dtype: torch.dtype = torch.float32, **ch
     """Writes a checkpoint of random weights; returns the model of transformers."""
     config = tiny_config(model_type, **changes)
     with torch.device("meta"):
-        num_parameters = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters())
+        num_parameters = sum(
+            p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters()
+        )
     assert num_parameters < MOST_PARAMETERS, f"{num_parameters} parameters"
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     randomize(model)
     model.to(dtype).eval().save_pretrained(folder)
-    Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(folder / "tokenizer.json"))
+    Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(
+        str(folder / "tokenizer.json")
+    )
     return model
 
 

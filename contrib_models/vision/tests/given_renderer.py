@@ -1,4 +1,5 @@
-"""A renderer that is given features: {"prompt_token_ids": [...], "multi_modal_data": {"features": [...]}}."""
+"""A renderer that is given features: {"prompt_token_ids": [...], "multi_modal_data": {"features":
+[...]}}."""
 
 from __future__ import annotations
 
@@ -10,8 +11,13 @@ from toolkit_lm_renderer_hf.tokens import TokenRenderer
 
 
 class GivenRenderer(TokenRenderer):
-    def render_prompt(self, prompt: Any, *, add_special_tokens: bool = True, **media: Any) -> Rendered:
-        return Rendered(prompt["prompt_token_ids"], prompt.get("multi_modal_data", media.get("multi_modal_data") or {}).get("features"))
+    def render_prompt(
+        self, prompt: Any, *, add_special_tokens: bool = True, **media: Any
+    ) -> Rendered:
+        return Rendered(
+            prompt["prompt_token_ids"],
+            prompt.get("multi_modal_data", media.get("multi_modal_data") or {}).get("features"),
+        )
 
 
 class Given:

@@ -1,4 +1,5 @@
-"""Small Qwen2-VL and Qwen2.5-VL models of transformers, with random weights; and prompts with pictures and videos of any size."""
+"""Small Qwen2-VL and Qwen2.5-VL models of transformers, with random weights; and prompts with
+pictures and videos of any size."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ from toolkit_lm.plugin import Plugins
 from toolkit_lm.renderer import MultiModalRules
 from toolkit_lm_devkit import randomize
 from torch import Tensor
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+)
 from vision_harness import sequences
 
 VOCAB, IMAGE, VIDEO, BEGIN, END = 300, 7, 8, 5, 6
@@ -32,28 +38,59 @@ TEXT = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
-TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": BEGIN, "vision_end_token_id": END}
-TOWER = {"depth": 3, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
-WINDOWED = {"intermediate_size": 80, "window_size": 24, "fullatt_block_indexes": [1], "tokens_per_second": 2, "out_hidden_size": 64}
+TOKENS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": BEGIN,
+    "vision_end_token_id": END,
+}
+TOWER = {
+    "depth": 3,
+    "num_heads": 4,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+WINDOWED = {
+    "intermediate_size": 80,
+    "window_size": 24,
+    "fullatt_block_indexes": [1],
+    "tokens_per_second": 2,
+    "out_hidden_size": 64,
+}
 
 
 def qwen2_vl(*, tower: Any = None, tie_word_embeddings: bool = False, **text: Any) -> Any:
     vision = {**TOWER, "embed_dim": 64, "hidden_size": 64, "mlp_ratio": 2, **(tower or {})}
-    config = Qwen2VLConfig(text_config={**TEXT, **text}, vision_config=vision, tie_word_embeddings=tie_word_embeddings, **TOKENS)
+    config = Qwen2VLConfig(
+        text_config={**TEXT, **text},
+        vision_config=vision,
+        tie_word_embeddings=tie_word_embeddings,
+        **TOKENS,
+    )
     return Qwen2VLForConditionalGeneration(config)
 
 
 def qwen2_5_vl(*, tower: Any = None, tie_word_embeddings: bool = False, **text: Any) -> Any:
     vision = {**TOWER, "hidden_size": 64, **WINDOWED, **(tower or {})}
-    config = Qwen2_5_VLConfig(text_config={**TEXT, **text}, vision_config=vision, tie_word_embeddings=tie_word_embeddings, **TOKENS)
+    config = Qwen2_5_VLConfig(
+        text_config={**TEXT, **text},
+        vision_config=vision,
+        tie_word_embeddings=tie_word_embeddings,
+        **TOKENS,
+    )
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
 FAMILIES = {
     "qwen2_vl": qwen2_vl,
-    "qwen2_vl, tied, one patch a token": lambda: qwen2_vl(tower={"spatial_merge_size": 1}, tie_word_embeddings=True),
+    "qwen2_vl, tied, one patch a token": lambda: qwen2_vl(
+        tower={"spatial_merge_size": 1}, tie_word_embeddings=True
+    ),
     "qwen2_5_vl": qwen2_5_vl,
-    "qwen2_5_vl, tied, windows of one token": lambda: qwen2_5_vl(tower={"window_size": 8}, tie_word_embeddings=True),
+    "qwen2_5_vl, tied, windows of one token": lambda: qwen2_5_vl(
+        tower={"window_size": 8}, tie_word_embeddings=True
+    ),
 }
 
 
@@ -68,7 +105,9 @@ def random_qwen(family: str) -> Any:
 
 def rules_of(theirs: Any) -> MultiModalRules:
     """Our rules of a model of transformers."""
-    config = VllmConfig.default(theirs.config.to_dict() | {"architectures": [type(theirs).__name__]})
+    config = VllmConfig.default(
+        theirs.config.to_dict() | {"architectures": [type(theirs).__name__]}
+    )
     rules: MultiModalRules = Plugins.load().models.load_multimodal(type(theirs).__name__)(config)
     return rules
 
@@ -97,7 +136,9 @@ def picture(h: int, w: int, seed: int = 0) -> Item:
 def video(t: int, h: int, w: int, seconds: float | None = None) -> Item:
     pixels = np.random.default_rng([t, h, w]).standard_normal((t * h * w, PATCH_VALUES), np.float32)
     data = {"pixel_values_videos": pixels, "video_grid_thw": np.array([[t, h, w]])}
-    return Item("video", data if seconds is None else {**data, "second_per_grid_ts": np.array([seconds])})
+    return Item(
+        "video", data if seconds is None else {**data, "second_per_grid_ts": np.array([seconds])}
+    )
 
 
 class Prompt(NamedTuple):
@@ -109,19 +150,28 @@ class Prompt(NamedTuple):
 
 
 def prompt_of(rules: MultiModalRules, *parts: list[int] | Item) -> Prompt:
-    """Of tokens and items, in this order; what stands for an item is what the rules say, between the tokens that checkpoints put there."""
+    """Of tokens and items, in this order; what stands for an item is what the rules say, between
+    the tokens that checkpoints put there."""
     prompt = Prompt([], [], [])
     for part in parts:
         if isinstance(part, list):
             prompt.token_ids.extend(part)
             continue
         found = rules.replacement(part.modality, part.data)
-        place = PlaceholderRange(offset=len(prompt.token_ids) + 1, length=len(found.token_ids), mask=found.mask)
+        place = PlaceholderRange(
+            offset=len(prompt.token_ids) + 1, length=len(found.token_ids), mask=found.mask
+        )
         prompt.token_ids.extend([BEGIN, *found.token_ids, END])
         data = {name: Array.of(array) for name, array in part.data.items()}
         name = f"{part.modality} {part.pixels.tobytes()!r}"
         prompt.features.append(
-            MultiModalFeatureSpec(modality=part.modality, mm_identifier=name[:200], mm_position=place, data=data, layout=found.layout)
+            MultiModalFeatureSpec(
+                modality=part.modality,
+                mm_identifier=name[:200],
+                mm_position=place,
+                data=data,
+                layout=found.layout,
+            )
         )
         prompt.items.append(part)
     return prompt
@@ -134,8 +184,14 @@ def arguments(prompt: Prompt) -> dict[str, Any]:
     for modality, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
         if some := [item for item in prompt.items if item.modality == modality]:
             given[pixels] = torch.from_numpy(np.concatenate([item.pixels for item in some]))
-            given[f"{modality}_grid_thw"] = torch.from_numpy(np.concatenate([item.grid for item in some]))
-    seconds = [float(item.data["second_per_grid_ts"][0]) for item in prompt.items if "second_per_grid_ts" in item.data]
+            given[f"{modality}_grid_thw"] = torch.from_numpy(
+                np.concatenate([item.grid for item in some])
+            )
+    seconds = [
+        float(item.data["second_per_grid_ts"][0])
+        for item in prompt.items
+        if "second_per_grid_ts" in item.data
+    ]
     return given | ({"second_per_grid_ts": seconds} if seconds else {})
 
 
@@ -145,8 +201,17 @@ def encoded(model: MultiModalModel, items: Sequence[Item]) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     for modality in {item.modality for item in items}:
         places = [place for place, item in enumerate(items) if item.modality == modality]
-        given = [{name: torch.from_numpy(array) for name, array in items[place].data.items()} for place in places]
-        found |= dict(zip(places, model.encode(modality, given, lambda lengths: sequences(model, lengths)), strict=True))
+        given = [
+            {name: torch.from_numpy(array) for name, array in items[place].data.items()}
+            for place in places
+        ]
+        found |= dict(
+            zip(
+                places,
+                model.encode(modality, given, lambda lengths: sequences(model, lengths)),
+                strict=True,
+            )
+        )
     return [found[place] for place in range(len(items))]
 
 
@@ -158,7 +223,9 @@ def logits_of_prompts(model: MultiModalModel, prompts: Sequence[Prompt]) -> list
     embeds = model.embed(input_ids)
     if items := [item for prompt in prompts for item in prompt.items]:
         embeds[(input_ids == IMAGE) | (input_ids == VIDEO)] = torch.cat(encoded(model, items))
-    positions = np.concatenate([model.prompt_positions(np.array(one.token_ids), one.features) for one in prompts], axis=1)
+    positions = np.concatenate(
+        [model.prompt_positions(np.array(one.token_ids), one.features) for one in prompts], axis=1
+    )
     with sequences(model, lengths):
         hidden = model(input_ids, torch.from_numpy(positions), inputs_embeds=embeds)
     return list(model.compute_logits(hidden).split(lengths))

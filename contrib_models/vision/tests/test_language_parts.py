@@ -25,12 +25,18 @@ def saved(folder, architecture, **fields):
 @pytest.mark.parametrize("architecture", KINDS)
 def test_a_fallback_is_a_language_part(architecture, tmp_path):
     theirs, plugins = saved(tmp_path, architecture), Plugins.load()
-    model = load_checkpoint(plugins.models.load("LlavaForConditionalGeneration"), tmp_path, plugins=plugins)
+    model = load_checkpoint(
+        plugins.models.load("LlavaForConditionalGeneration"), tmp_path, plugins=plugins
+    )
     assert isinstance(model.language_model, TransformersForCausalLM)
-    rules = plugins.models.load_multimodal("LlavaForConditionalGeneration")(checkpoint_config(tmp_path))
+    rules = plugins.models.load_multimodal("LlavaForConditionalGeneration")(
+        checkpoint_config(tmp_path)
+    )
     prompt = prompt_of(rules, [11, 12, 13], *pictures(theirs, 1), [14, 15])
     with torch.inference_mode():
-        expected = theirs(input_ids=torch.tensor([prompt.token_ids]), pixel_values=prompt.pictures[0]).logits[0]
+        expected = theirs(
+            input_ids=torch.tensor([prompt.token_ids]), pixel_values=prompt.pictures[0]
+        ).logits[0]
     assert (logits_of_prompts(model, [prompt])[0] - expected).abs().max() <= 1e-4
 
 
@@ -40,4 +46,6 @@ def test_a_language_part_that_nothing_runs_is_refused_by_name(tmp_path):
     path.write_text(path.read_text().replace("StableLmForCausalLM", "OfNobodyForCausalLM"))
     plugins = Plugins.load()
     with pytest.raises(UnsupportedError, match="OfNobodyForCausalLM"):
-        load_checkpoint(plugins.models.load("LlavaForConditionalGeneration"), tmp_path, plugins=plugins)
+        load_checkpoint(
+            plugins.models.load("LlavaForConditionalGeneration"), tmp_path, plugins=plugins
+        )

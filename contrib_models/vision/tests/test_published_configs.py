@@ -1,4 +1,5 @@
-"""Models of the sizes, and the sparse config.json files, that are published: their weights are those of transformers' models."""
+"""Models of the sizes, and the sparse config.json files, that are published: their weights are
+those of transformers' models."""
 
 from __future__ import annotations
 
@@ -117,13 +118,29 @@ def test_weights_fit(name, tmp_path):
     weights = dict(theirs.state_dict())
     if theirs.config.tie_word_embeddings or name != "llava-1.5-7b":
         weights.pop("lm_head.weight")
-    plugins, config = Plugins.load(), checkpoint_config(tmp_path, dtype="bfloat16", max_model_len=4096)
-    model = construct(plugins.models.load(CONFIGS[name]["architectures"][0]), config, torch.device("meta"), plugins)
+    plugins, config = (
+        Plugins.load(),
+        checkpoint_config(tmp_path, dtype="bfloat16", max_model_len=4096),
+    )
+    model = construct(
+        plugins.models.load(CONFIGS[name]["architectures"][0]),
+        config,
+        torch.device("meta"),
+        plugins,
+    )
     assert model.load_weights(weights.items())
     text = theirs.config.text_config
-    attention = [module.params for module in model.language_model.modules() if hasattr(module, "params")]
-    assert len(attention) == text.num_hidden_layers and attention[0].num_kv_heads == text.num_key_value_heads
+    attention = [
+        module.params for module in model.language_model.modules() if hasattr(module, "params")
+    ]
+    assert (
+        len(attention) == text.num_hidden_layers
+        and attention[0].num_kv_heads == text.num_key_value_heads
+    )
     rules = plugins.models.load_multimodal(config.checkpoint.architecture)(config)
     ((_, data),) = model.example_items()
     found = rules.replacement("image", {name: array.to_numpy() for name, array in data.items()})
-    assert len(found.token_ids) - 2 * rules.bidirectional == {"llava-1.5-7b": 576, "llava-interleave-qwen-0.5b": 729}.get(name, 256)
+    assert len(found.token_ids) - 2 * rules.bidirectional == {
+        "llava-1.5-7b": 576,
+        "llava-interleave-qwen-0.5b": 729,
+    }.get(name, 256)

@@ -60,7 +60,8 @@ def ours(folder, plugins, **options):
 
 
 def prompts_of(theirs, rules):
-    """Pictures of several sizes among text, videos beside them, one picture, and nothing but text."""
+    """Pictures of several sizes among text, videos beside them, one picture, and nothing but
+    text."""
     seconds = 1.5 if theirs.config.model_type == "qwen2_5_vl" else None
     a, b, c, d, e = PICTURES
     return [
@@ -68,7 +69,9 @@ def prompts_of(theirs, rules):
         prompt_of(rules, d, TEXT[0]),
         prompt_of(rules, TEXT[2]),
         prompt_of(rules, TEXT[0], e, a),
-        prompt_of(rules, TEXT[1], video(3, 4, 6, seconds), TEXT[0], b, video(5, 4, 4, seconds), TEXT[2]),
+        prompt_of(
+            rules, TEXT[1], video(3, 4, 6, seconds), TEXT[0], b, video(5, 4, 4, seconds), TEXT[2]
+        ),
         prompt_of(rules, video(2, 6, 4, seconds)),
     ]
 
@@ -79,7 +82,11 @@ def their_features(theirs, items):
     found = []
     for item in items:
         get = theirs.get_image_features if item.modality == "image" else theirs.get_video_features
-        found.append(get(torch.from_numpy(item.pixels), torch.from_numpy(item.grid), return_dict=True).pooler_output[0])
+        found.append(
+            get(
+                torch.from_numpy(item.pixels), torch.from_numpy(item.grid), return_dict=True
+            ).pooler_output[0]
+        )
     return found
 
 
@@ -109,7 +116,11 @@ def test_positions(family):
     for prompt in prompts_of(theirs, rules):
         if not prompt.items:
             continue
-        given = {name: value for name, value in arguments(prompt).items() if not name.startswith("pixel_values")}
+        given = {
+            name: value
+            for name, value in arguments(prompt).items()
+            if not name.startswith("pixel_values")
+        }
         expected, _ = theirs.model.get_rope_index(torch.tensor([prompt.token_ids]), **given)
         found = model.prompt_positions(np.array(prompt.token_ids), prompt.features)
         assert found.dtype == np.int64
@@ -122,7 +133,11 @@ def test_positions_of_frames_by_the_clock(seconds):
     theirs = qwen2_5_vl()
     rules = rules_of(theirs)
     prompt = prompt_of(rules, TEXT[1], video(6, 6, 4, seconds), TEXT[0])
-    given = {name: value for name, value in arguments(prompt).items() if not name.startswith("pixel_values")}
+    given = {
+        name: value
+        for name, value in arguments(prompt).items()
+        if not name.startswith("pixel_values")
+    }
     expected, _ = theirs.model.get_rope_index(torch.tensor([prompt.token_ids]), **given)
     found = rules.shape.positions(Grid(6, 6, 4), rules.shape.interval(seconds))
     assert (found + 3).tolist() == expected[:, 0, 3 : 3 + found.shape[1]].tolist()
@@ -135,7 +150,9 @@ def test_logits_of_prompts(family):
     for prompt, logits in zip(prompts, logits_of_prompts(model, prompts), strict=True):
         theirs.model.rope_deltas = None
         with torch.inference_mode():
-            expected = theirs(input_ids=torch.tensor([prompt.token_ids]), **arguments(prompt)).logits[0]
+            expected = theirs(
+                input_ids=torch.tensor([prompt.token_ids]), **arguments(prompt)
+            ).logits[0]
         assert logits.shape == (len(prompt.token_ids), VOCAB)
         assert_near(logits, expected)
 
@@ -152,18 +169,29 @@ def test_text_alone_needs_one_position_of_each_token(family):
 
 
 def in_other_words(theirs, folder, *, names="file", config="nested"):
-    """The checkpoint as `save_pretrained` writes it; with weights named as in the model; or with the config of transformers 4."""
+    """The checkpoint as `save_pretrained` writes it; with weights named as in the model; or with
+    the config of transformers 4."""
     theirs.save_pretrained(folder)
     if names == "model":
         tied = theirs.config.tie_word_embeddings
-        weights = {name: tensor for name, tensor in theirs.state_dict().items() if not (tied and name == "lm_head.weight")}
-        assert all(name.startswith(("model.visual.", "model.language_model.", "lm_head.")) for name in weights)
+        weights = {
+            name: tensor
+            for name, tensor in theirs.state_dict().items()
+            if not (tied and name == "lm_head.weight")
+        }
+        assert all(
+            name.startswith(("model.visual.", "model.language_model.", "lm_head."))
+            for name in weights
+        )
         save_file(weights, folder / "model.safetensors")
     if config == "flat":
         values = json.loads((folder / "config.json").read_text())
         text, vision = values.pop("text_config"), values.pop("vision_config")
         rope = text.pop("rope_parameters")
-        text |= {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
+        text |= {
+            "rope_theta": rope["rope_theta"],
+            "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+        }
         vision["in_chans"] = vision.pop("in_channels")
         (folder / "config.json").write_text(json.dumps({**text, **values, "vision_config": vision}))
     return folder
@@ -176,8 +204,12 @@ def test_checkpoints_by_any_names_are_the_same(name, tmp_path, plugins):
     prompts = prompts_of(theirs, rules)
     expected = logits_of_prompts(model, prompts)
     for words in ({"names": "model"}, {"config": "flat"}, {"names": "model", "config": "flat"}):
-        other, other_rules = ours(in_other_words(theirs, tmp_path / str(len(words)), **words), plugins)
-        assert [one.token_ids for one in prompts_of(theirs, other_rules)] == [one.token_ids for one in prompts]
+        other, other_rules = ours(
+            in_other_words(theirs, tmp_path / str(len(words)), **words), plugins
+        )
+        assert [one.token_ids for one in prompts_of(theirs, other_rules)] == [
+            one.token_ids for one in prompts
+        ]
         for one, another in zip(logits_of_prompts(other, prompts), expected, strict=True):
             assert torch.equal(one, another)
 
@@ -186,9 +218,12 @@ def test_layers_are_called_as_in_files(family):
     """So that a quantization finds which layers it leaves alone."""
     _, model, _ = family
     prefixes = {module.prefix for module in model.modules() if isinstance(module, LinearBase)}
-    assert {"model.embed_tokens", "model.layers.0.self_attn.qkv_proj", "visual.blocks.2.mlp", "visual.merger.mlp.0"} <= {
-        prefix.removesuffix(".fc1").removesuffix(".gate_up_proj") for prefix in prefixes
-    }
+    assert {
+        "model.embed_tokens",
+        "model.layers.0.self_attn.qkv_proj",
+        "visual.blocks.2.mlp",
+        "visual.merger.mlp.0",
+    } <= {prefix.removesuffix(".fc1").removesuffix(".gate_up_proj") for prefix in prefixes}
 
 
 def test_weights_that_lack_are_named(family, tmp_path, plugins):
@@ -197,9 +232,17 @@ def test_weights_that_lack_are_named(family, tmp_path, plugins):
     with construction(models=plugins.models):
         model = type(loaded)(vllm_config=checkpoint_config(tmp_path))
     weights = load_file(tmp_path / "model.safetensors")
-    for name in ("model.visual.merger.mlp.2.weight", "model.visual.blocks.1.attn.qkv.bias", "model.language_model.norm.weight"):
-        with pytest.raises(CheckpointError, match=re.escape(name.split(".", 2)[2].rpartition(".")[0])):
-            model.load_weights([(other, tensor) for other, tensor in weights.items() if other != name])
+    for name in (
+        "model.visual.merger.mlp.2.weight",
+        "model.visual.blocks.1.attn.qkv.bias",
+        "model.language_model.norm.weight",
+    ):
+        with pytest.raises(
+            CheckpointError, match=re.escape(name.split(".", 2)[2].rpartition(".")[0])
+        ):
+            model.load_weights(
+                [(other, tensor) for other, tensor in weights.items() if other != name]
+            )
     with pytest.raises(CheckpointError, match=r"of\.nobody"):
         model.load_weights([*weights.items(), ("of.nobody.weight", torch.zeros(1))])
     model.load_weights(weights.items())
@@ -214,12 +257,17 @@ def test_two_ranks_and_two_stages(make, tmp_path, plugins):
     [expected] = logits_of_prompts(model, [prompt])
 
     def compute(rank):
-        part = load_checkpoint(type(model), tmp_path, rank=rank, plugins=plugins, tensor_parallel_size=2)
+        part = load_checkpoint(
+            type(model), tmp_path, rank=rank, plugins=plugins, tensor_parallel_size=2
+        )
         return logits_of_prompts(part, [prompt])[0]
 
     for found in run_ranks(compute, 2):
         assert_near(found, expected)
-    first, last = (load_checkpoint(type(model), tmp_path, rank=rank, plugins=plugins, pipeline_parallel_size=2) for rank in (0, 1))
+    first, last = (
+        load_checkpoint(type(model), tmp_path, rank=rank, plugins=plugins, pipeline_parallel_size=2)
+        for rank in (0, 1)
+    )
     embeds = first.embed(torch.tensor(TEXT[2]))
     [through] = hidden_states([first, last], [torch.tensor(TEXT[2])], inputs_embeds=embeds)
     [whole] = hidden_states([model], [torch.tensor(TEXT[2])])
@@ -231,7 +279,10 @@ def test_two_ranks_and_two_stages(make, tmp_path, plugins):
 
 
 def changed(item, **arrays):
-    return Item(item.modality, {name: array for name, array in {**item.data, **arrays}.items() if array is not None})
+    return Item(
+        item.modality,
+        {name: array for name, array in {**item.data, **arrays}.items() if array is not None},
+    )
 
 
 BAD = {
@@ -239,16 +290,37 @@ BAD = {
     "something else": (changed(PICTURES[0], other=np.zeros(1)), "must have image_grid_thw"),
     "a grid of floats": (changed(PICTURES[0], image_grid_thw=np.array([1.0, 4, 6])), "3 integers"),
     "a grid of four": (changed(PICTURES[0], image_grid_thw=np.array([1, 4, 6, 1])), "3 integers"),
-    "a grid that cannot be merged": (changed(PICTURES[0], image_grid_thw=np.array([1, 3, 8])), "multiples of 2"),
+    "a grid that cannot be merged": (
+        changed(PICTURES[0], image_grid_thw=np.array([1, 3, 8])),
+        "multiples of 2",
+    ),
     "a grid of nothing": (changed(PICTURES[0], image_grid_thw=np.array([1, 0, 6])), "positive"),
     "a negative grid": (changed(PICTURES[0], image_grid_thw=np.array([1, -4, -6])), "positive"),
-    "a grid past all bounds": (changed(PICTURES[0], image_grid_thw=np.array([2**40, 2**20, 2**20])), "positive"),
-    "other patches": (changed(PICTURES[0], pixel_values=np.zeros((23, 96), np.float32)), r"shape \[24, 96\]"),
+    "a grid past all bounds": (
+        changed(PICTURES[0], image_grid_thw=np.array([2**40, 2**20, 2**20])),
+        "positive",
+    ),
+    "other patches": (
+        changed(PICTURES[0], pixel_values=np.zeros((23, 96), np.float32)),
+        r"shape \[24, 96\]",
+    ),
     "integers": (changed(PICTURES[0], pixel_values=np.zeros((24, 96), np.int32)), "floats"),
-    "infinity": (changed(PICTURES[0], pixel_values=np.full((24, 96), np.inf, np.float32)), "finite"),
-    "not a number": (changed(PICTURES[0], pixel_values=np.full((24, 96), np.nan, np.float32)), "finite"),
-    "embeddings of another size": (changed(PICTURES[0], pixel_values=None, embeds=np.zeros((6, 63), np.float32)), r"shape \[6, 64\]"),
-    "seconds of a picture": (changed(PICTURES[0], second_per_grid_ts=np.ones(1)), "must have image_grid_thw"),
+    "infinity": (
+        changed(PICTURES[0], pixel_values=np.full((24, 96), np.inf, np.float32)),
+        "finite",
+    ),
+    "not a number": (
+        changed(PICTURES[0], pixel_values=np.full((24, 96), np.nan, np.float32)),
+        "finite",
+    ),
+    "embeddings of another size": (
+        changed(PICTURES[0], pixel_values=None, embeds=np.zeros((6, 63), np.float32)),
+        r"shape \[6, 64\]",
+    ),
+    "seconds of a picture": (
+        changed(PICTURES[0], second_per_grid_ts=np.ones(1)),
+        "must have image_grid_thw",
+    ),
     "hours between frames": (video(3, 4, 4, 1e9), "too many"),
     "infinite seconds": (video(3, 4, 4, np.inf), "too many"),
     "no number of seconds": (video(3, 4, 4, np.nan), "too many"),
@@ -268,18 +340,30 @@ def test_what_the_tower_does_not_take_is_refused(name):
 def test_what_stands_for_an_item():
     rules = rules_of(qwen2_5_vl())
     assert [rules.placeholder_id(modality) for modality in rules.modalities] == [IMAGE, VIDEO]
-    assert rules.replacement("image", picture(4, 6).data) == ([IMAGE] * 6, None, {"grid_thw": [1, 4, 6]})
+    assert rules.replacement("image", picture(4, 6).data) == (
+        [IMAGE] * 6,
+        None,
+        {"grid_thw": [1, 4, 6]},
+    )
     clip = video(2, 4, 6, 0.5)
-    assert rules.replacement("video", clip.data) == ([VIDEO] * 12, None, {"grid_thw": [2, 4, 6], "second_per_grid_ts": [0.5]})
+    assert rules.replacement("video", clip.data) == (
+        [VIDEO] * 12,
+        None,
+        {"grid_thw": [2, 4, 6], "second_per_grid_ts": [0.5]},
+    )
     embeds = {"embeds": np.zeros((6, 64), np.float16), "image_grid_thw": np.array([1, 4, 6])}
     assert rules.replacement("image", embeds) == rules.replacement("image", picture(4, 6).data)
-    assert rules_of(qwen2_vl()).replacement("video", video(2, 4, 6).data).layout == {"grid_thw": [2, 4, 6]}
+    assert rules_of(qwen2_vl()).replacement("video", video(2, 4, 6).data).layout == {
+        "grid_thw": [2, 4, 6]
+    }
 
 
 def test_example_items_are_what_the_rules_take(family):
     _, model, rules = family
     for modality, data in model.example_items():
-        found = rules.replacement(modality, {name: array.to_numpy() for name, array in data.items()})
+        found = rules.replacement(
+            modality, {name: array.to_numpy() for name, array in data.items()}
+        )
         assert 0 < len(found.token_ids) < 512
 
 
@@ -302,7 +386,11 @@ def test_bfloat16_error_is_that_of_transformers(name, tmp_path, plugins):
         for theirs in (exact, half):
             theirs.model.rope_deltas = None
             with torch.inference_mode():
-                given.append(theirs(input_ids=torch.tensor([prompt.token_ids]), **arguments(prompt)).logits[0].float())
+                given.append(
+                    theirs(input_ids=torch.tensor([prompt.token_ids]), **arguments(prompt))
+                    .logits[0]
+                    .float()
+                )
         errors.append([(one - given[0]).abs().mean() for one in (found.float(), given[1])])
     ours_, theirs_ = torch.tensor(errors).mean(0)
     assert 0 < ours_ <= 1.2 * theirs_

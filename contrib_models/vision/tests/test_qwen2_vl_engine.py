@@ -1,4 +1,5 @@
-"""Qwen2-VL and Qwen2.5-VL through the engine: greedy tokens are those of transformers, however prompts are computed."""
+"""Qwen2-VL and Qwen2.5-VL through the engine: greedy tokens are those of transformers, however
+prompts are computed."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from toolkit_lm_devkit import assert_same_logits, assert_same_tokens
 from toolkit_lm_devkit.generation import Preemptions, logprobs_of
 
 COUNT = 16
-OPTIONS = {"device": "cpu", "max_model_len": 160, "num_kv_blocks": 100, "max_num_seqs": 8, "renderer": "given"}
+OPTIONS = {
+    "device": "cpu",
+    "max_model_len": 160,
+    "num_kv_blocks": 100,
+    "max_num_seqs": 8,
+    "renderer": "given",
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=VOCAB)
 TEXT = [[11, 12, 13, 14, 15, 16, 17], [21, 22], list(range(31, 61))]
 WAYS = {
@@ -21,7 +28,12 @@ WAYS = {
     "chunked": {"max_num_batched_tokens": 13},
     "one token at a time": {"max_num_batched_tokens": 1, "max_num_seqs": 1},
     "uncached": {"enable_prefix_caching": False, "max_num_batched_tokens": 29},
-    "by sdpa, in small blocks": {"attention_backend": "sdpa", "max_num_batched_tokens": 20, "block_size": 4, "num_kv_blocks": 400},
+    "by sdpa, in small blocks": {
+        "attention_backend": "sdpa",
+        "max_num_batched_tokens": 20,
+        "block_size": 4,
+        "num_kv_blocks": 400,
+    },
     "module by module": {"kernels": "torch"},
 }
 
@@ -33,11 +45,21 @@ def subject(request, tmp_path_factory):
     theirs.save_pretrained(folder)
     rules, seconds = rules_of(theirs), 1.5 if request.param == "qwen2_5_vl" else None
     prompts = [
-        prompt_of(rules, TEXT[0], picture(4, 6), TEXT[1], picture(2, 2), TEXT[2], picture(14, 10), TEXT[1]),
+        prompt_of(
+            rules, TEXT[0], picture(4, 6), TEXT[1], picture(2, 2), TEXT[2], picture(14, 10), TEXT[1]
+        ),
         prompt_of(rules, picture(6, 6), TEXT[0]),
         prompt_of(rules, TEXT[2]),
         prompt_of(rules, TEXT[0], picture(4, 6), picture(4, 6, seed=1)),
-        prompt_of(rules, TEXT[1], video(3, 4, 6, seconds), TEXT[0], picture(2, 2), video(5, 4, 4, seconds), TEXT[2]),
+        prompt_of(
+            rules,
+            TEXT[1],
+            video(3, 4, 6, seconds),
+            TEXT[0],
+            picture(2, 2),
+            video(5, 4, 4, seconds),
+            TEXT[2],
+        ),
         prompt_of(rules, video(2, 6, 4, seconds)),
         prompt_of(rules, TEXT[0], picture(4, 6, seed=2), TEXT[1]),
         prompt_of(rules, TEXT[1]),
@@ -47,7 +69,8 @@ def subject(request, tmp_path_factory):
 
 def given(prompts):
     return [
-        {"prompt_token_ids": prompt.token_ids} | ({"multi_modal_data": {"features": prompt.features}} if prompt.features else {})
+        {"prompt_token_ids": prompt.token_ids}
+        | ({"multi_modal_data": {"features": prompt.features}} if prompt.features else {})
         for prompt in prompts
     ]
 
@@ -57,7 +80,9 @@ def their_logprobs(theirs, prompt, drawn):
     """[drawn, V], along `drawn`."""
     theirs.model.rope_deltas = None
     inputs = arguments(prompt)
-    inputs["mm_token_type_ids"] = torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, len(drawn)))
+    inputs["mm_token_type_ids"] = torch.nn.functional.pad(
+        inputs["mm_token_type_ids"], (0, len(drawn))
+    )
     logits = theirs(input_ids=torch.tensor([prompt.token_ids + drawn]), **inputs).logits[0]
     return logits[len(prompt.token_ids) - 1 : -1].log_softmax(-1)
 
@@ -92,7 +117,12 @@ def test_transformers_draws_the_same_itself(subject):
         theirs.model.rope_deltas = None
         ids = torch.tensor([prompt.token_ids])
         drawn = theirs.generate(
-            input_ids=ids, **arguments(prompt), do_sample=False, max_new_tokens=COUNT, eos_token_id=None, pad_token_id=2
+            input_ids=ids,
+            **arguments(prompt),
+            do_sample=False,
+            max_new_tokens=COUNT,
+            eos_token_id=None,
+            pad_token_id=2,
         )
         assert list(output.outputs[0].token_ids) == drawn[0, ids.shape[1] :].tolist()
 
@@ -101,7 +131,9 @@ def test_preempted_sequences_keep_their_positions(subject):
     _, folder, prompts = subject
     counter = Preemptions()
     few = {"num_kv_blocks": 70, "block_size": 4, "max_num_batched_tokens": 16}
-    with LLM(str(folder), plugins=[Given(), counter], max_logprobs=VOCAB, **{**OPTIONS, **few}) as llm:
+    with LLM(
+        str(folder), plugins=[Given(), counter], max_logprobs=VOCAB, **{**OPTIONS, **few}
+    ) as llm:
         assert_theirs(subject, llm.generate(given(prompts), GREEDY, use_tqdm=False))
     assert counter.count > 0
 
@@ -110,10 +142,14 @@ def test_samples_of_one_prompt(subject):
     """They are forked from one prefill."""
     theirs, folder, prompts = subject
     with LLM(str(folder), plugins=[Given()], max_logprobs=VOCAB, **OPTIONS) as llm:
-        [output] = llm.generate(given(prompts[:1]), GREEDY.replace(n=3, temperature=0.7, seed=1), use_tqdm=False)
+        [output] = llm.generate(
+            given(prompts[:1]), GREEDY.replace(n=3, temperature=0.7, seed=1), use_tqdm=False
+        )
     for completion in output.outputs:
         drawn = list(completion.token_ids)
-        assert_same_logits(logprobs_of(completion, VOCAB), their_logprobs(theirs, prompts[0], drawn))
+        assert_same_logits(
+            logprobs_of(completion, VOCAB), their_logprobs(theirs, prompts[0], drawn)
+        )
     assert len({tuple(completion.token_ids) for completion in output.outputs}) == 3
 
 
@@ -133,7 +169,11 @@ def test_layers_in_one_call_take_three_positions(subject, monkeypatch):
     _, folder, prompts = subject
     calls = []
     call = FusedDecoderLayer.__call__
-    monkeypatch.setattr(FusedDecoderLayer, "__call__", lambda self, *given: calls.append(call(self, *given)) or calls[-1])
+    monkeypatch.setattr(
+        FusedDecoderLayer,
+        "__call__",
+        lambda self, *given: calls.append(call(self, *given)) or calls[-1],
+    )
     with LLM(str(folder), plugins=[Given()], max_logprobs=VOCAB, **OPTIONS) as llm:
         assert_theirs(subject, llm.generate(given(prompts), GREEDY, use_tqdm=False))
     assert calls

@@ -1,4 +1,5 @@
-"""Qwen2-VL and Qwen2.5-VL through renderer and engine: tokens are those that transformers' processor and model make of pictures."""
+"""Qwen2-VL and Qwen2.5-VL through renderer and engine: tokens are those that transformers'
+processor and model make of pictures."""
 
 from __future__ import annotations
 
@@ -18,11 +19,17 @@ from vision_checkpoints import drawings
 COUNT = 12
 OPTIONS = {"device": "cpu", "max_model_len": 320, "num_kv_blocks": 200, "max_num_seqs": 8}
 GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
-MARKS = {"<|vision_start|>": BEGIN, "<|vision_end|>": END, "<|image_pad|>": IMAGE, "<|video_pad|>": VIDEO}
+MARKS = {
+    "<|vision_start|>": BEGIN,
+    "<|vision_end|>": END,
+    "<|image_pad|>": IMAGE,
+    "<|video_pad|>": VIDEO,
+}
 ITEM = "<|vision_start|><|image_pad|><|vision_end|>"
 WATCHED = ITEM.replace("image", "video")
 TEMPLATE = (
-    "{% for m in messages %}[{{ m['role'] }}]{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}"
+    "{% for m in messages %}[{{ m['role'] }}]{% if m['content'] is string %}{{ m['content'] }}{% "
+    "else %}{% for p in m['content'] %}"
     "{% if p['type'] == 'image' %}"
     + ITEM
     + "{% elif p['type'] == 'video' %}"
@@ -39,7 +46,12 @@ PROCESSOR = {
     "image_mean": [0.48, 0.46, 0.41],
     "image_std": [0.27, 0.26, 0.28],
 }
-TEXTS = [f"What is {ITEM} beside {ITEM}? And {ITEM}.", f"{ITEM}Say it.", "No picture here.", f"{ITEM}{ITEM}"]
+TEXTS = [
+    f"What is {ITEM} beside {ITEM}? And {ITEM}.",
+    f"{ITEM}Say it.",
+    "No picture here.",
+    f"{ITEM}{ITEM}",
+]
 
 
 def write_checkpoint(theirs, folder):
@@ -49,7 +61,9 @@ def write_checkpoint(theirs, folder):
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     special = tokenizer["added_tokens"][0]
-    tokenizer["added_tokens"] += [{**special, "id": number, "content": mark} for mark, number in MARKS.items()]
+    tokenizer["added_tokens"] += [
+        {**special, "id": number, "content": mark} for mark, number in MARKS.items()
+    ]
     tokenizer["model"]["vocab"] |= MARKS
     path.write_text(json.dumps(tokenizer))
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
@@ -72,10 +86,16 @@ def subject(request, tmp_path_factory):
 def greedy(subject, text, pictures):
     """Tokens of the prompt, and those that transformers draws."""
     theirs, _, images, tokenizer = subject
-    inputs = dict(images(pictures, return_tensors="pt", input_data_format="channels_last")) if pictures else {}
+    inputs = (
+        dict(images(pictures, return_tensors="pt", input_data_format="channels_last"))
+        if pictures
+        else {}
+    )
     counts = [int(grid.prod()) // 4 for grid in inputs.get("image_grid_thw", ())]
     parts = text.split("<|image_pad|>")
-    expanded = parts[0] + "".join("<|image_pad|>" * count + part for count, part in zip(counts, parts[1:], strict=True))
+    expanded = parts[0] + "".join(
+        "<|image_pad|>" * count + part for count, part in zip(counts, parts[1:], strict=True)
+    )
     ids = tokenizer(expanded, return_tensors="pt", add_special_tokens=False)["input_ids"]
     theirs.model.rope_deltas = None
     drawn = theirs.generate(
@@ -102,19 +122,34 @@ def expected_of(subject, texts):
 def test_texts_with_pictures(subject, options):
     expected = expected_of(subject, TEXTS)
     assert len({len(tokens) for _, _, tokens, _ in expected}) == len(TEXTS)
-    prompts = [{"prompt": text} | ({"multi_modal_data": {"image": images}} if images else {}) for text, images, *_ in expected]
+    prompts = [
+        {"prompt": text} | ({"multi_modal_data": {"image": images}} if images else {})
+        for text, images, *_ in expected
+    ]
     with LLM(str(subject[1]), **OPTIONS, **options) as llm:
         for _ in range(2):
-            for output, (_, _, tokens, drawn) in zip(llm.generate(prompts, GREEDY, use_tqdm=False), expected, strict=True):
+            for output, (_, _, tokens, drawn) in zip(
+                llm.generate(prompts, GREEDY, use_tqdm=False), expected, strict=True
+            ):
                 assert output.prompt_token_ids == tokens
                 assert list(output.outputs[0].token_ids) == drawn
 
 
 def test_a_conversation(subject):
-    [(_, [one, other], tokens, drawn)] = expected_of(subject, [f"[user]Look: {ITEM} and {ITEM}[assistant]"])
-    content = [{"type": "text", "text": "Look: "}, {"type": "image", "image": one}, {"type": "text", "text": " and "}]
+    [(_, [one, other], tokens, drawn)] = expected_of(
+        subject, [f"[user]Look: {ITEM} and {ITEM}[assistant]"]
+    )
+    content = [
+        {"type": "text", "text": "Look: "},
+        {"type": "image", "image": one},
+        {"type": "text", "text": " and "},
+    ]
     with LLM(str(subject[1]), **OPTIONS) as llm:
-        [output] = llm.chat([{"role": "user", "content": [*content, {"type": "image", "image": other}]}], GREEDY, use_tqdm=False)
+        [output] = llm.chat(
+            [{"role": "user", "content": [*content, {"type": "image", "image": other}]}],
+            GREEDY,
+            use_tqdm=False,
+        )
     assert (output.prompt_token_ids, list(output.outputs[0].token_ids)) == (tokens, drawn)
 
 
@@ -123,7 +158,9 @@ def test_embeddings_in_the_place_of_a_picture(subject):
     theirs, folder, *_ = subject
     item = picture(6, 4)
     with torch.inference_mode():
-        embeds = theirs.get_image_features(torch.from_numpy(item.pixels), torch.from_numpy(item.grid), return_dict=True).pooler_output[0]
+        embeds = theirs.get_image_features(
+            torch.from_numpy(item.pixels), torch.from_numpy(item.grid), return_dict=True
+        ).pooler_output[0]
         ids = torch.tensor([[BEGIN, *[IMAGE] * 6, END, 60, 61]])
         theirs.model.rope_deltas = None
         drawn = theirs.generate(
@@ -139,12 +176,21 @@ def test_embeddings_in_the_place_of_a_picture(subject):
     prompt = {"prompt_token_ids": [BEGIN, IMAGE, END, 60, 61]}
     with LLM(str(folder), **OPTIONS) as llm:
         given = {"image_embeds": embeds.numpy(), "image_grid_thw": item.grid}
-        [output] = llm.generate([{**prompt, "multi_modal_data": {"image": given}}], GREEDY, use_tqdm=False)
+        [output] = llm.generate(
+            [{**prompt, "multi_modal_data": {"image": given}}], GREEDY, use_tqdm=False
+        )
         assert output.prompt_token_ids == ids[0].tolist()
         assert list(output.outputs[0].token_ids) == drawn
-        for changed in ({"image_grid_thw": np.array([[1, 6, 6]])}, {"image_embeds": embeds[1:].numpy()}):
+        for changed in (
+            {"image_grid_thw": np.array([[1, 6, 6]])},
+            {"image_embeds": embeds[1:].numpy()},
+        ):
             with pytest.raises(RequestError, match=r"embeds must be floats of shape"):
-                llm.generate([{**prompt, "multi_modal_data": {"image": {**given, **changed}}}], GREEDY, use_tqdm=False)
+                llm.generate(
+                    [{**prompt, "multi_modal_data": {"image": {**given, **changed}}}],
+                    GREEDY,
+                    use_tqdm=False,
+                )
 
 
 def test_what_stands_for_a_picture_is_that_of_transformers_processor(subject):

@@ -1,4 +1,5 @@
-"""Videos through renderer and engine: tokens are those that transformers' model draws, given the same arrays; offline and over HTTP."""
+"""Videos through renderer and engine: tokens are those that transformers' model draws, given the
+same arrays; offline and over HTTP."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def subject(request, tmp_path_factory):
 
 def clip(count, seed=0, height=24, width=32):
     """A square that wanders."""
-    frames = np.full((count, height, width, 3), np.random.default_rng(seed).integers(0, 120, 3), np.uint8)
+    frames = np.full(
+        (count, height, width, 3), np.random.default_rng(seed).integers(0, 120, 3), np.uint8
+    )
     for number in range(count):
         frames[number, 4 : 4 + 8, number * 2 : number * 2 + 8] = (200 + seed, 30 * seed, 90)
     return frames
@@ -56,7 +59,8 @@ def frames_of_gif(data):
 
 
 def arrays_of(images, frames):
-    """What transformers makes of a video, by its image processor: each picture twice, of which one is taken."""
+    """What transformers makes of a video, by its image processor: each picture twice, of which one
+    is taken."""
     if len(frames) % 2:
         frames = np.concatenate([frames, frames[-1:]])
     made = images(list(frames), return_tensors="np", input_data_format="channels_last")
@@ -68,7 +72,8 @@ def arrays_of(images, frames):
 
 @torch.inference_mode()
 def greedy(subject, parts, fps):
-    """Tokens of a prompt of tokens and videos, and those that transformers draws. `fps`: of each video."""
+    """Tokens of a prompt of tokens and videos, and those that transformers draws. `fps`: of each
+    video."""
     theirs, _, images = subject
     ids, made = [], []
     for part in parts:
@@ -78,7 +83,11 @@ def greedy(subject, parts, fps):
         made.append(arrays_of(images, part))
         ids += [BEGIN, *[VIDEO] * (int(made[-1][1].prod()) // 4), END]
     prompt = torch.tensor([ids])
-    timed = {"second_per_grid_ts": [2 / one for one in fps]} if "Qwen2_5" in type(theirs).__name__ else {}
+    timed = (
+        {"second_per_grid_ts": [2 / one for one in fps]}
+        if "Qwen2_5" in type(theirs).__name__
+        else {}
+    )
     theirs.model.rope_deltas = None
     drawn = theirs.generate(
         input_ids=prompt,
@@ -116,14 +125,19 @@ def test_frames_and_files_in_a_conversation(subject, options):
         ends = [place for place, token in enumerate(prompt) if token == END]
         words = [prompt[: begins[0]], prompt[ends[0] + 1 : begins[1]], prompt[ends[1] + 1 :]]
         assert all(words) and IMAGE not in prompt
-        expected = greedy(subject, [words[0], one, words[1], frames_of_gif(other)[::2], words[2]], [1, TAKEN])
+        expected = greedy(
+            subject, [words[0], one, words[1], frames_of_gif(other)[::2], words[2]], [1, TAKEN]
+        )
         assert expected[0] == prompt
         assert said(first) == said(second) == expected
 
 
 def test_beside_a_prompt(subject):
     frames = clip(5, seed=2)
-    prompt = {"prompt": "What is <|vision_start|><|video_pad|><|vision_end|>?", "multi_modal_data": {"video": (frames, {"fps": 3})}}
+    prompt = {
+        "prompt": "What is <|vision_start|><|video_pad|><|vision_end|>?",
+        "multi_modal_data": {"video": (frames, {"fps": 3})},
+    }
     with LLM(str(subject[1]), **OPTIONS) as llm:
         [output] = llm.generate([prompt], GREEDY, use_tqdm=False)
     found = output.prompt_token_ids
@@ -139,28 +153,51 @@ def anyio_backend():
 @pytest.mark.anyio
 async def test_over_http(subject):
     data = gif(clip(8, seed=1))
-    video = {"type": "video_url", "video_url": {"url": f"data:image/gif;base64,{b64encode(data).decode()}"}}
+    video = {
+        "type": "video_url",
+        "video_url": {"url": f"data:image/gif;base64,{b64encode(data).decode()}"},
+    }
     asked = {"max_tokens": COUNT, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
     def body(*content, **more):
-        return {"messages": [{"role": "user", "content": [*content, {"type": "text", "text": "What is it?"}]}], **asked, **more}
+        return {
+            "messages": [
+                {"role": "user", "content": [*content, {"type": "text", "text": "What is it?"}]}
+            ],
+            **asked,
+            **more,
+        }
 
     async with AsyncExitStack() as stack:
-        llm = await stack.enter_async_context(AsyncLLM(VllmConfig.make(model=str(subject[1]), **OPTIONS, engine_process=False)))
+        llm = await stack.enter_async_context(
+            AsyncLLM(VllmConfig.make(model=str(subject[1]), **OPTIONS, engine_process=False))
+        )
         transport = httpx.ASGITransport(create_app(llm))
-        client = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://server", timeout=120))
+        client = await stack.enter_async_context(
+            httpx.AsyncClient(transport=transport, base_url="http://server", timeout=120)
+        )
         answer = await client.post("/v1/chat/completions", json=body(video))
         assert answer.status_code == 200, answer.text
         found, drawn = answer.json()["prompt_token_ids"], answer.json()["choices"][0]["token_ids"]
         before, after = found[: found.index(BEGIN)], found[found.index(END) + 1 :]
         assert (found, drawn) == greedy(subject, [before, frames_of_gif(data)[::2], after], [TAKEN])
-        fewer = await client.post("/v1/chat/completions", json=body(video, mm_processor_kwargs={"num_frames": 2}))
+        fewer = await client.post(
+            "/v1/chat/completions", json=body(video, mm_processor_kwargs={"num_frames": 2})
+        )
         assert fewer.json()["prompt_token_ids"].count(VIDEO) == found.count(VIDEO) // 2
-        broken = {"type": "video_url", "video_url": {"url": f"data:image/gif;base64,{b64encode(data[:-50]).decode()}"}}
-        for wrong, message in ((body(video, broken), "video 2: "), (body(*[video] * 17), "limit_mm_per_prompt|MiB")):
+        broken = {
+            "type": "video_url",
+            "video_url": {"url": f"data:image/gif;base64,{b64encode(data[:-50]).decode()}"},
+        }
+        for wrong, message in (
+            (body(video, broken), "video 2: "),
+            (body(*[video] * 17), "limit_mm_per_prompt|MiB"),
+        ):
             refused = await client.post("/v1/chat/completions", json=wrong)
             assert refused.status_code == 400
-            assert any(one in refused.json()["error"]["message"] for one in message.split("|")), refused.text
+            assert any(one in refused.json()["error"]["message"] for one in message.split("|")), (
+                refused.text
+            )
 
 
 def test_the_processor_of_the_checkpoint_leaves_frames_as_they_are():

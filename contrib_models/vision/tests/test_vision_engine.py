@@ -1,4 +1,5 @@
-"""Vision models through renderer and engine: tokens are those that transformers' processor and model make of the same pictures."""
+"""Vision models through renderer and engine: tokens are those that transformers' processor and
+model make of the same pictures."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ class TestVision(MultimodalConformance):
 
     def num_scarce_blocks(self, reference):
         # A window of Gemma's is wider than a prompt, but in one family.
-        return {"llava, Mistral": None, "gemma3, spans wider than windows": None}.get(reference.family, 48 if reference.is_gemma else 26)
+        return {"llava, Mistral": None, "gemma3, spans wider than windows": None}.get(
+            reference.family, 48 if reference.is_gemma else 26
+        )
 
 
 def prompt_of(text, images) -> dict:
@@ -55,12 +58,21 @@ def test_embeddings_in_the_place_of_a_picture(other):
     pixels = other.inputs(text, [image])["pixel_values"]
     config = other.model.config
     selection = {
-        name: getattr(config, name) for name in ("vision_feature_layer", "vision_feature_select_strategy") if hasattr(config, name)
+        name: getattr(config, name)
+        for name in ("vision_feature_layer", "vision_feature_select_strategy")
+        if hasattr(config, name)
     }
     with torch.inference_mode():
-        embeds = other.model.get_image_features(pixels, return_dict=True, **selection).pooler_output[0].numpy()
+        embeds = (
+            other.model.get_image_features(pixels, return_dict=True, **selection)
+            .pooler_output[0]
+            .numpy()
+        )
     with LLM(str(other.folder), **OPTIONS) as llm:
-        pictured, given = drawn(llm, [prompt_of(text, [image]), {"prompt": text, "multi_modal_data": {"image": [embeds]}}])
+        pictured, given = drawn(
+            llm,
+            [prompt_of(text, [image]), {"prompt": text, "multi_modal_data": {"image": [embeds]}}],
+        )
     assert pictured == given == other.greedy(text, [image], COUNT)[1]
 
 
@@ -70,7 +82,9 @@ def test_placeholders_among_tokens_are_refused(other):
     with LLM(str(other.folder), **OPTIONS) as llm:
         with pytest.raises(ToolkitError, match="1 placeholders of modality 'image'"):
             llm.generate([{"prompt_token_ids": [5, token]}], GREEDY)
-        assert llm.generate(["a b"], SamplingParams(max_tokens=2, bad_words=[other.mark]))[0].outputs
+        assert llm.generate(["a b"], SamplingParams(max_tokens=2, bad_words=[other.mark]))[
+            0
+        ].outputs
 
 
 def test_a_picture_that_no_step_has_room_for(other):
@@ -79,7 +93,10 @@ def test_a_picture_that_no_step_has_room_for(other):
     (image,) = drawings(1)
     text = f"see {other.mark}"
     if other.is_gemma:
-        with pytest.raises(ToolkitError, match="max_num_batched_tokens"), LLM(str(other.folder), **options) as llm:
+        with (
+            pytest.raises(ToolkitError, match="max_num_batched_tokens"),
+            LLM(str(other.folder), **options) as llm,
+        ):
             drawn(llm, [prompt_of(text, [image])])
     else:
         with LLM(str(other.folder), **options) as llm:
@@ -96,10 +113,17 @@ def test_conversations(other):
         {"type": "text", "text": "?"},
     ]
     messages = [{"role": "system", "content": "Look."}, {"role": "user", "content": parts}]
-    typed = [{"role": "user", "content": [*parts[:1], {"type": "text", "text": f"what does {other.mark} mean?"}]}]
+    typed = [
+        {
+            "role": "user",
+            "content": [*parts[:1], {"type": "text", "text": f"what does {other.mark} mean?"}],
+        }
+    ]
     text = other.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     prompt, expected = other.greedy(text, [a, b], COUNT)
     with LLM(str(other.folder), **OPTIONS) as llm:
         found, of_typed = llm.chat([messages, typed], GREEDY)
     assert (found.prompt_token_ids, list(found.outputs[0].token_ids)) == (prompt, expected)
-    assert of_typed.prompt_token_ids.count(prompt[prompt.index(BEGIN if other.is_gemma else IMAGE)]) == (1 if other.is_gemma else 16)
+    assert of_typed.prompt_token_ids.count(
+        prompt[prompt.index(BEGIN if other.is_gemma else IMAGE)]
+    ) == (1 if other.is_gemma else 16)

@@ -51,7 +51,9 @@ def test_embeddings_of_pictures(family):
     theirs, model, _ = family
     given = pictures(theirs, 3)
     with torch.inference_mode():
-        expected = theirs.get_image_features(torch.cat(given), return_dict=True, **selection(theirs)).pooler_output
+        expected = theirs.get_image_features(
+            torch.cat(given), return_dict=True, **selection(theirs)
+        ).pooler_output
     found = encoded(model, given)
     assert len(found) == 3
     for one, other in zip(found, expected, strict=True):
@@ -61,7 +63,10 @@ def test_embeddings_of_pictures(family):
 def selection(theirs) -> dict:
     if theirs.config.model_type != "llava":
         return {}
-    return {name: getattr(theirs.config, name) for name in ("vision_feature_layer", "vision_feature_select_strategy")}
+    return {
+        name: getattr(theirs.config, name)
+        for name in ("vision_feature_layer", "vision_feature_select_strategy")
+    }
 
 
 def test_logits_of_prompts(family):
@@ -84,7 +89,9 @@ def test_logits_of_prompts(family):
 
 def in_memory(name: str) -> str:
     """As transformers 5 names weights in memory, and saves those of some versions."""
-    name = name.replace("language_model.model.", "model.language_model.").replace("language_model.lm_head.", "lm_head.")
+    name = name.replace("language_model.model.", "model.language_model.").replace(
+        "language_model.lm_head.", "lm_head."
+    )
     return f"model.{name}" if name.startswith(("vision_tower.", "multi_modal_projector.")) else name
 
 
@@ -101,7 +108,10 @@ def test_names_of_other_versions(family, rename, tmp_path, plugins):
     prompt = None
     found = []
     for names in (str, rename):
-        weights = {names(name): tensor for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+        weights = {
+            names(name): tensor
+            for name, tensor in load_file(tmp_path / "model.safetensors").items()
+        }
         if names is oldest:
             weights["vision_tower.vision_model.embeddings.position_ids"] = torch.arange(17)[None]
         save_file(weights, tmp_path / "model.safetensors")
@@ -123,15 +133,22 @@ def test_weights_that_are_missing_or_do_not_fit(name, change, tmp_path, plugins)
     random_model("llava").save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     changed = change(weights.pop(name))
-    save_file(weights if changed is None else {**weights, name: changed}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=name.removeprefix("language_model.").replace(".", r"\.")):
+    save_file(
+        weights if changed is None else {**weights, name: changed}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(
+        CheckpointError, match=name.removeprefix("language_model.").replace(".", r"\.")
+    ):
         ours(tmp_path, plugins)
 
 
 def test_a_weight_that_no_part_has_is_refused(tmp_path, plugins):
     random_model("llava").save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    save_file({**weights, "vision_tower.encoder.layers.0.extra": torch.zeros(2)}, tmp_path / "model.safetensors")
+    save_file(
+        {**weights, "vision_tower.encoder.layers.0.extra": torch.zeros(2)},
+        tmp_path / "model.safetensors",
+    )
     with pytest.raises(CheckpointError, match=r"1 unexpected: vision_tower.encoder.layers.0.extra"):
         ours(tmp_path, plugins)
 
@@ -151,15 +168,24 @@ def sparse(folder, **fields) -> None:
     ("fields", "message"),
     [
         ({"vision_config": {"model_type": "pixtral"}}, "no vision tower of model_type 'pixtral'"),
-        ({"vision_config": {"hidden_size": 30, "num_attention_heads": 4}}, "describes no vision tower"),
-        ({"vision_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers of 'vision_config' must be from 1 to 1024, not 1000000000"),
+        (
+            {"vision_config": {"hidden_size": 30, "num_attention_heads": 4}},
+            "describes no vision tower",
+        ),
+        (
+            {"vision_config": {"num_hidden_layers": 10**9}},
+            "num_hidden_layers of 'vision_config' must be from 1 to 1024, not 1000000000",
+        ),
         ({"vision_config": {"image_size": 4096, "patch_size": 1}}, "describes no vision tower"),
         ({"vision_config": {"image_size": 4, "patch_size": 8}}, "describes no vision tower"),
         ({"vision_config": {"hidden_size": 0}}, "hidden_size of 'vision_config' must be from 1"),
         ({"vision_config": {"patch_size": "7"}}, "'patch_size' must be of type int"),
         ({"vision_feature_layer": 4}, "'vision_feature_layer' must name some of 3 layers, not 4"),
         ({"vision_feature_layer": []}, "'vision_feature_layer' must name some of 3 layers"),
-        ({"vision_feature_select_strategy": "mean"}, "'vision_feature_select_strategy' must be one of"),
+        (
+            {"vision_feature_select_strategy": "mean"},
+            "'vision_feature_select_strategy' must be one of",
+        ),
         ({"text_config": {"model_type": "mystery", "hidden_size": 64}}, "MysteryForCausalLM"),
         ({"text_config": None}, "no 'text_config'"),
     ],
@@ -171,7 +197,9 @@ def test_configs_that_describe_no_model(fields, message, tmp_path, plugins):
         ours(tmp_path, plugins)
 
 
-@pytest.mark.parametrize("family", ["llava, several layers", "llava, SigLIP less a patch", "gemma3"])
+@pytest.mark.parametrize(
+    "family", ["llava, several layers", "llava, SigLIP less a patch", "gemma3"]
+)
 def test_two_ranks_compute_what_one_does(family, tmp_path, plugins):
     theirs = random_model(family)
     theirs.save_pretrained(tmp_path)
@@ -181,8 +209,12 @@ def test_two_ranks_compute_what_one_does(family, tmp_path, plugins):
     (expected,) = [torch.cat(logits_of_prompts(model, prompts))]
 
     def on_rank(rank: int) -> torch.Tensor:
-        shard = load_checkpoint(type(model), tmp_path, rank=rank, plugins=plugins, tensor_parallel_size=2)
-        sizes = [one.encoder.vision_tower.encoder.layers[0].mlp.fc1.output_size for one in (shard, model)]
+        shard = load_checkpoint(
+            type(model), tmp_path, rank=rank, plugins=plugins, tensor_parallel_size=2
+        )
+        sizes = [
+            one.encoder.vision_tower.encoder.layers[0].mlp.fc1.output_size for one in (shard, model)
+        ]
         assert 2 * sizes[0] == sizes[1]
         return torch.cat(logits_of_prompts(shard, prompts))
 
@@ -196,9 +228,14 @@ def test_two_stages_compute_what_one_does(family, tmp_path, plugins):
     theirs.save_pretrained(tmp_path)
     model, rules = ours(tmp_path, plugins)
     prompts = [prompt_of(rules, TEXT[0], picture, TEXT[1]) for picture in pictures(theirs, 2)]
-    first, last = (load_checkpoint(type(model), tmp_path, rank=rank, plugins=plugins, pipeline_parallel_size=2) for rank in range(2))
+    first, last = (
+        load_checkpoint(type(model), tmp_path, rank=rank, plugins=plugins, pipeline_parallel_size=2)
+        for rank in range(2)
+    )
     assert isinstance(last.encoder, Absent)
-    for one, other in zip(logits_of_prompts(first, prompts, last), logits_of_prompts(model, prompts), strict=True):
+    for one, other in zip(
+        logits_of_prompts(first, prompts, last), logits_of_prompts(model, prompts), strict=True
+    ):
         assert torch.equal(one, other)
 
 
@@ -209,8 +246,13 @@ def test_bfloat16(family, tmp_path, plugins):
     model, rules = ours(tmp_path, plugins, dtype="bfloat16")
     a, b, c = pictures(theirs, 3)
     prompts = [prompt_of(rules, TEXT[0], a, TEXT[1], b), prompt_of(rules, c, TEXT[2])]
-    exact, found = [their_logits(theirs, prompt) for prompt in prompts], logits_of_prompts(model, prompts)
+    exact, found = (
+        [their_logits(theirs, prompt) for prompt in prompts],
+        logits_of_prompts(model, prompts),
+    )
     half = theirs.bfloat16()
-    rounded = [prompt._replace(pictures=[one.bfloat16() for one in prompt.pictures]) for prompt in prompts]
+    rounded = [
+        prompt._replace(pictures=[one.bfloat16() for one in prompt.pictures]) for prompt in prompts
+    ]
     assert found[0].dtype is torch.bfloat16
     assert_bf16_error(found, [their_logits(half, prompt) for prompt in rounded], exact)

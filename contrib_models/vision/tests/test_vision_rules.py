@@ -1,4 +1,5 @@
-"""What stands in prompts for pictures: counted as transformers does it, and what is no picture is refused."""
+"""What stands in prompts for pictures: counted as transformers does it, and what is no picture is
+refused."""
 
 from __future__ import annotations
 
@@ -12,8 +13,20 @@ from toolkit_lm.errors import CheckpointError, RequestError
 from toolkit_lm_vision.gemma3_rules import Gemma3Rules
 from toolkit_lm_vision.llava_rules import LlavaRules
 
-CLIP = {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14, "hidden_size": 1024, "num_attention_heads": 16}
-SIGLIP = {"model_type": "siglip_vision_model", "image_size": 384, "patch_size": 14, "hidden_size": 1152, "num_attention_heads": 16}
+CLIP = {
+    "model_type": "clip_vision_model",
+    "image_size": 336,
+    "patch_size": 14,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+}
+SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "image_size": 384,
+    "patch_size": 14,
+    "hidden_size": 1152,
+    "num_attention_heads": 16,
+}
 LLAVA = {
     "vision_config": {**CLIP, "num_hidden_layers": 24},
     "text_config": {"model_type": "llama", "vocab_size": 32064},
@@ -54,7 +67,9 @@ def test_tokens_of_llava(fields, count):
     found = rules.replacement("image", {"pixel_values": pixels(rules)})
     assert found == ([32000] * count, None, {})
     assert found == rules.replacement("image", {"embeds": np.ones((count, 4096), np.float16)})
-    assert not rules.bidirectional and rules.placeholder_id("image") == 32000 and rules.surround == {}
+    assert (
+        not rules.bidirectional and rules.placeholder_id("image") == 32000 and rules.surround == {}
+    )
 
 
 def test_tokens_of_gemma3():
@@ -62,12 +77,20 @@ def test_tokens_of_gemma3():
     found = rules.replacement("image", {"pixel_values": pixels(rules)})
     assert found == ([255_999, *[262_144] * 256, 256_000], [False, *[True] * 256, False], {})
     assert found == rules.replacement("image", {"embeds": np.ones((256, 2560), np.float32)})
-    assert found == rules.replacement("image", {"pixel_values": pixels(rules), "num_crops": np.array([0])})
+    assert found == rules.replacement(
+        "image", {"pixel_values": pixels(rules), "num_crops": np.array([0])}
+    )
     with pytest.raises(RequestError, match=r"num_crops must be \[0\]"):
         rules.replacement("image", {"pixel_values": pixels(rules), "num_crops": np.array([2])})
     with pytest.raises(RequestError, match="nothing else"):
-        rules.replacement("image", {"embeds": np.ones((256, 2560), np.float32), "num_crops": np.array([0])})
-    assert rules.bidirectional and rules.placeholder_id("image") == 255_999 and rules.surround == {"image": ("\n\n", "\n\n")}
+        rules.replacement(
+            "image", {"embeds": np.ones((256, 2560), np.float32), "num_crops": np.array([0])}
+        )
+    assert (
+        rules.bidirectional
+        and rules.placeholder_id("image") == 255_999
+        and rules.surround == {"image": ("\n\n", "\n\n")}
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,7 +99,10 @@ def test_tokens_of_gemma3():
         ({}, "must have pixel_values, or embeds, and nothing else, not \\[\\]"),
         ({"pixels": np.zeros((1, 3, 8, 8))}, "and nothing else, not \\['pixels'\\]"),
         ({"pixel_values": np.zeros((1, 3, 8, 8)), "embeds": np.zeros((4, 6))}, "and nothing else"),
-        ({"pixel_values": np.zeros((3, 8, 8))}, "must have the shape \\[1, 3, 8, 8\\], not \\[3, 8, 8\\]"),
+        (
+            {"pixel_values": np.zeros((3, 8, 8))},
+            "must have the shape \\[1, 3, 8, 8\\], not \\[3, 8, 8\\]",
+        ),
         ({"pixel_values": np.zeros((2, 3, 8, 8))}, "not \\[2, 3, 8, 8\\]"),
         ({"pixel_values": np.zeros((1, 3, 8, 9))}, "not \\[1, 3, 8, 9\\]"),
         ({"pixel_values": np.zeros((0,))}, "not \\[0\\]"),
@@ -84,7 +110,10 @@ def test_tokens_of_gemma3():
         ({"pixel_values": np.full((1, 3, 8, 8), np.nan)}, "must be finite"),
         ({"pixel_values": np.full((1, 3, 8, 8), -np.inf)}, "must be finite"),
         ({"pixel_values": np.full((1, 3, 8, 8), 1e300)}, "must be finite"),
-        ({"embeds": np.zeros((5, 6))}, "embeds of an image must have the shape \\[4, 6\\], not \\[5, 6\\]"),
+        (
+            {"embeds": np.zeros((5, 6))},
+            "embeds of an image must have the shape \\[4, 6\\], not \\[5, 6\\]",
+        ),
         ({"embeds": np.zeros((4, 7))}, "not \\[4, 7\\]"),
         ({"embeds": np.zeros((4, 6), np.complex64)}, "must be floats, not complex64"),
     ],
@@ -98,10 +127,22 @@ def test_what_is_no_picture(data, message):
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
-        (LlavaRules, {**LLAVA, "image_token_index": 40_000}, "the image token 40000 is not in the vocabulary"),
+        (
+            LlavaRules,
+            {**LLAVA, "image_token_index": 40_000},
+            "the image token 40000 is not in the vocabulary",
+        ),
         (LlavaRules, {**LLAVA, "image_token_index": -1}, "is not in the vocabulary"),
-        (LlavaRules, {**LLAVA, "image_token_index": "<image>"}, "'image_token_index' must be of type int"),
-        (Gemma3Rules, {**GEMMA3, "mm_tokens_per_image": 255}, "64 x 64 patches cannot be pooled into mm_tokens_per_image=255"),
+        (
+            LlavaRules,
+            {**LLAVA, "image_token_index": "<image>"},
+            "'image_token_index' must be of type int",
+        ),
+        (
+            Gemma3Rules,
+            {**GEMMA3, "mm_tokens_per_image": 255},
+            "64 x 64 patches cannot be pooled into mm_tokens_per_image=255",
+        ),
         (Gemma3Rules, {**GEMMA3, "mm_tokens_per_image": 0}, "cannot be pooled"),
         (Gemma3Rules, {**GEMMA3, "mm_tokens_per_image": 65**2}, "cannot be pooled"),
         (Gemma3Rules, {**GEMMA3, "mm_tokens_per_image": 33**2}, "cannot be pooled"),
@@ -113,5 +154,8 @@ def test_configs_without_a_picture(kind, fields, message):
 
 
 def test_rules_need_no_torch():
-    code = "import sys, toolkit_lm_vision.llava_rules, toolkit_lm_vision.gemma3_rules; assert 'torch' not in sys.modules"
+    code = (
+        "import sys, toolkit_lm_vision.llava_rules, toolkit_lm_vision.gemma3_rules; assert "
+        "'torch' not in sys.modules"
+    )
     run([sys.executable, "-c", code], check=True)

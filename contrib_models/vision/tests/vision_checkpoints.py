@@ -1,4 +1,5 @@
-"""Checkpoint folders of small vision models with all that a renderer reads, and transformers' processor of each."""
+"""Checkpoint folders of small vision models with all that a renderer reads, and transformers'
+processor of each."""
 
 from __future__ import annotations
 
@@ -21,8 +22,10 @@ from vision_families import BEGIN, END, IMAGE, VOCAB, random_model
 
 MARKS = {"<image>": IMAGE, "<start_of_image>": BEGIN, "<end_of_image>": END}
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for p in m['content'] %}{{ MARK if p['type'] == 'image' else p['text'] }}{% endfor %}{% endif %}{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]\n{% if m['content'] is string %}{{ "
+    "m['content'] }}{% else %}"
+    "{% for p in m['content'] %}{{ MARK if p['type'] == 'image' else p['text'] }}{% endfor %}{% "
+    "endif %}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]\n{% endif %}"
 )
 """As Gemma's, it has a line break where a picture may follow."""
@@ -36,12 +39,20 @@ def write_vision_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     special = next(iter(tokenizer["added_tokens"]))
-    tokenizer["added_tokens"] += [{**special, "id": number, "content": mark} for mark, number in MARKS.items()]
+    tokenizer["added_tokens"] += [
+        {**special, "id": number, "content": mark} for mark, number in MARKS.items()
+    ]
     tokenizer["model"]["vocab"] |= MARKS | {NEWLINE * 2: 10, NEWLINE * 3: 11}
     tokenizer["model"]["merges"] = [[NEWLINE, NEWLINE], [NEWLINE * 2, NEWLINE]]
     path.write_text(json.dumps(tokenizer))
-    named = {"image_token": "<image>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
-    return PreTrainedTokenizerFast(tokenizer_file=str(path), extra_special_tokens=named, bos_token="<s>", pad_token="<pad>")
+    named = {
+        "image_token": "<image>",
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+    }
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(path), extra_special_tokens=named, bos_token="<s>", pad_token="<pad>"
+    )
 
 
 @dataclass
@@ -67,14 +78,28 @@ class Subject:
 
     def inputs(self, text: str, images: list[np.ndarray]) -> dict[str, torch.Tensor]:
         """What transformers' model takes."""
-        given = self.processor(text=text, images=images or None, return_tensors="pt", input_data_format="channels_last")
-        return {name: value for name, value in given.items() if name not in ("num_crops", "mm_token_type_ids")}
+        given = self.processor(
+            text=text, images=images or None, return_tensors="pt", input_data_format="channels_last"
+        )
+        return {
+            name: value
+            for name, value in given.items()
+            if name not in ("num_crops", "mm_token_type_ids")
+        }
 
     @torch.inference_mode()
-    def greedy(self, text: str, images: list[np.ndarray], count: int) -> tuple[list[int], list[int]]:
+    def greedy(
+        self, text: str, images: list[np.ndarray], count: int
+    ) -> tuple[list[int], list[int]]:
         """Tokens of a prompt, and those that transformers draws after it."""
         inputs = self.inputs(text, images)
-        options = {"do_sample": False, "max_new_tokens": count, "min_new_tokens": count, "pad_token_id": 2, "eos_token_id": VOCAB + 1}
+        options = {
+            "do_sample": False,
+            "max_new_tokens": count,
+            "min_new_tokens": count,
+            "pad_token_id": 2,
+            "eos_token_id": VOCAB + 1,
+        }
         drawn = self.model.generate(**inputs, **{**options, "eos_token_id": None})
         length = inputs["input_ids"].shape[1]
         return drawn[0, :length].tolist(), drawn[0, length:].tolist()
@@ -95,7 +120,9 @@ def make_subject(folder: Path, family: str) -> Subject:
     size = {"height": vision.image_size, "width": vision.image_size}
     if model.config.model_type == "gemma3":
         images: Any = Gemma3ImageProcessorPil(size=size)
-        processor: Any = Gemma3Processor(images, tokenizer, image_seq_length=model.config.mm_tokens_per_image)
+        processor: Any = Gemma3Processor(
+            images, tokenizer, image_seq_length=model.config.mm_tokens_per_image
+        )
     else:
         is_clip = vision.model_type == "clip_vision_model"
         images = (
@@ -119,4 +146,6 @@ def make_subject(folder: Path, family: str) -> Subject:
 def drawings(count: int, seed: int = 0) -> list[np.ndarray]:
     """Pictures of mixed sizes [height, width, 3]."""
     random = np.random.default_rng(seed)
-    return [random.integers(0, 256, (*random.integers(12, 90, 2), 3), np.uint8) for _ in range(count)]
+    return [
+        random.integers(0, 256, (*random.integers(12, 90, 2), 3), np.uint8) for _ in range(count)
+    ]

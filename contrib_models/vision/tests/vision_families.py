@@ -24,7 +24,12 @@ from transformers import (
 VOCAB = 300
 IMAGE, BEGIN, END = 7, 8, 9
 """Tokens of pictures."""
-TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
 TEXT = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -38,7 +43,9 @@ TEXT = {
     "pad_token_id": 2,
 }
 CLIP = CLIPVisionConfig(**TOWER, image_size=28, patch_size=7)
-SIGLIP = SiglipVisionConfig(**{**TOWER, "num_attention_heads": 2}, image_size=30, patch_size=7, vision_use_head=False)
+SIGLIP = SiglipVisionConfig(
+    **{**TOWER, "num_attention_heads": 2}, image_size=30, patch_size=7, vision_use_head=False
+)
 SIGLIP_WITH_HEAD = SiglipVisionConfig(**TOWER, image_size=28, patch_size=7)
 GPT2 = {
     "tie_word_embeddings": False,
@@ -53,25 +60,42 @@ GPT2 = {
 
 
 def llava(vision: Any = CLIP, text: Any = None, **fields: Any) -> Any:
-    config = LlavaConfig(vision_config=vision, text_config=text or LlamaConfig(**TEXT), image_token_index=IMAGE, **fields)
+    config = LlavaConfig(
+        vision_config=vision,
+        text_config=text or LlamaConfig(**TEXT),
+        image_token_index=IMAGE,
+        **fields,
+    )
     return LlavaForConditionalGeneration(config)
 
 
 def gemma3(tokens: int = 4, **fields: Any) -> Any:
-    given = {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    given = {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
     text = Gemma3TextConfig(**{**TEXT, **given, "query_pre_attn_scalar": 16, **fields})
     vision = SiglipVisionConfig(**TOWER, image_size=28, patch_size=7, vision_use_head=False)
     marks = {"image_token_index": IMAGE, "boi_token_index": BEGIN, "eoi_token_index": END}
-    return Gemma3ForConditionalGeneration(Gemma3Config(vision_config=vision, text_config=text, mm_tokens_per_image=tokens, **marks))
+    return Gemma3ForConditionalGeneration(
+        Gemma3Config(vision_config=vision, text_config=text, mm_tokens_per_image=tokens, **marks)
+    )
 
 
 FAMILIES = {
     "llava": llava,
     "llava, all of CLIP's states": lambda: llava(vision_feature_select_strategy="full"),
     "llava, several layers": lambda: llava(vision_feature_layer=[0, 2, -1]),
-    "llava, without biases": lambda: llava(multimodal_projector_bias=False, projector_hidden_act="relu"),
+    "llava, without biases": lambda: llava(
+        multimodal_projector_bias=False, projector_hidden_act="relu"
+    ),
     "llava, SigLIP and Qwen2": lambda: llava(
-        SIGLIP, Qwen2Config(**TEXT, tie_word_embeddings=True), vision_feature_layer=-1, vision_feature_select_strategy="full"
+        SIGLIP,
+        Qwen2Config(**TEXT, tie_word_embeddings=True),
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
     ),
     "llava, SigLIP less a patch": lambda: llava(SIGLIP_WITH_HEAD),
     "llava, Mistral": lambda: llava(text=MistralConfig(**TEXT, sliding_window=9)),

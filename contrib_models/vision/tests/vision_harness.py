@@ -1,4 +1,5 @@
-"""Vision models without an engine: their encoder, and their logits at prompts with pictures, in one flat batch."""
+"""Vision models without an engine: their encoder, and their logits at prompts with pictures, in one
+flat batch."""
 
 from __future__ import annotations
 
@@ -8,7 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from toolkit_lm.attention import Attention, BatchLimits, BatchView, Binding, GroupSetup, StepContext, step_context
+from toolkit_lm.attention import (
+    Attention,
+    BatchLimits,
+    BatchView,
+    Binding,
+    GroupSetup,
+    StepContext,
+    step_context,
+)
 from toolkit_lm.model import MultiModalModel
 from toolkit_lm.renderer import MultiModalRules
 from toolkit_lm_sdpa.backend import SdpaBackend
@@ -44,7 +53,9 @@ def prompt_of(rules: MultiModalRules, *parts: list[int] | Tensor) -> Prompt:
 
 def spans_of(prompt: Prompt) -> np.ndarray:
     """[T, 2]: of each run of a picture's tokens; of the others, themselves."""
-    spans = np.stack([np.arange(len(prompt.token_ids)), np.arange(len(prompt.token_ids)) + 1], axis=1).astype(np.int32)
+    spans = np.stack(
+        [np.arange(len(prompt.token_ids)), np.arange(len(prompt.token_ids)) + 1], axis=1
+    ).astype(np.int32)
     start = None
     for i, inside in enumerate([*prompt.is_picture, False]):
         if inside and start is None:
@@ -56,11 +67,23 @@ def spans_of(prompt: Prompt) -> np.ndarray:
 
 
 @contextmanager
-def sequences(model: MultiModalModel, lengths: Sequence[int], spans: np.ndarray | None = None) -> Iterator[None]:
-    """A step in which all attention layers have sequences of these lengths, and nothing is cached."""
+def sequences(
+    model: MultiModalModel, lengths: Sequence[int], spans: np.ndarray | None = None
+) -> Iterator[None]:
+    """A step in which all attention layers have sequences of these lengths, and nothing is
+    cached."""
     layers = [module for module in model.modules() if isinstance(module, Attention)]
-    setup = GroupSetup(layers=[], kv_cache=None, limits=BatchLimits(len(lengths), sum(lengths), max(lengths)), device=torch.device("cpu"))
-    backend, query_start, seq_lens = SdpaBackend(setup), np.cumsum([0, *lengths], dtype=np.int32), np.array(lengths, np.int32)
+    setup = GroupSetup(
+        layers=[],
+        kv_cache=None,
+        limits=BatchLimits(len(lengths), sum(lengths), max(lengths)),
+        device=torch.device("cpu"),
+    )
+    backend, query_start, seq_lens = (
+        SdpaBackend(setup),
+        np.cumsum([0, *lengths], dtype=np.int32),
+        np.array(lengths, np.int32),
+    )
     view = BatchView(
         query_start=query_start,
         seq_lens=seq_lens,
@@ -87,17 +110,27 @@ def encoded(model: MultiModalModel, pictures: Sequence[Tensor]) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def logits_of_prompts(model: MultiModalModel, prompts: Sequence[Prompt], *stages: MultiModalModel) -> list[Tensor]:
-    """Logits [Ti, V] at each token of each prompt, all computed in one step. `stages`: the further ones of a pipeline."""
+def logits_of_prompts(
+    model: MultiModalModel, prompts: Sequence[Prompt], *stages: MultiModalModel
+) -> list[Tensor]:
+    """Logits [Ti, V] at each token of each prompt, all computed in one step. `stages`: the further
+    ones of a pipeline."""
     lengths = [len(prompt.token_ids) for prompt in prompts]
     input_ids = torch.tensor([token for prompt in prompts for token in prompt.token_ids])
     embeds = model.embed(input_ids)
     pictures = [picture for prompt in prompts for picture in prompt.pictures]
     if pictures:
-        embeds[torch.tensor([one for prompt in prompts for one in prompt.is_picture])] = torch.cat(encoded(model, pictures))
+        embeds[torch.tensor([one for prompt in prompts for one in prompt.is_picture])] = torch.cat(
+            encoded(model, pictures)
+        )
     positions = torch.cat([torch.arange(length) for length in lengths])
     spans, out = np.concatenate([spans_of(prompt) for prompt in prompts]), None
     for stage in (model, *stages):
         with sequences(stage, lengths, spans):
-            out = stage(input_ids, positions, inputs_embeds=embeds if stage is model else None, intermediate=out)
+            out = stage(
+                input_ids,
+                positions,
+                inputs_embeds=embeds if stage is model else None,
+                intermediate=out,
+            )
     return list((model, *stages)[-1].compute_logits(out).split(lengths))

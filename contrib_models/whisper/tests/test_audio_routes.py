@@ -33,7 +33,11 @@ GENERATION = {
     "prev_sot_token_id": 295,
 }
 SIDES = {"layers": 1, "attention_heads": 2, "ffn_dim": 64}
-SHAPE = {"d_model": 32, "max_target_positions": 32, **{f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in SIDES.items()}}
+SHAPE = {
+    "d_model": 32,
+    "max_target_positions": 32,
+    **{f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in SIDES.items()},
+}
 OPTIONS = {"device": "cpu", "dtype": "float32", "num_kv_blocks": 600, "max_num_seqs": 4}
 
 
@@ -45,8 +49,13 @@ def anyio_backend() -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whisper")
-    ids = {key: GENERATION[key] for key in ("decoder_start_token_id", "bos_token_id", "eos_token_id", "pad_token_id")}
-    config = transformers.WhisperConfig(vocab_size=1802, suppress_tokens=None, begin_suppress_tokens=None, **SHAPE, **ids)
+    ids = {
+        key: GENERATION[key]
+        for key in ("decoder_start_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
+    }
+    config = transformers.WhisperConfig(
+        vocab_size=1802, suppress_tokens=None, begin_suppress_tokens=None, **SHAPE, **ids
+    )
     torch.manual_seed(0)
     model = transformers.WhisperForConditionalGeneration(config).eval()
     randomize(model, seed=4)
@@ -68,7 +77,9 @@ def wav(seconds: float = 2) -> bytes:
 
 
 def client(llm: AsyncLLM, options: ServerOptions | None = None) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(create_app(llm, options)), base_url="http://test", timeout=60)
+    return httpx.AsyncClient(
+        transport=httpx.ASGITransport(create_app(llm, options)), base_url="http://test", timeout=60
+    )
 
 
 def upload(data: bytes, name: str = "speech.wav"):
@@ -86,16 +97,25 @@ async def test_formats_and_streams_are_those_of_the_transcriber(folder):
         fields = {"model": llm.served_model_name, "language": "en", "prompt": "A name."}
 
         async def ask(path: str = PATH, **more):
-            answer = await http.post(path, data=more if path != PATH else {**fields, **more}, files=upload(wav(40)))
+            answer = await http.post(
+                path, data=more if path != PATH else {**fields, **more}, files=upload(wav(40))
+            )
             assert answer.status_code == 200, answer.text
             return answer
 
         described = (await http.get("/openapi.json")).json()["paths"][PATH]["post"]
         assert set(described["requestBody"]["content"]) == {"multipart/form-data"}
-        assert {"application/json", "text/plain", "text/event-stream"} <= set(described["responses"]["200"]["content"])
+        assert {"application/json", "text/plain", "text/event-stream"} <= set(
+            described["responses"]["200"]["content"]
+        )
         for container, codec in (("ipod", "aac"), ("webm", "libopus")):
-            sent = await http.post(PATH, data=fields, files=upload(recorded(container, codec, 48000, 3.0), f"talk.{container}"))
-            # The frames of AAC are longer than what was said, and seconds count when they have begun.
+            sent = await http.post(
+                PATH,
+                data=fields,
+                files=upload(recorded(container, codec, 48000, 3.0), f"talk.{container}"),
+            )
+            # The frames of AAC are longer than what was said, and seconds count when they have
+            # begun.
             assert sent.status_code == 200 and sent.json()["usage"]["seconds"] in (3, 4), sent.text
         plain = (await ask()).json()
         assert plain == {"text": expected.text, "usage": {"type": "duration", "seconds": 40}}
@@ -103,9 +123,16 @@ async def test_formats_and_streams_are_those_of_the_transcriber(folder):
             answer = await ask(response_format=name)
             assert answer.text == FORMATS[ours](expected)
             assert answer.headers["content-type"].startswith("text/plain")
-        whole = (await ask(response_format="verbose_json", **{"timestamp_granularities[]": "segment"})).json()
-        assert [one["tokens"] for one in whole["segments"]] == [one.token_ids for one in expected.segments]
-        assert all(0 <= one["no_speech_prob"] <= 1 and one["compression_ratio"] > 0 for one in whole["segments"])
+        whole = (
+            await ask(response_format="verbose_json", **{"timestamp_granularities[]": "segment"})
+        ).json()
+        assert [one["tokens"] for one in whole["segments"]] == [
+            one.token_ids for one in expected.segments
+        ]
+        assert all(
+            0 <= one["no_speech_prob"] <= 1 and one["compression_ratio"] > 0
+            for one in whole["segments"]
+        )
         assert (whole["task"], whole["language"], whole["duration"]) == ("transcribe", "en", 40)
         lines = [line[6:] for line in (await ask(stream="true")).text.splitlines() if line]
         assert lines.pop() == "[DONE]"
@@ -131,11 +158,31 @@ async def test_bad_requests_are_told_what_is_wrong(folder):
         ({"language": "xx"}, upload(wav()), 400, "language 'xx' is not one of the model's"),
         ({"response_format": "pdf"}, upload(wav()), 400, "Invalid value for 'response_format'"),
         ({"temperature": "hot"}, upload(wav()), 400, "Invalid value for 'temperature'"),
-        ({"temprature": "0"}, upload(wav()), 400, "Unrecognized request argument supplied: temprature. Did you mean 'temperature'"),
-        ({"keywords": "name"}, upload(wav()), 400, "keywords is not supported by this server: write the words into prompt."),
-        ({"known_speaker_names[]": "a"}, upload(wav()), 400, "known_speaker_names[] is not supported"),
+        (
+            {"temprature": "0"},
+            upload(wav()),
+            400,
+            "Unrecognized request argument supplied: temprature. Did you mean 'temperature'",
+        ),
+        (
+            {"keywords": "name"},
+            upload(wav()),
+            400,
+            "keywords is not supported by this server: write the words into prompt.",
+        ),
+        (
+            {"known_speaker_names[]": "a"},
+            upload(wav()),
+            400,
+            "known_speaker_names[] is not supported",
+        ),
         ({"timestamp_granularities[]": "word"}, upload(wav()), 400, "timestamp_granularities[]"),
-        ({"stream": "true", "response_format": "srt"}, upload(wav()), 400, "'srt' cannot be streamed"),
+        (
+            {"stream": "true", "response_format": "srt"},
+            upload(wav()),
+            400,
+            "'srt' cannot be streamed",
+        ),
         ({"file": "no upload"}, {}, 400, "Invalid value for 'file'"),
     ]
     async with AsyncLLM(config) as llm, client(llm, ServerOptions(strict_fields=True)) as http:
@@ -143,10 +190,15 @@ async def test_bad_requests_are_told_what_is_wrong(folder):
             answer = await http.post(PATH, data=data, files=files)
             assert (answer.status_code, told in answer.text) == (status, True), (data, answer.text)
         assert (await http.post(PATH, json={"file": "x"})).status_code == 400
-        assert (await http.post("/v1/audio/translations", data={"language": "en"}, files=upload(wav()))).status_code == 400
+        assert (
+            await http.post("/v1/audio/translations", data={"language": "en"}, files=upload(wav()))
+        ).status_code == 400
         good = await http.post(PATH, files=upload(wav()))
         assert good.status_code == 200
-    async with AsyncLLM(config) as llm, client(llm, ServerOptions(max_request_cost="1MiB", max_body_size="1MiB")) as http:
+    async with (
+        AsyncLLM(config) as llm,
+        client(llm, ServerOptions(max_request_cost="1MiB", max_body_size="1MiB")) as http,
+    ):
         answer = await http.post(PATH, files=upload(wav(10)))
         assert (answer.status_code, "most of it for seconds of audio" in answer.text) == (400, True)
         answer = await http.post(PATH, files=upload(wav(30)))
@@ -156,7 +208,10 @@ async def test_bad_requests_are_told_what_is_wrong(folder):
 
 @pytest.mark.anyio
 async def test_routes_are_there_for_the_model_that_they_are_of():
-    async with AsyncLLM(VllmConfig.make(model="tiny", num_kv_blocks=32, max_model_len=64)) as llm, client(llm) as http:
+    async with (
+        AsyncLLM(VllmConfig.make(model="tiny", num_kv_blocks=32, max_model_len=64)) as llm,
+        client(llm) as http,
+    ):
         assert (await http.post(PATH, files=upload(wav()))).status_code == 404
 
 
@@ -164,7 +219,12 @@ async def test_routes_are_there_for_the_model_that_they_are_of():
 async def test_a_model_without_timestamps_says_so(folder, tmp_path):
     for one in folder.iterdir():
         (tmp_path / one.name).write_bytes(one.read_bytes())
-    (tmp_path / "generation_config.json").write_text(json.dumps({k: v for k, v in GENERATION.items() if "timestamps" not in k}))
-    async with AsyncLLM(VllmConfig.make(model=str(tmp_path), **OPTIONS)) as llm, client(llm) as http:
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({k: v for k, v in GENERATION.items() if "timestamps" not in k})
+    )
+    async with (
+        AsyncLLM(VllmConfig.make(model=str(tmp_path), **OPTIONS)) as llm,
+        client(llm) as http,
+    ):
         answer = await http.post(PATH, files=upload(wav()))
         assert (answer.status_code, "names its timestamps" in answer.text) == (400, True)

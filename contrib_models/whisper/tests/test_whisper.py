@@ -1,4 +1,5 @@
-"""Whisper against transformers: features, greedy tokens and beams of several recordings at a time, and what bad recordings are told."""
+"""Whisper against transformers: features, greedy tokens and beams of several recordings at a time,
+and what bad recordings are told."""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ from toolkit_lm_whisper.languages import CODES, code_of
 
 VOCAB_SIZE, START, NO_TIMESTAMPS = 300, 3, 9
 SIDES = {"layers": 2, "attention_heads": 4, "ffn_dim": 96}
-SHAPE = {"d_model": 64, "max_target_positions": 64, **{f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in SIDES.items()}}
+SHAPE = {
+    "d_model": 64,
+    "max_target_positions": 64,
+    **{f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in SIDES.items()},
+}
 IDS = {"decoder_start_token_id": START, "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 2}
 LANGUAGES, TASKS = {"<|en|>": 4, "<|de|>": 5}, {"transcribe": 7, "translate": 8}
 SUPPRESSED = {"suppress_tokens": [40, 41, 200], "begin_suppress_tokens": [50, 1]}
@@ -42,11 +47,15 @@ def test_features_are_those_of_transformers(num_mels):
     extractor = transformers.WhisperFeatureExtractor(feature_size=num_mels)
     for samples in recordings():
         # Its path through torch is another one, in float32.
-        expected = extractor._np_extract_fbank_features(np.pad(samples, (0, 480000 - len(samples)))[None], "cpu")[0]
+        expected = extractor._np_extract_fbank_features(
+            np.pad(samples, (0, 480000 - len(samples)))[None], "cpu"
+        )[0]
         found = LogMel(num_mels)(samples)
         assert (found.shape, found.dtype) == ((num_mels, 3000), np.float32)
         assert np.abs(found - expected).max() < 1e-5
-        assert np.abs(found - extractor(samples, sampling_rate=16000).input_features[0]).max() < 2e-3
+        assert (
+            np.abs(found - extractor(samples, sampling_rate=16000).input_features[0]).max() < 2e-3
+        )
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +64,9 @@ def make(tmp_path_factory):
 
     def make(num_mels=80, **generation):
         suppressed = dict.fromkeys(SUPPRESSED)
-        config = transformers.WhisperConfig(vocab_size=VOCAB_SIZE, num_mel_bins=num_mels, **suppressed, **SHAPE, **IDS)
+        config = transformers.WhisperConfig(
+            vocab_size=VOCAB_SIZE, num_mel_bins=num_mels, **suppressed, **SHAPE, **IDS
+        )
         model = transformers.WhisperForConditionalGeneration(config).eval()
         positions = model.model.encoder.embed_positions.weight.clone()
         randomize(model)
@@ -72,12 +83,21 @@ def make(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def multilingual(make):
-    return make(lang_to_id=LANGUAGES, task_to_id=TASKS, is_multilingual=True, no_timestamps_token_id=NO_TIMESTAMPS, **SUPPRESSED)
+    return make(
+        lang_to_id=LANGUAGES,
+        task_to_id=TASKS,
+        is_multilingual=True,
+        no_timestamps_token_id=NO_TIMESTAMPS,
+        **SUPPRESSED,
+    )
 
 
 def prompts(decoder=None):
     rest = {} if decoder is None else {"decoder_prompt": {"prompt_token_ids": decoder}}
-    return [{"encoder_prompt": {"audio": samples, "sampling_rate": 16000}, **rest} for samples in recordings()]
+    return [
+        {"encoder_prompt": {"audio": samples, "sampling_rate": 16000}, **rest}
+        for samples in recordings()
+    ]
 
 
 def features(samples, num_mels=80):
@@ -91,9 +111,13 @@ def check(model, outputs, *, greedy=True, num_mels=80):
         for one in output.outputs:
             with torch.inference_mode():
                 ids = torch.tensor([[*output.prompt_token_ids, *one.token_ids]])
-                logits = model(input_features=features(samples, num_mels), decoder_input_ids=ids).logits
+                logits = model(
+                    input_features=features(samples, num_mels), decoder_input_ids=ids
+                ).logits
             expected = torch.log_softmax(logits[0, len(output.prompt_token_ids) - 1 : -1], -1)
-            found = torch.tensor([[entries[i].logprob for i in range(VOCAB_SIZE)] for entries in one.logprobs])
+            found = torch.tensor(
+                [[entries[i].logprob for i in range(VOCAB_SIZE)] for entries in one.logprobs]
+            )
             assert_same_logits(found, expected)
             if greedy:
                 assert_same_tokens(one.token_ids, expected)
@@ -111,13 +135,23 @@ def test_logits_and_greedy_tokens(make, num_mels):
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_preemption(make, mode):
-    """The pool holds two recordings and their texts. A request that is swapped takes along what the encoder made of its recording."""
+    """The pool holds two recordings and their texts. A request that is swapped takes along what the
+    encoder made of its recording."""
     folder, model = make()
     watch = Preemptions()
-    blocks = {"num_kv_blocks": 2 * 375 + 40, "block_size": 4, "preemption_mode": mode, "swap_memory": "64MiB"}
-    with LLM(str(folder), plugins=[watch], enable_prefix_caching=False, **{**OPTIONS, **blocks}) as llm:
+    blocks = {
+        "num_kv_blocks": 2 * 375 + 40,
+        "block_size": 4,
+        "preemption_mode": mode,
+        "swap_memory": "64MiB",
+    }
+    with LLM(
+        str(folder), plugins=[watch], enable_prefix_caching=False, **{**OPTIONS, **blocks}
+    ) as llm:
         encoded = counted(llm)
-        outputs = llm.generate(prompts([START, 60, 70]), GREEDY.replace(n=3, max_tokens=60), use_tqdm=False)
+        outputs = llm.generate(
+            prompts([START, 60, 70]), GREEDY.replace(n=3, max_tokens=60), use_tqdm=False
+        )
     check(model, outputs)
     assert watch.count > 0
     assert len(encoded) == len(outputs) + (watch.count if mode == "recompute" else 0)
@@ -147,7 +181,9 @@ def test_several_samples(make):
 def test_beams(make, length_penalty):
     """Those of transformers, which hold what is suppressed as little as ours do."""
     named = {"lang_to_id": LANGUAGES, "task_to_id": TASKS, "no_timestamps_token_id": NO_TIMESTAMPS}
-    params = SamplingParams(use_beam_search=True, beam_width=4, n=2, length_penalty=length_penalty, max_tokens=12)
+    params = SamplingParams(
+        use_beam_search=True, beam_width=4, n=2, length_penalty=length_penalty, max_tokens=12
+    )
 
     def search(**suppressed):
         folder, model = make(**named, **suppressed)
@@ -156,7 +192,10 @@ def test_beams(make, length_penalty):
 
     _, outputs = search()
     found = [one.token_ids for output in outputs for one in output.outputs]
-    suppressed = {"suppress_tokens": sorted({tokens[3] for tokens in found}), "begin_suppress_tokens": [1, found[0][0], found[-1][0]]}
+    suppressed = {
+        "suppress_tokens": sorted({tokens[3] for tokens in found}),
+        "begin_suppress_tokens": [1, found[0][0], found[-1][0]],
+    }
     model, outputs = search(**suppressed)
     for samples, output in zip(recordings(), outputs, strict=True):
         model.generation_config = transformers.GenerationConfig(**IDS, **suppressed)
@@ -172,23 +211,41 @@ def test_beams(make, length_penalty):
             output_scores=True,
         )
         rows = [row[len(output.prompt_token_ids) :] for row in found.sequences.tolist()]
-        assert [one.token_ids for one in output.outputs] == [row[: row.index(1) + 1] if 1 in row else row for row in rows]
-        assert [one.score for one in output.outputs] == pytest.approx(found.sequences_scores.tolist(), abs=1e-3)
+        assert [one.token_ids for one in output.outputs] == [
+            row[: row.index(1) + 1] if 1 in row else row for row in rows
+        ]
+        assert [one.score for one in output.outputs] == pytest.approx(
+            found.sequences_scores.tolist(), abs=1e-3
+        )
 
 
 def test_suppressed_tokens_are_not_drawn(multilingual):
     folder, model = multilingual
     with LLM(str(folder), **OPTIONS) as llm:
-        outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)
+        outputs = llm.generate(
+            prompts(), SamplingParams(temperature=0, max_tokens=16), use_tqdm=False
+        )
     for samples, output in zip(recordings(), outputs, strict=True):
-        assert output.prompt_token_ids == [START, LANGUAGES["<|en|>"], TASKS["transcribe"], NO_TIMESTAMPS]
+        assert output.prompt_token_ids == [
+            START,
+            LANGUAGES["<|en|>"],
+            TASKS["transcribe"],
+            NO_TIMESTAMPS,
+        ]
         tokens: list[int] = []
         # As transformers' processors have it, token by token.
         while len(tokens) < 16 and tokens[-1:] != [1]:
             with torch.no_grad():
                 ids = torch.tensor([[*output.prompt_token_ids, *tokens]])
-                logits = model(input_features=features(samples), decoder_input_ids=ids).logits[0, -1].clone()
-            logits[SUPPRESSED["suppress_tokens"] + ([] if tokens else SUPPRESSED["begin_suppress_tokens"])] = -torch.inf
+                logits = (
+                    model(input_features=features(samples), decoder_input_ids=ids)
+                    .logits[0, -1]
+                    .clone()
+                )
+            logits[
+                SUPPRESSED["suppress_tokens"]
+                + ([] if tokens else SUPPRESSED["begin_suppress_tokens"])
+            ] = -torch.inf
             tokens.append(int(logits.argmax()))
         assert output.outputs[0].token_ids == tokens
 
@@ -210,7 +267,9 @@ def test_a_recording_is_encoded_once(multilingual):
 def test_bfloat16_runs(multilingual):
     folder, _ = multilingual
     with LLM(str(folder), dtype="bfloat16", **OPTIONS) as llm:
-        outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+        outputs = llm.generate(
+            prompts(), SamplingParams(temperature=0, max_tokens=4), use_tqdm=False
+        )
     assert all(output.error is None for output in outputs)
 
 
@@ -223,7 +282,10 @@ def test_bfloat16_runs(multilingual):
         ({"audio": [[0.0], [0.0]]}, "one axis"),
         ({"audio": [[0.0], []]}, "audio must be"),
         ({"audio": ["a"]}, "audio must be an array of numbers"),
-        ({"audio": [0.0], "sampling_rate": 44100}, "44100 samples a second, and the model hears 16000"),
+        (
+            {"audio": [0.0], "sampling_rate": 44100},
+            "44100 samples a second, and the model hears 16000",
+        ),
         ({"audio": np.zeros(480001)}, r"30.0 seconds, and the model hears 30 at a time"),
     ],
 )
@@ -237,8 +299,13 @@ def test_integers_are_scaled(multilingual):
     folder, _ = multilingual
     tone = recordings()[0]
     with LLM(str(folder), **OPTIONS) as llm:
-        given = [{"encoder_prompt": {"audio": samples}} for samples in (tone, (tone * 32767).round().astype(np.int16))]
-        one, other = llm.generate(given, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+        given = [
+            {"encoder_prompt": {"audio": samples}}
+            for samples in (tone, (tone * 32767).round().astype(np.int16))
+        ]
+        one, other = llm.generate(
+            given, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False
+        )
     assert one.outputs[0].token_ids == other.outputs[0].token_ids
 
 
@@ -253,7 +320,10 @@ def test_a_window_has_one_length(multilingual):
 def test_english_alone_and_a_language_of_the_checkpoint(make):
     cases = [
         ({"no_timestamps_token_id": NO_TIMESTAMPS}, [START, NO_TIMESTAMPS]),
-        ({"lang_to_id": LANGUAGES, "task_to_id": TASKS, "language": "de", "task": "translate"}, [START, 5, 8]),
+        (
+            {"lang_to_id": LANGUAGES, "task_to_id": TASKS, "language": "de", "task": "translate"},
+            [START, 5, 8],
+        ),
         ({"lang_to_id": LANGUAGES, "task_to_id": TASKS, "language": "<|de|>"}, [START, 5, 7]),
         # As those write it that are trained further.
         ({"lang_to_id": LANGUAGES, "task_to_id": TASKS, "language": "German"}, [START, 5, 7]),
@@ -278,32 +348,57 @@ def test_english_alone_and_a_language_of_the_checkpoint(make):
 )
 def test_forced_decoder_ids_are_those_of_transformers(make, forced, expected, in_config):
     """As the first checkpoints, and those made of them, name language and task."""
-    knows = {} if len(forced) == 1 else {"lang_to_id": LANGUAGES, "task_to_id": TASKS, "is_multilingual": True}
+    knows = (
+        {}
+        if len(forced) == 1
+        else {"lang_to_id": LANGUAGES, "task_to_id": TASKS, "is_multilingual": True}
+    )
     stated = {"no_timestamps_token_id": NO_TIMESTAMPS, **knows}
     folder, model = make(**stated, **({} if in_config else {"forced_decoder_ids": forced}))
     if in_config:
         path = folder / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "forced_decoder_ids": forced}))
-    generation = transformers.GenerationConfig(**IDS, **stated, return_timestamps=False, forced_decoder_ids=copy.deepcopy(forced))
+    generation = transformers.GenerationConfig(
+        **IDS, **stated, return_timestamps=False, forced_decoder_ids=copy.deepcopy(forced)
+    )
     heard = features(recordings()[0])
-    theirs = model._retrieve_init_tokens(heard, 1, generation_config=generation, config=model.config, num_segment_frames=3000, kwargs={})
+    theirs = model._retrieve_init_tokens(
+        heard,
+        1,
+        generation_config=generation,
+        config=model.config,
+        num_segment_frames=3000,
+        kwargs={},
+    )
     with LLM(str(folder), **OPTIONS) as llm:
         [output] = llm.generate(prompts()[:1], SamplingParams(max_tokens=1), use_tqdm=False)
-    assert output.prompt_token_ids == [START, *(4 if token is None else token for token in expected)]
-    told = [None if token in LANGUAGES.values() and forced[0][1] is None else token for token in theirs[0].tolist()]
+    assert output.prompt_token_ids == [
+        START,
+        *(4 if token is None else token for token in expected),
+    ]
+    told = [
+        None if token in LANGUAGES.values() and forced[0][1] is None else token
+        for token in theirs[0].tolist()
+    ]
     assert told == [START, *expected]
 
 
 @pytest.mark.parametrize("forced", [5, [5], [[2, 5]], [[1, "en"]], [[1, 5, 6]]])
 def test_forced_decoder_ids_that_mean_nothing(make, forced):
     folder, _ = make(lang_to_id=LANGUAGES, task_to_id=TASKS, forced_decoder_ids=forced)
-    with LLM(str(folder), **OPTIONS) as llm, pytest.raises(CheckpointError, match="forced_decoder_ids must be"):
+    with (
+        LLM(str(folder), **OPTIONS) as llm,
+        pytest.raises(CheckpointError, match="forced_decoder_ids must be"),
+    ):
         llm.generate(prompts()[:1], use_tqdm=False)
 
 
 def test_a_language_of_the_checkpoint_that_it_does_not_know(make):
     folder, _ = make(lang_to_id=LANGUAGES, task_to_id=TASKS, language="klingon")
-    with LLM(str(folder), **OPTIONS) as llm, pytest.raises(CheckpointError, match="language 'klingon' is not one of its lang_to_id"):
+    with (
+        LLM(str(folder), **OPTIONS) as llm,
+        pytest.raises(CheckpointError, match="language 'klingon' is not one of its lang_to_id"),
+    ):
         llm.generate(prompts()[:1], use_tqdm=False)
 
 
@@ -311,4 +406,10 @@ def test_names_of_languages_are_those_of_transformers():
     theirs = transformers.models.whisper.tokenization_whisper.TO_LANGUAGE_CODE
     assert theirs == CODES
     assert {code_of(code) for code in theirs.values()} == set(theirs.values())
-    assert [code_of(name) for name in ("de", "<|de|>", "German", "haitian creole", "klingon")] == ["de", "de", "de", "ht", "klingon"]
+    assert [code_of(name) for name in ("de", "<|de|>", "German", "haitian creole", "klingon")] == [
+        "de",
+        "de",
+        "de",
+        "ht",
+        "klingon",
+    ]

@@ -1,6 +1,7 @@
 """toolkit-lm: LLM inference and serving built as a plugin framework.
 
-The public names are resolved when they are used: importing this package imports no torch and looks for no plugin.
+The public names are resolved when they are used: importing this package imports no torch and looks
+for no plugin.
 """
 
 import sys
@@ -13,7 +14,8 @@ _own, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def __getattr__(name: str) -> object:
-    """Own names, and those that distributions add by their entry points: `EngineArgs = "package:EngineArgs"` in "toolkit_lm.names"."""
+    """Own names, and those that distributions add by their entry points: `EngineArgs =
+    "package:EngineArgs"` in "toolkit_lm.names"."""
     try:
         return _own(name)
     except AttributeError:
@@ -21,9 +23,12 @@ def __getattr__(name: str) -> object:
             return found.load()
         if name.startswith("_") or not (way := _way_to_get(name)):
             raise
-        # Of an AttributeError, `from toolkit_lm import ...` would show its own message in place of this one.
+        # Of an AttributeError, `from toolkit_lm import ...` would show its own message in place of
+        # this one.
         imports = sys._getframe(1).f_code.co_name == "_handle_fromlist"
-        raise (ImportError if imports else AttributeError)(f"cannot import {name!r} from 'toolkit_lm'. {way}") from None
+        raise (ImportError if imports else AttributeError)(
+            f"cannot import {name!r} from 'toolkit_lm'. {way}"
+        ) from None
 
 
 def _way_to_get(name: str) -> str:

@@ -16,7 +16,11 @@ from .params import (
     SamplingParams as SamplingParams,
 )
 from .pooling_params import PoolingParams as PoolingParams
-from .prompts import ExplicitEncoderDecoderPrompt as ExplicitEncoderDecoderPrompt, TextPrompt as TextPrompt, TokensPrompt as TokensPrompt
+from .prompts import (
+    ExplicitEncoderDecoderPrompt as ExplicitEncoderDecoderPrompt,
+    TextPrompt as TextPrompt,
+    TokensPrompt as TokensPrompt,
+)
 
 # Those that distributions add by their entry points, such as AsyncLLM.
 def __getattr__(name: str) -> typing.Any: ...

@@ -47,7 +47,8 @@ _BODIES: dict[type, dict[str, FunctionType]] = {}
 
 
 def alteration(thing: object, kind: type, seams: Collection[str]) -> str | None:
-    """What a subclass of `kind`, or `thing` itself, replaces of `kind`; None: `thing` computes as `kind` does.
+    """What a subclass of `kind`, or `thing` itself, replaces of `kind`; None: `thing` computes as
+    `kind` does.
 
     `seams`: names that may be replaced. Names that are new to `kind` may be defined.
     """
@@ -68,7 +69,8 @@ def alteration(thing: object, kind: type, seams: Collection[str]) -> str | None:
 
 
 def module_alteration(module: nn.Module) -> str | None:
-    """As `alteration`, from the first of its classes whose own body states `seams`; a module without such a class is altered.
+    """As `alteration`, from the first of its classes whose own body states `seams`; a module
+    without such a class is altered.
 
     So is one of a class in whose body a function has been replaced.
     """
@@ -84,7 +86,8 @@ def module_alteration(module: nn.Module) -> str | None:
 
 
 def has_hook(modules: Iterable[nn.Module]) -> bool:
-    """Whether a forward or backward hook waits for a call of any of these modules, or of all modules."""
+    """Whether a forward or backward hook waits for a call of any of these modules, or of all
+    modules."""
     if torch_module._has_any_global_hook():  # type: ignore[no-untyped-call]
         return True
     for module in modules:
@@ -96,12 +99,15 @@ def has_hook(modules: Iterable[nn.Module]) -> bool:
 
 
 class Bypassable(nn.Module):
-    """A module that may be left uncalled, or whose parts may be: base of what kernels compute in one call, and of its parts."""
+    """A module that may be left uncalled, or whose parts may be: base of what kernels compute in
+    one call, and of its parts."""
 
     seams: ClassVar[frozenset[str]]
-    """Names that a subclass may override while the module can be left uncalled: they are used in construction alone.
+    """Names that a subclass may override while the module can be left uncalled: they are used in
+    construction alone.
 
-    Only the class whose body states it vouches for what the module computes. A subclass that overrides any other name does not.
+    Only the class whose body states it vouches for what the module computes. A subclass that
+    overrides any other name does not.
     """
 
     _seen: int = -1
@@ -110,13 +116,18 @@ class Bypassable(nn.Module):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "seams" in vars(cls):
-            functions = {name: value for name, value in vars(cls).items() if isinstance(value, FunctionType)}
-            _BODIES[cls] = {name: value for name, value in functions.items() if name not in cls.seams}
+            functions = {
+                name: value for name, value in vars(cls).items() if isinstance(value, FunctionType)
+            }
+            _BODIES[cls] = {
+                name: value for name, value in functions.items() if name not in cls.seams
+            }
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if callable(getattr(type(self), name, None)):
-            # A method is replaced. A new handle counts as a hook, so that whoever bypasses modules looks again.
+            # A method is replaced. A new handle counts as a hook, so that whoever bypasses modules
+            # looks again.
             RemovableHandle(OrderedDict())
 
     def refuses_bypass(self) -> str | None:
@@ -124,11 +135,13 @@ class Bypassable(nn.Module):
         return module_alteration(self)
 
     def may_bypass(self) -> bool:
-        """Whether the module may be left uncalled. Between two registrations of hooks it is found out once."""
+        """Whether the module may be left uncalled. Between two registrations of hooks it is found
+        out once."""
         seen = RemovableHandle.next_id
         if self._seen == seen:
             return True
-        # A removed hook leaves no trace in the count, so a module with hooks is looked at each time.
+        # A removed hook leaves no trace in the count, so a module with hooks is looked at each
+        # time.
         if has_hook(self.modules()) or self.refuses_bypass() is not None:
             return False
         self._seen = seen

@@ -1,4 +1,5 @@
-"""Every error that toolkit-lm raises on purpose. Each message names the culprit and the alternatives.
+"""Every error that toolkit-lm raises on purpose. Each message names the culprit and the
+alternatives.
 
 ToolkitError
 ├── ConfigError (ValueError)        an option: unknown, of a wrong type, out of range, in conflict with another
@@ -19,7 +20,8 @@ from collections.abc import Iterable
 
 
 class ToolkitError(Exception):
-    """Base of all errors meant for users: shown as one message, without a traceback unless asked for."""
+    """Base of all errors meant for users: shown as one message, without a traceback unless asked
+    for."""
 
 
 class ConfigError(ToolkitError, ValueError):
@@ -55,7 +57,8 @@ class ContextLengthError(RequestError):
 
 
 class QueueFullError(RequestError):
-    """Too many requests, or too many tokens, wait for a place in the batch. `retry_after` is in seconds, a guess."""
+    """Too many requests, or too many tokens, wait for a place in the batch. `retry_after` is in
+    seconds, a guess."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -71,12 +74,16 @@ DOCUMENTATION = "https://github.com/toolkit-lm/toolkit-lm/tree/main/docs"
 
 
 def page(name: str) -> str:
-    """The address of a page of the documentation, such as "hooks/toolkit_watch.md", for an error's hint."""
+    """The address of a page of the documentation, such as "hooks/toolkit_watch.md", for an error's
+    hint."""
     return f"{DOCUMENTATION}/{name}"
 
 
-def nearest(name: str, known: Iterable[str], count: int = 3, *, otherwise: str | None = None) -> str:
-    """The end of an error sentence: the names closest to `name`; when none is close, `otherwise`, by default all of them."""
+def nearest(
+    name: str, known: Iterable[str], count: int = 3, *, otherwise: str | None = None
+) -> str:
+    """The end of an error sentence: the names closest to `name`; when none is close, `otherwise`,
+    by default all of them."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=count, cutoff=0.6)
     if close:

@@ -12,7 +12,8 @@ RequestEventKind = Literal["queued", "scheduled", "first_token", "preempted", "f
 
 
 class RequestEvent(Struct, frozen=True, kw_only=True, tag="request"):
-    """A step in one request's life. Times are time.monotonic() seconds, which the processes of a machine share."""
+    """A step in one request's life. Times are time.monotonic() seconds, which the processes of a
+    machine share."""
 
     kind: RequestEventKind
     """The last is "finished", or "aborted" when the caller or its deadline ended the request."""
@@ -48,7 +49,8 @@ class StepEvent(Struct, frozen=True, kw_only=True, tag="step"):
     num_output_sequences: int = 0
     """Those that got some."""
     num_compilations: int = 0
-    """Graphs that torch compiled in the step, in any thread of the process. All is to be compiled before the first request."""
+    """Graphs that torch compiled in the step, in any thread of the process. All is to be compiled
+    before the first request."""
     engine: int = 0
 
 

@@ -1,6 +1,7 @@
 """Everything that crosses a process boundary: msgspec structs, never pickle.
 
-front → engine: EngineRequest, abort ids. engine → front: EngineOutputs. engine → worker: StepPlan. worker → engine: StepResult.
+front → engine: EngineRequest, abort ids. engine → front: EngineOutputs. engine → worker: StepPlan.
+worker → engine: StepResult.
 """
 
 from __future__ import annotations
@@ -57,20 +58,23 @@ class Array(Struct, frozen=True):
 
 
 class ForbiddenTexts(Struct, frozen=True):
-    """Texts that no drawn token may complete, as an automaton over tokens. State 0 is always active; others follow from drawn tokens."""
+    """Texts that no drawn token may complete, as an automaton over tokens. State 0 is always
+    active; others follow from drawn tokens."""
 
     steps: Array
     """[N, 3] int32, in order: a token, a state that it is drawn in, and the state that follows."""
     ends: Array
     """[M, 2] int32, in order: a state, and a token that is not to be drawn in it."""
     silent: Array
-    """Packed bits, one for each token of the vocabulary: tokens without text, which change no state."""
+    """Packed bits, one for each token of the vocabulary: tokens without text, which change no
+    state."""
     longest: int
     """Most tokens that one of the texts can have."""
 
 
 class SequenceInputs(Struct, kw_only=True, frozen=True):
-    """What the runner needs of a request beside its tokens and parameters. The scheduler carries it, and never reads it."""
+    """What the runner needs of a request beside its tokens and parameters. The scheduler carries
+    it, and never reads it."""
 
     bad_words: list[list[int]] = field(default_factory=list)
     """Sequences of tokens of which the last is not to be drawn after the others."""
@@ -81,19 +85,24 @@ class SequenceInputs(Struct, kw_only=True, frozen=True):
     logits_processors: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By name, the arguments of the plugins' logits processors that are applied."""
     model_arguments: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By name, the arguments of plugins' parameters that the model reads, by its ModelState. They are in the cache keys."""
+    """By name, the arguments of plugins' parameters that the model reads, by its ModelState. They
+    are in the cache keys."""
     pooling: PoolingParams | None = None
     """Set: the prompt is pooled, and the sampling parameters have no meaning."""
     second_text_start: int | None = None
-    """Of a pair of texts: the position of the first token of the second (token type 1, where the model has types)."""
+    """Of a pair of texts: the position of the first token of the second (token type 1, where the
+    model has types)."""
     pooling_start: int = 0
-    """Position of the first token that is pooled. Those before, of the checkpoint's prompt, are read and left out of the vector."""
+    """Position of the first token that is pooled. Those before, of the checkpoint's prompt, are
+    read and left out of the vector."""
     num_attended: int | None = None
-    """Of an encoder's prompt: only so many tokens, from the first on, are seen, by all of them; None: all."""
+    """Of an encoder's prompt: only so many tokens, from the first on, are seen, by all of them;
+    None: all."""
 
 
 class CacheKey(Struct, array_like=True, frozen=True):
-    """What keys and values of tokens [start, end) depend on beside the tokens up to them: a tenant's salt, the hash of a picture."""
+    """What keys and values of tokens [start, end) depend on beside the tokens up to them: a
+    tenant's salt, the hash of a picture."""
 
     start: int
     end: int
@@ -101,7 +110,8 @@ class CacheKey(Struct, array_like=True, frozen=True):
 
 
 class EncoderInput(Struct, kw_only=True, frozen=True):
-    """What the encoder of an encoder-decoder model reads, as a whole, before its decoder begins: tokens, or features."""
+    """What the encoder of an encoder-decoder model reads, as a whole, before its decoder begins:
+    tokens, or features."""
 
     num_tokens: int
     """States that it makes of it, whose keys and values cross attention reads."""
@@ -121,7 +131,8 @@ class PlaceholderRange(Struct, frozen=True):
     offset: int
     length: int
     mask: list[bool] | None = None
-    """Which of its tokens the item's embeddings replace; None: all. The others, such as ends of rows, are tokens like any."""
+    """Which of its tokens the item's embeddings replace; None: all. The others, such as ends of
+    rows, are tokens like any."""
 
     @property
     def end(self) -> int:
@@ -142,13 +153,15 @@ class MultiModalFeatureSpec(Struct, kw_only=True, frozen=True):
     """Of its content: equal ones have equal data, whoever sent them."""
     mm_position: PlaceholderRange
     data: dict[str, Array] | None = None
-    """The arrays that the model's encoder reads; or `embeds` [n, hidden size] alone, what it would give. None: the engine holds them."""
+    """The arrays that the model's encoder reads; or `embeds` [n, hidden size] alone, what it would
+    give. None: the engine holds them."""
     layout: dict[str, list[float]] = field(default_factory=dict)
     """Small facts that the positions of its tokens depend on, such as a grid of patches."""
 
 
 class BegunSequence(Struct, frozen=True):
-    """What a sequence has had of an engine that has ended. It goes on from there, as after a preemption."""
+    """What a sequence has had of an engine that has ended. It goes on from there, as after a
+    preemption."""
 
     token_ids: list[int]
     """Its output."""
@@ -188,11 +201,13 @@ class EngineRequest(Struct, kw_only=True):
     deadline: float | None = None
     """time.monotonic() at which it ends with "timeout", wherever it is."""
     cache_keys: list[CacheKey] = field(default_factory=list)
-    """What else decides on the prompt's keys and values. Requests share no cached prefix that goes beyond a place where they differ."""
+    """What else decides on the prompt's keys and values. Requests share no cached prefix that goes
+    beyond a place where they differ."""
     context: dict[str, str] = field(default_factory=dict)
     """For events: what the caller attached."""
     begun: list[BegunSequence] = field(default_factory=list)
-    """By index, its sequences, where another engine has begun it. Not all of them have ended. None of a beam search, which begins anew."""
+    """By index, its sequences, where another engine has begun it. Not all of them have ended. None
+    of a beam search, which begins anew."""
     num_prompt_logprobs: int = 0
     """Prompt tokens whose log probabilities that engine gave."""
 
@@ -213,7 +228,8 @@ class TokenLogprobs(Struct):
 
 
 class Candidates(Struct):
-    """The likeliest next tokens of one sequence, in order. Log probabilities are those of the tokens that the request allows."""
+    """The likeliest next tokens of one sequence, in order. Log probabilities are those of the
+    tokens that the request allows."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -258,7 +274,8 @@ class EngineOutputs(Struct, kw_only=True):
     events: list[Event] = field(default_factory=list)
     """In order; empty when nobody listens."""
     missing: dict[str, list[str]] | None = None
-    """By request, which it does not take, items of media: it was sent none of their data, and does not hold it."""
+    """By request, which it does not take, items of media: it was sent none of their data, and does
+    not hold it."""
 
 
 class NewSequence(Struct, kw_only=True):
@@ -274,7 +291,8 @@ class NewSequence(Struct, kw_only=True):
     seed: int
     """Resolved: the request's own, or one drawn for it."""
     stop_token_ids: list[int]
-    """All tokens that end it; they are kept from being drawn while fewer than min_tokens are out."""
+    """All tokens that end it; they are kept from being drawn while fewer than min_tokens are
+    out."""
     inputs: SequenceInputs = field(default_factory=SequenceInputs)
     sampler_state: SamplerState = field(default_factory=dict)
     """What the sampler returned with the sequence's last token. Empty before the first."""
@@ -308,17 +326,22 @@ class ScheduledSequence(Struct):
     """The first token to compute now: so many are computed already."""
     num_tokens: int
     new_blocks: list[list[int]]
-    """Per KV group, block ids to append to the table; for a NewSequence of the same plan these are in its block_tables already."""
+    """Per KV group, block ids to append to the table; for a NewSequence of the same plan these are
+    in its block_tables already."""
     samples: bool
-    """True when the sequence's last token is among these: a next token is drawn, or a beam search's candidates are returned."""
+    """True when the sequence's last token is among these: a next token is drawn, or a beam search's
+    candidates are returned."""
     tokens: list[int] = field(default_factory=list)
-    """The tokens to compute, where workers cannot know them: the last pipeline stage alone has drawn them, or they are drafts."""
+    """The tokens to compute, where workers cannot know them: the last pipeline stage alone has
+    drawn them, or they are drafts."""
     num_drafts: int = 0
-    """How many of `tokens`, at their end, are drafts. A worker draws as many tokens as agree with them, and one more."""
+    """How many of `tokens`, at their end, are drafts. A worker draws as many tokens as agree with
+    them, and one more."""
 
 
 class BlockCopy(Struct):
-    """Copy a block's keys and values, in all layers of a KV group, before the step writes (copy on write)."""
+    """Copy a block's keys and values, in all layers of a KV group, before the step writes (copy on
+    write)."""
 
     group: int
     source: int
@@ -335,7 +358,8 @@ class BlockMove(Struct):
 
 
 class EncoderItem(Struct):
-    """An item of media that a step encodes. Its embeddings stay on the worker until a plan drops them."""
+    """An item of media that a step encodes. Its embeddings stay on the worker until a plan drops
+    them."""
 
     identifier: str
     modality: str
@@ -354,7 +378,8 @@ class StepPlan(Struct, kw_only=True):
     new: list[NewSequence] = field(default_factory=list)
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
-    """Sequences and encoder sequences that the runner forgets first: finished, aborted or preempted."""
+    """Sequences and encoder sequences that the runner forgets first: finished, aborted or
+    preempted."""
     swap_out: list[BlockCopy] = field(default_factory=list)
     """From the device's pool (source) to the host's (target), before anything else is written."""
     swap_in: list[BlockCopy] = field(default_factory=list)
@@ -376,21 +401,25 @@ class StepResult(Struct, kw_only=True):
     """What came of a step, in the order of `plan.scheduled`."""
 
     token_ids: list[list[int]]
-    """Per row, the drawn tokens: none for a chunk that ends before the sequence does, nor for a beam; else one, and one more for each
-    draft that it agrees with."""
+    """Per row, the drawn tokens: none for a chunk that ends before the sequence does, nor for a
+    beam; else one, and one more for each draft that it agrees with.
+    """
     logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
     """Per row, one for each drawn token where the row asked for them; empty when no row did."""
     drafts: dict[int, list[int]] = field(default_factory=dict)
     """By seq_id, guesses at the tokens after the drawn ones, for the next step to verify."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    """By seq_id, of the prompt tokens that follow the computed ones, where the request asked for them."""
+    """By seq_id, of the prompt tokens that follow the computed ones, where the request asked for
+    them."""
     sampler_state: dict[int, SamplerState] = field(default_factory=dict)
-    """By seq_id, what NewSequence is to bring back after a preemption. Only the sampler knows what it means."""
+    """By seq_id, what NewSequence is to bring back after a preemption. Only the sampler knows what
+    it means."""
     candidates: dict[int, Candidates] = field(default_factory=dict)
     """By seq_id, of the rows of beam searches. They draw no token."""
     pooled: dict[int, Array] = field(default_factory=dict)
     """By seq_id, of the pooling sequences whose last token was computed."""
     errors: dict[int, str] = field(default_factory=dict)
-    """By seq_id, rows that failed alone (for example NaN logits): their sequence ends, the others go on."""
+    """By seq_id, rows that failed alone (for example NaN logits): their sequence ends, the others
+    go on."""
     num_compilations: int = 0
     """Graphs that torch compiled meanwhile. After the warm-up there should be none."""

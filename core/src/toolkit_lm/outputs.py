@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 class Logprob(Struct, gc=False):
-    """The log probability of one candidate at one position. The garbage collector need not look at it: an answer may have millions."""
+    """The log probability of one candidate at one position. The garbage collector need not look at
+    it: an answer may have millions."""
 
     logprob: float
     rank: int
@@ -45,7 +46,8 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When a request came and its tokens did, by time.monotonic(), and how many there are. All outputs of a request share one."""
+    """When a request came and its tokens did, by time.monotonic(), and how many there are. All
+    outputs of a request share one."""
 
     arrival_time: float
     first_token_ts: float | None = None
@@ -55,7 +57,8 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request as far as it has come, or what is new of it: SamplingParams.output_kind says which."""
+    """A request as far as it has come, or what is new of it: SamplingParams.output_kind says
+    which."""
 
     request_id: str
     prompt: str | None
@@ -67,9 +70,11 @@ class RequestOutput:
     error: str | None = None
     """What went wrong, when a sequence's finish_reason is "error"."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """Per prompt token so far computed, where asked for: the token itself and the likeliest ones. None for the first."""
+    """Per prompt token so far computed, where asked for: the token itself and the likeliest ones.
+    None for the first."""
     encoder_prompt: str | None = None
-    """Of an encoder-decoder model, whose `prompt` and `prompt_token_ids` are the decoder's: the text that its encoder read."""
+    """Of an encoder-decoder model, whose `prompt` and `prompt_token_ids` are the decoder's: the
+    text that its encoder read."""
     encoder_prompt_token_ids: list[int] | None = None
     metrics: RequestMetrics | None = None
 
@@ -81,10 +86,12 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """What the model made of one prompt, or of one pair of texts, and what it is called by its task."""
+    """What the model made of one prompt, or of one pair of texts, and what it is called by its
+    task."""
 
     data: np.ndarray | None
-    """Read-only. embed: [D]; token_embed: [tokens, D]; classify: [labels]; token_classify: [tokens, labels]; score: [1]."""
+    """Read-only. embed: [D]; token_embed: [tokens, D]; classify: [labels]; token_classify: [tokens,
+    labels]; score: [1]."""
 
     @property
     def embedding(self) -> list[float] | None:

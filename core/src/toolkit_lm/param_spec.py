@@ -1,4 +1,5 @@
-"""How a request's parameter is stated, and how it is checked: as an option is, with bounds for lists besides.
+"""How a request's parameter is stated, and how it is checked: as an option is, with bounds for
+lists besides.
 
 A parameter is a field of a frozen `msgspec.Struct`, annotated with `param(help, ...)`:
 
@@ -32,7 +33,8 @@ MAX_TOKEN_ID = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec(OptionSpec):
-    """What a field's `Annotated[...]` says of a parameter. `ge`, `gt` and `le` bound numbers, also those that a mapping maps to."""
+    """What a field's `Annotated[...]` says of a parameter. `ge`, `gt` and `le` bound numbers, also
+    those that a mapping maps to."""
 
     use: Use = "draws"
     flag: bool = True
@@ -49,7 +51,8 @@ param = ParamSpec
 
 
 def params_of(struct: type[msgspec.Struct]) -> dict[str, Option]:
-    """The parameters that a struct states, by name and in order. The `spec` of each is a ParamSpec."""
+    """The parameters that a struct states, by name and in order. The `spec` of each is a
+    ParamSpec."""
     return {o.name: o for o in options_of(struct)}
 
 
@@ -60,14 +63,16 @@ def spec_of(o: Option) -> ParamSpec:
 
 
 class ProcessorParams(msgspec.Struct):
-    """The front half of a logits processor: the request's parameters that turn it on, fields with a default and `param(help, ...)`.
+    """The front half of a logits processor: the request's parameters that turn it on, fields with a
+    default and `param(help, ...)`.
 
-    It is made where a request that gives any of them arrives, and raises RequestError for a value out of range. Its module imports no
-    torch.
+    It is made where a request that gives any of them arrives, and raises RequestError for a value
+    out of range. Its module imports no torch.
     """
 
     changes_forward: ClassVar[bool] = True
-    """The model's forward pass may depend on the arguments: requests whose arguments differ share no cached prefix.
+    """The model's forward pass may depend on the arguments: requests whose arguments differ share
+    no cached prefix.
 
     False promises that they change how tokens are drawn, and nothing else.
     """
@@ -76,9 +81,11 @@ class ProcessorParams(msgspec.Struct):
         check_fields(self, checks_of(type(self)))
 
     def prepare(self, renderer: Any) -> Mapping[str, Any] | None:
-        """The arguments that the worker's half gets for a sequence: numbers, texts, lists and mappings of them. None: it is not applied.
+        """The arguments that the worker's half gets for a sequence: numbers, texts, lists and
+        mappings of them. None: it is not applied.
 
-        `renderer` is the engine's toolkit_lm.renderer.Renderer. A ValueError fails the request; as RequestError it may name the parameter.
+        `renderer` is the engine's toolkit_lm.renderer.Renderer. A ValueError fails the request; as
+        RequestError it may name the parameter.
         """
         return msgspec.structs.asdict(self)
 
@@ -95,11 +102,14 @@ class FieldCheck(NamedTuple):
 @cache
 def checks_of(struct: type[msgspec.Struct]) -> tuple[FieldCheck, ...]:
     """The checks of a struct's parameters, made once and run by `check_fields`."""
-    return tuple(FieldCheck(o.name, o.default, _check_of(o), NoneType in o.kinds) for o in options_of(struct))
+    return tuple(
+        FieldCheck(o.name, o.default, _check_of(o), NoneType in o.kinds) for o in options_of(struct)
+    )
 
 
 def check_fields(values: msgspec.Struct, checks: Sequence[FieldCheck]) -> None:
-    """Raises RequestError for the first parameter of `values` that has a wrong type or is out of bounds. None becomes the default."""
+    """Raises RequestError for the first parameter of `values` that has a wrong type or is out of
+    bounds. None becomes the default."""
     for name, default, check, takes_none in checks:
         value = getattr(values, name)
         if value is None and not takes_none:
@@ -122,7 +132,9 @@ def is_token_id(value: object) -> bool:
 def is_number(value: object) -> bool:
     """Whether it is a finite number; true and false are none."""
     try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return (
+            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        )
     except OverflowError:
         return False
 
@@ -157,22 +169,38 @@ def _number_check(o: Option, wanted: str, is_kind: Callable[[object], bool]) -> 
 
     def check(value: Any) -> None:
         require(is_kind(value), name, wanted, value)
-        admitted = (ge is None or value >= ge) and (gt is None or value > gt) and (le is None or value <= le)
+        admitted = (
+            (ge is None or value >= ge)
+            and (gt is None or value > gt)
+            and (le is None or value <= le)
+        )
         require(admitted, name, bounds, value)
 
     return check
 
 
 def _choice_check(o: Option, arms: list[Any]) -> Check:
-    choices = [choice for arm in arms for choice in ((True, False) if arm is bool else get_args(arm))]
+    choices = [
+        choice for arm in arms for choice in ((True, False) if arm is bool else get_args(arm))
+    ]
     if not choices:
-        raise TypeError(f"{o.name} is neither a number, a switch, a text, a choice, a mapping nor a list of texts or token ids.")
-    words = [str(choice).lower() if isinstance(choice, bool) else f'"{choice}"' for choice in choices]
+        raise TypeError(
+            f"{o.name} is neither a number, a switch, a text, a choice, a mapping nor a list of "
+            "texts or token ids."
+        )
+    words = [
+        str(choice).lower() if isinstance(choice, bool) else f'"{choice}"' for choice in choices
+    ]
     wanted = f"{', '.join(words[:-1])} or {words[-1]}"
 
     def check(value: Any) -> None:
         # 1 is no true, though it is equal.
-        require(any(type(value) is type(choice) and value == choice for choice in choices), o.name, wanted, value)
+        require(
+            any(type(value) is type(choice) and value == choice for choice in choices),
+            o.name,
+            wanted,
+            value,
+        )
 
     return check
 
@@ -182,7 +210,12 @@ def _text_check(o: Option) -> Check:
 
     def check(value: Any) -> None:
         require(isinstance(value, str), o.name, "a text", value)
-        require(longest is None or len(value) <= longest, o.name, f"a text of at most {longest} characters", len(value))
+        require(
+            longest is None or len(value) <= longest,
+            o.name,
+            f"a text of at most {longest} characters",
+            len(value),
+        )
 
     return check
 
@@ -192,7 +225,12 @@ def _mapping_check(o: Option) -> Check:
 
     def check(value: Any) -> None:
         require(isinstance(value, dict), o.name, "a mapping", value)
-        require(most is None or len(value) <= most, o.name, f"a mapping of at most {most} entries", len(value))
+        require(
+            most is None or len(value) <= most,
+            o.name,
+            f"a mapping of at most {most} entries",
+            len(value),
+        )
 
     return check
 
@@ -209,12 +247,20 @@ def _list_check(o: Option, kind: Any, *, takes_one: bool) -> Check:
         values = [value] if takes_one and isinstance(value, str) else value
         require(isinstance(values, list | tuple), name, wanted, value)
         require(most is None or len(values) <= most, name, f"at most {most} {items}", len(values))
-        fits = all(str in kinds if isinstance(one, str) else int in kinds and is_token_id(one) for one in values)
+        fits = all(
+            str in kinds if isinstance(one, str) else int in kinds and is_token_id(one)
+            for one in values
+        )
         require(fits, name, wanted, value)
         texts = [one for one in values if isinstance(one, str)]
         require(all(texts), name, f"{wanted}, none of them empty", value)
         length = max(map(len, texts), default=0)
-        require(longest is None or length <= longest, name, f"texts of at most {longest} characters", length)
+        require(
+            longest is None or length <= longest,
+            name,
+            f"texts of at most {longest} characters",
+            length,
+        )
 
     return check
 

@@ -1,4 +1,5 @@
-"""What a user may ask of a pooling model: PoolingParams. It crosses process boundaries, so it is a msgspec struct."""
+"""What a user may ask of a pooling model: PoolingParams. It crosses process boundaries, so it is a
+msgspec struct."""
 
 from __future__ import annotations
 
@@ -14,28 +15,53 @@ from toolkit_lm.param_spec import MAX_TOKEN_ID, check_fields, checks_of, param, 
 
 
 class PoolingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Which task, and how its vector or scores are finished. Raises RequestError (with `param` set) when a value is out of range."""
+    """Which task, and how its vector or scores are finished. Raises RequestError (with `param` set)
+    when a value is out of range."""
 
-    task: Annotated[PoolingTask, param("What is computed: one vector, distribution or score per prompt, or one per token (token_...).")] = (
-        "embed"
-    )
-    dimensions: Annotated[int | None, param("Dimensions of an embedding that are kept, the first ones.", none="all", ge=1)] = None
+    task: Annotated[
+        PoolingTask,
+        param(
+            "What is computed: one vector, distribution or score per prompt, or one per token "
+            "(token_...)."
+        ),
+    ] = "embed"
+    dimensions: Annotated[
+        int | None,
+        param("Dimensions of an embedding that are kept, the first ones.", none="all", ge=1),
+    ] = None
     """Matryoshka embeddings. More than the model has is an error."""
-    normalize: Annotated[bool | None, param("Scale embeddings to length 1 (L2).", none="the model's")] = None
-    use_activation: Annotated[bool | None, param("Classes and scores: apply sigmoid or softmax to the logits.", none="the model's")] = None
+    normalize: Annotated[
+        bool | None, param("Scale embeddings to length 1 (L2).", none="the model's")
+    ] = None
+    use_activation: Annotated[
+        bool | None,
+        param("Classes and scores: apply sigmoid or softmax to the logits.", none="the model's"),
+    ] = None
     step_tag_id: Annotated[
-        int | None, param("Process reward models: token that ends a step.", none="the model's", ge=0, le=MAX_TOKEN_ID)
+        int | None,
+        param(
+            "Process reward models: token that ends a step.",
+            none="the model's",
+            ge=0,
+            le=MAX_TOKEN_ID,
+        ),
     ] = None
     returned_token_ids: Annotated[
-        list[int] | None, param("Reward models: which logits are returned.", none="the model's", max_items=2**18)
+        list[int] | None,
+        param("Reward models: which logits are returned.", none="the model's", max_items=2**18),
     ] = None
 
     def __post_init__(self) -> None:
         check_fields(self, _CHECKS)
-        # Together with the range that a pooler checks, this bounds what a request can make of a token.
-        if self.returned_token_ids and len(set(self.returned_token_ids)) < len(self.returned_token_ids):
+        # Together with the range that a pooler checks, this bounds what a request can make of a
+        # token.
+        if self.returned_token_ids and len(set(self.returned_token_ids)) < len(
+            self.returned_token_ids
+        ):
             raise RequestError(
-                f"returned_token_ids must name each token id once, not {reprlib.repr(self.returned_token_ids)}.", "returned_token_ids"
+                "returned_token_ids must name each token id once, not "
+                f"{reprlib.repr(self.returned_token_ids)}.",
+                "returned_token_ids",
             )
 
     def replace(self, **changes: object) -> PoolingParams:

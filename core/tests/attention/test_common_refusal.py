@@ -41,10 +41,22 @@ def test_what_a_backend_may_run(change) -> None:
     [
         ({"dtype": "float32"}, "no kernel for float32, only for bfloat16, float16"),
         ({"type": "sideways"}, "no attention of type 'sideways', only of decoder, encoder, cross"),
-        ({"kv_cache": Recurrent(block_size=16)}, "no layout for a cache of kind 'recurrent', only for keys and values"),
-        ({**CROSS, "window": 7}, "window relates positions of one sequence, and cross attention has two"),
-        ({**CROSS, "window": 7, "bias": True}, "window and bias relate positions of one sequence, and cross attention has two"),
-        ({**ENCODER, "spans": True}, "spans are of decoders, and this is attention of type 'encoder'"),
+        (
+            {"kv_cache": Recurrent(block_size=16)},
+            "no layout for a cache of kind 'recurrent', only for keys and values",
+        ),
+        (
+            {**CROSS, "window": 7},
+            "window relates positions of one sequence, and cross attention has two",
+        ),
+        (
+            {**CROSS, "window": 7, "bias": True},
+            "window and bias relate positions of one sequence, and cross attention has two",
+        ),
+        (
+            {**ENCODER, "spans": True},
+            "spans are of decoders, and this is attention of type 'encoder'",
+        ),
     ],
 )
 def test_what_none_runs(change, reason) -> None:

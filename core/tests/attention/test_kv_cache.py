@@ -15,7 +15,10 @@ def spec(window=None, heads=2):
 
 def plan(*specs, backends=None) -> KVCacheConfig:
     names = [f"layers.{i}" for i in range(len(specs))]
-    return plan_groups(dict(zip(names, specs, strict=True)), dict(zip(names, backends or ["b"] * len(names), strict=True)))
+    return plan_groups(
+        dict(zip(names, specs, strict=True)),
+        dict(zip(names, backends or ["b"] * len(names), strict=True)),
+    )
 
 
 def test_equal_layers_are_one_group():
@@ -34,7 +37,9 @@ def test_windowed_and_full_layers_share_memory(pattern):
     assert len(sizes) <= 8
     # One block id takes the memory of one group's layers, not of all layers.
     assert pool.num_pages == max(sizes)
-    assert sorted(layer for g in groups for layer in g.layers) == sorted(f"layers.{i}" for i in range(len(pattern)))
+    assert sorted(layer for g in groups for layer in g.layers) == sorted(
+        f"layers.{i}" for i in range(len(pattern))
+    )
     assert all(len({pattern[int(layer.split(".")[1])] for layer in g.layers}) == 1 for g in groups)
 
 
@@ -49,14 +54,19 @@ def test_backends_with_pages_of_one_size_share_a_pool():
 
 @pytest.mark.parametrize("odd", [spec(heads=4), spec(8)])
 def test_one_odd_layer_costs_less_than_a_twentieth_of_the_tokens(odd):
-    """Of those that the same bytes hold, where each layer's keys and values are counted by themselves."""
+    """Of those that the same bytes hold, where each layer's keys and values are counted by
+    themselves."""
     specs = [*[spec()] * 32, odd]
     memory = 2**26
-    config = VllmConfig.default(max_model_len=2048, kv_cache_memory=str(memory), max_num_batched_tokens=64)
+    config = VllmConfig.default(
+        max_model_len=2048, kv_cache_memory=str(memory), max_num_batched_tokens=64
+    )
     sized = size_kv_cache(plan(*specs), config, 2**40, 0)
     assert sum(pool.num_blocks * pool.block_bytes for pool in sized.pools) <= memory
     per_pool = sized.max_blocks(1024, 64)
-    tokens = 1024 * min(pool.num_blocks / each for pool, each in zip(sized.pools, per_pool, strict=True))
+    tokens = 1024 * min(
+        pool.num_blocks / each for pool, each in zip(sized.pools, per_pool, strict=True)
+    )
     ideal = 1024 * memory / sum(one.max_blocks(1024, 64) * one.page_bytes for one in specs)
     assert 0.95 * ideal < tokens <= ideal
 
@@ -74,10 +84,13 @@ class StateSpec(KVCacheSpec, frozen=True, kw_only=True, tag="state"):
 @pytest.mark.parametrize("pattern", ["SFSF", "FSFS", "SSSSSSSF", "FF", "S", "FO", "OF"])
 @pytest.mark.parametrize("num_kv_blocks", [32, 100])
 def test_num_kv_blocks_are_those_of_what_grows(pattern, num_kv_blocks):
-    """In a hybrid, too, whatever comes first: and there are states for as many sequences as may run."""
+    """In a hybrid, too, whatever comes first: and there are states for as many sequences as may
+    run."""
     kinds = {"S": StateSpec(block_size=512), "F": spec(), "O": spec(heads=4)}
     planned = plan(*(kinds[kind] for kind in pattern))
-    config = VllmConfig.default(max_model_len=512, max_num_seqs=8, num_kv_blocks=num_kv_blocks, enable_prefix_caching=False)
+    config = VllmConfig.default(
+        max_model_len=512, max_num_seqs=8, num_kv_blocks=num_kv_blocks, enable_prefix_caching=False
+    )
     sized = size_kv_cache(planned, config, 2**40, 0)
     of_kind = {group.spec.kind: sized.pools[group.pool].num_blocks for group in sized.groups}
     if "F" in pattern:
@@ -94,7 +107,8 @@ def test_a_config_survives_the_wire():
 
 
 @pytest.mark.parametrize(
-    ("window", "tokens", "chunk", "most"), [(None, 100, 8, 7), (16, 100, 1, 2), (16, 100, 16, 3), (16, 10, 100, 1), (1, 100, 1, 2)]
+    ("window", "tokens", "chunk", "most"),
+    [(None, 100, 8, 7), (16, 100, 1, 2), (16, 100, 16, 3), (16, 10, 100, 1), (1, 100, 1, 2)],
 )
 def test_blocks_of_a_sequence_are_bounded_by_its_window(window, tokens, chunk, most):
     assert spec(window).max_blocks(tokens, chunk) == most

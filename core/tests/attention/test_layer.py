@@ -28,7 +28,11 @@ class Recorder(AttentionBackend):
     """Doubles the queries; records what it is given."""
 
     def __init__(self) -> None:
-        super().__init__(GroupSetup(layers=[], kv_cache=None, limits=BatchLimits(8, 8, 8), device=torch.device("cpu")))
+        super().__init__(
+            GroupSetup(
+                layers=[], kv_cache=None, limits=BatchLimits(8, 8, 8), device=torch.device("cpu")
+            )
+        )
         self.calls: list[tuple[Any, ...]] = []
 
     @classmethod
@@ -46,7 +50,9 @@ class Recorder(AttentionBackend):
         self.calls.append(("write", layer, k.shape, v.shape, kv_cache, meta))
 
     def forward(self, layer, q, k, v, kv_cache, meta, out) -> None:
-        self.calls.append(("forward", layer, q.shape, None if k is None else k.shape, kv_cache, meta))
+        self.calls.append(
+            ("forward", layer, q.shape, None if k is None else k.shape, kv_cache, meta)
+        )
         out.copy_(q * 2)
 
 
@@ -74,7 +80,9 @@ def test_spec_of_a_plain_decoder_layer() -> None:
 
 
 def test_spec_names_each_feature() -> None:
-    layer = make_layer(window=7, soft_cap=30.0, bias=no_bias, sinks=torch.zeros(4), type=AttentionType.ENCODER)
+    layer = make_layer(
+        window=7, soft_cap=30.0, bias=no_bias, sinks=torch.zeros(4), type=AttentionType.ENCODER
+    )
     spec = layer.attention_spec(torch.device("cpu"), cached=True)
     assert (spec.window, spec.soft_cap, spec.bias, spec.sinks) == (7, 30.0, True, True)
     assert spec.kv_cache is None
@@ -98,7 +106,9 @@ def test_defaults_are_multi_head_and_the_usual_scale() -> None:
 
 
 def test_heads_must_divide() -> None:
-    with pytest.raises(CheckpointError, match=r"layers\.0\.attn.: 4 query heads cannot share 3 KV heads"):
+    with pytest.raises(
+        CheckpointError, match=r"layers\.0\.attn.: 4 query heads cannot share 3 KV heads"
+    ):
         make_layer(num_kv_heads=3)
 
 
@@ -106,7 +116,11 @@ def test_forward_writes_then_attends_with_its_groups_metadata() -> None:
     layer, backend = make_layer(num_kv_heads=2), Recorder()
     kv_cache = (torch.empty(2, 5),)
     q, k, v = torch.randn(3, 320), torch.randn(3, 160), torch.randn(3, 160)
-    with step_context(StepContext({"layers.0.attn": Binding(backend, layer.params, kv_cache, 1)}, ["other", "mine"])):
+    with step_context(
+        StepContext(
+            {"layers.0.attn": Binding(backend, layer.params, kv_cache, 1)}, ["other", "mine"]
+        )
+    ):
         out = layer(q, k, v)
     assert torch.equal(out, q * 2)
     assert backend.calls == [
@@ -117,14 +131,20 @@ def test_forward_writes_then_attends_with_its_groups_metadata() -> None:
 
 def test_forward_without_a_cache_writes_nothing() -> None:
     layer, backend = make_layer(type=AttentionType.ENCODER), Recorder()
-    with step_context(StepContext({"layers.0.attn": Binding(backend, layer.params, None, 0)}, [None])):
+    with step_context(
+        StepContext({"layers.0.attn": Binding(backend, layer.params, None, 0)}, [None])
+    ):
         layer(*torch.randn(3, 2, 320))
     assert [call[0] for call in backend.calls] == ["forward"]
 
 
 def test_context_refuses_to_nest() -> None:
     nothing = StepContext({}, [])
-    with step_context(nothing), pytest.raises(AssertionError, match="inside another one on the same thread"), step_context(nothing):
+    with (
+        step_context(nothing),
+        pytest.raises(AssertionError, match="inside another one on the same thread"),
+        step_context(nothing),
+    ):
         pass
 
 
@@ -160,7 +180,9 @@ def test_a_layer_outside_a_context_is_named() -> None:
 def test_a_step_without_keys_writes_nothing() -> None:
     """Cross attention, once the encoder's keys are cached."""
     layer, backend = make_layer(type=AttentionType.CROSS), Recorder()
-    with step_context(StepContext({"layers.0.attn": Binding(backend, layer.params, (torch.empty(1),), 0)}, [None])):
+    with step_context(
+        StepContext({"layers.0.attn": Binding(backend, layer.params, (torch.empty(1),), 0)}, [None])
+    ):
         out = layer(torch.ones(3, 320))
     assert torch.equal(out, torch.full((3, 320), 2.0))
     assert [call[0] for call in backend.calls] == ["forward"]
@@ -175,7 +197,9 @@ def test_attention_is_one_op_of_a_compiled_graph() -> None:
         return graph.forward
 
     compiled = torch.compile(lambda q, k, v: layer(q, k, v) + 1, fullgraph=True, backend=look)
-    with step_context(StepContext({"layers.0.attn": Binding(backend, layer.params, None, 0)}, [None])):
+    with step_context(
+        StepContext({"layers.0.attn": Binding(backend, layer.params, None, 0)}, [None])
+    ):
         out = compiled(*torch.ones(3, 2, 320))
     assert torch.equal(out, torch.full((2, 320), 3.0))
     targets = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]

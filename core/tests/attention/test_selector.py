@@ -6,7 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from toolkit_lm.attention import AttentionBackend, AttentionSpec, AttentionType, FullSpec, select_backend
+from toolkit_lm.attention import (
+    AttentionBackend,
+    AttentionSpec,
+    AttentionType,
+    FullSpec,
+    select_backend,
+)
 from toolkit_lm.errors import ConfigError, PluginError, UnsupportedError
 from toolkit_lm.plugin import AttentionBackendRegistry, PluginInfo, PluginWarning
 
@@ -25,20 +31,29 @@ SPEC = AttentionSpec(
 
 def backend_class(refuses: Callable[..., object]) -> type[AttentionBackend]:
     """A whole backend, as far as the selector can see."""
-    members = dict.fromkeys(AttentionBackend.__abstractmethods__) | {"refuses": classmethod(lambda cls, spec: refuses())}
+    members = dict.fromkeys(AttentionBackend.__abstractmethods__) | {
+        "refuses": classmethod(lambda cls, spec: refuses())
+    }
     return type("Backend", (AttentionBackend,), members)
 
 
 @pytest.fixture
 def registry(monkeypatch):
-    """Makes a registry of backends: name -> (priority, refusal, or a function that gives one, or a class)."""
+    """Makes a registry of backends: name -> (priority, refusal, or a function that gives one, or a
+    class)."""
 
     def make(**backends: tuple[int, Any]) -> AttentionBackendRegistry:
         module = types.ModuleType(MODULE)
         monkeypatch.setitem(sys.modules, MODULE, module)
-        registry = AttentionBackendRegistry(owner=PluginInfo("test", "toolkit-lm-test", "1.0", "/somewhere.py"))
+        registry = AttentionBackendRegistry(
+            owner=PluginInfo("test", "toolkit-lm-test", "1.0", "/somewhere.py")
+        )
         for name, (priority, refusal) in backends.items():
-            refuses = refusal if isinstance(refusal, types.FunctionType) else lambda refusal=refusal: refusal
+            refuses = (
+                refusal
+                if isinstance(refusal, types.FunctionType)
+                else lambda refusal=refusal: refusal
+            )
             setattr(module, name, refusal if isinstance(refusal, type) else backend_class(refuses))
             registry.add(name, f"{MODULE}:{name}", priority=priority)
         return registry
@@ -47,7 +62,9 @@ def registry(monkeypatch):
 
 
 def test_highest_priority_that_is_able_wins(registry) -> None:
-    selection = select_backend(SPEC, registry(sdpa=(0, None), cpu=(10, None), flash_attn=(20, "no kernel for device cpu")))
+    selection = select_backend(
+        SPEC, registry(sdpa=(0, None), cpu=(10, None), flash_attn=(20, "no kernel for device cpu"))
+    )
     assert selection.name == "cpu"
     assert selection.backend is sys.modules[MODULE].cpu
     assert selection.candidates == [
@@ -71,7 +88,8 @@ def test_a_wanted_backend_that_refuses_is_an_error_that_names_the_able(registry)
     with pytest.raises(UnsupportedError) as error:
         select_backend(SPEC, backends, wanted="xformers")
     assert str(error.value) == (
-        "attention backend 'xformers' cannot run cross layer 'model.decoder.layers.0.encoder_attn' on cpu: "
+        "attention backend 'xformers' cannot run cross layer "
+        "'model.decoder.layers.0.encoder_attn' on cpu: "
         "no kernel for device cpu. Supported: sdpa, cpu."
     )
 
@@ -82,13 +100,18 @@ def test_a_wanted_backend_that_refuses_alone_says_none_is_able(registry) -> None
 
 
 def test_an_unknown_name_is_an_error_with_the_nearest(registry) -> None:
-    with pytest.raises(ConfigError, match=r"no attention backend 'xformer' is registered\. Did you mean 'xformers'\?"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no attention backend 'xformer' is registered\. Did you mean 'xformers'\?",
+    ):
         select_backend(SPEC, registry(sdpa=(0, None), xformers=(0, None)), wanted="xformer")
 
 
 def test_all_refusing_is_an_error_with_each_reason(registry) -> None:
     with pytest.raises(UnsupportedError) as error:
-        select_backend(SPEC, registry(sdpa=(0, "no arithmetic in fp8"), cpu=(1, "no cross attention")))
+        select_backend(
+            SPEC, registry(sdpa=(0, "no arithmetic in fp8"), cpu=(1, "no cross attention"))
+        )
     assert str(error.value) == (
         "no attention backend can run cross layer 'model.decoder.layers.0.encoder_attn' on cpu: "
         "cpu: no cross attention; sdpa: no arithmetic in fp8."
@@ -105,7 +128,10 @@ def boom() -> str | None:
 
 
 def test_a_backend_that_raises_is_refused_with_that_reason(registry) -> None:
-    failure = r"plugin 'test' \(toolkit-lm-test 1.0, .*\) failed in refuses\(\) of attention backend 'bad': RuntimeError: boom"
+    failure = (
+        r"plugin 'test' \(toolkit-lm-test 1.0, .*\) failed in refuses\(\) of attention backend "
+        r"'bad': RuntimeError: boom"
+    )
     with pytest.warns(PluginWarning, match=failure):
         selection = select_backend(SPEC, registry(sdpa=(0, None), bad=(20, boom)))
     assert selection.name == "sdpa"
@@ -117,20 +143,29 @@ def test_a_backend_that_raises_is_refused_with_that_reason(registry) -> None:
 
 def test_the_error_names_the_line(registry, tmp_path, monkeypatch) -> None:
     """Of the plugin's own code, whatever the code is that it calls."""
-    (tmp_path / "boom_backend.py").write_text("import json\n\ndef refuses():\n    json.loads('{')\n")
+    (tmp_path / "boom_backend.py").write_text(
+        "import json\n\ndef refuses():\n    json.loads('{')\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     import boom_backend
 
     backends = registry(bad=(0, boom_backend.refuses))
     backends.get("bad").owner.add_package("boom_backend")
-    with pytest.raises(PluginError, match=rf"\(toolkit-lm-test 1.0, {tmp_path}/boom_backend.py:4\) failed in .*JSONDecodeError"):
+    with pytest.raises(
+        PluginError,
+        match=rf"\(toolkit-lm-test 1.0, {tmp_path}/boom_backend.py:4\) failed in .*JSONDecodeError",
+    ):
         select_backend(SPEC, backends, wanted="bad")
 
 
 @pytest.mark.parametrize("answer", [False, True, 0, ["no"]])
 @pytest.mark.parametrize("wanted", ["auto", "bad"])
 def test_an_answer_that_is_neither_text_nor_none_is_an_error(registry, answer, wanted) -> None:
-    with pytest.raises(PluginError, match=r"plugin 'test' .*refuses\(\) of attention backend 'bad' must return a text or None, not"):
+    with pytest.raises(
+        PluginError,
+        match=r"plugin 'test' .*refuses\(\) of attention backend 'bad' must return a text or "
+        r"None, not",
+    ):
         select_backend(SPEC, registry(sdpa=(0, None), bad=(20, lambda: answer)), wanted=wanted)
 
 
@@ -148,13 +183,18 @@ class Unfinished(AttentionBackend):
     [
         (
             Unfinished,
-            "does not define forward, page_layout, write_kv, which toolkit_lm.attention.AttentionBackend leaves to its subclasses",
+            (
+                "does not define forward, page_layout, write_kv, which "
+                "toolkit_lm.attention.AttentionBackend leaves to its subclasses"
+            ),
         ),
         (int, "must be a subclass of toolkit_lm.attention.AttentionBackend"),
     ],
 )
 def test_a_class_that_is_no_whole_backend_is_refused(registry, kind, error) -> None:
-    with pytest.warns(PluginWarning, match=rf"plugin 'test' .*attention backend 'bad': '.*:bad' {error}"):
+    with pytest.warns(
+        PluginWarning, match=rf"plugin 'test' .*attention backend 'bad': '.*:bad' {error}"
+    ):
         assert select_backend(SPEC, registry(sdpa=(0, None), bad=(20, kind))).name == "sdpa"
     with pytest.raises(PluginError, match=error):
         select_backend(SPEC, registry(sdpa=(0, None), bad=(20, kind)), wanted="bad")

@@ -34,7 +34,26 @@ def test_an_amount(text, amount):
     assert type(parsed) is type(amount)
 
 
-@pytest.mark.parametrize("text", ["", "lots", "-1", "1e9", "0", "0GiB", "0.0", "0%", "101%", "1.5", "GiB", "5xb", "1..2", "nan", "²"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "lots",
+        "-1",
+        "1e9",
+        "0",
+        "0GiB",
+        "0.0",
+        "0%",
+        "101%",
+        "1.5",
+        "GiB",
+        "5xb",
+        "1..2",
+        "nan",
+        "²",
+    ],
+)
 def test_no_amount(text):
     with pytest.raises(ConfigError, match=r"memory"):
         parse_memory(text)

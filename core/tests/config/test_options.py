@@ -6,7 +6,14 @@ from typing import Annotated, Literal
 
 import msgspec
 import pytest
-from toolkit_lm.config import PluginsConfig, SchedulerConfig, VllmConfig, load_options, option, options_of
+from toolkit_lm.config import (
+    PluginsConfig,
+    SchedulerConfig,
+    VllmConfig,
+    load_options,
+    option,
+    options_of,
+)
 from toolkit_lm.errors import ConfigError
 
 
@@ -18,7 +25,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     loud: Annotated[bool, option("Loud.")] = False
     fast: Annotated[bool | None, option("Fast.")] = None
     names: Annotated[list[str] | None, option("Names.")] = None
-    tree: Annotated[dict[str, dict[str, str]], option("A tree.")] = msgspec.field(default_factory=dict)
+    tree: Annotated[dict[str, dict[str, str]], option("A tree.")] = msgspec.field(
+        default_factory=dict
+    )
     derived: int = 0
 
 
@@ -27,8 +36,21 @@ BY_NAME = {o.name: o for o in OPTIONS}
 
 
 def test_each_option_is_derived_from_its_field():
-    assert [o.name for o in OPTIONS] == ["count", "ratio", "limit", "color", "loud", "fast", "names", "tree"]
-    assert (BY_NAME["count"].flag, BY_NAME["count"].env, BY_NAME["count"].default) == ("--count", "TOOLKIT_LM_COUNT", 2)
+    assert [o.name for o in OPTIONS] == [
+        "count",
+        "ratio",
+        "limit",
+        "color",
+        "loud",
+        "fast",
+        "names",
+        "tree",
+    ]
+    assert (BY_NAME["count"].flag, BY_NAME["count"].env, BY_NAME["count"].default) == (
+        "--count",
+        "TOOLKIT_LM_COUNT",
+        2,
+    )
     assert BY_NAME["color"].choices == ("red", "green")
     assert [o.name for o in OPTIONS if o.is_flag] == ["loud", "fast"]
     assert BY_NAME["names"].is_list and BY_NAME["tree"].is_mapping
@@ -91,7 +113,9 @@ def test_convert_refuses(name, given):
 
 
 def test_a_wrong_choice_names_the_choices():
-    with pytest.raises(ConfigError, match=r"'gren' is not a value for 'color'.*Did you mean 'green'"):
+    with pytest.raises(
+        ConfigError, match=r"'gren' is not a value for 'color'.*Did you mean 'green'"
+    ):
         BY_NAME["color"].convert("gren", "here")
 
 
@@ -103,7 +127,9 @@ def test_a_keyword_wins_over_environment():
 def test_an_unknown_key_names_the_nearest():
     with pytest.raises(ConfigError, match=r"unknown option 'ration'. Did you mean 'ratio'"):
         load_options(OPTIONS, {"ration": 1})
-    with pytest.warns(UserWarning, match=r"TOOLKIT_LM_COUMT sets no option. Did you mean TOOLKIT_LM_COUNT\?"):
+    with pytest.warns(
+        UserWarning, match=r"TOOLKIT_LM_COUMT sets no option. Did you mean TOOLKIT_LM_COUNT\?"
+    ):
         assert load_options(OPTIONS, {}, environ={"TOOLKIT_LM_COUMT": "3"}) == {}
 
 
@@ -130,11 +156,21 @@ def test_every_default_is_a_value_of_its_option():
 
 def test_make_and_replace():
     config = VllmConfig.make(block_size="32", plugins=["a"], max_model_len=None)
-    assert (config.cache.block_size, config.plugins.plugins, config.model.max_model_len) == (32, ["a"], None)
+    assert (config.cache.block_size, config.plugins.plugins, config.model.max_model_len) == (
+        32,
+        ["a"],
+        None,
+    )
     changed = config.replace(block_size=8)
-    assert (changed.cache.block_size, config.cache.block_size, changed.plugins) == (8, 32, config.plugins)
+    assert (changed.cache.block_size, config.cache.block_size, changed.plugins) == (
+        8,
+        32,
+        config.plugins,
+    )
     for call in (VllmConfig.make, config.replace):
-        with pytest.raises(ConfigError, match=r"unknown option 'block_sise'. Did you mean 'block_size'"):
+        with pytest.raises(
+            ConfigError, match=r"unknown option 'block_sise'. Did you mean 'block_size'"
+        ):
             call(block_sise=1)
         with pytest.raises(ConfigError, match=r"'block_size' must be between 1 and 1024, not 0"):
             call(block_size=0)
@@ -149,7 +185,11 @@ def test_a_default_config_is_resolved():
     config = VllmConfig.default({"architectures": ["X"], "hidden_size": 8}, max_num_seqs=3)
     assert config.checkpoint.architecture == "X"
     assert config.hf_config["hidden_size"] == 8
-    assert (config.device.device, config.max_model_len, config.scheduler.max_num_seqs) == ("cpu", 512, 3)
+    assert (config.device.device, config.max_model_len, config.scheduler.max_num_seqs) == (
+        "cpu",
+        512,
+        3,
+    )
 
 
 def test_ranks():
@@ -160,4 +200,6 @@ def test_ranks():
 def test_sections_survive_a_process_boundary():
     config = VllmConfig.make(plugin_option=["a.b=c"], served_model_name="x")
     assert msgspec.json.decode(msgspec.json.encode(config), type=VllmConfig) == config
-    assert isinstance(config.scheduler, SchedulerConfig) and isinstance(config.plugins, PluginsConfig)
+    assert isinstance(config.scheduler, SchedulerConfig) and isinstance(
+        config.plugins, PluginsConfig
+    )

@@ -1,4 +1,5 @@
-"""EngineCore over an executor that computes no model: the loop, recovery from failures, and what is told."""
+"""EngineCore over an executor that computes no model: the loop, recovery from failures, and what is
+told."""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ MAX_MODEL_LEN = 24
 
 
 def make_core(max_in_flight: int = 1, **options) -> FakeCore:
-    return FakeCore(VllmConfig.default(max_model_len=MAX_MODEL_LEN, max_num_seqs=4, **options), kv_cache(40, [(4, None)]), max_in_flight)
+    return FakeCore(
+        VllmConfig.default(max_model_len=MAX_MODEL_LEN, max_num_seqs=4, **options),
+        kv_cache(40, [(4, None)]),
+        max_in_flight,
+    )
 
 
 @pytest.fixture(params=[1, 2, 3], ids="{} in flight".format)
@@ -40,7 +45,13 @@ def good_prompts(count: int) -> list[list[int]]:
 
 
 def add(core: FakeCore, request_id: str, prompt: list[int], max_tokens: int = 4, **params) -> None:
-    core.add_request(EngineRequest(request_id=request_id, prompt_token_ids=prompt, params=SamplingParams(max_tokens=max_tokens, **params)))
+    core.add_request(
+        EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            params=SamplingParams(max_tokens=max_tokens, **params),
+        )
+    )
 
 
 def steps(core: FakeCore, most: int = 100) -> list[EngineOutputs]:
@@ -62,7 +73,12 @@ def tokens(news: list[EngineOutputs]) -> dict[str, list[int]]:
 
 def reasons(news: list[EngineOutputs]) -> dict[str, tuple[str, str | None]]:
     """By request id: finish reason and error."""
-    return {o.request_id: (o.finish_reason, o.error) for one in news for o in one.outputs if o.finish_reason}
+    return {
+        o.request_id: (o.finish_reason, o.error)
+        for one in news
+        for o in one.outputs
+        if o.finish_reason
+    }
 
 
 class TestLoop:
@@ -71,7 +87,9 @@ class TestLoop:
         for number, prompt in enumerate(prompts):
             add(core, str(number), prompt, max_tokens=3 + number)
         news = steps(core)
-        assert tokens(news) == {str(i): continuation(prompt, 3 + i) for i, prompt in enumerate(prompts)}
+        assert tokens(news) == {
+            str(i): continuation(prompt, 3 + i) for i, prompt in enumerate(prompts)
+        }
         assert reasons(news) == {str(i): ("length", None) for i in range(3)}
 
     def test_each_step_brings_a_token(self):
@@ -83,7 +101,11 @@ class TestLoop:
         core = make_core(max_in_flight=2)
         add(core, "a", good_prompts(1)[0], max_tokens=4)
         core.step()
-        assert (core.executor.max_in_flight, len(core._in_flight), len(core.executor.plans)) == (2, 1, 2)
+        assert (core.executor.max_in_flight, len(core._in_flight), len(core.executor.plans)) == (
+            2,
+            1,
+            2,
+        )
 
     def test_a_request_that_comes_meanwhile_joins_the_batch(self, core):
         first, second = good_prompts(2)
@@ -149,8 +171,16 @@ class TestRecovery:
         add(core, "bad", [POISON, 1], max_tokens=6)
         add(core, "other", other, max_tokens=6)
         news = steps(core)
-        assert reasons(news) == {"good": ("length", None), "bad": ("error", "RuntimeError: poisoned"), "other": ("length", None)}
-        assert tokens(news) == {"good": continuation(good, 6), "bad": [], "other": continuation(other, 6)}
+        assert reasons(news) == {
+            "good": ("length", None),
+            "bad": ("error", "RuntimeError: poisoned"),
+            "other": ("length", None),
+        }
+        assert tokens(news) == {
+            "good": continuation(good, 6),
+            "bad": [],
+            "other": continuation(other, 6),
+        }
 
     def test_those_of_a_failed_step_are_computed_one_by_one(self):
         core = make_core()
@@ -196,7 +226,9 @@ class TestRecovery:
 
         core.executor.warm_up = broken
         core.step()
-        with pytest.raises(EngineDeadError, match="cannot compute anything any more: RuntimeError: poisoned"):
+        with pytest.raises(
+            EngineDeadError, match="cannot compute anything any more: RuntimeError: poisoned"
+        ):
             core.step()
 
     def test_it_dies_with_a_worker_at_once(self):
@@ -220,13 +252,18 @@ class TestRecovery:
         core.scheduler.schedule = failing
         core.step()
         core.step()
-        with pytest.raises(EngineDeadError, match="3 steps in a row have failed: MemoryError: no memory"):
+        with pytest.raises(
+            EngineDeadError, match="3 steps in a row have failed: MemoryError: no memory"
+        ):
             core.step()
 
     def test_a_result_in_between_counts_anew(self):
         core, good = make_core(), good_prompts(1)[0]
         add(core, "a", good, max_tokens=8)
-        schedule, failures = core.scheduler.schedule, iter([True, True, False, True, True, *[False] * 20])
+        schedule, failures = (
+            core.scheduler.schedule,
+            iter([True, True, False, True, True, *[False] * 20]),
+        )
 
         def sometimes():
             if next(failures):
@@ -257,7 +294,9 @@ class TestEvents:
         core.poll_outputs()
         add(core, "a", good_prompts(1)[0], max_tokens=2)
         news = steps(core)
-        kinds = [getattr(event, "kind", type(event).__name__) for one in news for event in one.events]
+        kinds = [
+            getattr(event, "kind", type(event).__name__) for one in news for event in one.events
+        ]
         queued, first, last = (
             ["queued", "LoadEvent"],
             ["StepEvent", "scheduled", "first_token", "LoadEvent"],
@@ -269,14 +308,24 @@ class TestEvents:
     def test_a_step_says_how_much_it_computed(self):
         core = make_core()
         add(core, "a", prompt := good_prompts(1)[0], max_tokens=3)
-        sizes = [event.num_tokens for one in steps(core) for event in one.events if isinstance(event, StepEvent)]
+        sizes = [
+            event.num_tokens
+            for one in steps(core)
+            for event in one.events
+            if isinstance(event, StepEvent)
+        ]
         assert sizes == [len(prompt), 1, 1]
 
     def test_the_load_after_each_change(self):
         core = make_core()
         add(core, "a", good_prompts(1)[0], max_tokens=2)
         [waiting] = [event for event in core.poll_outputs().events if isinstance(event, LoadEvent)]
-        assert (waiting.num_running, waiting.num_waiting, waiting.num_used_blocks, waiting.num_total_blocks) == (0, 1, 0, 40)
+        assert (
+            waiting.num_running,
+            waiting.num_waiting,
+            waiting.num_used_blocks,
+            waiting.num_total_blocks,
+        ) == (0, 1, 0, 40)
         running = core.step().events[-1]
         assert (running.num_running, running.num_waiting, running.num_used_blocks) == (1, 0, 1)
         ended = core.step().events[-1]
@@ -305,9 +354,15 @@ class TestEvents:
         if not deadline:
             core.finish("a")
         news = core.step()
-        [event] = [event for event in news.events if isinstance(event, RequestEvent) and event.kind == "aborted"]
+        [event] = [
+            event
+            for event in news.events
+            if isinstance(event, RequestEvent) and event.kind == "aborted"
+        ]
         assert event.finish_reason == ("timeout" if deadline else "abort")
-        assert [output.finish_reason for output in news.outputs] == (["timeout"] if deadline else [])
+        assert [output.finish_reason for output in news.outputs] == (
+            ["timeout"] if deadline else []
+        )
 
 
 class TestStart:
@@ -331,7 +386,10 @@ class TestStart:
         assert core.kv_cache.pools[0].num_blocks == 4 * MAX_MODEL_LEN // 4
 
     def test_a_cache_that_cannot_hold_one_sequence(self):
-        with pytest.raises(CapacityError, match="one sequence of max_model_len 24: it takes 6 blocks, but num_kv_blocks is 5"):
+        with pytest.raises(
+            CapacityError,
+            match="one sequence of max_model_len 24: it takes 6 blocks, but num_kv_blocks is 5",
+        ):
             self.make(2**20, num_kv_blocks=5)
 
     def test_a_cache_that_takes_more_than_there_is(self):
@@ -344,14 +402,26 @@ def test_a_request_that_another_engine_has_begun_goes_on_where_it_stood(core, nu
     """Of its sequences one has ended there, and one has had some tokens, or none."""
     [prompt] = good_prompts(1)
     expected = continuation(prompt, 6)
-    begun = [BegunSequence(expected, {}, "length"), BegunSequence(expected[:num_had], {"of": {"it": 1.0}}, None)]
+    begun = [
+        BegunSequence(expected, {}, "length"),
+        BegunSequence(expected[:num_had], {"of": {"it": 1.0}}, None),
+    ]
     request = EngineRequest(
-        request_id="r", prompt_token_ids=prompt, params=SamplingParams(n=2, max_tokens=6), max_output_tokens=6, begun=begun
+        request_id="r",
+        prompt_token_ids=prompt,
+        params=SamplingParams(n=2, max_tokens=6),
+        max_output_tokens=6,
+        begun=begun,
     )
     EngineCore.add_request(core, request)
     news = steps(core)
     outputs = [output for one in news for output in one.outputs]
     assert {output.index for output in outputs} == {1} and tokens(news) == {"r": expected[num_had:]}
     assert outputs[0].sampler_state == {"of": {"it": 1.0}} and outputs[-1].finish_reason == "length"
-    [end] = [event for one in news for event in one.events if isinstance(event, RequestEvent) and event.kind == "finished"]
+    [end] = [
+        event
+        for one in news
+        for event in one.events
+        if isinstance(event, RequestEvent) and event.kind == "finished"
+    ]
     assert (end.num_sequences, end.num_output_tokens, core.scheduler.blocks.num_used) == (2, 12, 0)

@@ -1,4 +1,5 @@
-"""Random renderings, messages, aborts, losses and restarts of two fronts and an engine: both sides agree after every message."""
+"""Random renderings, messages, aborts, losses and restarts of two fronts and an engine: both sides
+agree after every message."""
 
 from __future__ import annotations
 
@@ -32,7 +33,12 @@ class Prepared:
         self.mirror = front.mirror
         self.rendering = PinnedRendering(lambda: render(front, items))
         rendered = self.rendering()
-        self.message = EngineRequest(request_id=name, prompt_token_ids=rendered.token_ids, params=params, features=rendered.features)
+        self.message = EngineRequest(
+            request_id=name,
+            prompt_token_ids=rendered.token_ids,
+            params=params,
+            features=rendered.features,
+        )
 
 
 class Sent(NamedTuple):
@@ -74,10 +80,22 @@ def render(front: Front, items: list[str]) -> Rendered:
     token_ids, features = [1], []
     for item in items:
         held = front.mirror.get(item)
-        data = {"pixels": Array.of(content(item)), "none": Array.of(np.zeros(0))} if held is None else None
-        tokens, layout = ([ord(item)] * 3, {"grid": [1.0, SIZES[item]]}) if held is None else (held.token_ids, held.layout)
+        data = (
+            {"pixels": Array.of(content(item)), "none": Array.of(np.zeros(0))}
+            if held is None
+            else None
+        )
+        tokens, layout = (
+            ([ord(item)] * 3, {"grid": [1.0, SIZES[item]]})
+            if held is None
+            else (held.token_ids, held.layout)
+        )
         place = PlaceholderRange(offset=len(token_ids), length=3)
-        features.append(MultiModalFeatureSpec(modality="image", mm_identifier=item, mm_position=place, data=data, layout=layout))
+        features.append(
+            MultiModalFeatureSpec(
+                modality="image", mm_identifier=item, mm_position=place, data=data, layout=layout
+            )
+        )
         token_ids += [*tokens, 2]
     return Rendered(token_ids, features)
 
@@ -109,7 +127,9 @@ class FeatureMachine(RuleBasedStateMachine):
     def send(self, front, count, last):
         """In another order than they were rendered in."""
         front = self.fronts[front]
-        chosen = [front.prepared.pop(-1 if last else 0) for _ in range(min(count, len(front.prepared)))]
+        chosen = [
+            front.prepared.pop(-1 if last else 0) for _ in range(min(count, len(front.prepared)))
+        ]
         self.send_now(front, chosen)
         front.requests.update({one.message.request_id: one for one in chosen})
 
@@ -125,7 +145,9 @@ class FeatureMachine(RuleBasedStateMachine):
         for name in (feature.mm_identifier for one in chosen for feature in one.message.features):
             self.num_uses += 1
             front.last_use[name] = self.num_uses
-        assert front.mirror.held_keys(100) == sorted(front.held, key=lambda name: -front.last_use[name])
+        assert front.mirror.held_keys(100) == sorted(
+            front.held, key=lambda name: -front.last_use[name]
+        )
         sizes = {name: front.mirror._held[name].num_bytes for name in front.held}
         assert front.mirror.num_bytes == sum(sizes.values())
         if front.mirror.num_bytes > front.budget:
@@ -138,7 +160,10 @@ class FeatureMachine(RuleBasedStateMachine):
         if front.prepared:
             one = front.prepared.pop()
             before, features = front.mirror.held_keys(100), one.message.features
-            with pytest.raises((TypeError, ValueError)), front.mirror.sending([one.message]) as (requests, _):
+            with (
+                pytest.raises((TypeError, ValueError)),
+                front.mirror.sending([one.message]) as (requests, _),
+            ):
                 requests[0].context = {"key": object()}
                 wire.encode(wire.add(requests))
             assert (front.mirror.held_keys(100), one.message.features) == (before, features)
@@ -167,7 +192,12 @@ class FeatureMachine(RuleBasedStateMachine):
         message, held = front.socket.popleft()
         command = wire.decode_command(message)
         requests = wire.added(command)
-        carried = {feature.mm_identifier for one in requests for feature in one.features if feature.data is not None}
+        carried = {
+            feature.mm_identifier
+            for one in requests
+            for feature in one.features
+            if feature.data is not None
+        }
         missing = self.engine.take_in(front.number, requests, command.evicted)
         front.lost &= held - carried
         assert self.engine._fronts[front.number] == held - front.lost
@@ -175,7 +205,9 @@ class FeatureMachine(RuleBasedStateMachine):
             if one.request_id not in missing:
                 assert one.prompt_token_ids == render_alone(one)
                 for feature in one.features:
-                    assert np.array_equal(feature.data["pixels"].to_numpy(), content(feature.mm_identifier))
+                    assert np.array_equal(
+                        feature.data["pixels"].to_numpy(), content(feature.mm_identifier)
+                    )
         if missing:
             assert {name for names in missing.values() for name in names} <= self.was_lost
             front.reports.append(missing)
@@ -198,7 +230,11 @@ class FeatureMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 99))
     def lose(self, number):
         """An engine that does not do as it is told."""
-        held = [(front, item) for front in self.fronts for item in sorted(self.engine._fronts.get(front.number, ()))]
+        held = [
+            (front, item)
+            for front in self.fronts
+            for item in sorted(self.engine._fronts.get(front.number, ()))
+        ]
         front, item = held[number % len(held)]
         self.engine._forget(self.engine._fronts[front.number], [item])
         front.lost.add(item)
@@ -220,7 +256,11 @@ class FeatureMachine(RuleBasedStateMachine):
     def what_was_found_stays(self):
         for front in getattr(self, "fronts", ()):
             for one in front.prepared:
-                lacking = {feature.mm_identifier for feature in one.message.features if feature.data is None} - front.held
+                lacking = {
+                    feature.mm_identifier
+                    for feature in one.message.features
+                    if feature.data is None
+                } - front.held
                 assert one.mirror is not front.mirror or lacking <= self.was_lost
 
     @invariant()
@@ -232,7 +272,10 @@ class FeatureMachine(RuleBasedStateMachine):
         """Whatever is on its way arrives: both sides hold the same."""
         for front in getattr(self, "fronts", ()):
             front.prepared.clear()
-            self.send_now(front, [Prepared("last", front, [], PARAMS), Prepared("media", front, ["a"], PARAMS)])
+            self.send_now(
+                front,
+                [Prepared("last", front, [], PARAMS), Prepared("media", front, ["a"], PARAMS)],
+            )
             while front.socket:
                 self.deliver_to_engine(front)
             assert self.engine._fronts[front.number] == front.held - front.lost
@@ -242,10 +285,14 @@ class FeatureMachine(RuleBasedStateMachine):
 
 def render_alone(request: EngineRequest) -> list[int]:
     """The tokens of a prompt with these items."""
-    return [1] + [token for feature in request.features for token in [ord(feature.mm_identifier)] * 3 + [2]]
+    return [1] + [
+        token for feature in request.features for token in [ord(feature.mm_identifier)] * 3 + [2]
+    ]
 
 
 PARAMS = SamplingParams()
 
 TestFeatures = FeatureMachine.TestCase
-TestFeatures.settings = settings(max_examples=150, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
+TestFeatures.settings = settings(
+    max_examples=150, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+)

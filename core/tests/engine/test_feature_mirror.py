@@ -1,4 +1,5 @@
-"""What a front knows of the data of media that its engine holds. The state machine beside this file goes further."""
+"""What a front knows of the data of media that its engine holds. The state machine beside this file
+goes further."""
 
 from __future__ import annotations
 
@@ -23,14 +24,28 @@ def request(*items: str, data: bool = True, size: int = KIB, **position) -> Engi
     for number, item in enumerate(items):
         arrays = {"pixels": Array.of(np.full(size, ord(item) % 256, np.uint8))} if data else None
         place = PlaceholderRange(offset=2 * number, length=2, **position)
-        features.append(MultiModalFeatureSpec(modality="image", mm_identifier=item, mm_position=place, data=arrays))
-    return EngineRequest(request_id="".join(items), prompt_token_ids=[7] * 99, params=SamplingParams(), features=features)
+        features.append(
+            MultiModalFeatureSpec(
+                modality="image", mm_identifier=item, mm_position=place, data=arrays
+            )
+        )
+    return EngineRequest(
+        request_id="".join(items),
+        prompt_token_ids=[7] * 99,
+        params=SamplingParams(),
+        features=features,
+    )
 
 
 def send(mirror: FeatureMirror, *requests: EngineRequest) -> tuple[list[str], list[str]]:
     """Items whose data is sent, and what the engine forgets."""
     with mirror.sending(requests) as (sent, evicted):
-        carried = [feature.mm_identifier for one in sent for feature in one.features if feature.data is not None]
+        carried = [
+            feature.mm_identifier
+            for one in sent
+            for feature in one.features
+            if feature.data is not None
+        ]
     return carried, evicted
 
 
@@ -56,7 +71,11 @@ def test_the_longest_unused_is_evicted():
 def test_what_is_larger_than_all_room_is_not_kept():
     mirror = FeatureMirror(6 * KIB)
     send(mirror, request("a", "b"))
-    assert send(mirror, request("L", size=8 * KIB)) == send(mirror, request("L", size=8 * KIB)) == (["L"], ["L"])
+    assert (
+        send(mirror, request("L", size=8 * KIB))
+        == send(mirror, request("L", size=8 * KIB))
+        == (["L"], ["L"])
+    )
     assert mirror.held_keys(9) == ["b", "a"]
     assert send(FeatureMirror(0), request("a", "b")) == (["a", "b"], ["a", "b"])
 
@@ -115,7 +134,10 @@ def test_an_error_takes_it_back():
 def test_what_is_wrong_is_refused_and_changes_nothing():
     mirror = FeatureMirror(8 * KIB)
     send(mirror, request("a"))
-    for wrong, reason in ((request("b", data=False), "not hold the data"), (request("a", mask=[True, False]), "of another item")):
+    for wrong, reason in (
+        (request("b", data=False), "not hold the data"),
+        (request("a", mask=[True, False]), "of another item"),
+    ):
         with pytest.raises(RequestError, match=reason):
             send(mirror, request("c"), wrong)
         assert mirror.held_keys(9) == ["a"]
@@ -148,12 +170,18 @@ def test_a_small_item_does_not_keep_a_large_message():
 
     def views(*requests: EngineRequest) -> list[memoryview]:
         message = msgspec.msgpack.encode(list(requests))
-        arrived, engine = msgspec.msgpack.decode(message, type=list[EngineRequest]), EngineFeatures()
+        arrived, engine = (
+            msgspec.msgpack.decode(message, type=list[EngineRequest]),
+            EngineFeatures(),
+        )
         assert engine.take_in(0, arrived, []) == {}
         for one in arrived:
             for feature in one.features:
                 assert feature.data is engine._data[feature.mm_identifier]
-                assert bytes(feature.data["pixels"].data) == bytes([ord(feature.mm_identifier)]) * feature.data["pixels"].shape[0]
+                assert (
+                    bytes(feature.data["pixels"].data)
+                    == bytes([ord(feature.mm_identifier)]) * feature.data["pixels"].shape[0]
+                )
         return [array.data for data in engine._data.values() for array in data.values()]
 
     (alone,) = views(request("a", size=4 * KIB))
@@ -185,7 +213,9 @@ def test_many_threads_render_while_one_sends():
         try:
             while not stop.is_set():
                 for item in "abcdef":
-                    PinnedRendering(lambda item=item: Rendered([1 if mirror.get(item) is None else 2]))()
+                    PinnedRendering(
+                        lambda item=item: Rendered([1 if mirror.get(item) is None else 2])
+                    )()
         except Exception as error:
             errors.append(error)
 
@@ -193,7 +223,10 @@ def test_many_threads_render_while_one_sends():
     for thread in threads:
         thread.start()
     for number in range(600):
-        with mirror.sending([request(*(chr(97 + (number * k) % 7) for k in (1, 2, 3)))]) as (sent, evicted):
+        with mirror.sending([request(*(chr(97 + (number * k) % 7) for k in (1, 2, 3)))]) as (
+            sent,
+            evicted,
+        ):
             assert engine.take_in(0, sent, evicted) == {}
         assert engine._fronts[0] == set(mirror.held_keys(99))
     stop.set()

@@ -7,7 +7,13 @@ import pytest
 import zmq
 from toolkit_lm.engine.process import loop, wire
 from toolkit_lm.errors import EngineDeadError
-from toolkit_lm.messages import Array, EngineOutputs, EngineRequest, MultiModalFeatureSpec, PlaceholderRange
+from toolkit_lm.messages import (
+    Array,
+    EngineOutputs,
+    EngineRequest,
+    MultiModalFeatureSpec,
+    PlaceholderRange,
+)
 from toolkit_lm.params import SamplingParams
 
 
@@ -42,7 +48,12 @@ class Socket:
 
 def call(name: str, count: int, n: int = 128) -> wire.Add:
     params = SamplingParams(n=n)
-    return wire.add([EngineRequest(request_id=f"{name}{i}", prompt_token_ids=[1], params=params) for i in range(count)])
+    return wire.add(
+        [
+            EngineRequest(request_id=f"{name}{i}", prompt_token_ids=[1], params=params)
+            for i in range(count)
+        ]
+    )
 
 
 def take(core: Core, engine_loop: loop._Loop) -> list[str]:
@@ -66,7 +77,9 @@ def test_a_step_comes_before_all_of_many_sequences_are_added(monkeypatch):
 def test_a_command_comes_after_what_was_sent_before_it(monkeypatch):
     monkeypatch.setattr(loop, "_SEQUENCES_AT_ONCE", 128)
     core = Core()
-    engine_loop = loop._Loop(core, Socket(call("a", 3), wire.Finish("a2", "abort", None), call("b", 1)))
+    engine_loop = loop._Loop(
+        core, Socket(call("a", 3), wire.Finish("a2", "abort", None), call("b", 1))
+    )
     assert take(core, engine_loop) == ["a0", "a1", "a2", "finish a2", "b0"]
 
 
@@ -112,22 +125,33 @@ def test_an_idle_engine_goes_on_adding(monkeypatch):
 
 
 def test_a_request_whose_data_is_not_there_is_asked_for_again():
-    """The others of its message go on. Each front is told what the engine keeps by what it sends."""
+    """The others of its message go on. Each front is told what the engine keeps by what it
+    sends."""
     data = {"pixels": Array.of(np.arange(9.0))}
 
     def seeing(name, *items):
         features = [
-            MultiModalFeatureSpec(modality="image", mm_identifier=item, mm_position=PlaceholderRange(i, 1), data=data if sent else None)
+            MultiModalFeatureSpec(
+                modality="image",
+                mm_identifier=item,
+                mm_position=PlaceholderRange(i, 1),
+                data=data if sent else None,
+            )
             for i, (item, sent) in enumerate(items)
         ]
-        return EngineRequest(request_id=name, prompt_token_ids=[1] * 9, params=SamplingParams(), features=features)
+        return EngineRequest(
+            request_id=name, prompt_token_ids=[1] * 9, params=SamplingParams(), features=features
+        )
 
     class Keeping(Core):
         has_unfinished = False
 
         def add_request(self, request):
             super().add_request(request)
-            assert all(np.array_equal(one.data["pixels"].to_numpy(), np.arange(9.0)) for one in request.features)
+            assert all(
+                np.array_equal(one.data["pixels"].to_numpy(), np.arange(9.0))
+                for one in request.features
+            )
 
         def poll_outputs(self):
             return EngineOutputs(time=0.0)
@@ -148,10 +172,21 @@ def test_a_request_whose_data_is_not_there_is_asked_for_again():
             missing.append(wire.decode_report(message).outputs.missing)
 
     core, missing = Keeping(), []
-    first = wire.add([seeing("a", ("x", True), ("y", True)), seeing("b", ("x", False)), seeing("c", ("x", False), ("z", False))], ["y"])
+    first = wire.add(
+        [
+            seeing("a", ("x", True), ("y", True)),
+            seeing("b", ("x", False)),
+            seeing("c", ("x", False), ("z", False)),
+        ],
+        ["y"],
+    )
     socket = Recording(first)
     engine_loop = loop._Loop(core, socket)
-    for more in ([], [wire.add([seeing("d", ("x", False)), seeing("e", ("y", False))])], [wire.add([seeing("f", ("x", True))])]):
+    for more in (
+        [],
+        [wire.add([seeing("d", ("x", False)), seeing("e", ("y", False))])],
+        [wire.add([seeing("f", ("x", True))])],
+    ):
         socket.messages += [wire.encode(one) for one in more]
         with pytest.raises(NothingMoreError):
             engine_loop.run()

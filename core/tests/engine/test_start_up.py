@@ -26,16 +26,24 @@ HEAVY = (
     "jinja2",
     "triton",
 )
-"""Packages that an engine process needs for few models, or never: a second or more of each start."""
+"""Packages that an engine process needs for few models, or never: a second or more of each
+start."""
 MOST = 220
-"""Modules, core's among them, that an engine process imports beside torch's, before it knows its model. They were 194."""
+"""Modules, core's among them, that an engine process imports beside torch's, before it knows its
+model. They were 194."""
 
 
 def test_an_engine_process_imports_nothing_heavy() -> None:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", ENGINE], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ENGINE], capture_output=True, text=True, check=True
+    )
     modules = done.stdout.split()
     assert "toolkit_lm.engine.core" in modules
-    assert [name for name in modules if name.startswith(tuple(f"{package}." for package in HEAVY)) or name in HEAVY] == []
+    assert [
+        name
+        for name in modules
+        if name.startswith(tuple(f"{package}." for package in HEAVY)) or name in HEAVY
+    ] == []
     assert len(modules) <= MOST
 
 

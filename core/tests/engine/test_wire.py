@@ -9,7 +9,9 @@ from toolkit_lm.params import SamplingParams
 
 
 def request(number, params, inputs):
-    return EngineRequest(request_id=str(number), prompt_token_ids=[number], params=params, inputs=inputs)
+    return EngineRequest(
+        request_id=str(number), prompt_token_ids=[number], params=params, inputs=inputs
+    )
 
 
 def sent(requests):
@@ -28,5 +30,8 @@ def test_what_requests_share_is_sent_once():
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_requests_of_their_own_stay_so(count):
-    requests = [request(number, SamplingParams(seed=number), SequenceInputs(pooling_start=number)) for number in range(count)]
+    requests = [
+        request(number, SamplingParams(seed=number), SequenceInputs(pooling_start=number))
+        for number in range(count)
+    ]
     assert sent(requests)[1] == requests

@@ -39,7 +39,9 @@ def test_a_step_s_failure_is_in_its_future(executor):
     future = executor.execute(StepPlan(scheduled=[row(99, 1)]))
     with pytest.raises(KeyError):
         future.result(timeout=10)
-    executor.execute(StepPlan(new=[new(0, PROMPT, [0, 1])], scheduled=[row(0, 5)])).result(timeout=10)
+    executor.execute(StepPlan(new=[new(0, PROMPT, [0, 1])], scheduled=[row(0, 5)])).result(
+        timeout=10
+    )
 
 
 def test_with_overlap_execute_does_not_wait(executor):
@@ -74,17 +76,28 @@ def test_steps_run_in_the_order_of_the_calls(executor):
 def test_the_warm_up_leaves_no_sequence_behind(executor):
     executor.warm_up()
     assert executor.runner._batch.row_of == {}
-    assert executor.execute(StepPlan(new=[new(0, PROMPT, [0, 1])], scheduled=[row(0, 5)])).result(timeout=10).errors == {}
+    assert (
+        executor.execute(StepPlan(new=[new(0, PROMPT, [0, 1])], scheduled=[row(0, 5)]))
+        .result(timeout=10)
+        .errors
+        == {}
+    )
 
 
 def test_a_model_whose_logits_are_not_finite_is_refused_in_the_warm_up(executor):
-    executor.runner.model.compute_logits = lambda hidden_states: torch.full((len(hidden_states), 32), torch.nan)
-    with pytest.raises(CheckpointError, match="cannot draw a first token: the model's logits are not finite"):
+    executor.runner.model.compute_logits = lambda hidden_states: torch.full(
+        (len(hidden_states), 32), torch.nan
+    )
+    with pytest.raises(
+        CheckpointError, match="cannot draw a first token: the model's logits are not finite"
+    ):
         executor.warm_up()
 
 
 def test_a_row_s_error_is_a_result(executor):
-    result = executor.execute(StepPlan(new=[new(0, [NAN], [0])], scheduled=[row(0, 1)])).result(timeout=10)
+    result = executor.execute(StepPlan(new=[new(0, [NAN], [0])], scheduled=[row(0, 1)])).result(
+        timeout=10
+    )
     assert list(result.errors) == [0]
 
 
@@ -94,9 +107,12 @@ def test_it_sees_the_host_s_memory(executor):
 
 
 @pytest.mark.parametrize(
-    ("memory", "num_blocks", "runs"), [("0.5", None, True), ("64MiB", None, False), ("auto", None, False), ("0.5", 9, False)]
+    ("memory", "num_blocks", "runs"),
+    [("0.5", None, True), ("64MiB", None, False), ("auto", None, False), ("0.5", 9, False)],
 )
-def test_a_share_of_the_memory_is_of_what_the_largest_step_leaves(monkeypatch, memory, num_blocks, runs):
+def test_a_share_of_the_memory_is_of_what_the_largest_step_leaves(
+    monkeypatch, memory, num_blocks, runs
+):
     steps, compute_logits = [], SumModel.compute_logits
 
     def greedy_for_memory(self, hidden_states):
@@ -105,14 +121,18 @@ def test_a_share_of_the_memory_is_of_what_the_largest_step_leaves(monkeypatch, m
         return compute_logits(self, hidden_states)
 
     monkeypatch.setattr(SumModel, "compute_logits", greedy_for_memory)
-    executor = InProcessExecutor(make_config(kv_cache_memory=memory, num_kv_blocks=num_blocks), make_plugins())
+    executor = InProcessExecutor(
+        make_config(kv_cache_memory=memory, num_kv_blocks=num_blocks), make_plugins()
+    )
     executor.load()
     assert steps == ([4] if runs else []), "all sequences that a step may have draw a token"
     assert (executor._step_memory > 0.9 * 2**28) == runs
     # What it made is gone.
     [specs] = executor.kv_cache_specs()
     executor.init_kv_cache([plan_groups(specs, executor.backends()).sized([8], [0])])
-    result = executor.execute(StepPlan(new=[new(0, PROMPT, [0, 1])], scheduled=[row(0, 5)])).result(timeout=10)
+    result = executor.execute(StepPlan(new=[new(0, PROMPT, [0, 1])], scheduled=[row(0, 5)])).result(
+        timeout=10
+    )
     assert result.token_ids == [[next_token(PROMPT)]] and list(executor.runner._batch.row_of) == [0]
     executor.shutdown()
 

@@ -1,4 +1,5 @@
-"""One of four ranks, two tensor parallel by two pipeline parallel: `group_rank.py RANK SYNC_FILE`. Fails where a collective is wrong."""
+"""One of four ranks, two tensor parallel by two pipeline parallel: `group_rank.py RANK SYNC_FILE`.
+Fails where a collective is wrong."""
 
 import sys
 from pathlib import Path
@@ -19,7 +20,10 @@ def main(rank: int, sync_file: str) -> None:
 
 
 def check_collectives(rank: int, config: VllmConfig) -> None:
-    tensor, pipeline = tensor_parallel_group(config.parallel), pipeline_parallel_group(config.parallel)
+    tensor, pipeline = (
+        tensor_parallel_group(config.parallel),
+        pipeline_parallel_group(config.parallel),
+    )
     assert (tensor.rank, tensor.size, pipeline.rank, pipeline.size) == (rank % 2, 2, rank // 2, 2)
     mine = torch.full((2, 3), float(rank))
     first = rank // 2 * 2
@@ -30,9 +34,13 @@ def check_collectives(rank: int, config: VllmConfig) -> None:
 
 
 def check_messages(rank: int, config: VllmConfig) -> None:
-    """Tensors of several shapes and dtypes, one of them not contiguous and one empty, arrive by name and in order."""
+    """Tensors of several shapes and dtypes, one of them not contiguous and one empty, arrive by
+    name and in order."""
     pipeline = pipeline_parallel_group(config.parallel)
-    first = {"hidden": torch.arange(6.0).view(2, 3).t(), "half": torch.full((2,), float(rank % 2), dtype=torch.bfloat16)}
+    first = {
+        "hidden": torch.arange(6.0).view(2, 3).t(),
+        "half": torch.full((2,), float(rank % 2), dtype=torch.bfloat16),
+    }
     for sent in (first, {"none": torch.empty(0, 4, dtype=torch.int64)}):
         if pipeline.rank == 0:
             pipeline.send(sent, 1)
@@ -45,12 +53,19 @@ def check_messages(rank: int, config: VllmConfig) -> None:
 
 def check_residual(config: VllmConfig) -> None:
     """Bias and residual are added once, not by each rank."""
-    x, weight, bias, residual = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in ((5, 8), (6, 8), (6,), (5, 6)))
+    x, weight, bias, residual = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        for shape in ((5, 8), (6, 8), (6,), (5, 6))
+    )
     layer = RowParallelLinear(8, 6, bias=True, vllm_config=config, prefix="layer")
     layer.weight.weight_loader(layer.weight, weight)
     layer.bias.weight_loader(layer.bias, bias)
-    mine = slice(config.parallel.tensor_parallel_rank * 4, config.parallel.tensor_parallel_rank * 4 + 4)
-    torch.testing.assert_close(layer(x[:, mine], residual), torch.nn.functional.linear(x, weight, bias) + residual)
+    mine = slice(
+        config.parallel.tensor_parallel_rank * 4, config.parallel.tensor_parallel_rank * 4 + 4
+    )
+    torch.testing.assert_close(
+        layer(x[:, mine], residual), torch.nn.functional.linear(x, weight, bias) + residual
+    )
 
 
 if __name__ == "__main__":

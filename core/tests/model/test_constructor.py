@@ -26,7 +26,10 @@ def test_an_old_constructor_is_refused_and_the_shim_shown(cls):
     with pytest.raises(PluginError) as caught:
         check_constructor(cls)
     assert cls.__qualname__ in str(caught.value)
-    assert f"class {cls.__name__}Shim({cls.__name__}):\n    def __init__(self, *, vllm_config, prefix=" in str(caught.value)
+    assert (
+        f"class {cls.__name__}Shim({cls.__name__}):\n    def __init__(self, *, vllm_config, prefix="
+        in str(caught.value)
+    )
 
 
 def test_the_contract_of_constructors():

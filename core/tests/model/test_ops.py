@@ -26,12 +26,19 @@ def test_layers_are_found_by_their_prefix():
 
 
 def test_outside_of_a_pass_the_layer_is_named():
-    with pytest.raises(AssertionError, match=r"layer 'model\.first' is computed as an op outside of a compiled forward pass"):
+    with pytest.raises(
+        AssertionError,
+        match=r"layer 'model\.first' is computed as an op outside of a compiled forward pass",
+    ):
         op_layer("model.first")
 
 
 def test_passes_do_not_nest_and_threads_do_not_meet():
-    with op_layers({}), pytest.raises(AssertionError, match="inside another one on the same thread"), op_layers({}):
+    with (
+        op_layers({}),
+        pytest.raises(AssertionError, match="inside another one on the same thread"),
+        op_layers({}),
+    ):
         pass
     refused = []
 

@@ -39,7 +39,9 @@ def test_the_norm_in_bfloat16_is_no_further_from_the_exact_one_than_that_of_tran
     ours, theirs = norms("bfloat16")
     x = torch.randn(50, 64).bfloat16() * 10
     exact = nn.functional.rms_norm(x.double(), (64,), ours.weight.double(), 1e-5)
-    assert (ours(x).double() - exact).abs().mean() <= (theirs(x).detach().double() - exact).abs().mean()
+    assert (ours(x).double() - exact).abs().mean() <= (
+        theirs(x).detach().double() - exact
+    ).abs().mean()
 
 
 def test_a_residual_is_added_before_the_norm():
@@ -52,7 +54,10 @@ def test_a_residual_is_added_before_the_norm():
 
 def test_embeddings_are_scaled_and_their_weights_are_not():
     plain, scaled = (
-        VocabParallelEmbedding(7, 4, scale=scale, vllm_config=VllmConfig.default(), prefix="embed_tokens") for scale in (1.0, 3.0)
+        VocabParallelEmbedding(
+            7, 4, scale=scale, vllm_config=VllmConfig.default(), prefix="embed_tokens"
+        )
+        for scale in (1.0, 3.0)
     )
     weight = torch.randn(7, 4)
     for embedding in (plain, scaled):
@@ -62,7 +67,10 @@ def test_embeddings_are_scaled_and_their_weights_are_not():
     assert torch.equal(scaled.weight, weight)
 
 
-@pytest.mark.parametrize(("prefix", "index"), [("model.layers.3.self_attn", 3), ("layers.12", 12), ("model.layers.3.experts.5.w1", 3)])
+@pytest.mark.parametrize(
+    ("prefix", "index"),
+    [("model.layers.3.self_attn", 3), ("layers.12", 12), ("model.layers.3.experts.5.w1", 3)],
+)
 def test_modules_know_their_layer(prefix, index):
     assert layer_index(prefix) == index
 
@@ -74,11 +82,15 @@ def test_activations_are_those_of_transformers(name):
     torch.testing.assert_close(get_activation(name)(x), ACT2FN[name](x), atol=1e-5, rtol=1e-5)
     assert torch.equal(x, before)
     first, up = torch.randn(2, 3, 8)
-    torch.testing.assert_close(gate(torch.cat((first, up), -1), name), get_activation(name)(first) * up)
+    torch.testing.assert_close(
+        gate(torch.cat((first, up), -1), name), get_activation(name)(first) * up
+    )
 
 
 def test_an_unknown_activation_is_refused_with_the_nearest_names():
-    with pytest.raises(UnsupportedError, match=r"unknown activation 'gelu_tanh'\. Did you mean 'gelu"):
+    with pytest.raises(
+        UnsupportedError, match=r"unknown activation 'gelu_tanh'\. Did you mean 'gelu"
+    ):
         get_activation("gelu_tanh")
 
 
@@ -88,7 +100,10 @@ def test_config_values_are_checked():
     assert type(config.require("theta", float)) is float
     assert config.get("none", int) is None
     assert config.get("none", int, 5) == config.get("absent", int, 5) == 5
-    with pytest.raises(CheckpointError, match=r"config\.json has no 'sizes', which this model needs\. Did you mean 'size'"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"config\.json has no 'sizes', which this model needs\. Did you mean 'size'",
+    ):
         config.require("sizes", int)
     with pytest.raises(CheckpointError, match="'flag' must be of type int, not True"):
         config.get("flag", int)
@@ -104,7 +119,12 @@ def test_pipeline_ranks_own_all_layers_once_under_their_names(count, ranks):
 
     slices = []
     for rank in range(ranks):
-        layers = make_layers(count, factory, "model.layers", VllmConfig.default(pipeline_parallel_size=ranks).with_rank(rank).parallel)
+        layers = make_layers(
+            count,
+            factory,
+            "model.layers",
+            VllmConfig.default(pipeline_parallel_size=ranks).with_rank(rank).parallel,
+        )
         assert len(layers) == count
         assert [layer for layer in layers if not isinstance(layer, Absent)] == list(layers.owned)
         slices.append(len(layers.owned))
@@ -114,5 +134,9 @@ def test_pipeline_ranks_own_all_layers_once_under_their_names(count, ranks):
 
 def test_more_pipeline_ranks_than_layers_are_refused():
     parallel = VllmConfig.default(pipeline_parallel_size=3).parallel
-    with pytest.raises(ConfigError, match=r"the 2 layers of model\.layers cannot be cut into 3 stages: lower --pipeline-parallel-size"):
+    with pytest.raises(
+        ConfigError,
+        match=r"the 2 layers of model\.layers cannot be cut into 3 stages: lower "
+        r"--pipeline-parallel-size",
+    ):
         make_layers(2, nn.Identity, "model.layers", parallel)

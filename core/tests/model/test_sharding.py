@@ -69,7 +69,9 @@ def test_merged_shards_make_each_full_weight(packed, ranks):
 def test_qkv_shards_hold_whole_heads_and_share_those_of_keys(num_kv_heads, ranks):
     head_size, num_heads = 4, 8
     q, k, v = torch.randn(num_heads * head_size, 16), *torch.randn(2, num_kv_heads * head_size, 16)
-    for rank, one in enumerate(shards(QKVParallelLinear, 16, head_size, num_heads, num_kv_heads, ranks=ranks)):
+    for rank, one in enumerate(
+        shards(QKVParallelLinear, 16, head_size, num_heads, num_kv_heads, ranks=ranks)
+    ):
         for shard_id, loaded in enumerate((q, k, v)):
             fill(one.weight, loaded, shard_id)
         assert one.num_heads * ranks == num_heads
@@ -116,17 +118,27 @@ def test_parameters_have_the_dtype_and_device_asked_for():
     config = VllmConfig.default(dtype="bfloat16")
     with torch.device("meta"):
         layer = QKVParallelLinear(16, 4, 8, 2, bias=True, vllm_config=config, prefix="layer")
-    assert {(p.dtype, p.device.type, p.requires_grad) for p in layer.parameters()} == {(torch.bfloat16, "meta", False)}
+    assert {(p.dtype, p.device.type, p.requires_grad) for p in layer.parameters()} == {
+        (torch.bfloat16, "meta", False)
+    }
 
 
 @pytest.mark.parametrize(
     ("layer", "args", "message"),
     [
-        (ColumnParallelLinear, (16, 30), "outputs of layer: 30 cannot be split evenly over tensor_parallel_size=4"),
+        (
+            ColumnParallelLinear,
+            (16, 30),
+            "outputs of layer: 30 cannot be split evenly over tensor_parallel_size=4",
+        ),
         (RowParallelLinear, (30, 16), "inputs of layer: 30 cannot be split evenly"),
         (QKVParallelLinear, (16, 4, 6, 2), "attention heads of layer: 6 cannot be split evenly"),
         (QKVParallelLinear, (16, 4, 12, 6), "KV heads of layer: 6 cannot be split evenly"),
-        (QKVParallelLinear, (16, 4, 12, 3), "KV heads of layer: 3 cannot be shared evenly by tensor_parallel_size=4"),
+        (
+            QKVParallelLinear,
+            (16, 4, 12, 3),
+            "KV heads of layer: 3 cannot be shared evenly by tensor_parallel_size=4",
+        ),
     ],
 )
 def test_sizes_that_do_not_split_are_refused_by_name(layer, args, message):
@@ -147,7 +159,11 @@ def test_a_weight_of_another_shape_is_refused(shape):
 def test_a_packed_weight_gives_the_same_product(rows, dtype):
     config = VllmConfig.default(dtype=dtype)
     layer = ColumnParallelLinear(48, 40, bias=True, vllm_config=config, prefix="layer")
-    weight, bias, x = torch.randn(40, 48), torch.randn(40), torch.randn(rows, 48).to(layer.weight.dtype)
+    weight, bias, x = (
+        torch.randn(40, 48),
+        torch.randn(40),
+        torch.randn(rows, 48).to(layer.weight.dtype),
+    )
     fill(layer.weight, weight)
     fill(layer.bias, bias)
     plain = layer(x)
@@ -158,15 +174,28 @@ def test_a_packed_weight_gives_the_same_product(rows, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu", "silu"])
 def test_an_activation_belongs_to_the_product(activation, dtype):
-    layer = ColumnParallelLinear(48, 40, bias=True, activation=activation, vllm_config=VllmConfig.default(dtype=dtype), prefix="layer")
-    weight, bias, x = torch.randn(40, 48), torch.randn(40), torch.randn(9, 48).to(layer.weight.dtype)
+    layer = ColumnParallelLinear(
+        48,
+        40,
+        bias=True,
+        activation=activation,
+        vllm_config=VllmConfig.default(dtype=dtype),
+        prefix="layer",
+    )
+    weight, bias, x = (
+        torch.randn(40, 48),
+        torch.randn(40),
+        torch.randn(9, 48).to(layer.weight.dtype),
+    )
     fill(layer.weight, weight)
     fill(layer.bias, bias)
     expected = get_activation(activation)(torch.nn.functional.linear(x, layer.weight, layer.bias))
     torch.testing.assert_close(layer(x), expected)
     layer.method.process(layer)
     # bfloat16: the product is not rounded before the activation.
-    rounding = {"atol": 0.03, "rtol": 0.016} if dtype == "bfloat16" else {"atol": 1e-5, "rtol": 1e-5}
+    rounding = (
+        {"atol": 0.03, "rtol": 0.016} if dtype == "bfloat16" else {"atol": 1e-5, "rtol": 1e-5}
+    )
     torch.testing.assert_close(layer(x), expected, **rounding)
 
 
@@ -178,13 +207,20 @@ def test_an_unknown_activation_is_refused():
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_residual_is_added_once(packed):
     layer = make(RowParallelLinear, 48, 40, bias=True)
-    weight, bias, x, residual = torch.randn(40, 48), torch.randn(40), torch.randn(9, 48), torch.randn(9, 40)
+    weight, bias, x, residual = (
+        torch.randn(40, 48),
+        torch.randn(40),
+        torch.randn(9, 48),
+        torch.randn(9, 40),
+    )
     fill(layer.weight, weight)
     fill(layer.bias, bias)
     if packed:
         layer.method.process(layer)
     before = residual.clone()
-    torch.testing.assert_close(layer(x, residual), torch.nn.functional.linear(x, weight, bias) + residual)
+    torch.testing.assert_close(
+        layer(x, residual), torch.nn.functional.linear(x, weight, bias) + residual
+    )
     assert torch.equal(residual, before)
 
 

@@ -7,7 +7,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 import pytest
 from toolkit_lm.errors import RequestError
-from toolkit_lm.param_spec import ProcessorParams, check_fields, checks_of, param, params_of, spec_of
+from toolkit_lm.param_spec import (
+    ProcessorParams,
+    check_fields,
+    checks_of,
+    param,
+    params_of,
+    spec_of,
+)
 from toolkit_lm.params import SAMPLING_PARAMS, SamplingParams
 from toolkit_lm.pooling_params import POOLING_PARAMS, PoolingParams
 
@@ -62,7 +69,18 @@ def test_a_wrong_value_is_told_with_its_parameter(name, value, message):
 def test_values_within_the_bounds_pass():
     check_fields(Sample(), CHECKS)
     check_fields(
-        Sample(share=1, count=1, loud=True, color="green", when="never", words=["a", "abc"], text="a", tokens=["a", 5], word="abc"), CHECKS
+        Sample(
+            share=1,
+            count=1,
+            loud=True,
+            color="green",
+            when="never",
+            words=["a", "abc"],
+            text="a",
+            tokens=["a", 5],
+            word="abc",
+        ),
+        CHECKS,
     )
     check_fields(Sample(when=True, words=[], text=["a"], tokens=(), table={"a": None}), CHECKS)
 
@@ -73,10 +91,14 @@ def test_what_is_stated_besides():
     assert [name for name, spec in stated.items() if spec.use == "both"] == ["loud"]
 
 
-@pytest.mark.parametrize(("struct", "stated"), [(SamplingParams, SAMPLING_PARAMS), (PoolingParams, POOLING_PARAMS)])
+@pytest.mark.parametrize(
+    ("struct", "stated"), [(SamplingParams, SAMPLING_PARAMS), (PoolingParams, POOLING_PARAMS)]
+)
 def test_every_field_is_stated_with_a_sentence(struct, stated):
     # What a request's outputs hold is its caller's to say, in Python.
-    assert tuple(stated) == tuple(name for name in struct.__struct_fields__ if name != "output_kind")
+    assert tuple(stated) == tuple(
+        name for name in struct.__struct_fields__ if name != "output_kind"
+    )
     for o in stated.values():
         assert o.help[0].isupper() and o.help.endswith("."), o.name
         assert o.default == getattr(struct(), o.name)

@@ -13,7 +13,16 @@ BAD = {
     "presence_penalty": [-2.1, 2.1, "0"],
     "frequency_penalty": [-2.1, 2.1, 10**400],
     "bad_words": ["word", [""], [" "], [5], ["a" * 257], ["a"] * 301],
-    "logit_bias": [[1], {-1: 1.0}, {"5": 1.0}, {5: 101}, {5: float("nan")}, {5: "1"}, {True: 1.0}, dict.fromkeys(range(301), 1.0)],
+    "logit_bias": [
+        [1],
+        {-1: 1.0},
+        {"5": 1.0},
+        {5: 101},
+        {5: float("nan")},
+        {5: "1"},
+        {True: 1.0},
+        dict.fromkeys(range(301), 1.0),
+    ],
     "allowed_token_ids": [[], [3, 4, 3], [-1], [1.0], "1", [2**31], {1: 2}],
     "prompt_logprobs": [-1, 1.5, True, 2**64],
     "extra_args": [["a"], {1: {}}, {str(i): 1 for i in range(65)}],
@@ -41,7 +50,9 @@ DRAWS = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in BAD.items() for value in values]
+)
 def test_a_value_out_of_range_names_its_parameter(name, value):
     with pytest.raises(RequestError, match=name) as error:
         SamplingParams(**{name: value})
@@ -57,7 +68,16 @@ def test_a_beam_search_refuses_what_says_how_to_draw(name):
 
 
 def test_a_beam_search_takes_what_is_off():
-    SamplingParams(use_beam_search=True, n=2, temperature=0, top_k=-1, top_p=1.0, stop=[], logit_bias={}, presence_penalty=0)
+    SamplingParams(
+        use_beam_search=True,
+        n=2,
+        temperature=0,
+        top_k=-1,
+        top_p=1.0,
+        stop=[],
+        logit_bias={},
+        presence_penalty=0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,7 +87,11 @@ def test_a_beam_search_takes_what_is_off():
         ({"use_beam_search": True}, "beam_width", "at least 2"),
         ({"use_beam_search": True, "beam_width": 1}, "beam_width", "at least 2"),
         ({"use_beam_search": True, "n": 3, "beam_width": 2}, "beam_width", r"at least n \(3\)"),
-        ({"use_beam_search": True, "best_of": 3, "beam_width": 4}, "best_of", r"unset, or beam_width \(4\)"),
+        (
+            {"use_beam_search": True, "best_of": 3, "beam_width": 4},
+            "best_of",
+            r"unset, or beam_width \(4\)",
+        ),
     ],
 )
 def test_widths_that_contradict_one_another(fields, param, message):
@@ -83,7 +107,11 @@ def test_how_many_sequences_are_computed_and_given():
 
     assert numbers(n=2) == numbers(n=2, best_of=2) == (2, 2, False)
     assert numbers(n=2, best_of=5) == (5, 5, True)
-    assert numbers(n=2, best_of=5, use_beam_search=True) == numbers(n=2, beam_width=5, use_beam_search=True) == (5, 2, True)
+    assert (
+        numbers(n=2, best_of=5, use_beam_search=True)
+        == numbers(n=2, beam_width=5, use_beam_search=True)
+        == (5, 2, True)
+    )
     assert numbers(n=2, use_beam_search=True) == (2, 2, True)
 
 

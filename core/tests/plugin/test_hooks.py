@@ -13,7 +13,13 @@ from toolkit_lm.config import PluginsConfig, VllmConfig
 from toolkit_lm.engine import EngineClient, start_engine
 from toolkit_lm.errors import CheckpointError, ConfigError, PluginError
 from toolkit_lm.events import RequestEvent, StepEvent
-from toolkit_lm.model import ParallelLMHead, ReplicatedLinear, RMSNorm, UnquantizedMethod, construction
+from toolkit_lm.model import (
+    ParallelLMHead,
+    ReplicatedLinear,
+    RMSNorm,
+    UnquantizedMethod,
+    construction,
+)
 from toolkit_lm.plugin import Plugins, hookimpl
 from toolkit_lm.pooling import PoolingInputs
 from toolkit_lm.renderer import AnswerDelta, RenderedText
@@ -78,9 +84,13 @@ def test_the_page_of_toolkit_register_hookspecs_shows_a_registry():
         ("fr", "first", "first:greet"),
         ("it", "second", "second:greet"),
     ]
-    with pytest.raises(PluginError, match="greeting 'es' cannot be added: plugins add to a registry in their"):
+    with pytest.raises(
+        PluginError, match="greeting 'es' cannot be added: plugins add to a registry in their"
+    ):
         registry.add("es", "late:greet")
-    with pytest.raises(PluginError, match=r"greeting 'de' is registered by .*'first'.* and by .*'second'"):
+    with pytest.raises(
+        PluginError, match=r"greeting 'de' is registered by .*'first'.* and by .*'second'"
+    ):
         load(Brings(), Greets("first", "de"), Greets("second", "de"))
     with pytest.raises(PluginError, match="no loaded plugin brings a GreetingRegistry"):
         load().brought_registry(shown.GreetingRegistry)
@@ -88,7 +98,11 @@ def test_the_page_of_toolkit_register_hookspecs_shows_a_registry():
 
 def test_toolkit_register_models(example):
     entry = load(example).models.get("MyForCausalLM")
-    assert (entry.target, entry.plugin, entry.runner) == ("toolkit_lm_mine.model:MyForCausalLM", example.__name__, "generate")
+    assert (entry.target, entry.plugin, entry.runner) == (
+        "toolkit_lm_mine.model:MyForCausalLM",
+        example.__name__,
+        "generate",
+    )
 
 
 def test_the_page_of_toolkit_register_models_shows_a_fallback():
@@ -133,7 +147,11 @@ def test_toolkit_register_parsers(example):
     assert shown.MyFormat.refuses("Think on the first line.") is None
     assert shown.MyFormat.refuses("Think not.") is not None
     parser = shown.MyFormat("").parser("", [])
-    assert [parser.push(text) for text in ("a", "b\nc", "d\n")] == [AnswerDelta("", "a"), AnswerDelta("c", "b"), AnswerDelta("d\n", "")]
+    assert [parser.push(text) for text in ("a", "b\nc", "d\n")] == [
+        AnswerDelta("", "a"),
+        AnswerDelta("c", "b"),
+        AnswerDelta("d\n", ""),
+    ]
 
 
 def test_toolkit_register_scheduling_policies(example):
@@ -156,7 +174,10 @@ def test_toolkit_register_option_names(example, monkeypatch):
 
 def test_toolkit_register_pooling(example):
     entry = load(example).pooling.get("first_token")
-    assert (entry.target, entry.plugin) == ("toolkit_lm_mine.first_token:as_first_token_model", example.__name__)
+    assert (entry.target, entry.plugin) == (
+        "toolkit_lm_mine.first_token:as_first_token_model",
+        example.__name__,
+    )
 
 
 def test_toolkit_register_pooling_profiles(example, tmp_path, monkeypatch):
@@ -169,7 +190,11 @@ def test_toolkit_register_pooling_profiles(example, tmp_path, monkeypatch):
     assert profiles.read(tmp_path, {"hidden_size": 8}, tmp_path) is None
     (tmp_path / "my_pooling.json").write_text('{"longest": 64, "query_prompt": "Q: "}')
     profile = profiles.read(tmp_path, {"hidden_size": 8}, tmp_path)
-    assert (profile.max_tokens, profile.details["prompts"], profile.details["pooling"]["size"]) == (64, {"query": "Q: "}, 8)
+    assert (profile.max_tokens, profile.details["prompts"], profile.details["pooling"]["size"]) == (
+        64,
+        {"query": "Q: "},
+        8,
+    )
 
 
 def test_toolkit_register_pooling_inputs(example, monkeypatch):
@@ -179,8 +204,12 @@ def test_toolkit_register_pooling_inputs(example, monkeypatch):
     exec(page_example(PAGES / "toolkit_register_pooling_inputs.md", block=3), shown.__dict__)
     monkeypatch.setitem(sys.modules, "toolkit_lm_mine", types.ModuleType("toolkit_lm_mine"))
     monkeypatch.setitem(sys.modules, shown.__name__, shown)
-    renderer = types.SimpleNamespace(render_texts=lambda texts: [RenderedText([len(text)]) for text in texts])
-    made = plugins.pooling_inputs.first_result(PoolingInputs, VllmConfig.default({"architectures": ["MineForCausalLM"]}), renderer, plugins)
+    renderer = types.SimpleNamespace(
+        render_texts=lambda texts: [RenderedText([len(text)]) for text in texts]
+    )
+    made = plugins.pooling_inputs.first_result(
+        PoolingInputs, VllmConfig.default({"architectures": ["MineForCausalLM"]}), renderer, plugins
+    )
     assert made.render(["ab", "c"]) == [RenderedText([2]), RenderedText([1])]
     other = VllmConfig.default({"architectures": ["OtherForCausalLM"]})
     assert plugins.pooling_inputs.first_result(PoolingInputs, other, renderer, plugins) is None
@@ -192,7 +221,9 @@ def test_toolkit_register_engine_clients(example, monkeypatch):
     shown = types.ModuleType("toolkit_lm_mine.start")
     exec(page_example(PAGES / "toolkit_register_engine_clients.md", block=3), shown.__dict__)
     made = types.ModuleType("toolkit_lm_mine.client")
-    made.MyClient = type("MyClient", (EngineClient,), {"__init__": lambda self, config, plugins: None})
+    made.MyClient = type(
+        "MyClient", (EngineClient,), {"__init__": lambda self, config, plugins: None}
+    )
     made.MyClient.__abstractmethods__ = frozenset()
     for module in (types.ModuleType("toolkit_lm_mine"), shown, made):
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -219,7 +250,9 @@ def test_toolkit_register_loaders(example, tmp_path):
     np.savez(tmp_path / "weights.npz", **{name: tensor.numpy() for name, tensor in weights.items()})
     assert loaders.reading(tmp_path) == loaders.reading(tmp_path / "weights.npz") == "npz"
     found = dict(shown.NpzLoader(tmp_path))
-    assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+    assert found.keys() == weights.keys() and all(
+        torch.equal(found[name], weights[name]) for name in weights
+    )
     (tmp_path / "weights.npz").write_bytes(b"PK")
     with pytest.raises(CheckpointError, match=r"weights\.npz cannot be read"):
         dict(shown.NpzLoader(tmp_path))
@@ -244,10 +277,16 @@ def test_toolkit_register_quantization(example):
 
 def test_toolkit_register_compilers(example):
     compilers = load(example).compilers
-    assert (compilers.get("mine").target, compilers.get("mine").priority) == ("toolkit_lm_mine.compiler:MyCompiler", 5)
+    assert (compilers.get("mine").target, compilers.get("mine").priority) == (
+        "toolkit_lm_mine.compiler:MyCompiler",
+        5,
+    )
     shown = types.ModuleType("toolkit_lm_mine.compiler")
     exec(page_example(PAGES / "toolkit_register_compilers.md", block=3), shown.__dict__)
-    assert shown.MyCompiler.refuses(VllmConfig.default(tensor_parallel_size=2)) == "it traces models of one rank"
+    assert (
+        shown.MyCompiler.refuses(VllmConfig.default(tensor_parallel_size=2))
+        == "it traces models of one rank"
+    )
     model = torch.nn.Linear(2, 2)
     compiler = shown.MyCompiler(model, VllmConfig.default(), None)
     assert torch.equal(compiler(torch.ones(3, 2)), model(torch.ones(3, 2)))
@@ -256,11 +295,16 @@ def test_toolkit_register_compilers(example):
 
 def test_toolkit_register_kernels(example):
     kernels = load(example).kernels
-    assert (kernels.get("mine").target, kernels.get("mine").priority) == ("toolkit_lm_mine.kernels:MyKernels", 5)
+    assert (kernels.get("mine").target, kernels.get("mine").priority) == (
+        "toolkit_lm_mine.kernels:MyKernels",
+        5,
+    )
     shown = types.ModuleType("toolkit_lm_mine.kernels")
     exec(page_example(PAGES / "toolkit_register_kernels.md", block=3), shown.__dict__)
     assert shown.MyKernels.refuses(VllmConfig.default()) is None
-    assert shown.MyKernels.refuses(VllmConfig.default().replace(device="meta")) == "it is for the CPU"
+    assert (
+        shown.MyKernels.refuses(VllmConfig.default().replace(device="meta")) == "it is for the CPU"
+    )
     config, x, residual = VllmConfig.default(), torch.randn(3, 8), torch.randn(3, 8)
     with construction(kernels=shown.MyKernels()):
         ours = RMSNorm(8, eps=1e-5, vllm_config=config)
@@ -281,9 +325,20 @@ def test_toolkit_event(example):
     plugins = load(example)
     plugins.event(StepEvent(time=0, duration=0.25, num_tokens=1))
     times = {"time": 0, "arrival_time": 0}
-    for tenant, tokens, kind in (("a", 1, "first_token"), ("a", 5, "finished"), ("b", 2, "aborted")):
+    for tenant, tokens, kind in (
+        ("a", 1, "first_token"),
+        ("a", 5, "finished"),
+        ("b", 2, "aborted"),
+    ):
         plugins.event(
-            RequestEvent(kind=kind, request_id="1", num_prompt_tokens=3, num_output_tokens=tokens, context={"tenant": tenant}, **times)
+            RequestEvent(
+                kind=kind,
+                request_id="1",
+                num_prompt_tokens=3,
+                num_output_tokens=tokens,
+                context={"tenant": tenant},
+                **times,
+            )
         )
     assert (example.busy, example.tokens) == ([0.25], {"a": 5, "b": 2})
 

@@ -1,4 +1,5 @@
-"""Every hook, of core and of the installed plugins, has a test, and a page with its exact signature and an example that works."""
+"""Every hook, of core and of the installed plugins, has a test, and a page with its exact signature
+and an example that works."""
 
 from __future__ import annotations
 
@@ -29,8 +30,15 @@ def page(hook: str) -> Path:
 @pytest.fixture(scope="module")
 def test_texts():
     """The text of every test file of the repository."""
-    folders = [ROOT / "core" / "tests", ROOT / "tests", *ROOT.glob("plugins/*/tests"), *ROOT.glob("contrib_*/*/tests")]
-    return "".join(path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("test_*.py"))
+    folders = [
+        ROOT / "core" / "tests",
+        ROOT / "tests",
+        *ROOT.glob("plugins/*/tests"),
+        *ROOT.glob("contrib_*/*/tests"),
+    ]
+    return "".join(
+        path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("test_*.py")
+    )
 
 
 def test_the_hooks_are_these():

@@ -1,4 +1,5 @@
-"""Plugins given from code: hooks, errors, options, events, fingerprint. Installed ones are tested beside the distributions."""
+"""Plugins given from code: hooks, errors, options, events, fingerprint. Installed ones are tested
+beside the distributions."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ class Base:
 class Model(Base):
     @hookimpl
     def toolkit_register_models(self, models):
-        models.add("XForCausalLM", f"{self.name}.model:X", override=getattr(self, "override", False))
+        models.add(
+            "XForCausalLM", f"{self.name}.model:X", override=getattr(self, "override", False)
+        )
 
 
 class Configure(Base):
@@ -58,7 +61,9 @@ class Maker(Base):
 
     @property
     def listener(self):
-        return types.SimpleNamespace(on_event=lambda event: self.fails("event"), close=lambda: self.fails("close"))
+        return types.SimpleNamespace(
+            on_event=lambda event: self.fails("event"), close=lambda: self.fails("close")
+        )
 
     def fails(self, when):
         self.seen.append(when)
@@ -81,7 +86,10 @@ def test_the_api_version_is_that_of_core():
 
 
 def test_importing_core_imports_nothing_heavy_and_discovers_nothing():
-    code = "import sys, toolkit_lm.plugin; print([m for m in sys.modules if m == 'torch' or m.startswith('toolkit_lm_')])"
+    code = (
+        "import sys, toolkit_lm.plugin; print([m for m in sys.modules if m == 'torch' or "
+        "m.startswith('toolkit_lm_')])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -94,11 +102,15 @@ def test_core_is_always_there():
 
 def test_modules_and_objects_are_plugins():
     module = module_from(
-        "from toolkit_lm.plugin import hookimpl\n@hookimpl\ndef toolkit_register_models(models): models.add('YForCausalLM', 'y:Y')",
+        "from toolkit_lm.plugin import hookimpl\n@hookimpl\ndef toolkit_register_models(models): "
+        "models.add('YForCausalLM', 'y:Y')",
         "in_module",
     )
     plugins = load(Model("a"), module)
-    assert [(entry.key, entry.plugin) for entry in plugins.models.entries()] == [("XForCausalLM", "a"), ("YForCausalLM", "in_module")]
+    assert [(entry.key, entry.plugin) for entry in plugins.models.entries()] == [
+        ("XForCausalLM", "a"),
+        ("YForCausalLM", "in_module"),
+    ]
     assert plugins.info("a").hooks == ["toolkit_register_models"]
     assert plugins.info("a").distribution is None
     with pytest.raises(PluginError, match=r"there is no plugin 'b'"):
@@ -124,7 +136,9 @@ def test_a_plugin_from_code_that_fails_is_fatal():
 
 
 def test_a_duplicate_key_names_both():
-    with pytest.raises(PluginError, match=r"'XForCausalLM' is registered by plugin 'a' .* and by plugin 'b'"):
+    with pytest.raises(
+        PluginError, match=r"'XForCausalLM' is registered by plugin 'a' .* and by plugin 'b'"
+    ):
         load(Model("a"), Model("b"))
     assert load(Model("a"), Model("b", override=True)).models.get("XForCausalLM").plugin == "b"
 
@@ -137,9 +151,18 @@ def test_a_duplicate_name_is_an_error():
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("@hookimpl\ndef toolkit_register_model(models): ...", "no hook 'toolkit_register_model'. Did you mean 'toolkit_register_models'"),
-        ("@hookimpl\ndef register_models(models): ...", "no hook 'register_models'. Did you mean 'toolkit_register_models'"),
-        ("def toolkit_register_models(models): ...", "'toolkit_register_models' is not marked with @hookimpl"),
+        (
+            "@hookimpl\ndef toolkit_register_model(models): ...",
+            "no hook 'toolkit_register_model'. Did you mean 'toolkit_register_models'",
+        ),
+        (
+            "@hookimpl\ndef register_models(models): ...",
+            "no hook 'register_models'. Did you mean 'toolkit_register_models'",
+        ),
+        (
+            "def toolkit_register_models(models): ...",
+            "'toolkit_register_models' is not marked with @hookimpl",
+        ),
         ("def toolkit_registr(models): ...", "'toolkit_registr' is not marked with @hookimpl"),
         (
             "@hookimpl\ndef toolkit_register_models(registry): ...",
@@ -147,7 +170,10 @@ def test_a_duplicate_name_is_an_error():
         ),
         ("@hookimpl(wrapper=True)\ndef toolkit_event(event): yield", "says wrapper=True"),
         ("@hookimpl(tryfirst=True)\ndef toolkit_event(event): ...", "says tryfirst=True"),
-        ("@hookimpl(specname='toolkit_evnt')\ndef watch(event): ...", "no hook 'toolkit_evnt'. Did you mean 'toolkit_event'"),
+        (
+            "@hookimpl(specname='toolkit_evnt')\ndef watch(event): ...",
+            "no hook 'toolkit_evnt'. Did you mean 'toolkit_event'",
+        ),
     ],
 )
 def test_a_wrong_hook_is_an_error(text, error):
@@ -156,7 +182,10 @@ def test_a_wrong_hook_is_an_error(text, error):
 
 
 def test_a_hook_of_a_plugin_that_is_not_there_may_be_optional():
-    text = "from toolkit_lm.plugin import hookimpl\n@hookimpl(optionalhook=True)\ndef toolkit_brought_by_another(): ..."
+    text = (
+        "from toolkit_lm.plugin import hookimpl\n@hookimpl(optionalhook=True)\ndef "
+        "toolkit_brought_by_another(): ..."
+    )
     assert load(module_from(text)).info("from_text").hooks == []
 
 
@@ -178,7 +207,9 @@ def test_an_implementation_may_take_fewer_arguments():
 
 def test_configure_goes_from_plugin_to_plugin():
     first = Configure("first", change=lambda config: config.replace(block_size=32))
-    second = Configure("second", change=lambda config: config.replace(max_num_seqs=config.cache.block_size))
+    second = Configure(
+        "second", change=lambda config: config.replace(max_num_seqs=config.cache.block_size)
+    )
     third = Configure("third", change=lambda config: None)
     config = load(first, second, third).configure(VllmConfig.make())
     assert (config.cache.block_size, config.scheduler.max_num_seqs) == (32, 32)
@@ -188,7 +219,10 @@ def test_configure_goes_from_plugin_to_plugin():
     ("change", "error"),
     [
         (lambda config: 3, "must return a VllmConfig or None, not a int"),
-        (lambda config: config.replace(block_size=0), "failed in toolkit_configure: .*'block_size'"),
+        (
+            lambda config: config.replace(block_size=0),
+            "failed in toolkit_configure: .*'block_size'",
+        ),
         (lambda config: config.replace(disable_plugins=["x"]), "loaded already"),
     ],
 )
@@ -201,7 +235,9 @@ def test_events_reach_every_watcher_and_a_failing_one_is_dropped():
     good, bad = Watch("good", seen=[], fails=False), Watch("bad", seen=[], fails=True)
     plugins = load(bad, good)
     assert plugins.has_event_listeners
-    with pytest.warns(PluginWarning, match=r"plugin 'bad' .*gets no more events: RuntimeError: cannot count"):
+    with pytest.warns(
+        PluginWarning, match=r"plugin 'bad' .*gets no more events: RuntimeError: cannot count"
+    ):
         plugins.event(STEP)
     plugins.event(STEP)
     assert (len(good.seen), len(bad.seen)) == (2, 1)
@@ -220,7 +256,12 @@ def test_what_watches_one_engine_ends_with_it():
 
 
 def test_a_plugin_may_have_nothing_to_watch():
-    plugins = load(module_from("from toolkit_lm.plugin import hookimpl\n@hookimpl\ndef toolkit_watch(config): return None"))
+    plugins = load(
+        module_from(
+            "from toolkit_lm.plugin import hookimpl\n@hookimpl\ndef toolkit_watch(config): "
+            "return None"
+        )
+    )
     plugins.watch(VllmConfig.make())
     assert not plugins.has_event_listeners
 
@@ -229,18 +270,26 @@ def test_a_listener_that_fails_is_dropped_and_closed():
     bad, good = Maker("bad", seen=[], when="event"), Maker("good", seen=[], when=None)
     plugins = load(bad, good)
     plugins.watch(VllmConfig.make())
-    with pytest.warns(PluginWarning, match=r"plugin 'bad' .*gets no more events: RuntimeError: cannot event"):
+    with pytest.warns(
+        PluginWarning, match=r"plugin 'bad' .*gets no more events: RuntimeError: cannot event"
+    ):
         plugins.event(STEP)
     plugins.event(STEP)
     plugins.close()
-    assert (bad.seen, good.seen) == (["watch", "event", "close"], ["watch", "event", "event", "close"])
+    assert (bad.seen, good.seen) == (
+        ["watch", "event", "close"],
+        ["watch", "event", "event", "close"],
+    )
 
 
 def test_a_listener_that_cannot_be_closed_is_warned_about():
     bad, good = Maker("bad", seen=[], when="close"), Maker("good", seen=[], when=None)
     plugins = load(bad, good)
     plugins.watch(VllmConfig.make())
-    with pytest.warns(PluginWarning, match=r"plugin 'bad' .*failed to close its event listener: RuntimeError: cannot close"):
+    with pytest.warns(
+        PluginWarning,
+        match=r"plugin 'bad' .*failed to close its event listener: RuntimeError: cannot close",
+    ):
         plugins.close()
     assert good.seen == ["watch", "close"]
 
@@ -248,7 +297,9 @@ def test_a_listener_that_cannot_be_closed_is_warned_about():
 def test_a_watch_that_fails_is_fatal_and_leaves_no_listener():
     good, bad = Maker("good", seen=[], when=None), Maker("bad", seen=[], when="watch")
     plugins = load(good, bad)
-    with pytest.raises(PluginError, match=r"plugin 'bad' .*failed in toolkit_watch: RuntimeError: cannot watch"):
+    with pytest.raises(
+        PluginError, match=r"plugin 'bad' .*failed in toolkit_watch: RuntimeError: cannot watch"
+    ):
         plugins.watch(VllmConfig.make())
     assert good.seen == ["watch", "close"]
     assert not plugins.has_event_listeners
@@ -279,7 +330,9 @@ def test_a_plugin_brings_hooks_of_its_own():
 
     plugins = load(Says("a"), Brings("brings", specs=specs), Says("b"))
     assert plugins.hook.toolkit_say(word="hi ") == ["hi b", "hi a"]
-    assert [(info.name, call(word="")) for info, call in plugins.implementations("toolkit_say")] == [("a", "a"), ("b", "b")]
+    assert [
+        (info.name, call(word="")) for info, call in plugins.implementations("toolkit_say")
+    ] == [("a", "a"), ("b", "b")]
     with pytest.raises(PluginError, match=r"no hook 'toolkit_say'"):
         load(Says("a"))
     with pytest.raises(PluginError, match=r"'toolkit_say' has a specification already"):
@@ -295,7 +348,9 @@ def test_a_hook_must_have_the_prefix():
         def toolkit_register_hookspecs(self):
             return [specs]
 
-    with pytest.raises(PluginError, match=r"hook 'say' must have a name that starts with 'toolkit_'"):
+    with pytest.raises(
+        PluginError, match=r"hook 'say' must have a name that starts with 'toolkit_'"
+    ):
         load(Brings("brings"))
 
 
@@ -318,7 +373,11 @@ def pydantic_options():
 
 @pytest.fixture(params=["struct", "dataclass", "pydantic"])
 def options_class(request):
-    return {"struct": lambda: StructOptions, "dataclass": lambda: DataOptions, "pydantic": pydantic_options}[request.param]()
+    return {
+        "struct": lambda: StructOptions,
+        "dataclass": lambda: DataOptions,
+        "pydantic": pydantic_options,
+    }[request.param]()
 
 
 def test_options_are_made_by_the_plugins_own_model(options_class):
@@ -332,7 +391,11 @@ def test_options_are_made_by_the_plugins_own_model(options_class):
 
 @pytest.mark.parametrize(
     ("given", "error"),
-    [({"size": 1, "nane": "y"}, "no option 'nane'. Did you mean 'name'"), ({"size": "many"}, "wrong options"), ({"name": "y"}, "size")],
+    [
+        ({"size": 1, "nane": "y"}, "no option 'nane'. Did you mean 'name'"),
+        ({"size": "many"}, "wrong options"),
+        ({"name": "y"}, "size"),
+    ],
 )
 def test_wrong_options_name_the_plugin(options_class, given, error):
     with pytest.raises(ConfigError, match=f"(?s)plugin 'a' .*{error}"):
@@ -347,7 +410,10 @@ def test_options_that_are_needed_and_not_given(options_class):
 
 @pytest.mark.parametrize("kind", [type("Options", (), {"size": 3}), {"size": 3}])
 def test_options_of_an_unsupported_kind_are_an_error_at_load(kind):
-    with pytest.raises(PluginError, match=r"plugin 'a' .*Options must be a msgspec Struct, a dataclass or a pydantic model"):
+    with pytest.raises(
+        PluginError,
+        match=r"plugin 'a' .*Options must be a msgspec Struct, a dataclass or a pydantic model",
+    ):
         load(Base("a", Options=kind))
 
 
@@ -378,7 +444,9 @@ def test_a_slow_listener_is_warned_about_once(monkeypatch):
     for _ in range(100):
         plugins.event(STEP)
     plugin.seconds = 0.25
-    with pytest.warns(PluginWarning, match=r"plugin 'slow' .* is slow: outputs waited 0\.25 s") as caught:
+    with pytest.warns(
+        PluginWarning, match=r"plugin 'slow' .* is slow: outputs waited 0\.25 s"
+    ) as caught:
         for _ in range(100):
             plugins.event(STEP)
     assert len(caught) == 1
@@ -394,18 +462,29 @@ def test_options_for_nobody():
 
 def test_an_unknown_plugin_in_a_list_is_an_error():
     for option in ("plugins", "disable_plugins"):
-        with pytest.raises(PluginError, match=f"'{option}' names plugin 'serber', which is not installed. Did you mean 'server'"):
+        with pytest.raises(
+            PluginError,
+            match=f"'{option}' names plugin 'serber', which is not installed. Did you mean "
+            "'server'",
+        ):
             Plugins.load(PluginsConfig(**{option: ["serber"]}))
 
 
 def test_the_architecture_error_names_plugins_that_are_off():
-    with pytest.raises(UnsupportedError, match=r"no model architecture 'LlamaForCausalLM'.*might add it: .*decoder"):
+    with pytest.raises(
+        UnsupportedError, match=r"no model architecture 'LlamaForCausalLM'.*might add it: .*decoder"
+    ):
         Plugins.load(NONE_INSTALLED).models.get("LlamaForCausalLM")
 
 
 def test_builtin_distributions_come_first_and_code_last():
     plugins = Plugins.load(PluginsConfig(plugins=["decoder", "sdpa"]), extra=[Base("a")])
-    assert [info.name for info in plugins.infos if info.status == "ok"] == ["core", "decoder", "sdpa", "a"]
+    assert [info.name for info in plugins.infos if info.status == "ok"] == [
+        "core",
+        "decoder",
+        "sdpa",
+        "a",
+    ]
     assert plugins.info("server").status == "disabled"
 
 
@@ -415,9 +494,14 @@ def test_a_fingerprint_tells_what_differs():
     other = load(Base("b"), Model("c")).fingerprint()
     assert one.digest != other.digest
     assert one.difference(other).splitlines() == ["plugin 'a': only here", "plugin 'c': only there"]
-    assert "load order: core, a, b here, core, b, a there" in one.difference(load(Base("b"), Base("a")).fingerprint())
+    assert "load order: core, a, b here, core, b, a there" in one.difference(
+        load(Base("b"), Base("a")).fingerprint()
+    )
     assert msgspec.json.decode(msgspec.json.encode(one), type=type(one)) == one
-    assert load(types.ModuleType("not_in_sys_modules")).fingerprint().plugins[-1].name == "not_in_sys_modules"
+    assert (
+        load(types.ModuleType("not_in_sys_modules")).fingerprint().plugins[-1].name
+        == "not_in_sys_modules"
+    )
 
 
 def test_a_fingerprint_sees_content(tmp_path, monkeypatch):
@@ -444,5 +528,11 @@ class Counter:
 
 print(Plugins.load(extra=[Counter()]).fingerprint().digest)
 """
-    done = subprocess.run([sys.executable, "-W", "error", "-"], input=code, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-"],
+        input=code,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (0, "") and len(done.stdout.strip()) == 64

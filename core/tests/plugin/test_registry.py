@@ -26,8 +26,18 @@ def test_an_entry_holds_what_was_said():
     models = ModelRegistry(owner=ONE)
     models.add("LlamaForCausalLM", "a.b:C", runner="pooling", renderer="hf")
     entry = models.get("LlamaForCausalLM")
-    assert (entry.key, entry.target, entry.plugin, entry.runner, entry.renderer) == ("LlamaForCausalLM", "a.b:C", "one", "pooling", "hf")
-    assert "LlamaForCausalLM" in models and list(models) == models.keys() == ["LlamaForCausalLM"] and models.entries() == [entry]
+    assert (entry.key, entry.target, entry.plugin, entry.runner, entry.renderer) == (
+        "LlamaForCausalLM",
+        "a.b:C",
+        "one",
+        "pooling",
+        "hf",
+    )
+    assert (
+        "LlamaForCausalLM" in models
+        and list(models) == models.keys() == ["LlamaForCausalLM"]
+        and models.entries() == [entry]
+    )
     backends = AttentionBackendRegistry(owner=ONE)
     backends.add("fast", "a:B", priority=5)
     assert backends.get("fast").priority == 5
@@ -41,16 +51,25 @@ def test_a_fallback_is_no_architecture():
     models.add("X", "a:B")
     models.add_fallback("any", "a:C", runner="pooling", renderer="hf")
     entry = models.get("any")
-    assert (entry.is_fallback, entry.target, entry.runner, entry.renderer) == (True, "a:C", "pooling", "hf")
+    assert (entry.is_fallback, entry.target, entry.runner, entry.renderer) == (
+        True,
+        "a:C",
+        "pooling",
+        "hf",
+    )
     assert not models.get("X").is_fallback
     assert (models.architectures(), models.fallbacks()) == (["X"], ["any"])
     with pytest.raises(PluginError, match=r"'any' is registered by plugin 'one'"):
         models.copy(TWO).add_fallback("any", "c:D")
 
 
-@pytest.mark.parametrize("target", ["", "a", "a.b", "a:", ":a", "a b:c", "a:b:c", "a..b:c", "../a:b", "a:b()", None, 3])
+@pytest.mark.parametrize(
+    "target", ["", "a", "a.b", "a:", ":a", "a b:c", "a:b:c", "a..b:c", "../a:b", "a:b()", None, 3]
+)
 def test_a_malformed_target_is_refused(target):
-    with pytest.raises(PluginError, match=r"'one' .*target of model architecture 'X' must be a text 'module:Class'"):
+    with pytest.raises(
+        PluginError, match=r"'one' .*target of model architecture 'X' must be a text 'module:Class'"
+    ):
         ModelRegistry(owner=ONE).add("X", target)
 
 
@@ -74,7 +93,11 @@ def test_a_closed_registry_takes_nothing():
 def test_a_duplicate_names_both_plugins():
     models = ModelRegistry(owner=ONE)
     models.add("X", "a:B")
-    with pytest.raises(PluginError, match=r"'X' is registered by plugin 'one' \(dist-one 1.0.* and by plugin 'two' \(dist-two 2.0\)"):
+    with pytest.raises(
+        PluginError,
+        match=r"'X' is registered by plugin 'one' \(dist-one 1.0.* and by plugin 'two' "
+        r"\(dist-two 2.0\)",
+    ):
         models.copy(TWO).add("X", "c:D")
 
 
@@ -105,7 +128,11 @@ def test_a_copy_leaves_the_original_alone():
 def test_an_unknown_key_names_the_nearest():
     models = ModelRegistry(owner=ONE)
     models.add("LlamaForCausalLM", "a:B")
-    with pytest.raises(UnsupportedError, match=r"no model architecture 'LamaForCausalLM' is registered. Did you mean 'LlamaForCausalLM'"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"no model architecture 'LamaForCausalLM' is registered. Did you mean "
+        r"'LlamaForCausalLM'",
+    ):
         models.get("LamaForCausalLM")
     with pytest.raises(UnsupportedError, match=r"Install it."):
         models.copy(None, hint="Install it.").get("Bert")
@@ -136,8 +163,13 @@ def test_a_target_that_fails_names_its_plugin(tmp_path, monkeypatch, target, cau
     monkeypatch.syspath_prepend(tmp_path)
     models = ModelRegistry(owner=ONE)
     models.add("X", target)
-    place = f"{tmp_path}/raising_target.py:1" if target.startswith("raising") else "/somewhere/one.py"
-    failure = rf"'one' \(dist-one 1.0, {place}\) failed in loading model architecture 'X' from '{target}': {cause.__name__}"
+    place = (
+        f"{tmp_path}/raising_target.py:1" if target.startswith("raising") else "/somewhere/one.py"
+    )
+    failure = (
+        rf"'one' \(dist-one 1.0, {place}\) failed in loading model architecture 'X' from "
+        rf"'{target}': {cause.__name__}"
+    )
     with pytest.raises(PluginError, match=failure) as caught:
         models.load("X")
     assert isinstance(caught.value.__cause__, cause)
@@ -147,7 +179,9 @@ def test_a_target_that_fails_names_its_plugin(tmp_path, monkeypatch, target, cau
 def test_the_path_of_a_checkpoint(tmp_path, monkeypatch):
     package = tmp_path / "checkpoint_holder"
     (package / "inner" / "folder").mkdir(parents=True)
-    (package / "__init__.py").write_text("raise AssertionError('looking for a folder must not import the package')")
+    (package / "__init__.py").write_text(
+        "raise AssertionError('looking for a folder must not import the package')"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     checkpoints = CheckpointRegistry(owner=ONE)
     checkpoints.add("tiny", "checkpoint_holder:inner/folder")
@@ -172,31 +206,50 @@ def test_the_path_of_a_checkpoint(tmp_path, monkeypatch):
 )
 def test_a_target_must_be_what_its_registry_is_for(tmp_path, monkeypatch, kind, base):
     module = base.rpartition(".")[0]
-    (tmp_path / "wrong_target.py").write_text(f"import {module}\nclass Other: ...\nclass Unfinished({base}): ...\n")
+    (tmp_path / "wrong_target.py").write_text(
+        f"import {module}\nclass Other: ...\nclass Unfinished({base}): ...\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "wrong_target", raising=False)
-    registry, fields = kind(owner=ONE), {"params": ProcessorParams} if kind is LogitsProcessorRegistry else {}
+    registry, fields = (
+        kind(owner=ONE),
+        {"params": ProcessorParams} if kind is LogitsProcessorRegistry else {},
+    )
     registry.add("other", "wrong_target:Other", **fields)
     registry.add("unfinished", "wrong_target:Unfinished", **fields)
-    with pytest.raises(PluginError, match=rf"plugin 'one' .* 'other': 'wrong_target:Other' must be a subclass of {base}"):
+    with pytest.raises(
+        PluginError,
+        match=rf"plugin 'one' .* 'other': 'wrong_target:Other' must be a subclass of {base}",
+    ):
         registry.load("other")
     # A model's methods depend on what it does.
     if kind is ModelRegistry:
         return
-    with pytest.raises(PluginError, match=rf"plugin 'one' .* 'unfinished': .* does not define .*, which {base} leaves to its subclasses"):
+    with pytest.raises(
+        PluginError,
+        match=rf"plugin 'one' .* 'unfinished': .* does not define .*, which {base} leaves to its "
+        r"subclasses",
+    ):
         registry.load("unfinished")
 
 
 def test_a_target_that_is_no_function_is_refused():
     converters = ConverterRegistry(owner=ONE)
     converters.add("x", "toolkit_lm.plugin:API_VERSION")
-    with pytest.raises(PluginError, match=r"plugin 'one' .*convert type 'x': 'toolkit_lm.plugin:API_VERSION' is not a function, but a str"):
+    with pytest.raises(
+        PluginError,
+        match=r"plugin 'one' .*convert type 'x': 'toolkit_lm.plugin:API_VERSION' is not a "
+        r"function, but a str",
+    ):
         converters.load("x")
 
 
 def test_making_a_target_names_its_plugin():
     converters = ConverterRegistry(owner=ONE)
     converters.add("x", "json:loads")
-    failure = r"plugin 'one' \(dist-one 1.0, .*json/decoder.py:\d+\) failed in convert type 'x': JSONDecodeError"
+    failure = (
+        r"plugin 'one' \(dist-one 1.0, .*json/decoder.py:\d+\) failed in convert type 'x': "
+        r"JSONDecodeError"
+    )
     with pytest.raises(PluginError, match=failure):
         converters.make("x", "{")

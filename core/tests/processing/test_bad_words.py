@@ -1,4 +1,5 @@
-"""bad_words, against their definition in plain Python, over small vocabularies where everything can be tried."""
+"""bad_words, against their definition in plain Python, over small vocabularies where everything can
+be tried."""
 
 from __future__ import annotations
 
@@ -16,10 +17,56 @@ from toolkit_lm.sampling.bad_words import ForbiddenTextRules
 
 SPECIAL = b"<s>"
 VOCABULARY = [
-    *(SPECIAL, b"", b"a", b"b", b" ", b" a", b" b", b"ab", b" ab", b"ba", b"aba", b"a b", b" a b", b"b a", b".", b".a", b"b.", b"\na"),
-    *("é".encode(), "é".encode()[:1], "é".encode()[1:], "bé".encode(), "北".encode(), "北a".encode(), "a北".encode(), b"_", b"a_", b"1a"),
+    *(
+        SPECIAL,
+        b"",
+        b"a",
+        b"b",
+        b" ",
+        b" a",
+        b" b",
+        b"ab",
+        b" ab",
+        b"ba",
+        b"aba",
+        b"a b",
+        b" a b",
+        b"b a",
+        b".",
+        b".a",
+        b"b.",
+        b"\na",
+    ),
+    *(
+        "é".encode(),
+        "é".encode()[:1],
+        "é".encode()[1:],
+        "bé".encode(),
+        "北".encode(),
+        "北a".encode(),
+        "a北".encode(),
+        b"_",
+        b"a_",
+        b"1a",
+    ),
 ]
-WORDS = ["a", "ab", "aba", "a b", "b.", ".", "é", "bé", "北", "北a", "a_", "abab", " ab ", "\na", "1a"]
+WORDS = [
+    "a",
+    "ab",
+    "aba",
+    "a b",
+    "b.",
+    ".",
+    "é",
+    "bé",
+    "北",
+    "北a",
+    "a_",
+    "abab",
+    " ab ",
+    "\na",
+    "1a",
+]
 
 
 class TableRenderer(Renderer):
@@ -37,7 +84,11 @@ class TableRenderer(Renderer):
     def render_prompt(self, prompt, *, add_special_tokens=True):
         rest, token_ids = (prompt.lower() if self._lowers else prompt).encode(), []
         while rest:
-            found = max((one for one in self.table if one and one != SPECIAL and rest.startswith(one)), key=len, default=None)
+            found = max(
+                (one for one in self.table if one and one != SPECIAL and rest.startswith(one)),
+                key=len,
+                default=None,
+            )
             if found is None:
                 raise RequestError("no token for it.", "prompt")
             token_ids.append(self.table.index(found))
@@ -49,10 +100,15 @@ class TableRenderer(Renderer):
 
     def token_bytes(self, token_ids, *, skip_special_tokens=False):
         self.num_read += 1
-        return [b"" if skip_special_tokens and self.table[one] == SPECIAL else self.table[one] for one in token_ids]
+        return [
+            b"" if skip_special_tokens and self.table[one] == SPECIAL else self.table[one]
+            for one in token_ids
+        ]
 
     def decode(self, token_ids, *, skip_special_tokens=False):
-        return b"".join(self.token_bytes(token_ids, skip_special_tokens=skip_special_tokens)).decode("utf-8", "replace")
+        return b"".join(
+            self.token_bytes(token_ids, skip_special_tokens=skip_special_tokens)
+        ).decode("utf-8", "replace")
 
     def token_texts(self, token_ids):
         return [self.decode([one]) for one in token_ids]
@@ -67,12 +123,15 @@ class TableRenderer(Renderer):
 
 
 def rules_of(words, size=len(VOCABULARY), renderer=None, **params) -> ForbiddenTextRules:
-    made = BadWordRules(renderer or TableRenderer(), size).of(SamplingParams(bad_words=words, **params))
+    made = BadWordRules(renderer or TableRenderer(), size).of(
+        SamplingParams(bad_words=words, **params)
+    )
     return ForbiddenTextRules(made)
 
 
 def completes(pieces: list[bytes], word: str) -> bool:
-    """The definition: the last piece has the word's end, and with it no more of the same word. It began where a piece or a word does."""
+    """The definition: the last piece has the word's end, and with it no more of the same word. It
+    began where a piece or a word does."""
     text, last = b"".join(pieces), pieces[-1]
     starts = {sum(map(len, pieces[:index])) for index in range(len(pieces))}
     wanted = word.strip(" ").encode()
@@ -82,7 +141,9 @@ def completes(pieces: list[bytes], word: str) -> bool:
             continue
         before = text[: match.start()].decode("utf-8", "surrogateescape")[-1:]
         begins = match.start() in starts or not (in_word(before) and in_word(word.strip(" ")[0]))
-        goes_on = in_word(word.strip(" ")[-1]) and in_word(text[end:].decode("utf-8", "replace")[:1])
+        goes_on = in_word(word.strip(" ")[-1]) and in_word(
+            text[end:].decode("utf-8", "replace")[:1]
+        )
         if begins and not goes_on:
             return True
     return False
@@ -95,7 +156,8 @@ def in_word(character: str) -> bool:
 @pytest.mark.parametrize("skips", [True, False])
 @pytest.mark.parametrize("seed", range(40))
 def test_it_is_the_definition(seed, skips):
-    """Of each output of random tokens, the tokens that are ruled out are those that would complete a word: no more and no fewer."""
+    """Of each output of random tokens, the tokens that are ruled out are those that would complete
+    a word: no more and no fewer."""
     chosen = random.Random(seed)
     words = chosen.sample(WORDS, 3)
     rules = rules_of(words, skip_special_tokens=skips)
@@ -103,19 +165,34 @@ def test_it_is_the_definition(seed, skips):
     output: list[int] = []
     for _ in range(60):
         pieces = [texts[one] for one in output if texts[one]]
-        expected = {one for one, text in enumerate(texts) if text and any(completes([*pieces, text], word) for word in words)}
-        assert set(rules.forbidden(np.array(output, np.int32)).tolist()) == expected, (words, pieces)
+        expected = {
+            one
+            for one, text in enumerate(texts)
+            if text and any(completes([*pieces, text], word) for word in words)
+        }
+        assert set(rules.forbidden(np.array(output, np.int32)).tolist()) == expected, (
+            words,
+            pieces,
+        )
         output.append(chosen.randrange(len(texts)))
 
 
 def test_a_word_that_goes_on_is_another_one():
     renderer = TableRenderer([b"ass", b"ess", b" assess", b"as", b"s", b" ass", b"cl", b" ass,"])
-    assert set(rules_of(["ass"], 8, renderer).forbidden(np.array([], np.int32)).tolist()) == {0, 5, 7}
+    assert set(rules_of(["ass"], 8, renderer).forbidden(np.array([], np.int32)).tolist()) == {
+        0,
+        5,
+        7,
+    }
 
 
 def test_what_comes_out_in_another_writing():
     """Of a tokenizer that knows small letters only."""
-    assert set(rules_of(["AB"], renderer=TableRenderer(lowers=True)).forbidden(np.array([2], np.int32)).tolist()) >= {3, 7}
+    assert set(
+        rules_of(["AB"], renderer=TableRenderer(lowers=True))
+        .forbidden(np.array([2], np.int32))
+        .tolist()
+    ) >= {3, 7}
 
 
 def test_tokens_beyond_the_vocabulary_have_no_text():
@@ -163,6 +240,9 @@ def test_the_vocabulary_is_read_once():
 
 def test_more_rules_than_are_taken_are_refused(monkeypatch):
     monkeypatch.setattr("toolkit_lm.processing.bad_words.MOST_RULES", 20)
-    with pytest.raises(RequestError, match="bad_words: these 2 words need more than 20 rules about tokens: give fewer") as error:
+    with pytest.raises(
+        RequestError,
+        match="bad_words: these 2 words need more than 20 rules about tokens: give fewer",
+    ) as error:
         rules_of(["abab", "aba"])
     assert error.value.param == "bad_words"

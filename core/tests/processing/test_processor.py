@@ -72,8 +72,14 @@ class Brings:
 
 
 def make_processor(pooling=None, hf_config=None, **options) -> Processor:
-    config = VllmConfig.default(hf_config or {"vocab_size": VOCAB}, **{"max_model_len": 16, **options})
-    processor = Processor(config, CountingRenderer(config), Plugins.load(PluginsConfig(plugins=["pooling_adapters"]), [Brings()]))
+    config = VllmConfig.default(
+        hf_config or {"vocab_size": VOCAB}, **{"max_model_len": 16, **options}
+    )
+    processor = Processor(
+        config,
+        CountingRenderer(config),
+        Plugins.load(PluginsConfig(plugins=["pooling_adapters"]), [Brings()]),
+    )
     processor.set_limits(RequestLimits(config, KVCacheConfig([], []), pooling or {}))
     return processor
 
@@ -81,9 +87,13 @@ def make_processor(pooling=None, hf_config=None, **options) -> Processor:
 @pytest.mark.parametrize("prompt", ["abc", {"prompt": "abc"}, {"prompt_token_ids": [97, 98, 99]}])
 def test_a_prompt_is_rendered_once(prompt):
     processor = make_processor()
-    prepared = processor.prepare("r", prompt, SamplingParams(max_tokens=2), {"priority": 3, "timeout": 5.0})
+    prepared = processor.prepare(
+        "r", prompt, SamplingParams(max_tokens=2), {"priority": 3, "timeout": 5.0}
+    )
     assert prepared.message.prompt_token_ids == [97, 98, 99] and processor.renderer.num_calls == 1
-    assert prepared.prompt == (None if isinstance(prompt, dict) and "prompt" not in prompt else "abc")
+    assert prepared.prompt == (
+        None if isinstance(prompt, dict) and "prompt" not in prompt else "abc"
+    )
     message = prepared.message
     assert (message.request_id, message.priority, message.eos_token_ids) == ("r", 3, [0])
     assert message.deadline == pytest.approx(message.arrival_time + 5)
@@ -97,16 +107,27 @@ def test_a_conversation_has_no_text():
 @pytest.mark.parametrize("method", ["prepare_batch", "prepare_chat_batch"])
 def test_prompts_that_share_parameters_have_them_worked_on_once(method):
     processor, names = make_processor(), ["0", "1", "2"]
-    prompts = names if method == "prepare_batch" else [[{"role": "user", "content": name}] for name in names]
-    prepared = getattr(processor, method)(names, prompts, SamplingParams(bad_words=["ab"], extra_args={"loud_times": 1}))
+    prompts = (
+        names
+        if method == "prepare_batch"
+        else [[{"role": "user", "content": name}] for name in names]
+    )
+    prepared = getattr(processor, method)(
+        names, prompts, SamplingParams(bad_words=["ab"], extra_args={"loud_times": 1})
+    )
     # The word, what the plugin asks for, and three prompts.
     assert processor.renderer.num_calls == 1 + 1 + 3
-    assert [(one.message.request_id, one.message.prompt_token_ids) for one in prepared] == [(name, [ord(name)]) for name in names]
+    assert [(one.message.request_id, one.message.prompt_token_ids) for one in prepared] == [
+        (name, [ord(name)]) for name in names
+    ]
     assert len({id(one.message.inputs.forbidden_texts) for one in prepared}) == 1
     assert prepared[0].message.inputs.forbidden_texts.steps.to_numpy().tolist() == [[97, 0, 1]]
 
 
-@pytest.mark.parametrize(("params", "read"), [({"truncate_prompt_tokens": 2}, "cd"), ({"truncate_prompt_tokens": -1}, "abcd")])
+@pytest.mark.parametrize(
+    ("params", "read"),
+    [({"truncate_prompt_tokens": 2}, "cd"), ({"truncate_prompt_tokens": -1}, "abcd")],
+)
 def test_the_text_is_that_of_the_prompt_that_is_read(params, read):
     prepared = make_processor().prepare("r", "abcd", SamplingParams(max_tokens=4, **params))
     assert (prepared.prompt, len(prepared.message.prompt_token_ids)) == (read, len(read))
@@ -138,7 +159,9 @@ def test_what_the_model_cannot_take_is_refused_by_its_parameter(prompt, params, 
 CHECKED = {
     "generate": lambda processor, ids: processor.prepare("r", {"prompt_token_ids": ids}),
     "text": lambda processor, ids: processor.prepare("r", "".join(map(chr, ids))),
-    "chat": lambda processor, ids: processor.prepare_chat("r", [{"role": "user", "content": {"prompt_token_ids": ids}}]),
+    "chat": lambda processor, ids: processor.prepare_chat(
+        "r", [{"role": "user", "content": {"prompt_token_ids": ids}}]
+    ),
     "embed": lambda processor, ids: prepare_pooling(processor, {"prompt_token_ids": ids}),
     "embed a text": lambda processor, ids: prepare_pooling(processor, "".join(map(chr, ids))),
 }
@@ -165,7 +188,10 @@ def test_token_ids_are_checked_once(how, monkeypatch):
     assert checked == [([97, 98], VOCAB)]
     for token_id in (VOCAB, 255) if "text" in how else (-1, VOCAB, 2**40, 2**70):
         checked.clear()
-        with pytest.raises(RequestError, match=f"token id {token_id} is not in the vocabulary, which has the ids from 0 to 127") as raised:
+        with pytest.raises(
+            RequestError,
+            match=f"token id {token_id} is not in the vocabulary, which has the ids from 0 to 127",
+        ) as raised:
             CHECKED[how](processor, [97, token_id])
         assert raised.value.param == "prompt_token_ids" and len(checked) == 1
 
@@ -179,19 +205,33 @@ def test_the_vocabulary_is_that_of_the_text_model():
 
 def test_what_a_logits_processor_makes_of_its_parameters():
     def inputs(**extra):
-        return make_processor().prepare("r", "a", SamplingParams(extra_args=extra)).message.inputs.logits_processors
+        return (
+            make_processor()
+            .prepare("r", "a", SamplingParams(extra_args=extra))
+            .message.inputs.logits_processors
+        )
 
     assert inputs(loud_times=2, loud_word="b") == {"loud": {"token_ids": [98], "times": 2}}
     assert inputs(loud_word="b") == inputs() == {}
     with pytest.raises(RequestError, match="loud_word must be one token"):
         inputs(loud_word="bc")
-    with pytest.raises(RequestError, match=r"plugin 'brings' .* failed in prepare\(\) of logits processor 'loud': KeyError: 'three'"):
+    with pytest.raises(
+        RequestError,
+        match=r"plugin 'brings' .* failed in prepare\(\) of logits processor 'loud': KeyError: "
+        r"'three'",
+    ):
         inputs(loud_times=3)
 
 
 def test_a_prompt_that_is_too_long_is_refused_in_one_wording():
-    for prepare in (lambda p: p.prepare("r", "a" * 16), lambda p: p.prepare_chat("r", [{"role": "user", "content": "a" * 16}])):
-        with pytest.raises(ContextLengthError, match="the prompt has 16 tokens; this model's maximum context length is 16 tokens"):
+    for prepare in (
+        lambda p: p.prepare("r", "a" * 16),
+        lambda p: p.prepare_chat("r", [{"role": "user", "content": "a" * 16}]),
+    ):
+        with pytest.raises(
+            ContextLengthError,
+            match="the prompt has 16 tokens; this model's maximum context length is 16 tokens",
+        ):
             prepare(make_processor())
 
 
@@ -211,7 +251,11 @@ def test_an_engine_that_pools_needs_what_reads_its_texts():
         return Processor(config, CountingRenderer(config), Plugins.load(PluginsConfig(plugins=[])))
 
     for options in ({"runner": "pooling"}, {"extra_tasks": ["embed"]}):
-        with pytest.raises(ConfigError, match=r"reads the texts of pooling requests\..*not in use, and might add it: .*pooling_adapters"):
+        with pytest.raises(
+            ConfigError,
+            match=r"reads the texts of pooling requests\..*not in use, and might add it: "
+            r".*pooling_adapters",
+        ):
             make(**options)
     with pytest.raises(RequestError, match="no loaded plugin reads the texts of pooling requests"):
         make().scoring("a", "b")

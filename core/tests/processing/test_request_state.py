@@ -1,4 +1,5 @@
-"""Deltas and snapshots of one request say the same, however its tokens come and whenever its caller looks."""
+"""Deltas and snapshots of one request say the same, however its tokens come and whenever its caller
+looks."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ LETTERS = "ab c"
 
 
 class Letters(DecodeStream):
-    """One letter per token; a "b" is held back until the next token, as a renderer does with half a character."""
+    """One letter per token; a "b" is held back until the next token, as a renderer does with half a
+    character."""
 
     def __init__(self):
         self.held = ""
@@ -67,7 +69,9 @@ class AfterSpace(StopScope):
 
 
 def make_state(kind=RequestOutputKind.DELTA, scope=None, **params) -> RequestState:
-    request = EngineRequest(request_id="r", prompt_token_ids=[1, 2], params=SamplingParams(output_kind=kind, **params))
+    request = EngineRequest(
+        request_id="r", prompt_token_ids=[1, 2], params=SamplingParams(output_kind=kind, **params)
+    )
     return RequestState(PreparedRequest(request, "ab", stop_scope=scope), LetterRenderer())
 
 
@@ -87,14 +91,23 @@ def joined(before: CompletionOutput, new: CompletionOutput) -> CompletionOutput:
 # A machine with other work on it is slow at times.
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
-    st.lists(st.tuples(st.integers(0, 1), st.lists(st.integers(0, 3), min_size=1, max_size=3)), max_size=20),
+    st.lists(
+        st.tuples(st.integers(0, 1), st.lists(st.integers(0, 3), min_size=1, max_size=3)),
+        max_size=20,
+    ),
     st.lists(st.booleans(), min_size=20, max_size=20),
     st.sampled_from([None, "ab", ["a c", "bb"]]),
     st.booleans(),
     st.integers(0, 4),
 )
 def test_deltas_add_up_to_the_snapshot(steps, looks, stop, include, min_tokens):
-    options = {"n": 2, "stop": stop, "include_stop_str_in_output": include, "min_tokens": min_tokens, "max_tokens": 99}
+    options = {
+        "n": 2,
+        "stop": stop,
+        "include_stop_str_in_output": include,
+        "min_tokens": min_tokens,
+        "max_tokens": 99,
+    }
     state, ended = make_state(**options), set()
     so_far = [CompletionOutput(0, "", []), CompletionOutput(1, "", [])]
 
@@ -102,7 +115,9 @@ def test_deltas_add_up_to_the_snapshot(steps, looks, stop, include, min_tokens):
         output = state.take()
         for one in output.outputs if output is not None else ():
             so_far[one.index] = joined(so_far[one.index], one)
-        assert [(one.text, one.token_ids) for one in so_far] == [(one.text, one.token_ids) for one in state.snapshot().outputs]
+        assert [(one.text, one.token_ids) for one in so_far] == [
+            (one.text, one.token_ids) for one in state.snapshot().outputs
+        ]
 
     for (index, tokens), looking in zip(steps, looks, strict=False):
         if index not in ended and state.apply(step(index, tokens)):
@@ -116,9 +131,20 @@ def test_deltas_add_up_to_the_snapshot(steps, looks, stop, include, min_tokens):
     assert state.take() is None
 
 
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.sampled_from(["a", "ab", "b c", "cc"]), st.integers(1, 4))
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=12),
+    st.sampled_from(["a", "ab", "b c", "cc"]),
+    st.integers(1, 4),
+)
 def test_a_stop_text_counts_where_its_scope_says(tokens, stop, size):
-    state, made = make_state(stop=stop, max_tokens=99, scope=lambda prompt_end: made.append(prompt_end) or AfterSpace()), []
+    state, made = (
+        make_state(
+            stop=stop,
+            max_tokens=99,
+            scope=lambda prompt_end: made.append(prompt_end) or AfterSpace(),
+        ),
+        [],
+    )
     for at in range(0, len(tokens), size):
         state.apply(step(0, tokens[at : at + size], "length" if at + size >= len(tokens) else None))
         if state.finished:
@@ -126,12 +152,18 @@ def test_a_stop_text_counts_where_its_scope_says(tokens, stop, size):
     text = "".join(LETTERS[token] for token in tokens)
     before, space, counting = text.partition(" ")
     [one] = state.snapshot().outputs
-    assert (one.text, one.stop_reason) == (before + space + counting.partition(stop)[0], stop if stop in counting else None)
+    assert (one.text, one.stop_reason) == (
+        before + space + counting.partition(stop)[0],
+        stop if stop in counting else None,
+    )
     assert made == ["b "]
 
 
 def test_what_a_scope_does_not_know_yet_is_no_less_shown_when_the_request_ends():
-    for end in (lambda state: state.end("timeout"), lambda state: state.apply(step(0, [3], "length"))):
+    for end in (
+        lambda state: state.end("timeout"),
+        lambda state: state.apply(step(0, [3], "length")),
+    ):
         state = make_state(stop="c", max_tokens=9, scope=AfterSpace)
         state.apply(step(0, [0, 3, 0]))
         assert state.take().outputs[0].text == "ac"
@@ -157,7 +189,9 @@ def test_what_came_before_a_sequence_may_stop_ends_it_no_later_either():
     state = make_state(stop="a", max_tokens=9, min_tokens=1, scope=Later)
     for tokens, reason in (([0], None), ([3], None), ([3], "length")):
         state.apply(step(0, tokens, reason))
-    assert [(one.text, one.finish_reason) for one in state.snapshot().outputs] == [("acc", "length")]
+    assert [(one.text, one.finish_reason) for one in state.snapshot().outputs] == [
+        ("acc", "length")
+    ]
 
 
 @pytest.mark.parametrize("reason", ["error", "abort"])
@@ -184,7 +218,9 @@ def test_each_kind_gives_what_it_says():
         for kind, state in states.items():
             state.apply(step(0, [token], reason, logprobs=[TokenLogprobs([token], [-1.0], 1)]))
             if (output := state.take()) is not None:
-                seen[kind].append((output.outputs[0].text, len(output.outputs[0].logprobs), output.finished))
+                seen[kind].append(
+                    (output.outputs[0].text, len(output.outputs[0].logprobs), output.finished)
+                )
             assert state.take() is None
     assert seen == {
         RequestOutputKind.CUMULATIVE: [("a", 1, False), ("ac", 2, False), ("aca", 3, True)],
@@ -220,7 +256,11 @@ def test_a_request_that_waits_holds_no_decode_stream():
 
 def test_sequences_are_made_with_their_first_output(monkeypatch):
     made = []
-    monkeypatch.setattr(request_state, "SequenceState", lambda index, *how: made.append(index) or SequenceState(index, *how))
+    monkeypatch.setattr(
+        request_state,
+        "SequenceState",
+        lambda index, *how: made.append(index) or SequenceState(index, *how),
+    )
     state = make_state(n=128)
     assert not made
     state.apply(step(7, [0]))

@@ -16,7 +16,8 @@ texts = st.text(alphabet="ab", max_size=30)
     st.lists(st.integers(0, 30), max_size=4),
 )
 def test_it_finds_what_a_search_finds(text, other, stops, cuts):
-    """However the text is cut, the stop text that ends first is found, and what is held back is a beginning of one."""
+    """However the text is cut, the stop text that ends first is found, and what is held back is a
+    beginning of one."""
     shared = StopTexts(stops)
     # What another sequence has met makes no difference.
     StopFinder(shared).find(other)
@@ -27,7 +28,9 @@ def test_it_finds_what_a_search_finds(text, other, stops, cuts):
             found = (a + hit[0], hit[1])
             break
         start = b
-        longest = max((n for s in stops for n in range(len(s)) if text[:start].endswith(s[:n])), default=0)
+        longest = max(
+            (n for s in stops for n in range(len(s)) if text[:start].endswith(s[:n])), default=0
+        )
         assert finder.num_held_back == longest
     ends = {text.find(s) + len(s): s for s in sorted(stops, key=len) if s in text}
     expected = min(ends, default=None)
@@ -37,7 +40,8 @@ def test_it_finds_what_a_search_finds(text, other, stops, cuts):
 
 
 def test_sequences_share_the_stop_texts():
-    """The largest that a request may ask for: 64 stop texts of 1,024 characters, 128 sequences, 16 prompts."""
+    """The largest that a request may ask for: 64 stop texts of 1,024 characters, 128 sequences, 16
+    prompts."""
     stops = [f"{number:04}" * 256 for number in range(64)]
     tracemalloc.start()
     finders = []

@@ -30,7 +30,9 @@ class Rules(MultiModalRules):
         (rows,) = data.values()
         if rows.ndim != 2:
             raise RequestError("its array must have 2 axes.")
-        return Replacement([IMAGE] * len(rows) + [END], [True] * len(rows) + [False], {"rows": [len(rows)]})
+        return Replacement(
+            [IMAGE] * len(rows) + [END], [True] * len(rows) + [False], {"rows": [len(rows)]}
+        )
 
 
 class Plain(Renderer):
@@ -77,8 +79,12 @@ class Seeing:
 
 def processor(architecture="Seeing", rules="Rules"):
     plugins = Plugins.load(PluginsConfig(plugins=["pooling_adapters"]), [Seeing(rules)])
-    config = VllmConfig.default({"vocab_size": 10, "hidden_size": 4}, renderer="plain", model="seer")
-    config = config.with_checkpoint(Checkpoint(path="", architecture=architecture, hf_config=config.hf_config))
+    config = VllmConfig.default(
+        {"vocab_size": 10, "hidden_size": 4}, renderer="plain", model="seer"
+    )
+    config = config.with_checkpoint(
+        Checkpoint(path="", architecture=architecture, hf_config=config.hf_config)
+    )
     made = Processor(config, make_renderer(config, plugins), plugins)
     made.set_limits(RequestLimits(config, KVCacheConfig([], [])))
     return made
@@ -108,7 +114,11 @@ def test_items_reach_the_engine():
     message = processor().prepare("r", prompt(TWO, *features), SamplingParams(max_tokens=4)).message
     assert message.features == features
     assert message.cache_keys == [CacheKey(1, 4, "mm id 0"), CacheKey(5, 8, "mm id 1")]
-    chat = processor().prepare_chat("r", [prompt(TWO, *features)], SamplingParams(max_tokens=4)).message
+    chat = (
+        processor()
+        .prepare_chat("r", [prompt(TWO, *features)], SamplingParams(max_tokens=4))
+        .message
+    )
     assert chat.features == features
 
 
@@ -128,7 +138,10 @@ def test_items_reach_the_engine():
         ([image(1, mm_identifier="")], "image 1: its identifier"),
         ([image(1, mm_identifier="a" * 257)], "image 1: its identifier"),
         ([image(1, modality="video")], "video 1: this model takes no video, only image"),
-        ([image(1), image(5, data={"pixels": Array.of(np.zeros(3))})], "image 2: its array must have 2 axes"),
+        (
+            [image(1), image(5, data={"pixels": Array.of(np.zeros(3))})],
+            "image 2: its array must have 2 axes",
+        ),
         ([image(1, data=None)], "image 1: it has no data"),
     ],
 )
@@ -144,24 +157,39 @@ def test_items_that_the_engine_holds():
     with mirror.sending([made.prepare("first", prompt(ONE, image(1))).message]):
         pass
     features = [image(1, data=None), image(5, fill=1)]
-    assert made.prepare("r", prompt(TWO, *features), SamplingParams(max_tokens=2)).message.features == features
-    for feature in (image(1, data=None, fill=1), image(1, data=None, layout={}), image(2, data=None)):
+    assert (
+        made.prepare("r", prompt(TWO, *features), SamplingParams(max_tokens=2)).message.features
+        == features
+    )
+    for feature in (
+        image(1, data=None, fill=1),
+        image(1, data=None, layout={}),
+        image(2, data=None),
+    ):
         with pytest.raises(RequestError, match="image 1"):
             made.prepare("r", prompt(TWO, feature))
 
 
 @pytest.mark.parametrize("is_held", [True, False])
 def test_a_salt_separates_items_as_it_does_prefixes(is_held):
-    """What one tenant has sent is neither found nor encoded once for another: nobody learns by the time what others have sent."""
+    """What one tenant has sent is neither found nor encoded once for another: nobody learns by the
+    time what others have sent."""
     made = processor()
     mirror = made.renderer.feature_cache = FeatureMirror(2**20) if is_held else None
 
     def prepare(salt, **changes):
         given = prompt(ONE, image(1, **changes))
-        chat = made.prepare_chat("r", [given], SamplingParams(max_tokens=2), {"cache_salt": salt}).message
-        message = made.prepare("r", given, SamplingParams(max_tokens=2), {"cache_salt": salt}).message
+        chat = made.prepare_chat(
+            "r", [given], SamplingParams(max_tokens=2), {"cache_salt": salt}
+        ).message
+        message = made.prepare(
+            "r", given, SamplingParams(max_tokens=2), {"cache_salt": salt}
+        ).message
         assert chat.features == message.features
-        assert message.cache_keys == [*([CacheKey(0, 1, salt)] if salt else []), CacheKey(1, 4, f"mm {message.features[0].mm_identifier}")]
+        assert message.cache_keys == [
+            *([CacheKey(0, 1, salt)] if salt else []),
+            CacheKey(1, 4, f"mm {message.features[0].mm_identifier}"),
+        ]
         return message
 
     messages = {salt: prepare(salt) for salt in ("a", "b", None)}
@@ -185,7 +213,9 @@ def test_what_is_held_is_told_no_renderer_elsewhere_of_a_tenant():
     mirror, seen = FeatureMirror(2**20), []
     made = processor()
     made.renderer.feature_cache = mirror
-    with mirror.sending([made.prepare("r", prompt(ONE, image(1)), SamplingParams(max_tokens=2)).message]):
+    with mirror.sending(
+        [made.prepare("r", prompt(ONE, image(1)), SamplingParams(max_tokens=2)).message]
+    ):
         pass
     for salt in ("a", None):
         PinnedRendering(lambda: Rendered([1], seen.append(mirror.held_keys(9))), salt)()
@@ -195,13 +225,18 @@ def test_what_is_held_is_told_no_renderer_elsewhere_of_a_tenant():
 def test_items_of_a_tenant_are_rendered_again():
     made = processor()
     made.renderer.feature_cache = FeatureMirror(2**20)
-    prepared = made.prepare("r", prompt(ONE, image(1)), SamplingParams(max_tokens=2), {"cache_salt": "a"})
+    prepared = made.prepare(
+        "r", prompt(ONE, image(1)), SamplingParams(max_tokens=2), {"cache_salt": "a"}
+    )
     name = prepared.message.features[0].mm_identifier
     with made.renderer.feature_cache.sending([prepared.message]):
         pass
     assert prepared.message.features[0].data is None
     made.render_again(prepared)
-    assert (prepared.message.features[0].data is not None, prepared.message.features[0].mm_identifier) == (True, name)
+    assert (
+        prepared.message.features[0].data is not None,
+        prepared.message.features[0].mm_identifier,
+    ) == (True, name)
 
 
 def test_a_cut_moves_items_and_cuts_none():
@@ -211,7 +246,9 @@ def test_a_cut_moves_items_and_cuts_none():
     assert [one.mm_position.offset for one in message.features] == [0, 4]
     for most in (4, 6, 1):
         with pytest.raises(RequestError, match="cut off an image") as caught:
-            processor().prepare("r", prompt(TWO, image(1), image(5)), SamplingParams(truncate_prompt_tokens=most))
+            processor().prepare(
+                "r", prompt(TWO, image(1), image(5)), SamplingParams(truncate_prompt_tokens=most)
+            )
         assert caught.value.param == "truncate_prompt_tokens"
     whole = SamplingParams(max_tokens=2, truncate_prompt_tokens=20)
     assert processor().prepare("r", prompt(ONE, image(1)), whole).message.features == [image(1)]
@@ -220,7 +257,10 @@ def test_a_cut_moves_items_and_cuts_none():
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (prompt([1, IMAGE, 2, IMAGE]), r"2 placeholders of modality 'image' \(token 9\) without an item; it has 0 items"),
+        (
+            prompt([1, IMAGE, 2, IMAGE]),
+            r"2 placeholders of modality 'image' \(token 9\) without an item; it has 0 items",
+        ),
         ({"prompt_token_ids": [IMAGE]}, "1 placeholders .* 0 items"),
         (prompt(TWO, image(1)), "2 placeholders .* 1 items"),
         (prompt(TWO, image(5)), "2 placeholders .* 1 items"),
@@ -256,12 +296,23 @@ def test_what_is_registered_must_be_rules():
 
 
 def test_prompts_with_media_must_be_asked_for():
-    given = {"prompt": "a", "multi_modal_data": {"image": [1]}, "mm_processor_kwargs": {"size": 2}, "multi_modal_uuids": None}
+    given = {
+        "prompt": "a",
+        "multi_modal_data": {"image": [1]},
+        "mm_processor_kwargs": {"size": 2},
+        "multi_modal_uuids": None,
+    }
     with pytest.raises(RequestError, match="no images") as caught:
         parse_prompt(given)
     assert caught.value.param == "multi_modal_data"
     parsed = parse_prompt(given, media=True)
-    assert parsed == {"prompt": "a", "multi_modal_data": {"image": [1]}, "mm_processor_kwargs": {"size": 2}}
-    assert parse_prompt({"prompt_token_ids": [1], "multi_modal_data": {}}) == {"prompt_token_ids": [1]}
+    assert parsed == {
+        "prompt": "a",
+        "multi_modal_data": {"image": [1]},
+        "mm_processor_kwargs": {"size": 2},
+    }
+    assert parse_prompt({"prompt_token_ids": [1], "multi_modal_data": {}}) == {
+        "prompt_token_ids": [1]
+    }
     with pytest.raises(RequestError, match="no key 'images'"):
         parse_prompt({"prompt": "a", "images": [1]})

@@ -1,4 +1,5 @@
-"""Which executor runs an engine: the first whose number of workers suffices, or the one asked for."""
+"""Which executor runs an engine: the first whose number of workers suffices, or the one asked
+for."""
 
 from __future__ import annotations
 
@@ -37,7 +38,11 @@ def test_the_first_that_suffices_or_the_one_asked_for(options, chosen):
 
 def test_each_candidate_has_its_reason():
     _, candidates = choose_executor(VllmConfig.make(pipeline_parallel_size=3), PLUGINS)
-    assert candidates == [("in_process", "it runs 1 of 3 workers"), ("two", "it runs 2 of 3 workers"), ("any", None)]
+    assert candidates == [
+        ("in_process", "it runs 1 of 3 workers"),
+        ("two", "it runs 2 of 3 workers"),
+        ("any", None),
+    ]
 
 
 def test_the_one_asked_for_is_refused_with_those_that_are_able():
@@ -50,10 +55,18 @@ def test_the_one_asked_for_is_refused_with_those_that_are_able():
 
 
 def test_none_is_able():
-    with pytest.raises(UnsupportedError, match=r"no executor can run tensor_parallel_size 2 .*: in_process: it runs 1 of 2 workers\."):
-        choose_executor(VllmConfig.make(tensor_parallel_size=2), Plugins.load(PluginsConfig(plugins=[])))
+    with pytest.raises(
+        UnsupportedError,
+        match=r"no executor can run tensor_parallel_size 2 .*: in_process: it runs 1 of 2 "
+        r"workers\.",
+    ):
+        choose_executor(
+            VllmConfig.make(tensor_parallel_size=2), Plugins.load(PluginsConfig(plugins=[]))
+        )
 
 
 def test_an_unknown_name():
-    with pytest.raises(ConfigError, match=r"no executor 'tow' is registered\. Did you mean 'two'\?"):
+    with pytest.raises(
+        ConfigError, match=r"no executor 'tow' is registered\. Did you mean 'two'\?"
+    ):
         choose_executor(VllmConfig.make(executor="tow"), PLUGINS)

@@ -1,4 +1,5 @@
-"""Which class runs a checkpoint: the architecture's own, else the first fallback that does not refuse; or the one asked for."""
+"""Which class runs a checkpoint: the architecture's own, else the first fallback that does not
+refuse; or the one asked for."""
 
 from __future__ import annotations
 
@@ -58,7 +59,10 @@ def test_a_class_goes_before_fallbacks():
 
 def test_a_fallback_can_be_asked_for():
     assert choose(KNOWN, "one", one="Takes") == ("one", [("one", None), ("KnownForCausalLM", None)])
-    with pytest.raises(UnsupportedError, match=r"'one' cannot run 'KnownForCausalLM' .*: it is too new. Supported: KnownForCausalLM"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"'one' cannot run 'KnownForCausalLM' .*: it is too new. Supported: KnownForCausalLM",
+    ):
         choose(KNOWN, "one", one="Refuses")
     with pytest.raises(UnsupportedError, match=r"it is too new\.$"):
         choose(UNKNOWN, "one", one="Refuses", two="Takes")
@@ -66,13 +70,18 @@ def test_a_fallback_can_be_asked_for():
 
 @pytest.mark.parametrize("name", ["onne", "KnownForCausalLM"])
 def test_an_unknown_fallback_is_named(name):
-    with pytest.raises(ConfigError, match=rf"no model implementation '{name}' is registered.*'?one"):
+    with pytest.raises(
+        ConfigError, match=rf"no model implementation '{name}' is registered.*'?one"
+    ):
         choose(KNOWN, name, one="Takes")
 
 
 def test_the_first_fallback_that_does_not_refuse_is_taken():
     own = ("KnowmForCausalLM", "no installed plugin registers it")
-    assert choose(UNKNOWN, one="Refuses", two="Takes", three="Takes") == ("two", [own, ("one", "it is too new"), ("two", None)])
+    assert choose(UNKNOWN, one="Refuses", two="Takes", three="Takes") == (
+        "two",
+        [own, ("one", "it is too new"), ("two", None)],
+    )
 
 
 def test_a_broken_fallback_is_passed_over_unless_asked_for():
@@ -84,11 +93,15 @@ def test_a_broken_fallback_is_passed_over_unless_asked_for():
 
 
 def test_an_architecture_that_nothing_runs_is_one_error():
-    message = r"'KnowmForCausalLM' of .*\. The fallback 'one' cannot run it: it is too new\. Did you mean 'KnownForCausalLM'\?.* Install"
+    message = (
+        r"'KnowmForCausalLM' of .*\. The fallback 'one' cannot run it: it is too new\. Did you "
+        r"mean 'KnownForCausalLM'\?.* Install"
+    )
     with pytest.raises(CheckpointError, match=message):
         choose(UNKNOWN, one="Refuses")
     with pytest.raises(
-        CheckpointError, match=r"too new\. `toolkit plugins show PLUGIN` lists a plugin's architectures\..* Install"
+        CheckpointError,
+        match=r"too new\. `toolkit plugins show PLUGIN` lists a plugin's architectures\..* Install",
     ) as caught:
         choose({"architectures": ["T5EncoderModel"]}, one="Refuses")
     assert "KnownForCausalLM" not in str(caught.value)
@@ -101,27 +114,46 @@ def test_a_fallbacks_name_is_no_architecture():
 
 def test_a_fallback_that_nobody_asked_for_is_said(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(UNKNOWN))
-    with pytest.warns(PluginWarning, match=r"'KnowmForCausalLM' .*: the fallback 'one' runs it. `--model-impl one` silences this"):
+    with pytest.warns(
+        PluginWarning,
+        match=r"'KnowmForCausalLM' .*: the fallback 'one' runs it. `--model-impl one` silences "
+        r"this",
+    ):
         found = read_checkpoint(VllmConfig.make(model=str(tmp_path)), plugins(one="Takes"))
     assert (found.architecture, found.hf_config) == ("one", UNKNOWN)
     # A warning would be an error here.
-    assert read_checkpoint(VllmConfig.make(model=str(tmp_path), model_impl="one"), plugins(one="Takes")) == found
+    assert (
+        read_checkpoint(
+            VllmConfig.make(model=str(tmp_path), model_impl="one"), plugins(one="Takes")
+        )
+        == found
+    )
 
 
 @pytest.mark.parametrize("trusted", [False, True])
 def test_code_is_had_from_the_hub_only_where_it_is_trusted(tmp_path, monkeypatch, trusted):
     (tmp_path / "config.json").write_text(json.dumps(KNOWN))
     asked = []
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, allow_patterns, **__: asked.extend(allow_patterns) or tmp_path)
-    read_checkpoint(VllmConfig.make(model="someone/some-model", trust_remote_code=trusted), plugins())
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download",
+        lambda *_, allow_patterns, **__: asked.extend(allow_patterns) or tmp_path,
+    )
+    read_checkpoint(
+        VllmConfig.make(model="someone/some-model", trust_remote_code=trusted), plugins()
+    )
     assert ("*.py" in asked) == trusted
 
 
 def test_a_tokenizer_has_a_hub_id_too(tmp_path, monkeypatch):
     """Its files are had without weights. What is no hub id is left to the renderer."""
     asked = []
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *names, **how: asked.append((names, how)) or tmp_path)
-    found = find_tokenizer(VllmConfig.make(model="x", revision="main", tokenizer="someone/some-tokenizer"))
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download",
+        lambda *names, **how: asked.append((names, how)) or tmp_path,
+    )
+    found = find_tokenizer(
+        VllmConfig.make(model="x", revision="main", tokenizer="someone/some-tokenizer")
+    )
     [((name,), how)] = asked
     assert (found, name, how["revision"]) == (str(tmp_path), "someone/some-tokenizer", None)
     assert "*.json" in how["allow_patterns"] and "*.safetensors" not in how["allow_patterns"]
@@ -136,6 +168,8 @@ def test_a_tokenizer_that_the_hub_does_not_give(monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
     with pytest.raises(
-        CheckpointError, match=r"tokenizer 'a/b' is not a local folder, and cannot be downloaded from the hub: OSError: no net"
+        CheckpointError,
+        match=r"tokenizer 'a/b' is not a local folder, and cannot be downloaded from the hub: "
+        r"OSError: no net",
     ):
         find_tokenizer(VllmConfig.make(tokenizer="a/b"))

@@ -1,4 +1,5 @@
-"""Which renderer reads a checkpoint: the one of the highest priority that does not refuse it, or the one asked for."""
+"""Which renderer reads a checkpoint: the one of the highest priority that does not refuse it, or
+the one asked for."""
 
 from __future__ import annotations
 
@@ -16,13 +17,16 @@ MODULE = "renderers_of_a_test"
 
 
 def renderer(refuses):
-    members = dict.fromkeys(Renderer.__abstractmethods__) | {"refuses": classmethod(lambda cls, config: refuses(config))}
+    members = dict.fromkeys(Renderer.__abstractmethods__) | {
+        "refuses": classmethod(lambda cls, config: refuses(config))
+    }
     return type("Made", (Renderer,), members)
 
 
 @pytest.fixture
 def choose(monkeypatch, tmp_path):
-    """Chooses for a folder with a tokenizer.json, among renderers: name -> (priority, refusal or function, what it reads)."""
+    """Chooses for a folder with a tokenizer.json, among renderers: name -> (priority, refusal or
+    function, what it reads)."""
     (tmp_path / "tokenizer.json").touch()
 
     def choose(wanted="auto", model_wants=None, **given):
@@ -33,22 +37,33 @@ def choose(monkeypatch, tmp_path):
             @hookimpl
             def toolkit_register_renderers(self, renderers):
                 for name, (priority, refusal, *reads) in given.items():
-                    refuses = refusal if callable(refusal) else lambda config, refusal=refusal: refusal
+                    refuses = (
+                        refusal if callable(refusal) else lambda config, refusal=refusal: refusal
+                    )
                     setattr(module, name, renderer(refuses))
-                    renderers.add(name, f"{MODULE}:{name}", priority=priority, reads=tuple(reads) or ("tokenizer.json",))
+                    renderers.add(
+                        name,
+                        f"{MODULE}:{name}",
+                        priority=priority,
+                        reads=tuple(reads) or ("tokenizer.json",),
+                    )
 
             @hookimpl
             def toolkit_register_models(self, models):
                 models.add("AnyForCausalLM", "nowhere:Any", renderer=model_wants)
 
-        config = VllmConfig.default({"architectures": ["AnyForCausalLM"]}, renderer=wanted, tokenizer=str(tmp_path))
+        config = VllmConfig.default(
+            {"architectures": ["AnyForCausalLM"]}, renderer=wanted, tokenizer=str(tmp_path)
+        )
         return choose_renderer(config, Plugins.load(PluginsConfig(plugins=[]), extra=[Registers()]))
 
     return choose
 
 
 def test_the_highest_priority_that_does_not_refuse(choose):
-    assert choose(low=(0, None), high=(5, None), higher=(9, "its vocabulary has another version")) == (
+    assert choose(
+        low=(0, None), high=(5, None), higher=(9, "its vocabulary has another version")
+    ) == (
         "high",
         [("higher", "its vocabulary has another version"), ("high", None), ("low", None)],
     )
@@ -86,7 +101,9 @@ def test_an_unknown_name(choose):
 
 
 def test_all_refuse(choose):
-    with pytest.raises(UnsupportedError, match=r"no renderer can read the tokenizer of .*: high: no; low: never\."):
+    with pytest.raises(
+        UnsupportedError, match=r"no renderer can read the tokenizer of .*: high: no; low: never\."
+    ):
         choose(low=(0, "never"), high=(5, "no"))
 
 
@@ -94,7 +111,11 @@ def test_one_that_cannot_be_asked_is_passed_over(choose):
     def boom(config):
         raise RuntimeError("boom")
 
-    with pytest.warns(PluginWarning, match=r"failed in refuses\(\) of renderer 'high': RuntimeError: boom"):
+    with pytest.warns(
+        PluginWarning, match=r"failed in refuses\(\) of renderer 'high': RuntimeError: boom"
+    ):
         assert choose(low=(0, None), high=(5, boom))[0] == "low"
-    with pytest.raises(PluginError, match=r"failed in refuses\(\) of renderer 'high': RuntimeError: boom"):
+    with pytest.raises(
+        PluginError, match=r"failed in refuses\(\) of renderer 'high': RuntimeError: boom"
+    ):
         choose("high", low=(0, None), high=(5, boom))

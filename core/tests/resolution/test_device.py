@@ -15,7 +15,10 @@ def test_an_engine_whose_workers_compute_puts_nothing_on_a_gpu(monkeypatch, rank
     seen = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch, "empty", lambda *shape, device: seen.append(device))
-    assert resolve_device(VllmConfig.make(tensor_parallel_size=ranks, device="cuda")).device.device == "cuda"
+    assert (
+        resolve_device(VllmConfig.make(tensor_parallel_size=ranks, device="cuda")).device.device
+        == "cuda"
+    )
     assert seen == made
 
 

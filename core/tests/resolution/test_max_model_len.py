@@ -1,4 +1,5 @@
-"""How long a sequence may be: what the checkpoint states under its model's key, or what the user says."""
+"""How long a sequence may be: what the checkpoint states under its model's key, or what the user
+says."""
 
 from __future__ import annotations
 
@@ -31,9 +32,13 @@ def length_of(tmp_path):
     """A function (architecture, max_model_len, **config.json): the length that the engine takes."""
 
     def resolved(name, wanted=None, **hf_config):
-        (tmp_path / "config.json").write_text(json.dumps({"architectures": [f"{name}ForCausalLM"], **hf_config}))
+        (tmp_path / "config.json").write_text(
+            json.dumps({"architectures": [f"{name}ForCausalLM"], **hf_config})
+        )
         config = VllmConfig.make(model=str(tmp_path), max_model_len=wanted)
-        return resolve_configured(config, Plugins.load(PluginsConfig(plugins=[]), extra=[Registers()])).max_model_len
+        return resolve_configured(
+            config, Plugins.load(PluginsConfig(plugins=[]), extra=[Registers()])
+        ).max_model_len
 
     return resolved
 
@@ -43,21 +48,31 @@ def test_it_is_what_config_json_usually_states(length_of, key):
     assert length_of("Usual", **{key: 64, "seq_length": 7}) == 64
     assert length_of("Usual", 10, **{key: 64}) == 10
     assert length_of("Reserved", **{key: 64}) == 62
-    with pytest.raises(ConfigError, match="max_model_len is 65, but the checkpoint has 64 positions"):
+    with pytest.raises(
+        ConfigError, match="max_model_len is 65, but the checkpoint has 64 positions"
+    ):
         length_of("Usual", 65, **{key: 64})
 
 
 def test_a_model_says_under_which_key_it_stands(length_of):
     assert length_of("Glm", seq_length=48, max_position_embeddings=7) == 48
-    with pytest.raises(ConfigError, match="max_model_len is 49, but the checkpoint has 48 positions"):
+    with pytest.raises(
+        ConfigError, match="max_model_len is 49, but the checkpoint has 48 positions"
+    ):
         length_of("Glm", 49, seq_length=48)
-    with pytest.raises(ConfigError, match=r"config\.json states no seq_length: give --max-model-len"):
+    with pytest.raises(
+        ConfigError, match=r"config\.json states no seq_length: give --max-model-len"
+    ):
         length_of("Glm", max_position_embeddings=64)
 
 
 def test_a_model_without_positions_has_the_length_that_is_asked_for(length_of):
     assert length_of("Alibi", 100_000, max_position_embeddings=64, seq_length=64) == 100_000
-    with pytest.raises(ConfigError, match=r"AlibiForCausalLM has no longest sequence: give --max-model-len"):
+    with pytest.raises(
+        ConfigError, match=r"AlibiForCausalLM has no longest sequence: give --max-model-len"
+    ):
         length_of("Alibi", max_position_embeddings=64, seq_length=64)
-    with pytest.raises(ConfigError, match=r"config\.json states no max_position_embeddings or n_positions"):
+    with pytest.raises(
+        ConfigError, match=r"config\.json states no max_position_embeddings or n_positions"
+    ):
         length_of("Usual")

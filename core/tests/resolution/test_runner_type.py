@@ -1,4 +1,5 @@
-"""Which runner and convert type an engine gets, and which combinations are refused with what words."""
+"""Which runner and convert type an engine gets, and which combinations are refused with what
+words."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def plugins() -> Plugins:
 def choose(plugins, name, key=None, profile=None, **options):
     """`key`: the registered class that runs the architecture `name`."""
     config = VllmConfig.default({"architectures": [name]}, **options)
-    checkpoint = msgspec.structs.replace(config.checkpoint, architecture=key or name, pooling_profile=profile)
+    checkpoint = msgspec.structs.replace(
+        config.checkpoint, architecture=key or name, pooling_profile=profile
+    )
     return choose_runner(config.with_checkpoint(checkpoint), plugins)
 
 
@@ -76,20 +79,78 @@ def test_what_is_chosen(plugins, checkpoint, options, expected):
             LM,
             {"convert": "reward"},
             ConfigError,
-            "'reward' is for native reward models, and 'KnownForCausalLM' is not one.*--convert classify",
+            (
+                "'reward' is for native reward models, and 'KnownForCausalLM' is not "
+                "one.*--convert classify"
+            ),
         ),
         (LM, {"convert": "embedd"}, ConfigError, "no convert type 'embedd'.*embed"),
-        (LM, {"runner": "generate", "convert": "embed"}, ConfigError, "takes convert 'none', not 'embed'.*--extra-tasks embed"),
-        (LM, {"runner": "generate", "convert": "classify"}, ConfigError, r"not 'classify'\. Use --runner pooling\.$"),
-        (REWARD, {"convert": "embed"}, UnsupportedError, "pooling model already, but not of convert type 'embed'.*--convert auto"),
-        (LM, {"runner": "pooling", "convert": "none"}, ConfigError, "cannot run 'KnownForCausalLM' as it is.*embed or classify"),
-        (BERT, {"runner": "generate"}, ConfigError, "runner 'generate': 'BertModel' is a pooling model. Supported: pooling"),
-        (BERT, {"convert": "classify"}, UnsupportedError, "pooling model already, but not of convert type 'classify'"),
-        (BERT, {"convert": "reward"}, ConfigError, "'reward' is for native reward models, and 'BertModel' is not one"),
-        (BERT_CLS, {"convert": "embed"}, UnsupportedError, "pooling model already, but not of convert type 'embed'"),
-        (LM, {"extra_tasks": ["classify"]}, ConfigError, "extra_tasks 'classify'.*Supported: embed"),
-        (LM, {"runner": "pooling", "extra_tasks": ["embed"]}, ConfigError, "extra_tasks embed is for engines that generate"),
-        (BERT, {"extra_tasks": ["embed"]}, ConfigError, "extra_tasks embed is for engines that generate"),
+        (
+            LM,
+            {"runner": "generate", "convert": "embed"},
+            ConfigError,
+            "takes convert 'none', not 'embed'.*--extra-tasks embed",
+        ),
+        (
+            LM,
+            {"runner": "generate", "convert": "classify"},
+            ConfigError,
+            r"not 'classify'\. Use --runner pooling\.$",
+        ),
+        (
+            REWARD,
+            {"convert": "embed"},
+            UnsupportedError,
+            "pooling model already, but not of convert type 'embed'.*--convert auto",
+        ),
+        (
+            LM,
+            {"runner": "pooling", "convert": "none"},
+            ConfigError,
+            "cannot run 'KnownForCausalLM' as it is.*embed or classify",
+        ),
+        (
+            BERT,
+            {"runner": "generate"},
+            ConfigError,
+            "runner 'generate': 'BertModel' is a pooling model. Supported: pooling",
+        ),
+        (
+            BERT,
+            {"convert": "classify"},
+            UnsupportedError,
+            "pooling model already, but not of convert type 'classify'",
+        ),
+        (
+            BERT,
+            {"convert": "reward"},
+            ConfigError,
+            "'reward' is for native reward models, and 'BertModel' is not one",
+        ),
+        (
+            BERT_CLS,
+            {"convert": "embed"},
+            UnsupportedError,
+            "pooling model already, but not of convert type 'embed'",
+        ),
+        (
+            LM,
+            {"extra_tasks": ["classify"]},
+            ConfigError,
+            "extra_tasks 'classify'.*Supported: embed",
+        ),
+        (
+            LM,
+            {"runner": "pooling", "extra_tasks": ["embed"]},
+            ConfigError,
+            "extra_tasks embed is for engines that generate",
+        ),
+        (
+            BERT,
+            {"extra_tasks": ["embed"]},
+            ConfigError,
+            "extra_tasks embed is for engines that generate",
+        ),
     ],
 )
 def test_what_is_refused(plugins, checkpoint, options, error, words):
@@ -102,7 +163,10 @@ def test_a_complete_profile_makes_a_language_model_an_embedder(plugins):
     assert choose(plugins, *LM, profile=profile) == ("pooling", "embed")
     assert choose(plugins, *LM, profile=profile, convert="classify") == ("pooling", "classify")
     assert choose(plugins, *LM, profile=profile, runner="generate") == ("generate", "none")
-    assert choose(plugins, *LM, profile=profile, extra_tasks=["embed"], runner="generate") == ("generate", "none")
+    assert choose(plugins, *LM, profile=profile, extra_tasks=["embed"], runner="generate") == (
+        "generate",
+        "none",
+    )
     assert choose(plugins, *BERT, profile=profile) == ("pooling", "none")
     reranker = PoolingProfile(is_complete=True, scores=True)
     assert choose(plugins, *LM, profile=reranker) == ("pooling", "classify")

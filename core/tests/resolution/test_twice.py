@@ -1,4 +1,5 @@
-"""What checkpoints say twice: each row of the table is shown by a contradiction, and by statements that agree."""
+"""What checkpoints say twice: each row of the table is shown by a contradiction, and by statements
+that agree."""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ YARN, LINEAR = {"rope_type": "yarn", "factor": 4.0}, {"rope_type": "linear", "fa
 CASES = {
     "`rope_scaling` and `rope_parameters`": (
         {"rope_scaling": YARN, "rope_parameters": LINEAR},
-        {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": {**YARN, "rope_theta": 5.0}, "rope_theta": 5.0},
+        {
+            "rope_scaling": {"type": "yarn", "factor": 4.0},
+            "rope_parameters": {**YARN, "rope_theta": 5.0},
+            "rope_theta": 5.0,
+        },
         {"rope_parameters": YARN},
     ),
     "`type` and `rope_type`": (
@@ -43,8 +48,14 @@ CASES = {
         {"dtype": "bfloat16", "text_config": {}},
     ),
     "`quantization_config` of config.json and of its `text_config`": (
-        {"quantization_config": {"quant_method": "awq"}, "text_config": {"quantization_config": {"quant_method": "gptq"}}},
-        {"quantization_config": {"quant_method": "awq"}, "text_config": {"quantization_config": {"quant_method": "awq"}}},
+        {
+            "quantization_config": {"quant_method": "awq"},
+            "text_config": {"quantization_config": {"quant_method": "gptq"}},
+        },
+        {
+            "quantization_config": {"quant_method": "awq"},
+            "text_config": {"quantization_config": {"quant_method": "awq"}},
+        },
         CheckpointError,
     ),
     "`hidden_size` and `n_embd`, and three other pairs of names": (
@@ -76,7 +87,12 @@ def test_each_row_is_shown():
 
 
 @pytest.mark.parametrize(
-    ("places", "nested"), [(places, nested) for places, (said, *_) in CASES.items() for nested in {False, "text_config" not in said}]
+    ("places", "nested"),
+    [
+        (places, nested)
+        for places, (said, *_) in CASES.items()
+        for nested in {False, "text_config" not in said}
+    ],
 )
 def test_a_contradiction_is_told_or_refused(places, nested, caplog):
     contradicts, _, result = CASES[places]
@@ -102,18 +118,42 @@ def test_what_agrees_is_no_reason_to_complain(places, caplog):
 
 def test_it_is_as_transformers_has_it():
     transformers = pytest.importorskip("transformers")
-    given = {"rope_theta": 7.0, "rope_scaling": {**YARN, "type": "yarn"}, "rope_parameters": LINEAR, "max_position_embeddings": 64}
+    given = {
+        "rope_theta": 7.0,
+        "rope_scaling": {**YARN, "type": "yarn"},
+        "rope_parameters": LINEAR,
+        "max_position_embeddings": 64,
+    }
     theirs = transformers.LlamaConfig.from_dict(json.loads(json.dumps(given))).rope_parameters
     ours = settled(given)
     assert (theirs["rope_type"], theirs["factor"], theirs["rope_theta"]) == ("yarn", 4.0, 7.0)
-    assert (ours["rope_parameters"]["rope_type"], ours["rope_parameters"]["factor"], ours["rope_theta"]) == ("yarn", 4.0, 7.0)
+    assert (
+        ours["rope_parameters"]["rope_type"],
+        ours["rope_parameters"]["factor"],
+        ours["rope_theta"],
+    ) == ("yarn", 4.0, 7.0)
     both = {"rope_theta": 7.0, "rope_parameters": {"rope_type": "default", "rope_theta": 9.0}}
-    assert transformers.LlamaConfig.from_dict(json.loads(json.dumps(both))).rope_parameters["rope_theta"] == 9.0
+    assert (
+        transformers.LlamaConfig.from_dict(json.loads(json.dumps(both))).rope_parameters[
+            "rope_theta"
+        ]
+        == 9.0
+    )
     assert settled(both)["rope_parameters"]["rope_theta"] == settled(both)["rope_theta"] == 9.0
-    assert str(transformers.LlamaConfig.from_dict({"torch_dtype": "float16", "dtype": "bfloat16"}).dtype) == "torch.bfloat16"
+    assert (
+        str(
+            transformers.LlamaConfig.from_dict(
+                {"torch_dtype": "float16", "dtype": "bfloat16"}
+            ).dtype
+        )
+        == "torch.bfloat16"
+    )
 
 
-OF_KINDS = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}, "sliding_attention": {"rope_type": "default"}}
+OF_KINDS = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default"},
+}
 
 
 @pytest.mark.parametrize(
@@ -134,7 +174,9 @@ OF_KINDS = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta
         ("LlamaConfig", "toolkit_lm_rotary"),
     ],
 )
-def test_beside_parameters_of_kinds_of_layers_the_models_do_as_transformers(name, module, scaling, is_told, caplog):
+def test_beside_parameters_of_kinds_of_layers_the_models_do_as_transformers(
+    name, module, scaling, is_told, caplog
+):
     transformers, model = pytest.importorskip("transformers"), importlib.import_module(module)
     given = {"rope_scaling": scaling, "rope_parameters": OF_KINDS, "max_position_embeddings": 64}
     given |= {"num_attention_heads": 2, "hidden_size": 32, "head_dim": 16}
@@ -143,12 +185,25 @@ def test_beside_parameters_of_kinds_of_layers_the_models_do_as_transformers(name
     theirs = getattr(transformers, name).from_dict(json.loads(json.dumps(given))).rope_parameters
     for kind in OF_KINDS:
         # A model whose layers are all alike takes the scaling for all of them.
-        ours = model.RopeParameters.read(config, 16) if name == "LlamaConfig" else model.rope_parameters(config, kind)
+        ours = (
+            model.RopeParameters.read(config, 16)
+            if name == "LlamaConfig"
+            else model.rope_parameters(config, kind)
+        )
         expected = theirs.get(kind, theirs)
         assert ours.rope_type == expected["rope_type"]
         assert ours.theta == expected["rope_theta"]
         assert ours.values.get("factor", float) == expected.get("factor")
-    assert bool([text for text in caplog.messages if "counts for the layers that the model scales" in text]) is is_told
+    assert (
+        bool(
+            [
+                text
+                for text in caplog.messages
+                if "counts for the layers that the model scales" in text
+            ]
+        )
+        is is_told
+    )
 
 
 def test_another_quantization_in_a_file_beside_is_told(tmp_path, caplog):
@@ -170,11 +225,28 @@ def test_end_tokens_that_generation_config_leaves_out_are_told(caplog):
     check_end_tokens({"text_config": {"eos_token_id": 3}, "eos_token_id": 5}, {"eos_token_id": 3})
     assert not caplog.messages
     check_end_tokens({"eos_token_id": [2, 4]}, {"eos_token_id": [2, 3]})
-    assert caplog.messages == ["config.json says eos_token_id [4], and generation_config.json [2, 3]: all of them end a text."]
+    assert caplog.messages == [
+        (
+            "config.json says eos_token_id [4], and generation_config.json [2, 3]: all of them "
+            "end a text."
+        )
+    ]
 
 
 PLUGINS = Plugins.load(
-    PluginsConfig(plugins=["decoder", "encdec", "encoder", "moe", "vision", "audio", "whisper", "transformers", "reward"])
+    PluginsConfig(
+        plugins=[
+            "decoder",
+            "encdec",
+            "encoder",
+            "moe",
+            "vision",
+            "audio",
+            "whisper",
+            "transformers",
+            "reward",
+        ]
+    )
 )
 
 
@@ -190,7 +262,9 @@ def test_the_class_follows_from_model_type_where_that_is_unique(entry, tmp_path)
     if len(alike) == 1:
         assert read(tmp_path, model_type=entry.model_type) == [entry.key]
     else:
-        with pytest.raises(CheckpointError, match=f"model_type '{entry.model_type}' has several: add .*{entry.key}"):
+        with pytest.raises(
+            CheckpointError, match=f"model_type '{entry.model_type}' has several: add .*{entry.key}"
+        ):
             read(tmp_path, model_type=entry.model_type)
 
 
@@ -203,10 +277,17 @@ def test_a_fallback_knows_more_of_them_and_nobody_knows_all(tmp_path):
 
 
 def test_model_type_counts_where_it_is_that_of_another_class(tmp_path, caplog):
-    assert read(tmp_path, architectures=["LlamaForCausalLM"], model_type="mistral") == ["MistralForCausalLM"]
+    assert read(tmp_path, architectures=["LlamaForCausalLM"], model_type="mistral") == [
+        "MistralForCausalLM"
+    ]
     [message] = caplog.messages
     assert message == (
-        "config.json says architectures ['LlamaForCausalLM'], and model_type 'mistral', which is that of MistralForCausalLM: it counts."
+        "config.json says architectures ['LlamaForCausalLM'], and model_type 'mistral', "
+        "which is that of MistralForCausalLM: it counts."
     )
-    for architecture, model_type in (("LlamaForCausalLM", "llama"), ("LlamaForCausalLM", "mine"), ("BartModel", "bart")):
+    for architecture, model_type in (
+        ("LlamaForCausalLM", "llama"),
+        ("LlamaForCausalLM", "mine"),
+        ("BartModel", "bart"),
+    ):
         assert read(tmp_path, architectures=[architecture], model_type=model_type) == [architecture]

@@ -1,4 +1,5 @@
-"""JSON files of a checkpoint that nobody vouches for: a CheckpointError, at once and with little memory."""
+"""JSON files of a checkpoint that nobody vouches for: a CheckpointError, at once and with little
+memory."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def resolve(tmp_path):
     def resolved(max_model_len=None, **hf_config):
         values = {"architectures": ["KnownForCausalLM"], "max_position_embeddings": 64, **hf_config}
         (tmp_path / "config.json").write_text(json.dumps(values))
-        return resolve_configured(VllmConfig.make(model=str(tmp_path), max_model_len=max_model_len), plugins())
+        return resolve_configured(
+            VllmConfig.make(model=str(tmp_path), max_model_len=max_model_len), plugins()
+        )
 
     return resolved
 
@@ -75,7 +78,10 @@ def test_links_are_followed_as_the_cache_of_the_hub_needs(tmp_path):
     folder.mkdir(parents=True)
     blob.write_text('{"architectures": ["KnownForCausalLM"]}')
     (folder / "config.json").symlink_to("../../blobs/0f1e")
-    assert read_checkpoint(VllmConfig.make(model=str(folder)), plugins()).architecture == "KnownForCausalLM"
+    assert (
+        read_checkpoint(VllmConfig.make(model=str(folder)), plugins()).architecture
+        == "KnownForCausalLM"
+    )
     blob.unlink()
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         read_checkpoint(VllmConfig.make(model=str(folder)), plugins())
@@ -102,7 +108,11 @@ def test_links_are_followed_as_the_cache_of_the_hub_needs(tmp_path):
     ],
 )
 def test_sizes_have_bounds(resolve, key, value, nested):
-    with pytest.raises(CheckpointError, match=rf"config\.json': {key} must be an integer of at least 1, at most \d+, not .{{0,99}}$"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"config\.json': {key} must be an integer of at least 1, at most \d+, not "
+        rf".{{0,99}}$",
+    ):
         resolve(**({nested: {key: value}} if nested else {key: value}))
 
 
@@ -127,13 +137,25 @@ def test_a_factor_has_bounds(resolve, kind, factor):
 
 
 def test_the_length_before_yarn_is_a_number(resolve):
-    with pytest.raises(CheckpointError, match="'original_max_position_embeddings' must be of type int"):
-        resolve(rope_scaling={"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "x"})
+    with pytest.raises(
+        CheckpointError, match="'original_max_position_embeddings' must be of type int"
+    ):
+        resolve(
+            rope_scaling={
+                "rope_type": "yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": "x",
+            }
+        )
 
 
 def test_a_very_long_context_must_be_asked_for(resolve):
     """Tables of angles, and of positions, have a row for each."""
-    with pytest.raises(ConfigError, match="the checkpoint states 100000000 positions, which take much memory: give --max-model-len"):
+    with pytest.raises(
+        ConfigError,
+        match="the checkpoint states 100000000 positions, which take much memory: give "
+        "--max-model-len",
+    ):
         resolve(max_position_embeddings=10**8)
     with pytest.raises(ConfigError, match="--max-model-len"):
         resolve(max_position_embeddings=2**20, rope_scaling={"rope_type": "linear", "factor": 2.0})

@@ -1,4 +1,5 @@
-"""A model and a backend so small that their results are known: the next token is the sum of all tokens so far, modulo the vocabulary."""
+"""A model and a backend so small that their results are known: the next token is the sum of all
+tokens so far, modulo the vocabulary."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ from toolkit_lm.messages import NewSequence, ScheduledSequence
 from toolkit_lm.model import Model
 from toolkit_lm.param_spec import ProcessorParams
 from toolkit_lm.params import SamplingParams
-from toolkit_lm.plugin import AttentionBackendRegistry, KernelsRegistry, LogitsProcessorRegistry, PluginInfo
+from toolkit_lm.plugin import (
+    AttentionBackendRegistry,
+    KernelsRegistry,
+    LogitsProcessorRegistry,
+    PluginInfo,
+)
 from toolkit_lm.runner import ModelRunner
 from toolkit_lm.sampling import LogitsProcessor
 from toolkit_lm_loaders.dummy import DummyLoader
@@ -45,7 +51,11 @@ class SumBackend(AttentionBackend):
 
     def forward(self, layer, q, k, v, kv_cache, meta, out) -> None:
         for row in range(meta.num_rows):
-            start, end, length = int(meta.query_start[row]), int(meta.query_start[row + 1]), int(meta.seq_lens[row])
+            start, end, length = (
+                int(meta.query_start[row]),
+                int(meta.query_start[row + 1]),
+                int(meta.seq_lens[row]),
+            )
             values = kv_cache[1][meta.block_table[row].long()].reshape(-1)[:length]
             out[start:end, 0, 0] = values.cumsum(0)[length - (end - start) :]
 
@@ -66,7 +76,8 @@ class SumModel(Model):
 
 
 class Drift(LogitsProcessor):
-    """Makes a token the likeliest that depends on all tokens drawn before. It remembers them as a number."""
+    """Makes a token the likeliest that depends on all tokens drawn before. It remembers them as a
+    number."""
 
     stage = "logits"
 
@@ -110,7 +121,8 @@ class Models(dict[str, Any]):
 
 
 def make_plugins() -> Any:
-    """What a runner asks of plugins, with nothing in it but the two classes above and random weights."""
+    """What a runner asks of plugins, with nothing in it but the two classes above and random
+    weights."""
     backends = AttentionBackendRegistry(owner=PluginInfo("test"))
     processors = LogitsProcessorRegistry(owner=PluginInfo("test"))
     processors.add("drift", "fake_model:Drift", params=ProcessorParams)
@@ -118,30 +130,69 @@ def make_plugins() -> Any:
     kernels = KernelsRegistry(owner=PluginInfo("test"))
     kernels.add("torch", "toolkit_lm.model:Kernels")
     loaders = SimpleNamespace(make=lambda name, source: DummyLoader(source))
-    plugins = {"models": Models(), "attention_backends": backends, "kernels": kernels, "loaders": loaders, "logits_processors": processors}
+    plugins = {
+        "models": Models(),
+        "attention_backends": backends,
+        "kernels": kernels,
+        "loaders": loaders,
+        "logits_processors": processors,
+    }
     boundary = nullcontext()
-    named = {"info": lambda name: None, "boundary": boundary, "boundary_of": lambda owner, target: boundary}
+    named = {
+        "info": lambda name: None,
+        "boundary": boundary,
+        "boundary_of": lambda owner, target: boundary,
+    }
     return SimpleNamespace(options=lambda name: None, **named, **plugins)
 
 
 def make_config(**options) -> VllmConfig:
-    defaults = {"load_format": "dummy", "block_size": BLOCK_SIZE, "max_model_len": 32, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+    defaults = {
+        "load_format": "dummy",
+        "block_size": BLOCK_SIZE,
+        "max_model_len": 32,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+    }
     return VllmConfig.default({"architectures": ["SumModel"]}, **defaults | options)
 
 
 def make_runner(num_blocks: int = 16, num_host_blocks: int = 4, **options) -> ModelRunner:
     runner = ModelRunner(make_config(**options), make_plugins())
     runner.load()
-    runner.init_kv_cache(plan_groups(runner.kv_cache_specs(), {"attention": "sum"}).sized([num_blocks], [num_host_blocks]))
+    runner.init_kv_cache(
+        plan_groups(runner.kv_cache_specs(), {"attention": "sum"}).sized(
+            [num_blocks], [num_host_blocks]
+        )
+    )
     return runner
 
 
-def new(seq_id: int, tokens: list[int], blocks: list[int], *, num_prompt_tokens: int | None = None, **changes) -> NewSequence:
+def new(
+    seq_id: int,
+    tokens: list[int],
+    blocks: list[int],
+    *,
+    num_prompt_tokens: int | None = None,
+    **changes,
+) -> NewSequence:
     """A greedy sequence, unless `changes` say otherwise."""
     fields = {"params": SamplingParams(temperature=0), "seed": 0, "stop_token_ids": []}
     num_prompt_tokens = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
-    return NewSequence(seq_id=seq_id, token_ids=tokens, num_prompt_tokens=num_prompt_tokens, block_tables=[blocks], **fields | changes)
+    return NewSequence(
+        seq_id=seq_id,
+        token_ids=tokens,
+        num_prompt_tokens=num_prompt_tokens,
+        block_tables=[blocks],
+        **fields | changes,
+    )
 
 
-def row(seq_id: int, num_tokens: int, new_blocks: list[int] | None = None, samples: bool = True, start: int = 0) -> ScheduledSequence:
+def row(
+    seq_id: int,
+    num_tokens: int,
+    new_blocks: list[int] | None = None,
+    samples: bool = True,
+    start: int = 0,
+) -> ScheduledSequence:
     return ScheduledSequence(seq_id, start, num_tokens, [new_blocks or []], samples)

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from fake_cuda import CurrentDevice, FakeCuda
-from fake_model import SumBackend, continuation, make_config, make_plugins, make_runner, new, next_token, row
+from fake_model import (
+    SumBackend,
+    continuation,
+    make_config,
+    make_plugins,
+    make_runner,
+    new,
+    next_token,
+    row,
+)
 from toolkit_lm.messages import StepPlan
 from toolkit_lm.runner import ModelRunner, model_runner, profile
 from toolkit_lm.runner.warm_up import _MOST_MEMORY
@@ -69,6 +78,9 @@ def test_the_largest_step_draws_as_what_takes_the_most_memory(cuda, monkeypatch)
     runner.load()
     profile(runner)
     assert drawn == [(4, [1.0] * 4, True)]
-    # Of the likeliest 256, as many as float32 can tell apart are kept: whether more are shows when all are sorted.
-    probs, is_certain = filters._first(torch.zeros(1, 300), torch.arange(256)[None], sampling_rows(_MOST_MEMORY))
+    # Of the likeliest 256, as many as float32 can tell apart are kept: whether more are shows when
+    # all are sorted.
+    probs, is_certain = filters._first(
+        torch.zeros(1, 300), torch.arange(256)[None], sampling_rows(_MOST_MEMORY)
+    )
     assert not is_certain.any() and (probs > 0).sum() == 256

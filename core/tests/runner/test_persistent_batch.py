@@ -1,4 +1,5 @@
-"""PersistentBatch: sequences join, grow and leave, and a step's flat inputs are made of what is left."""
+"""PersistentBatch: sequences join, grow and leave, and a step's flat inputs are made of what is
+left."""
 
 from __future__ import annotations
 
@@ -14,9 +15,16 @@ from toolkit_lm.params import SamplingParams
 from toolkit_lm.runner import PersistentBatch, StepBuffers
 
 
-def make_batch(num_rows: int, block_sizes: list[int], processors=None, device: str = "cpu") -> PersistentBatch:
-    specs = [FullSpec(block_size=size, num_kv_heads=1, head_size=1, dtype="float32") for size in block_sizes]
-    buffers = StepBuffers(BatchLimits(num_rows, 16, 16), [spec.num_blocks(16) for spec in specs], torch.device(device))
+def make_batch(
+    num_rows: int, block_sizes: list[int], processors=None, device: str = "cpu"
+) -> PersistentBatch:
+    specs = [
+        FullSpec(block_size=size, num_kv_heads=1, head_size=1, dtype="float32")
+        for size in block_sizes
+    ]
+    buffers = StepBuffers(
+        BatchLimits(num_rows, 16, 16), [spec.num_blocks(16) for spec in specs], torch.device(device)
+    )
     return PersistentBatch(buffers, specs, 16, processors)
 
 
@@ -50,14 +58,20 @@ def test_a_drawn_token_is_the_next_step_s_input(batch):
     first = run(batch, StepPlan(new=[new(7, [1, 2, 3, 4], [6])], scheduled=[row(7, 4)]))
     batch.append_tokens(first.rows, [9])
     second = run(batch, StepPlan(scheduled=[row(7, 1, [1], start=4)]))
-    assert (second.input_ids.tolist(), second.token_index.tolist(), second.groups[0].seq_lens.tolist()) == ([9], [4], [5])
+    assert (
+        second.input_ids.tolist(),
+        second.token_index.tolist(),
+        second.groups[0].seq_lens.tolist(),
+    ) == ([9], [4], [5])
     assert second.groups[0].slots.tolist() == [4]
     assert batch.sampling.position[second.rows].tolist() == [1]
 
 
 def test_the_blocks_of_a_new_sequence_are_in_its_tables_already(batch):
     """A plan names them twice; they count once."""
-    inputs = run(batch, StepPlan(new=[new(7, [1, 2, 3, 4, 5], [6, 2])], scheduled=[row(7, 5, [6, 2])]))
+    inputs = run(
+        batch, StepPlan(new=[new(7, [1, 2, 3, 4, 5], [6, 2])], scheduled=[row(7, 5, [6, 2])])
+    )
     batch.append_tokens(inputs.rows, [9])
     batch.apply(StepPlan(scheduled=[row(7, 4, [3], start=5)]))
     inputs = batch.inputs(StepPlan(scheduled=[row(7, 4, start=5)]))
@@ -65,7 +79,9 @@ def test_the_blocks_of_a_new_sequence_are_in_its_tables_already(batch):
 
 
 def test_a_move_replaces_an_entry_of_the_table(batch):
-    run(batch, StepPlan(new=[new(7, [1, 2, 3, 4, 5], [6, 2])], scheduled=[row(7, 4, samples=False)]))
+    run(
+        batch, StepPlan(new=[new(7, [1, 2, 3, 4, 5], [6, 2])], scheduled=[row(7, 4, samples=False)])
+    )
     inputs = run(batch, StepPlan(scheduled=[row(7, 1, start=4)], moves=[BlockMove(7, 0, 1, 8)]))
     assert inputs.groups[0].table.tolist() == [[6, 8]]
     assert inputs.groups[0].slots.tolist() == [8 * 4]
@@ -97,7 +113,9 @@ def test_groups_have_tables_of_their_own():
         seed=0,
         stop_token_ids=[],
     )
-    inputs = run(batch, StepPlan(new=[seq], scheduled=[ScheduledSequence(0, 0, 3, [[5], [1, 3]], True)]))
+    inputs = run(
+        batch, StepPlan(new=[seq], scheduled=[ScheduledSequence(0, 0, 3, [[5], [1, 3]], True)])
+    )
     assert [group.slots.tolist() for group in inputs.groups] == [[20, 21, 22], [2, 3, 6]]
     assert [group.table.tolist() for group in inputs.groups] == [[[5]], [[1, 3]]]
 
@@ -139,7 +157,10 @@ def test_a_step_s_inputs_are_where_those_of_the_step_before_were(batch):
     for name in ("input_ids", "token_index", "query_start"):
         assert getattr(first, name).ctypes.data == getattr(second, name).ctypes.data
     for name in ("seq_lens", "slots", "table"):
-        assert getattr(first.groups[0], name).ctypes.data == getattr(second.groups[0], name).ctypes.data
+        assert (
+            getattr(first.groups[0], name).ctypes.data
+            == getattr(second.groups[0], name).ctypes.data
+        )
 
 
 @pytest.mark.parametrize(
@@ -150,30 +171,65 @@ def test_a_step_s_inputs_are_where_those_of_the_step_before_were(batch):
 def test_a_padded_step_has_rows_without_keys_and_tokens_without_slots(shape, query_start):
     batch = make_batch(4, [4])
     # What a larger step has left there does not count.
-    run(batch, StepPlan(new=[new(i, [1, 2, 3], [i]) for i in range(4)], scheduled=[row(i, 3) for i in range(4)]))
-    inputs = run(batch, StepPlan(dropped=[0, 1, 2, 3], new=[new(i, [4, 5], [i]) for i in (5, 6)], scheduled=[row(5, 2), row(6, 2)]))
+    run(
+        batch,
+        StepPlan(
+            new=[new(i, [1, 2, 3], [i]) for i in range(4)], scheduled=[row(i, 3) for i in range(4)]
+        ),
+    )
+    inputs = run(
+        batch,
+        StepPlan(
+            dropped=[0, 1, 2, 3],
+            new=[new(i, [4, 5], [i]) for i in (5, 6)],
+            scheduled=[row(5, 2), row(6, 2)],
+        ),
+    )
     slots = inputs.groups[0].slots.tolist()
     *_, [plain] = batch.buffers.upload(inputs, None, None)
-    assert (plain.num_rows, plain.num_tokens, plain.is_fixed, plain.has_padding) == (2, 4, False, False)
+    assert (plain.num_rows, plain.num_tokens, plain.is_fixed, plain.has_padding) == (
+        2,
+        4,
+        False,
+        False,
+    )
     *_, [view] = batch.buffers.upload(inputs, None, shape)
     assert view.query_start.tolist() == view.query_start_device.tolist() == query_start
     assert view.seq_lens.tolist() == view.seq_lens_device.tolist() == [2, 2, 0, 0]
     assert view.slot_mapping.tolist() == slots + [-1] * (shape.num_tokens - 4)
     assert view.starts.tolist() == [0] * 4 and view.has_padding and view.is_fixed
-    assert view.block_table.shape == (4, batch.buffers.groups[0].table.host.shape[1]), "tables do not change their shape"
-    assert (view.max_query_len, view.max_seq_len) == (shape.max_query_len, batch.buffers.limits.max_model_len)
-    assert view.slot_mapping.data_ptr() == plain.slot_mapping.data_ptr() and view.block_table.data_ptr() == plain.block_table.data_ptr()
+    assert view.block_table.shape == (4, batch.buffers.groups[0].table.host.shape[1]), (
+        "tables do not change their shape"
+    )
+    assert (view.max_query_len, view.max_seq_len) == (
+        shape.max_query_len,
+        batch.buffers.limits.max_model_len,
+    )
+    assert (
+        view.slot_mapping.data_ptr() == plain.slot_mapping.data_ptr()
+        and view.block_table.data_ptr() == plain.block_table.data_ptr()
+    )
 
 
 def test_steps_that_nobody_waits_for_have_their_own_inputs():
-    """A prompt in six chunks, on a device that has done nothing of it when the host makes the last one ready."""
+    """A prompt in six chunks, on a device that has done nothing of it when the host makes the last
+    one ready."""
     with FakeCuda() as cuda:
         batch, seen = make_batch(3, [4], device="cuda"), []
-        plan = StepPlan(new=[new(7, list(range(10, 22)), [5, 2, 8])], scheduled=[row(7, 2, samples=False)])
+        plan = StepPlan(
+            new=[new(7, list(range(10, 22)), [5, 2, 8])], scheduled=[row(7, 2, samples=False)]
+        )
         for chunk in range(6):
             inputs = run(batch, plan)
             input_ids, positions, [view] = batch.buffers.upload(inputs, None, None)
-            given = input_ids, positions, view.slot_mapping, view.seq_lens_device, view.query_start_device, view.block_table
+            given = (
+                input_ids,
+                positions,
+                view.slot_mapping,
+                view.seq_lens_device,
+                view.query_start_device,
+                view.block_table,
+            )
             # What kernels would read; nobody waits for them.
             seen.append([one.clone() for one in given])
             plan = StepPlan(scheduled=[row(7, 2, samples=False, start=2 * chunk + 2)])
@@ -181,13 +237,21 @@ def test_steps_that_nobody_waits_for_have_their_own_inputs():
         slots = [block * 4 + place for block in (5, 2, 8) for place in range(4)]
         for chunk, step in enumerate(seen):
             first, end = 2 * chunk, 2 * chunk + 2
-            expected = [[10 + first, 11 + first], [first, first + 1], slots[first:end], [end], [0, 2], [[5, 2, 8][: chunk // 2 + 1]]]
+            expected = [
+                [10 + first, 11 + first],
+                [first, first + 1],
+                slots[first:end],
+                [end],
+                [0, 2],
+                [[5, 2, 8][: chunk // 2 + 1]],
+            ]
             assert [one.tolist() for one in step] == expected, f"chunk {chunk}"
         assert waits == {"event"}
 
 
 def test_a_block_table_is_uploaded_where_it_has_changed():
-    """Whole rows, which torch copies at once; each step's tokens, positions and lengths are always new."""
+    """Whole rows, which torch copies at once; each step's tokens, positions and lengths are always
+    new."""
     with FakeCuda() as cuda:
         batch, tables = make_batch(3, [4], device="cuda"), []
 
@@ -199,10 +263,14 @@ def test_a_block_table_is_uploaded_where_it_has_changed():
             batch.append_tokens(inputs.rows, [1] * len(inputs.rows))
             tables.append(view.block_table.clone())
             copied = [tuple(size) for size in cuda.uploads if len(size) == 2]
-            assert len(cuda.uploads) - len(copied) == 5 and all(size == (view.num_rows, 4) for size in copied)
+            assert len(cuda.uploads) - len(copied) == 5 and all(
+                size == (view.num_rows, 4) for size in copied
+            )
             return len(copied)
 
-        first = StepPlan(new=[new(i, [1, 2, 3], [i]) for i in (5, 6)], scheduled=[row(5, 3), row(6, 3)])
+        first = StepPlan(
+            new=[new(i, [1, 2, 3], [i]) for i in (5, 6)], scheduled=[row(5, 3), row(6, 3)]
+        )
         assert step(first) == 1
         assert step(StepPlan(scheduled=[row(5, 1, start=3), row(6, 1, start=3)])) == 0
         assert step(StepPlan(scheduled=[row(5, 1, [9], start=4), row(6, 1, [8], start=4)])) == 1
@@ -215,6 +283,14 @@ def test_a_block_table_is_uploaded_where_it_has_changed():
         assert step(StepPlan(scheduled=[row(6, 1, start=7)], moves=[BlockMove(6, 0, 0, 2)])) == 1
         assert step(StepPlan(dropped=[6], scheduled=[row(5, 1, start=6)])) == 1
         padded = [[5, 9, 0, 0], [6, 8, 0, 0], [0] * 4]
-        expected = [[[5], [6]], [[5], [6]], *[[[5, 9], [6, 8]]] * 2, padded, [[6, 8]], [[2, 8]], [[5, 9]]]
+        expected = [
+            [[5], [6]],
+            [[5], [6]],
+            *[[[5, 9], [6, 8]]] * 2,
+            padded,
+            [[6, 8]],
+            [[2, 8]],
+            [[5, 9]],
+        ]
         assert [one.tolist() for one in tables] == expected
         assert set(cuda.waits) <= {"event", "aten::_to_copy"}

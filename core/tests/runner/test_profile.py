@@ -1,4 +1,5 @@
-"""What is kept free beside a KV cache that gets a share of a device's memory. The device is made up."""
+"""What is kept free beside a KV cache that gets a share of a device's memory. The device is made
+up."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ class Runner:
     compiler = None
 
     def __init__(self, model, device, **options):
-        self.config = VllmConfig.make(model="any", max_model_len=64, max_num_batched_tokens=64, max_num_seqs=4, **options)
+        self.config = VllmConfig.make(
+            model="any", max_model_len=64, max_num_batched_tokens=64, max_num_seqs=4, **options
+        )
         self.model = object.__new__(model)
         self.device = torch.device(device)
         self.num_steps = 0
@@ -39,7 +42,9 @@ class Runner:
 
 @pytest.fixture
 def profile(monkeypatch):
-    planned = SimpleNamespace(pools=[], max_blocks=lambda *lengths: [1], sized=lambda *numbers: None)
+    planned = SimpleNamespace(
+        pools=[], max_blocks=lambda *lengths: [1], sized=lambda *numbers: None
+    )
     monkeypatch.setattr(warm_up, "plan_groups", lambda *groups: planned)
     monkeypatch.setattr(warm_up, "_made_up", lambda *numbers: None)
     monkeypatch.setattr(warm_up, "_drop", lambda plan: None)
@@ -55,16 +60,24 @@ def profile(monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, {"kv_cache_memory": "0.5"}], ids=["auto", "fraction"])
 def test_a_gpu_keeps_room_for_what_encoders_make(profile, options):
-    assert profile(MultiModalModel, "cuda", encoder_cache_memory="96MiB", **options) == (96 * MIB, 2)
+    assert profile(MultiModalModel, "cuda", encoder_cache_memory="96MiB", **options) == (
+        96 * MIB,
+        2,
+    )
     assert profile(Model, "cuda", encoder_cache_memory="96MiB", **options) == (0, 2)
 
 
 def test_a_fraction_of_a_host_leaves_room_for_the_step_too(profile):
-    assert profile(MultiModalModel, "cpu", encoder_cache_memory="96MiB", kv_cache_memory="0.5") == (99 * MIB, 2)
+    assert profile(MultiModalModel, "cpu", encoder_cache_memory="96MiB", kv_cache_memory="0.5") == (
+        99 * MIB,
+        2,
+    )
     assert profile(Model, "cpu", kv_cache_memory="0.5") == (3 * MIB, 2)
 
 
-@pytest.mark.parametrize("options", [{"kv_cache_memory": "64MiB"}, {"num_kv_blocks": 4}], ids=["bytes", "blocks"])
+@pytest.mark.parametrize(
+    "options", [{"kv_cache_memory": "64MiB"}, {"num_kv_blocks": 4}], ids=["bytes", "blocks"]
+)
 def test_a_cache_of_a_stated_size_is_what_it_is(profile, options):
     assert profile(MultiModalModel, "cuda", **options) == (0, 0)
 
@@ -72,4 +85,6 @@ def test_a_cache_of_a_stated_size_is_what_it_is(profile, options):
 def test_graphs_are_counted_before_the_cache_gets_its_share(profile):
     compiler = SimpleNamespace(estimate=lambda step: 5 * MIB)
     assert profile(Model, "cuda", compiler) == (5 * MIB, 2)
-    assert profile(Model, "cuda", compiler, num_kv_blocks=8) == (0, 0), "whoever states blocks gets them"
+    assert profile(Model, "cuda", compiler, num_kv_blocks=8) == (0, 0), (
+        "whoever states blocks gets them"
+    )

@@ -15,4 +15,6 @@ def make_rows():
 @pytest.fixture(scope="session")
 def make_logits():
     """make_logits(rows, seed=0, vocab=64) -> [rows, vocab] normal float32."""
-    return lambda rows, seed=0, vocab=64: torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+    return lambda rows, seed=0, vocab=64: torch.randn(
+        rows, vocab, generator=torch.Generator().manual_seed(seed)
+    )

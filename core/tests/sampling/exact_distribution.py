@@ -1,4 +1,5 @@
-"""The distribution that tokens are drawn from, by the definitions in float64 and plain Python, and how draws are compared with it."""
+"""The distribution that tokens are drawn from, by the definitions in float64 and plain Python, and
+how draws are compared with it."""
 
 from __future__ import annotations
 
@@ -30,12 +31,20 @@ def min_p(probs, p):
 
 
 def exact(row, p: SamplingParams, *more: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """[V] the probabilities that `p` makes of logits. `more`: filters of plugins; each says which tokens of a distribution are kept."""
+    """[V] the probabilities that `p` makes of logits. `more`: filters of plugins; each says which
+    tokens of a distribution are kept."""
     scores = row.double().numpy() / p.temperature
     probs = np.exp(scores - scores.max())
     probs /= probs.sum()
-    own = (p.top_k > 0, lambda probs: top_k(probs, p.top_k)), (p.top_p < 1, lambda probs: top_p(probs, p.top_p))
-    filters = [*own, (p.min_p > 0, lambda probs: min_p(probs, p.min_p)), *((True, one) for one in more)]
+    own = (
+        (p.top_k > 0, lambda probs: top_k(probs, p.top_k)),
+        (p.top_p < 1, lambda probs: top_p(probs, p.top_p)),
+    )
+    filters = [
+        *own,
+        (p.min_p > 0, lambda probs: min_p(probs, p.min_p)),
+        *((True, one) for one in more),
+    ]
     for on, keeps in filters:
         if on:
             probs = np.where(keeps(probs), probs, 0)
@@ -53,5 +62,6 @@ def check(tokens, probs) -> None:
     expected = np.append(probs[common], probs[~common].sum()) * draws
     observed, expected = observed[expected > 0], expected[expected > 0]
     statistic, freedom = ((observed - expected) ** 2 / expected).sum(), len(expected) - 1
-    # Far in the tail of chi-square (mean = freedom, variance = 2 freedom): the draws are fixed by their seeds, so this cannot flake.
+    # Far in the tail of chi-square (mean = freedom, variance = 2 freedom): the draws are fixed by
+    # their seeds, so this cannot flake.
     assert statistic < freedom + 4.5 * np.sqrt(2 * freedom)

@@ -1,4 +1,5 @@
-"""Masks and penalties, against transformers where it has them, else against their definitions in plain Python."""
+"""Masks and penalties, against transformers where it has them, else against their definitions in
+plain Python."""
 
 from __future__ import annotations
 
@@ -35,18 +36,28 @@ def test_repetition_penalty_is_that_of_transformers(make_rows, make_logits, sequ
 
     logits = make_logits(len(LENGTHS), vocab=VOCAB)
     rows = make_rows(
-        *[SamplingParams(repetition_penalty=penalty)] * len(LENGTHS), prompts=[s[:1] for s in sequences], outputs=[s[1:] for s in sequences]
+        *[SamplingParams(repetition_penalty=penalty)] * len(LENGTHS),
+        prompts=[s[:1] for s in sequences],
+        outputs=[s[1:] for s in sequences],
     )
     ours = edited(penalize, logits, rows)
     for i, tokens in enumerate(sequences):
-        theirs = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([tokens]), logits[i : i + 1].clone())
+        theirs = RepetitionPenaltyLogitsProcessor(penalty)(
+            torch.tensor([tokens]), logits[i : i + 1].clone()
+        )
         assert torch.equal(ours[i], theirs[0])
 
 
 def test_presence_and_frequency_penalties_count_the_output_only(make_rows, make_logits, sequences):
-    params = [SamplingParams(presence_penalty=0.7), SamplingParams(frequency_penalty=-0.3), SamplingParams()] * 2
+    params = [
+        SamplingParams(presence_penalty=0.7),
+        SamplingParams(frequency_penalty=-0.3),
+        SamplingParams(),
+    ] * 2
     logits = make_logits(len(LENGTHS), vocab=VOCAB)
-    ours = edited(penalize, logits, make_rows(*params, prompts=[[3, 3, 4]] * len(LENGTHS), outputs=sequences))
+    ours = edited(
+        penalize, logits, make_rows(*params, prompts=[[3, 3, 4]] * len(LENGTHS), outputs=sequences)
+    )
     for row, p, tokens, before in zip(ours, params, sequences, logits, strict=True):
         counts = np.bincount(tokens, minlength=VOCAB)
         expected = before.numpy() - p.presence_penalty * (counts > 0) - p.frequency_penalty * counts
@@ -56,13 +67,21 @@ def test_presence_and_frequency_penalties_count_the_output_only(make_rows, make_
 def test_bad_words_are_those_of_transformers(make_rows, make_logits, sequences):
     from transformers import NoBadWordsLogitsProcessor
 
-    words = [[3], [5, 6], [1, 2, 3]] + [[a, b, c] for a in range(VOCAB) for b in range(VOCAB) for c in (7, 8)] + [[4] * 20]
+    words = (
+        [[3], [5, 6], [1, 2, 3]]
+        + [[a, b, c] for a in range(VOCAB) for b in range(VOCAB) for c in (7, 8)]
+        + [[4] * 20]
+    )
     logits = make_logits(len(LENGTHS), vocab=VOCAB)
-    rows = make_rows(*[SamplingParams()] * len(LENGTHS), outputs=sequences, bad_words=[words] * len(LENGTHS))
+    rows = make_rows(
+        *[SamplingParams()] * len(LENGTHS), outputs=sequences, bad_words=[words] * len(LENGTHS)
+    )
     ours = edited(mask, logits, rows)
     assert 1 < (ours[-1] == -torch.inf).sum() < VOCAB
     for i, tokens in enumerate(sequences):
-        theirs = NoBadWordsLogitsProcessor(bad_words_ids=words, eos_token_id=[])(torch.tensor([tokens]), logits[i : i + 1].clone())
+        theirs = NoBadWordsLogitsProcessor(bad_words_ids=words, eos_token_id=[])(
+            torch.tensor([tokens]), logits[i : i + 1].clone()
+        )
         assert torch.equal(ours[i], theirs[0])
 
 
@@ -82,7 +101,12 @@ def test_only_words_that_could_be_complete_are_compared():
 
 def test_bad_words_do_not_begin_in_the_prompt(make_rows, make_logits):
     words = [[[5, 6, 7]]] * 3
-    rows = make_rows(*[SamplingParams()] * 3, prompts=[[5, 6], [5], [1]], outputs=[[], [6], [5, 6]], bad_words=words)
+    rows = make_rows(
+        *[SamplingParams()] * 3,
+        prompts=[[5, 6], [5], [1]],
+        outputs=[[], [6], [5, 6]],
+        bad_words=words,
+    )
     banned = edited(mask, make_logits(3, vocab=VOCAB), rows) == -torch.inf
     assert banned.nonzero().tolist() == [[2, 7]]
 
@@ -106,7 +130,11 @@ def test_bias_allowed_and_min_tokens(make_rows, make_logits):
 
 
 def test_parameters_that_leave_no_token_fail_alone(make_rows, make_logits):
-    params = [SamplingParams(allowed_token_ids=[3]), SamplingParams(), SamplingParams(allowed_token_ids=[3], temperature=0)]
+    params = [
+        SamplingParams(allowed_token_ids=[3]),
+        SamplingParams(),
+        SamplingParams(allowed_token_ids=[3], temperature=0),
+    ]
     sampled = sample(make_logits(3), make_rows(*params, bad_words=[[[3]], [], [[3]]]))
     assert set(sampled.errors) == {0, 2} and "leave no token" in sampled.errors[0]
 
@@ -126,6 +154,8 @@ def test_sequences_of_a_request_share_their_rules(make_rows):
 
 
 def test_same_parameters_with_other_words_share_nothing(make_rows, make_logits):
-    rows = make_rows(*[SamplingParams(min_tokens=1)] * 2, bad_words=[[[5]], [[6]]], stops=[[7], [8]])
+    rows = make_rows(
+        *[SamplingParams(min_tokens=1)] * 2, bad_words=[[[5]], [[6]]], stops=[[7], [8]]
+    )
     banned = edited(mask, make_logits(2, vocab=VOCAB), rows) == -torch.inf
     assert banned.nonzero().tolist() == [[0, 5], [0, 7], [1, 6], [1, 8]]

@@ -29,7 +29,9 @@ def test_filters_are_those_of_transformers(make_rows, make_logits, name, field, 
 
 def test_greedy_rows_do_not_use_filters(make_rows, make_logits):
     table = make_logits(3)
-    params = [SamplingParams(temperature=0, **p) for p in ({"top_p": 0.01}, {"min_p": 1.0}, {"top_k": 1})]
+    params = [
+        SamplingParams(temperature=0, **p) for p in ({"top_p": 0.01}, {"min_p": 1.0}, {"top_k": 1})
+    ]
     sampled = sample(table, make_rows(*params))
     assert sampled.token_ids == table.argmax(-1).tolist() and sampled.states == {}
 
@@ -49,7 +51,9 @@ SHAPES = {
     "flat": lambda rows: rows * 1e-3,
     "equals": lambda rows: rows.round(),
     "all equal": lambda rows: rows * 0,
-    "few allowed": lambda rows: torch.where(torch.arange(rows.shape[1]) % 150 == 7, rows, -torch.inf),
+    "few allowed": lambda rows: torch.where(
+        torch.arange(rows.shape[1]) % 150 == 7, rows, -torch.inf
+    ),
     "one allowed": lambda rows: torch.where(torch.arange(rows.shape[1]) == 900, rows, -torch.inf),
 }
 
@@ -62,7 +66,9 @@ def test_what_is_sorted_makes_no_difference(monkeypatch, make_rows, make_logits,
     monkeypatch.setattr("toolkit_lm.sampling.filters._SELECTED", 16)
     few = distribution(logits, rows)
     for i, fields in enumerate(TOP):
-        assert torch.equal(distribution(logits[i : i + 1], make_rows(SamplingParams(**fields)))[0], few[i]), fields
+        assert torch.equal(
+            distribution(logits[i : i + 1], make_rows(SamplingParams(**fields)))[0], few[i]
+        ), fields
     monkeypatch.setattr("toolkit_lm.sampling.filters._SELECTED", 1000)
     every = distribution(logits, rows)
     assert torch.equal(few > 0, every > 0)
@@ -71,7 +77,11 @@ def test_what_is_sorted_makes_no_difference(monkeypatch, make_rows, make_logits,
 
 def test_few_tokens_are_sorted(monkeypatch, make_rows, make_logits):
     sizes, sort = [], torch.Tensor.sort
-    monkeypatch.setattr(torch.Tensor, "sort", lambda self, *how, **more: sizes.append(self.shape) or sort(self, *how, **more))
+    monkeypatch.setattr(
+        torch.Tensor,
+        "sort",
+        lambda self, *how, **more: sizes.append(self.shape) or sort(self, *how, **more),
+    )
     distribution(make_logits(4, vocab=5000) * 8, make_rows(*[SamplingParams(top_p=0.9)] * 4))
     assert {tuple(size) for size in sizes} == {(4, 256)}
 
@@ -80,12 +90,22 @@ def test_a_row_alone_is_what_it_is_beside_others(make_rows):
     """Of a large vocabulary, in several threads."""
     before = torch.get_num_threads()
     logits = torch.randn(7, 100_003, generator=torch.Generator().manual_seed(0)) * 3
-    params = [SamplingParams(**fields) for fields in ({"top_p": 0.95}, {"min_p": 0.01}, {"top_k": 50_000, "min_p": 1e-6}, {"top_p": 0.5})]
+    params = [
+        SamplingParams(**fields)
+        for fields in (
+            {"top_p": 0.95},
+            {"min_p": 0.01},
+            {"top_k": 50_000, "min_p": 1e-6},
+            {"top_p": 0.5},
+        )
+    ]
     try:
         torch.set_num_threads(2)
         for one in params:
             together = distribution(logits, make_rows(*[one] * 7))
             for row in range(7):
-                assert torch.equal(distribution(logits[row : row + 1], make_rows(one)), together[row : row + 1])
+                assert torch.equal(
+                    distribution(logits[row : row + 1], make_rows(one)), together[row : row + 1]
+                )
     finally:
         torch.set_num_threads(before)

@@ -1,4 +1,5 @@
-"""Every parameter with every other: a row gives the same alone as among others, and the others the same without it."""
+"""Every parameter with every other: a row gives the same alone as among others, and the others the
+same without it."""
 
 from __future__ import annotations
 
@@ -31,7 +32,14 @@ OUTPUT = [5, 6, 7, 5, 6]
 def rows_of(make_rows, params, seeds):
     words = [[[9], [6, 7]] if p.bad_words else [] for p in params]
     num = len(params)
-    return make_rows(*params, prompts=[[1, 2]] * num, outputs=[OUTPUT] * num, seeds=seeds, stops=[[4, 8]] * num, bad_words=words)
+    return make_rows(
+        *params,
+        prompts=[[1, 2]] * num,
+        outputs=[OUTPUT] * num,
+        seeds=seeds,
+        stops=[[4, 8]] * num,
+        bad_words=words,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +57,12 @@ def test_pairs(make_rows, make_logits, plain_results, first):
                 own = make_logits(1, seed=100 + seed) * 2
                 alone = sample(own, rows_of(make_rows, [params], [seed]))
                 logits = torch.cat([table[:3], own, table[3:]])
-                among = sample(logits, rows_of(make_rows, [*PLAIN[:3], params, *PLAIN[3:]], [0, 1, 2, seed, 3, 4, 5, 6, 7]))
+                among = sample(
+                    logits,
+                    rows_of(
+                        make_rows, [*PLAIN[:3], params, *PLAIN[3:]], [0, 1, 2, seed, 3, 4, 5, 6, 7]
+                    ),
+                )
                 assert among.token_ids[3] == alone.token_ids[0], (second, seed)
                 assert among.token_ids[:3] + among.token_ids[4:] == plain_results
                 assert not alone.errors and not among.errors
@@ -57,14 +70,23 @@ def test_pairs(make_rows, make_logits, plain_results, first):
 
 def test_all_at_once(make_rows, make_logits):
     """One row per parameter, and one of all of them, in one batch: each is what it is alone."""
-    everything = {name: value for fields in PARAMETERS.values() for name, value in fields.items()} | {"temperature": 0.9}
-    params = [SamplingParams(**fields, max_tokens=99) for fields in (*PARAMETERS.values(), everything)]
-    params += [SamplingParams(**{**PARAMETERS[a], **PARAMETERS[b]}, max_tokens=99) for a, b in list(combinations(PARAMETERS, 2))[::5]]
+    everything = {
+        name: value for fields in PARAMETERS.values() for name, value in fields.items()
+    } | {"temperature": 0.9}
+    params = [
+        SamplingParams(**fields, max_tokens=99) for fields in (*PARAMETERS.values(), everything)
+    ]
+    params += [
+        SamplingParams(**{**PARAMETERS[a], **PARAMETERS[b]}, max_tokens=99)
+        for a, b in list(combinations(PARAMETERS, 2))[::5]
+    ]
     table = make_logits(len(params), seed=3)
     together = sample(table, rows_of(make_rows, params, list(range(len(params)))))
     assert not together.errors
     for i, one in enumerate(params):
-        assert sample(table[i : i + 1], rows_of(make_rows, [one], [i])).token_ids == [together.token_ids[i]]
+        assert sample(table[i : i + 1], rows_of(make_rows, [one], [i])).token_ids == [
+            together.token_ids[i]
+        ]
 
 
 def test_the_logits_are_left_as_they_are(make_rows, make_logits):

@@ -33,20 +33,32 @@ def test_a_row_does_not_depend_on_its_batch(make_rows):
 
 def test_greedy_takes_the_likeliest(make_rows):
     table = logits(5)
-    assert sample(table.clone(), make_rows(*[SamplingParams(temperature=0)] * 5)).token_ids == table.argmax(-1).tolist()
+    assert (
+        sample(table.clone(), make_rows(*[SamplingParams(temperature=0)] * 5)).token_ids
+        == table.argmax(-1).tolist()
+    )
 
 
 def test_a_tiny_temperature_is_finite(make_rows):
     table = logits(1) * 1e4
-    assert sample(table.clone(), make_rows(SamplingParams(temperature=2e-5))).token_ids == table.argmax(-1).tolist()
+    assert (
+        sample(table.clone(), make_rows(SamplingParams(temperature=2e-5))).token_ids
+        == table.argmax(-1).tolist()
+    )
 
 
 def test_positions_and_seeds_give_different_numbers():
     seeds, positions = np.arange(1000, dtype=np.uint64), np.zeros(1000, np.int64)
-    by_seed, by_position = uniform(seeds, positions), uniform(np.zeros(1000, np.uint64), np.arange(1000))
+    by_seed, by_position = (
+        uniform(seeds, positions),
+        uniform(np.zeros(1000, np.uint64), np.arange(1000)),
+    )
     for numbers in (by_seed, by_position):
         assert len(np.unique(numbers)) == 1000 and numbers.min() >= 0 and numbers.max() < 1
-        assert abs(numbers.mean() - 0.5) < 0.05 and abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 0.1
+        assert (
+            abs(numbers.mean() - 0.5) < 0.05
+            and abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 0.1
+        )
     assert abs(np.corrcoef(by_seed, by_position)[0, 1]) < 0.1
     assert (uniform(seeds, positions, stream=1) != by_seed).all()
 
@@ -55,13 +67,19 @@ def test_min_tokens_rules_stops_out_until_then(make_rows):
     table = logits(2)
     best = table.argmax(-1).tolist()
     params = SamplingParams(temperature=0, min_tokens=3, max_tokens=9)
-    drawn = sample(table.clone(), make_rows(params, params, outputs=[[0] * 2, [0] * 3], stops=[best, best])).token_ids
+    drawn = sample(
+        table.clone(), make_rows(params, params, outputs=[[0] * 2, [0] * 3], stops=[best, best])
+    ).token_ids
     assert drawn[0] not in best and drawn[1] == best[1]
 
 
 def test_logprobs_are_of_the_raw_distribution(make_rows):
     table = logits(3)
-    params = [SamplingParams(temperature=0.5, logprobs=2), SamplingParams(temperature=0), SamplingParams(temperature=0, logprobs=0)]
+    params = [
+        SamplingParams(temperature=0.5, logprobs=2),
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=0, logprobs=0),
+    ]
     sampled = sample(table.clone(), make_rows(*params))
     expected = torch.log_softmax(table, -1)
     first, none, only = sampled.logprobs
@@ -73,9 +91,13 @@ def test_logprobs_are_of_the_raw_distribution(make_rows):
 
 
 def test_logprobs_of_the_tokens_that_a_request_names(make_rows):
-    """In the place of the likeliest ones, with their ranks; a row beside it is as it would be alone."""
+    """In the place of the likeliest ones, with their ranks; a row beside it is as it would be
+    alone."""
     table = logits(2)
-    params = [SamplingParams(temperature=0, logprob_token_ids=[7, 3]), SamplingParams(temperature=0, logprobs=1)]
+    params = [
+        SamplingParams(temperature=0, logprob_token_ids=[7, 3]),
+        SamplingParams(temperature=0, logprobs=1),
+    ]
     named, usual = sample(table.clone(), make_rows(*params)).logprobs
     expected = torch.log_softmax(table, -1)
     assert named.token_ids[1:] == [7, 3] and named.rank == 1

@@ -32,8 +32,24 @@ MORE = {
     "logprob_token_ids": [COPY],
 }
 ELSEWHERE = {
-    *("n", "best_of", "use_beam_search", "beam_width", "length_penalty", "early_stopping", "seed", "max_tokens"),
-    *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "truncate_prompt_tokens", "prompt_logprobs"),
+    *(
+        "n",
+        "best_of",
+        "use_beam_search",
+        "beam_width",
+        "length_penalty",
+        "early_stopping",
+        "seed",
+        "max_tokens",
+    ),
+    *(
+        "stop",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "ignore_eos",
+        "truncate_prompt_tokens",
+        "prompt_logprobs",
+    ),
     *("detokenize", "skip_special_tokens", "output_kind"),
     # Of plugins' logits processors.
     *("extra_args", "structured_outputs"),
@@ -42,7 +58,8 @@ ELSEWHERE = {
 
 
 def both(logits: torch.Tensor, compute):
-    """What `compute` makes of the logits on the device, which is what it makes of them on the CPU; and what the host has waited for."""
+    """What `compute` makes of the logits on the device, which is what it makes of them on the CPU;
+    and what the host has waited for."""
     expected = compute(logits)
     with FakeCuda() as cuda:
         given = logits.to("cuda")
@@ -59,11 +76,22 @@ def test_every_parameter_is_here():
 
 @pytest.mark.parametrize("name", ASKED)
 def test_a_draw_waits_once(make_rows, make_logits, name):
-    params = [SamplingParams(**{"temperature": 0.9, "max_tokens": 99, name: ASKED[name]}), SamplingParams(), SamplingParams(temperature=0)]
+    params = [
+        SamplingParams(**{"temperature": 0.9, "max_tokens": 99, name: ASKED[name]}),
+        SamplingParams(),
+        SamplingParams(temperature=0),
+    ]
 
     def compute(logits):
         words = [[[9], [6, 7]] if p.bad_words else [] for p in params]
-        rows = make_rows(*params, prompts=[[1, 2]] * 3, outputs=[[5, 6, 5]] * 3, seeds=[3, 4, 5], stops=[[4, 8]] * 3, bad_words=words)
+        rows = make_rows(
+            *params,
+            prompts=[[1, 2]] * 3,
+            outputs=[[5, 6, 5]] * 3,
+            seeds=[3, 4, 5],
+            stops=[[4, 8]] * 3,
+            bad_words=words,
+        )
         return sample(logits, rows)
 
     logprobs = [COPY] if "logprob" in name else []
@@ -73,7 +101,12 @@ def test_a_draw_waits_once(make_rows, make_logits, name):
 def test_a_row_that_is_not_finite_fails_without_a_wait_of_its_own(make_rows, make_logits):
     logits = make_logits(4)
     logits[1, 3], logits[2, :] = torch.nan, -torch.inf
-    params = [SamplingParams(), SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_k=3)]
+    params = [
+        SamplingParams(),
+        SamplingParams(),
+        SamplingParams(temperature=0),
+        SamplingParams(top_k=3),
+    ]
 
     def compute(logits):
         return sample(logits, make_rows(*params, seeds=[3, 4, 5, 6]))

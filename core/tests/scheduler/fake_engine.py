@@ -1,4 +1,5 @@
-"""EngineCore over an executor that computes no model: a cache slot holds a hash of all tokens that its key and value stand for."""
+"""EngineCore over an executor that computes no model: a cache slot holds a hash of all tokens that
+its key and value stand for."""
 
 from __future__ import annotations
 
@@ -11,7 +12,16 @@ import msgspec
 import numpy as np
 import torch
 import unruly_policy
-from toolkit_lm.attention import BatchLimits, CrossSpec, FullSpec, KVCacheConfig, KVCacheSpec, KVGroup, KVPool, WindowSpec
+from toolkit_lm.attention import (
+    BatchLimits,
+    CrossSpec,
+    FullSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    KVGroup,
+    KVPool,
+    WindowSpec,
+)
 from toolkit_lm.config import PluginsConfig, VllmConfig
 from toolkit_lm.engine.core import EngineCore
 from toolkit_lm.executor import Executor
@@ -35,7 +45,9 @@ from toolkit_lm.scheduler.block_manager import FIRST_ON_HOST, NO_BLOCK
 
 PLUGINS = Plugins.load(
     PluginsConfig(plugins=[]),
-    extra=[SimpleNamespace(name="unruly", toolkit_register_scheduling_policies=unruly_policy.register)],
+    extra=[
+        SimpleNamespace(name="unruly", toolkit_register_scheduling_policies=unruly_policy.register)
+    ],
 )
 """Core's own, and a scheduling policy."""
 VOCAB = 50
@@ -45,9 +57,11 @@ POISON = VOCAB - 1
 """Who computes this token makes the step fail."""
 
 Groups = list[tuple[Any, ...]]
-"""Of KV groups: block size; then a window, None, "late", ("late", window), "state" or "cross"; then the index of the pool, or 0."""
+"""Of KV groups: block size; then a window, None, "late", ("late", window), "state" or "cross"; then
+the index of the pool, or 0."""
 ENCODER_INPUTS = [[3, 1, 4, 1, 5, 9, 2, 6], [3, 1, 4, 1, 5, 9, 2, 7], [8]]
-"""What encoders read. `SequenceInputs.second_text_start` tells the runner which of them is a sequence's, where there are encoders."""
+"""What encoders read. `SequenceInputs.second_text_start` tells the runner which of them is a
+sequence's, where there are encoders."""
 MAX_ENCODER_LEN = 8
 
 
@@ -86,14 +100,25 @@ def make_spec(size: int, kind: Any) -> KVCacheSpec:
     return FullSpec(**shape) if kind is None else WindowSpec(window=kind, **shape)
 
 
-def kv_cache(num_blocks: int | list[int], groups: Groups, num_host_blocks: int = 0) -> KVCacheConfig:
+def kv_cache(
+    num_blocks: int | list[int], groups: Groups, num_host_blocks: int = 0
+) -> KVCacheConfig:
     """`num_blocks`: of the only pool, or of each."""
     sizes = num_blocks if isinstance(num_blocks, list) else [num_blocks]
-    made = [KVGroup(make_spec(*group[:2]), "none", [f"layer{i}"], *group[2:]) for i, group in enumerate(groups)]
+    made = [
+        KVGroup(make_spec(*group[:2]), "none", [f"layer{i}"], *group[2:])
+        for i, group in enumerate(groups)
+    ]
     if not made:
         return KVCacheConfig([], [])
-    pages = [max(group.spec.page_bytes for group in made if group.pool == pool) for pool in range(len(sizes))]
-    return KVCacheConfig(made, [KVPool(page, 1, size, num_host_blocks) for page, size in zip(pages, sizes, strict=True)])
+    pages = [
+        max(group.spec.page_bytes for group in made if group.pool == pool)
+        for pool in range(len(sizes))
+    ]
+    return KVCacheConfig(
+        made,
+        [KVPool(page, 1, size, num_host_blocks) for page, size in zip(pages, sizes, strict=True)],
+    )
 
 
 def next_token(tokens: list[int]) -> int:
@@ -118,13 +143,16 @@ def drafts_of(scheduled: ScheduledSequence) -> list[int]:
 
 
 class FakeRunner:
-    """Runs plans on the real PersistentBatch. A sequence's seed is the place from which on its keys are not those of its tokens alone."""
+    """Runs plans on the real PersistentBatch. A sequence's seed is the place from which on its keys
+    are not those of its tokens alone."""
 
     def __init__(self, config: VllmConfig, cache: KVCacheConfig) -> None:
         specs = [group.spec for group in cache.groups]
         max_len = config.max_model_len
         limits = BatchLimits(config.scheduler.max_num_seqs, config.scheduler.token_budget, max_len)
-        widths = [spec.num_blocks(MAX_ENCODER_LEN if spec.of_encoder else max_len) for spec in specs]
+        widths = [
+            spec.num_blocks(MAX_ENCODER_LEN if spec.of_encoder else max_len) for spec in specs
+        ]
         buffers = StepBuffers(limits, widths, torch.device("cpu"))
         self.batch = PersistentBatch(buffers, specs, max_len)
         self.specs = specs
@@ -153,7 +181,10 @@ class FakeRunner:
         """By group. Groups of one pool and block size share their memory."""
         memory: dict[tuple[int, int], list[list[object]]] = {}
         return [
-            memory.setdefault((g.pool, g.spec.block_size), [[None] * g.spec.block_size for _ in range(num_blocks[g.pool])])
+            memory.setdefault(
+                (g.pool, g.spec.block_size),
+                [[None] * g.spec.block_size for _ in range(num_blocks[g.pool])],
+            )
             for g in cache.groups
         ]
 
@@ -174,7 +205,9 @@ class FakeRunner:
             self.tokens[new.seq_id] = list(new.token_ids)
             self.salts[new.seq_id] = new.params.seed
             self.encoder_inputs[new.seq_id] = new.inputs.second_text_start
-            assert all(feature.data is None for feature in new.features), "pixels travel with a sequence"
+            assert all(feature.data is None for feature in new.features), (
+                "pixels travel with a sequence"
+            )
             self.features[new.seq_id] = new.features
         if not plan.scheduled:
             self.last_inputs = []
@@ -182,7 +215,9 @@ class FakeRunner:
         for scheduled in plan.scheduled:
             self.tokens[scheduled.seq_id] += drafts_of(scheduled)
         inputs = self.batch.inputs(plan)
-        self.last_inputs = [tokens.tolist() for tokens in np.split(inputs.input_ids, inputs.query_start[1:-1])]
+        self.last_inputs = [
+            tokens.tolist() for tokens in np.split(inputs.input_ids, inputs.query_start[1:-1])
+        ]
         self.num_computed += int(inputs.query_start[-1])
         self._encode(plan, inputs)
         self._check_items(plan)
@@ -196,7 +231,9 @@ class FakeRunner:
         result = StepResult(token_ids=[])
         for r, scheduled in enumerate(plan.scheduled):
             drafts = drafts_of(scheduled)
-            tokens = self.tokens[scheduled.seq_id][: len(self.tokens[scheduled.seq_id]) - len(drafts)]
+            tokens = self.tokens[scheduled.seq_id][
+                : len(self.tokens[scheduled.seq_id]) - len(drafts)
+            ]
             drawn = [next_token(tokens)] if scheduled.samples else []
             while drawn and drawn == drafts[: len(drawn)]:
                 drawn.append(next_token(tokens + drawn))
@@ -208,33 +245,59 @@ class FakeRunner:
             self.tokens[scheduled.seq_id] = tokens + drawn
             for token in drawn:
                 self.batch.append_tokens(inputs.rows[r : r + 1], [token])
-            assert self.batch.history.tokens(inputs.rows[r]).tolist() == (tokens + drawn)[: self.max_len]
+            assert (
+                self.batch.history.tokens(inputs.rows[r]).tolist()
+                == (tokens + drawn)[: self.max_len]
+            )
             if drawn and self.drafting:
                 result.drafts[scheduled.seq_id] = guess(tokens + drawn)
         return result
 
-    def _prompt_logprobs(self, plan: StepPlan, scheduled: ScheduledSequence, inputs, r: int) -> dict[int, list[TokenLogprobs]]:
+    def _prompt_logprobs(
+        self, plan: StepPlan, scheduled: ScheduledSequence, inputs, r: int
+    ) -> dict[int, list[TokenLogprobs]]:
         row = inputs.rows[r]
         if self.batch.sampling.prompt_logprobs[row] < 0:
             return {}
         # The token after each computed one, where it is of the prompt and not returned before.
-        known, last = int(self.batch.num_prompt_logprobs[row]), int(self.batch.history.num_prompt_tokens[row])
-        positions = [int(p) + 1 for p in inputs.token_index[inputs.query_start[r] : inputs.query_start[r + 1]]]
+        known, last = (
+            int(self.batch.num_prompt_logprobs[row]),
+            int(self.batch.history.num_prompt_tokens[row]),
+        )
+        positions = [
+            int(p) + 1
+            for p in inputs.token_index[inputs.query_start[r] : inputs.query_start[r + 1]]
+        ]
         fresh = [p for p in positions if known < p < last]
         self.batch.num_prompt_logprobs[row] += len(fresh)
-        return {scheduled.seq_id: [TokenLogprobs([self.tokens[scheduled.seq_id][p]], [0.0], 1) for p in fresh]} if fresh else {}
+        return (
+            {
+                scheduled.seq_id: [
+                    TokenLogprobs([self.tokens[scheduled.seq_id][p]], [0.0], 1) for p in fresh
+                ]
+            }
+            if fresh
+            else {}
+        )
 
     def _key(self, group: int, seq_id: int, position: int) -> tuple[object, ...]:
         salt = self.salts[seq_id]
-        keyed, encoder = salt if salt is not None and salt <= position else None, self.encoder_inputs[seq_id]
-        media = tuple(one.mm_identifier for one in self.features[seq_id] if one.mm_position.offset <= position)
+        keyed, encoder = (
+            salt if salt is not None and salt <= position else None,
+            self.encoder_inputs[seq_id],
+        )
+        media = tuple(
+            one.mm_identifier for one in self.features[seq_id] if one.mm_position.offset <= position
+        )
         return (group, keyed, encoder, media, hash(tuple(self.tokens[seq_id][: position + 1])))
 
     def _encode_items(self, plan: StepPlan) -> None:
         for name in plan.dropped_items:
             self.items.pop(name, None)
         encoded = {item.identifier: item.data["embeds"].shape[0] for item in plan.encode}
-        assert len(encoded) == len(plan.encode) and not encoded.keys() & self.items.keys(), "an item is encoded twice"
+        assert len(encoded) == len(plan.encode) and not encoded.keys() & self.items.keys(), (
+            "an item is encoded twice"
+        )
         made = [count for count in encoded.values() if count]
         assert len(made) <= 1 or sum(made) <= self.token_budget, "a step encodes more than it may"
         self.items |= encoded
@@ -244,24 +307,36 @@ class FakeRunner:
         """All items are there of which the step computes tokens."""
         for row in plan.scheduled:
             end = row.start + row.num_tokens
-            for place, name in ((one.mm_position, one.mm_identifier) for one in self.features[row.seq_id]):
+            for place, name in (
+                (one.mm_position, one.mm_identifier) for one in self.features[row.seq_id]
+            ):
                 if place.offset < end and row.start < place.end:
                     assert self.items[name] == place.num_embeds, "an item that is not encoded"
-                assert not (self.whole_items and place.offset < end < place.end), "a chunk ends inside an item"
+                assert not (self.whole_items and place.offset < end < place.end), (
+                    "a chunk ends inside an item"
+                )
 
     def _encode(self, plan: StepPlan, inputs) -> None:
         """Writes what cross attention reads."""
-        computed = [encoder.input.token_ids for encoder in plan.encoders if encoder.input is not None]
+        computed = [
+            encoder.input.token_ids for encoder in plan.encoders if encoder.input is not None
+        ]
         assert bool(computed) == (inputs.encoders is not None)
         tokens = [(read, position) for read in computed for position in range(len(read))]
         if tokens:
-            assert inputs.encoders.input_ids.tolist() == [read[position] for read, position in tokens]
+            assert inputs.encoders.input_ids.tolist() == [
+                read[position] for read, position in tokens
+            ]
         for group, spec in enumerate(self.specs):
             if spec.of_encoder:
                 slots = inputs.groups[group].slots.tolist()
                 assert len(slots) == len(tokens) == len(set(slots))
                 for slot, (read, position) in zip(slots, tokens, strict=True):
-                    self.caches[group][slot // spec.block_size][slot % spec.block_size] = (group, tuple(read), position)
+                    self.caches[group][slot // spec.block_size][slot % spec.block_size] = (
+                        group,
+                        tuple(read),
+                        position,
+                    )
 
     def _write(self, plan: StepPlan, inputs) -> None:
         self.writers.clear()
@@ -271,23 +346,34 @@ class FakeRunner:
                     self._advance(scheduled.seq_id, inputs, r, group)
             for t in range(inputs.query_start[r], inputs.query_start[r + 1]):
                 position = int(inputs.token_index[t])
-                assert [inputs.input_ids[t]] == self.tokens[scheduled.seq_id][position : position + 1], "a token that it does not have"
+                assert [inputs.input_ids[t]] == self.tokens[scheduled.seq_id][
+                    position : position + 1
+                ], "a token that it does not have"
                 for group, spec in enumerate(self.specs):
                     if spec.kind not in ("state", "cross"):
                         block, offset = divmod(int(inputs.groups[group].slots[t]), spec.block_size)
-                        self.caches[group][block][offset] = self._key(group, scheduled.seq_id, position)
+                        self.caches[group][block][offset] = self._key(
+                            group, scheduled.seq_id, position
+                        )
                         self.writers[group, block, offset] = scheduled.seq_id
 
     def _advance(self, seq_id: int, inputs, r: int, group: int) -> None:
         """A state is read as the tokens before this step left it, and written."""
         block, start = self.caches[group][inputs.groups[group].table[r, 0]], int(inputs.starts[r])
         if start:
-            assert block[0] == self._key(group, seq_id, start - 1), f"sequence {seq_id} reads a foreign state of group {group} at {start}"
-        block[0] = self._key(group, seq_id, start + int(inputs.query_start[r + 1] - inputs.query_start[r]) - 1)
+            assert block[0] == self._key(group, seq_id, start - 1), (
+                f"sequence {seq_id} reads a foreign state of group {group} at {start}"
+            )
+        block[0] = self._key(
+            group, seq_id, start + int(inputs.query_start[r + 1] - inputs.query_start[r]) - 1
+        )
 
     def _check_reads(self, plan: StepPlan, inputs) -> None:
         for r, scheduled in enumerate(plan.scheduled):
-            first, length = int(inputs.starts[r]), int(inputs.token_index[inputs.query_start[r + 1] - 1]) + 1
+            first, length = (
+                int(inputs.starts[r]),
+                int(inputs.token_index[inputs.query_start[r + 1] - 1]) + 1,
+            )
             for group, spec in enumerate(self.specs):
                 if spec.of_encoder:
                     self._check_cross(scheduled.seq_id, inputs.groups[group], r, group)
@@ -295,13 +381,22 @@ class FakeRunner:
                 assert inputs.groups[group].seq_lens[r] == length
                 if spec.kind == "state":
                     continue
-                table, window, size = inputs.groups[group].table[r], getattr(spec, "window", first + 1), spec.block_size
+                table, window, size = (
+                    inputs.groups[group].table[r],
+                    getattr(spec, "window", first + 1),
+                    spec.block_size,
+                )
                 for position in range(max(0, first - window + 1), length):
                     found = self.caches[group][table[position // size]][position % size]
-                    writer = self.writers.get((group, int(table[position // size]), position % size), scheduled.seq_id)
-                    assert spec.shared_within_step or writer == scheduled.seq_id, "it reads what another row of the step writes"
+                    writer = self.writers.get(
+                        (group, int(table[position // size]), position % size), scheduled.seq_id
+                    )
+                    assert spec.shared_within_step or writer == scheduled.seq_id, (
+                        "it reads what another row of the step writes"
+                    )
                     assert found == self._key(group, scheduled.seq_id, position), (
-                        f"sequence {scheduled.seq_id} reads a foreign key at position {position} of group {group}"
+                        f"sequence {scheduled.seq_id} reads a foreign key at position "
+                        f"{position} of group {group}"
                     )
 
     def _check_cross(self, seq_id: int, seen, r: int, group: int) -> None:
@@ -309,8 +404,12 @@ class FakeRunner:
         which, size = self.encoder_inputs[seq_id], self.specs[group].block_size
         assert which is not None, "a sequence without an encoder"
         read = ENCODER_INPUTS[which]
-        found = [self.caches[group][seen.table[r, p // size]][p % size] for p in range(seen.seq_lens[r])]
-        assert found == [(group, tuple(read), p) for p in range(len(read))], f"sequence {seq_id} reads foreign keys in group {group}"
+        found = [
+            self.caches[group][seen.table[r, p // size]][p % size] for p in range(seen.seq_lens[r])
+        ]
+        assert found == [(group, tuple(read), p) for p in range(len(read))], (
+            f"sequence {seq_id} reads foreign keys in group {group}"
+        )
 
 
 class FirstStage:
@@ -330,21 +429,33 @@ class FirstStage:
             if row.tokens:
                 self.tokens[row.seq_id][row.start :] = row.tokens
             inputs.append(self.tokens[row.seq_id][row.start : row.start + row.num_tokens])
-        assert [len(tokens) for tokens in inputs] == [row.num_tokens for row in plan.scheduled], "a token that only the last stage has"
+        assert [len(tokens) for tokens in inputs] == [row.num_tokens for row in plan.scheduled], (
+            "a token that only the last stage has"
+        )
         return inputs
 
 
 def check_blocks(blocks: BlockManager) -> None:
     """Asserts the invariants of block tables and pools."""
     for index, (pool, host_pool) in enumerate(zip(blocks.pools, blocks.host_pools, strict=True)):
-        tables = [table for group, table in blocks._tables_of(list(blocks._tables)) if group.pool_index == index]
+        tables = [
+            table
+            for group, table in blocks._tables_of(list(blocks._tables))
+            if group.pool_index == index
+        ]
         entries = [entry for table in tables for entry in table]
         device = Counter(entry for entry in entries if entry >= 0)
         host = Counter(FIRST_ON_HOST - entry for entry in entries if entry <= FIRST_ON_HOST)
         for one, owners in ((pool, device), (host_pool, host)):
-            assert all(one.ref_counts[b] == owners.get(b, 0) for b in range(one.num_blocks)), "reference counts differ from owners"
-            assert one.num_free + len(owners) == one.num_blocks, "free + owned blocks differ from the total"
-            assert one.num_cached == sum(one.ref_counts[block] == 0 for block in one._keys), "the count of cached blocks is wrong"
+            assert all(one.ref_counts[b] == owners.get(b, 0) for b in range(one.num_blocks)), (
+                "reference counts differ from owners"
+            )
+            assert one.num_free + len(owners) == one.num_blocks, (
+                "free + owned blocks differ from the total"
+            )
+            assert one.num_cached == sum(one.ref_counts[block] == 0 for block in one._keys), (
+                "the count of cached blocks is wrong"
+            )
         for table in tables:
             held = [entry for entry in table if entry != NO_BLOCK]
             assert len(set(held)) == len(held), "a table names a block twice"
@@ -375,7 +486,8 @@ class FakeExecutor(Executor):
         self.transient: str | None = None
         """Where the next step is to fail, once: "before" or "after" it was computed."""
         self.broken = False
-        """A step failed, and the engine does not know yet: what is computed now is worth nothing."""
+        """A step failed, and the engine does not know yet: what is computed now is worth
+        nothing."""
         self.death: Exception | None = None
         """A worker has died: every step fails with it."""
         self.plans: list[StepPlan] = []
@@ -396,7 +508,9 @@ class FakeExecutor(Executor):
                 raise RuntimeError("a hiccup")
             first = self.first_stage.run(plan) if self.first_stage is not None else None
             result = self.runner.execute(plan)
-            assert first is None or first == self.runner.last_inputs, "the first stage has other tokens than the last"
+            assert first is None or first == self.runner.last_inputs, (
+                "the first stage has other tokens than the last"
+            )
             if transient == "after" or self.broken:
                 raise RuntimeError("a hiccup")
         except Exception as error:
@@ -411,7 +525,9 @@ class FakeExecutor(Executor):
     def check_last_plan(self) -> None:
         """A worker reads a plan while the next is made."""
         if self.plans:
-            assert msgspec.msgpack.encode(self.plans[-1]) == self._encoded, "a plan was changed after it was given away"
+            assert msgspec.msgpack.encode(self.plans[-1]) == self._encoded, (
+                "a plan was changed after it was given away"
+            )
 
     def warm_up(self) -> None:
         pools = [group.pool for group in self.cache.groups]
@@ -421,16 +537,24 @@ class FakeExecutor(Executor):
             seq_id=-1,
             token_ids=[0],
             num_prompt_tokens=1,
-            block_tables=[[] if encoded else table for table, encoded in zip(tables, of_encoder, strict=True)],
+            block_tables=[
+                [] if encoded else table for table, encoded in zip(tables, of_encoder, strict=True)
+            ],
             params=SamplingParams(),
             seed=0,
             stop_token_ids=[],
         )
-        plan = StepPlan(new=[new], scheduled=[ScheduledSequence(-1, 0, 1, [[] for _ in tables], True)])
+        plan = StepPlan(
+            new=[new], scheduled=[ScheduledSequence(-1, 0, 1, [[] for _ in tables], True)]
+        )
         if any(of_encoder):
-            cross = [table if encoded else [] for table, encoded in zip(tables, of_encoder, strict=True)]
+            cross = [
+                table if encoded else [] for table, encoded in zip(tables, of_encoder, strict=True)
+            ]
             read = EncoderInput.of_tokens(ENCODER_INPUTS[2])
-            plan.encoders = [NewEncoder(encoder_id=-2, num_tokens=1, block_tables=cross, input=read)]
+            plan.encoders = [
+                NewEncoder(encoder_id=-2, num_tokens=1, block_tables=cross, input=read)
+            ]
             new.encoder_id, new.inputs = -2, SequenceInputs(second_text_start=2)
         self.runner.execute(plan)
         self.runner.execute(StepPlan(dropped=[-1, -2]))
@@ -458,11 +582,19 @@ class FakeExecutor(Executor):
 
 
 class FakeCore(EngineCore):
-    """An engine core over a FakeExecutor. It has the cache that it is given, and a front's limits."""
+    """An engine core over a FakeExecutor. It has the cache that it is given, and a front's
+    limits."""
 
     executor: FakeExecutor
 
-    def __init__(self, config: VllmConfig, cache: KVCacheConfig, max_in_flight: int = 1, *, whole_items: bool = False) -> None:
+    def __init__(
+        self,
+        config: VllmConfig,
+        cache: KVCacheConfig,
+        max_in_flight: int = 1,
+        *,
+        whole_items: bool = False,
+    ) -> None:
         self._cache = cache
         self.limits = RequestLimits(config, cache, whole_items=whole_items)
         super().__init__(config, PLUGINS, FakeExecutor(config, cache, max_in_flight))

@@ -1,4 +1,5 @@
-"""BeamSearch against transformers' beam search, over a model whose next-token scores are a random function of the whole prefix."""
+"""BeamSearch against transformers' beam search, over a model whose next-token scores are a random
+function of the whole prefix."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def ours(search: BeamSearch, vocab_size: int) -> tuple[list[tuple[list[int], flo
     while beams:
         candidates = []
         for beam in beams:
-            best = logprobs((*PROMPT, *beam.token_ids), vocab_size).topk(min(search.num_candidates, vocab_size))
+            best = logprobs((*PROMPT, *beam.token_ids), vocab_size).topk(
+                min(search.num_candidates, vocab_size)
+            )
             candidates.append(Candidates(best.indices.tolist(), best.values.tolist()))
         extensions = search.advance(beams, candidates)
         assert len(extensions) in (0, search.width)
@@ -64,12 +67,16 @@ def theirs(search: BeamSearch, vocab_size: int) -> tuple[list[tuple[list[int], f
     found = Table().eval().generate(torch.tensor([PROMPT]), generation_config=config)
     return [
         (until_the_end(row, search.end_token_ids), score)
-        for row, score in zip(found.sequences[:, len(PROMPT) :].tolist(), found.sequences_scores.tolist(), strict=True)
+        for row, score in zip(
+            found.sequences[:, len(PROMPT) :].tolist(), found.sequences_scores.tolist(), strict=True
+        )
     ], len(found.scores)
 
 
 def until_the_end(tokens: list[int], end_token_ids: frozenset[int]) -> list[int]:
-    return next((tokens[: i + 1] for i, token in enumerate(tokens) if token in end_token_ids), tokens)
+    return next(
+        (tokens[: i + 1] for i, token in enumerate(tokens) if token in end_token_ids), tokens
+    )
 
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
@@ -80,20 +87,34 @@ def test_it_finds_what_transformers_finds(early_stopping, length_penalty):
         width = rng.randint(2, 5)
         ends = rng.sample(range(2, 5), rng.randint(0, 3))
         vocab_size = rng.randint(len(ends) + width + 2, 12)
-        make = {"length_penalty": length_penalty, "early_stopping": early_stopping, "end_token_ids": ends}
+        make = {
+            "length_penalty": length_penalty,
+            "early_stopping": early_stopping,
+            "end_token_ids": ends,
+        }
         search = BeamSearch(width, rng.randint(1, 9), **make)
         found, steps = ours(search, vocab_size)
         expected, their_steps = theirs(search, vocab_size)
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
-        assert [score for _, score in found] == pytest.approx([score for _, score in expected], abs=1e-4)
+        assert [score for _, score in found] == pytest.approx(
+            [score for _, score in expected], abs=1e-4
+        )
         assert steps == their_steps
-        assert all(len(h.token_ids) == search.max_tokens for h in search.hypotheses if h.finish_reason == "length")
-        assert all((h.token_ids[-1] in ends) == (h.finish_reason == "stop") for h in search.hypotheses)
+        assert all(
+            len(h.token_ids) == search.max_tokens
+            for h in search.hypotheses
+            if h.finish_reason == "length"
+        )
+        assert all(
+            (h.token_ids[-1] in ends) == (h.finish_reason == "stop") for h in search.hypotheses
+        )
 
 
 def advance(search: BeamSearch, *candidates: dict[int, float]) -> list[tuple[int, int]]:
     beams = [Beam([7] * 2, 0.0)] * len(candidates)
-    extensions = search.advance(beams, [Candidates(list(one), list(one.values())) for one in candidates])
+    extensions = search.advance(
+        beams, [Candidates(list(one), list(one.values())) for one in candidates]
+    )
     return [(e.parent, e.token_id) for e in extensions]
 
 

@@ -1,4 +1,5 @@
-"""Beam searches among other requests, through EngineCore: aborts, failures and tiny pools; results are those of a search alone."""
+"""Beam searches among other requests, through EngineCore: aborts, failures and tiny pools; results
+are those of a search alone."""
 
 from __future__ import annotations
 
@@ -16,12 +17,20 @@ from toolkit_lm.scheduler import Request
 from toolkit_lm.scheduler.beam import Beam, Hypothesis
 
 MAX_MODEL_LEN = 20
-GROUPS = [[(1, None)], [(4, None)], [(3, None)], [(4, None), (2, None)], [(2, 5)], [(2, None), (2, 4)]]
+GROUPS = [
+    [(1, None)],
+    [(4, None)],
+    [(3, None)],
+    [(4, None), (2, None)],
+    [(2, 5)],
+    [(2, None), (2, 4)],
+]
 """Of KV groups: block size and window."""
 
 
 def candidates(tokens: list[int], count: int) -> Candidates:
-    """The likeliest next tokens: a function of the whole prefix. Now and then one that makes its row, or its step, fail."""
+    """The likeliest next tokens: a function of the whole prefix. Now and then one that makes its
+    row, or its step, fail."""
     rng = random.Random(hash(tuple(tokens)))
     ids = rng.sample(range(NAN), min(count, NAN))
     if rng.random() < 0.02:
@@ -48,18 +57,28 @@ class BeamRunner(FakeRunner):
         return result
 
 
-def make_core(groups=((4, None),), num_blocks=80, host_blocks=0, max_in_flight=1, **options) -> FakeCore:
+def make_core(
+    groups=((4, None),), num_blocks=80, host_blocks=0, max_in_flight=1, **options
+) -> FakeCore:
     config = VllmConfig.default(max_model_len=MAX_MODEL_LEN, **options)
     cache = kv_cache(num_blocks, list(groups), host_blocks)
     core = FakeCore(config, cache, max_in_flight)
     core.executor.runner = BeamRunner(config, cache)
     # By a clock, "auto" would not choose the same each time.
     core.scheduler.preemption.observe = lambda num_tokens, seconds: None
-    core.scheduler.preemption._seconds_per_token = core.scheduler.blocks.config.pools[0].block_bytes / 4e9
+    core.scheduler.preemption._seconds_per_token = (
+        core.scheduler.blocks.config.pools[0].block_bytes / 4e9
+    )
     return core
 
 
-def message(request_id: str, prompt: list[int], arrival_time: float = 0.0, eos: tuple[int, ...] = (), **params) -> EngineRequest:
+def message(
+    request_id: str,
+    prompt: list[int],
+    arrival_time: float = 0.0,
+    eos: tuple[int, ...] = (),
+    **params,
+) -> EngineRequest:
     return EngineRequest(
         request_id=request_id,
         prompt_token_ids=prompt,
@@ -72,13 +91,17 @@ def message(request_id: str, prompt: list[int], arrival_time: float = 0.0, eos: 
 def found_alone(request: EngineRequest) -> list[Hypothesis] | None:
     """What a search finds; None where one of its beams fails."""
     prompt = request.prompt_token_ids
-    request.max_output_tokens = min(request.params.max_tokens or MAX_MODEL_LEN, MAX_MODEL_LEN - len(prompt))
+    request.max_output_tokens = min(
+        request.params.max_tokens or MAX_MODEL_LEN, MAX_MODEL_LEN - len(prompt)
+    )
     search = Request(request, iter(range(9))).search
     beams = [Beam([], 0.0)]
     while beams:
         if any({NAN, POISON} & {*prompt, *beam.token_ids} for beam in beams):
             return None
-        extensions = search.advance(beams, [candidates([*prompt, *beam.token_ids], search.num_candidates) for beam in beams])
+        extensions = search.advance(
+            beams, [candidates([*prompt, *beam.token_ids], search.num_candidates) for beam in beams]
+        )
         beams = [Beam([*beams[e.parent].token_ids, e.token_id], e.logprob) for e in extensions]
     return search.hypotheses[: request.params.n]
 
@@ -120,10 +143,16 @@ def random_core(rng: random.Random) -> FakeCore:
 
 
 def random_message(rng: random.Random, number: int) -> EngineRequest:
-    prompt = [7 * i % NAN for i in range(rng.randint(0, 6))] + [rng.randrange(NAN) for _ in range(rng.randint(1, 6))]
+    prompt = [7 * i % NAN for i in range(rng.randint(0, 6))] + [
+        rng.randrange(NAN) for _ in range(rng.randint(1, 6))
+    ]
     params = {"n": rng.randint(1, 3), "max_tokens": rng.choice([None, 1, 5, 9])}
     if rng.random() < 0.7:
-        params |= {"use_beam_search": True, "beam_width": rng.randint(max(2, params["n"]), 4), "length_penalty": rng.choice([-1, 0, 1, 2])}
+        params |= {
+            "use_beam_search": True,
+            "beam_width": rng.randint(max(2, params["n"]), 4),
+            "length_penalty": rng.choice([-1, 0, 1, 2]),
+        }
         params |= {"early_stopping": rng.choice([True, False, "never"])}
     elif rng.random() < 0.5:
         params["best_of"] = params["n"] + 1
@@ -155,17 +184,23 @@ def test_searches_among_others(seed):
                 outputs[output.request_id].append(output)
         check_blocks(core.scheduler.blocks)
         assert core.scheduler.roster.num_running <= core.scheduler.max_num_seqs
-        assert all(len(plan.scheduled) <= core.scheduler.max_num_seqs for plan in core.executor.plans[-2:])
+        assert all(
+            len(plan.scheduled) <= core.scheduler.max_num_seqs for plan in core.executor.plans[-2:]
+        )
     for request_id, rest in drain(core).items():
         outputs[request_id] += rest
     assert_nothing_is_left(core)
-    searches = {i: one for i, one in messages.items() if one.params.use_beam_search and i not in aborted}
+    searches = {
+        i: one for i, one in messages.items() if one.params.use_beam_search and i not in aborted
+    }
     assert len(searches) > 5
     for request_id, request in searches.items():
         assert_found(outputs[request_id], found_alone(request), request.params.n)
     for request_id, request in messages.items():
         if request_id not in searches and request_id not in aborted:
-            assert {o.index for o in outputs[request_id] if o.finish_reason} == set(range(request.params.num_sequences))
+            assert {o.index for o in outputs[request_id] if o.finish_reason} == set(
+                range(request.params.num_sequences)
+            )
 
 
 def assert_found(outputs: list, expected: list[Hypothesis] | None, n: int) -> None:
@@ -176,9 +211,13 @@ def assert_found(outputs: list, expected: list[Hypothesis] | None, n: int) -> No
     if expected is None:
         assert all(o.finish_reason == "error" and o.error for o in outputs)
     else:
-        assert [(o.token_ids, o.finish_reason) for o in outputs] == [(one.token_ids, one.finish_reason) for one in expected]
+        assert [(o.token_ids, o.finish_reason) for o in outputs] == [
+            (one.token_ids, one.finish_reason) for one in expected
+        ]
         assert [o.score for o in outputs] == pytest.approx([one.score for one in expected])
-        assert [o.cumulative_logprob for o in outputs] == pytest.approx([one.logprob for one in expected])
+        assert [o.cumulative_logprob for o in outputs] == pytest.approx(
+            [one.logprob for one in expected]
+        )
 
 
 def test_the_prompt_is_computed_once_and_shared():
@@ -201,7 +240,8 @@ def test_beams_advance_together_or_not_at_all():
     core = make_core(max_num_seqs=8, max_num_batched_tokens=8)
     core.add_request(message("search", [1], use_beam_search=True, n=4, max_tokens=9))
     core.step()
-    # It is served first: four of its tokens beside the first beams, then six, and two that are left are not enough for four beams.
+    # It is served first: four of its tokens beside the first beams, then six, and two that are left
+    # are not enough for four beams.
     core.add_request(message("first", list(range(10)), arrival_time=-1.0, max_tokens=2))
     drain(core)
     rows = [[row.num_tokens for row in plan.scheduled] for plan in core.executor.plans[1:5]]
@@ -232,7 +272,10 @@ def test_it_ends_as_a_whole(reason):
     else:
         time.sleep(0.06)
         news = core.step()
-        assert [(o.index, o.finish_reason) for o in news.outputs] == [(0, "timeout"), (1, "timeout")]
+        assert [(o.index, o.finish_reason) for o in news.outputs] == [
+            (0, "timeout"),
+            (1, "timeout"),
+        ]
     [event] = [e for e in news.events if getattr(e, "kind", None) == "aborted"]
     assert (event.num_sequences, event.finish_reason) == (2, reason)
     assert_nothing_is_left(core)
@@ -250,7 +293,11 @@ def test_preempted_between_the_candidates_of_its_beams(mode):
     scheduler._preempt(StepPlan(), scheduler.roster.requests["a"])
     core.step()
     # The first has computed the prompt for all, and its own tokens; the others will follow.
-    assert [beam.candidates is not None for beam in scheduler.roster.requests["a"].sequences] == [True, False, False]
+    assert [beam.candidates is not None for beam in scheduler.roster.requests["a"].sequences] == [
+        True,
+        False,
+        False,
+    ]
     scheduler.preemption.mode = mode
     plan = scheduler.drop_plan()
     scheduler._preempt(plan, scheduler.roster.requests["a"])
@@ -262,7 +309,10 @@ def test_preempted_between_the_candidates_of_its_beams(mode):
 
 def test_a_search_leaves_quarantine_when_all_its_beams_have_their_candidates(caplog):
     core = make_core()
-    requests = [message(name, prompt, use_beam_search=True, n=3, max_tokens=9) for name, prompt in (("a", [1, 2, 3]), ("b", [4, 5, 6]))]
+    requests = [
+        message(name, prompt, use_beam_search=True, n=3, max_tokens=9)
+        for name, prompt in (("a", [1, 2, 3]), ("b", [4, 5, 6]))
+    ]
     for request in requests:
         core.add_request(request)
     core.step()

@@ -1,4 +1,5 @@
-"""BlockManager by itself: tables, forks, swaps and cached contents, against a memory that tells lies apart."""
+"""BlockManager by itself: tables, forks, swaps and cached contents, against a memory that tells
+lies apart."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from toolkit_lm.scheduler.prefix import PrefixHashes
 from toolkit_lm.scheduler.request_blocks import Cached, RequestBlocks
 
 CHUNK = 6
-LAYOUTS: list[Groups] = [[(2, None)], [(4, None), (3, None, 1)], [(2, None), (4, 5)], [(2, None), (4, 5, 1), (3, None)]]
+LAYOUTS: list[Groups] = [
+    [(2, None)],
+    [(4, None), (3, None, 1)],
+    [(2, None), (4, 5)],
+    [(2, None), (4, 5, 1), (3, None)],
+]
 """Of KV groups: block size, window, pool."""
 
 
@@ -36,11 +42,19 @@ class Line:
 
 
 class BlockMachine(RuleBasedStateMachine):
-    @initialize(layout=st.sampled_from(LAYOUTS), num_blocks=st.integers(8, 30), host_blocks=st.sampled_from([0, 3, 30]))
+    @initialize(
+        layout=st.sampled_from(LAYOUTS),
+        num_blocks=st.integers(8, 30),
+        host_blocks=st.sampled_from([0, 3, 30]),
+    )
     def start(self, layout, num_blocks, host_blocks):
         self.blocks = make_blocks(num_blocks, layout, host_blocks)
-        self.device: list[list[dict[int, object]]] = [[{} for _ in range(num_blocks)] for _ in self.blocks.pools]
-        self.host: list[list[dict[int, object]]] = [[{} for _ in range(host_blocks)] for _ in self.blocks.pools]
+        self.device: list[list[dict[int, object]]] = [
+            [{} for _ in range(num_blocks)] for _ in self.blocks.pools
+        ]
+        self.host: list[list[dict[int, object]]] = [
+            [{} for _ in range(host_blocks)] for _ in self.blocks.pools
+        ]
         self.lines: dict[int, Line] = {}
         self.swapped: set[str] = set()
         self.count = 0
@@ -57,7 +71,11 @@ class BlockMachine(RuleBasedStateMachine):
             target[pool][copy.target] = dict(source[pool][copy.source])
 
     def pick(self, data) -> int:
-        return data.draw(st.sampled_from([s for s, line in self.lines.items() if line.request_id not in self.swapped]))
+        return data.draw(
+            st.sampled_from(
+                [s for s, line in self.lines.items() if line.request_id not in self.swapped]
+            )
+        )
 
     @property
     def can_pick(self) -> bool:
@@ -84,20 +102,30 @@ class BlockMachine(RuleBasedStateMachine):
             line.tokens.append(drawn)
         write = TokenRange(seq_id, line.computed, min(line.computed + num_tokens, len(line.tokens)))
         self.blocks.trim(seq_id, line.computed)
-        needed, free = self.blocks.blocks_needed([write]), [pool.num_free for pool in self.blocks.pools]
+        needed, free = (
+            self.blocks.blocks_needed([write]),
+            [pool.num_free for pool in self.blocks.pools],
+        )
         if not self.blocks.has_free(needed):
             assert any(one > there for one, there in zip(needed, free, strict=True))
             return
         new_blocks = self.blocks.append_slots(write, plan := StepPlan())
-        assert [pool.num_free for pool in self.blocks.pools] == [there - one for one, there in zip(needed, free, strict=True)]
+        assert [pool.num_free for pool in self.blocks.pools] == [
+            there - one for one, there in zip(needed, free, strict=True)
+        ]
         assert sum(needed) == sum(map(len, new_blocks)) + len(plan.copies)
         self.apply(plan.copies, self.device, self.device)
         for group, spec, pool in self.groups():
             table = self.blocks.get_block_table(seq_id, group)
             for position in range(write.start, write.end):
                 block = table[position // spec.block_size]
-                assert self.blocks.pools[pool].ref_counts[block] == 1, "somebody else's block is written"
-                self.device[pool][block][position % spec.block_size] = (group, *line.tokens[: position + 1])
+                assert self.blocks.pools[pool].ref_counts[block] == 1, (
+                    "somebody else's block is written"
+                )
+                self.device[pool][block][position % spec.block_size] = (
+                    group,
+                    *line.tokens[: position + 1],
+                )
         line.computed = write.end
         self.blocks.publish(seq_id, line.block_hashes, line.computed)
 
@@ -108,7 +136,10 @@ class BlockMachine(RuleBasedStateMachine):
         parent = self.pick(data)
         line = self.lines[parent]
         shared = line.computed - back
-        gone = any(NO_BLOCK in self.blocks.get_block_table(parent, group)[spec.first_needed(shared) :] for group, spec, _ in self.groups())
+        gone = any(
+            NO_BLOCK in self.blocks.get_block_table(parent, group)[spec.first_needed(shared) :]
+            for group, spec, _ in self.groups()
+        )
         if shared > 0 and not gone:
             self.count += 1
             used = self.blocks.num_used
@@ -132,13 +163,27 @@ class BlockMachine(RuleBasedStateMachine):
     def swap_out(self, data):
         request_id = self.lines[self.pick(data)].request_id
         seq_ids = self.seq_ids(request_id)
-        entries = [(g.pool_index, entry) for g, table in self.blocks._tables_of(seq_ids) for entry in table if entry != NO_BLOCK]
-        own = {entry for entry in entries if self.blocks.pools[entry[0]].ref_counts[entry[1]] == entries.count(entry)}
+        entries = [
+            (g.pool_index, entry)
+            for g, table in self.blocks._tables_of(seq_ids)
+            for entry in table
+            if entry != NO_BLOCK
+        ]
+        own = {
+            entry
+            for entry in entries
+            if self.blocks.pools[entry[0]].ref_counts[entry[1]] == entries.count(entry)
+        }
         used = self.blocks.num_used
-        assert self.blocks.num_own_bytes(seq_ids) == sum(self.blocks.config.pools[pool].block_bytes for pool, _ in own)
+        assert self.blocks.num_own_bytes(seq_ids) == sum(
+            self.blocks.config.pools[pool].block_bytes for pool, _ in own
+        )
         copies = self.blocks.swap_out(seq_ids)
         if copies is None:
-            assert any(sum(pool == i for pool, _ in own) > host.num_free for i, host in enumerate(self.blocks.host_pools))
+            assert any(
+                sum(pool == i for pool, _ in own) > host.num_free
+                for i, host in enumerate(self.blocks.host_pools)
+            )
             return
         assert {(self.blocks.groups[copy.group].pool_index, copy.source) for copy in copies} == own
         assert self.blocks.num_used == used - len(own)
@@ -175,12 +220,19 @@ class BlockMachine(RuleBasedStateMachine):
                 first = max(0, line.computed - spec.window + 1) if spec.kind == "window" else 0
                 for position in range(first, line.computed):
                     entry, offset = table[position // spec.block_size], position % spec.block_size
-                    held = self.device[pool][entry] if entry >= 0 else self.host[pool][NO_BLOCK - 1 - entry]
+                    held = (
+                        self.device[pool][entry]
+                        if entry >= 0
+                        else self.host[pool][NO_BLOCK - 1 - entry]
+                    )
                     assert held[offset] == (group, *line.tokens[: position + 1])
 
 
 BlockMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestBlockManager = BlockMachine.TestCase
 
@@ -193,7 +245,8 @@ def test_a_fork_does_not_write_into_a_block_that_is_found_as_its_parents():
     blocks.fork(0, 1, 5)
     blocks.free(0)
     assert blocks.find_prefix(parent.block_hashes, 8) == 8
-    # The fork is the only owner now: it need not copy, but what it writes is no more what the parent wrote.
+    # The fork is the only owner now: it need not copy, but what it writes is no more what the
+    # parent wrote.
     blocks.append_slots(TokenRange(1, 5, 7), plan := StepPlan())
     assert plan.copies == []
     assert blocks.find_prefix(parent.block_hashes, 8) == 4
@@ -229,8 +282,15 @@ def test_windows_move_on_the_host():
     blocks.trim(0, 6)
     assert blocks.get_block_table(0, 1)[:2] == [NO_BLOCK, blocks.get_block_table(0, 1)[1]]
     assert len(blocks.swap_out([0])) == blocks.num_used_on_host == 9
-    request = SimpleNamespace(swapped=True, seq_ids=[0], unfinished=[SimpleNamespace(seq_id=0, num_kept_tokens=9)])
+    request = SimpleNamespace(
+        swapped=True, seq_ids=[0], unfinished=[SimpleNamespace(seq_id=0, num_kept_tokens=9)]
+    )
     copies = RequestBlocks(VllmConfig.default(), blocks, None, None, None).admit(request, Cached())
-    assert (len(copies), blocks.num_used, blocks.num_used_on_host, request.swapped) == (7, 7, 0, False)
+    assert (len(copies), blocks.num_used, blocks.num_used_on_host, request.swapped) == (
+        7,
+        7,
+        0,
+        False,
+    )
     assert blocks.get_block_table(0, 1)[:3] == [NO_BLOCK] * 3
     check_blocks(blocks)

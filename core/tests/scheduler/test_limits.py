@@ -27,7 +27,9 @@ class Limits:
     runner: str = "generate"
 
     def check(self, num_tokens: int, task: str | None = None, start: int = 0, **params) -> int:
-        config = VllmConfig.default(max_model_len=16, max_num_seqs=3, max_num_batched_tokens=12, runner=self.runner)
+        config = VllmConfig.default(
+            max_model_len=16, max_num_seqs=3, max_num_batched_tokens=12, runner=self.runner
+        )
         limits = RequestLimits(config, kv_cache(self.num_blocks, [(4, None)]), RULES)
         pooling = None if task is None else PoolingParams(task=task)
         return limits.check(
@@ -40,7 +42,9 @@ class Limits:
         )
 
 
-@pytest.mark.parametrize(("num_tokens", "asked", "given"), [(5, 3, 3), (5, None, 11), (5, 99, 11), (15, 99, 1)])
+@pytest.mark.parametrize(
+    ("num_tokens", "asked", "given"), [(5, 3, 3), (5, None, 11), (5, 99, 11), (15, 99, 1)]
+)
 def test_what_is_asked_or_what_the_context_leaves_room_for(num_tokens, asked, given):
     assert Limits().check(num_tokens, max_tokens=asked) == given
 
@@ -50,7 +54,8 @@ def test_a_prompt_without_room_for_output(num_tokens):
     with pytest.raises(ContextLengthError) as caught:
         Limits().check(num_tokens)
     wanted = (
-        "this model's maximum context length is 16 tokens (max_model_len), output included. Please reduce the length of the input prompt."
+        "this model's maximum context length is 16 tokens (max_model_len), output included. "
+        "Please reduce the length of the input prompt."
     )
     assert str(caught.value) == f"the prompt has {num_tokens} tokens; {wanted}"
     assert caught.value.param == "prompt"
@@ -58,14 +63,34 @@ def test_a_prompt_without_room_for_output(num_tokens):
 
 REFUSED = {
     "empty": ({"num_tokens": 0}, "prompt", "empty"),
-    "min_tokens": ({"num_tokens": 10, "min_tokens": 7, "max_tokens": None}, "min_tokens", "room for 6"),
+    "min_tokens": (
+        {"num_tokens": 10, "min_tokens": 7, "max_tokens": None},
+        "min_tokens",
+        "room for 6",
+    ),
     "n": ({"num_tokens": 1, "n": 4}, "n", "at most 3 sequences"),
     "best_of": ({"num_tokens": 1, "best_of": 4}, "best_of", "at most 3 sequences"),
-    "beam_width": ({"num_tokens": 1, "use_beam_search": True, "beam_width": 4}, "beam_width", "at most 3 sequences"),
-    "blocks": ({"num_tokens": 3, "n": 3, "max_tokens": 12}, "n", "12 KV cache blocks, but there are 8"),
+    "beam_width": (
+        {"num_tokens": 1, "use_beam_search": True, "beam_width": 4},
+        "beam_width",
+        "at most 3 sequences",
+    ),
+    "blocks": (
+        {"num_tokens": 3, "n": 3, "max_tokens": 12},
+        "n",
+        "12 KV cache blocks, but there are 8",
+    ),
     "unknown task": ({"num_tokens": 3, "task": "score"}, "task", "Supported: embed, classify"),
-    "nothing left to pool": ({"num_tokens": 3, "task": "embed", "start": 3}, "prompt", "none of the 3 tokens"),
-    "no chunks": ({"num_tokens": 13, "task": "classify"}, "prompt", "takes 12 .*truncate_prompt_tokens"),
+    "nothing left to pool": (
+        {"num_tokens": 3, "task": "embed", "start": 3},
+        "prompt",
+        "none of the 3 tokens",
+    ),
+    "no chunks": (
+        {"num_tokens": 13, "task": "classify"},
+        "prompt",
+        "takes 12 .*truncate_prompt_tokens",
+    ),
 }
 
 
@@ -85,7 +110,10 @@ def test_one_sequence_that_does_not_fit_the_cache():
 
 def test_pooling_draws_nothing_and_may_fill_the_context():
     assert Limits().check(16, task="embed") == 0
-    with pytest.raises(ContextLengthError, match=r"17 tokens; .* maximum context length is 16 tokens .*truncate_prompt_tokens"):
+    with pytest.raises(
+        ContextLengthError,
+        match=r"17 tokens; .* maximum context length is 16 tokens .*truncate_prompt_tokens",
+    ):
         Limits().check(17, task="embed")
 
 

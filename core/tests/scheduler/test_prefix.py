@@ -24,10 +24,15 @@ def test_a_hash_is_over_all_tokens_up_to_the_block_s_end():
     assert len(set(hashes())) == 4
 
 
-@pytest.mark.parametrize(("start", "end", "shared"), [(0, 1, 0), (3, 4, 0), (4, 5, 1), (5, 11, 1), (8, 16, 2), (15, 16, 3), (16, 20, 4)])
+@pytest.mark.parametrize(
+    ("start", "end", "shared"),
+    [(0, 1, 0), (3, 4, 0), (4, 5, 1), (5, 11, 1), (8, 16, 2), (15, 16, 3), (16, 20, 4)],
+)
 def test_what_a_key_touches_and_what_follows_is_not_shared(start, end, shared):
     assert num_shared(hashes(), hashes(CacheKey(start, end, "a"))) == shared
-    assert num_shared(hashes(CacheKey(start, end, "b")), hashes(CacheKey(start, end, "a"))) == shared
+    assert (
+        num_shared(hashes(CacheKey(start, end, "b")), hashes(CacheKey(start, end, "a"))) == shared
+    )
     assert num_shared(hashes(CacheKey(start, end, "a")), hashes(CacheKey(start, end, "a"))) == 4
 
 

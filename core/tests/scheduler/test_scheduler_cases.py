@@ -31,13 +31,35 @@ from toolkit_lm.scheduler.request_blocks import RequestBlocks
 PROMPT = [3, 1, 4, 1, 5, 9]
 
 
-def make_core(num_blocks: int = 40, groups: Groups = ((4, None),), max_in_flight: int = 1, num_host_blocks: int = 0, **options) -> FakeCore:
-    defaults = {"max_model_len": 32, "max_num_seqs": 4, "max_num_batched_tokens": 64, "preemption_mode": "recompute"}
-    return FakeCore(VllmConfig.default(**defaults | options), kv_cache(num_blocks, list(groups), num_host_blocks), max_in_flight)
+def make_core(
+    num_blocks: int = 40,
+    groups: Groups = ((4, None),),
+    max_in_flight: int = 1,
+    num_host_blocks: int = 0,
+    **options,
+) -> FakeCore:
+    defaults = {
+        "max_model_len": 32,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "preemption_mode": "recompute",
+    }
+    return FakeCore(
+        VllmConfig.default(**defaults | options),
+        kv_cache(num_blocks, list(groups), num_host_blocks),
+        max_in_flight,
+    )
 
 
-def request(request_id: str, prompt: list[int], deadline: float | None = None, **params) -> EngineRequest:
-    return EngineRequest(request_id=request_id, prompt_token_ids=prompt, params=SamplingParams(**params), deadline=deadline)
+def request(
+    request_id: str, prompt: list[int], deadline: float | None = None, **params
+) -> EngineRequest:
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        params=SamplingParams(**params),
+        deadline=deadline,
+    )
 
 
 def finish_all(core: FakeCore) -> dict[str, list[EngineOutput]]:
@@ -61,11 +83,17 @@ def continuation(prompt: list[int], num_tokens: int) -> list[int]:
 
 def lone_good_prompt(length: int, num_tokens: int) -> list[int]:
     """A prompt whose continuation fails nowhere."""
-    return next(p for p in ([k] * length for k in range(40)) if max(continuation(p, num_tokens)) < POISON - 1)
+    return next(
+        p
+        for p in ([k] * length for k in range(40))
+        if max(continuation(p, num_tokens)) < POISON - 1
+    )
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
-@pytest.mark.parametrize("groups", [[(4, None)], [(8, None), (4, 5)], [(8, "late")], [(8, None), (4, "cross")]], ids=str)
+@pytest.mark.parametrize(
+    "groups", [[(4, None)], [(8, None), (4, 5)], [(8, "late")], [(8, None), (4, "cross")]], ids=str
+)
 def test_the_usual_row_is_planned_as_all_others_are(groups, max_in_flight, monkeypatch):
     prompt = lone_good_prompt(6, 12)
 
@@ -74,13 +102,31 @@ def test_the_usual_row_is_planned_as_all_others_are(groups, max_in_flight, monke
         core = make_core(14, groups, max_in_flight, max_encoder_len=8, seed=0)
         schedule, commit = core.scheduler.schedule, core.scheduler.request_blocks.commit_next
         made, usual = [], []
-        monkeypatch.setattr(core.scheduler, "schedule", lambda: made.append(copy.deepcopy(plan := schedule())) or plan)
-        monkeypatch.setattr(core.scheduler.request_blocks, "commit_next", lambda *args: usual.append(commit(*args)) or usual[-1])
+        monkeypatch.setattr(
+            core.scheduler,
+            "schedule",
+            lambda: made.append(copy.deepcopy(plan := schedule())) or plan,
+        )
+        monkeypatch.setattr(
+            core.scheduler.request_blocks,
+            "commit_next",
+            lambda *args: usual.append(commit(*args)) or usual[-1],
+        )
         for index, n in enumerate((1, 2, 1)):
-            encoder = EncoderInput.of_tokens(ENCODER_INPUTS[0]) if groups[-1][1] == "cross" else None
+            encoder = (
+                EncoderInput.of_tokens(ENCODER_INPUTS[0]) if groups[-1][1] == "cross" else None
+            )
             params = SamplingParams(n=n, max_tokens=12 - index, ignore_eos=True)
             inputs = SequenceInputs(second_text_start=0 if encoder else None)
-            core.add_request(EngineRequest(request_id=str(index), prompt_token_ids=prompt, params=params, encoder=encoder, inputs=inputs))
+            core.add_request(
+                EngineRequest(
+                    request_id=str(index),
+                    prompt_token_ids=prompt,
+                    params=params,
+                    encoder=encoder,
+                    inputs=inputs,
+                )
+            )
             core.step()
         finish_all(core)
         return made, sum(usual)
@@ -93,7 +139,8 @@ def test_the_usual_row_is_planned_as_all_others_are(groups, max_in_flight, monke
 
 
 def test_forks_of_a_leader_that_finds_its_own_output_cached():
-    """The leader's window has moved past the prompt's end when it is computed again, the forks' has not."""
+    """The leader's window has moved past the prompt's end when it is computed again, the forks' has
+    not."""
     core = make_core(groups=[(2, None), (2, 4)])
     prompt = lone_good_prompt(5, 14)
     core.add_request(request("r", prompt, n=2, max_tokens=14))
@@ -105,7 +152,9 @@ def test_forks_of_a_leader_that_finds_its_own_output_cached():
     scheduler.request_blocks.start_over(running)
     outputs = finish_all(core)
     tokens = continuation(prompt, 14)
-    assert [o.token_ids[0] for o in outputs["r"] if o.index == 1] == tokens[-len([o for o in outputs["r"] if o.index == 1]) :]
+    assert [o.token_ids[0] for o in outputs["r"] if o.index == 1] == tokens[
+        -len([o for o in outputs["r"] if o.index == 1]) :
+    ]
 
 
 def test_a_model_that_caches_nothing_computes_all_at_once():
@@ -113,7 +162,9 @@ def test_a_model_that_caches_nothing_computes_all_at_once():
     for name in ("a", "b", "c"):
         core.add_request(request(name, PROMPT, max_tokens=1))
     outputs = core.step().outputs
-    assert [(o.request_id, o.finish_reason, o.num_cached_tokens) for o in outputs] == [(name, "length", 0) for name in ("a", "b", "c")]
+    assert [(o.request_id, o.finish_reason, o.num_cached_tokens) for o in outputs] == [
+        (name, "length", 0) for name in ("a", "b", "c")
+    ]
     assert core.executor.plans[0].num_tokens == 3 * len(PROMPT)
 
 
@@ -146,7 +197,9 @@ def test_a_deadline_ends_what_waits_and_what_runs(max_in_flight):
     core.add_request(request("waits", prompt, deadline=time.monotonic() - 1, max_tokens=20))
     core.add_request(request("next", prompt, max_tokens=20))
     first = [*core.step().outputs, *core.step().outputs]
-    assert [(o.request_id, o.finish_reason) for o in first if o.request_id == "waits"] == [("waits", "timeout")]
+    assert [(o.request_id, o.finish_reason) for o in first if o.request_id == "waits"] == [
+        ("waits", "timeout")
+    ]
     time.sleep(0.11)
     outputs = finish_all(core)
     assert outputs["runs"][-1].finish_reason == "timeout"
@@ -210,7 +263,8 @@ def test_a_step_that_fails_for_an_aborted_request_is_nobodys_fault():
 
 
 def test_a_swapped_request_that_holds_shared_blocks_does_not_block_the_queue():
-    """Both are swapped out, and keep the device's blocks that they share: nobody could be admitted, were they not given up."""
+    """Both are swapped out, and keep the device's blocks that they share: nobody could be admitted,
+    were they not given up."""
     core = make_core(num_blocks=9, num_host_blocks=40, preemption_mode="swap")
     prompt = lone_good_prompt(20, 10)
     for name in ("a", "b", "c"):
@@ -222,15 +276,32 @@ def test_a_swapped_request_that_holds_shared_blocks_does_not_block_the_queue():
 
 
 def test_a_preempted_request_waits_for_the_tokens_that_are_on_their_way():
-    """Its sequences share a prompt: once they are preempted, their leader fits at once, while steps before that still run."""
-    core = make_core(12, [(2, None)], max_in_flight=3, max_num_seqs=8, enable_prefix_caching=False, max_model_len=10)
+    """Its sequences share a prompt: once they are preempted, their leader fits at once, while steps
+    before that still run."""
+    core = make_core(
+        12,
+        [(2, None)],
+        max_in_flight=3,
+        max_num_seqs=8,
+        enable_prefix_caching=False,
+        max_model_len=10,
+    )
     prompt = lone_good_prompt(3, 6)
     for name in ("a", "b"):
         core.add_request(request(name, prompt, n=3, max_tokens=6))
     outputs = finish_all(core)
-    assert max(len([new for plan in core.executor.plans for new in plan.new if new.seq_id == seq_id]) for seq_id in range(6)) > 1
+    assert (
+        max(
+            len([new for plan in core.executor.plans for new in plan.new if new.seq_id == seq_id])
+            for seq_id in range(6)
+        )
+        > 1
+    )
     for name in ("a", "b"):
-        tokens = [[token for o in outputs[name] if o.index == index for token in o.token_ids] for index in range(3)]
+        tokens = [
+            [token for o in outputs[name] if o.index == index for token in o.token_ids]
+            for index in range(3)
+        ]
         assert tokens == [continuation(prompt, 6)] * 3
 
 
@@ -243,7 +314,10 @@ def test_pipeline_stages_work_on_different_sequences():
     for name in ("a", "b"):
         assert [o.token_ids[0] for o in outputs[name]] == continuation(prompt, 5)
     # Each computes its prompt in a step of its own, and from then on they take turns.
-    assert [[row.seq_id for row in plan.scheduled] for plan in core.executor.plans] == [[0], [1]] * 5
+    assert [[row.seq_id for row in plan.scheduled] for plan in core.executor.plans] == [
+        [0],
+        [1],
+    ] * 5
     assert all(row.tokens for plan in core.executor.plans[2:] for row in plan.scheduled)
 
 
@@ -268,7 +342,11 @@ def test_what_a_step_writes_is_shared_within_it_where_the_cache_allows(kind, fou
     while core.has_unfinished:
         for output in core.step().outputs:
             outputs.setdefault(output.request_id, output)
-        if core.scheduler.roster.requests and "c" not in outputs and "c" not in core.scheduler.roster.requests:
+        if (
+            core.scheduler.roster.requests
+            and "c" not in outputs
+            and "c" not in core.scheduler.roster.requests
+        ):
             core.add_request(request("c", prompt, max_tokens=3))
     assert [outputs[name].num_cached_tokens for name in "abc"] == found
 
@@ -276,33 +354,56 @@ def test_what_a_step_writes_is_shared_within_it_where_the_cache_allows(kind, fou
 def picture(name: str, offset: int, length: int) -> MultiModalFeatureSpec:
     embeds = Array.of(np.zeros((length, 1), np.float32))
     return MultiModalFeatureSpec(
-        modality="image", mm_identifier=name, mm_position=PlaceholderRange(offset, length), data={"embeds": embeds}
+        modality="image",
+        mm_identifier=name,
+        mm_position=PlaceholderRange(offset, length),
+        data={"embeds": embeds},
     )
 
 
-def with_pictures(request_id: str, prompt: list[int], *pictures: MultiModalFeatureSpec, **params) -> EngineRequest:
+def with_pictures(
+    request_id: str, prompt: list[int], *pictures: MultiModalFeatureSpec, **params
+) -> EngineRequest:
     asked = request(request_id, prompt, **params)
     asked.features = list(pictures)
-    asked.cache_keys = [CacheKey(one.mm_position.offset, one.mm_position.end, one.mm_identifier) for one in pictures]
+    asked.cache_keys = [
+        CacheKey(one.mm_position.offset, one.mm_position.end, one.mm_identifier) for one in pictures
+    ]
     return asked
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
-@pytest.mark.parametrize("groups", [[(4, 5)], [(4, ("late", 5))], [(4, ("late", 1))], [(8, "late"), (4, ("late", 5))]], ids=str)
+@pytest.mark.parametrize(
+    "groups",
+    [[(4, 5)], [(4, ("late", 5))], [(4, ("late", 1))], [(8, "late"), (4, ("late", 5))]],
+    ids=str,
+)
 def test_what_windows_leave_behind_is_found(groups, max_in_flight):
-    """Blocks are given back before the next step is planned: by then others can find what they hold."""
+    """Blocks are given back before the next step is planned: by then others can find what they
+    hold."""
     prompt = lone_good_prompt(48, 4)
     core = make_core(40, groups, max_in_flight, max_model_len=64, max_num_batched_tokens=16)
     for request_id in ("a", "b"):
         core.add_request(request(request_id, prompt, max_tokens=4, ignore_eos=True))
         outputs = finish_all(core)[request_id]
-        assert [token for output in outputs for token in output.token_ids] == continuation(prompt, 4)
-    assert max(output.num_cached_tokens for output in outputs) == (47 // 8 * 8 if len(groups) > 1 else 44)
+        assert [token for output in outputs for token in output.token_ids] == continuation(
+            prompt, 4
+        )
+    assert max(output.num_cached_tokens for output in outputs) == (
+        47 // 8 * 8 if len(groups) > 1 else 44
+    )
 
 
-@pytest.mark.parametrize("groups", [[(64, "state"), (4, None, 1)], [(4, None), (64, "state", 1)]], ids=str)
+@pytest.mark.parametrize(
+    "groups", [[(64, "state"), (4, None, 1)], [(4, None), (64, "state", 1)]], ids=str
+)
 def test_num_kv_blocks_of_a_hybrid_can_force_a_preemption(groups):
-    options = {"max_model_len": 32, "max_num_seqs": 4, "max_num_batched_tokens": 64, "preemption_mode": "recompute"}
+    options = {
+        "max_model_len": 32,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "preemption_mode": "recompute",
+    }
     config = VllmConfig.default(num_kv_blocks=10, enable_prefix_caching=False, **options)
     sized = size_kv_cache(kv_cache([0, 0], groups), config, 2**40, 0)
     core = FakeCore(config, sized, 1)
@@ -321,21 +422,33 @@ def test_num_kv_blocks_of_a_hybrid_can_force_a_preemption(groups):
 
 
 def test_forks_keep_the_picture_that_ends_their_prompt():
-    """They compute the prompt's last token, which is the picture's, when the leader has left it behind, and another asks for its room."""
+    """They compute the prompt's last token, which is the picture's, when the leader has left it
+    behind, and another asks for its room."""
     core = make_core(encoder_cache_memory=str(4 * 4096 * 6))
     core.add_request(with_pictures("a", [7] * 6, picture("a", 0, 6), n=3, max_tokens=3))
     core.add_request(with_pictures("b", [8] * 6, picture("b", 0, 6), max_tokens=3))
     outputs = finish_all(core)
-    assert {output.finish_reason for some in outputs.values() for output in some} <= {None, "stop", "length"}
+    assert {output.finish_reason for some in outputs.values() for output in some} <= {
+        None,
+        "stop",
+        "length",
+    }
     assert core._failures == 0 and not core.scheduler.quarantine.quarantined
     assert sum(plan.dropped_items.count("a") for plan in core.executor.plans) == 1
 
 
 @pytest.mark.parametrize(("whole", "waiting", "running"), [(False, 1, 1), (True, 5, 5)])
 def test_a_request_says_how_little_it_can_compute(whole, waiting, running):
-    """Policies rely on it. Models that may cut an item need one token; others the item, and of a waiting one the longest."""
-    core = FakeCore(VllmConfig.default(max_model_len=32, max_num_batched_tokens=8), kv_cache(40, [(4, None)]), whole_items=whole)
-    core.add_request(with_pictures("r", [9] * 12, picture("a", 1, 2), picture("b", 4, 5), max_tokens=1))
+    """Policies rely on it. Models that may cut an item need one token; others the item, and of a
+    waiting one the longest."""
+    core = FakeCore(
+        VllmConfig.default(max_model_len=32, max_num_batched_tokens=8),
+        kv_cache(40, [(4, None)]),
+        whole_items=whole,
+    )
+    core.add_request(
+        with_pictures("r", [9] * 12, picture("a", 1, 2), picture("b", 4, 5), max_tokens=1)
+    )
     (one,) = core.scheduler.roster.waiting
     assert one.least_tokens == waiting
     one.leader.num_computed_tokens = 4
@@ -345,7 +458,8 @@ def test_a_request_says_how_little_it_can_compute(whole, waiting, running):
 
 
 def test_an_item_that_is_not_cut_must_fit_beside_the_encoder():
-    """Both are computed in the step in which the request begins: one that has no room for both would wait for ever."""
+    """Both are computed in the step in which the request begins: one that has no room for both
+    would wait for ever."""
     config = VllmConfig.default(max_model_len=32, max_encoder_len=8, max_num_batched_tokens=12)
     core = FakeCore(config, kv_cache(40, [(4, None), (2, "cross")]), whole_items=True)
     for length in (4, 5):
@@ -353,7 +467,11 @@ def test_an_item_that_is_not_cut_must_fit_beside_the_encoder():
         request.encoder = EncoderInput.of_tokens(ENCODER_INPUTS[0])
         request.inputs = SequenceInputs(second_text_start=0)
         if length == 5:
-            with pytest.raises(RequestError, match="has 5 tokens, and the model needs them all in one step beside the encoder's 8"):
+            with pytest.raises(
+                RequestError,
+                match="has 5 tokens, and the model needs them all in one step beside the "
+                "encoder's 8",
+            ):
                 core.add_request(request)
         else:
             core.add_request(request)

@@ -1,4 +1,5 @@
-"""Random requests, aborts, deadlines, failures and tiny pools, through EngineCore; the invariants are checked after every step."""
+"""Random requests, aborts, deadlines, failures and tiny pools, through EngineCore; the invariants
+are checked after every step."""
 
 from __future__ import annotations
 
@@ -7,7 +8,16 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
-from fake_engine import ENCODER_INPUTS, MAX_ENCODER_LEN, NAN, POISON, FakeCore, check_blocks, kv_cache, next_token
+from fake_engine import (
+    ENCODER_INPUTS,
+    MAX_ENCODER_LEN,
+    NAN,
+    POISON,
+    FakeCore,
+    check_blocks,
+    kv_cache,
+    next_token,
+)
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from toolkit_lm.config import VllmConfig
@@ -27,7 +37,15 @@ from toolkit_lm.scheduler import BlockManager, scheduler as scheduler_module
 from toolkit_lm.scheduler.block_manager import NO_BLOCK
 
 MAX_MODEL_LEN = 20
-GROUPS = [[(1, None)], [(4, None)], [(3, None)], [(4, None), (2, None)], [(2, 5)], [(3, 1)], [(2, None), (2, 4), (2, 4)]]
+GROUPS = [
+    [(1, None)],
+    [(4, None)],
+    [(3, None)],
+    [(4, None), (2, None)],
+    [(2, 5)],
+    [(3, 1)],
+    [(2, None), (2, 4), (2, 4)],
+]
 GROUPS += [[(8, None)], [(8, None), (4, 5)]]
 GROUPS += [
     [(2, "late")],
@@ -37,7 +55,12 @@ GROUPS += [
     [(2, None), (1, "state", 1)],
     [(2, None), (3, 4, 1), (1, "state", 2), (2, None)],
 ]
-GROUPS += [[(2, None), (2, "cross")], [(3, None), (2, "cross", 1)], [(4, 3), (2, "cross"), (3, "cross", 1)], [(2, "late"), (4, "cross")]]
+GROUPS += [
+    [(2, None), (2, "cross")],
+    [(3, None), (2, "cross", 1)],
+    [(4, 3), (2, "cross"), (3, "cross", 1)],
+    [(2, "late"), (4, "cross")],
+]
 """Of KV groups: block size, window or kind, pool."""
 OPENINGS = [[7 * (i + k) % NAN for i in range(MAX_MODEL_LEN)] for k in (0, 0, 1)]
 """What prompts begin with, so that many share a prefix."""
@@ -57,13 +80,19 @@ REQUEST = st.fixed_dictionaries(
         "encoded": st.sampled_from([0, 0, 1, 2]),
         "prompt_logprobs": st.sampled_from([None, None, None, 0]),
         "patience": st.sampled_from([None] * 9 + [-1, 3, 9]),
-        "media": st.lists(st.tuples(st.integers(0, 3), st.integers(1, 7), st.sampled_from("ab"), st.booleans()), max_size=3),
+        "media": st.lists(
+            st.tuples(st.integers(0, 3), st.integers(1, 7), st.sampled_from("ab"), st.booleans()),
+            max_size=3,
+        ),
     }
 )
 
 
-def media_in(prompt: list[int], media: list[tuple[int, int, str, bool]]) -> list[MultiModalFeatureSpec]:
-    """Items with gaps before them, as far as the prompt has room; of some, the first token is no embedding's."""
+def media_in(
+    prompt: list[int], media: list[tuple[int, int, str, bool]]
+) -> list[MultiModalFeatureSpec]:
+    """Items with gaps before them, as far as the prompt has room; of some, the first token is no
+    embedding's."""
     features, end = [], 0
     for gap, length, name, masked in media:
         start, end = end + gap, end + gap + length
@@ -73,23 +102,35 @@ def media_in(prompt: list[int], media: list[tuple[int, int, str, bool]]) -> list
         place = PlaceholderRange(start, length, mask)
         data = {"embeds": Array.of(np.zeros((place.num_embeds, 1), np.float32))}
         identifier = f"{name} {length} {masked}"
-        features.append(MultiModalFeatureSpec(modality="image", mm_identifier=identifier, mm_position=place, data=data))
+        features.append(
+            MultiModalFeatureSpec(
+                modality="image", mm_identifier=identifier, mm_position=place, data=data
+            )
+        )
     return features
 
 
 class CheckedBlocks(BlockManager):
-    """Holds each call to the equations of what it moves and releases. An entry of a table is named with its pool."""
+    """Holds each call to the equations of what it moves and releases. An entry of a table is named
+    with its pool."""
 
     def swap_out(self, seq_ids) -> list[BlockCopy] | None:
         # Exactly those whose reference count reaches zero when the request's references go.
         moved, before = self._unshared(seq_ids), self._used()
         copies = super().swap_out(seq_ids)
         if copies is None:
-            assert any(sum(pool == i for pool, _ in moved) > host.num_free for i, host in enumerate(self.host_pools))
+            assert any(
+                sum(pool == i for pool, _ in moved) > host.num_free
+                for i, host in enumerate(self.host_pools)
+            )
             assert self._used() == before
         else:
-            assert sorted((self.groups[copy.group].pool_index, copy.source) for copy in copies) == sorted(moved)
-            assert len({(self.groups[copy.group].pool_index, copy.target) for copy in copies}) == len(moved)
+            assert sorted(
+                (self.groups[copy.group].pool_index, copy.source) for copy in copies
+            ) == sorted(moved)
+            assert len(
+                {(self.groups[copy.group].pool_index, copy.target) for copy in copies}
+            ) == len(moved)
             assert self._used() == (before[0] - len(moved), before[1] + len(moved))
         return copies
 
@@ -103,17 +144,33 @@ class CheckedBlocks(BlockManager):
         return copies
 
     def free(self, seq_id) -> None:
-        last = [entry for group, table in self._tables_of([seq_id]) for entry in table if entry != NO_BLOCK and group._owners(entry) == 1]
+        last = [
+            entry
+            for group, table in self._tables_of([seq_id])
+            for entry in table
+            if entry != NO_BLOCK and group._owners(entry) == 1
+        ]
         before = self._used()
         super().free(seq_id)
-        assert self._used() == (before[0] - sum(e >= 0 for e in last), before[1] - sum(e < 0 for e in last))
+        assert self._used() == (
+            before[0] - sum(e >= 0 for e in last),
+            before[1] - sum(e < 0 for e in last),
+        )
 
     def _entries(self, seq_ids) -> list[tuple[int, int]]:
-        return [(group.pool_index, entry) for group, table in self._tables_of(seq_ids) for entry in table]
+        return [
+            (group.pool_index, entry)
+            for group, table in self._tables_of(seq_ids)
+            for entry in table
+        ]
 
     def _unshared(self, seq_ids) -> list[tuple[int, int]]:
         counts = Counter(entry for entry in self._entries(seq_ids) if entry[1] >= 0)
-        return [entry for entry, count in counts.items() if self.pools[entry[0]].ref_counts[entry[1]] == count]
+        return [
+            entry
+            for entry, count in counts.items()
+            if self.pools[entry[0]].ref_counts[entry[1]] == count
+        ]
 
     def _used(self) -> tuple[int, int]:
         return self.num_used, self.num_used_on_host
@@ -167,15 +224,26 @@ class SchedulerMachine(RuleBasedStateMachine):
             pipeline_parallel_size=stages,
             encoder_cache_memory=f"{4 * 4096 * most_embeds}",
             # A state cannot go back by the tokens that were not drawn.
-            drafter="guess" if drafts == "drafter" and all(group[1] != "state" for group in groups) else None,
+            drafter="guess"
+            if drafts == "drafter" and all(group[1] != "state" for group in groups)
+            else None,
         )
         num_pools = 1 + max(group[2] if len(group) > 2 else 0 for group in groups)
-        least = kv_cache([0] * num_pools, groups).max_blocks(MAX_MODEL_LEN, max_num_seqs + budget, most_encoded or 0)
+        least = kv_cache([0] * num_pools, groups).max_blocks(
+            MAX_MODEL_LEN, max_num_seqs + budget, most_encoded or 0
+        )
         num_blocks = [count + spare for count in least]
         self.now = 0.0
-        self.clock = mock.patch.object(scheduler_module, "time", SimpleNamespace(monotonic=lambda: self.now))
+        self.clock = mock.patch.object(
+            scheduler_module, "time", SimpleNamespace(monotonic=lambda: self.now)
+        )
         self.clock.start()
-        self.core = FakeCore(config, kv_cache(num_blocks, groups, host_blocks), max_in_flight, whole_items=whole_items)
+        self.core = FakeCore(
+            config,
+            kv_cache(num_blocks, groups, host_blocks),
+            max_in_flight,
+            whole_items=whole_items,
+        )
         # Drafts of processors come without an option, and are left out where they cannot be taken.
         self.core.executor.runner.drafting |= drafts == "processors"
         self.scheduler = self.core.scheduler
@@ -183,7 +251,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         # By a clock, "auto" would not choose the same each time.
         cost = self.scheduler.preemption
         cost.observe = lambda num_tokens, seconds: None
-        cost._seconds_per_token = 2 * blocks_per_token * self.scheduler.blocks.config.pools[0].block_bytes / 4e9
+        cost._seconds_per_token = (
+            2 * blocks_per_token * self.scheduler.blocks.config.pools[0].block_bytes / 4e9
+        )
         self.messages: dict[str, EngineRequest] = {}
         self.outputs: dict[str, dict[int, list[int]]] = {}
         self.reasons: dict[str, dict[int, str]] = {}
@@ -195,14 +265,39 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in requests:
             self.queue(**request)
 
-    def queue(self, opening, shared, tail, bad, n, max_tokens, eos, ignore_eos, priority, keyed, encoded, prompt_logprobs, patience, media):
+    def queue(
+        self,
+        opening,
+        shared,
+        tail,
+        bad,
+        n,
+        max_tokens,
+        eos,
+        ignore_eos,
+        priority,
+        keyed,
+        encoded,
+        prompt_logprobs,
+        patience,
+        media,
+    ):
         prompt = [*opening[:shared], *tail, *([] if bad is None else [bad])]
         features = media_in(prompt, media)
-        keys = [CacheKey(one.mm_position.offset, one.mm_position.end, one.mm_identifier) for one in features]
+        keys = [
+            CacheKey(one.mm_position.offset, one.mm_position.end, one.mm_identifier)
+            for one in features
+        ]
         message = EngineRequest(
             request_id=f"r{len(self.messages)}",
             prompt_token_ids=prompt,
-            params=SamplingParams(n=n, max_tokens=max_tokens, ignore_eos=ignore_eos, seed=keyed, prompt_logprobs=prompt_logprobs),
+            params=SamplingParams(
+                n=n,
+                max_tokens=max_tokens,
+                ignore_eos=ignore_eos,
+                seed=keyed,
+                prompt_logprobs=prompt_logprobs,
+            ),
             eos_token_ids=eos,
             priority=priority,
             arrival_time=float(len(self.messages)),
@@ -216,15 +311,35 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.core.add_request(message)
         except RequestError:
             blocks = self.scheduler.blocks
-            most = [n * one for one in blocks.config.max_blocks(MAX_MODEL_LEN, self.scheduler.max_num_batched_tokens, MAX_ENCODER_LEN)]
-            too_many = any(one > pool.num_blocks for one, pool in zip(most, blocks.pools, strict=True))
+            most = [
+                n * one
+                for one in blocks.config.max_blocks(
+                    MAX_MODEL_LEN, self.scheduler.max_num_batched_tokens, MAX_ENCODER_LEN
+                )
+            ]
+            too_many = any(
+                one > pool.num_blocks for one, pool in zip(most, blocks.pools, strict=True)
+            )
             items, places = self.scheduler.items, [one.mm_position for one in features]
             too_large = any(place.num_embeds > items.capacity for place in places)
             beside = len(ENCODER_INPUTS[encoded]) if self.encodes else 0
-            too_long = items.whole_items and any(place.length + beside > self.scheduler.max_num_batched_tokens for place in places)
-            ends_in_item = items.whole_items and n > 1 and places[-1:] and places[-1].end == len(prompt)
-            too_many |= too_large or too_long or bool(ends_in_item and not self.scheduler.blocks.forks_anywhere)
-            assert not prompt or len(prompt) >= MAX_MODEL_LEN or n > self.scheduler.max_num_seqs or too_many
+            too_long = items.whole_items and any(
+                place.length + beside > self.scheduler.max_num_batched_tokens for place in places
+            )
+            ends_in_item = (
+                items.whole_items and n > 1 and places[-1:] and places[-1].end == len(prompt)
+            )
+            too_many |= (
+                too_large
+                or too_long
+                or bool(ends_in_item and not self.scheduler.blocks.forks_anywhere)
+            )
+            assert (
+                not prompt
+                or len(prompt) >= MAX_MODEL_LEN
+                or n > self.scheduler.max_num_seqs
+                or too_many
+            )
         else:
             self.messages[message.request_id] = message
             self.outputs[message.request_id] = {i: [] for i in range(n)}
@@ -240,7 +355,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.core.executor.transient = kind
         elif live := sorted(self.scheduler.roster.requests):
             request_id = data.draw(st.sampled_from(live))
-            index = data.draw(st.one_of(st.none(), st.integers(0, self.messages[request_id].params.n - 1)))
+            index = data.draw(
+                st.one_of(st.none(), st.integers(0, self.messages[request_id].params.n - 1))
+            )
             self.core.finish(request_id, "abort", index)
             for i in self.outputs[request_id] if index is None else [index]:
                 self.reasons[request_id].setdefault(i, "abort")
@@ -255,7 +372,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         executor = self.core.executor
         if self.scheduler.quarantine.quarantined:
-            # A hiccup that was to come before a real failure: of a request that computes alone it would be taken for its own.
+            # A hiccup that was to come before a real failure: of a request that computes alone it
+            # would be taken for its own.
             executor.transient = None
         planned = len(executor.plans)
         news = self.core.step()
@@ -266,7 +384,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert plan.num_tokens <= self.scheduler.max_num_batched_tokens
             assert len(plan.scheduled) <= self.scheduler.max_num_seqs
             assert len({s.seq_id for s in plan.scheduled}) == len(plan.scheduled)
-        self.idle = 0 if any(plan.scheduled for plan in executor.plans[planned:]) or self.core._in_flight or news.outputs else self.idle + 1
+        self.idle = (
+            0
+            if any(plan.scheduled for plan in executor.plans[planned:])
+            or self.core._in_flight
+            or news.outputs
+            else self.idle + 1
+        )
         assert self.idle < 4, "there is work to do, and nothing is done"
         for output in news.outputs:
             self.take(output)
@@ -274,7 +398,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def take(self, output):
         assert output.index not in self.reasons[output.request_id], "an ended sequence got a token"
         self.outputs[output.request_id][output.index] += output.token_ids
-        self.prompt_logprobs[output.request_id] += [entry.token_ids[0] for entry in output.prompt_logprobs]
+        self.prompt_logprobs[output.request_id] += [
+            entry.token_ids[0] for entry in output.prompt_logprobs
+        ]
         assert output.num_cached_tokens < len(self.messages[output.request_id].prompt_token_ids)
         if output.finish_reason:
             self.reasons[output.request_id][output.index] = output.finish_reason
@@ -287,20 +413,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         distinct: list[set[tuple[int, int]]] = []
         for request in self.scheduler.roster.requests.values():
             # Distinct blocks of a request = the union of its sequences' tables.
-            distinct.append({entry for entry in blocks._entries(request.seq_ids) if entry[1] != NO_BLOCK})
+            distinct.append(
+                {entry for entry in blocks._entries(request.seq_ids) if entry[1] != NO_BLOCK}
+            )
             if request in self.scheduler.roster.waiting and not request.swapped:
                 assert not distinct[-1], "a waiting request holds blocks"
             if request in self.scheduler.roster.running:
-                assert all(entry >= 0 for _, entry in distinct[-1]), "a running request's block is on the host"
+                assert all(entry >= 0 for _, entry in distinct[-1]), (
+                    "a running request's block is on the host"
+                )
         every = set().union(*distinct)
-        for index, (pool, host_pool) in enumerate(zip(blocks.pools, blocks.host_pools, strict=True)):
+        for index, (pool, host_pool) in enumerate(
+            zip(blocks.pools, blocks.host_pools, strict=True)
+        ):
             mine = [entry for i, entry in every if i == index]
             assert pool.num_free + sum(entry >= 0 for entry in mine) == pool.num_blocks
             assert host_pool.num_free + sum(entry < 0 for entry in mine) == host_pool.num_blocks
         for seq_id in blocks._tables:
             for group, table in blocks._tables_of([seq_id]):
                 held = [b for b in table if b != NO_BLOCK]
-                assert len(held) <= group.spec.max_blocks(MAX_MODEL_LEN, self.scheduler.max_num_batched_tokens)
+                assert len(held) <= group.spec.max_blocks(
+                    MAX_MODEL_LEN, self.scheduler.max_num_batched_tokens
+                )
         assert self.scheduler.roster.num_running <= self.scheduler.max_num_seqs
 
     @invariant()
@@ -313,7 +447,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request_id, outputs in self.outputs.items():
             expected, fails = self.expected(request_id)
             prompt = self.messages[request_id].prompt_token_ids
-            assert self.prompt_logprobs[request_id] == prompt[1 : 1 + len(self.prompt_logprobs[request_id])]
+            assert (
+                self.prompt_logprobs[request_id]
+                == prompt[1 : 1 + len(self.prompt_logprobs[request_id])]
+            )
             for index, tokens in outputs.items():
                 reason = self.reasons[request_id].get(index)
                 assert tokens == expected[: len(tokens)]
@@ -322,7 +459,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert not fails
                 elif reason == "error":
                     assert fails
-                if reason in ("stop", "length") and self.messages[request_id].params.prompt_logprobs is not None:
+                if (
+                    reason in ("stop", "length")
+                    and self.messages[request_id].params.prompt_logprobs is not None
+                ):
                     assert self.prompt_logprobs[request_id] == prompt[1:]
 
     def expected(self, request_id: str) -> tuple[list[int], bool]:
@@ -359,13 +499,21 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert set(self.reasons[request_id]) == set(range(message.params.n))
         blocks, runner = self.scheduler.blocks, self.core.executor.runner
         assert (blocks.num_used, blocks.num_used_on_host) == (0, 0)
-        assert runner.items.keys() - self.scheduler.items._dropped == self.scheduler.items._sizes.keys()
+        assert (
+            runner.items.keys() - self.scheduler.items._dropped
+            == self.scheduler.items._sizes.keys()
+        )
         runner.batch.apply(self.scheduler.drop_plan())
         assert not runner.batch.row_of, "the runner holds a sequence that has ended"
-        assert not runner.batch.encoders.row_of, "the runner holds an encoder sequence that has ended"
+        assert not runner.batch.encoders.row_of, (
+            "the runner holds an encoder sequence that has ended"
+        )
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+    max_examples=100,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestSchedulerMachine = SchedulerMachine.TestCase

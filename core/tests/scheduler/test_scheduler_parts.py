@@ -21,7 +21,14 @@ from toolkit_lm.scheduler.quarantine import Quarantine
 from toolkit_lm.scheduler.roster import Roster, SchedulingPolicy, load_policy, priority
 
 
-def make_request(request_id: str = "r", prompt=(1, 2, 3), eos=(), max_output_tokens: int = 4, chunked: bool = True, **fields) -> Request:
+def make_request(
+    request_id: str = "r",
+    prompt=(1, 2, 3),
+    eos=(),
+    max_output_tokens: int = 4,
+    chunked: bool = True,
+    **fields,
+) -> Request:
     params, needs_tokens = fields.pop("params", SamplingParams()), fields.pop("needs_tokens", False)
     message = EngineRequest(
         request_id=request_id,
@@ -37,12 +44,19 @@ def make_request(request_id: str = "r", prompt=(1, 2, 3), eos=(), max_output_tok
 class TestTake:
     """Sequence.take: what was drawn takes the place of a placeholder, and may end the sequence."""
 
-    @pytest.mark.parametrize(("tokens", "reason"), [([9], None), ([5], "stop"), ([6], "stop"), ([9, 9, 9, 9], "length"), ([9, 5], "stop")])
+    @pytest.mark.parametrize(
+        ("tokens", "reason"),
+        [([9], None), ([5], "stop"), ([6], "stop"), ([9, 9, 9, 9], "length"), ([9, 5], "stop")],
+    )
     def test_whether_and_why_it_has_ended(self, tokens, reason):
         seq = make_request(eos=[5], params=SamplingParams(stop_token_ids=[6])).leader
         seq.num_placeholders = 1
         assert seq.take(tokens, []) == reason
-        assert (seq.token_ids, seq.num_placeholders, seq.num_tokens) == ([1, 2, 3, *tokens], 0, 3 + len(tokens))
+        assert (seq.token_ids, seq.num_placeholders, seq.num_tokens) == (
+            [1, 2, 3, *tokens],
+            0,
+            3 + len(tokens),
+        )
 
     def test_the_last_token_that_is_allowed_may_be_a_stop(self):
         seq = make_request(eos=[5], max_output_tokens=1).leader
@@ -54,7 +68,10 @@ class TestTake:
         assert seq.output("stop", [5], [], []).stop_token_id is None
 
     def test_ignore_eos(self):
-        assert make_request(eos=[5], params=SamplingParams(ignore_eos=True)).leader.take([5], []) is None
+        assert (
+            make_request(eos=[5], params=SamplingParams(ignore_eos=True)).leader.take([5], [])
+            is None
+        )
 
     def test_nothing_follows_the_token_that_ends_it(self):
         seq = make_request(eos=[5], params=SamplingParams(stop_token_ids=[6])).leader
@@ -71,7 +88,10 @@ class TestTake:
         assert seq.take([8, 9], []) is None
         assert (seq.num_computed_tokens, seq.num_pending_tokens) == (4, 1)
 
-    @pytest.mark.parametrize(("drafts", "kept"), [([], []), ([7, 8], [7, 8]), ([7] * 9, [7, 7]), ([7, 5, 8], [7]), ([6, 7], [])])
+    @pytest.mark.parametrize(
+        ("drafts", "kept"),
+        [([], []), ([7, 8], [7, 8]), ([7] * 9, [7, 7]), ([7, 5, 8], [7]), ([6, 7], [])],
+    )
     def test_drafts_are_cut_where_the_sequence_ends(self, drafts, kept):
         seq = make_request(eos=[5], params=SamplingParams(stop_token_ids=[6])).leader
         seq.num_placeholders = 1
@@ -154,10 +174,20 @@ class TestEventLog:
         log.first_token(request)
         log.add("finished", request, "length")
         events = log.take()
-        assert [event.kind for event in events] == ["queued", "scheduled", "first_token", "finished"]
+        assert [event.kind for event in events] == [
+            "queued",
+            "scheduled",
+            "first_token",
+            "finished",
+        ]
         assert [event.num_output_tokens for event in events] == [0, 0, 1, 1]
         assert events[0].scheduled_time is None and events[-1].finish_reason == "length"
-        assert request.arrival_time < request.scheduled_time <= request.first_token_time == events[-1].first_token_time
+        assert (
+            request.arrival_time
+            < request.scheduled_time
+            <= request.first_token_time
+            == events[-1].first_token_time
+        )
         assert {event.context["trace"] for event in events} == {"1"}
         assert log.take() == []
 
@@ -182,7 +212,11 @@ class TestRoster:
         roster, ids = Roster(SchedulingPolicy(SchedulerConfig())), count()
         for time, name in ((2.0, "later"), (1.0, "sooner")):
             message = EngineRequest(
-                request_id=name, prompt_token_ids=[1], params=SamplingParams(n=2), arrival_time=time, max_output_tokens=2
+                request_id=name,
+                prompt_token_ids=[1],
+                params=SamplingParams(n=2),
+                arrival_time=time,
+                max_output_tokens=2,
             )
             roster.add(Request(message, ids))
         return roster
@@ -194,7 +228,9 @@ class TestRoster:
         assert [request.request_id for request in roster.running] == ["sooner", "later"]
         assert (roster.waiting, roster.num_running) == ([], 4)
         roster.requeue(roster.requests["sooner"])
-        assert [request.request_id for request in roster.waiting] == ["sooner"] and roster.num_running == 2
+        assert [request.request_id for request in roster.waiting] == [
+            "sooner"
+        ] and roster.num_running == 2
 
     def test_the_worker_forgets_only_what_it_holds(self, roster):
         request = roster.requests["later"]
@@ -206,12 +242,18 @@ class TestRoster:
         roster.start(request)
         second.on_worker = True
         roster.remove_sequence(second)
-        assert roster.dropped == [first.seq_id, second.seq_id] and second.seq_id not in roster.sequences
+        assert (
+            roster.dropped == [first.seq_id, second.seq_id]
+            and second.seq_id not in roster.sequences
+        )
 
     def test_after_a_failure_all_wait_and_all_is_dropped(self, roster):
         roster.start(roster.requests["sooner"])
         roster.requeue_all([StepPlan(dropped=[77])])
-        assert [request.request_id for request in roster.waiting] == ["sooner", "later"] and roster.running == []
+        assert [request.request_id for request in roster.waiting] == [
+            "sooner",
+            "later",
+        ] and roster.running == []
         assert sorted(roster.dropped) == [0, 1, 2, 3, 77]
 
 
@@ -219,10 +261,13 @@ def test_prompt_logprobs_that_are_computed_again_come_once():
     request = make_request(prompt=range(10))
 
     def take(start, num_tokens, known):
-        return request.take_prompt_logprobs(ScheduledSequence(0, start, num_tokens, [], samples=False), known)
+        return request.take_prompt_logprobs(
+            ScheduledSequence(0, start, num_tokens, [], samples=False), known
+        )
 
     assert take(0, 4, [1, 2, 3, 4]) == [1, 2, 3, 4]
-    # It was preempted before these came, and is computed again from its first token; then from where the worker thinks that it stands.
+    # It was preempted before these came, and is computed again from its first token; then from
+    # where the worker thinks that it stands.
     assert take(0, 6, [1, 2, 3, 4, 5, 6]) == [5, 6]
     assert take(6, 2, [7, 8]) == [7, 8]
     assert take(0, 10, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == [9]
@@ -232,13 +277,20 @@ def test_prompt_logprobs_that_are_computed_again_come_once():
 class TestBeamStep:
     @pytest.fixture
     def request_(self):
-        return make_request(eos=[5], max_output_tokens=2, params=SamplingParams(use_beam_search=True, n=2, beam_width=2))
+        return make_request(
+            eos=[5],
+            max_output_tokens=2,
+            params=SamplingParams(use_beam_search=True, n=2, beam_width=2),
+        )
 
     def test_the_next_beams_and_then_the_outputs(self, request_):
         step, ids = BeamStep(request_, request_.search), count(10)
         assert step.take(request_.leader, Candidates([7, 8, 9, 4], [-0.5, -1.0, -2.0, -3.0]))
         forks = step.advance(ids)
-        assert [(fork.parent.seq_id, fork.child.seq_id, fork.child.token_ids[-1], fork.child.logprob) for fork in forks] == [
+        assert [
+            (fork.parent.seq_id, fork.child.seq_id, fork.child.token_ids[-1], fork.child.logprob)
+            for fork in forks
+        ] == [
             (0, 10, 7, -0.5),
             (0, 11, 8, -1.0),
         ]
@@ -248,7 +300,10 @@ class TestBeamStep:
         assert step.take(second, Candidates([5, 2, 3, 4], [-0.1, -4.0, -5.0, -6.0]))
         assert step.advance(ids) == []
         outputs = step.outputs()
-        assert [(one.index, one.token_ids, one.finish_reason) for one in outputs] == [(0, [8, 5], "stop"), (1, [7, 1], "length")]
+        assert [(one.index, one.token_ids, one.finish_reason) for one in outputs] == [
+            (0, [8, 5], "stop"),
+            (1, [7, 1], "length"),
+        ]
         assert [one.cumulative_logprob for one in outputs] == pytest.approx([-1.1, -3.5])
 
     def test_fewer_than_n_where_no_more_is_left(self, request_):
@@ -278,21 +333,36 @@ class TestPolicies:
     def order(self, policy, *requests):
         roster, ids = Roster(policy), count()
         for name, fields in zip("abcd", requests, strict=False):
-            roster.add(Request(EngineRequest(request_id=name, params=SamplingParams(), max_output_tokens=2, **fields), ids))
+            roster.add(
+                Request(
+                    EngineRequest(
+                        request_id=name, params=SamplingParams(), max_output_tokens=2, **fields
+                    ),
+                    ids,
+                )
+            )
         return "".join(request.request_id for request in roster.waiting)
 
     def test_fcfs(self):
-        requests = [{"prompt_token_ids": [1], "arrival_time": time, "priority": p} for time, p in ((3, 0), (1, 5), (3, -1))]
+        requests = [
+            {"prompt_token_ids": [1], "arrival_time": time, "priority": p}
+            for time, p in ((3, 0), (1, 5), (3, -1))
+        ]
         assert self.order(SchedulingPolicy(SchedulerConfig()), *requests) == "bac"
 
     def test_priority(self, load):
         # As floats the first two would be equal.
         numbers = (2**62 + 1, 2**62, -1, -1)
-        requests = [{"prompt_token_ids": [1], "arrival_time": 9 - i, "priority": p} for i, p in enumerate(numbers)]
+        requests = [
+            {"prompt_token_ids": [1], "arrival_time": 9 - i, "priority": p}
+            for i, p in enumerate(numbers)
+        ]
         assert self.order(load(priority), *requests) == "dcba"
 
     def test_one_of_a_plugin(self, load):
-        requests = [{"prompt_token_ids": [1] * length, "arrival_time": 1} for length in (3, 1, 3, 2)]
+        requests = [
+            {"prompt_token_ids": [1] * length, "arrival_time": 1} for length in (3, 1, 3, 2)
+        ]
         assert self.order(load(lambda request: (request.num_prompt_tokens,)), *requests) == "bdac"
 
     @pytest.mark.parametrize(
@@ -311,9 +381,18 @@ class TestPolicies:
         assert not roster.requests and not roster.waiting and not roster.sequences
 
     def test_a_class_of_something_else(self, load):
-        with pytest.raises(PluginError, match=r"policy 'mine': builtins.int is no subclass of toolkit_lm.scheduler.SchedulingPolicy"):
+        with pytest.raises(
+            PluginError,
+            match=r"policy 'mine': builtins.int is no subclass of "
+            r"toolkit_lm.scheduler.SchedulingPolicy",
+        ):
             load(int)
 
     def test_an_unknown_name(self):
-        with pytest.raises(ConfigError, match=r"no scheduling policy 'fcsf' is registered. Did you mean 'fcfs'\?"):
-            load_policy(Plugins.load(PluginsConfig(plugins=[])).scheduling_policies, SchedulerConfig(scheduling_policy="fcsf"))
+        with pytest.raises(
+            ConfigError, match=r"no scheduling policy 'fcsf' is registered. Did you mean 'fcfs'\?"
+        ):
+            load_policy(
+                Plugins.load(PluginsConfig(plugins=[])).scheduling_policies,
+                SchedulerConfig(scheduling_policy="fcsf"),
+            )

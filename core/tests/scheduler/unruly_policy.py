@@ -18,15 +18,25 @@ class UnrulyPolicy(SchedulingPolicy):
         self._draws = Random(len("unruly"))
         self._asked = 0
 
-    def begin_step(self, running: Sequence[Request], waiting: Sequence[Request]) -> Sequence[Request]:
+    def begin_step(
+        self, running: Sequence[Request], waiting: Sequence[Request]
+    ) -> Sequence[Request]:
         """Where nobody runs, the first that waits may be admitted."""
         self._asked = 0
-        return [one for one in waiting if (one is waiting[0] and not running) or self._draws.random() < 0.8]
+        return [
+            one
+            for one in waiting
+            if (one is waiting[0] and not running) or self._draws.random() < 0.8
+        ]
 
     def grant(self, request: Request, budget: int) -> int:
         """The first that is asked for always gets on."""
         self._asked += 1
-        return budget if self._asked == 1 else self._draws.choice([0, 1, budget, self._draws.randint(0, budget)])
+        return (
+            budget
+            if self._asked == 1
+            else self._draws.choice([0, 1, budget, self._draws.randint(0, budget)])
+        )
 
     def overtakes(self, request: Request, other: Request) -> bool:
         return self._draws.random() < 0.5

@@ -1,4 +1,5 @@
-"""How a prompt is prepared for event loops: by renderers that can be awaited, and by those that cannot."""
+"""How a prompt is prepared for event loops: by renderers that can be awaited, and by those that
+cannot."""
 
 from __future__ import annotations
 
@@ -110,10 +111,14 @@ def test_a_renderer_that_can_be_awaited_is_not_called_in_any():
     async def main():
         preparation, renderer = made(Own)
         renderer.let.set()
-        [first, second] = await preparation.prepare_batch(["1", "2"], ["ab", {"prompt_token_ids": [7]}], None, {"cache_salt": "me"})
+        [first, second] = await preparation.prepare_batch(
+            ["1", "2"], ["ab", {"prompt_token_ids": [7]}], None, {"cache_salt": "me"}
+        )
         assert ids([first, second]) == [[97, 98], [7]]
         assert (first.prompt, second.prompt, first.message.cache_keys[0].key) == ("ab", None, "me")
-        assert ids(await preparation.prepare_chat_batch(["3"], [CHAT], None, None)) == [[97, 98, 99]]
+        assert ids(await preparation.prepare_chat_batch(["3"], [CHAT], None, None)) == [
+            [97, 98, 99]
+        ]
         assert renderer.calls == []
 
     asyncio.run(main())
@@ -122,7 +127,9 @@ def test_a_renderer_that_can_be_awaited_is_not_called_in_any():
 def test_one_method_of_its_own_is_enough():
     async def main():
         preparation, renderer = made(OfChats)
-        assert ids(await preparation.prepare_chat_batch(["1"], [CHAT], None, None)) == [[97, 98, 99]]
+        assert ids(await preparation.prepare_chat_batch(["1"], [CHAT], None, None)) == [
+            [97, 98, 99]
+        ]
         assert renderer.calls == []
         assert ids(await preparation.prepare_batch(["2"], ["ab"], None, None)) == [[97, 98]]
         assert renderer.calls == [("prompt", False)]
@@ -133,7 +140,9 @@ def test_one_method_of_its_own_is_enough():
 def test_prompts_are_rendered_side_by_side_and_all_of_them_are_left():
     async def main():
         preparation, renderer = made(Own)
-        asked = asyncio.ensure_future(preparation.prepare_batch(["1", "2", "3"], ["a", "b", "c"], None, None))
+        asked = asyncio.ensure_future(
+            preparation.prepare_batch(["1", "2", "3"], ["a", "b", "c"], None, None)
+        )
         while renderer.waiting < 3:
             await asyncio.sleep(0.01)
         asked.cancel()

@@ -11,12 +11,20 @@ from toolkit_lm_async_llm.queue import QueueLimits
 
 
 def batch_of(count, first=0, **fields):
-    return [EngineRequest(request_id=str(first + index), prompt_token_ids=[1], params=SamplingParams(), **fields) for index in range(count)]
+    return [
+        EngineRequest(
+            request_id=str(first + index), prompt_token_ids=[1], params=SamplingParams(), **fields
+        )
+        for index in range(count)
+    ]
 
 
 def test_each_prompt_of_a_batch_counts():
     queue = QueueLimits(LimitsConfig(max_queued_requests=3))
-    with pytest.raises(RequestError, match=r"4 prompts in one request; no more than 3 requests may wait \(max_queued_") as error:
+    with pytest.raises(
+        RequestError,
+        match=r"4 prompts in one request; no more than 3 requests may wait \(max_queued_",
+    ) as error:
         queue.check(batch_of(4))
     assert not isinstance(error.value, QueueFullError), "another try would be in vain"
     queue.check(batch_of(3))
@@ -25,7 +33,9 @@ def test_each_prompt_of_a_batch_counts():
         queue.check(batch_of(1, first=3))
     queue.admit(["0"])
     queue.check(batch_of(1, first=3))
-    with pytest.raises(QueueFullError, match=r"2 requests wait already, and these are 2 \(max_queued_requests\)"):
+    with pytest.raises(
+        QueueFullError, match=r"2 requests wait already, and these are 2 \(max_queued_requests\)"
+    ):
         queue.check(batch_of(2, first=3))
 
 

@@ -86,12 +86,36 @@ class _Handler(BaseHTTPRequestHandler):
             yield _event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
         for index in range(body["max_tokens"]):
             word = f" a{number}w{index}"
-            yield _event({"choices": [{"index": 0, **({"delta": {"content": word}} if is_chat else {"text": word})}]})
+            yield _event(
+                {
+                    "choices": [
+                        {
+                            "index": 0,
+                            **({"delta": {"content": word}} if is_chat else {"text": word}),
+                        }
+                    ]
+                }
+            )
             self.server.gate.wait(20)
-        yield _event({"choices": [{"index": 0, "finish_reason": "length", **({"delta": {}} if is_chat else {"text": ""})}]})
+        yield _event(
+            {
+                "choices": [
+                    {
+                        "index": 0,
+                        "finish_reason": "length",
+                        **({"delta": {}} if is_chat else {"text": ""}),
+                    }
+                ]
+            }
+        )
         if self.server.has_usage and body["stream_options"]["include_usage"]:
             size = len(body["messages"]) if is_chat else len(body["prompt"])
-            yield _event({"choices": [], "usage": {"prompt_tokens": size, "completion_tokens": body["max_tokens"]}})
+            yield _event(
+                {
+                    "choices": [],
+                    "usage": {"prompt_tokens": size, "completion_tokens": body["max_tokens"]},
+                }
+            )
         yield b"data: [DONE]\n\n"
 
     def _leave(self):

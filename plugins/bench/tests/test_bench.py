@@ -19,25 +19,51 @@ from toolkit_lm_bench.startup import measure, options_given, start_offline, star
 
 def toolkit(*arguments):
     command = [sys.executable, "-c", "from toolkit_lm_cli import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
 
 
 @pytest.mark.parametrize("way", ["offline", pytest.param("server", marks=pytest.mark.slow)])
 def test_startup_of_the_tiny_model(way):
-    done = toolkit("bench", "startup", "tiny", "--runs", "1", "--ways", way, "--states", "warm", "--max-model-len", "64", "--json")
+    done = toolkit(
+        "bench",
+        "startup",
+        "tiny",
+        "--runs",
+        "1",
+        "--ways",
+        way,
+        "--states",
+        "warm",
+        "--max-model-len",
+        "64",
+        "--json",
+    )
     assert done.returncode == 0, done.stderr
     [found] = json.loads(done.stdout)
     assert (found["way"], found["state"], found["runs"]) == (way, "warm", 1)
     assert all(seconds >= 0 for seconds in found["phases"].values())
     assert found["total"] == pytest.approx(sum(found["phases"].values()))
     assert 0.1 < found["total"] < 100
-    assert list(found["phases"])[-1] == {"offline": "first token", "server": "first streamed token"}[way]
+    assert (
+        list(found["phases"])[-1]
+        == {"offline": "first token", "server": "first streamed token"}[way]
+    )
 
 
 @pytest.mark.slow
 def test_its_table_and_its_options():
     done = toolkit("bench", "startup", "--runs", "1", "--ways", "offline", "--states", "warm")
-    assert done.returncode == 0 and "start to first token" in done.stdout and "tiny, offline" in done.stdout
+    assert (
+        done.returncode == 0
+        and "start to first token" in done.stdout
+        and "tiny, offline" in done.stdout
+    )
     wrong = toolkit("bench", "startup", "--states", "hot")
     assert wrong.returncode == 2 and "'hot' is not known. Known: cold, warm." in wrong.stderr
     assert "startup" in toolkit("bench", "--help").stdout
@@ -62,18 +88,35 @@ def test_a_cold_start_drops_pages_and_finds_no_bytecode(monkeypatch):
     seen, dropped = [], []
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     monkeypatch.setattr("toolkit_lm_bench.startup.drop_pages", dropped.append)
-    monkeypatch.setitem(measure.__globals__["WAYS"], "offline", lambda options, environ: seen.append(environ) or {"all": 1.0})
+    monkeypatch.setitem(
+        measure.__globals__["WAYS"],
+        "offline",
+        lambda options, environ: seen.append(environ) or {"all": 1.0},
+    )
     measure(VllmConfig.make(model="tiny"), Plugins.load(), "offline", "cold", 2)
     measure(VllmConfig.make(model="tiny"), Plugins.load(), "offline", "warm", 2)
-    assert ["bytecode" in one.get("PYTHONPYCACHEPREFIX", "") for one in seen] == [True, True, False, False, False]
+    assert ["bytecode" in one.get("PYTHONPYCACHEPREFIX", "") for one in seen] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
     assert len({one["PYTHONPYCACHEPREFIX"] for one in seen[:2]}) == 2
-    assert [any(path.name == "model.safetensors" for path in files) for files in dropped] == [True, True]
+    assert [any(path.name == "model.safetensors" for path in files) for files in dropped] == [
+        True,
+        True,
+    ]
 
 
 def test_a_warm_start_finds_bytecode_where_none_may_be_written_beside_the_source(monkeypatch):
     seen = []
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    monkeypatch.setitem(measure.__globals__["WAYS"], "offline", lambda options, environ: seen.append(environ) or {"all": 1.0})
+    monkeypatch.setitem(
+        measure.__globals__["WAYS"],
+        "offline",
+        lambda options, environ: seen.append(environ) or {"all": 1.0},
+    )
     measure(VllmConfig.make(model="tiny"), Plugins.load(), "offline", "warm", 2)
     assert len({one["PYTHONPYCACHEPREFIX"] for one in seen}) == 1
     assert not any("PYTHONDONTWRITEBYTECODE" in one for one in seen)

@@ -23,7 +23,9 @@ def test_addresses(url, address):
     assert str(parse_address(url) / "v1/models") == address
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://a.b", "http://", "http://a:b", "http://[::1"])
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "ftp://a.b", "http://", "http://a:b", "http://[::1"]
+)
 def test_what_is_no_address(url):
     with pytest.raises(ConfigError, match="is not the address of a server"):
         parse_address(url)
@@ -38,7 +40,10 @@ def sample_of(*pieces, prompt=None):
 
 TEXT = b'data: {"choices": [{"text": "a"}]}\r\n\r\n'
 END = b'data: {"choices": [{"text": "", "finish_reason": "length"}]}\n\n'
-USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 9}}\n\ndata: [DONE]\n\n'
+USAGE = (
+    b'data: {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 9}}\n\ndata: '
+    b"[DONE]\n\n"
+)
 
 
 def test_the_times_of_a_stream():
@@ -71,7 +76,10 @@ def test_reasoning_has_times_and_is_not_said():
     ("pieces", "error"),
     [
         ([TEXT], "the answer broke off before its end"),
-        ([TEXT, b'data: {"error": {"message": "out of luck"}}\n\n', b"data: [DONE]\n\n"], "out of luck"),
+        (
+            [TEXT, b'data: {"error": {"message": "out of luck"}}\n\n', b"data: [DONE]\n\n"],
+            "out of luck",
+        ),
         ([b'data: {"error": "no"}\n\n'], "no"),
         ([b"data: oops\n\n", b"data: [DONE]\n\n"], "an event is not one of OpenAI's API"),
     ],
@@ -81,13 +89,16 @@ def test_streams_that_fail(pieces, error):
 
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-MODELS = b'HTTP/1.1 200 OK\r\nContent-Length: 25\r\nConnection: close\r\n\r\n{"data": [{"id": "raw"}]}'
+MODELS = (
+    b'HTTP/1.1 200 OK\r\nContent-Length: 25\r\nConnection: close\r\n\r\n{"data": [{"id": "raw"}]}'
+)
 EVENT = b"%x\r\n%b\r\n" % (len(TEXT), TEXT)
 
 
 @pytest.fixture
 def raw():
-    """raw(answer): the address of a server that sends these bytes whatever it is asked, and hangs up."""
+    """raw(answer): the address of a server that sends these bytes whatever it is asked, and hangs
+    up."""
     listener = socket.create_server(("127.0.0.1", 0))
     num_connections = []
 

@@ -34,9 +34,18 @@ def test_token_ids_as_text_are_a_word_each():
 
 def test_conversations(tmp_path):
     file = tmp_path / "talks.jsonl"
-    said = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}, {"role": "user", "content": "and?"}]
+    said = [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "hi"},
+        {"role": "user", "content": "and?"},
+    ]
     answer = {"role": "assistant", "content": "hello"}
-    file.write_text(json.dumps({"messages": [*said[:2], answer, said[2]]}) + "\n\n" + json.dumps([said[1], answer]) + "\n")
+    file.write_text(
+        json.dumps({"messages": [*said[:2], answer, said[2]]})
+        + "\n\n"
+        + json.dumps([said[1], answer])
+        + "\n"
+    )
     found = make(dataset="conversation", dataset_path=str(file), num_prompts=2, output_len=4)
     assert sorted((len(one.messages), one.max_tokens) for one in found) == [(1, 4), (3, 4)]
     assert said in [one.messages for one in found]
@@ -61,7 +70,11 @@ def test_sharegpt(tmp_path):
         ("conversation", "{}", "line 1 of .* is not a conversation"),
         ("conversation", '[{"role": "system", "content": "x"}]', "without a user's message"),
         ("sharegpt", "{}", "holds no list of conversations"),
-        ("sharegpt", '[{"conversations": [{"from": "human"}]}]', "item 0 of .* is not in ShareGPT's format"),
+        (
+            "sharegpt",
+            '[{"conversations": [{"from": "human"}]}]',
+            "item 0 of .* is not in ShareGPT's format",
+        ),
         ("sharegpt", "[3]", "item 0"),
     ],
 )

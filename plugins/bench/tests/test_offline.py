@@ -12,14 +12,35 @@ SMALL = ["--input-len", 5, "--output-len", 3, "--warmup", 0, "--max-model-len", 
 
 
 def test_throughput(bench, tmp_path):
-    code, out, err = bench("throughput", "tiny", *SMALL, "--num-prompts", 4, "--repeats", 3, "--json", "--output", tmp_path / "x.json")
+    code, out, err = bench(
+        "throughput",
+        "tiny",
+        *SMALL,
+        "--num-prompts",
+        4,
+        "--repeats",
+        3,
+        "--json",
+        "--output",
+        tmp_path / "x.json",
+    )
     assert code == 0, err
     row = json.loads(out)
     assert row == json.loads((tmp_path / "x.json").read_text())
-    assert (row["model"], row["num_requests"], row["num_prompt_tokens"], row["num_output_tokens"]) == ("tiny", 4, 20, 12)
+    assert (
+        row["model"],
+        row["num_requests"],
+        row["num_prompt_tokens"],
+        row["num_output_tokens"],
+    ) == ("tiny", 4, 20, 12)
     assert row["elapsed_time"] == sorted(row["elapsed_times"])[1]
     assert row["output_tokens_per_second"] * row["elapsed_time"] == pytest.approx(12)
-    assert row["total_tokens_per_second"] > row["output_tokens_per_second"] > row["requests_per_second"] > 0
+    assert (
+        row["total_tokens_per_second"]
+        > row["output_tokens_per_second"]
+        > row["requests_per_second"]
+        > 0
+    )
 
 
 def test_throughput_of_texts_and_its_table(bench, tmp_path):
@@ -37,10 +58,18 @@ def test_latency(bench):
     code, out, err = bench("latency", "tiny", *SMALL, *flags, "--json")
     assert code == 0, err
     row = json.loads(out)
-    assert (row["batch_size"], row["input_len"], row["output_len"], len(row["latencies"])) == (2, 5, 3, 3)
+    assert (row["batch_size"], row["input_len"], row["output_len"], len(row["latencies"])) == (
+        2,
+        5,
+        3,
+        3,
+    )
     assert row["percentiles"] == {"0": min(row["latencies"]), "100": max(row["latencies"])}
     code, out, _ = bench("latency", "tiny", *SMALL, *flags)
-    assert code == 0 and "tiny, 2 prompts of 5 tokens, 3 output tokens each: seconds of a call, 3 calls" in out
+    assert (
+        code == 0
+        and "tiny, 2 prompts of 5 tokens, 3 output tokens each: seconds of a call, 3 calls" in out
+    )
 
 
 def test_a_prompt_that_does_not_fit_is_one_error(bench):
@@ -49,6 +78,15 @@ def test_a_prompt_that_does_not_fit_is_one_error(bench):
 
 
 def test_the_client_imports_nothing_heavy():
-    modules = "toolkit_lm_bench, toolkit_lm_bench.cli, toolkit_lm_bench.report, toolkit_lm_bench.sweep, toolkit_lm_bench.plot"
-    code = f"import sys, {modules}; print({{'torch', 'numpy', 'httpx', 'matplotlib', 'transformers'}} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+    modules = (
+        "toolkit_lm_bench, toolkit_lm_bench.cli, toolkit_lm_bench.report, "
+        "toolkit_lm_bench.sweep, toolkit_lm_bench.plot"
+    )
+    code = (
+        f"import sys, {modules}; print({{'torch', 'numpy', 'httpx', 'matplotlib', "
+        f"'transformers'}} & set(sys.modules))"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+        == "set()\n"
+    )

@@ -14,7 +14,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pexpect
 import pytest
 
-CODE = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from toolkit_lm_cli import main; main()"
+CODE = (
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from "
+    "toolkit_lm_cli import main; main()"
+)
 READY = r"\x1b\[\?2004h"
 """The line editor waits for a line."""
 CTRL_C, CTRL_D, ALT_ENTER = "\x03", "\x04", "\x1b\r"
@@ -27,7 +30,10 @@ class Scripted(BaseHTTPRequestHandler):
     over = threading.Event()
 
     def do_GET(self):
-        self._send("application/json", json.dumps({"data": [{"id": "scripted", "max_model_len": 4096}]}).encode())
+        self._send(
+            "application/json",
+            json.dumps({"data": [{"id": "scripted", "max_model_len": 4096}]}).encode(),
+        )
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -37,12 +43,18 @@ class Scripted(BaseHTTPRequestHandler):
         if text == "wait":
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(b"data: " + json.dumps({"choices": [{"delta": {"content": "begun"}}]}).encode() + b"\n\n")
+            self.wfile.write(
+                b"data: "
+                + json.dumps({"choices": [{"delta": {"content": "begun"}}]}).encode()
+                + b"\n\n"
+            )
             self.over.wait()
             return
         events.append({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 3}})
         self._send(
-            "text/event-stream", b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + b"data: [DONE]\n\n"
+            "text/event-stream",
+            b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
+            + b"data: [DONE]\n\n",
         )
 
     def _send(self, kind, data):
@@ -69,12 +81,26 @@ def url():
 
 class Terminal:
     def __init__(self, arguments, environ):
-        environ = {**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "OMP_NUM_THREADS": "1", **environ}
+        environ = {
+            **os.environ,
+            "TERM": "xterm",
+            "PROMPT_TOOLKIT_NO_CPR": "1",
+            "OMP_NUM_THREADS": "1",
+            **environ,
+        }
         arguments = ["-c", CODE, "chat", *map(str, arguments)]
-        self._child = pexpect.spawn(sys.executable, arguments, env=environ, dimensions=(24, 80), encoding="utf-8", timeout=100)
+        self._child = pexpect.spawn(
+            sys.executable,
+            arguments,
+            env=environ,
+            dimensions=(24, 80),
+            encoding="utf-8",
+            timeout=100,
+        )
 
     def ready(self):
-        """What was written until the next line can be entered, without the sequences that draw it."""
+        """What was written until the next line can be entered, without the sequences that draw
+        it."""
         self._child.expect(READY)
         return re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", self._child.before).replace("\r", "")
 
@@ -120,10 +146,14 @@ def test_a_model_in_its_process(terminal, tmp_path):
         assert part in banner
     shown = chat.say("What is the capital of France?")
     assert "The capital of France is Paris." in shown
-    assert re.search(r"11 tokens, [\d.]+ tokens/s, first after [\d.]+ s, 28 of 512 in context", shown)
+    assert re.search(
+        r"11 tokens, [\d.]+ tokens/s, first after [\d.]+ s, 28 of 512 in context", shown
+    )
     assert "The capital of Italy is Rome." in chat.say("What is the capital of Italy?")
     assert "taken back: What is the capital of Italy?" in chat.say("/undo")
-    assert "2 messages from" in chat.say(f"/save {tmp_path}/a.json") + chat.say(f"/load {tmp_path}/a.json")
+    assert "2 messages from" in chat.say(f"/save {tmp_path}/a.json") + chat.say(
+        f"/load {tmp_path}/a.json"
+    )
     chat.send("/exit\r")
     assert chat.end() == 0
 
@@ -133,7 +163,11 @@ def test_a_model_on_a_server_answers_in_markdown(terminal, url):
     banner = chat.ready()
     assert "scripted · 4,096 tokens of context" in banner and url in banner
     shown = chat.say("hello")
-    assert "**" not in shown.split("hello", 1)[1] and "3 tokens" in shown and "10 of 4,096 in context" in shown
+    assert (
+        "**" not in shown.split("hello", 1)[1]
+        and "3 tokens" in shown
+        and "10 of 4,096 in context" in shown
+    )
     chat.send("one" + ALT_ENTER + "two\\")
     chat.say("\rthree")
     assert Scripted.asked[-1][-1]["content"] == "one\ntwo\nthree"
@@ -166,7 +200,9 @@ def test_an_interrupt_of_a_model_in_its_process(terminal):
     chat.expect(r"\w+ \w+ \w+ \w+ ")
     chat.interrupt()
     assert re.search(r"stopped; \d+ tokens|400 tokens", chat.ready())
-    assert "Rome" in chat.say("/clear") + chat.say("/set temperature=0 ignore_eos=") + chat.say("What is the capital of Italy?")
+    assert "Rome" in chat.say("/clear") + chat.say("/set temperature=0 ignore_eos=") + chat.say(
+        "What is the capital of Italy?"
+    )
     chat.send(CTRL_D)
     assert chat.end() == 0
 

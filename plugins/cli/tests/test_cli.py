@@ -24,12 +24,18 @@ def test_version_and_help(toolkit):
 def test_the_commands_of_other_plugins_work_without_the_plugin_cli(toolkit, tmp_path):
     shown = toolkit("--disable-plugins", "cli", "--help").out
     assert " serve " in shown and " chat " not in shown
-    assert toolkit("--plugins", "devkit", "plugins", "new", "command", "mine", "--dir", tmp_path).code == 0
+    assert (
+        toolkit("--plugins", "devkit", "plugins", "new", "command", "mine", "--dir", tmp_path).code
+        == 0
+    )
     assert "No such command 'chat'" in toolkit("--plugins", "devkit", "chat").err
 
 
 def test_the_entry_module_imports_no_parser():
-    code = "import sys, toolkit_lm_cli\nprint({'typer', 'rich', 'toolkit_lm_cli.app', 'toolkit_lm_cli.options'} & set(sys.modules))"
+    code = (
+        "import sys, toolkit_lm_cli\nprint({'typer', 'rich', 'toolkit_lm_cli.app', "
+        "'toolkit_lm_cli.options'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 
@@ -49,7 +55,9 @@ def test_a_wrong_option_is_exit_code_2(toolkit, monkeypatch):
     monkeypatch.setenv("TOOLKIT_LM_BLOCK_SIZE", "many")
     done = toolkit("explain", "tiny")
     assert done.code == 2
-    assert done.err.startswith("error: environment variable TOOLKIT_LM_BLOCK_SIZE: 'many' is not a value for 'block_size'")
+    assert done.err.startswith(
+        "error: environment variable TOOLKIT_LM_BLOCK_SIZE: 'many' is not a value for 'block_size'"
+    )
 
 
 @pytest.mark.filterwarnings("default")
@@ -57,7 +65,10 @@ def test_an_unknown_variable_is_a_warning_of_one_line(toolkit, monkeypatch):
     monkeypatch.setenv("TOOLKIT_LM_BLOCK_SISE", "16")
     done = toolkit("plugins", "list", "--json")
     assert done.code == 0
-    assert done.err == "warning: environment variable TOOLKIT_LM_BLOCK_SISE sets no option. Did you mean TOOLKIT_LM_BLOCK_SIZE?\n"
+    assert done.err == (
+        "warning: environment variable TOOLKIT_LM_BLOCK_SISE sets no option. Did you mean "
+        "TOOLKIT_LM_BLOCK_SIZE?\n"
+    )
 
 
 def test_variables_that_are_no_options_import_no_other_command():
@@ -67,8 +78,17 @@ def test_variables_that_are_no_options_import_no_other_command():
         "atexit.register(lambda: sys.stderr.write(str('torch' in sys.modules)))\n"
         "main()"
     )
-    environ = {**os.environ, "TOOLKIT_LM_LAUNCH_KEY": "a secret of two nodes", "TOOLKIT_LM_SERVICE_HOST": "10.0.0.1"}
-    done = subprocess.run([sys.executable, "-c", code, "plugins", "list", "--json"], capture_output=True, text=True, env=environ)
+    environ = {
+        **os.environ,
+        "TOOLKIT_LM_LAUNCH_KEY": "a secret of two nodes",
+        "TOOLKIT_LM_SERVICE_HOST": "10.0.0.1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code, "plugins", "list", "--json"],
+        capture_output=True,
+        text=True,
+        env=environ,
+    )
     assert (done.returncode, done.stderr) == (0, "False")
 
 
@@ -77,7 +97,9 @@ def test_plugins_list_and_show(toolkit):
     assert shown.code == 0
     for part in ("core", "toolkit-lm-decoder", __version__, "ok", "toolkit_register_commands"):
         assert part in shown.out
-    whole = "toolkit_register_kernels, toolkit_register_kv_kinds, toolkit_register_scheduling_policies"
+    whole = (
+        "toolkit_register_kernels, toolkit_register_kv_kinds, toolkit_register_scheduling_policies"
+    )
     assert whole in shown.out, "lines are whole in a pipe"
     assert "toolkit_lm.attention.spec:FullSpec" in toolkit("plugins", "show", "core").out
     for name in ("toolkit-lm-cli", "Toolkit_LM.cli"):
@@ -90,7 +112,8 @@ def test_plugins_list_and_show(toolkit):
 def test_an_interrupt_is_quiet():
     # Who runs the tests in the background may have interrupts ignored.
     code = (
-        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nfrom toolkit_lm_cli import app, main\n"
+        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nfrom "
+        "toolkit_lm_cli import app, main\n"
         "app.plugins_config = lambda *_: signal.raise_signal(signal.SIGINT)\nmain()"
     )
     done = subprocess.run([sys.executable, "-c", code, "env"], capture_output=True, text=True)
@@ -98,7 +121,9 @@ def test_an_interrupt_is_quiet():
 
 
 def test_a_closed_pipe_is_quiet():
-    with subprocess.Popen([*COMMAND, "plugins", "list", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [*COMMAND, "plugins", "list", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         process.stdout.close()
         assert process.wait(timeout=60) == 1
         assert process.stderr.read() == b""

@@ -16,12 +16,15 @@ SMALL = ("--load-format", "dummy", "--convert", "embed", "--device", "cpu", "--d
 
 @pytest.fixture
 def embed(toolkit, checkpoint, tmp_path):
-    """embed(name, content, ...): runs `toolkit embed` over a file; returns what it left, and the vectors, if there are any."""
+    """embed(name, content, ...): runs `toolkit embed` over a file; returns what it left, and the
+    vectors, if there are any."""
 
     def call(name, content, *arguments, out="out.npy"):
         source = tmp_path / name
         source.write_bytes(content.encode() if isinstance(content, str) else content)
-        done = toolkit("embed", checkpoint, "--in", source, "--out", tmp_path / out, *SMALL, *arguments)
+        done = toolkit(
+            "embed", checkpoint, "--in", source, "--out", tmp_path / out, *SMALL, *arguments
+        )
         assert not list(tmp_path.glob("*.part"))
         return done, np.load(tmp_path / out) if (tmp_path / out).exists() else None
 
@@ -30,7 +33,9 @@ def embed(toolkit, checkpoint, tmp_path):
 
 @pytest.fixture(scope="module")
 def llm(checkpoint):
-    with LLM(str(checkpoint), load_format="dummy", convert="embed", device="cpu", dtype="float32") as one:
+    with LLM(
+        str(checkpoint), load_format="dummy", convert="embed", device="cpu", dtype="float32"
+    ) as one:
         yield one
 
 
@@ -59,7 +64,16 @@ def test_standard_input_is_a_text_a_line(toolkit, checkpoint, tmp_path, monkeypa
 
 
 def test_bad_lines_are_told_and_the_others_go_on(embed, llm):
-    lines = [b'{"body": "first"}', b"no json", b'{"body": 5}', b'{"text": "x"}', b'{"body": ""}', b"\xff", b"", b'{"body": "last\\n"}']
+    lines = [
+        b'{"body": "first"}',
+        b"no json",
+        b'{"body": 5}',
+        b'{"text": "x"}',
+        b'{"body": ""}',
+        b"\xff",
+        b"",
+        b'{"body": "last\\n"}',
+    ]
     done, vectors = embed("in.jsonl", b"\n".join(lines) + b"\n", "--field", "body")
     assert done.code == 1
     assert "6 of 8 lines could not be embedded" in done.err
@@ -71,7 +85,9 @@ def test_bad_lines_are_told_and_the_others_go_on(embed, llm):
         (6, "not UTF-8"),
         (7, "JSON"),
     ):
-        assert f"line {number}: " in done.err and why in next(one for one in done.err.splitlines() if f"line {number}:" in one)
+        assert f"line {number}: " in done.err and why in next(
+            one for one in done.err.splitlines() if f"line {number}:" in one
+        )
     assert np.isnan(vectors[1:7]).all()
     np.testing.assert_allclose(vectors[[0, 7]], expected(llm, ["first", "last\n"]), atol=1e-5)
 
@@ -80,8 +96,12 @@ def test_bad_lines_are_told_and_the_others_go_on(embed, llm):
 def test_lines_that_json_and_files_cannot_hold(toolkit, checkpoint, tmp_path, out):
     if out.endswith(".parquet"):
         pytest.importorskip("pyarrow")
-    (tmp_path / "in.jsonl").write_text("\n".join(["[" * 100_000, r'{"text": "\ud800"}', '{"text": "good"}']))
-    done = toolkit("embed", checkpoint, "--in", tmp_path / "in.jsonl", "--out", tmp_path / out, *SMALL)
+    (tmp_path / "in.jsonl").write_text(
+        "\n".join(["[" * 100_000, r'{"text": "\ud800"}', '{"text": "good"}'])
+    )
+    done = toolkit(
+        "embed", checkpoint, "--in", tmp_path / "in.jsonl", "--out", tmp_path / out, *SMALL
+    )
     assert done.code == 1 and "2 of 3 lines" in done.err
     assert "line 1: it is not JSON: maximum recursion depth exceeded" in done.err
     assert "line 2: 'text' is not a valid text: lone surrogate at position 0." in done.err
@@ -93,7 +113,15 @@ def test_long_lines_are_errors_or_cut(embed, llm):
     done, vectors = embed("in.txt", "\n".join(texts))
     assert (done.code, np.isnan(vectors).any(axis=1).tolist()) == (1, [False, True])
     assert "line 2: " in done.err and "max_model_len" in done.err
-    done, vectors = embed("in.txt", "\n".join(texts), "--truncate-prompt-tokens", "10", "--dimensions", "4", "--matryoshka")
+    done, vectors = embed(
+        "in.txt",
+        "\n".join(texts),
+        "--truncate-prompt-tokens",
+        "10",
+        "--dimensions",
+        "4",
+        "--matryoshka",
+    )
     assert (done.code, vectors.shape) == (0, (2, 4))
     cut = expected(llm, ["short", "x" * 10])[:, :4]
     np.testing.assert_allclose(vectors, cut / np.linalg.norm(cut, axis=1, keepdims=True), atol=1e-5)
@@ -124,7 +152,9 @@ def test_a_wrong_output_is_one_error(embed, toolkit, checkpoint, tmp_path):
     done, _ = embed("in.txt", "x", out="absent/out.npy")
     assert done.code == 2 and "cannot be written" in done.err
     (tmp_path / "folder.npy").mkdir()
-    done = toolkit("embed", checkpoint, "--in", tmp_path / "in.txt", "--out", tmp_path / "folder.npy", *SMALL)
+    done = toolkit(
+        "embed", checkpoint, "--in", tmp_path / "in.txt", "--out", tmp_path / "folder.npy", *SMALL
+    )
     assert done.code == 2 and "is a folder" in done.err
 
 
@@ -139,9 +169,21 @@ def test_parquet(toolkit, checkpoint, tmp_path, llm):
     texts = [f"text {number}" for number in range(1200)]
     texts[7] = ""
     (tmp_path / "in.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    done = toolkit("embed", checkpoint, "--in", tmp_path / "in.jsonl", "--out", tmp_path / "out.parquet", *SMALL)
+    done = toolkit(
+        "embed",
+        checkpoint,
+        "--in",
+        tmp_path / "in.jsonl",
+        "--out",
+        tmp_path / "out.parquet",
+        *SMALL,
+    )
     assert done.code == 1 and "1 of 1200" in done.err
     table = parquet.read_table(tmp_path / "out.parquet").to_pydict()
-    assert (table["text"], table["vector"][7], table["error"][6:8]) == (texts, None, [None, "the text is empty."])
+    assert (table["text"], table["vector"][7], table["error"][6:8]) == (
+        texts,
+        None,
+        [None, "the text is empty."],
+    )
     del texts[7], table["vector"][7]
     np.testing.assert_allclose(np.array(table["vector"]), expected(llm, texts), atol=1e-5)

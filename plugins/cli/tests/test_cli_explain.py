@@ -22,18 +22,36 @@ def test_explain_names_every_choice(toolkit, checkpoint):
 def test_explain_says_how_the_forward_pass_is_computed(toolkit, checkpoint):
     found = json.loads(toolkit("explain", checkpoint, "--json", "--kernels", "torch").out)
     assert (found["compiler"], found["compilers"]) == ("none", [])
-    assert found["computed"] == ["optimization_level is 0, which starts fastest", "each layer by itself, with kernels 'torch'"]
+    assert found["computed"] == [
+        "optimization_level is 0, which starts fastest",
+        "each layer by itself, with kernels 'torch'",
+    ]
     fused = json.loads(toolkit("explain", checkpoint, "--json", "--kernels", "cpu").out)["computed"]
-    assert fused[1] == "kernels 'cpu' compute decoder layers in one call each where they have one for it, 2 at most"
-    done = toolkit("explain", checkpoint, "--optimization-level", "2", "--compilation-config", '{"compile_sizes": [3, 1]}')
+    assert fused[1] == (
+        "kernels 'cpu' compute decoder layers in one call each where they have one for it, 2 "
+        "at most"
+    )
+    done = toolkit(
+        "explain",
+        checkpoint,
+        "--optimization-level",
+        "2",
+        "--compilation-config",
+        '{"compile_sizes": [3, 1]}',
+    )
     shown = " ".join(done.out.split())
     assert "compilation inductor optimization_level is 2" in shown
     assert "for any number of tokens, and for 1, 3" in shown and "toolkit_lm::attention" in shown
 
 
 def test_explain_says_why_a_model_is_not_compiled(toolkit, checkpoint):
-    done = toolkit("explain", checkpoint, "--optimization-level", "1", "--pipeline-parallel-size", "2")
-    assert done.code != 0 and "no compiler can compile the model: inductor: it compiles" in " ".join(done.err.split())
+    done = toolkit(
+        "explain", checkpoint, "--optimization-level", "1", "--pipeline-parallel-size", "2"
+    )
+    assert (
+        done.code != 0
+        and "no compiler can compile the model: inductor: it compiles" in " ".join(done.err.split())
+    )
 
 
 def test_explain_says_what_each_rank_holds(toolkit, checkpoint):
@@ -43,7 +61,10 @@ def test_explain_says_what_each_rank_holds(toolkit, checkpoint):
     [whole] = ranks()
     assert (whole["num_layers"], whole["num_bytes"]) == (6, 2 * whole["num_parameters"])
     # Both shards have the norms, two of each layer and one at the end.
-    assert [2 * one["num_parameters"] - whole["num_parameters"] for one in ranks("--tensor-parallel-size", "2")] == [13 * 128] * 2
+    assert [
+        2 * one["num_parameters"] - whole["num_parameters"]
+        for one in ranks("--tensor-parallel-size", "2")
+    ] == [13 * 128] * 2
     first, last = ranks("--pipeline-parallel-size", "2")
     # Embedding and head are one, of which both stages have a copy.
     assert first["num_parameters"] + last["num_parameters"] - whole["num_parameters"] == 1536 * 128
@@ -51,15 +72,42 @@ def test_explain_says_what_each_rank_holds(toolkit, checkpoint):
 
 
 def test_explain_shows_each_rank(toolkit, checkpoint):
-    found = json.loads(toolkit("explain", checkpoint, "--json", "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2").out)
+    found = json.loads(
+        toolkit(
+            "explain",
+            checkpoint,
+            "--json",
+            "--tensor-parallel-size",
+            "2",
+            "--pipeline-parallel-size",
+            "2",
+        ).out
+    )
     assert found["executor"] == "mp"
-    assert [(one["stage"], one["shard"]) for one in found["ranks"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [(one["stage"], one["shard"]) for one in found["ranks"]] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
     assert len({one["backend"] for one in found["layers"]}) == 1 and len(found["layers"]) == 2
     done = toolkit(
-        "explain", checkpoint, "--tensor-parallel-size", "2", "--num-kv-blocks", "8", "--block-size", "16", "--max-model-len", "64"
+        "explain",
+        checkpoint,
+        "--tensor-parallel-size",
+        "2",
+        "--num-kv-blocks",
+        "8",
+        "--block-size",
+        "16",
+        "--max-model-len",
+        "64",
     )
     shown = " ".join(done.out.split())
-    assert "rank 1 (stage 0, shard 1): " in shown and "128 tokens, with the memory that is free now" in shown
+    assert (
+        "rank 1 (stage 0, shard 1): " in shown
+        and "128 tokens, with the memory that is free now" in shown
+    )
 
 
 def test_explain_says_what_experts_each_rank_holds(toolkit, tmp_path):
@@ -85,19 +133,37 @@ def test_explain_says_what_experts_each_rank_holds(toolkit, tmp_path):
         done = toolkit(*asked, *more, "--json")
         assert done.code == 0, done.err
         ranks = json.loads(done.out)["ranks"]
-        assert [rank["num_expert_bytes"] for rank in ranks] == [layers * one * count for count in experts]
+        assert [rank["num_expert_bytes"] for rank in ranks] == [
+            layers * one * count for count in experts
+        ]
         assert len({rank["num_bytes"] - rank["num_expert_bytes"] for rank in ranks}) == 1
     shown = " ".join(toolkit(*asked, "--enable-expert-parallel").out.split())
     assert f"MiB ({2 * layers * one / 2**20:.1f} MiB of experts); 2 layers" in shown
-    alone = json.loads(toolkit("explain", tmp_path, "--device", "cpu", "--kernels", "cpu", "--json").out)["computed"]
-    assert "one call each where they have one for it, 2 at most, 2 of them up to the experts" in alone[1]
+    alone = json.loads(
+        toolkit("explain", tmp_path, "--device", "cpu", "--kernels", "cpu", "--json").out
+    )["computed"]
+    assert (
+        "one call each where they have one for it, 2 at most, 2 of them up to the experts"
+        in alone[1]
+    )
     done = toolkit("explain", "tiny", "--tensor-parallel-size", "2", "--enable-expert-parallel")
-    assert done.code != 0 and "enable_expert_parallel: " in done.err and "of experts" not in toolkit("explain", "tiny").out
+    assert (
+        done.code != 0
+        and "enable_expert_parallel: " in done.err
+        and "of experts" not in toolkit("explain", "tiny").out
+    )
 
 
 def test_explain_says_what_does_not_fit(toolkit, checkpoint):
-    refused = json.loads(toolkit("explain", checkpoint, "--json", "--num-kv-blocks", "1", "--max-model-len", "64").out)
-    assert refused["kv_tokens"] is None and "cannot hold one sequence of max_model_len 64" in refused["kv_refusal"]
+    refused = json.loads(
+        toolkit(
+            "explain", checkpoint, "--json", "--num-kv-blocks", "1", "--max-model-len", "64"
+        ).out
+    )
+    assert (
+        refused["kv_tokens"] is None
+        and "cannot hold one sequence of max_model_len 64" in refused["kv_refusal"]
+    )
     done = toolkit("explain", checkpoint, "--tensor-parallel-size", "3")
     assert done.code != 0 and "cannot be split evenly over tensor_parallel_size=3" in done.err
 
@@ -105,7 +171,9 @@ def test_explain_says_what_does_not_fit(toolkit, checkpoint):
 def test_explain_tells_of_several_engines(toolkit, checkpoint):
     assert "engines" not in toolkit("explain", checkpoint).out
     done = toolkit("explain", checkpoint, "--data-parallel-size", "3")
-    assert done.code == 0 and "3, each with all of the model on 1 of the devices" in " ".join(done.out.split())
+    assert done.code == 0 and "3, each with all of the model on 1 of the devices" in " ".join(
+        done.out.split()
+    )
     found = json.loads(toolkit("explain", checkpoint, "--data-parallel-size", "3", "--json").out)
     assert found["config"]["parallel"]["data_parallel_size"] == 3
 
@@ -120,13 +188,20 @@ def test_names_that_nobody_has_registered_are_found_before_a_start(toolkit, chec
     done = toolkit("explain", checkpoint, "--drafter", "nope")
     assert (done.code, done.out) == (2, "") and "no drafter 'nope' is registered" in done.err
     done = toolkit("explain", checkpoint, "--scheduling-policy", "fifo")
-    assert (done.code, done.out) == (2, "") and "no scheduling policy 'fifo' is registered. Known: fair, fcfs, priority" in done.err
+    assert (done.code, done.out) == (
+        2,
+        "",
+    ) and "no scheduling policy 'fifo' is registered. Known: fair, fcfs, priority" in done.err
 
 
 def test_env_names_versions_and_machine(toolkit):
     import torch
 
     facts = json.loads(toolkit("env", "--json").out)
-    assert (facts["toolkit-lm"], facts["packages"]["torch"], facts["cpu count"]) == (__version__, torch.__version__, os.cpu_count())
+    assert (facts["toolkit-lm"], facts["packages"]["torch"], facts["cpu count"]) == (
+        __version__,
+        torch.__version__,
+        os.cpu_count(),
+    )
     assert facts["plugins"]["core"] == f"{__version__} ok"
     assert torch.__version__ in toolkit("env").out

@@ -12,12 +12,15 @@ SMALL = ("--load-format", "dummy", "--num-kv-blocks", "64", "--temperature", "0"
 
 @pytest.fixture
 def generate(toolkit, checkpoint, tmp_path):
-    """Runs `toolkit generate` over the text of a prompts file; returns what it left, and the output rows."""
+    """Runs `toolkit generate` over the text of a prompts file; returns what it left, and the output
+    rows."""
 
     def call(name, text, *arguments):
         prompts, out = tmp_path / name, tmp_path / "out.jsonl"
         prompts.write_text(text, encoding="utf-8")
-        done = toolkit("generate", checkpoint, "--prompts", prompts, "--out", out, *SMALL, *arguments)
+        done = toolkit(
+            "generate", checkpoint, "--prompts", prompts, "--out", out, *SMALL, *arguments
+        )
         return done, [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
 
     return call
@@ -25,12 +28,18 @@ def generate(toolkit, checkpoint, tmp_path):
 
 def test_the_help_lists_the_commands(toolkit):
     listed = toolkit("--help").out
-    assert [name for name in ("chat", "complete", "embed", "env", "explain", "generate") if f" {name} " not in listed] == []
+    assert [
+        name
+        for name in ("chat", "complete", "embed", "env", "explain", "generate")
+        if f" {name} " not in listed
+    ] == []
     assert toolkit("plugins", "show", "cli").out.count("toolkit_lm_cli.") == 8
 
 
 def test_generate_completes_each_line_in_order(generate):
-    done, rows = generate("prompts.txt", "first\n\nzweiter Prompt, länger\n3\n", "--max-tokens", "4")
+    done, rows = generate(
+        "prompts.txt", "first\n\nzweiter Prompt, länger\n3\n", "--max-tokens", "4"
+    )
     assert done.code == 0, done.err
     assert [row["prompt"] for row in rows] == ["first", "zweiter Prompt, länger", "3"]
     for row in rows:
@@ -57,7 +66,15 @@ def test_a_bad_line_does_not_stop_the_others(generate):
     done, rows = generate("prompts.jsonl", text, "--max-tokens", "3")
     assert done.code == 1
     assert "8 of 12 prompts failed" in done.err
-    assert [row["error"] is None for row in rows] == [True, True, True, *[False] * 6, True, False, False]
+    assert [row["error"] is None for row in rows] == [
+        True,
+        True,
+        True,
+        *[False] * 6,
+        True,
+        False,
+        False,
+    ]
     assert [len(row["outputs"]) for row in rows[:3]] == [1, 2, 1]
     assert [rows[i]["outputs"][0]["num_tokens"] for i in (0, 1, 9)] == [2, 3, 3]
     assert rows[2]["prompt"] == lines[2]["messages"]
@@ -66,9 +83,14 @@ def test_a_bad_line_does_not_stop_the_others(generate):
     assert rows[10]["prompt"] == "not json"
 
 
-@pytest.mark.parametrize(("name", "error"), [("absent.txt", "cannot be read"), ("prompts.csv", "must end in .txt or .jsonl")])
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("absent.txt", "cannot be read"), ("prompts.csv", "must end in .txt or .jsonl")],
+)
 def test_a_wrong_prompts_file_is_one_error(toolkit, checkpoint, tmp_path, name, error):
-    done = toolkit("generate", checkpoint, "--prompts", tmp_path / name, "--out", tmp_path / "out.jsonl")
+    done = toolkit(
+        "generate", checkpoint, "--prompts", tmp_path / name, "--out", tmp_path / "out.jsonl"
+    )
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("error: option 'prompts': ")
     assert error in done.err
@@ -82,7 +104,9 @@ def test_complete_streams_a_text(toolkit, checkpoint):
 
 
 def test_chat_answers_one_message(toolkit, checkpoint):
-    done = toolkit("chat", checkpoint, *SMALL, "--message", "Hi", "--system", "Be brief.", "--max-tokens", "5")
+    done = toolkit(
+        "chat", checkpoint, *SMALL, "--message", "Hi", "--system", "Be brief.", "--max-tokens", "5"
+    )
     assert done.code == 0, done.err
     assert done.out.endswith("\n")
 
@@ -99,7 +123,10 @@ def test_a_request_that_cannot_be_served_is_one_error(toolkit, checkpoint):
     assert (done.code, done.out) == (1, "")
     assert done.err.startswith("error: ")
     assert "Traceback" not in done.err
-    assert "Traceback" in toolkit("complete", checkpoint, *SMALL, "--prompt", "x" * 500, "--traceback").err
+    assert (
+        "Traceback"
+        in toolkit("complete", checkpoint, *SMALL, "--prompt", "x" * 500, "--traceback").err
+    )
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,13 @@ seen = {}
 
 
 @engine_command(PortOptions)
-def probe(config: VllmConfig, ports: PortOptions, plugins: Plugins, flags: SamplingFlags, extra: str = "none") -> None:
+def probe(
+    config: VllmConfig,
+    ports: PortOptions,
+    plugins: Plugins,
+    flags: SamplingFlags,
+    extra: str = "none",
+) -> None:
     """Probe the options."""
     seen.update(config=config, ports=ports, plugins=plugins, flags=flags, extra=extra)
 
@@ -96,22 +102,59 @@ def test_defaults(invoke):
 
 def test_help_tells_bounds_and_default():
     parameters = inspect.signature(probe).parameters.values()
-    helps = {p.name: get_args(p.annotation)[1].help for p in parameters if get_origin(p.annotation) is Annotated}
+    helps = {
+        p.name: get_args(p.annotation)[1].help
+        for p in parameters
+        if get_origin(p.annotation) is Annotated
+    }
     assert helps["block_size"].endswith(". Between 1 and 1024. Default: 16.")
     assert helps["temperature"].endswith(". Between 0 and 1000000. Default: 1.0.")
     assert helps["top_p"].endswith(". Above 0 and at most 1. Default: 1.0.")
     assert helps["best_of"].endswith(". At least 1. Default: n.")
-    assert helps["max_tokens"].endswith(". At least 0. none: as many as fit in max_model_len, the default of a chat. Default: 16.")
+    assert helps["max_tokens"].endswith(
+        ". At least 0. none: as many as fit in max_model_len, the default of a chat. Default: 16."
+    )
     assert helps["stop"].endswith(". May be given several times.")
     assert helps["early_stopping"].endswith(". Default: false.")
 
 
 def test_every_kind_of_flag(invoke):
-    arguments = ["probe", "some/model", "--block-size", "32", "--port=81", "--quiet", "--origins", "a", "--origins", "b,c", "--extra", "x"]
-    arguments += ["--max-model-len", "none", "--max-tokens", "none", "--top-k", "5", "--stop", "a", "--stop", "b,c", "--seed", "7"]
+    arguments = [
+        "probe",
+        "some/model",
+        "--block-size",
+        "32",
+        "--port=81",
+        "--quiet",
+        "--origins",
+        "a",
+        "--origins",
+        "b,c",
+        "--extra",
+        "x",
+    ]
+    arguments += [
+        "--max-model-len",
+        "none",
+        "--max-tokens",
+        "none",
+        "--top-k",
+        "5",
+        "--stop",
+        "a",
+        "--stop",
+        "b,c",
+        "--seed",
+        "7",
+    ]
     found = invoke(*arguments)
     config = found["config"]
-    assert (config.model.model, config.cache.block_size, config.model.max_model_len, config.model.seed) == ("some/model", 32, None, 7)
+    assert (
+        config.model.model,
+        config.cache.block_size,
+        config.model.max_model_len,
+        config.model.seed,
+    ) == ("some/model", 32, None, 7)
     assert found["ports"] == PortOptions(port=81, quiet=True, origins=["a", "b", "c"])
     assert found["flags"] == {"max_tokens": None, "top_k": 5, "stop": ["a", "b,c"], "seed": 7}
     assert found["flags"].params(temperature=0).top_k == 5
@@ -121,22 +164,31 @@ def test_every_kind_of_flag(invoke):
 def test_parameters_of_logits_processors_have_flags(invoke):
     flags = invoke("probe", "--loud-times", "3", "--loud-words", "a", "--loud-words", "b")["flags"]
     assert flags == {"loud_times": 3, "loud_words": ["a", "b"]}
-    assert flags.params(temperature=0) == SamplingParams(temperature=0, extra_args={"loud_times": 3, "loud_words": ["a", "b"]})
+    assert flags.params(temperature=0) == SamplingParams(
+        temperature=0, extra_args={"loud_times": 3, "loud_words": ["a", "b"]}
+    )
     assert flags.params({"loud_times": 4, "loud_secret": True}).extra_args == {
         "loud_times": 4,
         "loud_words": ["a", "b"],
         "loud_secret": True,
     }
     assert invoke("probe")["flags"].params() == SamplingParams()
-    for overrides, message in (({"loud_times": 10}, "between 0 and 9"), ({"loud_timse": 1}, "Did you mean 'loud_times'")):
+    for overrides, message in (
+        ({"loud_times": 10}, "between 0 and 9"),
+        ({"loud_timse": 1}, "Did you mean 'loud_times'"),
+    ):
         with pytest.raises(RequestError, match=message):
             flags.params(overrides)
-    with pytest.raises(ConfigError, match=r"option '--loud-times': loud_times must be between 0 and 9, not 10"):
+    with pytest.raises(
+        ConfigError, match=r"option '--loud-times': loud_times must be between 0 and 9, not 10"
+    ):
         invoke("probe", "--loud-times", "10")
     with pytest.raises(Exception, match="No such option: --loud-secret"):
         invoke("probe", "--loud-secret")
     registry = Plugins.load(PluginsConfig(plugins=["cli"]), extra=[ProbePlugin()]).logits_processors
-    [flag] = get_args(inspect.signature(probe.with_processors(registry)).parameters["loud_times"].annotation)[1:]
+    [flag] = get_args(
+        inspect.signature(probe.with_processors(registry)).parameters["loud_times"].annotation
+    )[1:]
     assert flag.help == "Times that it is loud. Between 0 and 9. Default: 1."
 
 
@@ -146,7 +198,11 @@ def test_a_flag_wins_over_environment_over_file(invoke, tmp_path, monkeypatch):
     monkeypatch.setenv("TOOLKIT_LM_BLOCK_SIZE", "16")
     monkeypatch.setenv("TOOLKIT_LM_PORT", "83")
     found = invoke("probe", "--config", file.as_posix(), "--block-size", "32", "--no-quiet")
-    assert (found["config"].cache.block_size, found["ports"].port, found["config"].scheduler.max_num_seqs) == (32, 83, 3)
+    assert (
+        found["config"].cache.block_size,
+        found["ports"].port,
+        found["config"].scheduler.max_num_seqs,
+    ) == (32, 83, 3)
     assert found["ports"].quiet is False
     assert invoke("--config", file.as_posix(), "probe")["config"].scheduler.max_num_seqs == 3
 
@@ -160,11 +216,21 @@ def test_wrong_values_name_their_option(invoke):
 
 def test_switches_that_may_be_unset(invoke, monkeypatch):
     monkeypatch.setenv("TOOLKIT_LM_OVERLAP", "true")
-    config = invoke("probe", "--enable-prefix-caching", "--no-enable-chunked-prefill", "--no-normalize")["config"]
-    assert (config.cache.enable_prefix_caching, config.scheduler.enable_chunked_prefill, config.pooler.normalize) == (True, False, False)
+    config = invoke(
+        "probe", "--enable-prefix-caching", "--no-enable-chunked-prefill", "--no-normalize"
+    )["config"]
+    assert (
+        config.cache.enable_prefix_caching,
+        config.scheduler.enable_chunked_prefill,
+        config.pooler.normalize,
+    ) == (True, False, False)
     assert (config.engine.overlap, config.engine.engine_process) == (True, None)
     monkeypatch.setenv("TOOLKIT_LM_OVERLAP", "perhaps")
-    with pytest.raises(ConfigError, match=r"TOOLKIT_LM_OVERLAP: 'perhaps' is not a value for 'overlap' .* It is true or false\."):
+    with pytest.raises(
+        ConfigError,
+        match=r"TOOLKIT_LM_OVERLAP: 'perhaps' is not a value for 'overlap' .* It is true or "
+        r"false\.",
+    ):
         invoke("probe")
 
 
@@ -189,8 +255,16 @@ def test_options_of_other_commands_are_known_and_typos_are_not(invoke, tmp_path,
         ([], {}, PluginsConfig()),
         (["serve", "--plugins", "a", "--plugins=b,c"], {}, PluginsConfig(plugins=["a", "b", "c"])),
         (["serve", "--plugins", "a"], {"TOOLKIT_LM_PLUGINS": "b"}, PluginsConfig(plugins=["a"])),
-        (["--", "--plugins", "a"], {"TOOLKIT_LM_DISABLE_PLUGINS": "b"}, PluginsConfig(disable_plugins=["b"])),
-        (["--plugin-option", "a.b=1", "--plugin-option=a.c=2"], {}, PluginsConfig(plugin_option={"a": {"b": "1", "c": "2"}})),
+        (
+            ["--", "--plugins", "a"],
+            {"TOOLKIT_LM_DISABLE_PLUGINS": "b"},
+            PluginsConfig(disable_plugins=["b"]),
+        ),
+        (
+            ["--plugin-option", "a.b=1", "--plugin-option=a.c=2"],
+            {},
+            PluginsConfig(plugin_option={"a": {"b": "1", "c": "2"}}),
+        ),
         (["--plugins"], {}, PluginsConfig()),
     ],
 )

@@ -22,7 +22,8 @@ class Server(ThreadingHTTPServer):
 
 
 class Scripted(BaseHTTPRequestHandler):
-    """Serves one model, which answers with the words that it was asked, one event each; some words make it fail, or wait."""
+    """Serves one model, which answers with the words that it was asked, one event each; some words
+    make it fail, or wait."""
 
     asked: list = []
     over = threading.Event()
@@ -49,7 +50,10 @@ class Scripted(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
-        events = [{"delta": {"role": "assistant"}}, *({"delta": {"content": word}, "text": word} for word in text.split())]
+        events = [
+            {"delta": {"role": "assistant"}},
+            *({"delta": {"content": word}, "text": word} for word in text.split()),
+        ]
         for choice in events:
             self._event({"choices": [choice]})
         if text == "wait":
@@ -57,7 +61,12 @@ class Scripted(BaseHTTPRequestHandler):
         if text == "fail":
             self._event({"error": {"message": "The engine has stopped."}})
         if text != "break":
-            self._event({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": len(text.split())}})
+            self._event(
+                {
+                    "choices": [],
+                    "usage": {"prompt_tokens": 7, "completion_tokens": len(text.split())},
+                }
+            )
             self.wfile.write(b": a comment\n\ndata: [DONE]\n\n")
 
     def _event(self, event):
@@ -89,10 +98,24 @@ def url():
 
 
 def test_chat_sends_what_was_given_and_prints_the_stream(toolkit, url):
-    done = toolkit("chat", "--url", url + "/v1/", "--message", "good day", "--system", "Be brief.", "--temperature", "0.5", "--seed", "3")
+    done = toolkit(
+        "chat",
+        "--url",
+        url + "/v1/",
+        "--message",
+        "good day",
+        "--system",
+        "Be brief.",
+        "--temperature",
+        "0.5",
+        "--seed",
+        "3",
+    )
     assert done == (0, "goodday\n", "")
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "good day"}]
-    assert Scripted.asked == [{"model": "scripted", **STREAM, "messages": messages, "temperature": 0.5, "seed": 3}]
+    assert Scripted.asked == [
+        {"model": "scripted", **STREAM, "messages": messages, "temperature": 0.5, "seed": 3}
+    ]
 
 
 def test_images_go_with_the_first_message(toolkit, url, monkeypatch, tmp_path):
@@ -135,7 +158,13 @@ def test_when_a_conversation_starts_anew_its_images_do_too(toolkit, url, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("none.png", "No such file"), ("", "Is a directory"), ("empty.png", "is empty"), ("big.png", "has more than")]
+    ("name", "why"),
+    [
+        ("none.png", "No such file"),
+        ("", "Is a directory"),
+        ("empty.png", "is empty"),
+        ("big.png", "has more than"),
+    ],
 )
 @pytest.mark.parametrize("flag", ["--image", "--audio"])
 def test_a_file_that_cannot_be_sent_is_told_at_once(toolkit, url, tmp_path, name, why, flag):
@@ -148,7 +177,11 @@ def test_a_file_that_cannot_be_sent_is_told_at_once(toolkit, url, tmp_path, name
 
 
 def test_complete_names_the_model_that_was_given(toolkit, url):
-    assert toolkit("complete", "other", "--url", url, "--prompt", "a b", "--max-tokens", "5") == (0, "ab\n", "")
+    assert toolkit("complete", "other", "--url", url, "--prompt", "a b", "--max-tokens", "5") == (
+        0,
+        "ab\n",
+        "",
+    )
     assert Scripted.asked == [{"model": "other", **STREAM, "prompt": "a b", "max_tokens": 5}]
 
 
@@ -179,7 +212,10 @@ def iter_lines(*lines):
         (["--prompt", "refuse"], "the server refused the request (400): That is too long."),
         (["--prompt", "fail"], "the server failed on the request: The engine has stopped."),
         (["--prompt", "break"], "the server's answer broke off before its end."),
-        (["--prompt", "x", "--api-key", "wrong"], "the server refused the request (401): Invalid API key."),
+        (
+            ["--prompt", "x", "--api-key", "wrong"],
+            "the server refused the request (401): Invalid API key.",
+        ),
     ],
 )
 def test_an_error_of_the_server_is_one_error(toolkit, url, arguments, error):
@@ -192,20 +228,27 @@ def test_where_no_server_answers(toolkit):
     assert (done.code, done.out) == (1, "")
     assert done.err.startswith("error: no answer from the server at http://127.0.0.1:1: ")
     done = toolkit("complete", "--url", "nonsense", "--prompt", "x")
-    assert (done.code, done.err.startswith("error: option 'url': 'nonsense' is not the address of a server: ")) == (2, True)
+    assert (
+        done.code,
+        done.err.startswith("error: option 'url': 'nonsense' is not the address of a server: "),
+    ) == (2, True)
     assert toolkit("complete", "given", "--url", "nonsense", "--prompt", "x").code == 2
 
 
 def test_an_interrupt_ends_it_quietly_and_no_torch_is_imported(url):
     code = (
-        "import atexit, signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nfrom toolkit_lm_cli import main\n"
+        "import atexit, signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from toolkit_lm_cli import main\n"
         "atexit.register(lambda: sys.stderr.write(str('torch' in sys.modules)))\nmain()"
     )
     arguments = [sys.executable, "-c", code, "chat", "--url", url]
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         process.stdin.write(b"wait\n")
         process.stdin.flush()
-        # It reads an answer that does not end. What Python runs while it takes objects apart could swallow the interrupt.
+        # It reads an answer that does not end. What Python runs while it takes objects apart could
+        # swallow the interrupt.
         assert process.stdout.read(4) == b"wait"
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 130

@@ -1,4 +1,5 @@
-"""Commands with names of several words: groups that plugins share, without importing a command before it is invoked."""
+"""Commands with names of several words: groups that plugins share, without importing a command
+before it is invoked."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def group(toolkit, monkeypatch):
     load = Plugins.load
 
     def call(*arguments, plugins=(First, Second)):
-        loaded = load(PluginsConfig(plugins=[]), extra=[hookspecs, *(plugin() for plugin in plugins)])
+        loaded = load(
+            PluginsConfig(plugins=[]), extra=[hookspecs, *(plugin() for plugin in plugins)]
+        )
         monkeypatch.setattr(Plugins, "load", lambda *_: loaded)
         return toolkit(*arguments)
 
@@ -81,7 +84,9 @@ def test_only_what_is_invoked_is_imported(group, install):
     assert group("tool", "two", "--count", "3").out == "ran 3\n"
     done = group("tool", "one")
     assert done.code == 1
-    assert "failed in loading command 'tool one' from 'tool_one:run': ModuleNotFoundError" in done.err
+    assert (
+        "failed in loading command 'tool one' from 'tool_one:run': ModuleNotFoundError" in done.err
+    )
 
 
 def test_groups_nest_and_end_in_a_typer_app(group, install):

@@ -19,7 +19,9 @@ PAGE = Path(__file__).parents[3] / "docs" / "hooks" / "toolkit_register_commands
 def test_toolkit_register_commands():
     example = types.ModuleType("commands_example")
     exec(PAGE.read_text(encoding="utf-8").split("```python\n")[2].split("```")[0], example.__dict__)
-    commands = Plugins.load(PluginsConfig(plugins=["cli"]), extra=[example]).brought_registry(CommandRegistry)
+    commands = Plugins.load(PluginsConfig(plugins=["cli"]), extra=[example]).brought_registry(
+        CommandRegistry
+    )
     assert commands.get("measure").help == "Measure a model."
     assert commands.children("compare") == {"runs": "Compare two measurements."}
 
@@ -31,19 +33,30 @@ def test_commands_of_several_words_make_groups():
     commands.owner = TWO
     commands.add("tools two", "a:b", help="Two.")
     commands.add("toolsmith", "a:b", help="Another.")
-    assert commands.children() == {"go": "Go.", "tools": "Commands: one, two.", "toolsmith": "Another."}
+    assert commands.children() == {
+        "go": "Go.",
+        "tools": "Commands: one, two.",
+        "toolsmith": "Another.",
+    }
     assert commands.children("tools") == {"one": "One.", "two": "Two."}
     assert commands.children("go") == commands.children("tool") == {}
 
 
-@pytest.mark.parametrize(("first", "second"), [("tools", "tools one"), ("tools one", "tools"), ("tools one", "tools one more")])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("tools", "tools one"), ("tools one", "tools"), ("tools one", "tools one more")],
+)
 @pytest.mark.parametrize("override", [False, True])
 def test_a_command_and_a_group_do_not_share_a_name(first, second, override):
     commands = CommandRegistry(owner=ONE)
     commands.add(first, "a:b", help="First.")
     commands.owner = TWO
     shared = min(first, second, key=len)
-    with pytest.raises(PluginError, match=rf"'{second}' of plugin 'two' .*'{first}' of plugin 'one' .*'{shared}' cannot be both"):
+    with pytest.raises(
+        PluginError,
+        match=rf"'{second}' of plugin 'two' .*'{first}' of plugin 'one' .*'{shared}' cannot be "
+        r"both",
+    ):
         commands.add(second, "a:b", help="Second.", override=override)
     assert commands.keys() == [first]
 

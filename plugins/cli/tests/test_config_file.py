@@ -24,21 +24,29 @@ def test_a_flag_wins_over_environment_over_file(tmp_path):
     file = tmp_path / "options.yaml"
     file.write_text("count: 3\nratio: 0.1\ncolor: green\n")
     environ = {"TOOLKIT_LM_COUNT": "4", "TOOLKIT_LM_RATIO": "0.2", "HOME": "x"}
-    assert merge_options(OPTIONS, {"count": "5"}, environ=environ, file=file) == {"count": 5, "ratio": 0.2, "color": "green"}
+    assert merge_options(OPTIONS, {"count": "5"}, environ=environ, file=file) == {
+        "count": 5,
+        "ratio": 0.2,
+        "color": "green",
+    }
     assert merge_options(OPTIONS, {}, environ={}, file=None) == {}
 
 
 def test_an_unknown_key_names_the_nearest(tmp_path):
     file = tmp_path / "options.yaml"
     file.write_text("coumt: 3\n")
-    with pytest.raises(ConfigError, match=r"options.yaml'?: unknown option 'coumt'. Did you mean 'count'"):
+    with pytest.raises(
+        ConfigError, match=r"options.yaml'?: unknown option 'coumt'. Did you mean 'count'"
+    ):
         merge_options(OPTIONS, {}, environ={}, file=file)
 
 
 def test_options_of_other_commands_are_let_pass(tmp_path):
     file = tmp_path / "options.yaml"
     file.write_text("port: 80\ncount: 3\n")
-    assert merge_options(OPTIONS, {}, environ={"TOOLKIT_LM_PORT": "81"}, file=file, foreign=["port"]) == {"count": 3}
+    assert merge_options(
+        OPTIONS, {}, environ={"TOOLKIT_LM_PORT": "81"}, file=file, foreign=["port"]
+    ) == {"count": 3}
 
 
 def test_a_wrong_value_names_the_file(tmp_path):
@@ -67,12 +75,21 @@ def test_a_file_may_be_empty_and_its_keys_may_have_dashes(tmp_path):
 
 
 def test_names_of_the_model_are_one_or_several(tmp_path):
-    """As a text or a list of the file, in an environment variable, and as flags that are given several times."""
+    """As a text or a list of the file, in an environment variable, and as flags that are given
+    several times."""
     file = tmp_path / "options.yaml"
     names = "served_model_name"
-    for text, expected in (("one", ["one"]), ("[one, two/2]", ["one", "two/2"]), ("\n- one\n", ["one"])):
+    for text, expected in (
+        ("one", ["one"]),
+        ("[one, two/2]", ["one", "two/2"]),
+        ("\n- one\n", ["one"]),
+    ):
         file.write_text(f"{names}: {text}")
         assert merge_options(VllmConfig.options(), {}, environ={}, file=file) == {names: expected}
-    assert merge_options(VllmConfig.options(), {}, environ={"TOOLKIT_LM_SERVED_MODEL_NAME": "a,b"}, file=None) == {names: ["a", "b"]}
-    config = VllmConfig.make(**merge_options(VllmConfig.options(), {names: ["c", "d"]}, environ={}, file=None))
+    assert merge_options(
+        VllmConfig.options(), {}, environ={"TOOLKIT_LM_SERVED_MODEL_NAME": "a,b"}, file=None
+    ) == {names: ["a", "b"]}
+    config = VllmConfig.make(
+        **merge_options(VllmConfig.options(), {names: ["c", "d"]}, environ={}, file=None)
+    )
     assert (config.served_model_name, config.served_model_names) == ("c", ["c", "d"])

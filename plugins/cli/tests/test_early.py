@@ -75,10 +75,15 @@ def test_a_wrong_option_leaves_no_process():
     code = (
         "import os, sys, toolkit_lm.engine.process.launch as launch\n"
         "start = launch.EngineProcess.__init__\n"
-        "launch.EngineProcess.__init__ = lambda self, *a: (start(self, *a), print(self.pid, self.folder, flush=True))[0]\n"
+        "launch.EngineProcess.__init__ = lambda self, *a: (start(self, *a), print(self.pid, "
+        "self.folder, flush=True))[0]\n"
         "from toolkit_lm_cli import main\nmain()"
     )
-    done = subprocess.run([sys.executable, "-c", code, "serve", "tiny", "--block-size", "x"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "serve", "tiny", "--block-size", "x"],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2 and "block_size" in done.stderr
     pid, folder = done.stdout.split()
     assert not psutil.pid_exists(int(pid)) and not os.path.exists(folder)
@@ -94,7 +99,10 @@ def test_the_server_uses_it():
         "main()"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", code, "serve", "tiny", "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, "serve", "tiny", "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as server:
         try:
             assert server.stdout.readline().startswith("Serving tiny"), server.stderr.read()

@@ -21,7 +21,12 @@ def test_the_help_shows_every_option(narrow):
     for o in [*VllmConfig.options(), *options_of(ServerOptions)]:
         assert o.name == "model" or o.flag in flags
         assert o.is_flag is (f"--no-{o.flag[2:]}" in flags)
-    for part in ("MODEL", "Default: 16.", "--no-trust-remote-code", "auto|float32|bfloat16|float16"):
+    for part in (
+        "MODEL",
+        "Default: 16.",
+        "--no-trust-remote-code",
+        "auto|float32|bfloat16|float16",
+    ):
         assert part in shown
 
 

@@ -10,7 +10,10 @@ from toolkit_lm_cli.sampling import SamplingFlags
 from toolkit_lm_cli.screen import PlainScreen, Thought
 
 TEMPLATES = {
-    "begun": "{# </think> #}{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<think>\n{% endif %}",
+    "begun": (
+        "{# </think> #}{% for m in messages %}{{ m['content'] }}{% endfor %}{% if "
+        "add_generation_prompt %}<think>\n{% endif %}"
+    ),
     "marks that are special": "{# [THINK][/THINK] #}{% for m in messages %}{{ m['content'] }}{% endfor %}[THINK]",
     "none": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
 }
@@ -20,7 +23,9 @@ ASKED = [{"role": "user", "content": "Two and two?"}]
 @pytest.fixture(scope="module", params=TEMPLATES)
 def talker(request, checkpoint_with):
     special = request.param == "marks that are special"
-    folder = checkpoint_with(TEMPLATES[request.param], ("[THINK]", "[/THINK]") if special else (), special=True)
+    folder = checkpoint_with(
+        TEMPLATES[request.param], ("[THINK]", "[/THINK]") if special else (), special=True
+    )
     options = {"load_format": "dummy", "dtype": "float32", "device": "cpu", "max_num_seqs": 2}
     one = LocalTalker(VllmConfig.make(model=str(folder), **options), Plugins.load())
     yield request.param, one
@@ -42,7 +47,8 @@ def test_thoughts_are_told_from_the_answer(talker):
     assert bool(thought) is (kind != "none") and answer
     assert not any(mark in thought + answer for mark in ("</think>", "THINK]"))
     assert one.usage.output == 40
-    # All of an answer without an end of its reasoning is reasoning, and its end is held back no longer.
+    # All of an answer without an end of its reasoning is reasoning, and its end is held back no
+    # longer.
     if kind != "none":
         assert all(isinstance(piece, Thought) for piece in one.chat(ASKED, flags()) if piece)
 

@@ -22,7 +22,10 @@ class DataOptions:
 
 
 def test_options_have_the_text_below_them_as_help():
-    assert option_fields(StructOptions) == {"size": "int. Bytes of one, padding included.", "name": "str = 'x'"}
+    assert option_fields(StructOptions) == {
+        "size": "int. Bytes of one, padding included.",
+        "name": "str = 'x'",
+    }
 
 
 def test_options_without_a_text_below_them():

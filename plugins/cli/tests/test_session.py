@@ -73,8 +73,15 @@ def said(session):
 
 def test_messages_are_kept_and_figures_told(session):
     session.run(["one", "two"])
-    assert said(session)[1:] == [("user", "one"), ("assistant", "2: one"), ("user", "two"), ("assistant", "4: two")]
-    assert session.screen.notes[-1].startswith("4 tokens, ") and session.screen.notes[-1].endswith(", 14 of 100 in context")
+    assert said(session)[1:] == [
+        ("user", "one"),
+        ("assistant", "2: one"),
+        ("user", "two"),
+        ("assistant", "4: two"),
+    ]
+    assert session.screen.notes[-1].startswith("4 tokens, ") and session.screen.notes[-1].endswith(
+        ", 14 of 100 in context"
+    )
     assert "tokens/s" in session.screen.notes[-1]
     session.handle("/tokens")
     assert session.screen.notes[-1] == session.screen.notes[-2]
@@ -193,7 +200,10 @@ def test_a_file_that_is_no_conversation_changes_nothing(session, tmp_path, text,
 def test_an_image_goes_with_the_next_message_and_with_it_anew(session, tmp_path):
     (tmp_path / "a.png").write_bytes(b"abc")
     session.run([f"/image {tmp_path / 'a.png'}", "what?", "/retry", "and?"])
-    kinds = [[part["type"] for part in messages[-1]["content"]] for messages, _ in session.talker.asked[:2]]
+    kinds = [
+        [part["type"] for part in messages[-1]["content"]]
+        for messages, _ in session.talker.asked[:2]
+    ]
     assert kinds == [["image_url", "text"]] * 2
     assert session.talker.asked[2][0][-1]["content"] == "and?"
     session.handle(f"/image {tmp_path / 'none.png'}")
@@ -205,7 +215,10 @@ def test_a_recording_goes_with_the_next_message(session, tmp_path):
         (tmp_path / name).write_bytes(b"abc")
     session.run([f"/image {tmp_path / 'a.png'}", f"/audio {tmp_path / 'b.flac'}", "what?", "and?"])
     asked = session.talker.asked[0][0][-1]["content"]
-    assert asked[1:] == [{"type": "input_audio", "input_audio": {"data": "YWJj", "format": "flac"}}, {"type": "text", "text": "what?"}]
+    assert asked[1:] == [
+        {"type": "input_audio", "input_audio": {"data": "YWJj", "format": "flac"}},
+        {"type": "text", "text": "what?"},
+    ]
     assert session.talker.asked[1][0][-1]["content"] == "and?"
     assert "2 file(s) go with the next message." in session.screen.notes
     session.handle(f"/audio {tmp_path / 'none.wav'}")

@@ -1,4 +1,5 @@
-"""Names, reasons and other texts of files, plugins and clients are shown as they are: rich reads no markup in them."""
+"""Names, reasons and other texts of files, plugins and clients are shown as they are: rich reads no
+markup in them."""
 
 from __future__ import annotations
 
@@ -10,16 +11,24 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-SOURCES = sorted(path for pattern in ("core/src", "plugins/*/src", "contrib_*/*/src") for path in ROOT.glob(f"{pattern}/**/*.py"))
+SOURCES = sorted(
+    path
+    for pattern in ("core/src", "plugins/*/src", "contrib_*/*/src")
+    for path in ROOT.glob(f"{pattern}/**/*.py")
+)
 PLAIN = {"Console": ("markup", "emoji"), "TextColumn": ("markup",)}
-"""By class of rich: arguments that must be False, so that a text with brackets is neither styled nor an error."""
+"""By class of rich: arguments that must be False, so that a text with brackets is neither styled
+nor an error."""
 MARKUP = {"from_markup", "render_markup", "rich.markup"}
 
 
 def faults(source: str) -> Iterator[str]:
     """What in a module may read markup in a text."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and (name := getattr(node.func, "id", getattr(node.func, "attr", ""))) in PLAIN:
+        if (
+            isinstance(node, ast.Call)
+            and (name := getattr(node.func, "id", getattr(node.func, "attr", ""))) in PLAIN
+        ):
             given = {keyword.arg: keyword.value for keyword in node.keywords}
             for argument in PLAIN[name]:
                 value = given.get(argument)
@@ -45,7 +54,11 @@ def test_the_check_finds(source, fault):
 
 
 def test_nothing_reads_markup():
-    found = {str(path.relative_to(ROOT)): its for path in SOURCES if (its := list(faults(path.read_text(encoding="utf-8"))))}
+    found = {
+        str(path.relative_to(ROOT)): its
+        for path in SOURCES
+        if (its := list(faults(path.read_text(encoding="utf-8"))))
+    }
     assert found == {}
 
 

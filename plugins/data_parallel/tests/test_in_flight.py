@@ -10,7 +10,12 @@ from toolkit_lm_data_parallel.in_flight import InFlight
 
 def in_flight(**fields) -> InFlight:
     params = fields.pop("params", SamplingParams(n=2, max_tokens=8))
-    return InFlight(EngineRequest(request_id="r", prompt_token_ids=[1, 2, 3], params=params, max_output_tokens=8, **fields), [])
+    return InFlight(
+        EngineRequest(
+            request_id="r", prompt_token_ids=[1, 2, 3], params=params, max_output_tokens=8, **fields
+        ),
+        [],
+    )
 
 
 def output(index: int, token_ids: list[int], **fields) -> EngineOutput:
@@ -18,13 +23,20 @@ def output(index: int, token_ids: list[int], **fields) -> EngineOutput:
 
 
 def event(kind: str, time: float, **fields) -> RequestEvent:
-    return RequestEvent(kind=kind, request_id="r", time=time, arrival_time=0.0, num_prompt_tokens=3, **fields)
+    return RequestEvent(
+        kind=kind, request_id="r", time=time, arrival_time=0.0, num_prompt_tokens=3, **fields
+    )
 
 
 def test_tokens_in_flight_are_of_the_prompt_and_of_what_has_not_ended():
     one = in_flight(encoder=EncoderInput.of_tokens([1] * 5))
     counts = [one.num_tokens]
-    for news in (output(0, [4, 5]), output(1, [4]), output(0, [6], finish_reason="length"), output(1, [7], finish_reason="stop")):
+    for news in (
+        output(0, [4, 5]),
+        output(1, [4]),
+        output(0, [6], finish_reason="length"),
+        output(1, [7], finish_reason="stop"),
+    ):
         one.take(news)
         counts.append(one.num_tokens)
     assert counts == [8, 10, 11, 9, 8] and one.has_ended
@@ -34,7 +46,14 @@ def test_it_goes_on_where_it_stood():
     one = in_flight()
     one.take(output(0, [4, 5], sampler_state={"mirostat": {"mu": 2.0}}))
     one.take(output(0, [6], finish_reason="stop", sampler_state={"mirostat": {"mu": 3.0}}))
-    one.take(output(1, [7], prompt_logprobs=[TokenLogprobs([2], [-1.0], 1)], sampler_state={"mirostat": {"mu": 4.0}}))
+    one.take(
+        output(
+            1,
+            [7],
+            prompt_logprobs=[TokenLogprobs([2], [-1.0], 1)],
+            sampler_state={"mirostat": {"mu": 4.0}},
+        )
+    )
     message = one.message()
     assert [(b.token_ids, b.sampler_state, b.finish_reason) for b in message.begun] == [
         ([4, 5, 6], {"mirostat": {"mu": 3.0}}, "stop"),
@@ -51,7 +70,9 @@ def test_what_ends_from_outside_stays_ended():
     one.take(output(0, [4]))
     one.end("stop", 0)
     one.end("stop", 0)
-    assert one.message().begun[0].finish_reason == "stop" and not one.has_ended and one.num_tokens == 3
+    assert (
+        one.message().begun[0].finish_reason == "stop" and not one.has_ended and one.num_tokens == 3
+    )
 
 
 def test_what_has_had_nothing_and_searches_and_pooling_begin_anew():
@@ -75,8 +96,13 @@ def test_its_beginning_is_told_once():
     told.append(one.told(event("first_token", 3.0, scheduled_time=2.0, first_token_time=3.0)))
     assert [each.kind for each in told] == ["queued", "scheduled", "first_token"]
     one.num_moves = 1
-    assert [one.told(event(kind, 5.0, scheduled_time=5.0)) for kind in ("queued", "scheduled", "first_token")] == [None] * 3
-    end = one.told(event("finished", 9.0, scheduled_time=5.0, first_token_time=6.0, num_output_tokens=7))
+    assert [
+        one.told(event(kind, 5.0, scheduled_time=5.0))
+        for kind in ("queued", "scheduled", "first_token")
+    ] == [None] * 3
+    end = one.told(
+        event("finished", 9.0, scheduled_time=5.0, first_token_time=6.0, num_output_tokens=7)
+    )
     assert (end.scheduled_time, end.first_token_time, end.num_output_tokens) == (2.0, 3.0, 7)
 
 
@@ -87,5 +113,10 @@ def test_its_end_is_told_where_its_engine_has_not_lived_to():
     one.told(event("first_token", 2.0, first_token_time=2.0))
     one.take(output(0, [7, 8]))
     end = one.untold("stop")
-    assert (end.kind, end.num_output_tokens, end.first_token_time, end.finish_reason) == ("finished", 2, 2.0, "stop")
+    assert (end.kind, end.num_output_tokens, end.first_token_time, end.finish_reason) == (
+        "finished",
+        2,
+        2.0,
+        "stop",
+    )
     assert one.untold("abort").kind == "aborted"

@@ -28,12 +28,17 @@ def config(device: str = "auto", ranks: int = 1) -> VllmConfig:
 def test_each_sees_its_own_gpus(number, ranks, listed, seen):
     environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
     for device in ("auto", "cuda"):
-        assert visible_devices(config(device, ranks), number, environ) == {"CUDA_VISIBLE_DEVICES": seen}
+        assert visible_devices(config(device, ranks), number, environ) == {
+            "CUDA_VISIBLE_DEVICES": seen
+        }
     assert visible_devices(config("cpu", ranks), number, environ) == {}
 
 
 def test_too_few_of_them_are_named():
-    with pytest.raises(ConfigError, match=r"'4,5,6', and engine 1 needs 2 more \(data_parallel_size is 4, of 2 each\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'4,5,6', and engine 1 needs 2 more \(data_parallel_size is 4, of 2 each\)",
+    ):
         visible_devices(config("cuda", 2), 1, {"CUDA_VISIBLE_DEVICES": "4,5,6"})
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from hypothesis import given, strategies as st
 from toolkit_lm_data_parallel.routing import WORTH, Choice, PrefixMirror, choose
 
-CHOICES = st.lists(st.builds(Choice, st.integers(0, 10**6), st.integers(0, 10**5)), min_size=1, max_size=8)
+CHOICES = st.lists(
+    st.builds(Choice, st.integers(0, 10**6), st.integers(0, 10**5)), min_size=1, max_size=8
+)
 
 
 @given(CHOICES)
@@ -23,8 +25,12 @@ def test_none_is_much_fuller_than_the_least_full(choices):
 @given(CHOICES)
 def test_none_is_as_little_full_and_has_more_of_the_prefix(choices):
     taken = choices[choose(choices)]
-    assert not any(one.num_tokens <= taken.num_tokens and one.num_cached > taken.num_cached for one in choices)
-    assert not any(one.num_tokens < taken.num_tokens and one.num_cached >= taken.num_cached for one in choices)
+    assert not any(
+        one.num_tokens <= taken.num_tokens and one.num_cached > taken.num_cached for one in choices
+    )
+    assert not any(
+        one.num_tokens < taken.num_tokens and one.num_cached >= taken.num_cached for one in choices
+    )
 
 
 @given(CHOICES, st.randoms())
@@ -50,7 +56,12 @@ def test_requests_that_begin_alike_reach_all_engines_where_there_are_many():
     """The first go to one, until it is much fuller. Then all have the beginning."""
     loads, mirrors, seen = [0, 0], [PrefixMirror(100), PrefixMirror(100)], set()
     for _ in range(100):
-        engine = choose([Choice(load, mirror.num_cached([b"a", b"b"]) * 16) for load, mirror in zip(loads, mirrors, strict=True)])
+        engine = choose(
+            [
+                Choice(load, mirror.num_cached([b"a", b"b"]) * 16)
+                for load, mirror in zip(loads, mirrors, strict=True)
+            ]
+        )
         mirrors[engine].add([b"a", b"b"])
         loads[engine] += 40
         seen.add(engine)
@@ -66,7 +77,9 @@ def test_the_mirror_is_bounded_and_knows_beginnings_only(prompts, most):
         mirror.add(hashes)
         assert len(mirror) <= most
         assert mirror.num_cached(hashes) == min(length, most)
-    held = [mirror.num_cached([f"{story}:{block}".encode() for block in range(6)]) for story in range(4)]
+    held = [
+        mirror.num_cached([f"{story}:{block}".encode() for block in range(6)]) for story in range(4)
+    ]
     # Ends go before beginnings: all that is held is of use.
     assert sum(held) == len(mirror)
 
@@ -77,6 +90,10 @@ def test_what_was_sent_longest_ago_is_forgotten_first():
     mirror.add([b"b1", b"b2"])
     mirror.add([b"a1"])
     mirror.add([b"c1"])
-    assert [mirror.num_cached([b"a1", b"a2"]), mirror.num_cached([b"b1", b"b2"]), mirror.num_cached([b"c1"])] == [1, 2, 1]
+    assert [
+        mirror.num_cached([b"a1", b"a2"]),
+        mirror.num_cached([b"b1", b"b2"]),
+        mirror.num_cached([b"c1"]),
+    ] == [1, 2, 1]
     mirror.clear()
     assert len(mirror) == 0

@@ -7,14 +7,24 @@ import sys
 
 import pytest
 import torch
-from toolkit_lm_devkit import all_pairs, assert_bf16_error, assert_same_logits, assert_same_tokens, randomize, write_checkpoint
+from toolkit_lm_devkit import (
+    all_pairs,
+    assert_bf16_error,
+    assert_same_logits,
+    assert_same_tokens,
+    randomize,
+    write_checkpoint,
+)
 from toolkit_lm_devkit.checkpoints import write_tokenizer
 
 LOGITS = torch.tensor([[0.0, 2.0, 1.0], [3.0, 3.0005, 0.0]])
 
 
 def test_importing_it_is_light():
-    code = "import sys, toolkit_lm_devkit.pytest_plugin; sys.exit(bool({'torch', 'numpy', 'toolkit_lm.engine'} & set(sys.modules)))"
+    code = (
+        "import sys, toolkit_lm_devkit.pytest_plugin; sys.exit(bool({'torch', 'numpy', "
+        "'toolkit_lm.engine'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
@@ -53,20 +63,29 @@ def test_all_pairs_covers_every_allowed_pair():
     factors = {"a": [1, 2, 3], "b": [1, 2, 3], "c": [1, 2, 3], "d": [True, False]}
     cases = all_pairs(factors, lambda case: case["a"] != case["b"])
     assert len(cases) < 20
-    assert {(case["a"], case["b"]) for case in cases} == {(a, b) for a in (1, 2, 3) for b in (1, 2, 3) if a != b}
-    assert {(case["c"], case["d"]) for case in cases} == {(c, d) for c in (1, 2, 3) for d in (True, False)}
+    assert {(case["a"], case["b"]) for case in cases} == {
+        (a, b) for a in (1, 2, 3) for b in (1, 2, 3) if a != b
+    }
+    assert {(case["c"], case["d"]) for case in cases} == {
+        (c, d) for c in (1, 2, 3) for d in (True, False)
+    }
 
 
 def test_the_tokenizer_is_what_transformers_reads(tmp_path):
     from transformers import AutoTokenizer
 
-    write_checkpoint(tmp_path, {"vocab_size": 270, "model_type": "llama"}, {"weight": torch.zeros(2, 3).T})
+    write_checkpoint(
+        tmp_path, {"vocab_size": 270, "model_type": "llama"}, {"weight": torch.zeros(2, 3).T}
+    )
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     text = "a\u00e9 😀\n\x00"
     assert sorted(tokenizer.get_vocab().values()) == [0, 1, 2, *range(14, 270)]
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1, 2)
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "[user]x"
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+        == "[user]x"
+    )
     with pytest.raises(ValueError, match="259 tokens at least"):
         write_tokenizer(tmp_path, 258)
 

@@ -16,9 +16,17 @@ class Right(AttentionBackend):
 
     @classmethod
     def refuses(cls, spec):
-        if spec.dtype not in ("float32", "bfloat16") or spec.type is not AttentionType.DECODER or not isinstance(spec.kv_cache, FullSpec):
+        if (
+            spec.dtype not in ("float32", "bfloat16")
+            or spec.type is not AttentionType.DECODER
+            or not isinstance(spec.kv_cache, FullSpec)
+        ):
             return "not that"
-        return "no such feature" if spec.sinks or spec.bias or spec.window or spec.soft_cap or spec.spans else None
+        return (
+            "no such feature"
+            if spec.sinks or spec.bias or spec.window or spec.soft_cap or spec.spans
+            else None
+        )
 
     @classmethod
     def page_layout(cls, spec):
@@ -42,11 +50,18 @@ class Right(AttentionBackend):
             tokens = slice(int(meta.query_start[row]), int(meta.query_start[row + 1]))
             keys = self.keys(end, size)
             blocks = meta.block_table[row][keys // size].long()
-            k_row, v_row = (half[blocks, keys % size].float().repeat_interleave(group, 1).transpose(0, 1) for half in kv_cache)
+            k_row, v_row = (
+                half[blocks, keys % size].float().repeat_interleave(group, 1).transpose(0, 1)
+                for half in kv_cache
+            )
             scores = q[tokens].float().transpose(0, 1) @ k_row.transpose(1, 2) * layer.scale
             first = end - tokens.stop + tokens.start
             hidden = keys[None] > torch.arange(first, end)[:, None]
-            out[tokens] = (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v_row).transpose(0, 1).to(q.dtype)
+            out[tokens] = (
+                (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v_row)
+                .transpose(0, 1)
+                .to(q.dtype)
+            )
 
     def keys(self, end, block_size):
         return torch.arange(end)
@@ -83,7 +98,9 @@ class Silent(Right):
 class Wasteful(Right):
     @classmethod
     def page_layout(cls, spec):
-        return [PageTensor((spec.block_size, spec.num_kv_heads, spec.head_size + 1), spec.dtype)] * 2
+        return [
+            PageTensor((spec.block_size, spec.num_kv_heads, spec.head_size + 1), spec.dtype)
+        ] * 2
 
 
 class Unpadded(Right):

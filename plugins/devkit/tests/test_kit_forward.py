@@ -1,4 +1,5 @@
-"""The forward pass without an engine: its attention is the formula, and ranks that fail are found."""
+"""The forward pass without an engine: its attention is the formula, and ranks that fail are
+found."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from toolkit_lm_devkit.forward import FormulaAttention
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
 def test_attention_is_the_formula(kind, window, soft_cap):
     layer = Attention(
-        4, 16, vllm_config=VllmConfig.default(), prefix="a", num_kv_heads=2, type=AttentionType(kind), window=window, soft_cap=soft_cap
+        4,
+        16,
+        vllm_config=VllmConfig.default(),
+        prefix="a",
+        num_kv_heads=2,
+        type=AttentionType(kind),
+        window=window,
+        soft_cap=soft_cap,
     )
     (q, k, v), lengths = (torch.randn(9, heads, 16) for heads in (4, 2, 2)), [5, 1, 3]
     out = torch.full_like(q, torch.nan)

@@ -1,4 +1,5 @@
-"""RendererConformance finds what is wrong with a renderer. The right one is what `toolkit plugins new` writes."""
+"""RendererConformance finds what is wrong with a renderer. The right one is what `toolkit plugins
+new` writes."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def test_the_right_one_passes(written, tmp_path):
 def test_half_a_character_in_a_stream_is_found(written, tmp_path):
     class Hasty(written.ByteStream):
         def push(self, token_ids):
-            return bytes(token_id for token_id in token_ids if token_id < 256).decode(errors="replace")
+            return bytes(token_id for token_id in token_ids if token_id < 256).decode(
+                errors="replace"
+            )
 
     class Renderer(written.ByteRenderer):
         def decode_stream(self, prompt_token_ids=(), *, skip_special_tokens=True):

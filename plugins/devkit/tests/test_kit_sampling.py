@@ -1,4 +1,5 @@
-"""The conformance classes of logits processors and scheduling policies find what is wrong. Right ones are what `plugins new` writes."""
+"""The conformance classes of logits processors and scheduling policies find what is wrong. Right
+ones are what `plugins new` writes."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ def hush(written):
 def run_all(kit):
     for name, test in inspect.getmembers(kit, inspect.ismethod):
         if name.startswith("test_"):
-            wanted = [kit.parameters()[argument].values() for argument in inspect.signature(test).parameters]
+            wanted = [
+                kit.parameters()[argument].values()
+                for argument in inspect.signature(test).parameters
+            ]
             for values in itertools.product(*wanted):
                 test(*values)
 
@@ -59,7 +63,9 @@ def test_rows_that_depend_on_each_other_are_found(hush):
         def apply(self, values, rows):
             return values + values.flip(0)
 
-    with pytest.raises(AssertionError, match=r"a row draws another token alone|the order of the rows matters"):
+    with pytest.raises(
+        AssertionError, match=r"a row draws another token alone|the order of the rows matters"
+    ):
         processor_kit(params, Mixing).test_a_row_depends_on_no_other(CASE)
 
 
@@ -155,7 +161,9 @@ def test_arguments_that_cannot_be_sent_are_found(hush):
 
 
 def policy_kit(policy, orders=()):
-    return type("Kit", (SchedulingPolicyConformance,), {"policy": staticmethod(policy), "orders": orders})()
+    return type(
+        "Kit", (SchedulingPolicyConformance,), {"policy": staticmethod(policy), "orders": orders}
+    )()
 
 
 ORDERS = ([{"prompt_token_ids": [5]}, {"prompt_token_ids": [5, 6]}],)

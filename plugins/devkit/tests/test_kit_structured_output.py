@@ -1,4 +1,5 @@
-"""The conformance class of structured output backends finds matchers that are wrong. Right ones are those of the backends here."""
+"""The conformance class of structured output backends finds matchers that are wrong. Right ones are
+those of the backends here."""
 
 from __future__ import annotations
 
@@ -6,7 +7,11 @@ import pytest
 from toolkit_lm_devkit import StructuredOutputConformance
 from toolkit_lm_structured_output.contract import GrammarCompiler, Matcher, Source
 
-TOKENS = ["", *"abcdefghijklmnopqrstuvwxyz", *(f"{one}{one}" for one in "abcdefghijklmnopqrstuvwxyz")]
+TOKENS = [
+    "",
+    *"abcdefghijklmnopqrstuvwxyz",
+    *(f"{one}{one}" for one in "abcdefghijklmnopqrstuvwxyz"),
+]
 CHOICES = ["abba", "abca", "xyz", "xyzzy"]
 
 
@@ -26,7 +31,11 @@ class Choice(Matcher):
             raise ValueError("no choice goes on with it")
 
     def allowed(self):
-        inner = [token for token, text in enumerate(TOKENS) if text and any(one.startswith(text) for one in self.left)]
+        inner = [
+            token
+            for token, text in enumerate(TOKENS)
+            if text and any(one.startswith(text) for one in self.left)
+        ]
         return [0, *inner] if "" in self.left else inner
 
     def fill(self, mask):

@@ -21,14 +21,17 @@ def toolkit_register_commands(commands):
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """install(name, entry module, target module, requires): puts a distribution on the path, and gives its name."""
+    """install(name, entry module, target module, requires): puts a distribution on the path, and
+    gives its name."""
 
     def make(name, entry=RIGHT, target="def run(): ...", requires="toolkit-lm-core>=0.1,<0.2"):
         package = name.replace("-", "_")
         metadata = tmp_path / f"{package}-1.0.dist-info"
         metadata.mkdir()
         required = f"Requires-Dist: {requires}\n" if requires else ""
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{required}")
+        (metadata / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{required}"
+        )
         (metadata / "entry_points.txt").write_text(f"[toolkit_lm]\n{name} = {package}\n")
         (tmp_path / f"{package}.py").write_text(entry.replace("{package}", package))
         (tmp_path / f"{package}_target.py").write_text(target)
@@ -54,7 +57,11 @@ def check(toolkit):
 def test_a_sound_distribution(install, check, toolkit):
     code, report = check(install("sound"))
     assert (code, report["problems"]) == (0, [])
-    assert (report["distribution"], report["version"], report["requires_core"]) == ("sound", "1.0", "<0.2,>=0.1")
+    assert (report["distribution"], report["version"], report["requires_core"]) == (
+        "sound",
+        "1.0",
+        "<0.2,>=0.1",
+    )
     assert report["hooks"] == ["toolkit_register_commands"]
     assert report["targets"] == {"command checked": "sound_target:run"}
     (module,) = report["entry_modules"]
@@ -65,7 +72,9 @@ def test_a_sound_distribution(install, check, toolkit):
     assert "sound_target:run" in shown.out
 
 
-@pytest.mark.parametrize("name", ["toolkit-lm-decoder", "toolkit-lm-sdpa", "toolkit-lm-renderer-hf", "Toolkit_LM.tiny"])
+@pytest.mark.parametrize(
+    "name", ["toolkit-lm-decoder", "toolkit-lm-sdpa", "toolkit-lm-renderer-hf", "Toolkit_LM.tiny"]
+)
 def test_what_is_shipped_is_sound(check, name):
     code, report = check(name)
     assert (code, report["problems"]) == (0, [])
@@ -75,11 +84,17 @@ def test_heavy_imports(install, check):
     code, report = check(install("heavy-one", "import torch\n" + RIGHT))
     assert code == 1
     assert "torch" in report["entry_modules"][0]["imports"]
-    assert any(problem.startswith("entry module heavy_one imports torch: ") for problem in report["problems"])
+    assert any(
+        problem.startswith("entry module heavy_one imports torch: ")
+        for problem in report["problems"]
+    )
 
 
 def test_private_names(install, check):
-    target = "import toolkit_lm.plugin.loader as loader\nfrom toolkit_lm._version import __version__\n\ndef run():\n    loader._place()\n"
+    target = (
+        "import toolkit_lm.plugin.loader as loader\nfrom toolkit_lm._version import __version__\n"
+        "\ndef run():\n    loader._place()\n"
+    )
     code, report = check(install("nosy", target=target))
     assert code == 1
     assert [found.rpartition("/")[2] for found in report["private_names"]] == [
@@ -91,12 +106,18 @@ def test_private_names(install, check):
 
 @pytest.mark.parametrize(
     ("requires", "problem"),
-    [(None, "it requires no version of toolkit-lm-core"), ("toolkit-lm-core>=0.1", "toolkit-lm-core>=0.1 admits every later core")],
+    [
+        (None, "it requires no version of toolkit-lm-core"),
+        ("toolkit-lm-core>=0.1", "toolkit-lm-core>=0.1 admits every later core"),
+    ],
 )
 def test_no_bound_on_core(install, check, requires, problem):
     code, report = check(install("unbound", requires=requires))
     assert code == 1
-    assert any(found.startswith(problem) and "toolkit-lm-core>=0.1,<0.2" in found for found in report["problems"])
+    assert any(
+        found.startswith(problem) and "toolkit-lm-core>=0.1,<0.2" in found
+        for found in report["problems"]
+    )
 
 
 @pytest.mark.filterwarnings("default")
@@ -104,14 +125,19 @@ def test_no_bound_on_core(install, check, requires, problem):
     ("change", "problem"),
     [
         (("(commands)", "(command)"), "has no argument 'command'. Did you mean 'commands'"),
-        (("toolkit_register_commands", "toolkit_register_comands"), "there is no hook 'toolkit_register_comands'"),
+        (
+            ("toolkit_register_commands", "toolkit_register_comands"),
+            "there is no hook 'toolkit_register_comands'",
+        ),
         (("@hookimpl", "raise OSError('no licence')"), "OSError: no licence"),
     ],
 )
 def test_broken_entry_modules(install, check, change, problem):
     code, report = check(install("wrong", RIGHT.replace(*change)))
     assert code == 1
-    assert any("plugin 'wrong' is broken" in found and problem in found for found in report["problems"])
+    assert any(
+        "plugin 'wrong' is broken" in found and problem in found for found in report["problems"]
+    )
 
 
 def test_broken_targets(install, check):
@@ -125,22 +151,35 @@ def test_a_target_that_is_not_of_its_kind(install, check):
     entry = RIGHT.replace("commands", "renderers").replace(', help="Nothing."', "")
     code, report = check(install("unkind", entry))
     assert (code, len(report["problems"])) == (1, 1)
-    assert report["problems"][0].endswith("'unkind_target:run' must be a subclass of toolkit_lm.renderer.Renderer.")
+    assert report["problems"][0].endswith(
+        "'unkind_target:run' must be a subclass of toolkit_lm.renderer.Renderer."
+    )
 
 
 def test_a_backend_without_its_methods(install, check):
     entry = (
-        RIGHT.replace("register_commands", "register_attention_backends").replace("commands", "backends").replace(', help="Nothing."', "")
+        RIGHT.replace("register_commands", "register_attention_backends")
+        .replace("commands", "backends")
+        .replace(', help="Nothing."', "")
     )
-    target = "from toolkit_lm.attention import AttentionBackend\n\nclass run(AttentionBackend):\n    def build(self, batch): ...\n"
+    target = (
+        "from toolkit_lm.attention import AttentionBackend\n\nclass run(AttentionBackend):\n    "
+        "def build(self, batch): ...\n"
+    )
     code, report = check(install("unfinished", entry, target))
     assert (code, len(report["problems"])) == (1, 1)
-    assert "'unfinished_target:run' does not define forward, page_layout, refuses, write_kv, which" in report["problems"][0]
+    assert (
+        "'unfinished_target:run' does not define forward, page_layout, refuses, write_kv, which"
+        in report["problems"][0]
+    )
 
 
 def test_a_model_with_another_constructor(install, check):
     entry = RIGHT.replace("commands", "models").replace(', help="Nothing."', "")
-    target = "from toolkit_lm.model import Model\n\nclass run(Model):\n    def __init__(self, config): ...\n"
+    target = (
+        "from toolkit_lm.model import Model\n\nclass run(Model):\n    def __init__(self, "
+        "config): ...\n"
+    )
     code, report = check(install("positional", entry, target))
     assert code == 1
     assert "cannot be made as run(vllm_config=..., prefix=...)" in report["problems"][0]
@@ -149,20 +188,38 @@ def test_a_model_with_another_constructor(install, check):
 def test_an_unknown_distribution(toolkit):
     done = toolkit("plugins", "check", "toolkit-lm-decoder2")
     assert (done.code, done.out) == (1, "")
-    assert "no distribution 'toolkit-lm-decoder2' that has plugins is installed. Did you mean 'toolkit-lm-decoder'" in done.err
+    assert (
+        "no distribution 'toolkit-lm-decoder2' that has plugins is installed. Did you mean "
+        "'toolkit-lm-decoder'"
+    ) in done.err
 
 
 @pytest.mark.parametrize(
     ("source", "found"),
     [
-        ("from toolkit_lm.model import Model\nclass Mine(Model):\n    _own = 1\n    def f(self): return self._own", []),
+        (
+            (
+                "from toolkit_lm.model import Model\nclass Mine(Model):\n    _own = 1\n    def "
+                "f(self): return self._own"
+            ),
+            [],
+        ),
         ("import toolkit_lm_other._private", []),
         ("from ._mine import x", []),
         ("import toolkit_lm\nprint(toolkit_lm.__version__)", []),
-        ("import toolkit_lm\ntoolkit_lm.attention.context._local", ["toolkit_lm.attention.context._local"]),
+        (
+            "import toolkit_lm\ntoolkit_lm.attention.context._local",
+            ["toolkit_lm.attention.context._local"],
+        ),
         ("import toolkit_lm._version", ["toolkit_lm._version"]),
-        ("from toolkit_lm.attention.context import _local as x", ["toolkit_lm.attention.context._local"]),
-        ("from toolkit_lm.scheduler import Scheduler as S\nS._admit = None", ["toolkit_lm.scheduler.Scheduler._admit"]),
+        (
+            "from toolkit_lm.attention.context import _local as x",
+            ["toolkit_lm.attention.context._local"],
+        ),
+        (
+            "from toolkit_lm.scheduler import Scheduler as S\nS._admit = None",
+            ["toolkit_lm.scheduler.Scheduler._admit"],
+        ),
     ],
 )
 def test_private_names_of_a_file(tmp_path, source, found):

@@ -1,4 +1,5 @@
-"""`toolkit plugins new`: what it writes, and what it refuses. That it installs and passes its tests is shown in tests/."""
+"""`toolkit plugins new`: what it writes, and what it refuses. That it installs and passes its tests
+is shown in tests/."""
 
 from __future__ import annotations
 
@@ -19,15 +20,26 @@ def test_a_whole_distribution(toolkit, tmp_path, kind):
     assert project["entry-points"]["toolkit_lm"] == {"my-thing": "toolkit_lm_my_thing"}
     others = {Kind.COMMAND: ["toolkit-lm-cli"], Kind.MODEL: ["toolkit-lm-rotary"]}
     wanted = ["toolkit-lm-core", *others.get(kind, [])]
-    assert [dependency.partition(f">={API_VERSION},<")[0] for dependency in project["dependencies"]] == wanted
+    assert [
+        dependency.partition(f">={API_VERSION},<")[0] for dependency in project["dependencies"]
+    ] == wanted
     files = {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()}
-    assert {"README.md", "pyproject.toml", "src/toolkit_lm_my_thing/__init__.py", "src/toolkit_lm_my_thing/py.typed"} < files
+    assert {
+        "README.md",
+        "pyproject.toml",
+        "src/toolkit_lm_my_thing/__init__.py",
+        "src/toolkit_lm_my_thing/py.typed",
+    } < files
     # Named after the plugin: two plugins' tests may be run together.
-    assert [file.startswith("tests/test_my_thing_") for file in files if file.startswith("tests/")] == [True]
+    assert [
+        file.startswith("tests/test_my_thing_") for file in files if file.startswith("tests/")
+    ] == [True]
     for file in files:
         if file.endswith(".py"):
             compile((home / file).read_text(), file, "exec")
-    assert not any("$" in (home / file).read_text() for file in files if not file.endswith("model.py"))
+    assert not any(
+        "$" in (home / file).read_text() for file in files if not file.endswith("model.py")
+    )
 
 
 def test_what_is_there_is_not_overwritten(toolkit, tmp_path):

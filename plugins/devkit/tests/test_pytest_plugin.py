@@ -17,8 +17,15 @@ print(json.dumps(sorted(sys.modules)))
 
 
 def loaded(*left_out):
-    """The modules of a process that loads what pytest finds by entry point, of all distributions but some."""
-    done = subprocess.run([sys.executable, "-c", LOAD, *left_out], capture_output=True, text=True, timeout=60, check=True)
+    """The modules of a process that loads what pytest finds by entry point, of all distributions
+    but some."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, *left_out],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     return json.loads(done.stdout)
 
 

@@ -21,7 +21,13 @@ def cluster():
         patch.setenv("OMP_NUM_THREADS", "1")
         import ray
 
-        ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+        ray.init(
+            "local",
+            num_cpus=4,
+            include_dashboard=False,
+            object_store_memory=100 * 2**20,
+            log_to_driver=False,
+        )
         yield ray.get_runtime_context().gcs_address
         ray.shutdown()
 

@@ -18,23 +18,38 @@ from toolkit_lm.resolution import resolve
 from toolkit_lm_async_llm import AsyncLLM
 from toolkit_lm_executor_ray.cluster import joined
 
-OPTIONS = {"model": "tiny", "executor": "ray", "device": "cpu", "dtype": "float32", "num_kv_blocks": 64, "start_timeout": 60}
+OPTIONS = {
+    "model": "tiny",
+    "executor": "ray",
+    "device": "cpu",
+    "dtype": "float32",
+    "num_kv_blocks": 64,
+    "start_timeout": 60,
+}
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = ["What is 7 plus 5?", "Tell me a story about a dog."]
-SIZES = {"tensor": {"tensor_parallel_size": 2}, "pipeline": {"pipeline_parallel_size": 2, "nodes": 2}}
+SIZES = {
+    "tensor": {"tensor_parallel_size": 2},
+    "pipeline": {"pipeline_parallel_size": 2, "nodes": 2},
+}
 WORKER = "toolkit-lm worker"
 """What it calls itself."""
 ACTOR = "NodeActor"
 
 
 def tokens(llm: LLM) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+    return [
+        list(output.outputs[0].token_ids)
+        for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    ]
 
 
 def nothing_is_left(processes) -> None:
     """5 seconds later, no rank lives, and Ray has what it had."""
     end = time.monotonic() + 5
-    while (processes(WORKER) or processes(ACTOR) or ray.available_resources().get("CPU") != 4) and time.monotonic() < end:
+    while (
+        processes(WORKER) or processes(ACTOR) or ray.available_resources().get("CPU") != 4
+    ) and time.monotonic() < end:
         time.sleep(0.1)
     assert processes(WORKER) == processes(ACTOR) == []
     assert ray.available_resources()["CPU"] == 4
@@ -57,7 +72,11 @@ def test_tokens_are_those_of_one_worker(expected, processes, size):
 
 
 @pytest.mark.parametrize(
-    ("word", "told"), [(WORKER, "the worker of rank . .* has died .*SIGKILL"), (ACTOR, "rank .: its Ray actor has died")]
+    ("word", "told"),
+    [
+        (WORKER, "the worker of rank . .* has died .*SIGKILL"),
+        (ACTOR, "rank .: its Ray actor has died"),
+    ],
 )
 def test_a_rank_is_killed(cluster, processes, word, told):
     with LLM(**OPTIONS, **SIZES["pipeline"]) as llm:
@@ -74,7 +93,9 @@ def test_a_rank_is_killed(cluster, processes, word, told):
 @pytest.mark.slow
 def test_an_engine_that_is_restarted_gets_other_ranks(cluster, expected, processes):
     address = {"executor_ray": {"address": cluster}}
-    config = VllmConfig.make(**OPTIONS, **SIZES["tensor"], plugin_option=address, engine_process=True, restart_engine=1)
+    config = VllmConfig.make(
+        **OPTIONS, **SIZES["tensor"], plugin_option=address, engine_process=True, restart_engine=1
+    )
 
     async def body():
         async with AsyncLLM(config) as llm:
@@ -101,7 +122,10 @@ def test_an_engine_that_is_restarted_gets_other_ranks(cluster, expected, process
 def test_too_few_resources(cluster, processes):
     """What is needed, what there is, and what to do are told."""
     options = {"executor_ray": {"placement_timeout": 1, "cpus": 3}}
-    with pytest.raises(UnsupportedError, match=r"no room for 1 x 6 CPU .* have 4 CPU, and 4 CPU are free.*executor_ray\.cpus"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"no room for 1 x 6 CPU .* have 4 CPU, and 4 CPU are free.*executor_ray\.cpus",
+    ):
         LLM(**OPTIONS, **SIZES["tensor"], plugin_option=options)
     nothing_is_left(processes)
 
@@ -128,18 +152,31 @@ def test_other_plugins(cluster, processes, tmp_path, monkeypatch):
     environment = f'{{"env_vars": {{"PYTHONPATH": "{tmp_path / "there"}"}}}}'
     monkeypatch.setenv("TOOLKIT_LM_PLUGINS", f"{os.environ['TOOLKIT_LM_PLUGINS']},there")
     with pytest.raises(PluginError, match=r"other plugins than its engine[\s\S]*there"):
-        LLM(**OPTIONS, **SIZES["tensor"], plugin_option={"executor_ray": {"runtime_env": environment}})
+        LLM(
+            **OPTIONS,
+            **SIZES["tensor"],
+            plugin_option={"executor_ray": {"runtime_env": environment}},
+        )
     nothing_is_left(processes)
 
 
 def test_a_machine_without_the_toolkit(cluster, processes, tmp_path):
     """Ray says why; the engine does not wait until the end of the start."""
     (tmp_path / "toolkit_lm_executor_ray").mkdir()
-    (tmp_path / "toolkit_lm_executor_ray" / "__init__.py").write_text("raise ImportError('there is no toolkit here')")
+    (tmp_path / "toolkit_lm_executor_ray" / "__init__.py").write_text(
+        "raise ImportError('there is no toolkit here')"
+    )
     environment = {"env_vars": {"PYTHONPATH": str(tmp_path)}}
     start = time.monotonic()
-    with pytest.raises(EngineDeadError, match=r"Ray could not start node 1, of rank 0, 1: [\s\S]*there is no toolkit here"):
-        LLM(**OPTIONS, **SIZES["tensor"], plugin_option={"executor_ray": {"runtime_env": environment}})
+    with pytest.raises(
+        EngineDeadError,
+        match=r"Ray could not start node 1, of rank 0, 1: [\s\S]*there is no toolkit here",
+    ):
+        LLM(
+            **OPTIONS,
+            **SIZES["tensor"],
+            plugin_option={"executor_ray": {"runtime_env": environment}},
+        )
     assert time.monotonic() - start < 30
     nothing_is_left(processes)
 
@@ -168,7 +205,12 @@ def test_no_cluster(monkeypatch):
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", refuse)
-    with pytest.raises(EngineDeadError, match=r"address=auto is not reached: Could not find.*address=local"), joined("auto"):
+    with (
+        pytest.raises(
+            EngineDeadError, match=r"address=auto is not reached: Could not find.*address=local"
+        ),
+        joined("auto"),
+    ):
         pass
 
 

@@ -53,10 +53,13 @@ def lives(process: psutil.Process) -> bool:
 
 
 def test_what_the_host_has_started_meanwhile_outlives_the_cluster(run):
-    """Such as ffmpeg, of another thread: it inherits the cluster's mark, and is a child of the same process."""
+    """Such as ffmpeg, of another thread: it inherits the cluster's mark, and is a child of the same
+    process."""
     cluster = LocalCluster()
     with cluster.environment(), cluster.watched():
-        raylet = run(f"{PACKAGE}/core/src/ray/raylet/raylet", "-c", "sleep 60 & wait", executable="/bin/bash")
+        raylet = run(
+            f"{PACKAGE}/core/src/ray/raylet/raylet", "-c", "sleep 60 & wait", executable="/bin/bash"
+        )
         worker = child_of(raylet)
         ffmpeg = run("/bin/bash", "-c", "sleep 60 & wait")
         part = child_of(ffmpeg)
@@ -96,6 +99,8 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "file" / "b"))
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
-    message = rf"cannot be made in '{re.escape(str(tmp_path))}/file/b': Not a directory\. Set RAY_TMPDIR"
+    message = (
+        rf"cannot be made in '{re.escape(str(tmp_path))}/file/b': Not a directory\. Set RAY_TMPDIR"
+    )
     with pytest.raises(EngineDeadError, match=message), joined("local"):
         pass

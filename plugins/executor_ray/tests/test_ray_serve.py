@@ -37,7 +37,9 @@ def test_replicas_of_the_app(cluster, monkeypatch):
 
         def ask(_: int = 0, max_tokens: int = 24) -> str:
             question = [{"role": "user", "content": "What is the capital of France?"}]
-            answer = client.chat.completions.create(model="tiny", messages=question, temperature=0, max_tokens=max_tokens)
+            answer = client.chat.completions.create(
+                model="tiny", messages=question, temperature=0, max_tokens=max_tokens
+            )
             return answer.choices[0].message.content
 
         assert "Paris" in ask()

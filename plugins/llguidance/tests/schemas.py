@@ -1,4 +1,5 @@
-"""Schemas of many kinds, most of them with documents short enough for a model that draws at random."""
+"""Schemas of many kinds, most of them with documents short enough for a model that draws at
+random."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ SCHEMAS = {
     "const": {"const": {"a": "b"}},
     "types": {"type": ["integer", "null", "boolean"]},
     "object": POINT,
-    "optional": {"type": "object", "properties": {"a": WORD, "b": POINT, "c": {"type": "null"}}, "additionalProperties": False},
+    "optional": {
+        "type": "object",
+        "properties": {"a": WORD, "b": POINT, "c": {"type": "null"}},
+        "additionalProperties": False,
+    },
     "additional": {
         "type": "object",
         "properties": {"a": {"type": "boolean"}},
@@ -32,7 +37,12 @@ SCHEMAS = {
         "additionalProperties": {"type": "integer", "minimum": 0},
     },
     "array": {"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 2, "maxItems": 5},
-    "tuple": {"type": "array", "prefixItems": [{"type": "integer"}, WORD], "items": False, "minItems": 2},
+    "tuple": {
+        "type": "array",
+        "prefixItems": [{"type": "integer"}, WORD],
+        "items": False,
+        "minItems": 2,
+    },
     "any": {"anyOf": [POINT, {"type": "array", "items": POINT, "maxItems": 2}]},
     "one": {"oneOf": [{"type": "integer"}, {"type": "string", "maxLength": 3}]},
     "all": {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 99}]},
@@ -51,7 +61,10 @@ SCHEMAS = {
         "$defs": {
             "tree": {
                 "type": "object",
-                "properties": {"value": {"type": "boolean"}, "left": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/tree"}]}},
+                "properties": {
+                    "value": {"type": "boolean"},
+                    "left": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/tree"}]},
+                },
                 "required": ["value", "left"],
                 "additionalProperties": False,
             }

@@ -22,18 +22,35 @@ def bytes_renderer(tmp_path_factory):
     """A renderer whose tokens are bytes, but for the first, which ends a text."""
     folder = tmp_path_factory.mktemp("bytes")
     letters = ["<eos>", *sorted(ByteLevel.alphabet())[:255]]
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
+    special = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
     tokenizer = {
         "version": "1.0",
         "added_tokens": [{"id": EOS, "content": "<eos>", **special}],
         "pre_tokenizer": level,
         "decoder": level,
-        "model": {"type": "BPE", "vocab": {letter: index for index, letter in enumerate(letters)}, "merges": []},
+        "model": {
+            "type": "BPE",
+            "vocab": {letter: index for index, letter in enumerate(letters)},
+            "merges": [],
+        },
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     config = SimpleNamespace(
-        checkpoint=SimpleNamespace(path=str(folder)), renderer=SimpleNamespace(tokenizer=None), plugins=VllmConfig.make(model="any").plugins
+        checkpoint=SimpleNamespace(path=str(folder)),
+        renderer=SimpleNamespace(tokenizer=None),
+        plugins=VllmConfig.make(model="any").plugins,
     )
     return Renderer(config, Tokenizer.from_file(str(folder / "tokenizer.json")))
 
@@ -53,8 +70,17 @@ class Renderer:
 
 class TestStructuredOutput(LogitsProcessorConformance):
     processor, params = StructuredOutput, StructuredOutputs
-    cases = ({"structured_outputs": {"regex": "[a-z]*"}}, {"response_format": {"type": "json_object"}}, {"guided_choice": ["yes", "no"]})
-    wrong = ({"structured_outputs": {"regex": "("}}, {"guided_json": "{"}, {"response_format": 5}, {"guided_regex": ""})
+    cases = (
+        {"structured_outputs": {"regex": "[a-z]*"}},
+        {"response_format": {"type": "json_object"}},
+        {"guided_choice": ["yes", "no"]},
+    )
+    wrong = (
+        {"structured_outputs": {"regex": "("}},
+        {"guided_json": "{"},
+        {"response_format": 5},
+        {"guided_regex": ""},
+    )
 
     @pytest.fixture(autouse=True)
     def renderer(self, bytes_renderer):
@@ -62,6 +88,9 @@ class TestStructuredOutput(LogitsProcessorConformance):
 
     def arguments(self, given):
         params = StructuredOutputs(**given)
-        arguments = prepare({name: value for name, value in given.items() if getattr(params, name) is not None}, self.used)
+        arguments = prepare(
+            {name: value for name, value in given.items() if getattr(params, name) is not None},
+            self.used,
+        )
         assert arguments is not None
         return dict(arguments)

@@ -29,7 +29,12 @@ ASKED = [
     {"regex": "The [a-z]{3,5} is here, and nobody knows why"},
     None,
 ]
-PROMPTS = ["Once upon a time there was a little cat that lived near the sea and was very happy", "It", "One day the king", "x y z " * 6] * 2
+PROMPTS = [
+    "Once upon a time there was a little cat that lived near the sea and was very happy",
+    "It",
+    "One day the king",
+    "x y z " * 6,
+] * 2
 
 
 class Steps:
@@ -58,10 +63,20 @@ def llm():
 def run(llm, given, asked=ASKED):
     """What the requests have given, and in how many steps."""
     before = STEPS.count
-    params = [SamplingParams(**{"max_tokens": 80, "seed": 5, "structured_outputs": one, **given}) for one in asked]
+    params = [
+        SamplingParams(**{"max_tokens": 80, "seed": 5, "structured_outputs": one, **given})
+        for one in asked
+    ]
     outputs = llm.generate(PROMPTS[: len(params)], params, use_tqdm=False)
     found = [
-        (one.token_ids, one.text, one.finish_reason, one.stop_reason, ranks(one.logprobs), output.error)
+        (
+            one.token_ids,
+            one.text,
+            one.finish_reason,
+            one.stop_reason,
+            ranks(one.logprobs),
+            output.error,
+        )
         for output in outputs
         for one in output.outputs
     ]
@@ -69,7 +84,10 @@ def run(llm, given, asked=ASKED):
 
 
 def ranks(logprobs):
-    return [[(token, entry.rank, round(entry.logprob, 2)) for token, entry in one.items()] for one in logprobs or ()]
+    return [
+        [(token, entry.rank, round(entry.logprob, 2)) for token, entry in one.items()]
+        for one in logprobs or ()
+    ]
 
 
 @pytest.fixture
@@ -98,7 +116,13 @@ CASES = {
     "min_tokens": {"temperature": 1.5, "min_tokens": 30},
     "ignore_eos": {"temperature": 1, "ignore_eos": True},
     "a cut": {"temperature": 1, "max_tokens": 7},
-    "penalties and filters": {"temperature": 0.8, "repetition_penalty": 1.3, "top_k": 9, "top_p": 0.9, "logit_bias": {5: -100.0}},
+    "penalties and filters": {
+        "temperature": 0.8,
+        "repetition_penalty": 1.3,
+        "top_k": 9,
+        "top_p": 0.9,
+        "logit_bias": {5: -100.0},
+    },
     "other processors": {"temperature": 1, "extra_args": {"mirostat_tau": 3.0, "typical_p": 0.9}},
 }
 
@@ -118,7 +142,13 @@ def test_what_other_rules_leave_nothing_of_fails_as_ever(llm, in_turns):
     assert plain[1].startswith(drafted[1])
 
 
-TIGHT = {"num_kv_blocks": 52, "block_size": 4, "max_model_len": 120, "max_num_seqs": 12, "max_num_batched_tokens": 16}
+TIGHT = {
+    "num_kv_blocks": 52,
+    "block_size": 4,
+    "max_model_len": 120,
+    "max_num_seqs": 12,
+    "max_num_batched_tokens": 16,
+}
 
 
 @pytest.mark.parametrize(
@@ -162,7 +192,9 @@ def test_masks_are_made_while_the_forward_pass_runs(llm, in_turns, monkeypatch):
 
     monkeypatch.setattr(StructuredOutput, "_prepare", watched)
     beside, _ = run(llm, {"temperature": 1.0})
-    assert sum(count for aside, count in made if aside) > 3 * sum(count for aside, count in made if not aside)
+    assert sum(count for aside, count in made if aside) > 3 * sum(
+        count for aside, count in made if not aside
+    )
     monkeypatch.setattr(StructuredOutput, "begin", lambda self, rows: None)
     made.clear()
     assert run(llm, {"temperature": 1.0})[0] == beside

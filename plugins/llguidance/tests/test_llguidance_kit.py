@@ -11,5 +11,8 @@ class TestLLGuidance(StructuredOutputConformance):
     asked = {
         "Lark": ({"grammar": 'start: ("ab" | "cd")~2..3'}, "(ab|cd){2,3}"),
         "GBNF": ({"grammar": 'root ::= ("ab" | "cd"){2,3}'}, "(ab|cd){2,3}"),
-        "tag": ({"structural_tag": {"format": {"type": "const_string", "value": "here it is"}}}, "here it is"),
+        "tag": (
+            {"structural_tag": {"format": {"type": "const_string", "value": "here it is"}}},
+            "here it is",
+        ),
     }

@@ -1,6 +1,8 @@
-"""The schemas of the JSON-Schema-Test-Suite (github.com/json-schema-org): of each that is accepted, all documents are valid.
+"""The schemas of the JSON-Schema-Test-Suite (github.com/json-schema-org): of each that is accepted,
+all documents are valid.
 
-json_schema_test_suite.json has them by draft, as file, description and schema; those that refer to other files are left out.
+json_schema_test_suite.json has them by draft, as file, description and schema; those that refer to
+other files are left out.
 """
 
 from __future__ import annotations
@@ -36,19 +38,29 @@ MOST = 150
 @pytest.fixture(scope="module")
 def vocabulary():
     folder = Path(toolkit_lm_tiny.__file__).parent / "checkpoint"
-    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] in (EOS, [EOS])
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] in (
+        EOS,
+        [EOS],
+    )
     return Vocabulary.of(Source(str(folder / "tokenizer.json"), (EOS,)))
 
 
 def draw(vocabulary, grammar, generator, closing):
-    """A document of random tokens, with a liking for what closes strings and objects; None where it is not at its end in time."""
+    """A document of random tokens, with a liking for what closes strings and objects; None where it
+    is not at its end in time."""
     matcher, token_ids = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits()), []
     for _ in range(MOST):
-        allowed = np.flatnonzero(np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")).tolist()
+        allowed = np.flatnonzero(
+            np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        ).tolist()
         assert allowed and not matcher.is_error(), matcher.get_error()
         if EOS in allowed and (len(allowed) == 1 or generator.random() < 0.3):
             return vocabulary.tokenizer.decode_bytes(token_ids).decode()
-        liked = [token for token in closing if token in allowed] if len(allowed) > 50 and generator.random() < 0.5 else []
+        liked = (
+            [token for token in closing if token in allowed]
+            if len(allowed) > 50 and generator.random() < 0.5
+            else []
+        )
         token_ids.append(generator.choice(liked or [token for token in allowed if token != EOS]))
         assert matcher.consume_token(token_ids[-1])
     return None
@@ -57,7 +69,9 @@ def draw(vocabulary, grammar, generator, closing):
 def wrong(validator, text):
     """The errors of a document, but for those that come of floating point."""
     for error in validator.iter_errors(json.loads(text)):
-        if error.validator != "multipleOf" or Decimal(str(error.instance)) % Decimal(str(error.validator_value)):
+        if error.validator != "multipleOf" or Decimal(str(error.instance)) % Decimal(
+            str(error.validator_value)
+        ):
             yield f"{text}: {error.message}"
 
 
@@ -65,13 +79,22 @@ def check(vocabulary, draft, draws):
     kind, accepted, compiler = DRAFTS[draft], 0, LLGuidanceCompiler(vocabulary.source)
     closing = vocabulary.tokenizer.tokenize_str('"}],: 0')
     for file, description, schema in SUITE[draft]:
-        schema = {} if schema is True else {"not": {}} if schema is False else {"$schema": kind.META_SCHEMA["$schema"], **schema}
+        schema = (
+            {}
+            if schema is True
+            else {"not": {}}
+            if schema is False
+            else {"$schema": kind.META_SCHEMA["$schema"], **schema}
+        )
         options = options_of(Wish("", "json", schema))
         grammar = grammar_of_schema(schema, options)
         if compiler.error_of(grammar, {"schema": schema, "options": options}):
             continue
         accepted += 1
-        validator, generator = kind(schema, format_checker=kind.FORMAT_CHECKER), random.Random(description)
+        validator, generator = (
+            kind(schema, format_checker=kind.FORMAT_CHECKER),
+            random.Random(description),
+        )
         for _ in range(draws):
             text = draw(vocabulary, grammar, generator, closing)
             errors = [] if text is None else list(wrong(validator, text))

@@ -25,10 +25,16 @@ SOURCE = Source(str(TINY / "tokenizer.json"), (3,))
 
 def renderer(folder=TINY, eos_token_ids=(3,), texts=None):
     config = SimpleNamespace(
-        checkpoint=SimpleNamespace(path=str(folder)), renderer=SimpleNamespace(tokenizer=None), plugins=VllmConfig.make(model="any").plugins
+        checkpoint=SimpleNamespace(path=str(folder)),
+        renderer=SimpleNamespace(tokenizer=None),
+        plugins=VllmConfig.make(model="any").plugins,
     )
-    made = SimpleNamespace(config=config, plugins=None, eos_token_ids=list(eos_token_ids), vocab_size=1536)
-    made.token_texts = texts or (lambda ids: [Vocabulary.of(SOURCE).tokenizer.decode_str([token]) for token in ids])
+    made = SimpleNamespace(
+        config=config, plugins=None, eos_token_ids=list(eos_token_ids), vocab_size=1536
+    )
+    made.token_texts = texts or (
+        lambda ids: [Vocabulary.of(SOURCE).tokenizer.decode_str([token]) for token in ids]
+    )
     return made
 
 
@@ -76,7 +82,9 @@ def test_the_processes_end_with_what_uses_them():
 
 def test_a_process_that_dies_is_replaced():
     trials = Trials(SOURCE, LLGuidanceReader.compiler)
-    jobs = [Job(f'{{"grammars": [{{"lark_grammar": "start: \\"{letter}\\""}}]}}') for letter in "abc"]
+    jobs = [
+        Job(f'{{"grammars": [{{"lark_grammar": "start: \\"{letter}\\""}}]}}') for letter in "abc"
+    ]
     assert trials.error_of(jobs[0]) == ""
     trials._idle[0]._popen.kill()
     trials._idle[0]._popen.wait()
@@ -89,7 +97,13 @@ def test_the_place_of_an_error():
     def error_of(schema):
         return "bad" if '"bad"' in str(schema).replace("'", '"') else ""
 
-    schema = {"properties": {"a/b~": {"items": {"anyOf": [{}, {"format": "bad"}]}}}, "$defs": {"c": {}}}
+    schema = {
+        "properties": {"a/b~": {"items": {"anyOf": [{}, {"format": "bad"}]}}},
+        "$defs": {"c": {}},
+    }
     assert locate(schema, "bad", error_of) == "#/properties/a~1b~0/items/anyOf/1"
     assert locate({"enum": ["bad"]}, "bad", error_of) == "#"
-    assert locate({"properties": {str(i): {} for i in range(1000)}, "x": "bad"}, "bad", error_of) == "#"
+    assert (
+        locate({"properties": {str(i): {} for i in range(1000)}, "x": "bad"}, "bad", error_of)
+        == "#"
+    )

@@ -21,7 +21,12 @@ def pictures(count: int = 12, width: int = 48, height: int = 32) -> list[np.ndar
     return found
 
 
-def animation(kind: str = "GIF", frames: list[np.ndarray] | None = None, duration: int | list[int] = 250, **options: object) -> bytes:
+def animation(
+    kind: str = "GIF",
+    frames: list[np.ndarray] | None = None,
+    duration: int | list[int] = 250,
+    **options: object,
+) -> bytes:
     first, *rest = [Image.fromarray(one) for one in (pictures() if frames is None else frames)]
     file = io.BytesIO()
     if kind == "WEBP":
@@ -37,7 +42,13 @@ def still(kind: str) -> bytes:
     return file.getvalue()
 
 
-def movie(format: str = "mp4", codec: str = "mpeg4", frames: list[np.ndarray] | None = None, rate: int = 4, **options: str) -> bytes:
+def movie(
+    format: str = "mp4",
+    codec: str = "mpeg4",
+    frames: list[np.ndarray] | None = None,
+    rate: int = 4,
+    **options: str,
+) -> bytes:
     """`options`: of the container."""
     frames = pictures() if frames is None else frames
     with tempfile.TemporaryDirectory() as folder:

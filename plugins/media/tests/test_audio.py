@@ -62,17 +62,31 @@ def test_a_wav_that_was_written_to_a_pipe():
 def test_a_wav_with_other_chunks_around():
     data = sound()
     place = data.index(b"data")
-    data = data[:place] + b"LIST" + struct.pack("<I", 3) + b"abc\0" + data[place:] + b"LIST" + struct.pack("<I", 2) + b"ab"
+    data = (
+        data[:place]
+        + b"LIST"
+        + struct.pack("<I", 3)
+        + b"abc\0"
+        + data[place:]
+        + b"LIST"
+        + struct.pack("<I", 2)
+        + b"ab"
+    )
     assert len(read(data)) == 16000
 
 
 def loud_at_the_end(channels: int, rate: int) -> np.ndarray:
     """Its bit rate varies: a first frame says little of the others."""
-    quiet, loud = np.zeros((rate * 2, channels)), np.random.default_rng(0).uniform(-0.5, 0.5, (rate * 2, channels))
+    quiet, loud = (
+        np.zeros((rate * 2, channels)),
+        np.random.default_rng(0).uniform(-0.5, 0.5, (rate * 2, channels)),
+    )
     return np.concatenate([quiet, loud])
 
 
-@pytest.mark.parametrize(("rate", "channels"), [(44100, 2), (48000, 1), (22050, 2), (16000, 1), (8000, 1)])
+@pytest.mark.parametrize(
+    ("rate", "channels"), [(44100, 2), (48000, 1), (22050, 2), (16000, 1), (8000, 1)]
+)
 @pytest.mark.parametrize("tag", [b"", b"ID3\4\0\0\0\0\0\x0a" + bytes(10)], ids=["bare", "tagged"])
 @pytest.mark.parametrize("reverse", [False, True], ids=["quiet first", "loud first"])
 def test_an_mp3_that_does_not_say_how_long_it_is(rate, channels, tag, reverse):
@@ -87,14 +101,20 @@ def test_an_mp3_that_does_not_say_how_long_it_is(rate, channels, tag, reverse):
     # What encoders put before the sound is not taken off.
     shift = len(found) - len(expected)
     assert 0 <= shift < 4 * 1152
-    best = min(float(np.abs(found[i : i + len(expected)] - expected)[rate : rate * 3].mean()) for i in range(shift + 1))
+    best = min(
+        float(np.abs(found[i : i + len(expected)] - expected)[rate : rate * 3].mean())
+        for i in range(shift + 1)
+    )
     assert best < 1e-3
 
 
 def test_an_mp3_that_does_not_say_it_is_counted_no_further_than_it_is_taken():
     whole = sound("MP3", 3.0)
     bare = whole[whole.index(whole[:2], 4) :]
-    with pytest.raises(RequestError, match=r"more than the 1 that are taken"), open_audio(bare, MediaLimits(max_audio_seconds=1)):
+    with (
+        pytest.raises(RequestError, match=r"more than the 1 that are taken"),
+        open_audio(bare, MediaLimits(max_audio_seconds=1)),
+    ):
         pass
 
 
@@ -106,6 +126,9 @@ def test_seconds_that_make_no_sense(seconds):
 
 def test_errors_name_the_item_and_the_parameter():
     item, told = b"GIF89a" + bytes(20), r"^audio 3: it is an image, and no recording"
-    with pytest.raises(RequestError, match=told) as caught, open_audio(item, LIMITS, what="audio 3", param="messages"):
+    with (
+        pytest.raises(RequestError, match=told) as caught,
+        open_audio(item, LIMITS, what="audio 3", param="messages"),
+    ):
         pass
     assert caught.value.param == "messages"

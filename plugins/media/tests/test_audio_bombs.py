@@ -1,4 +1,5 @@
-"""Hostile recordings: each a RequestError that names the item, within a second, and without memory."""
+"""Hostile recordings: each a RequestError that names the item, within a second, and without
+memory."""
 
 from __future__ import annotations
 
@@ -23,10 +24,17 @@ SECONDS = 1.0
 
 
 def wav(rate: int = 16000, channels: int = 1, bits: int = 16, **body: Any) -> bytes:
-    return riff(struct.pack("<HHIIHH", 1, channels, rate, 2 * rate % 2**32, channels * bits // 8 % 2**16, bits), **body)
+    return riff(
+        struct.pack(
+            "<HHIIHH", 1, channels, rate, 2 * rate % 2**32, channels * bits // 8 % 2**16, bits
+        ),
+        **body,
+    )
 
 
-def riff(described: bytes, data: bytes = bytes(3200), size: int | None = None, before: bytes = b"") -> bytes:
+def riff(
+    described: bytes, data: bytes = bytes(3200), size: int | None = None, before: bytes = b""
+) -> bytes:
     """`size`: of the samples, as it says; `before`: chunks before them."""
     body = b"WAVEfmt " + struct.pack("<I", len(described)) + described + before
     body += b"data" + struct.pack("<I", len(data) if size is None else size) + data
@@ -87,52 +95,97 @@ def not_a_number() -> bytes:
 BOMBS: dict[str, tuple[Callable[[], bytes], str]] = {
     "nothing": (lambda: b"", "it is empty"),
     "too many bytes": (lambda: b"fLaC" + bytes(LIMITS.max_bytes), "more than the 25 MiB"),
-    "text": (lambda: b"this is no recording.wav", "no recording of a known format; known: AAC, FLAC, M4A, MP3, MP4, Ogg, WAV, WEBM"),
+    "text": (
+        lambda: b"this is no recording.wav",
+        "no recording of a known format; known: AAC, FLAC, M4A, MP3, MP4, Ogg, WAV, WEBM",
+    ),
     "a PNG": (lambda: still("PNG"), "it is an image, and no recording"),
     "a movie": (lambda: movie(), "it has no sound"),
     "a movie in WEBM": (lambda: movie("webm", "libvpx"), "it has no sound"),
     "an AVI": (lambda: movie("avi"), "no recording of a known format"),
     "an AIFF": (lambda: sound("AIFF"), "no recording of a known format"),
     "a list of files": (lambda: b"#EXTM3U\nfile:///etc/passwd\n", "no recording of a known format"),
-    "AAC": (lambda: b"\xff\xf1\x50\x80" + bytes(1000), "truncated AAC|broken or truncated recording|no samples"),
+    "AAC": (
+        lambda: b"\xff\xf1\x50\x80" + bytes(1000),
+        "truncated AAC|broken or truncated recording|no samples",
+    ),
     "a WAV's magic alone": (lambda: b"RIFF\0\0\0\0WAVE", "truncated WAV: it has no samples"),
     "a WAV without samples": (lambda: wav(data=b""), "it has no samples"),
     "a WAV of no sample": (lambda: wav(data=b"a"), "it has no samples|cannot be read"),
     "a truncated WAV": (lambda: cut(sound()), "truncated WAV: .* of 32000 bytes"),
     "a WAV that says it has gigabytes": (lambda: wav(size=2**32 - 2), "truncated WAV"),
     "a WAV of many chunks": (lambda: wav(before=b"junk\0\0\0\0" * 1_000_000), "too many chunks"),
-    "a WAV whose chunk is not there": (lambda: wav(before=b"junk\xff\xff\xff\x7f"), "truncated WAV"),
+    "a WAV whose chunk is not there": (
+        lambda: wav(before=b"junk\xff\xff\xff\x7f"),
+        "truncated WAV",
+    ),
     "a WAV at no rate": (lambda: wav(rate=0), "0 samples a second|cannot be read"),
     "a WAV at a slow rate": (lambda: wav(rate=10), "states 10 samples a second; 1,000 to 384,000"),
     "a WAV at a fast rate": (lambda: wav(rate=2**31 - 1), "samples a second; 1,000 to 384,000"),
     "a WAV of no channel": (lambda: wav(channels=0), "0 channels|cannot be read"),
-    "a WAV of many channels": (lambda: wav(channels=9, data=bytes(18 * 100)), "it has 9 channels; up to 8"),
+    "a WAV of many channels": (
+        lambda: wav(channels=9, data=bytes(18 * 100)),
+        "it has 9 channels; up to 8",
+    ),
     "a WAV of 65535 channels": (lambda: wav(channels=65535), "channels|cannot be read"),
     "a WAV of no bits": (lambda: wav(bits=0), "cannot be read"),
-    "a long WAV": (lambda: wav(rate=1000, bits=8, data=bytes(601_000)), "601.00 seconds, more than the 600 .*max_audio_seconds"),
+    "a long WAV": (
+        lambda: wav(rate=1000, bits=8, data=bytes(601_000)),
+        "601.00 seconds, more than the 600 .*max_audio_seconds",
+    ),
     "a WAV of NaN": (not_a_number, "not finite"),
     "a WAV of infinity": (lambda: encoded(np.full(1000, np.inf), subtype="FLOAT"), "not finite"),
     "a FLAC's magic alone": (lambda: b"fLaC", "cannot be read as audio"),
     "a truncated FLAC": (lambda: cut(sound("FLAC")), "broken or truncated FLAC"),
     "a FLAC that does not say how long it is": (lambda: flac(0), "does not say how long"),
-    "a FLAC that says it lasts for days": (lambda: flac(2**36 - 1), "1431655.77 seconds, more than the 600"),
-    "a FLAC that lasts for hours": (lambda: encoded(np.zeros(8000 * 7200, np.int16), "FLAC", 8000), "7200.00 seconds, more than the 600"),
-    "a FLAC of many channels at a fast rate": (lambda: flac(384_000 * 599, 384_000, 8), "8 channels together, more than are decoded"),
+    "a FLAC that says it lasts for days": (
+        lambda: flac(2**36 - 1),
+        "1431655.77 seconds, more than the 600",
+    ),
+    "a FLAC that lasts for hours": (
+        lambda: encoded(np.zeros(8000 * 7200, np.int16), "FLAC", 8000),
+        "7200.00 seconds, more than the 600",
+    ),
+    "a FLAC of many channels at a fast rate": (
+        lambda: flac(384_000 * 599, 384_000, 8),
+        "8 channels together, more than are decoded",
+    ),
     "a FLAC with more than it says": (lambda: flac(100), ""),
     "a FLAC with less than it says": (lambda: flac(100_000), "truncated FLAC"),
-    "a broken FLAC": (lambda: sound("FLAC")[:2000] + bytes(3000) + sound("FLAC")[5000:], "broken or truncated FLAC"),
+    "a broken FLAC": (
+        lambda: sound("FLAC")[:2000] + bytes(3000) + sound("FLAC")[5000:],
+        "broken or truncated FLAC",
+    ),
     "an Ogg's magic alone": (lambda: b"OggS", "truncated Ogg"),
     "a truncated Ogg": (lambda: cut(sound("OGG")), "truncated Ogg"),
     "a truncated Opus": (lambda: cut(sound("OGG", subtype="OPUS")), "truncated Ogg"),
     "an Ogg less a byte": (lambda: sound("OGG")[:-1], "truncated Ogg"),
     "an Ogg that says it lasts for days": (lambda: ogg_of_other_length(2**40), ""),
     "an Ogg that says it ends before it begins": (lambda: ogg_of_other_length(-5), ""),
-    "an Ogg of empty pages": (empty_pages, "no samples|cannot be read|broken|truncated|does not say"),
-    "an MP3's magic alone": (lambda: b"\xff\xfb\x90", "cannot be read as audio: it has no frames of an MP3"),
-    "an MP3 of other bytes": (lambda: b"\xff\xfb\x90\x64" + bytes(20_000_000), "cannot be read as audio|broken|no samples"),
-    "an MP3 of marks": (lambda: b"\xff\xfb" * 10_000_000, "cannot be read as audio|broken|no samples"),
-    "an MP3 of a million frames": (lambda: (b"\xff\xf3\x14\xc4" + bytes(20)) * 1_000_000, "seconds, more than the 600"),
-    "an MP3 that goes on as something else": (lambda: b"\xff\xfb\x90\x64" * 1_000_000, "cannot be read as audio|broken|no samples"),
+    "an Ogg of empty pages": (
+        empty_pages,
+        "no samples|cannot be read|broken|truncated|does not say",
+    ),
+    "an MP3's magic alone": (
+        lambda: b"\xff\xfb\x90",
+        "cannot be read as audio: it has no frames of an MP3",
+    ),
+    "an MP3 of other bytes": (
+        lambda: b"\xff\xfb\x90\x64" + bytes(20_000_000),
+        "cannot be read as audio|broken|no samples",
+    ),
+    "an MP3 of marks": (
+        lambda: b"\xff\xfb" * 10_000_000,
+        "cannot be read as audio|broken|no samples",
+    ),
+    "an MP3 of a million frames": (
+        lambda: (b"\xff\xf3\x14\xc4" + bytes(20)) * 1_000_000,
+        "seconds, more than the 600",
+    ),
+    "an MP3 that goes on as something else": (
+        lambda: b"\xff\xfb\x90\x64" * 1_000_000,
+        "cannot be read as audio|broken|no samples",
+    ),
     "a truncated MP3": (lambda: cut(sound("MP3", 10.0)), "truncated MP3: .* of 160000 samples"),
     "a tag alone": (lambda: id3(100), "cannot be read as audio"),
     "a tag that is not there": (lambda: id3(2**28 - 1, sound("MP3")), "cannot be read as audio"),
@@ -146,7 +199,10 @@ def test_bombs(name: str) -> None:
     data = make()
     start = time.perf_counter()
     if message:
-        with pytest.raises(RequestError, match=message) as caught, open_audio(data, LIMITS, what="audio 2") as audio:
+        with (
+            pytest.raises(RequestError, match=message) as caught,
+            open_audio(data, LIMITS, what="audio 2") as audio,
+        ):
             audio.read(16000)
         assert str(caught.value).startswith("audio 2: ")
         assert len(str(caught.value)) < 200
@@ -163,7 +219,11 @@ def peak() -> int:
 
 
 def test_bombs_take_no_memory() -> None:
-    lasting = {name: make() for name, (make, _) in BOMBS.items() if "says" in name or "lasts" in name or "fast" in name}
+    lasting = {
+        name: make()
+        for name, (make, _) in BOMBS.items()
+        if "says" in name or "lasts" in name or "fast" in name
+    }
     Path("/proc/self/clear_refs").write_text("5")
     before = peak()
     for data in lasting.values():
@@ -173,9 +233,16 @@ def test_bombs_take_no_memory() -> None:
     assert peak() - before < 16 * 1024
 
 
-def test_a_recording_is_not_decoded_to_learn_that_it_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soundfile.SoundFile, "read", lambda *given, **named: pytest.fail("it was decoded"))
-    limits, told = MediaLimits(max_audio_seconds=1.5), r"it has 2\.00 seconds, more than the 1\.5 that are taken \(max_audio_seconds\)"
+def test_a_recording_is_not_decoded_to_learn_that_it_is_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        soundfile.SoundFile, "read", lambda *given, **named: pytest.fail("it was decoded")
+    )
+    limits, told = (
+        MediaLimits(max_audio_seconds=1.5),
+        r"it has 2\.00 seconds, more than the 1\.5 that are taken \(max_audio_seconds\)",
+    )
     for format in ("WAV", "FLAC", "OGG", "MP3"):
         with pytest.raises(RequestError, match=told), open_audio(sound(format, 2.0), limits):
             pass

@@ -116,7 +116,8 @@ def port() -> Iterator[int]:
 
 
 def names(monkeypatch: pytest.MonkeyPatch, *answers: list[str]) -> list[str]:
-    """Each look-up gets the next of `answers`, or the last one. The list has the names asked for."""
+    """Each look-up gets the next of `answers`, or the last one. The list has the names asked
+    for."""
     asked: list[str] = []
     real = socket.getaddrinfo
 
@@ -126,14 +127,25 @@ def names(monkeypatch: pytest.MonkeyPatch, *answers: list[str]) -> list[str]:
             return real(host, port, *rest, **named)
         asked.append(host)
         found = answers[min(len(asked), len(answers)) - 1]
-        return [(socket.AF_INET6 if ":" in text else socket.AF_INET, socket.SOCK_STREAM, 6, "", (text, port)) for text in found]
+        return [
+            (
+                socket.AF_INET6 if ":" in text else socket.AF_INET,
+                socket.SOCK_STREAM,
+                6,
+                "",
+                (text, port),
+            )
+            for text in found
+        ]
 
     monkeypatch.setattr(addresses.socket, "getaddrinfo", getaddrinfo)
     return asked
 
 
 def limits(port: int, **change: object) -> MediaLimits:
-    return MediaLimits(**{"max_bytes": 1000, "timeout": 5.0, "allowed_hosts": (f"{NAME}:{port}",), **change})
+    return MediaLimits(
+        **{"max_bytes": 1000, "timeout": 5.0, "allowed_hosts": (f"{NAME}:{port}",), **change}
+    )
 
 
 @pytest.fixture
@@ -239,9 +251,13 @@ PRIVATE = [
 
 @pytest.mark.parametrize("address", PRIVATE)
 @pytest.mark.parametrize("others", [[], [PUBLIC], ["2606:2800:220:1::1"]])
-def test_addresses_that_are_not_public(monkeypatch: pytest.MonkeyPatch, address: str, others: list[str]) -> None:
+def test_addresses_that_are_not_public(
+    monkeypatch: pytest.MonkeyPatch, address: str, others: list[str]
+) -> None:
     names(monkeypatch, [*others, address])
-    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: pytest.fail("a connection was made"))
+    monkeypatch.setattr(
+        socket, "create_connection", lambda *_, **__: pytest.fail("a connection was made")
+    )
     start = time.perf_counter()
     with pytest.raises(RequestError, match="not public") as caught:
         load_bytes(f"http://{NAME}/", MediaLimits(allowed_hosts=(NAME,)))
@@ -249,7 +265,17 @@ def test_addresses_that_are_not_public(monkeypatch: pytest.MonkeyPatch, address:
     assert address not in str(caught.value)
 
 
-@pytest.mark.parametrize("address", [PUBLIC, "8.8.8.8", "2606:2800:220:1::1", "::ffff:8.8.8.8", "64:ff9b::808:808", "2002:808:808::1"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        PUBLIC,
+        "8.8.8.8",
+        "2606:2800:220:1::1",
+        "::ffff:8.8.8.8",
+        "64:ff9b::808:808",
+        "2002:808:808::1",
+    ],
+)
 def test_addresses_that_are_public(address: str) -> None:
     assert addresses.is_public(ip_address(address))
 
@@ -262,7 +288,9 @@ def refuse(monkeypatch: pytest.MonkeyPatch, called: list[str]) -> None:
     monkeypatch.setattr(socket, "create_connection", connect)
 
 
-def test_the_connection_goes_to_the_address_that_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_connection_goes_to_the_address_that_was_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     called: list[str] = []
     asked = names(monkeypatch, [PUBLIC, "8.8.8.8"], ["127.0.0.1"])
     refuse(monkeypatch, called)
@@ -273,7 +301,9 @@ def test_the_connection_goes_to_the_address_that_was_checked(monkeypatch: pytest
     assert PUBLIC not in str(caught.value)
 
 
-def test_a_redirect_to_a_name_that_is_now_private(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_redirect_to_a_name_that_is_now_private(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names(monkeypatch, ["127.0.0.1"], ["10.0.0.1"])
     monkeypatch.setattr(addresses, "is_public", lambda address: not str(address).startswith("10."))
     with pytest.raises(RequestError, match="not public"):

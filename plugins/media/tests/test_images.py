@@ -36,7 +36,9 @@ RNG = np.random.default_rng(0)
 def picture(mode: str = "RGB", width: int = 13, height: int = 7) -> Image.Image:
     if mode == "I;16":
         return Image.fromarray(RNG.integers(0, 2**16, (height, width), dtype=np.uint16))
-    return Image.fromarray(RNG.integers(0, 256, (height, width, 4), dtype=np.uint8), "RGBA").convert(mode)
+    return Image.fromarray(
+        RNG.integers(0, 256, (height, width, 4), dtype=np.uint8), "RGBA"
+    ).convert(mode)
 
 
 def encoded(image: Image.Image, format: str, **options: object) -> bytes:
@@ -60,7 +62,9 @@ def test_a_size_is_read_of_a_beginning(format: str) -> None:
     assert image_size(data[:9]) is image_size(b"") is None
 
 
-@pytest.mark.parametrize(("format", "mode"), [(format, mode) for format, modes in MODES.items() for mode in modes])
+@pytest.mark.parametrize(
+    ("format", "mode"), [(format, mode) for format, modes in MODES.items() for mode in modes]
+)
 def test_each_format_and_mode_is_as_pillow_has_it(format: str, mode: str) -> None:
     data = encoded(picture(mode), format)
     got = open_image(data, LIMITS)
@@ -71,13 +75,17 @@ def test_each_format_and_mode_is_as_pillow_has_it(format: str, mode: str) -> Non
     np.testing.assert_array_equal(got, by_pillow(data))
 
 
-@pytest.mark.parametrize("options", [{"progressive": True}, {"comment": b"c" * 60000}, {"icc_profile": b"i" * 200_000}])
+@pytest.mark.parametrize(
+    "options", [{"progressive": True}, {"comment": b"c" * 60000}, {"icc_profile": b"i" * 200_000}]
+)
 def test_jpegs_with_more_in_them(options: dict[str, object]) -> None:
     data = encoded(picture(width=99, height=55), "JPEG", **options)
     np.testing.assert_array_equal(open_image(data, LIMITS), by_pillow(data))
 
 
-@pytest.mark.parametrize("options", [{"lossless": True}, {"save_all": True, "append_images": [picture()]}])
+@pytest.mark.parametrize(
+    "options", [{"lossless": True}, {"save_all": True, "append_images": [picture()]}]
+)
 def test_webps_of_each_kind(options: dict[str, object]) -> None:
     data = encoded(picture(), "WEBP", **options)
     np.testing.assert_array_equal(open_image(data, LIMITS), by_pillow(data))
@@ -122,7 +130,10 @@ def test_the_right_way_up_by_png_texts() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     raw = b"Exif\x00\x00" + exif.tobytes().removeprefix(b"Exif\x00\x00")
-    for key, text in {"Raw profile type exif": f"\nexif\n{len(raw)}\n{raw.hex()}", "XML:com.adobe.xmp": 'tiff:Orientation="6"'}.items():
+    for key, text in {
+        "Raw profile type exif": f"\nexif\n{len(raw)}\n{raw.hex()}",
+        "XML:com.adobe.xmp": 'tiff:Orientation="6"',
+    }.items():
         info = PngImagePlugin.PngInfo()
         info.add_itxt(key, text) if key.startswith("XML") else info.add_text(key, text)
         data = encoded(picture(), "PNG", pnginfo=info)
@@ -140,17 +151,32 @@ def test_threads_share_nothing() -> None:
     files = [encoded(picture(width=n), format) for n in range(1, 30) for format in MODES]
     expected = [by_pillow(data) for data in files]
     with ThreadPoolExecutor(4) as pool:
-        for got, want in zip(pool.map(lambda data: open_image(data, LIMITS), files), expected, strict=True):
+        for got, want in zip(
+            pool.map(lambda data: open_image(data, LIMITS), files), expected, strict=True
+        ):
             np.testing.assert_array_equal(got, want)
 
 
 def test_errors_name_the_item_and_the_parameter() -> None:
-    with pytest.raises(RequestError, match=re.escape("image 2: it is no picture of a known format; known: BMP, GIF, JPEG")) as caught:
+    with pytest.raises(
+        RequestError,
+        match=re.escape("image 2: it is no picture of a known format; known: BMP, GIF, JPEG"),
+    ) as caught:
         open_image(b"text", LIMITS, what="image 2", param="messages")
     assert caught.value.param == "messages"
     assert caught.value.__cause__ is None
 
 
 def test_the_package_is_light() -> None:
-    code = "import toolkit_lm_media, sys, json; print(json.dumps([m for m in ('PIL', 'numpy', 'httpx') if m in sys.modules]))"
-    assert json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60).stdout) == []
+    code = (
+        "import toolkit_lm_media, sys, json; print(json.dumps([m for m in ('PIL', 'numpy', "
+        "'httpx') if m in sys.modules]))"
+    )
+    assert (
+        json.loads(
+            subprocess.run(
+                [sys.executable, "-c", code], capture_output=True, check=True, timeout=60
+            ).stdout
+        )
+        == []
+    )

@@ -37,7 +37,9 @@ def picture(mode: str) -> Image.Image:
     """Of samples of all values that a mode of 8 bits has."""
     if mode in HIGH:
         dtype = ">u2" if mode == "I;16B" else "<u2"
-        return Image.frombytes(mode, (14, 9), RNG.integers(0, 2**16, (9, 14)).astype(dtype).tobytes())
+        return Image.frombytes(
+            mode, (14, 9), RNG.integers(0, 2**16, (9, 14)).astype(dtype).tobytes()
+        )
     if mode in ("I", "F"):
         return Image.fromarray(SAMPLES[..., 0].astype("int32" if mode == "I" else "float32"))
     image = Image.fromarray(SAMPLES, "RGBA")
@@ -47,7 +49,11 @@ def picture(mode: str) -> Image.Image:
         case "PA":
             return image.convert("RGB").quantize(16).convert("PA")
         case "LAB" | "HSV" | "YCbCr":
-            return image.convert("RGB").convert(mode) if mode != "LAB" else Image.frombytes(mode, (14, 9), SAMPLES[..., :3].tobytes())
+            return (
+                image.convert("RGB").convert(mode)
+                if mode != "LAB"
+                else Image.frombytes(mode, (14, 9), SAMPLES[..., :3].tobytes())
+            )
         case "RGBa":
             return image.convert("RGBa")
         case _:
@@ -83,7 +89,8 @@ def files(format: str) -> list[bytes]:
 
 @pytest.mark.parametrize("format", sorted(name for name in Image.SAVE if files(name)))
 def test_every_format(format):
-    """A file of Pillow's is read as transformers reads it, or refused with the formats that are read."""
+    """A file of Pillow's is read as transformers reads it, or refused with the formats that are
+    read."""
     for data in files(format):
         check_file(format, data)
 
@@ -91,7 +98,9 @@ def test_every_format(format):
 def check_file(format: str, data: bytes) -> None:
     if not data.startswith((b"\x89PNG", b"\xff\xd8", b"GIF8", b"BM", b"RIFF")):
         assert format not in READ
-        with pytest.raises(RequestError, match="no picture of a known format; known: BMP, GIF, JPEG, PNG, WEBP"):
+        with pytest.raises(
+            RequestError, match="no picture of a known format; known: BMP, GIF, JPEG, PNG, WEBP"
+        ):
             open_image(data, LIMITS)
         return
     got = open_image(data, LIMITS)
@@ -122,7 +131,9 @@ def test_the_formats_that_are_read_are_tried():
 def test_alpha_is_dropped_as_transformers_drops_it(mode, options):
     file = io.BytesIO()
     picture(mode).save(file, "PNG", **options)
-    np.testing.assert_array_equal(open_image(file.getvalue(), LIMITS), of_transformers(file.getvalue()))
+    np.testing.assert_array_equal(
+        open_image(file.getvalue(), LIMITS), of_transformers(file.getvalue())
+    )
 
 
 def test_what_lies_under_transparent_pixels_is_seen():
@@ -136,7 +147,9 @@ def test_of_an_animation_the_first_frame(format):
     file = io.BytesIO()
     frames = [picture("RGB"), Image.new("RGB", (14, 9), (9, 9, 9))]
     frames[0].save(file, format, save_all=True, append_images=frames[1:])
-    np.testing.assert_array_equal(open_image(file.getvalue(), LIMITS), of_transformers(file.getvalue()))
+    np.testing.assert_array_equal(
+        open_image(file.getvalue(), LIMITS), of_transformers(file.getvalue())
+    )
 
 
 def test_sixteen_bits_keep_their_high_byte():
@@ -157,7 +170,9 @@ def test_integers_of_another_range_are_refused(values):
         to_rgb(Image.fromarray(np.array(values, np.int32)))
 
 
-@pytest.mark.parametrize("values", [[[0.0, 0.5, 1.0]], [[-3.0, 4.0]], [[0.0, 256.0]], [[0.0, float("nan")]]])
+@pytest.mark.parametrize(
+    "values", [[[0.0, 0.5, 1.0]], [[-3.0, 4.0]], [[0.0, 256.0]], [[0.0, float("nan")]]]
+)
 def test_floats_of_another_range_are_refused(values):
     with pytest.raises(RefusedError, match="those from 0 to 255 are read: scale them"):
         to_rgb(Image.fromarray(np.array(values, np.float32)))

@@ -1,4 +1,5 @@
-"""Every format of recordings that OpenAI's API names, and what phones and browsers write, made by FFmpeg here."""
+"""Every format of recordings that OpenAI's API names, and what phones and browsers write, made by
+FFmpeg here."""
 
 from __future__ import annotations
 
@@ -41,7 +42,11 @@ def heard(data: bytes, limits: MediaLimits = LIMITS) -> tuple[float, float, floa
     with open_audio(data, limits) as audio:
         samples, said = audio.read(16000), audio.seconds
     assert samples.dtype == np.float32 and samples.ndim == 1
-    return said, len(samples) / 16000, float(np.abs(np.fft.rfft(samples)).argmax() * 16000 / len(samples))
+    return (
+        said,
+        len(samples) / 16000,
+        float(np.abs(np.fft.rfft(samples)).argmax() * 16000 / len(samples)),
+    )
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -49,7 +54,10 @@ def test_every_format_is_heard(name):
     for container, codec, rate in FILES[name]:
         data = recorded(container, codec, rate)
         said, seconds, tone = heard(data)
-        assert seconds == pytest.approx(2, abs=0.1) and said == pytest.approx(seconds, abs=0.1), (container, codec)
+        assert seconds == pytest.approx(2, abs=0.1) and said == pytest.approx(seconds, abs=0.1), (
+            container,
+            codec,
+        )
         assert tone == pytest.approx(440, abs=2), (container, codec)
         assert format_of(data) == NAMES.get(name, name.upper())
 
@@ -63,7 +71,9 @@ def test_the_sound_of_a_movie(container, codec):
     assert heard(recorded(container, codec, 48000, pictures=True))[2] == pytest.approx(440, abs=2)
 
 
-@pytest.mark.parametrize(("container", "codec"), [("mp4", "aac"), ("webm", "libopus"), ("adts", "aac")])
+@pytest.mark.parametrize(
+    ("container", "codec"), [("mp4", "aac"), ("webm", "libopus"), ("adts", "aac")]
+)
 def test_channels_are_averaged(container, codec):
     assert heard(recorded(container, codec, 48000, channels=2))[2] == pytest.approx(440, abs=2)
 
@@ -74,13 +84,22 @@ def test_a_stream_of_a_browser_that_does_not_say_how_long_it_is():
 
 
 def test_files_of_phones_are_sounds():
-    assert modality_of(recorded("ipod", "aac", 44100)[:12]) == modality_of(recorded("adts", "aac", 44100)[:12]) == "audio"
+    assert (
+        modality_of(recorded("ipod", "aac", 44100)[:12])
+        == modality_of(recorded("adts", "aac", 44100)[:12])
+        == "audio"
+    )
 
 
-@pytest.mark.parametrize(("container", "codec", "rate"), [("mp4", "aac", 44100), ("webm", "libopus", 48000), ("adts", "aac", 44100)])
+@pytest.mark.parametrize(
+    ("container", "codec", "rate"),
+    [("mp4", "aac", 44100), ("webm", "libopus", 48000), ("adts", "aac", 44100)],
+)
 class TestBounds:
     def test_too_long(self, container, codec, rate):
-        with pytest.raises(RequestError, match=r"more than the 3 (seconds )?that are taken \(max_audio_seconds\)"):
+        with pytest.raises(
+            RequestError, match=r"more than the 3 (seconds )?that are taken \(max_audio_seconds\)"
+        ):
             heard(recorded(container, codec, rate, 6.0), MediaLimits(max_audio_seconds=3))
 
     def test_cut_short(self, container, codec, rate):
@@ -96,8 +115,13 @@ class TestBounds:
 
     def test_without_the_decoder(self, container, codec, rate, monkeypatch):
         found = importlib.util.find_spec
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "av" else found(name))
-        with pytest.raises(RequestError, match=r"are not read here: that needs pip install 'toolkit-lm-media\[video\]'"):
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name: None if name == "av" else found(name)
+        )
+        with pytest.raises(
+            RequestError,
+            match=r"are not read here: that needs pip install 'toolkit-lm-media\[video\]'",
+        ):
             heard(recorded(container, codec, rate))
         assert heard(sound("WAV"))[1] == 1
 
@@ -109,5 +133,7 @@ class TestBounds:
 
 
 def test_codecs_that_are_not_named_are_not_opened():
-    with pytest.raises(RequestError, match=r"its codec is not read|broken or truncated recording|no sound"):
+    with pytest.raises(
+        RequestError, match=r"its codec is not read|broken or truncated recording|no sound"
+    ):
         heard(recorded("mov", "pcm_alaw", 16000))

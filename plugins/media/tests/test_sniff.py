@@ -27,7 +27,9 @@ def test_animations_are_pictures_and_movies_are_videos() -> None:
     assert modality_of(movie()[:12]) == "video"
 
 
-@pytest.mark.parametrize("head", [b"RIFF\0\0\0\0WAVE", b"ID3\4", b"fLaC", b"OggS\0", b"\xff\xfb\x90"])
+@pytest.mark.parametrize(
+    "head", [b"RIFF\0\0\0\0WAVE", b"ID3\4", b"fLaC", b"OggS\0", b"\xff\xfb\x90"]
+)
 def test_recordings(head: bytes) -> None:
     assert modality_of(head) == "audio"
 

@@ -11,7 +11,9 @@ from toolkit_lm_media import addresses
 from toolkit_lm_media.limits import MediaLimits
 from toolkit_lm_media.source import load_bytes
 
-LIMITS = MediaLimits(max_bytes=1000, allowed_hosts=("images.example.com", "bücher.example", "other.example:8080"))
+LIMITS = MediaLimits(
+    max_bytes=1000, allowed_hosts=("images.example.com", "bücher.example", "other.example:8080")
+)
 HEAD = "data:image/png;base64,"
 REFUSED = {
     "nothing": ("", "none of a data URL"),
@@ -26,14 +28,20 @@ REFUSED = {
     "a data URL without base64": ("data:image/png,abc", "only base64"),
     "a data URL without a comma": ("data:image/png;base64" + "A" * 9_000_000, "only base64"),
     "a data URL that is too long": (HEAD + "A" * 100_000_000, "more than 1000 bytes"),
-    "a data URL that is a byte too long": (HEAD + base64.b64encode(bytes(1001)).decode(), "more than 1000 bytes"),
+    "a data URL that is a byte too long": (
+        HEAD + base64.b64encode(bytes(1001)).decode(),
+        "more than 1000 bytes",
+    ),
     "base64 without padding": (HEAD + "AAA", "broken"),
     "base64 with spaces": (HEAD + "AA AA", "broken"),
     "base64 with a line's end": (HEAD + "AAAA\n", "broken"),
     "base64 with more after its padding": (HEAD + "AA==AAAA", "broken"),
     "base64 for URLs": (HEAD + "-_-_", "broken"),
     "base64 of other letters": (HEAD + "ＡAAA", "broken"),
-    "another host": ("http://evil.example/a.png", "'evil.example' is not allowed; the operator allows hosts with --allowed-media-hosts"),
+    "another host": (
+        "http://evil.example/a.png",
+        "'evil.example' is not allowed; the operator allows hosts with --allowed-media-hosts",
+    ),
     "a host below": ("http://a.images.example.com/", "'a.images.example.com' is not allowed"),
     "a host above": ("http://images.example.com.evil.example/", "is not allowed"),
     "an address": ("http://2130706433/", "'2130706433' is not allowed"),
@@ -43,13 +51,19 @@ REFUSED = {
     "a backslash": ("http://evil.example\\@images.example.com/", "a backslash"),
     "a tab": ("http://images.example\t.com/", "a control character"),
     "another port": ("http://images.example.com:22/", "'images.example.com:22' is not allowed"),
-    "the other scheme's port": ("http://images.example.com:443/", "'images.example.com:443' is not allowed"),
+    "the other scheme's port": (
+        "http://images.example.com:443/",
+        "'images.example.com:443' is not allowed",
+    ),
     "no port where one is needed": ("http://other.example/", "'other.example' is not allowed"),
     "a port out of range": ("http://images.example.com:99999/", "out of range"),
     "port 0": ("http://images.example.com:0/", "out of range"),
     "no host": ("http:///a.png", "no host"),
     "two dots": ("http://images.example.com../", "is not allowed"),
-    "letters that look alike": ("http://imаges.example.com/", "'xn--imges-5ve.example.com' is not allowed"),
+    "letters that look alike": (
+        "http://imаges.example.com/",
+        "'xn--imges-5ve.example.com' is not allowed",
+    ),
     "wide letters": ("http://ｉmages.example.com/", "malformed"),
     "a long URL": ("http://images.example.com/" + "a" * 9_000_000, "more than 8192 characters"),
     "a long host": ("http://" + "a" * 8000 + "/", "is not allowed"),
@@ -93,7 +107,10 @@ def test_data_urls(head: str, size: int) -> None:
         {"timeout": 0.0},
         {"timeout": float("nan")},
         {"max_redirects": -1},
-        *({"allowed_hosts": (host,)} for host in ("", "http://a", "a/b", "a b", "me@a", "a:b", "[::1", "*%", "a\\b")),
+        *(
+            {"allowed_hosts": (host,)}
+            for host in ("", "http://a", "a/b", "a b", "me@a", "a:b", "[::1", "*%", "a\\b")
+        ),
     ],
 )
 def test_limits_that_make_no_sense(change: dict[str, object]) -> None:

@@ -25,7 +25,13 @@ def gif_of(width: int, height: int, body: bytes, end: bytes = b";") -> bytes:
 
 def webp_of(width: int, height: int, frames: int) -> bytes:
     size = (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
-    chunks = b"VP8X" + struct.pack("<I", 10) + bytes(4) + size + (b"ANMF" + struct.pack("<I", 16) + bytes(16)) * frames
+    chunks = (
+        b"VP8X"
+        + struct.pack("<I", 10)
+        + bytes(4)
+        + size
+        + (b"ANMF" + struct.pack("<I", 16) + bytes(16)) * frames
+    )
     return b"RIFF" + struct.pack("<I", 4 + len(chunks)) + b"WEBP" + chunks
 
 
@@ -65,8 +71,18 @@ def endless() -> bytes:
 
 
 def broken(format: str, codec: str) -> bytes:
-    data = bytearray(movie(format, codec, [np.random.default_rng(n).integers(0, 255, (64, 64, 3), np.uint8) for n in range(8)]))
-    middle = slice(len(data) // 4, len(data) // 2) if format == "webm" else slice(data.index(b"mdat") + 40, data.index(b"mdat") + 2000)
+    data = bytearray(
+        movie(
+            format,
+            codec,
+            [np.random.default_rng(n).integers(0, 255, (64, 64, 3), np.uint8) for n in range(8)],
+        )
+    )
+    middle = (
+        slice(len(data) // 4, len(data) // 2)
+        if format == "webm"
+        else slice(data.index(b"mdat") + 40, data.index(b"mdat") + 2000)
+    )
     data[middle] = bytes(len(data[middle]))
     return bytes(data)
 
@@ -78,36 +94,75 @@ BOMBS: dict[str, tuple[Callable[[], bytes], str]] = {
     "text": (lambda: b"this is no video.mp4", "no video of a known format"),
     "a PNG": (lambda: still("PNG"), "no video of a known format"),
     "a JPEG": (lambda: still("JPEG"), "no video of a known format"),
-    "a list of files": (lambda: b"#EXTM3U\n#EXT-X-MEDIA-SEQUENCE:0\n#EXTINF:1,\nfile:///etc/passwd\n", "no video of a known format"),
-    "files to join": (lambda: b"ffconcat version 1.0\nfile /etc/passwd\n", "no video of a known format"),
+    "a list of files": (
+        lambda: b"#EXTM3U\n#EXT-X-MEDIA-SEQUENCE:0\n#EXTINF:1,\nfile:///etc/passwd\n",
+        "no video of a known format",
+    ),
+    "files to join": (
+        lambda: b"ffconcat version 1.0\nfile /etc/passwd\n",
+        "no video of a known format",
+    ),
     "an AVI": (lambda: movie("avi"), "no video of a known format"),
     "a huge GIF": (lambda: gif_of(60_000, 60_000, FRAME * 2), "60000 x 60000 pixels"),
-    "a GIF of huge frames": (lambda: gif_of(1, 1, FRAME[:5] + b"\x60\xea\x60\xea" + FRAME[9:]), "60000 x 60000 pixels"),
-    "a GIF whose second frame is huge": (lambda: gif_of(1, 1, FRAME + FRAME[:5] + b"\xff\xff\xff\xff" + FRAME[9:]), "two sizes"),
+    "a GIF of huge frames": (
+        lambda: gif_of(1, 1, FRAME[:5] + b"\x60\xea\x60\xea" + FRAME[9:]),
+        "60000 x 60000 pixels",
+    ),
+    "a GIF whose second frame is huge": (
+        lambda: gif_of(1, 1, FRAME + FRAME[:5] + b"\xff\xff\xff\xff" + FRAME[9:]),
+        "two sizes",
+    ),
     "a GIF of many frames": (lambda: gif_of(1, 1, FRAME * 1_000_000), "more than 16384 frames"),
-    "a GIF of many large frames": (lambda: gif_of(5000, 5000, FRAME * 1000), "1000 frames of 5000 x 5000 pixels"),
-    "a GIF of many blocks": (lambda: gif_of(1, 1, b"!\xfe" + b"\x01c" * 10_000_000 + b"\x00" + FRAME), "too many blocks"),
-    "a GIF of many comments": (lambda: gif_of(1, 1, FRAME + b"!\xfe\x01c\x00" * 5_000_000), "too many blocks"),
+    "a GIF of many large frames": (
+        lambda: gif_of(5000, 5000, FRAME * 1000),
+        "1000 frames of 5000 x 5000 pixels",
+    ),
+    "a GIF of many blocks": (
+        lambda: gif_of(1, 1, b"!\xfe" + b"\x01c" * 10_000_000 + b"\x00" + FRAME),
+        "too many blocks",
+    ),
+    "a GIF of many comments": (
+        lambda: gif_of(1, 1, FRAME + b"!\xfe\x01c\x00" * 5_000_000),
+        "too many blocks",
+    ),
     "a GIF without an end": (lambda: gif_of(1, 1, FRAME * 3, b""), ""),
-    "a GIF that lasts for hours": (lambda: gif_of(1, 1, (b"!\xf9\x04\x00\xff\xff\x00\x00" + FRAME) * 6), "seconds, more than the 3600"),
+    "a GIF that lasts for hours": (
+        lambda: gif_of(1, 1, (b"!\xf9\x04\x00\xff\xff\x00\x00" + FRAME) * 6),
+        "seconds, more than the 3600",
+    ),
     "a truncated GIF": (lambda: animation()[:-40], "cut short|broken or truncated"),
     "a GIF's magic alone": (lambda: b"GIF89a", "cut short"),
     "a GIF of other bytes": (lambda: gif_of(1, 1, FRAME + bytes(100)), "broken GIF"),
     "a GIF without frames": (lambda: gif_of(1, 1, b""), "without frames"),
     "a GIF whose blocks are not there": (lambda: gif_of(1, 1, FRAME + FRAME[:-4]), "cut short"),
-    "a GIF whose second frame cannot be read": (lambda: gif_of(1, 1, FRAME + FRAME[:10] + b"\x20\x01\x00\x00"), "broken or truncated GIF"),
+    "a GIF whose second frame cannot be read": (
+        lambda: gif_of(1, 1, FRAME + FRAME[:10] + b"\x20\x01\x00\x00"),
+        "broken or truncated GIF",
+    ),
     "a huge WEBP": (lambda: webp_of(2**14, 2**14, 3), "16384 x 16384 pixels"),
     "a WEBP of many frames": (lambda: webp_of(1, 1, 500_000), "too many chunks"),
-    "a WEBP of many large frames": (lambda: webp_of(5000, 5000, 1000), "1000 frames of 5000 x 5000 pixels"),
+    "a WEBP of many large frames": (
+        lambda: webp_of(5000, 5000, 1000),
+        "1000 frames of 5000 x 5000 pixels",
+    ),
     "a WEBP of broken frames": (lambda: webp_of(5000, 5000, 2), "broken or truncated WEBP"),
     "a truncated WEBP": (lambda: animation("WEBP")[:-40], "cut short|broken or truncated WEBP"),
     "a WEBP's magic alone": (lambda: b"RIFF\x04\x00\x00\x00WEBPVP8X", "cut short"),
     "an MP4's magic alone": (lambda: b"\x00\x00\x00\x08ftyp", "broken or truncated movie"),
-    "an MP4 of zeros": (lambda: b"\x00\x00\x00\x08ftyp" + bytes(10_000_000), "broken or truncated movie"),
+    "an MP4 of zeros": (
+        lambda: b"\x00\x00\x00\x08ftyp" + bytes(10_000_000),
+        "broken or truncated movie",
+    ),
     "an MP4 of empty boxes": (lambda: b"\x00\x00\x00\x08free" * 3_000_000, "too many boxes"),
-    "an MP4 of boxes in boxes": (lambda: b"".join(struct.pack(">I", 800_000 - 8 * n) + b"moov" for n in range(100_000)), "movie"),
+    "an MP4 of boxes in boxes": (
+        lambda: b"".join(struct.pack(">I", 800_000 - 8 * n) + b"moov" for n in range(100_000)),
+        "movie",
+    ),
     "a truncated MP4": (lambda: movie()[:-200], "truncated movie"),
-    "an MP4 without data": (lambda: movie(movflags="faststart").partition(b"mdat")[0][:-4], "its pictures are broken"),
+    "an MP4 without data": (
+        lambda: movie(movflags="faststart").partition(b"mdat")[0][:-4],
+        "its pictures are broken",
+    ),
     "a broken MP4": (lambda: broken("mp4", "libx264"), "broken or truncated movie"),
     "an MP4 that says it is huge": (lambda: wide(60_000, 60_000), ""),
     "a WEBM that is huge": (lambda: huge(16_383, 16_383), "broken or truncated movie"),
@@ -130,7 +185,10 @@ def test_bombs(name: str) -> None:
     data = make()
     start = time.perf_counter()
     if message:
-        with pytest.raises(RequestError, match=message) as caught, open_video(data, LIMITS, what="video 2") as video:
+        with (
+            pytest.raises(RequestError, match=message) as caught,
+            open_video(data, LIMITS, what="video 2") as video,
+        ):
             list(video.frames(range(video.num_frames)))
         assert str(caught.value).startswith("video 2: ")
         assert len(str(caught.value)) < 200
@@ -142,7 +200,13 @@ def test_bombs(name: str) -> None:
 
 def test_bombs_take_no_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for name in ("a huge GIF", "a GIF of many large frames", "a huge WEBP", "a WEBM that is huge", "an MP4 of endless fragments"):
+    for name in (
+        "a huge GIF",
+        "a GIF of many large frames",
+        "a huge WEBP",
+        "a WEBM that is huge",
+        "an MP4 of endless fragments",
+    ):
         with pytest.raises(RequestError), open_video(BOMBS[name][0](), LIMITS) as video:
             list(video.frames(range(video.num_frames)))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
@@ -159,7 +223,10 @@ def test_bounds_of_the_caller() -> None:
             with pytest.raises(RequestError, match=message), open_video(data, limits):
                 pass
     many = movie(frames=pictures(12) * 10)
-    with pytest.raises(RequestError, match="more than 64 frames of 48 x 32 pixels"), open_video(many, MediaLimits(max_pixels=48 * 32)):
+    with (
+        pytest.raises(RequestError, match="more than 64 frames of 48 x 32 pixels"),
+        open_video(many, MediaLimits(max_pixels=48 * 32)),
+    ):
         pass
 
 

@@ -21,10 +21,18 @@ from toolkit_lm_media.limits import MediaLimits
 from toolkit_lm_media.video import open_video
 
 LIMITS = MediaLimits()
-MOVIES = [("mp4", "mpeg4"), ("mp4", "libx264"), ("mov", "libx264"), ("webm", "libvpx"), ("webm", "libvpx-vp9")]
+MOVIES = [
+    ("mp4", "mpeg4"),
+    ("mp4", "libx264"),
+    ("mov", "libx264"),
+    ("webm", "libvpx"),
+    ("webm", "libvpx-vp9"),
+]
 
 
-def frames(data: bytes, indices: list[int] | None = None, limits: MediaLimits = LIMITS) -> list[np.ndarray]:
+def frames(
+    data: bytes, indices: list[int] | None = None, limits: MediaLimits = LIMITS
+) -> list[np.ndarray]:
     with open_video(data, limits) as video:
         return list(video.frames(range(video.num_frames) if indices is None else indices))
 
@@ -108,7 +116,9 @@ def test_a_movie_with_sound_and_no_pictures() -> None:
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
         stream = container.add_stream("aac", rate=8000)
-        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+        frame = av.AudioFrame.from_ndarray(
+            np.zeros((1, 1024), np.float32), format="fltp", layout="mono"
+        )
         frame.sample_rate = 8000
         container.mux(stream.encode(frame))
         container.mux(stream.encode())
@@ -133,9 +143,13 @@ def test_errors_in_the_body_are_the_callers() -> None:
 
 def test_without_the_decoder_of_movies(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "av" else found(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "av" else found(name)
+    )
     with (
-        pytest.raises(RequestError, match=r"video 2: movies are not read here.*toolkit-lm-media\[video\]"),
+        pytest.raises(
+            RequestError, match=r"video 2: movies are not read here.*toolkit-lm-media\[video\]"
+        ),
         open_video(movie(), LIMITS, what="video 2"),
     ):
         pass
@@ -144,15 +158,19 @@ def test_without_the_decoder_of_movies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_animations_load_no_decoder_of_movies() -> None:
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from toolkit_lm_media.video import open_video;"
+        "import sys; sys.path.insert(0, sys.argv[1]); from toolkit_lm_media.video import "
+        "open_video;"
         "from toolkit_lm_media.limits import MediaLimits; data = open(sys.argv[2], 'rb').read()\n"
-        "with open_video(data, MediaLimits()) as video: assert len(list(video.frames([0, 5]))) == 2\n"
+        "with open_video(data, MediaLimits()) as video: assert len(list(video.frames([0, 5]))) "
+        "== 2\n"
         "assert 'av' not in sys.modules and 'httpx' not in sys.modules"
     )
     path = Path(__file__).with_name("animation.gif")
     try:
         path.write_bytes(animation())
-        subprocess.run([sys.executable, "-c", code, str(path.parent), str(path)], check=True, timeout=60)
+        subprocess.run(
+            [sys.executable, "-c", code, str(path.parent), str(path)], check=True, timeout=60
+        )
     finally:
         path.unlink()
 

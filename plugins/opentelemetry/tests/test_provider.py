@@ -1,4 +1,5 @@
-"""Where spans go: options, the host app's provider, OTEL_* variables; and nothing at all where none is there."""
+"""Where spans go: options, the host app's provider, OTEL_* variables; and nothing at all where none
+is there."""
 
 from __future__ import annotations
 
@@ -34,11 +35,19 @@ class Collector:
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
-                message = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["Content-Length"])))
+                message = ExportTraceServiceRequest.FromString(
+                    self.rfile.read(int(self.headers["Content-Length"]))
+                )
                 collector.paths.append(self.path)
                 for resource in message.resource_spans:
-                    collector.services += [a.value.string_value for a in resource.resource.attributes if a.key == "service.name"]
-                    collector.spans += [span.name for scope in resource.scope_spans for span in scope.spans]
+                    collector.services += [
+                        a.value.string_value
+                        for a in resource.resource.attributes
+                        if a.key == "service.name"
+                    ]
+                    collector.spans += [
+                        span.name for scope in resource.scope_spans for span in scope.spans
+                    ]
                 self.send_response(200)
                 self.end_headers()
 
@@ -67,13 +76,23 @@ def no_variables(monkeypatch):
 def trace_a_request(listener, request_id="1"):
     now = time.monotonic()
     for kind in ("queued", "scheduled", "first_token", "finished"):
-        listener.on_event(RequestEvent(kind=kind, request_id=request_id, time=now, arrival_time=now, num_prompt_tokens=3))
+        listener.on_event(
+            RequestEvent(
+                kind=kind, request_id=request_id, time=now, arrival_time=now, num_prompt_tokens=3
+            )
+        )
 
 
 def script(code, **environ):
     """Runs code in a process of its own. Returns what it prints, as JSON."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     return json.loads(done.stdout)
 
@@ -109,7 +128,12 @@ print(json.dumps([seconds, sorted({name.split(".")[0] for name in set(sys.module
 
 
 @pytest.mark.parametrize(
-    "environ", [{}, {"OTEL_TRACES_EXPORTER": "none"}, {"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "x"}]
+    "environ",
+    [
+        {},
+        {"OTEL_TRACES_EXPORTER": "none"},
+        {"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "x"},
+    ],
 )
 def test_without_a_place_for_spans_there_is_no_listener(environ, monkeypatch):
     for name, value in environ.items():
@@ -133,7 +157,10 @@ def test_spans_go_to_the_endpoint_of_the_option(collector, path):
 
 @pytest.mark.parametrize(
     "environ",
-    [{"OTEL_EXPORTER_OTLP_ENDPOINT": "{}"}, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "{}/v1/traces", "OTEL_TRACES_EXPORTER": "otlp"}],
+    [
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "{}"},
+        {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "{}/v1/traces", "OTEL_TRACES_EXPORTER": "otlp"},
+    ],
 )
 def test_spans_go_where_the_variables_say(collector, environ, monkeypatch):
     for name, value in environ.items():
@@ -142,7 +169,11 @@ def test_spans_go_where_the_variables_say(collector, environ, monkeypatch):
     listener = toolkit_watch(CONFIG, Options())
     trace_a_request(listener)
     listener.close()
-    assert (collector.paths, collector.spans, collector.services) == (["/v1/traces"], ["text_completion tiny"], ["mine"])
+    assert (collector.paths, collector.spans, collector.services) == (
+        ["/v1/traces"],
+        ["text_completion tiny"],
+        ["mine"],
+    )
 
 
 def test_the_sampler_is_that_of_the_variables(collector, monkeypatch):
@@ -157,7 +188,9 @@ def test_the_option_through_a_whole_engine(collector):
     with LLM("tiny", plugin_option={"opentelemetry": {"endpoint": collector.url}}) as llm:
         llm.generate(["Once", "Twice"], SamplingParams(max_tokens=2), use_tqdm=False)
     assert collector.spans == ["text_completion tiny"] * 2
-    assert isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider), "the global provider is not ours to set"
+    assert isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider), (
+        "the global provider is not ours to set"
+    )
 
 
 REQUEST = """
@@ -174,7 +207,10 @@ for kind in ("queued", "finished"):
 
 
 def test_the_last_spans_are_sent_at_exit_without_a_shutdown(collector):
-    script(f"{REQUEST}\nprint(json.dumps(plugins.has_event_listeners))", OTEL_EXPORTER_OTLP_ENDPOINT=collector.url)
+    script(
+        f"{REQUEST}\nprint(json.dumps(plugins.has_event_listeners))",
+        OTEL_EXPORTER_OTLP_ENDPOINT=collector.url,
+    )
     assert collector.spans == ["text_completion tiny"]
 
 
@@ -202,7 +238,9 @@ def test_an_unreachable_collector_does_not_hold_up_the_end(monkeypatch):
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
-        listener = toolkit_watch(CONFIG, Options(endpoint=f"http://127.0.0.1:{listening.getsockname()[1]}"))
+        listener = toolkit_watch(
+            CONFIG, Options(endpoint=f"http://127.0.0.1:{listening.getsockname()[1]}")
+        )
         trace_a_request(listener)
         start = time.monotonic()
         listener.close()
@@ -211,15 +249,28 @@ def test_an_unreachable_collector_does_not_hold_up_the_end(monkeypatch):
 
 def test_an_exporter_that_is_not_installed(monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
-    with pytest.raises(PluginError, match=r"no OpenTelemetry exporter 'otlp_proto_grpc' is installed.*otlp_proto_http"):
+    with pytest.raises(
+        PluginError,
+        match=r"no OpenTelemetry exporter 'otlp_proto_grpc' is installed.*otlp_proto_http",
+    ):
         toolkit_watch(CONFIG, Options(endpoint="http://localhost:4317"))
     # Asked for by the environment alone, which is not about this program only.
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://localhost:4317")
-    with pytest.warns(PluginWarning, match="no traces: no OpenTelemetry exporter 'otlp_proto_grpc'"):
+    with pytest.warns(
+        PluginWarning, match="no traces: no OpenTelemetry exporter 'otlp_proto_grpc'"
+    ):
         assert toolkit_watch(CONFIG, Options()) is None
 
 
 def test_options_are_checked():
-    plugins = PluginsConfig(plugins=["opentelemetry"], plugin_option={"opentelemetry": {"endpoint": "http://localhost:4318"}})
-    assert Plugins.load(plugins).options("opentelemetry") == Options(endpoint="http://localhost:4318")
-    assert Plugins.load(PluginsConfig(plugins=["opentelemetry"])).info("opentelemetry").file == toolkit_lm_opentelemetry.__file__
+    plugins = PluginsConfig(
+        plugins=["opentelemetry"],
+        plugin_option={"opentelemetry": {"endpoint": "http://localhost:4318"}},
+    )
+    assert Plugins.load(plugins).options("opentelemetry") == Options(
+        endpoint="http://localhost:4318"
+    )
+    assert (
+        Plugins.load(PluginsConfig(plugins=["opentelemetry"])).info("opentelemetry").file
+        == toolkit_lm_opentelemetry.__file__
+    )

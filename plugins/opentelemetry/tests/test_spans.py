@@ -74,7 +74,9 @@ def test_the_span_of_a_request(traced):
         StatusCode.UNSET,
     )
     attributes = dict(span.attributes)
-    latencies = {key: attributes.pop(key) for key in list(attributes) if key.startswith("gen_ai.latency.")}
+    latencies = {
+        key: attributes.pop(key) for key in list(attributes) if key.startswith("gen_ai.latency.")
+    }
     assert attributes == {
         "gen_ai.operation.name": "text_completion",
         "gen_ai.provider.name": "toolkit_lm",
@@ -92,7 +94,9 @@ def test_the_span_of_a_request(traced):
     part = {name.removeprefix("gen_ai.latency."): value for name, value in latencies.items()}
     assert part["e2e"] == pytest.approx(seconds, abs=1e-6)
     assert part["time_in_queue"] + part["time_in_model_inference"] == pytest.approx(part["e2e"])
-    assert part["time_in_queue"] + part["time_in_model_prefill"] == pytest.approx(part["time_to_first_token"])
+    assert part["time_in_queue"] + part["time_in_model_prefill"] == pytest.approx(
+        part["time_to_first_token"]
+    )
     assert part["time_to_first_token"] + part["time_in_model_decode"] == pytest.approx(part["e2e"])
     assert [event.name for event in span.events] == ["scheduled", "first_token"]
     assert traced.closed == 1
@@ -102,12 +106,30 @@ def test_times_are_those_of_the_events(traced):
     listener = traced.toolkit_watch(VllmConfig.make(model="tiny"))
     zero = time.monotonic() - 10
     epoch = time.time() - 10
-    request = {"request_id": "1", "arrival_time": zero, "num_prompt_tokens": 3, "num_cached_tokens": 2, "num_output_tokens": 7}
+    request = {
+        "request_id": "1",
+        "arrival_time": zero,
+        "num_prompt_tokens": 3,
+        "num_cached_tokens": 2,
+        "num_output_tokens": 7,
+    }
     listener.on_event(RequestEvent(kind="queued", time=zero + 0.5, **request))
-    listener.on_event(RequestEvent(kind="scheduled", time=zero + 1, **request, scheduled_time=zero + 1))
-    listener.on_event(RequestEvent(kind="first_token", time=zero + 3, **request, scheduled_time=zero + 1, first_token_time=zero + 3))
+    listener.on_event(
+        RequestEvent(kind="scheduled", time=zero + 1, **request, scheduled_time=zero + 1)
+    )
+    listener.on_event(
+        RequestEvent(
+            kind="first_token",
+            time=zero + 3,
+            **request,
+            scheduled_time=zero + 1,
+            first_token_time=zero + 3,
+        )
+    )
     times = {"scheduled_time": zero + 1, "first_token_time": zero + 3}
-    listener.on_event(RequestEvent(kind="finished", time=zero + 7, **request, **times, finish_reason="stop"))
+    listener.on_event(
+        RequestEvent(kind="finished", time=zero + 7, **request, **times, finish_reason="stop")
+    )
     (span,) = traced.spans
     assert span.start_time / 1e9 == pytest.approx(epoch, abs=0.1)
     assert (span.end_time - span.start_time) / 1e9 == pytest.approx(7)
@@ -115,7 +137,11 @@ def test_times_are_those_of_the_events(traced):
         ("scheduled", pytest.approx(1)),
         ("first_token", pytest.approx(3)),
     ]
-    assert {key: value for key, value in span.attributes.items() if key.startswith(("gen_ai.latency.", "gen_ai.usage."))} == {
+    assert {
+        key: value
+        for key, value in span.attributes.items()
+        if key.startswith(("gen_ai.latency.", "gen_ai.usage."))
+    } == {
         "gen_ai.latency.e2e": pytest.approx(7),
         "gen_ai.latency.time_in_queue": pytest.approx(1),
         "gen_ai.latency.time_to_first_token": pytest.approx(3),
@@ -132,7 +158,9 @@ def test_the_parent_is_that_of_the_w3c_headers(traced):
     with engine_of(traced) as engine:
         engine.add_request("child", "Once", GREEDY, context=HEADERS)
         engine.add_request("malformed", "Once", GREEDY, context={"traceparent": "00-0-0-1"})
-        engine.add_request("unsampled", "Once", GREEDY, context={"traceparent": f"00-{TRACE}-{PARENT}-00"})
+        engine.add_request(
+            "unsampled", "Once", GREEDY, context={"traceparent": f"00-{TRACE}-{PARENT}-00"}
+        )
         run(engine)
     spans = {span.attributes["gen_ai.response.id"]: span for span in traced.spans}
     child = spans["child"]
@@ -144,7 +172,10 @@ def test_the_parent_is_that_of_the_w3c_headers(traced):
 
 
 def test_the_parent_is_the_current_span_where_there_are_no_headers(traced):
-    with LLM("tiny", plugins=[traced]) as llm, traced.provider.get_tracer("app").start_as_current_span("app") as app:
+    with (
+        LLM("tiny", plugins=[traced]) as llm,
+        traced.provider.get_tracer("app").start_as_current_span("app") as app,
+    ):
         llm.generate(["Once", "Twice"], GREEDY, use_tqdm=False)
         llm.generate("Thrice", GREEDY, use_tqdm=False)
     children = [span for span in traced.spans if span.name != "app"]
@@ -155,27 +186,47 @@ def test_the_parent_is_the_current_span_where_there_are_no_headers(traced):
 def test_the_context_may_give_attributes(traced):
     context = {"gen_ai.operation.name": "chat", "gen_ai.conversation.id": "c1", "other": "x"}
     with engine_of(traced, served_model_name="mine") as engine:
-        engine.submit(engine.processor.prepare_chat("1", [{"role": "user", "content": "Hello"}], GREEDY, {"context": context}))
+        engine.submit(
+            engine.processor.prepare_chat(
+                "1", [{"role": "user", "content": "Hello"}], GREEDY, {"context": context}
+            )
+        )
         run(engine)
     (span,) = traced.spans
     assert span.name == "chat mine"
-    assert (span.attributes["gen_ai.operation.name"], span.attributes["gen_ai.conversation.id"]) == ("chat", "c1")
+    assert (
+        span.attributes["gen_ai.operation.name"],
+        span.attributes["gen_ai.conversation.id"],
+    ) == ("chat", "c1")
     assert "other" not in span.attributes
 
 
 def test_several_sequences_are_one_span(traced):
     with LLM("tiny", plugins=[traced]) as llm:
-        llm.generate("Once", SamplingParams(n=3, max_tokens=5, ignore_eos=True, seed=1), use_tqdm=False)
+        llm.generate(
+            "Once", SamplingParams(n=3, max_tokens=5, ignore_eos=True, seed=1), use_tqdm=False
+        )
     (span,) = traced.spans
-    assert (span.attributes["gen_ai.request.choice.count"], span.attributes["gen_ai.usage.output_tokens"]) == (3, 15)
+    assert (
+        span.attributes["gen_ai.request.choice.count"],
+        span.attributes["gen_ai.usage.output_tokens"],
+    ) == (3, 15)
 
 
 def test_a_stop_text_ends_the_span_at_once(traced):
     with LLM("tiny", plugins=[traced]) as llm:
-        (output,) = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)
+        (output,) = llm.generate(
+            "Once upon a time", SamplingParams(temperature=0, max_tokens=16), use_tqdm=False
+        )
         stop = output.outputs[0].text[3:6]
-        llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=16, stop=stop), use_tqdm=False)
-        assert [span.attributes["gen_ai.response.finish_reasons"] for span in traced.spans][1] == ("stop",)
+        llm.generate(
+            "Once upon a time",
+            SamplingParams(temperature=0, max_tokens=16, stop=stop),
+            use_tqdm=False,
+        )
+        assert [span.attributes["gen_ai.response.finish_reasons"] for span in traced.spans][1] == (
+            "stop",
+        )
 
 
 def test_cached_prompt_tokens_are_counted(traced):
@@ -184,19 +235,33 @@ def test_cached_prompt_tokens_are_counted(traced):
         for _ in range(2):
             (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
     assert output.num_cached_tokens > 0
-    assert [span.attributes["gen_ai.usage.cache_read.input_tokens"] for span in traced.spans] == [0, output.num_cached_tokens]
+    assert [span.attributes["gen_ai.usage.cache_read.input_tokens"] for span in traced.spans] == [
+        0,
+        output.num_cached_tokens,
+    ]
 
 
 def test_preemptions_are_events_of_the_span(traced):
     # 2 sequences of 80 tokens take 10 blocks of 16; there are 8.
     prompts = [{"prompt_token_ids": [token] * 40} for token in (5, 6)]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    with LLM("tiny", plugins=[traced], block_size=16, num_kv_blocks=8, max_model_len=96, enable_prefix_caching=False) as llm:
+    with LLM(
+        "tiny",
+        plugins=[traced],
+        block_size=16,
+        num_kv_blocks=8,
+        max_model_len=96,
+        enable_prefix_caching=False,
+    ) as llm:
         llm.generate(prompts, params, use_tqdm=False)
     names = [[event.name for event in span.events] for span in traced.spans]
     assert names[0] == ["scheduled", "first_token"]
     assert names[1][:2] == ["scheduled", "first_token"] and set(names[1][2:]) == {"preempted"}
-    assert all(span.start_time <= event.timestamp <= span.end_time for span in traced.spans for event in span.events)
+    assert all(
+        span.start_time <= event.timestamp <= span.end_time
+        for span in traced.spans
+        for event in span.events
+    )
 
 
 def test_an_aborted_request(traced):
@@ -212,7 +277,9 @@ def test_an_aborted_request(traced):
 
 def test_a_request_that_times_out(traced):
     with engine_of(traced) as engine:
-        engine.add_request("1", "Once", SamplingParams(max_tokens=100, ignore_eos=True), timeout=1e-6)
+        engine.add_request(
+            "1", "Once", SamplingParams(max_tokens=100, ignore_eos=True), timeout=1e-6
+        )
         run(engine)
     (span,) = traced.spans
     assert (span.status.status_code, span.attributes["error.type"]) == (StatusCode.ERROR, "timeout")
@@ -255,7 +322,11 @@ def test_an_id_that_comes_again_after_its_engine_was_restarted(traced):
     listener = traced.toolkit_watch(VllmConfig.make(model="tiny"))
     for _ in range(2):
         now = time.monotonic()
-        listener.on_event(RequestEvent(kind="queued", request_id="1", time=now, arrival_time=now, num_prompt_tokens=3))
+        listener.on_event(
+            RequestEvent(
+                kind="queued", request_id="1", time=now, arrival_time=now, num_prompt_tokens=3
+            )
+        )
         assert listener.on_event(StepEvent(time=now, duration=1, num_tokens=1)) is None
     listener.close()
     assert [span.status.status_code for span in traced.spans] == [StatusCode.ERROR] * 2
@@ -275,16 +346,23 @@ def test_a_restart_ends_the_spans_of_the_engine_before(traced):
         engine.wait_ready()
         engine.add_request("1", "Once", GREEDY)
         run(engine)
-    assert [span.status.status_code for span in traced.spans] == [StatusCode.ERROR, StatusCode.UNSET]
+    assert [span.status.status_code for span in traced.spans] == [
+        StatusCode.ERROR,
+        StatusCode.UNSET,
+    ]
     assert traced.closed == 2
 
 
 def test_an_engine_in_a_process_of_its_own(traced):
     async def requests():
-        async with AsyncLLM(VllmConfig.make(model="tiny", engine_process=True), plugins=[traced]) as llm:
+        async with AsyncLLM(
+            VllmConfig.make(model="tiny", engine_process=True), plugins=[traced]
+        ) as llm:
             async for _ in llm.generate("Once", GREEDY, request_id="whole", context=HEADERS):
                 pass
-            left = llm.generate("Once", SamplingParams(max_tokens=400, ignore_eos=True), request_id="left")
+            left = llm.generate(
+                "Once", SamplingParams(max_tokens=400, ignore_eos=True), request_id="left"
+            )
             async for _ in left:
                 break
             await left.aclose()
@@ -293,7 +371,10 @@ def test_an_engine_in_a_process_of_its_own(traced):
 
     asyncio.run(requests())
     spans = {span.attributes["gen_ai.response.id"]: span for span in traced.spans}
-    reasons = {request_id: span.attributes["gen_ai.response.finish_reasons"] for request_id, span in spans.items()}
+    reasons = {
+        request_id: span.attributes["gen_ai.response.finish_reasons"]
+        for request_id, span in spans.items()
+    }
     assert reasons == {"whole": ("length",), "left": ("abort",), "after": ("length",)}
     assert f"{spans['whole'].parent.span_id:016x}" == PARENT
     assert spans["left"].parent is None
@@ -303,13 +384,19 @@ def test_an_engine_in_a_process_of_its_own(traced):
 
 def test_two_engines_do_not_meet():
     one, other = Traced(), Traced()
-    with engine_of(one, served_model_name="one") as first, engine_of(other, served_model_name="other") as second:
+    with (
+        engine_of(one, served_model_name="one") as first,
+        engine_of(other, served_model_name="other") as second,
+    ):
         for engine in (first, second):
             engine.add_request("same", "Once", GREEDY)
         while first.has_unfinished_requests() or second.has_unfinished_requests():
             first.step()
             second.step()
-    assert [[span.name for span in traced.spans] for traced in (one, other)] == [["text_completion one"], ["text_completion other"]]
+    assert [[span.name for span in traced.spans] for traced in (one, other)] == [
+        ["text_completion one"],
+        ["text_completion other"],
+    ]
 
 
 def test_the_global_provider_is_left_alone(traced):

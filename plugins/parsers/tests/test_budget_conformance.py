@@ -19,8 +19,15 @@ class ThinkingRenderer(LetterRenderer):
 class TestThinkingBudget(LogitsProcessorConformance):
     processor = ThinkingBudget
     params = ThinkingParams
-    cases = ({"thinking_token_budget": 0}, {"thinking_token_budget": 0, "thinking_format": "seed_think"})
-    wrong = ({"thinking_token_budget": -2}, {"thinking_token_budget": 1, "thinking_format": "hermes"}, {"thinking_format": "x" * 100})
+    cases = (
+        {"thinking_token_budget": 0},
+        {"thinking_token_budget": 0, "thinking_format": "seed_think"},
+    )
+    wrong = (
+        {"thinking_token_budget": -2},
+        {"thinking_token_budget": 1, "thinking_format": "hermes"},
+        {"thinking_format": "x" * 100},
+    )
 
     def arguments(self, given):
         arguments = self.params(**given).prepare(ThinkingRenderer())

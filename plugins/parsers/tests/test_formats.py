@@ -1,4 +1,5 @@
-"""Which format is chosen for a chat template, and what an answer must be where tools must be called."""
+"""Which format is chosen for a chat template, and what an answer must be where tools must be
+called."""
 
 from __future__ import annotations
 
@@ -14,27 +15,63 @@ BAR, LOW = "\N{FULLWIDTH VERTICAL LINE}", "\N{LOWER ONE EIGHTH BLOCK}"
 THINK = "{%- if '</think>' in content %}{% endif %}"
 TEMPLATES = {
     "plain": ("{{ messages[0].content }}", None, None),
-    "qwen2.5": ('return a json object within <tool_call></tool_call> XML tags: {{ \'<tool_call>\\n{"name": "\' }}', "hermes", None),
+    "qwen2.5": (
+        (
+            "return a json object within <tool_call></tool_call> XML tags: {{ "
+            '\'<tool_call>\\n{"name": "\' }}'
+        ),
+        "hermes",
+        None,
+    ),
     "qwen3": (f"<tool_call> {THINK}", "hermes", "think"),
-    "qwen3-coder": ("<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>", "qwen3_coder", None),
-    "llama3.1": ('Environment: ipython {"name": function name, "parameters": dictionary}', "llama3_json", None),
-    "llama3.2-pythonic": ("[func_name1(params_name1=params_value1, params_name2=params_value2...)]", "pythonic", None),
+    "qwen3-coder": (
+        "<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>",
+        "qwen3_coder",
+        None,
+    ),
+    "llama3.1": (
+        'Environment: ipython {"name": function name, "parameters": dictionary}',
+        "llama3_json",
+        None,
+    ),
+    "llama3.2-pythonic": (
+        "[func_name1(params_name1=params_value1, params_name2=params_value2...)]",
+        "pythonic",
+        None,
+    ),
     "mistral": ("[AVAILABLE_TOOLS][TOOL_CALLS]", "mistral", None),
     "magistral": ("[TOOL_CALLS][ARGS][THINK][/THINK]", "mistral", "mistral_think"),
-    "deepseek-v3.1": (f"<{BAR}tool{LOW}calls{LOW}begin{BAR}><{BAR}tool{LOW}call{LOW}begin{BAR}> {THINK}", "deepseek", "think"),
-    "gemma4": ("<|tool_call>call: <tool_call|> <|channel>thought <channel|>", "gemma", "gemma_think"),
+    "deepseek-v3.1": (
+        f"<{BAR}tool{LOW}calls{LOW}begin{BAR}><{BAR}tool{LOW}call{LOW}begin{BAR}> {THINK}",
+        "deepseek",
+        "think",
+    ),
+    "gemma4": (
+        "<|tool_call>call: <tool_call|> <|channel>thought <channel|>",
+        "gemma",
+        "gemma_think",
+    ),
     "gpt-oss": ("<|start|>assistant<|channel|>analysis<|message|>", "harmony", "harmony"),
     "seed": ("</seed:think>", None, "seed_think"),
     "glm": ("<tool_call>{name}\n<arg_key>", None, None),
 }
 TOOLS = [
-    {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}},
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+        },
+    },
     {"type": "function", "function": {"name": "g"}},
 ]
 
 
 def chosen(template: str, what: str) -> str | None:
-    entries = sorted((entry for entry in PARSERS.entries() if what in PARSERS.load(entry.key).finds), key=lambda entry: -entry.priority)
+    entries = sorted(
+        (entry for entry in PARSERS.entries() if what in PARSERS.load(entry.key).finds),
+        key=lambda entry: -entry.priority,
+    )
     return next((entry.key for entry in entries if PARSERS.ask(entry.key, template) is None), None)
 
 
@@ -65,28 +102,43 @@ def test_a_structure_names_each_function(name):
     ],
 )
 def test_a_schema_that_is_none_is_no_error(properties):
-    function = {"name": "f", "parameters": {"type": "object", "properties": properties, "required": 3}}
+    function = {
+        "name": "f",
+        "parameters": {"type": "object", "properties": properties, "required": 3},
+    }
     form = PARSERS.make("qwen3_coder", "")
     assert form.structure([{"type": "function", "function": function}], parallel=False)
     parser = form.parser("", [{"type": "function", "function": function}])
-    deltas = [parser.push("<tool_call><function=f><parameter=a>1</parameter></function></tool_call>"), parser.finish(cut=False)]
-    assert parser.calls_tools and json.loads("".join(call.arguments for one in deltas for call in one.tool_calls)).keys() == {"a"}
+    deltas = [
+        parser.push("<tool_call><function=f><parameter=a>1</parameter></function></tool_call>"),
+        parser.finish(cut=False),
+    ]
+    assert parser.calls_tools and json.loads(
+        "".join(call.arguments for one in deltas for call in one.tool_calls)
+    ).keys() == {"a"}
 
 
 def test_reasoning_may_come_before_a_structure():
     structure = {"type": "const_string", "value": "x"}
     hybrid = (
-        "{%- if add_generation_prompt %}<|im_start|>assistant\n{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+        "{%- if add_generation_prompt %}<|im_start|>assistant\n{% if not enable_thinking "
+        "%}<think>\n\n</think>\n\n{% endif %}{% endif %}"
     )
     always = "{%- if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
     optional = PARSERS.make("think", hybrid).after_reasoning(structure, {})
     assert optional["type"] == "or" and optional["elements"][1] == structure
-    assert PARSERS.make("think", hybrid).after_reasoning(structure, {"enable_thinking": False}) == structure
+    assert (
+        PARSERS.make("think", hybrid).after_reasoning(structure, {"enable_thinking": False})
+        == structure
+    )
     begun = PARSERS.make("think", always).after_reasoning(structure, {})
     assert begun["type"] == "sequence" and begun["elements"][0]["begin"] == ""
 
 
 def test_the_formats_load_neither_torch_nor_transformers():
     modules = sorted({entry.target.partition(":")[0] for entry in PARSERS.entries()})
-    code = f"import sys, {', '.join(modules)}; assert not {{'torch', 'transformers', 'llguidance'}} & sys.modules.keys()"
+    code = (
+        f"import sys, {', '.join(modules)}; assert not {{'torch', 'transformers', 'llguidance'}} "
+        "& sys.modules.keys()"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -17,17 +17,27 @@ MARKS = {
 }
 PERSON = {
     "type": "object",
-    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0, "maximum": 99}, "tags": {"$ref": "#/$defs/tags"}},
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"$ref": "#/$defs/tags"},
+    },
     "required": ["age", "name"],
     "additionalProperties": False,
 }
 SCHEMAS = {
     "none": None,
     "empty": {"type": "object", "properties": {}},
-    "required": {**PERSON, "$defs": {"tags": {"type": "array", "items": {"enum": ["a", "b", 1, None]}}}},
+    "required": {
+        **PERSON,
+        "$defs": {"tags": {"type": "array", "items": {"enum": ["a", "b", 1, None]}}},
+    },
     "optional": {
         "type": "object",
-        "properties": {name: {"type": kind} for name, kind in (("a", "boolean"), ("b", "null"), ("c", "number"))},
+        "properties": {
+            name: {"type": kind}
+            for name, kind in (("a", "boolean"), ("b", "null"), ("c", "number"))
+        },
         "additionalProperties": False,
     },
     "nested": {
@@ -36,7 +46,10 @@ SCHEMAS = {
             "people": {
                 "type": "array",
                 "minItems": 1,
-                "items": {**PERSON, "properties": {"age": {"type": "integer"}, "name": {"const": "x"}}},
+                "items": {
+                    **PERSON,
+                    "properties": {"age": {"type": "integer"}, "name": {"const": "x"}},
+                },
             },
             "size": {"anyOf": [{"type": "integer"}, {"enum": ["big", "small"]}]},
             "odd key: 1": {"type": ["boolean", "null"]},
@@ -47,7 +60,10 @@ SCHEMAS = {
     },
     "short texts": {
         "type": "object",
-        "properties": {"a": {"type": "string", "minLength": 2, "maxLength": 3}, "b": {"type": "string", "maxLength": 0}},
+        "properties": {
+            "a": {"type": "string", "minLength": 2, "maxLength": 3},
+            "b": {"type": "string", "maxLength": 0},
+        },
         "required": ["a", "b"],
         "additionalProperties": False,
     },
@@ -73,7 +89,11 @@ SCHEMAS = {
         "additionalProperties": False,
     },
 }
-FREE = {"type": "object", "properties": {"any": {}, "object": {"type": "object"}}, "required": ["any", "object"]}
+FREE = {
+    "type": "object",
+    "properties": {"any": {}, "object": {"type": "object"}},
+    "required": ["any", "object"],
+}
 
 
 def tool(name, schema):
@@ -85,7 +105,10 @@ def tool(name, schema):
 def model(request, checkpoint_with):
     """An engine, and the format of its template."""
     opening, closing, quote = marks = MARKS[request.param]
-    template = f"{{# {opening} {closing} {quote} #}}{{% for m in messages %}}{{{{ m['content'] }}}}{{% endfor %}}"
+    template = (
+        f"{{# {opening} {closing} {quote} #}}{{% for m in messages %}}{{{{ m['content'] }}}}{{% "
+        f"endfor %}}"
+    )
     folder = checkpoint_with(template, marks, special=True, longest=1024)
     with LLM(str(folder), load_format="dummy", dtype="float32", max_num_seqs=16) as llm:
         yield llm, Plugins.load().parsers.make("gemma", template), marks
@@ -98,9 +121,19 @@ def drawn(model, tools, *, parallel=False, n=6, more=()):
     asked = {"structural_tag": {"type": "structural_tag", "format": structure}}
     renderer = llm.engine.renderer
     # What brings a random model to an end of its texts, lists and answers.
-    ends = [renderer.render_prompt(text, add_special_tokens=False).token_ids[-1] for text in (quote, "]", "}", closing)]
+    ends = [
+        renderer.render_prompt(text, add_special_tokens=False).token_ids[-1]
+        for text in (quote, "]", "}", closing)
+    ]
     bias = dict.fromkeys([*ends, *renderer.eos_token_ids, *more], 4.0)
-    params = SamplingParams(n=n, max_tokens=900, seed=1, structured_outputs=asked, logit_bias=bias, skip_special_tokens=False)
+    params = SamplingParams(
+        n=n,
+        max_tokens=900,
+        seed=1,
+        structured_outputs=asked,
+        logit_bias=bias,
+        skip_special_tokens=False,
+    )
     [output] = llm.chat([{"role": "user", "content": "x"}], params, use_tqdm=False)
     assert output.error is None
     found = []
@@ -109,7 +142,13 @@ def drawn(model, tools, *, parallel=False, n=6, more=()):
         parser = form.parser("", tools)
         deltas = [parser.push(one.text), parser.finish(cut=False)]
         assert parser.calls_tools and not "".join(delta.content for delta in deltas), one.text
-        found.append([(call.name, json.loads(call.arguments)) for delta in deltas for call in delta.tool_calls])
+        found.append(
+            [
+                (call.name, json.loads(call.arguments))
+                for delta in deltas
+                for call in delta.tool_calls
+            ]
+        )
     return found
 
 
@@ -145,7 +184,11 @@ def test_one_of_several_is_called_and_several_where_they_may_be(model):
 
 
 @pytest.mark.parametrize(
-    "schema", [{"properties": 3}, {"properties": {"a": 5, "b": {"enum": []}, "c": {"type": "odd"}, "d": {"$ref": "#/no"}}}]
+    "schema",
+    [
+        {"properties": 3},
+        {"properties": {"a": 5, "b": {"enum": []}, "c": {"type": "odd"}, "d": {"$ref": "#/no"}}},
+    ],
 )
 def test_a_schema_that_is_none_is_no_error(model, schema):
     assert drawn(model, [tool("f", {"type": "object", **schema})], n=1)
@@ -153,7 +196,11 @@ def test_a_schema_that_is_none_is_no_error(model, schema):
 
 def test_open_values_hold_fewer_levels_where_there_are_many():
     def levels(found):
-        inner = [one for one in (found.get("elements") or found.get("tags") or [found.get("content")]) if isinstance(one, dict)]
+        inner = [
+            one
+            for one in (found.get("elements") or found.get("tags") or [found.get("content")])
+            if isinstance(one, dict)
+        ]
         return (found["type"] == "tags_with_separator") + max(map(levels, inner), default=0)
 
     def opened(count, functions=1):
@@ -168,11 +215,18 @@ def test_open_values_hold_fewer_levels_where_there_are_many():
 
 
 def test_many_functions_with_open_values_are_a_grammar(model):
-    assert drawn(model, [tool(f"f{number}", {"type": "object", "properties": {"any": {}}}) for number in range(30)], n=1)
+    assert drawn(
+        model,
+        [tool(f"f{number}", {"type": "object", "properties": {"any": {}}}) for number in range(30)],
+        n=1,
+    )
 
 
 def test_a_large_schema_is_a_grammar_or_an_error(model):
-    wide = {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(60)}}
+    wide = {
+        "type": "object",
+        "properties": {f"p{number}": {"type": "integer"} for number in range(60)},
+    }
     assert drawn(model, [tool("f", wide)], n=1)
     deep = {"type": "object", "properties": {"a": {"type": "integer"}}}
     for _ in range(40):

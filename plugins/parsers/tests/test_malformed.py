@@ -1,4 +1,5 @@
-"""What models write wrong is read as it was meant, or is content without marks; and no good call is lost to a bad one."""
+"""What models write wrong is read as it was meant, or is content without marks; and no good call is
+lost to a bad one."""
 
 from __future__ import annotations
 
@@ -6,7 +7,17 @@ import json
 import random
 
 import pytest
-from malformed import AS_JSON, FIELD, JSON_FAULTS, UNCLOSED, UNREADABLE, WITH_END, WRITTEN, form_of, of_each
+from malformed import (
+    AS_JSON,
+    FIELD,
+    JSON_FAULTS,
+    UNCLOSED,
+    UNREADABLE,
+    WITH_END,
+    WRITTEN,
+    form_of,
+    of_each,
+)
 from recorded import OSLO, PARIS
 from test_parsers import PARSERS, cuts, parse
 
@@ -65,7 +76,10 @@ def test_what_not_every_reader_of_json_takes_is_content(name):
 def test_brackets_that_are_missing_at_the_end_are_read(name, fault):
     arguments, value = UNCLOSED[fault]
     written = WRITTEN[name]._replace(days=arguments)
-    for text in (written.oslo, f"{written.begin}get_time{written.between}{arguments}{written.end.removeprefix('}')}"):
+    for text in (
+        written.oslo,
+        f"{written.begin}get_time{written.between}{arguments}{written.end.removeprefix('}')}",
+    ):
         found, calls = checked(form_of(name), text)
         assert (calls, found.content) == ([("get_time", value)], "")
 
@@ -74,7 +88,11 @@ def test_brackets_that_are_missing_at_the_end_are_read(name, fault):
 def test_what_was_seen_in_the_field_is_read(name):
     fault = FIELD[name]
     found, calls = checked(fault.format, fault.text, fault.prompt_end)
-    assert (found.content, found.reasoning, calls) == (fault.content, fault.reasoning, list(fault.calls))
+    assert (found.content, found.reasoning, calls) == (
+        fault.content,
+        fault.reasoning,
+        list(fault.calls),
+    )
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -88,14 +106,22 @@ def test_a_call_that_a_limit_cuts_is_none(name):
             assert parse(form_of(name), list(text), cut=True) == found
             called = [one for one, _ in found.calls]
             if called == [*calls, "get_time"]:
-                assert json.loads(found.calls[-1][1]) == OSLO[1] and end > len(written.oslo) - len(written.end) - 1
+                assert (
+                    json.loads(found.calls[-1][1]) == OSLO[1]
+                    and end > len(written.oslo) - len(written.end) - 1
+                )
             else:
                 assert called == [*calls] and not found.calls_tools
             assert not found.content.strip(), text
 
 
-@pytest.mark.parametrize("name", [name for name in PARSERS if "tool_calls" not in PARSERS.load(name).finds])
-@pytest.mark.parametrize("call", [name for name in WRITTEN if name in ("hermes", "qwen3_coder", "mistral", "deepseek", "gemma")])
+@pytest.mark.parametrize(
+    "name", [name for name in PARSERS if "tool_calls" not in PARSERS.load(name).finds]
+)
+@pytest.mark.parametrize(
+    "call",
+    [name for name in WRITTEN if name in ("hermes", "qwen3_coder", "mistral", "deepseek", "gemma")],
+)
 def test_a_call_in_reasoning_that_is_not_ended_is_left_to_others(name, call):
     """Where it is ended after all, it was reasoning."""
     form, written = PARSERS.make(name, ""), WRITTEN[call]
@@ -110,7 +136,8 @@ def test_a_call_in_reasoning_that_is_not_ended_is_left_to_others(name, call):
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_which_marks_are_content(name):
-    """As docs/tools.md says: of formats in tags, those that only end something, up to the first that begins a call."""
+    """As docs/tools.md says: of formats in tags, those that only end something, up to the first
+    that begins a call."""
     written = WRITTEN[name]
     for mark in written.marks:
         found, _ = checked(form_of(name), f"ok {mark} done")

@@ -77,14 +77,15 @@ def test_what_max_tokens_cuts_is_the_same_streamed_and_never_called_whole(name):
 
 @pytest.mark.parametrize("name", [name for name in RECORDED if RECORDED[name].calls])
 def test_what_is_cut_of_a_call_is_never_content(name):
-    """Of every beginning of an answer, the content is a beginning of its content; but one character alone may be anything."""
+    """Of every beginning of an answer, the content is a beginning of its content; but one character
+    alone may be anything."""
     one: Recorded = RECORDED[name]
     for end in range(len(one.text)):
         for pieces in ([one.text[:end]], list(one.text[:end])):
             content = parse(one.format, pieces, one.prompt_end, cut=True).content.rstrip()
-            assert one.content.startswith(content) or (content[-1] in "<[" and one.content.startswith(content[:-1].rstrip())), one.text[
-                :end
-            ]
+            assert one.content.startswith(content) or (
+                content[-1] in "<[" and one.content.startswith(content[:-1].rstrip())
+            ), one.text[:end]
 
 
 @pytest.mark.parametrize(
@@ -108,22 +109,41 @@ def test_what_is_cut_of_a_call_is_never_content(name):
     ],
 )
 def test_the_beginning_of_a_first_call_is_told_from_content(name, text, content):
-    assert parse(name, [text], cut=True) == parse(name, list(text), cut=True) == Answer(content, "", (), False)
+    assert (
+        parse(name, [text], cut=True)
+        == parse(name, list(text), cut=True)
+        == Answer(content, "", (), False)
+    )
     # An answer that the model has ended is none that was cut.
-    assert parse(name, [text]).content == text.replace("<|python_start|>", "").replace("<|python_tag|>", "")
+    assert parse(name, [text]).content == text.replace("<|python_start|>", "").replace(
+        "<|python_tag|>", ""
+    )
 
 
 def test_a_cut_call_is_left_out():
-    for text in ('{"name": "get_weather", "arguments": {"city": "Par', '{"name": "get_weather", "argum', '{"na', ""):
-        assert parse("hermes", [f"Hm. <tool_call>\n{text}"], cut=True) == Answer("Hm.", "", (), False)
+    for text in (
+        '{"name": "get_weather", "arguments": {"city": "Par',
+        '{"name": "get_weather", "argum',
+        '{"na',
+        "",
+    ):
+        assert parse("hermes", [f"Hm. <tool_call>\n{text}"], cut=True) == Answer(
+            "Hm.", "", (), False
+        )
         second = [f"<tool_call>{JSON_PARIS}</tool_call>\n<tool_call>{text}"]
         assert parse("hermes", second, cut=True) == Answer("", "", (("get_weather", PARIS),), False)
     closing = f"<tool_call>{JSON_PARIS}\n</tool"
     assert parse("hermes", [closing], cut=True) == Answer("", "", (("get_weather", PARIS),), True)
     assert parse("hermes", [closing]).content == "</tool"
     begun = f"<tool_call>{JSON_PARIS}</tool_call>\n<tool_c"
-    assert parse("hermes", [begun], cut=True) == parse("hermes", list(begun), cut=True) == Answer("", "", (("get_weather", PARIS),), True)
-    assert parse("pythonic", ['[get_weather(city="Paris", days='], cut=True) == Answer("", "", (), False)
+    assert (
+        parse("hermes", [begun], cut=True)
+        == parse("hermes", list(begun), cut=True)
+        == Answer("", "", (("get_weather", PARIS),), True)
+    )
+    assert parse("pythonic", ['[get_weather(city="Paris", days='], cut=True) == Answer(
+        "", "", (), False
+    )
 
 
 def test_a_call_comes_when_it_is_whole():
@@ -134,20 +154,40 @@ def test_a_call_comes_when_it_is_whole():
 
 def test_only_what_may_begin_a_mark_is_held_back():
     parser = PARSERS.make("hermes", "").parser("", TOOLS)
-    assert [parser.push(text).content for text in ("1 < 2", " <tool", "box", "<tool_call")] == ["1 < 2", "", " <toolbox", ""]
+    assert [parser.push(text).content for text in ("1 < 2", " <tool", "box", "<tool_call")] == [
+        "1 < 2",
+        "",
+        " <toolbox",
+        "",
+    ]
     assert parser.finish(cut=False).content == "<tool_call"
 
 
-MARKS = {mark for one in RECORDED.values() for mark in one.text.replace(">", "> ").replace("{", " { ").split()}
+MARKS = {
+    mark
+    for one in RECORDED.values()
+    for mark in one.text.replace(">", "> ").replace("{", " { ").split()
+}
 PARIS = '{"city": "Paris"}'
-WORDS = ["get_weather", '"name": ', '"arguments": ', '{"city": "Paris"}', "<tool_call>", "[TOOL_CALLS]", "\\ud800", "é"]
+WORDS = [
+    "get_weather",
+    '"name": ',
+    '"arguments": ',
+    '{"city": "Paris"}',
+    "<tool_call>",
+    "[TOOL_CALLS]",
+    "\\ud800",
+    "é",
+]
 PIECES = [*sorted(MARKS), *WORDS, *"{}[](),:;'\"\\<> \n="]
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=150, deadline=None)
 @given(
-    pieces=st.lists(st.sampled_from(PIECES), max_size=25), cut=st.booleans(), start=st.sampled_from(["", "<think>\n", "<|start|>assistant"])
+    pieces=st.lists(st.sampled_from(PIECES), max_size=25),
+    cut=st.booleans(),
+    start=st.sampled_from(["", "<think>\n", "<|start|>assistant"]),
 )
 def test_nothing_that_a_model_writes_is_an_error_or_read_in_two_ways(name, pieces, cut, start):
     text = "".join(pieces)
@@ -160,7 +200,8 @@ def test_nothing_that_a_model_writes_is_an_error_or_read_in_two_ways(name, piece
 
 
 class Counted(str):
-    """A text that counts the characters that are looked at or copied, of itself and of what is made of it."""
+    """A text that counts the characters that are looked at or copied, of itself and of what is made
+    of it."""
 
     __slots__ = ()
     num_characters = 0
@@ -205,7 +246,8 @@ class Counted(str):
 
 
 def work(name: str, text: str, size: int) -> int:
-    """The characters that a parser looks at and copies, of a text that comes in pieces of a size."""
+    """The characters that a parser looks at and copies, of a text that comes in pieces of a
+    size."""
     Counted.num_characters = 0
     parser = PARSERS.make(name, "").parser("", TOOLS)
     for at in range(0, len(text), size):
@@ -249,19 +291,34 @@ BEGINNINGS = (
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_long_answers_take_no_longer_than_their_length(name):
-    """Of each mark and beginning again and again, whole and in pieces: twice the text is twice the work, and that is bounded."""
+    """Of each mark and beginning again and again, whole and in pieces: twice the text is twice the
+    work, and that is bounded."""
     for piece in BEGINNINGS:
         for size in (10**6, 3):
-            short, long = (work(name, piece * (length // len(piece)), size) for length in (2_000, 4_000))
+            short, long = (
+                work(name, piece * (length // len(piece)), size) for length in (2_000, 4_000)
+            )
             assert long <= 2.3 * short + 2_000, (piece, size, short, long)
             assert long <= 150 * 4_000, (piece, size, long)
 
 
-@pytest.mark.parametrize("piece", ["<parameter=city>x", "</function>", "x </function>\n<parameter=days>1", "<parameter=city>x<tool_call>"])
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "<parameter=city>x",
+        "</function>",
+        "x </function>\n<parameter=days>1",
+        "<parameter=city>x<tool_call>",
+    ],
+)
 def test_a_value_without_an_end_is_looked_through_once(piece):
     for size, end in itertools.product((10**6, 3), ("", "</tool_call>", "</function></tool_call>")):
         short, long = (
-            work("qwen3_coder", f"<tool_call><function=get_weather><parameter=city>{piece * (length // len(piece))}{end}", size)
+            work(
+                "qwen3_coder",
+                f"<tool_call><function=get_weather><parameter=city>{piece * (length // len(piece))}{end}",
+                size,
+            )
             for length in (2_000, 4_000)
         )
         assert long <= 2.3 * short + 2_000, (piece, size, end, short, long)

@@ -1,4 +1,5 @@
-"""Calls in pieces: together they are the whole call, and nobody can execute one that is not whole."""
+"""Calls in pieces: together they are the whole call, and nobody can execute one that is not
+whole."""
 
 from __future__ import annotations
 
@@ -12,14 +13,20 @@ from toolkit_lm.plugin import Plugins
 PARSERS = Plugins.load().parsers
 WHOLE = {"qwen3_coder", "pythonic", "gemma", "functiongemma"}
 """Their arguments are no JSON, which is made of them when they are whole."""
-ANSWERS = {name: (one.format, one.text, one.prompt_end) for name, one in {**RECORDED, **FIELD}.items()}
+ANSWERS = {
+    name: (one.format, one.text, one.prompt_end) for name, one in {**RECORDED, **FIELD}.items()
+}
 
 
 def read(form, text, prompt_end="", *, in_pieces, cut=False, size=1):
-    """What a parser gives: reasoning, content, calls by their index as lists of pieces, and whether it calls tools."""
+    """What a parser gives: reasoning, content, calls by their index as lists of pieces, and whether
+    it calls tools."""
     parser = PARSERS.make(form, "").parser(prompt_end, TOOLS)
     parser.in_pieces = in_pieces
-    deltas = [*(parser.push(text[at : at + size]) for at in range(0, len(text), size)), parser.finish(cut=cut)]
+    deltas = [
+        *(parser.push(text[at : at + size]) for at in range(0, len(text), size)),
+        parser.finish(cut=cut),
+    ]
     calls: dict[int, list[str]] = {}
     names: dict[int, str] = {}
     for call in (call for delta in deltas for call in delta.tool_calls):
@@ -27,7 +34,11 @@ def read(form, text, prompt_end="", *, in_pieces, cut=False, size=1):
         names.setdefault(call.index, call.name)
         calls.setdefault(call.index, []).append(call.arguments)
     parts = "".join(delta.reasoning for delta in deltas), "".join(delta.content for delta in deltas)
-    return parts, {index: (names[index], pieces) for index, pieces in calls.items()}, parser.calls_tools
+    return (
+        parts,
+        {index: (names[index], pieces) for index, pieces in calls.items()},
+        parser.calls_tools,
+    )
 
 
 def is_json(text):
@@ -47,7 +58,9 @@ def test_the_pieces_of_a_call_are_the_call(name, size):
     same, given, calls_too = read(form, text, prompt_end, in_pieces=True, size=size)
     joined = [(name, "".join(pieces)) for name, pieces in given.values()]
     assert (same, calls_too) == (parts, calls_tools)
-    assert [one for one in joined if is_json(one[1])] == [(name, "".join(pieces)) for name, pieces in whole.values()]
+    assert [one for one in joined if is_json(one[1])] == [
+        (name, "".join(pieces)) for name, pieces in whole.values()
+    ]
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -74,9 +87,15 @@ def test_a_cut_call_is_not_whole(name):
 
 @pytest.mark.parametrize("arguments", [r'{"city": "\ud800"}', '{"days": 1e999}'])
 def test_what_turns_out_to_be_no_call_is_never_whole(arguments):
-    text = f'<tool_call>{{"name": "get_weather", "arguments": {arguments}}}</tool_call>{WRITTEN["hermes"].oslo}'
+    text = (
+        f'<tool_call>{{"name": "get_weather", "arguments": '
+        f"{arguments}}}</tool_call>{WRITTEN['hermes'].oslo}"
+    )
     parts, whole, _ = read("hermes", text, in_pieces=False)
     same, given, calls_tools = read("hermes", text, in_pieces=True)
     (_, broken), (name, pieces) = given.values()
     assert same == parts and calls_tools and len(whole) == 1 and [*given] == [0, 1]
-    assert not is_json("".join(broken)) and (name, "".join(pieces)) == ("get_time", WRITTEN["hermes"].days)
+    assert not is_json("".join(broken)) and (name, "".join(pieces)) == (
+        "get_time",
+        WRITTEN["hermes"].days,
+    )

@@ -1,4 +1,5 @@
-"""An argument that is written without quotes gets the type that the tool's schema says, however the schema says it."""
+"""An argument that is written without quotes gets the type that the tool's schema says, however the
+schema says it."""
 
 from __future__ import annotations
 
@@ -24,8 +25,16 @@ KINDS = {
     "boolean": ({"type": "boolean"}, "True", True),
     "listed number": ({"enum": [1, 2]}, "2", 2),
     "list": ({"type": "array", "items": {"type": "string"}}, '["1", "2"]', ["1", "2"]),
-    "object": ({"type": "object", "properties": {"x": {"type": "string"}}}, '{"x": "1"}', {"x": "1"}),
-    "object by its properties": ({"properties": {"x": {"type": "string"}}}, '{"x": "1"}', {"x": "1"}),
+    "object": (
+        {"type": "object", "properties": {"x": {"type": "string"}}},
+        '{"x": "1"}',
+        {"x": "1"},
+    ),
+    "object by its properties": (
+        {"properties": {"x": {"type": "string"}}},
+        '{"x": "1"}',
+        {"x": "1"},
+    ),
     "text or object": ({"type": ["string", "object"]}, "7", "7"),
 }
 """A schema, a text, and what it means."""
@@ -39,15 +48,27 @@ WAYS = {
     ),
     "a name with a slash": lambda kind: ({"$ref": "#/$defs/a~1b%20c"}, {"$defs": {"a/b c": kind}}),
     "an anchor": lambda kind: ({"$ref": "#k"}, {"$defs": {"K": {**kind, "$anchor": "k"}}}),
-    "a place in a list": lambda kind: ({"$ref": "#/$defs/K/anyOf/1"}, {"$defs": {"K": {"anyOf": [NULL, kind]}}}),
+    "a place in a list": lambda kind: (
+        {"$ref": "#/$defs/K/anyOf/1"},
+        {"$defs": {"K": {"anyOf": [NULL, kind]}}},
+    ),
     "another property": lambda kind: ({"$ref": "#/properties/b"}, {"b": kind}),
     "anyOf": lambda kind: ({"anyOf": [kind, NULL]}, {}),
     "oneOf": lambda kind: ({"oneOf": [NULL, kind]}, {}),
-    "anyOf of references": lambda kind: ({"anyOf": [{"$ref": "#/$defs/K"}, NULL], "default": None}, {"$defs": {"K": kind}}),
+    "anyOf of references": lambda kind: (
+        {"anyOf": [{"$ref": "#/$defs/K"}, NULL], "default": None},
+        {"$defs": {"K": kind}},
+    ),
     "allOf": lambda kind: ({"allOf": [{"description": "what"}, kind]}, {}),
-    "a description beside": lambda kind: ({"$ref": "#/$defs/K", "description": "what"}, {"$defs": {"K": kind}}),
+    "a description beside": lambda kind: (
+        {"$ref": "#/$defs/K", "description": "what"},
+        {"$defs": {"K": kind}},
+    ),
     "nullable": lambda kind: ({**kind, "nullable": True}, {}),
-    "a circle": lambda kind: ({"$ref": "#/$defs/K"}, {"$defs": {"K": {"anyOf": [kind, {"$ref": "#/$defs/K"}]}}}),
+    "a circle": lambda kind: (
+        {"$ref": "#/$defs/K"},
+        {"$defs": {"K": {"anyOf": [kind, {"$ref": "#/$defs/K"}]}}},
+    ),
 }
 """How a schema says so: of a property, and what is beside it."""
 ROOTS = {
@@ -70,30 +91,49 @@ def parameters(way, kind, root):
 def read(name, text, schema):
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     parser = PARSERS.make(name, "").parser("", tools)
-    [call] = [call for delta in (parser.push(text), parser.finish(cut=False)) for call in delta.tool_calls]
+    [call] = [
+        call for delta in (parser.push(text), parser.finish(cut=False)) for call in delta.tool_calls
+    ]
     return json.loads(call.arguments)
 
 
 @pytest.mark.parametrize(
     ("kind", "way", "root"),
     # A reference to another property leads to those of a plain root.
-    [case for case in itertools.product(KINDS, WAYS, ROOTS) if case[1] != "another property" or case[2] == "plain"],
+    [
+        case
+        for case in itertools.product(KINDS, WAYS, ROOTS)
+        if case[1] != "another property" or case[2] == "plain"
+    ],
 )
 def test_an_argument_is_of_its_type(kind, way, root):
     schema, (_, text, value) = parameters(way, kind, root), KINDS[kind]
-    found = read("qwen3_coder", f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>", schema)
+    found = read(
+        "qwen3_coder",
+        f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n"
+        "</tool_call>",
+        schema,
+    )
     assert found == {"a": value}
     jsonschema.Draft202012Validator(schema).validate(found)
     if not isinstance(value, list | dict):
         assert read("gemma", f"<|tool_call>call:f{{a:{text}}}<tool_call|>", schema) == {"a": value}
-        assert read("gemma", f"<start_function_call>call:f{{a:{text}}}<end_function_call>", schema) == {"a": value}
+        assert read(
+            "gemma", f"<start_function_call>call:f{{a:{text}}}<end_function_call>", schema
+        ) == {"a": value}
 
 
 def test_values_within_a_value_have_their_types_too():
     schema = {
         "type": "object",
-        "properties": {"where": {"$ref": "#/$defs/Where"}, "zips": {"type": "array", "items": {"$ref": "#/$defs/Zip"}}},
-        "$defs": {"Zip": {"type": "string"}, "Where": {"type": "object", "properties": {"zip": {"$ref": "#/$defs/Zip"}}}},
+        "properties": {
+            "where": {"$ref": "#/$defs/Where"},
+            "zips": {"type": "array", "items": {"$ref": "#/$defs/Zip"}},
+        },
+        "$defs": {
+            "Zip": {"type": "string"},
+            "Where": {"type": "object", "properties": {"zip": {"$ref": "#/$defs/Zip"}}},
+        },
     }
     assert read("gemma", "<|tool_call>call:f{where:{zip:123},zips:[4,5]}<tool_call|>", schema) == {
         "where": {"zip": "123"},
@@ -117,7 +157,9 @@ def test_what_leads_nowhere_or_round_in_circles_is_a_text(schema):
     whole = {"type": "object", "properties": {"a": schema}}
     text = "<tool_call><function=f><parameter=a>12</parameter></function></tool_call>"
     assert read("qwen3_coder", text, whole) in ({"a": "12"}, {"a": 12})
-    assert PARSERS.make("qwen3_coder", "").structure([{"function": {"name": "f", "parameters": whole}}], parallel=False)
+    assert PARSERS.make("qwen3_coder", "").structure(
+        [{"function": {"name": "f", "parameters": whole}}], parallel=False
+    )
 
 
 def test_a_schema_of_many_references_takes_no_time():
@@ -134,12 +176,20 @@ def test_a_schema_of_many_references_takes_no_time():
 
 def test_a_part_stands_alone():
     root = {
-        "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}, "z": {"enum": [{"$ref": "#/x"}]}},
+        "$defs": {
+            "n": {"type": "array", "items": {"$ref": "#/$defs/n"}},
+            "z": {"enum": [{"$ref": "#/x"}]},
+        },
         "properties": {"$ref": {"type": "null"}},
     }
     alone = Schemas(root).alone({"anyOf": [{"$ref": "#/$defs/n"}, {"$ref": "#/$defs/z"}]})
     validator = jsonschema.Draft202012Validator(alone)
-    assert [validator.is_valid(value) for value in ([[], [[]]], {"$ref": "#/x"}, [1], "x")] == [True, True, False, False]
+    assert [validator.is_valid(value) for value in ([[], [[]]], {"$ref": "#/x"}, [1], "x")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     assert Schemas(root).alone({"type": "null"}) == {"type": "null"}
 
 
@@ -149,36 +199,79 @@ def many(one, count=300, **beside):
 
 
 def obj(name, count=5):
-    return {"type": "object", "properties": {f"p{i}": {"$ref": f"#/$defs/{name}"} for i in range(count)}}
+    return {
+        "type": "object",
+        "properties": {f"p{i}": {"$ref": f"#/$defs/{name}"} for i in range(count)},
+    }
 
 
 NAMES = [f"n{i}" for i in range(1000)]
 TO_X = {"$ref": "#/$defs/x"}
 WIDE = {
-    "references to small ones": many(TO_X, **{"$defs": {"x": {"type": "array", "items": {"type": "string"}}}}),
+    "references to small ones": many(
+        TO_X, **{"$defs": {"x": {"type": "array", "items": {"type": "string"}}}}
+    ),
     "references to the root": many({"type": "array", "items": {"$ref": "#"}}),
-    "references to a large one": many(TO_X, **{"$defs": {"x": {"type": "array", "items": {"properties": dict.fromkeys(NAMES, True)}}}}),
+    "references to a large one": many(
+        TO_X,
+        **{"$defs": {"x": {"type": "array", "items": {"properties": dict.fromkeys(NAMES, True)}}}},
+    ),
     "references to each other": {
         "type": "object",
-        "properties": {f"p{i}": {"type": "array", "items": {"$ref": f"#/properties/p{(i + 1) % 300}"}} for i in range(300)},
+        "properties": {
+            f"p{i}": {"type": "array", "items": {"$ref": f"#/properties/p{(i + 1) % 300}"}}
+            for i in range(300)
+        },
     },
-    "anchors": many({"$ref": "#end"}, **{"$defs": {name: {"type": "integer", "$anchor": name} for name in [*NAMES, "end"]}}),
+    "anchors": many(
+        {"$ref": "#end"},
+        **{"$defs": {name: {"type": "integer", "$anchor": name} for name in [*NAMES, "end"]}},
+    ),
     "listed texts": many(TO_X, **{"$defs": {"x": {"enum": NAMES}}}),
     "listed numbers": many(TO_X, **{"$defs": {"x": {"type": "integer", "enum": [*range(1000)]}}}),
     "long texts": many(TO_X, **{"$defs": {"x": {"enum": ["x" * 50_000]}}}),
-    "long descriptions": many(TO_X, **{"$defs": {"x": {"type": "integer", "description": "x" * 50_000}}}),
-    "alternatives": many(TO_X, **{"$defs": {"x": {"anyOf": [{"type": "string"} for _ in range(1000)]}}}),
-    "required properties": {"type": "object", "properties": {name: {"type": "integer"} for name in NAMES}, "required": NAMES},
-    "required in objects": many(TO_X, **{"$defs": {"x": {"type": "object", "required": NAMES, "properties": dict.fromkeys(NAMES, True)}}}),
-    "objects in objects": {**obj("a"), "$defs": {"a": obj("b"), "b": obj("c"), "c": obj("d"), "d": obj("e"), "e": {"type": "string"}}},
+    "long descriptions": many(
+        TO_X, **{"$defs": {"x": {"type": "integer", "description": "x" * 50_000}}}
+    ),
+    "alternatives": many(
+        TO_X, **{"$defs": {"x": {"anyOf": [{"type": "string"} for _ in range(1000)]}}}
+    ),
+    "required properties": {
+        "type": "object",
+        "properties": {name: {"type": "integer"} for name in NAMES},
+        "required": NAMES,
+    },
+    "required in objects": many(
+        TO_X,
+        **{
+            "$defs": {
+                "x": {"type": "object", "required": NAMES, "properties": dict.fromkeys(NAMES, True)}
+            }
+        },
+    ),
+    "objects in objects": {
+        **obj("a"),
+        "$defs": {
+            "a": obj("b"),
+            "b": obj("c"),
+            "c": obj("d"),
+            "d": obj("e"),
+            "e": {"type": "string"},
+        },
+    },
     "a circle of alternatives": many({"anyOf": [{"$ref": "#/properties/p0"}] * 3}, 1),
 }
 """Short schemas, of which what is made could be long."""
-SHAPES = [name for name in PARSERS if PARSERS.make(name, "").structure([{"function": {"name": "f"}}], parallel=False) is not None]
+SHAPES = [
+    name
+    for name in PARSERS
+    if PARSERS.make(name, "").structure([{"function": {"name": "f"}}], parallel=False) is not None
+]
 
 
 def test_what_is_made_of_wide_schemas_is_bounded():
-    """Each format, each schema, for several functions: its size and its work are, or it is refused."""
+    """Each format, each schema, for several functions: its size and its work are, or it is
+    refused."""
     assert {"qwen3_coder", "gemma", "hermes", "mistral"} <= {*SHAPES}
     for name, wide in itertools.product(SHAPES, WIDE):
         tools = [{"function": {"name": f"f{i}", "parameters": WIDE[wide]}} for i in range(4)]
@@ -215,7 +308,9 @@ def calls(call) -> int:
 def test_what_refers_to_too_much_is_refused_and_what_is_shared_is_one():
     small, large = WIDE["references to small ones"], WIDE["long descriptions"]
     with pytest.raises(RequestError, match="fewer tools"):
-        PARSERS.make("qwen3_coder", "").structure([{"function": {"name": "f", "parameters": large}}], parallel=False)
+        PARSERS.make("qwen3_coder", "").structure(
+            [{"function": {"name": "f", "parameters": large}}], parallel=False
+        )
     schemas = Schemas(small)
     one, other = (schemas.alone({"type": "array", "items": TO_X, "title": title}) for title in "ab")
     [first], [second] = one["$defs"].values(), other["$defs"].values()
@@ -223,7 +318,10 @@ def test_what_refers_to_too_much_is_refused_and_what_is_shared_is_one():
 
 
 def test_a_part_has_the_definitions_that_it_reaches_and_no_others():
-    root = {"$defs": {"a": {"items": {"$ref": "#/properties/p"}}, "b": {"type": "null"}}, "properties": {"p": {"$ref": "#k"}, "q": {}}}
+    root = {
+        "$defs": {"a": {"items": {"$ref": "#/properties/p"}}, "b": {"type": "null"}},
+        "properties": {"p": {"$ref": "#k"}, "q": {}},
+    }
     root["$defs"]["k"] = {"$anchor": "k", "type": "integer"}
     alone = Schemas(root).alone({"type": "array", "items": {"$ref": "#/$defs/a"}})
     assert len(alone["$defs"]) == 3

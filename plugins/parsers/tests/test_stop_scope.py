@@ -1,4 +1,5 @@
-"""A stop text ends an answer in its content, and not in its reasoning: in every format that finds reasoning, however the text comes."""
+"""A stop text ends an answer in its content, and not in its reasoning: in every format that finds
+reasoning, however the text comes."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from toolkit_lm.renderer import DecodeStream
 PARSERS = Plugins.load().parsers
 FORMATS = sorted(name for name in PARSERS if "reasoning" in PARSERS.load(name).finds)
 BEGUN = Recorded("deepseek_r1", "Hm.\n\nSo.\n</think>\n\nIt is 4.", "It is 4.", "Hm.\n\nSo.")
-REASONED = {name: one for name, one in {**RECORDED, "begun": BEGUN}.items() if one.reasoning and one.content}
+REASONED = {
+    name: one for name, one in {**RECORDED, "begun": BEGUN}.items() if one.reasoning and one.content
+}
 
 
 class Characters(DecodeStream):
@@ -39,7 +42,8 @@ def parsed(one, text, tools=()):
 
 
 def ended(one, stop, step=1, includes=False):
-    """The text of an answer with a stop text, of which `step` tokens come at a time, and what ended it."""
+    """The text of an answer with a stop text, of which `step` tokens come at a time, and what ended
+    it."""
     params = SamplingParams(stop=stop, include_stop_str_in_output=includes)
     scope = PARSERS.make(one.format, "").stop_scope(one.prompt_end)
     text = SequenceText(params, Characters(), [], StopTexts([stop]), scope)
@@ -65,7 +69,10 @@ def test_a_stop_text_ends_the_content_alone(name):
         for step in (1, 7, len(one.text)):
             text, stopped_by = ended(one, stop, step)
             told = parsed(one, text)
-            assert (told[0], told[1].rstrip(), stopped_by) == (reasoning, before.rstrip(), stop), (stop, step)
+            assert (told[0], told[1].rstrip(), stopped_by) == (reasoning, before.rstrip(), stop), (
+                stop,
+                step,
+            )
         assert parsed(one, ended(one, stop, includes=True)[0])[1].endswith(stop)
 
 
@@ -73,7 +80,18 @@ def test_a_stop_text_ends_the_content_alone(name):
 def test_what_stands_in_the_reasoning_alone_ends_nothing(name):
     one = REASONED[name]
     reasoning, content = parsed(one, one.text)
-    marks = ("think", "THINK", "<", "[", "|", "channel", "analysis", "assistant", "final", "message")
+    marks = (
+        "think",
+        "THINK",
+        "<",
+        "[",
+        "|",
+        "channel",
+        "analysis",
+        "assistant",
+        "final",
+        "message",
+    )
     for stop in {*reasoning.split(), reasoning, *marks, "\n\n", "\n"}:
         if stop not in content:
             assert ended(one, stop) == (one.text, None), stop
@@ -94,7 +112,8 @@ def test_white_space_in_the_content_ends_it_as_it_comes(name):
 
 
 def check_scope(one):
-    """Nothing of an answer is lost, and what counts is its content, but for white space between its paragraphs."""
+    """Nothing of an answer is lost, and what counts is its content, but for white space between its
+    paragraphs."""
     scope = PARSERS.make(one.format, "").stop_scope(one.prompt_end)
     parts = scope.push(one.text) + scope.finish()
     counting, at = "", 0
@@ -105,18 +124,36 @@ def check_scope(one):
     assert "".join(counting.split()) == "".join(parsed(one, one.text)[1].split())
 
 
-@pytest.mark.parametrize("name", [name for name, one in {**RECORDED, **FIELD}.items() if one.format in FORMATS])
+@pytest.mark.parametrize(
+    "name", [name for name, one in {**RECORDED, **FIELD}.items() if one.format in FORMATS]
+)
 def test_what_counts_is_the_content(name):
     check_scope({**RECORDED, **FIELD}[name])
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_counts_is_the_content_of_any_text(name):
-    # Headers of messages are whole: a part of one is given in other words than its own, and only when the answer ends.
+    # Headers of messages are whole: a part of one is given in other words than its own, and only
+    # when the answer ends.
     header = "<|start|>assistant<|channel|>"
-    marks = [mark for one in ("<think>", "[THINK]", "<seed:think>", "<|channel>thought\n") for mark in (one, one[:4])]
-    ends = ["</think>", "[/THINK]", "</seed:think>", "<channel|>", "<|end|>", "<|return|>", "<|call|>"]
-    messages = [f"{header}{one}<|message|>" for one in ("analysis", "final", "commentary", "commentary to=functions.f")]
+    marks = [
+        mark
+        for one in ("<think>", "[THINK]", "<seed:think>", "<|channel>thought\n")
+        for mark in (one, one[:4])
+    ]
+    ends = [
+        "</think>",
+        "[/THINK]",
+        "</seed:think>",
+        "<channel|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+    ]
+    messages = [
+        f"{header}{one}<|message|>"
+        for one in ("analysis", "final", "commentary", "commentary to=functions.f")
+    ]
     drawn = random.Random(1)
     for _ in range(300):
         pieces = [*marks, *ends, *messages, "{}", '{"a": 1', " ", "\n\n", "a", "b <", "<", "to="]
@@ -125,7 +162,9 @@ def test_what_counts_is_the_content_of_any_text(name):
 
 @pytest.mark.parametrize("text", ["<", "<thin", "  ", "<b>bold</b>", "\n\nFour."])
 def test_an_answer_without_reasoning_is_content(text):
-    one = RECORDED[next(name for name, one in RECORDED.items() if one.format == "think")]._replace(text=text, prompt_end="")
+    one = RECORDED[next(name for name, one in RECORDED.items() if one.format == "think")]._replace(
+        text=text, prompt_end=""
+    )
     for stop in {*text}:
         assert ended(one, stop) == (text[: text.index(stop)], stop)
     assert ended(one, "</think>") == (text, None)
@@ -133,6 +172,8 @@ def test_an_answer_without_reasoning_is_content(text):
 
 def test_a_call_that_was_begun_in_the_reasoning_is_not_ended():
     call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-    one = RECORDED[next(name for name, one in RECORDED.items() if one.format == "think")]._replace(text=f"<think>\nHm.\n{call}")
+    one = RECORDED[next(name for name, one in RECORDED.items() if one.format == "think")]._replace(
+        text=f"<think>\nHm.\n{call}"
+    )
     assert ended(one, "Paris") == (one.text, None)
     assert "get_weather" in parsed(one, one.text, TOOLS)[1]

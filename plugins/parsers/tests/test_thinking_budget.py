@@ -1,4 +1,5 @@
-"""Reasoning ends when its budget is spent, whatever else is asked of a request and however the engine runs it."""
+"""Reasoning ends when its budget is spent, whatever else is asked of a request and however the
+engine runs it."""
 
 from __future__ import annotations
 
@@ -20,10 +21,19 @@ from toolkit_lm_parsers.marks import ReasoningReader, mark_texts
 from toolkit_lm_parsers.params import ThinkingParams
 from toolkit_lm_parsers.thinking_budget import SequenceBudget
 
-CHATS = [[{"role": "user", "content": text}] for text in ("Hello", "What is the sum of two and two?", "x y z " * 8)]
-BEGUN = "{# </think> #}{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}\nA:<think>\n{% endif %}"
+CHATS = [
+    [{"role": "user", "content": text}]
+    for text in ("Hello", "What is the sum of two and two?", "x y z " * 8)
+]
+BEGUN = (
+    "{# </think> #}{% for m in messages %}{{ m['content'] }}{% endfor %}{% if "
+    "add_generation_prompt %}\nA:<think>\n{% endif %}"
+)
 OPEN = BEGUN.replace("<think>\n{% endif %}", "{% endif %}")
-CHANNELS = "{% for m in messages %}{{ m['content'] }}{% endfor %}<|start|>assistant{# <|channel|> <|message|> #}"
+CHANNELS = (
+    "{% for m in messages %}{{ m['content'] }}{% endfor %}<|start|>assistant{# <|channel|> "
+    "<|message|> #}"
+)
 HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 BUDGET = 12
 
@@ -31,7 +41,10 @@ BUDGET = 12
 @pytest.fixture(scope="session")
 def folders(checkpoint_with):
     """By how marks are written: with letters, or as tokens of their own."""
-    return {"letters": checkpoint_with(BEGUN), "tokens": checkpoint_with(BEGUN, ("<think>", "</think>"))}
+    return {
+        "letters": checkpoint_with(BEGUN),
+        "tokens": checkpoint_with(BEGUN, ("<think>", "</think>")),
+    }
 
 
 class Preempted:
@@ -50,7 +63,14 @@ PREEMPTED = Preempted()
 
 @contextmanager
 def engine(folder, **options):
-    given = {"load_format": "dummy", "dtype": "float32", "max_num_seqs": 16, "block_size": 4, "plugins": [PREEMPTED], **options}
+    given = {
+        "load_format": "dummy",
+        "dtype": "float32",
+        "max_num_seqs": 16,
+        "block_size": 4,
+        "plugins": [PREEMPTED],
+        **options,
+    }
     with LLM(str(folder), **given) as llm:
         yield llm
 
@@ -59,7 +79,14 @@ def params(budget=BUDGET, **given):
     budgets = {} if budget is None else {"thinking_token_budget": budget}
     more = given.pop("extra_args", {})
     return SamplingParams(
-        **{"max_tokens": 60, "seed": 3, "temperature": 1.0, "ignore_eos": True, "extra_args": {**budgets, **more}, **given}
+        **{
+            "max_tokens": 60,
+            "seed": 3,
+            "temperature": 1.0,
+            "ignore_eos": True,
+            "extra_args": {**budgets, **more},
+            **given,
+        }
     )
 
 
@@ -85,7 +112,9 @@ def test_reasoning_ends_when_its_budget_is_spent(folders, marks, budget):
         end = llm.engine.renderer.render_prompt("</think>", add_special_tokens=False).token_ids
         assert len(end) == (1 if marks == "tokens" else len("</think>"))
         for before, after in zip(free, held, strict=True):
-            assert before.token_ids[: budget + len(end)] != after.token_ids[: budget + len(end)], "the model would have ended it by itself"
+            assert before.token_ids[: budget + len(end)] != after.token_ids[: budget + len(end)], (
+                "the model would have ended it by itself"
+            )
             assert after.token_ids[:budget] == before.token_ids[:budget]
             assert after.token_ids[budget : budget + len(end)] == end
             assert len(after.token_ids) == 60 and after.text.count("</think>") == 1
@@ -105,7 +134,9 @@ def test_preemption_prefix_caching_and_drafts_change_nothing(folders, marks):
     with engine(folders[marks], enable_prefix_caching=False) as llm:
         expected = [one.token_ids for one in answers(llm, given)]
     before = PREEMPTED.count
-    with engine(folders[marks], num_kv_blocks=48, max_num_batched_tokens=32, max_model_len=160) as llm:
+    with engine(
+        folders[marks], num_kv_blocks=48, max_num_batched_tokens=32, max_model_len=160
+    ) as llm:
         assert [one.token_ids for one in answers(llm, given)] == expected
         assert [one.token_ids for one in answers(llm, given)] == expected
     assert PREEMPTED.count > before
@@ -127,7 +158,8 @@ def test_other_processors_and_log_probabilities_go_with_it(folders):
         for one in answers(llm, given):
             assert counted(llm, one.token_ids) == BUDGET and len(one.logprobs) == 60
     with engine(folders["letters"]) as llm:
-        # The prompt has "th" already, so that the mark is ruled out where it is half written. It is not tried again.
+        # The prompt has "th" already, so that the mark is ruled out where it is half written. It is
+        # not tried again.
         for one in answers(llm, given):
             assert one.text.count("</") == 1 and "</th" not in one.text
 
@@ -137,12 +169,20 @@ def test_a_structure_begins_after_the_end(folders, marks):
     with engine(folders[marks]) as llm:
         renderer = llm.engine.renderer
         form = Plugins.load().parsers.make("think", renderer.chat_template_source)
-        structure = form.after_reasoning({"type": "or", "elements": [{"type": "const_string", "value": one} for one in ("yes", "no")]}, {})
+        structure = form.after_reasoning(
+            {
+                "type": "or",
+                "elements": [{"type": "const_string", "value": one} for one in ("yes", "no")],
+            },
+            {},
+        )
         asked = {"structural_tag": {"type": "structural_tag", "format": structure}}
         for one in answers(llm, params(n=2, structured_outputs=asked, ignore_eos=False)):
             _, end, answer = one.text.partition("</think>\n\n")
             assert end and answer in ("yes", "no") and one.finish_reason == "stop"
-            assert BUDGET <= counted(llm, one.token_ids) <= BUDGET + 3, "a character is written to its end"
+            assert BUDGET <= counted(llm, one.token_ids) <= BUDGET + 3, (
+                "a character is written to its end"
+            )
 
 
 def test_what_is_ruled_out_is_not_forced(folders):
@@ -156,8 +196,13 @@ def test_what_is_ruled_out_is_not_forced(folders):
 
 def test_a_model_that_begins_by_itself_is_held_too(checkpoint_with):
     with engine(checkpoint_with(OPEN, ("<think>", "</think>"))) as llm:
-        start, end = (llm.engine.renderer.render_prompt(mark, add_special_tokens=False).token_ids[0] for mark in ("<think>", "</think>"))
-        for one in answers(llm, params(2, allowed_token_ids=[start, 40, end], logit_bias={start: 50, end: -50})):
+        start, end = (
+            llm.engine.renderer.render_prompt(mark, add_special_tokens=False).token_ids[0]
+            for mark in ("<think>", "</think>")
+        )
+        for one in answers(
+            llm, params(2, allowed_token_ids=[start, 40, end], logit_bias={start: 50, end: -50})
+        ):
             assert one.token_ids[:4] == [start, start, start, end]
         for one in answers(llm, params(2, allowed_token_ids=[40, 41, start])):
             assert one.token_ids[0] == start or end not in one.token_ids
@@ -168,11 +213,17 @@ def test_of_several_stretches_of_reasoning_the_second_is_the_last(checkpoint_wit
         renderer = llm.engine.renderer
         begun = "<|channel|>analysis<|message|>"
         thinking, space = renderer.render_prompt(begun, add_special_tokens=False).token_ids, 40
-        forced = renderer.render_prompt("<|end|><|start|>assistant", add_special_tokens=False).token_ids
-        final = renderer.render_prompt("<|channel|>final<|message|>", add_special_tokens=False).token_ids
+        forced = renderer.render_prompt(
+            "<|end|><|start|>assistant", add_special_tokens=False
+        ).token_ids
+        final = renderer.render_prompt(
+            "<|channel|>final<|message|>", add_special_tokens=False
+        ).token_ids
         # A stubborn model: it would think for ever.
         script = [*thinking, *[space] * 3, *forced, *thinking, *forced, *final, *[space] * 3]
-        arguments = llm.engine.plugins.logits_processors.parse({"thinking_token_budget": 3})["thinking_budget"].prepare(renderer)
+        arguments = llm.engine.plugins.logits_processors.parse({"thinking_token_budget": 3})[
+            "thinking_budget"
+        ].prepare(renderer)
         prompt = renderer.render_prompt("<|start|>assistant", add_special_tokens=False).token_ids
         row = ProcessorRow(1, np.array(prompt, np.int32), len(prompt), 0)
         sequence = SequenceBudget(row, arguments)
@@ -181,14 +232,17 @@ def test_of_several_stretches_of_reasoning_the_second_is_the_last(checkpoint_wit
             following = sequence.must_follow(row._replace(token_ids=tokens))
             again = SequenceBudget(row, arguments).must_follow(row._replace(token_ids=tokens))
             assert following == again
-            is_forced = place in range(len(thinking) + 3, len(thinking) + 3 + len(forced)) or place in range(
-                2 * len(thinking) + 3 + len(forced), len(script) - 3
-            )
+            is_forced = place in range(
+                len(thinking) + 3, len(thinking) + 3 + len(forced)
+            ) or place in range(2 * len(thinking) + 3 + len(forced), len(script) - 3)
             assert following[:1] == ([script[place]] if is_forced else []), place
 
 
 def test_a_budget_that_cannot_be_held_to_is_refused(checkpoint, checkpoint_with, folders):
-    with engine(checkpoint) as llm, pytest.raises(RequestError, match=r"no reasoning that is known here.*think") as raised:
+    with (
+        engine(checkpoint) as llm,
+        pytest.raises(RequestError, match=r"no reasoning that is known here.*think") as raised,
+    ):
         answers(llm, params())
     assert raised.value.param == "thinking_token_budget"
     with engine(checkpoint) as llm:
@@ -198,7 +252,10 @@ def test_a_budget_that_cannot_be_held_to_is_refused(checkpoint, checkpoint_with,
         with pytest.raises(RequestError, match="finds no reasoning"):
             answers(llm, params(extra_args={"thinking_format": "hermes"}))
     for wrong in (-2, 1.5, "9"):
-        with engine(folders["letters"]) as llm, pytest.raises(RequestError, match="thinking_token_budget"):
+        with (
+            engine(folders["letters"]) as llm,
+            pytest.raises(RequestError, match="thinking_token_budget"),
+        ):
             answers(llm, params(wrong))
 
 
@@ -224,7 +281,9 @@ class OwnFormat:
 def test_formats_of_plugins_that_are_objects_have_budgets(folders):
     with engine(folders["letters"], plugins=[OwnFormat()]) as llm:
         asked = params(0, extra_args={"thinking_format": "own"})
-        assert [one.token_ids for one in answers(llm, asked)] == [one.token_ids for one in answers(llm, params(0))]
+        assert [one.token_ids for one in answers(llm, asked)] == [
+            one.token_ids for one in answers(llm, params(0))
+        ]
 
 
 def test_a_tokenizer_without_the_mark_is_refused(checkpoint_with):
@@ -239,7 +298,23 @@ def test_a_tokenizer_without_the_mark_is_refused(checkpoint_with):
 
 def test_marks_are_found_however_they_are_cut_into_tokens():
     class Renderer:
-        texts = ["<", "/", "think", ">", "</", "thi", "nk>", "</think>", ".</", "think>\n", "\n", "a", "<think>", "<thi", "b<"]
+        texts = [
+            "<",
+            "/",
+            "think",
+            ">",
+            "</",
+            "thi",
+            "nk>",
+            "</think>",
+            ".</",
+            "think>\n",
+            "\n",
+            "a",
+            "<think>",
+            "<thi",
+            "b<",
+        ]
         vocab_size = len(texts)
 
         def token_texts(self, token_ids):
@@ -248,7 +323,9 @@ def test_marks_are_found_however_they_are_cut_into_tokens():
     renderer = Renderer()
     marks = Plugins.load().parsers.make("think", "").marks
     texts = mark_texts(renderer, marks)
-    assert {token for token in range(renderer.vocab_size) if token not in texts} == {renderer.texts.index("a")}
+    assert {token for token in range(renderer.vocab_size) if token not in texts} == {
+        renderer.texts.index("a")
+    }
 
     def read(*words, prompt=()):
         reader = ReasoningReader(marks, texts, [renderer.texts.index(word) for word in prompt])
@@ -265,7 +342,8 @@ def test_marks_are_found_however_they_are_cut_into_tokens():
 
 
 def test_special_tokens_are_forced_where_text_is_text():
-    """Of a renderer that writes the names of special tokens with letters: those of Mistral's and gpt-oss's own tokenizers."""
+    """Of a renderer that writes the names of special tokens with letters: those of Mistral's and
+    gpt-oss's own tokenizers."""
 
     class Renderer:
         specials = ["<|start|>", "<|end|>", "<|channel|>", "<|message|>"]
@@ -275,7 +353,10 @@ def test_special_tokens_are_forced_where_text_is_text():
         config = Plugins.load().configure(VllmConfig.default())
 
         def token_texts(self, token_ids):
-            return [chr(token_id) if token_id < 128 else self.specials[token_id - 128] for token_id in token_ids]
+            return [
+                chr(token_id) if token_id < 128 else self.specials[token_id - 128]
+                for token_id in token_ids
+            ]
 
         def render_prompt(self, text, *, add_special_tokens):
             return Rendered(list(text.encode()))

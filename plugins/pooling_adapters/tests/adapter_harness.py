@@ -1,4 +1,5 @@
-"""What the tests of pooling adapters share: sizes, a prompt, and what a converted model makes of it without an engine."""
+"""What the tests of pooling adapters share: sizes, a prompt, and what a converted model makes of it
+without an engine."""
 
 from pathlib import Path
 

@@ -25,8 +25,9 @@ def pool_in_chunks(
 ) -> list[Tensor]:
     """What a pooler makes of `prompts` ([n, H] hidden states each).
 
-    `cuts`: where each prompt is cut into chunks; a step takes the next chunk of each. `between`: tokens of nobody in front of each row.
-    `starts`: for each prompt, the position of the first token that is pooled.
+    `cuts`: where each prompt is cut into chunks; a step takes the next chunk of each. `between`:
+    tokens of nobody in front of each row. `starts`: for each prompt, the position of the first
+    token that is pooled.
     """
     wanted = [params] * len(prompts) if isinstance(params, PoolingParams) else list(params)
     bounds = [[0, *(cuts[i] if cuts else ()), len(prompt)] for i, prompt in enumerate(prompts)]
@@ -38,7 +39,10 @@ def pool_in_chunks(
         offset = 0
         for i in members:
             start, stop = bounds[i][step], bounds[i][step + 1]
-            pieces += [torch.full((between, prompts[i].shape[1]), float("nan"), dtype=prompts[i].dtype), prompts[i][start:stop]]
+            pieces += [
+                torch.full((between, prompts[i].shape[1]), float("nan"), dtype=prompts[i].dtype),
+                prompts[i][start:stop],
+            ]
             offset += between
             ids = token_ids[i][start:stop] if token_ids else np.zeros(stop - start, np.int32)
             tokens = slice(offset, offset + stop - start)

@@ -35,7 +35,11 @@ def logits_of(folder, auto_class):
 TRAINED = {
     "llama": ("LlamaForSequenceClassification", LlamaForCausalLM, {}),
     "qwen3": ("Qwen3ForSequenceClassification", Qwen3ForCausalLM, {"tie_word_embeddings": True}),
-    "gpt2": ("GPT2ForSequenceClassification", GPT2LMHeadModel, {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}),
+    "gpt2": (
+        "GPT2ForSequenceClassification",
+        GPT2LMHeadModel,
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    ),
 }
 
 
@@ -64,7 +68,9 @@ def test_a_trained_classifier_with_a_bias_of_one_label(tmp_path):
 
 
 def test_a_trained_classifier_of_tokens_is_of_tokens_only(tmp_path):
-    theirs = transformers.LlamaForTokenClassification(transformers.LlamaConfig(**SMALL, num_labels=3))
+    theirs = transformers.LlamaForTokenClassification(
+        transformers.LlamaConfig(**SMALL, num_labels=3)
+    )
     folder = save_random(tmp_path, theirs)
     model = load(as_seq_cls_model, LlamaForCausalLM, folder)
     assert type(model).__name__ == "LlamaForCausalLMForTokenClassification"
@@ -86,7 +92,9 @@ def test_a_known_reranker_of_two_words(architecture, model_class, words, tied, t
     expected = logits_of(folder, transformers.AutoModelForCausalLM)
     model = load(as_seq_cls_model, model_class, folder)
     torch.testing.assert_close(pooled(model, task="score"), expected[-1, [17, 40]].softmax(0)[1:])
-    torch.testing.assert_close(pooled(model, task="token_classify"), expected[:, [17, 40]].softmax(1)[:, 1:])
+    torch.testing.assert_close(
+        pooled(model, task="token_classify"), expected[:, [17, 40]].softmax(1)[:, 1:]
+    )
 
 
 def test_a_known_reranker_of_one_word_by_the_fallback(tmp_path):
@@ -99,9 +107,18 @@ def test_a_known_reranker_of_one_word_by_the_fallback(tmp_path):
 
 
 ASSUMED = {
-    "Qwen3ForCausalLM": "Qwen3-Reranker.*--classifier-method from_2_way_softmax --classifier-tokens no,yes --score-template qwen3-reranker",
-    "Qwen2ForCausalLM": "mxbai-rerank-v2.*--classifier-method from_2_way_softmax --classifier-tokens 0,1 --score-template mxbai-rerank-v2",
-    "GemmaForCausalLM": "bge-reranker-v2-gemma.*--classifier-method no_post_processing --classifier-tokens Yes --score-template bge-",
+    "Qwen3ForCausalLM": (
+        "Qwen3-Reranker.*--classifier-method from_2_way_softmax --classifier-tokens no,yes "
+        "--score-template qwen3-reranker"
+    ),
+    "Qwen2ForCausalLM": (
+        "mxbai-rerank-v2.*--classifier-method from_2_way_softmax --classifier-tokens 0,1 "
+        "--score-template mxbai-rerank-v2"
+    ),
+    "GemmaForCausalLM": (
+        "bge-reranker-v2-gemma.*--classifier-method no_post_processing --classifier-tokens Yes "
+        "--score-template bge-"
+    ),
 }
 
 
@@ -119,7 +136,9 @@ def test_stored_padding_and_truncation_are_not_about_words(tmp_path):
     tokenizer.enable_truncation(1)
     tokenizer.save(path)
     with pytest.raises(CheckpointError, match=r"'yes no' is 2 tokens"):
-        classifier_origin(config_of(folder, classifier_method="no_post_processing", classifier_tokens=["yes no"]))
+        classifier_origin(
+            config_of(folder, classifier_method="no_post_processing", classifier_tokens=["yes no"])
+        )
 
 
 def warnings_of(caplog, folder, rank=0, **options):
@@ -133,13 +152,21 @@ def test_what_is_taken_for_a_reranker_is_said_to_be(architecture, tmp_path, capl
     folder = save_random(tmp_path, make(architecture))
     save_tokenizer(folder, yes=40, no=17, Yes=41, **{"0": 18, "1": 42})
     (warning,) = warnings_of(caplog, folder)
-    assert re.search(f"this {architecture} has no trained classifier. It is run as a reranker like {ASSUMED[architecture]}", warning)
+    assert re.search(
+        f"this {architecture} has no trained classifier. It is run as a reranker like "
+        f"{ASSUMED[architecture]}",
+        warning,
+    )
     assert "\n" not in warning
     # What it says to be assumed is what is registered, and named, it is the same.
     known = RERANKERS[architecture]
     named = {"classifier_method": known.method, "classifier_tokens": list(known.words)}
     assert classifier_origin(config_of(folder, **named)) == classifier_origin(config_of(folder))
-    (template,) = (e.key for e in Plugins.load().brought_registry(ScoreTemplateRegistry).entries() if architecture in e.architectures)
+    (template,) = (
+        e.key
+        for e in Plugins.load().brought_registry(ScoreTemplateRegistry).entries()
+        if architecture in e.architectures
+    )
     assert known.template == template
     # Of several workers one says it. The words alone do not say what is done with them.
     assert warnings_of(caplog, folder, rank=1, pipeline_parallel_size=2) == []
@@ -166,11 +193,17 @@ def test_any_language_model_by_options(prefixed, tmp_path):
     expected = logits_of(folder, transformers.AutoModelForCausalLM)[-1]
     if not prefixed:
         weights = load_file(folder / "model.safetensors")
-        save_file({name.removeprefix("model."): tensor for name, tensor in weights.items()}, folder / "model.safetensors")
+        save_file(
+            {name.removeprefix("model."): tensor for name, tensor in weights.items()},
+            folder / "model.safetensors",
+        )
     options = {"classifier_method": "from_2_way_softmax", "classifier_tokens": ["bad", "good"]}
     model = load(as_seq_cls_model, LlamaForCausalLM, folder, **options)
     torch.testing.assert_close(pooled(model, task="score"), expected[[17, 40]].softmax(0)[1:])
-    options = {"classifier_method": "no_post_processing", "classifier_tokens": ["bad", "fair", "good"]}
+    options = {
+        "classifier_method": "no_post_processing",
+        "classifier_tokens": ["bad", "fair", "good"],
+    }
     model = load(as_seq_cls_model, LlamaForCausalLM, folder, **options)
     torch.testing.assert_close(pooled(model, task="classify"), expected[[17, 5, 40]].softmax(0))
 
@@ -178,13 +211,25 @@ def test_any_language_model_by_options(prefixed, tmp_path):
 def write_logit_score(folder):
     """sentence-transformers' files of a reranker that says which words it takes."""
     home = "sentence_transformers.cross_encoder.modules"
-    modules = [("", "sentence_transformers.base.modules.transformer.Transformer"), ("1_LogitScore", f"{home}.logit_score.LogitScore")]
+    modules = [
+        ("", "sentence_transformers.base.modules.transformer.Transformer"),
+        ("1_LogitScore", f"{home}.logit_score.LogitScore"),
+    ]
     (folder / "modules.json").write_text(
-        json.dumps([{"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(modules)])
+        json.dumps(
+            [
+                {"idx": i, "name": str(i), "path": path, "type": kind}
+                for i, (path, kind) in enumerate(modules)
+            ]
+        )
     )
-    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 64, "do_lower_case": False}))
+    (folder / "sentence_bert_config.json").write_text(
+        json.dumps({"max_seq_length": 64, "do_lower_case": False})
+    )
     (folder / "1_LogitScore").mkdir()
-    (folder / "1_LogitScore" / "config.json").write_text(json.dumps({"true_token_id": 40, "false_token_id": 17}))
+    (folder / "1_LogitScore" / "config.json").write_text(
+        json.dumps({"true_token_id": 40, "false_token_id": 17})
+    )
 
 
 def test_a_reranker_of_sentence_transformers(tmp_path):
@@ -203,13 +248,19 @@ def test_the_class(tmp_path):
 
 
 def test_a_tokenizer_that_panics_is_refused(tmp_path):
-    """The package tokenizers panics on a regular expression that takes too many steps: no `except Exception` sees that."""
+    """The package tokenizers panics on a regular expression that takes too many steps: no `except
+    Exception` sees that."""
     folder, word = save_random(tmp_path, make("LlamaForCausalLM")), "x" * 40
     tokenizer = Tokenizer(models.WordLevel({"w1": 1, word: 2}, unk_token="w1"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
     tokenizer.save(str(folder / "tokenizer.json"))
     options = {"classifier_method": "no_post_processing", "classifier_tokens": [word]}
-    refuse(folder, CheckpointError, r"the token 'x+' .* cannot be looked up in .*tokenizer\.json.*retry-limit", **options)
+    refuse(
+        folder,
+        CheckpointError,
+        r"the token 'x+' .* cannot be looked up in .*tokenizer\.json.*retry-limit",
+        **options,
+    )
 
 
 def refuse(folder, error, match, model_class=LlamaForCausalLM, **options):
@@ -221,32 +272,82 @@ def refuse(folder, error, match, model_class=LlamaForCausalLM, **options):
 def test_refusals(tmp_path):
     folder = save_random(tmp_path / "causal", make("LlamaForCausalLM"))
     two = {"classifier_method": "from_2_way_softmax"}
-    refuse(folder, UnsupportedError, "LlamaForCausalLM is not known as a reranker .*Qwen3ForCausalLM.* Use --classifier-method")
+    refuse(
+        folder,
+        UnsupportedError,
+        "LlamaForCausalLM is not known as a reranker .*Qwen3ForCausalLM.* Use --classifier-method",
+    )
     refuse(folder, ConfigError, "'from_2_way_softmax' needs classifier_tokens", **two)
-    refuse(folder, ConfigError, "takes two: FALSE,TRUE, but classifier_tokens has 1", **two, classifier_tokens=["yes"])
-    refuse(folder, CheckpointError, "the token 'no' .* cannot be looked up in .*tokenizer.json", **two, classifier_tokens=["no", "yes"])
+    refuse(
+        folder,
+        ConfigError,
+        "takes two: FALSE,TRUE, but classifier_tokens has 1",
+        **two,
+        classifier_tokens=["yes"],
+    )
+    refuse(
+        folder,
+        CheckpointError,
+        "the token 'no' .* cannot be looked up in .*tokenizer.json",
+        **two,
+        classifier_tokens=["no", "yes"],
+    )
     save_tokenizer(folder, yes=40)
-    refuse(folder, CheckpointError, "'yes yes' is 2 tokens", **two, classifier_tokens=["yes", "yes yes"])
+    refuse(
+        folder,
+        CheckpointError,
+        "'yes yes' is 2 tokens",
+        **two,
+        classifier_tokens=["yes", "yes yes"],
+    )
     trained = save_random(tmp_path / "trained", make("LlamaForSequenceClassification"))
-    refuse(trained, ConfigError, "classifier_method 'from_2_way_softmax' .* has a trained one", **two, classifier_tokens=["no", "yes"])
-    refuse(trained, ConfigError, r"classifier_tokens \['yes'\] is for .* has a trained one", classifier_tokens=["yes"])
-    refuse(folder, ConfigError, "classifier_tokens yes, yes name the same token twice", **two, classifier_tokens=["yes", "yes"])
+    refuse(
+        trained,
+        ConfigError,
+        "classifier_method 'from_2_way_softmax' .* has a trained one",
+        **two,
+        classifier_tokens=["no", "yes"],
+    )
+    refuse(
+        trained,
+        ConfigError,
+        r"classifier_tokens \['yes'\] is for .* has a trained one",
+        classifier_tokens=["yes"],
+    )
+    refuse(
+        folder,
+        ConfigError,
+        "classifier_tokens yes, yes name the same token twice",
+        **two,
+        classifier_tokens=["yes", "yes"],
+    )
     capped = json.loads((folder / "config.json").read_text()) | {"final_logit_softcapping": 30.0}
     (folder / "config.json").write_text(json.dumps(capped))
-    refuse(folder, UnsupportedError, "'final_logit_softcapping' changes logits", **two, classifier_tokens=["no", "yes"])
+    refuse(
+        folder,
+        UnsupportedError,
+        "'final_logit_softcapping' changes logits",
+        **two,
+        classifier_tokens=["no", "yes"],
+    )
 
 
 def test_weights_that_do_not_fit(tmp_path):
     folder = save_random(tmp_path, make("LlamaForSequenceClassification", num_labels=3))
     weights = load_file(folder / "model.safetensors")
     save_file({**weights, "score.weight": torch.zeros(4, 32)}, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"'weight' is float32 \[4, 32\], but config.json asks for floats \[3, 32\]"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"'weight' is float32 \[4, 32\], but config.json asks for floats \[3, 32\]",
+    ):
         load(as_seq_cls_model, LlamaForCausalLM, folder)
 
 
 def test_dummy_weights(tmp_path):
     folder = save_random(tmp_path, make("Qwen3ForCausalLM"))
-    assert pooled(load(as_seq_cls_model, Qwen3ForCausalLM, folder, load_format="dummy"), task="score").shape == (1,)
+    assert pooled(
+        load(as_seq_cls_model, Qwen3ForCausalLM, folder, load_format="dummy"), task="score"
+    ).shape == (1,)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -254,5 +355,8 @@ def test_the_stages_of_a_pipeline(tied, tmp_path):
     folder = save_random(tmp_path, make("Qwen3ForCausalLM", tie_word_embeddings=tied))
     save_tokenizer(folder, yes=40, no=17)
     expected = pooled(load(as_seq_cls_model, Qwen3ForCausalLM, folder), task="score")
-    stages = [load(as_seq_cls_model, Qwen3ForCausalLM, folder, rank=rank, pipeline_parallel_size=2) for rank in range(2)]
+    stages = [
+        load(as_seq_cls_model, Qwen3ForCausalLM, folder, rank=rank, pipeline_parallel_size=2)
+        for rank in range(2)
+    ]
     torch.testing.assert_close(pooled(*stages, task="score"), expected)

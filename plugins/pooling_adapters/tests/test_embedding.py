@@ -23,7 +23,11 @@ FAMILIES = {
     "llama, tied": ("LlamaForCausalLM", LlamaForCausalLM, {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", Qwen3ForCausalLM, {"tie_word_embeddings": True}),
     "gemma, by the fallback": ("GemmaForCausalLM", TransformersForCausalLM, {}),
-    "gpt2": ("GPT2LMHeadModel", GPT2LMHeadModel, {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        GPT2LMHeadModel,
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    ),
 }
 
 
@@ -59,10 +63,13 @@ def test_checkpoints_of_the_decoder_alone(family, tmp_path):
     alone = transformers.AutoModel.from_pretrained(tmp_path / "whole")
     alone.save_pretrained(tmp_path / "alone")
     config = json.loads((tmp_path / "alone" / "config.json").read_text())
-    (tmp_path / "alone" / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
+    (tmp_path / "alone" / "config.json").write_text(
+        json.dumps({**config, "architectures": [architecture]})
+    )
     for folder in (tmp_path / "whole", tmp_path / "alone"):
         torch.testing.assert_close(
-            pooled(load(as_embedding_model, model_class, folder), normalize=False), hidden_states(tmp_path / "whole")[-1]
+            pooled(load(as_embedding_model, model_class, folder), normalize=False),
+            hidden_states(tmp_path / "whole")[-1],
         )
 
 
@@ -72,16 +79,29 @@ def test_sentence_transformers_files_win(tmp_path):
     (folder / "modules.json").write_text(
         json.dumps(
             [
-                {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+                {
+                    "idx": i,
+                    "name": str(i),
+                    "path": path,
+                    "type": f"sentence_transformers.models.{kind}",
+                }
                 for i, (path, kind) in enumerate(modules)
             ]
         )
     )
-    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 64, "do_lower_case": False}))
+    (folder / "sentence_bert_config.json").write_text(
+        json.dumps({"max_seq_length": 64, "do_lower_case": False})
+    )
     (folder / "1_Pooling").mkdir()
-    pooling = {"word_embedding_dimension": 32, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
+    pooling = {
+        "word_embedding_dimension": 32,
+        "pooling_mode_cls_token": False,
+        "pooling_mode_mean_tokens": True,
+    }
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    torch.testing.assert_close(pooled(load(as_embedding_model, LlamaForCausalLM, folder)), hidden_states(folder).mean(0))
+    torch.testing.assert_close(
+        pooled(load(as_embedding_model, LlamaForCausalLM, folder)), hidden_states(folder).mean(0)
+    )
 
 
 def test_a_head_is_all_that_is_left_of_a_tied_embedding(tmp_path):
@@ -92,12 +112,17 @@ def test_a_head_is_all_that_is_left_of_a_tied_embedding(tmp_path):
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
     save_file(weights, folder / "model.safetensors")
-    torch.testing.assert_close(pooled(load(as_embedding_model, LlamaForCausalLM, folder), normalize=False), expected)
+    torch.testing.assert_close(
+        pooled(load(as_embedding_model, LlamaForCausalLM, folder), normalize=False), expected
+    )
 
 
 def test_a_classifier_is_passed_over(tmp_path):
     folder = save_random(tmp_path, make("LlamaForSequenceClassification", {}))
-    torch.testing.assert_close(pooled(load(as_embedding_model, LlamaForCausalLM, folder), normalize=False), hidden_states(folder)[-1])
+    torch.testing.assert_close(
+        pooled(load(as_embedding_model, LlamaForCausalLM, folder), normalize=False),
+        hidden_states(folder)[-1],
+    )
 
 
 def test_the_class(tmp_path):
@@ -140,16 +165,27 @@ def test_a_pooling_model_comes_back_unchanged():
 def test_what_cannot_be_converted_is_refused_before_weights_are_read(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
     config = VllmConfig.default({"hidden_size": 8})
-    with pytest.raises(UnsupportedError, match="Headless cannot be converted into a pooling model: it gives neither logits nor pooled"):
+    with pytest.raises(
+        UnsupportedError,
+        match="Headless cannot be converted into a pooling model: it gives neither logits nor "
+        "pooled",
+    ):
         as_embedding_model(Headless, config)
-    with pytest.raises(UnsupportedError, match="Odd cannot be converted into a pooling model: it has no language-modeling head"):
+    with pytest.raises(
+        UnsupportedError,
+        match="Odd cannot be converted into a pooling model: it has no language-modeling head",
+    ):
         as_embedding_model(Odd, config)(vllm_config=config)
 
 
 @pytest.mark.parametrize("asked", [{"is_causal": False}, {"use_bidirectional_attention": True}])
 def test_a_decoder_that_should_look_both_ways_is_refused(asked):
     config = VllmConfig.default({**SMALL, **asked})
-    with pytest.raises(UnsupportedError, match=f"LlamaForCausalLM cannot be .*'{next(iter(asked))}' asks for bidirectional attention"):
+    with pytest.raises(
+        UnsupportedError,
+        match=f"LlamaForCausalLM cannot be .*'{next(iter(asked))}' asks for bidirectional "
+        "attention",
+    ):
         as_embedding_model(LlamaForCausalLM, config)(vllm_config=config)
     config = VllmConfig.default({**SMALL, **{key: not value for key, value in asked.items()}})
     as_embedding_model(LlamaForCausalLM, config)(vllm_config=config)

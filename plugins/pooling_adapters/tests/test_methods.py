@@ -38,7 +38,9 @@ DEFINITIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def raw_pooler(method) -> SimplePooler:
-    return SimplePooler({"embed"}, method, EmbeddingHead(SIZE * method.width, nn.Sequential(), normalize=False))
+    return SimplePooler(
+        {"embed"}, method, EmbeddingHead(SIZE * method.width, nn.Sequential(), normalize=False)
+    )
 
 
 def some_prompts(count: int, longest: int = 40, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -58,7 +60,9 @@ def test_definition(name, dtype, run):
     results = run(raw_pooler(METHODS[name]), prompts, PoolingParams(), between=2)
     for prompt, result in zip(prompts, results, strict=True):
         assert result.dtype == torch.float32
-        torch.testing.assert_close(result.double(), DEFINITIONS[name](prompt.double()), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            result.double(), DEFINITIONS[name](prompt.double()), rtol=1e-6, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -66,7 +70,9 @@ def test_definition(name, dtype, run):
 def test_chunked_is_unchunked(name, seed, run):
     draw = random.Random(seed)
     prompts = some_prompts(9)
-    cuts = [sorted(draw.sample(range(1, len(p)), draw.randint(0, min(3, len(p) - 1)))) for p in prompts]
+    cuts = [
+        sorted(draw.sample(range(1, len(p)), draw.randint(0, min(3, len(p) - 1)))) for p in prompts
+    ]
     assert any(cuts)
     whole = run(raw_pooler(METHODS[name]), prompts, PoolingParams())
     chunked = run(raw_pooler(METHODS[name]), prompts, PoolingParams(), cuts=cuts, between=1)
@@ -77,21 +83,35 @@ def test_chunked_is_unchunked(name, seed, run):
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("seed", range(5))
 def test_the_first_tokens_are_left_out(name, seed, run):
-    """They are NaN, so that they are seen in the result. Chunks begin and end before, at and after the first token that is pooled."""
+    """They are NaN, so that they are seen in the result. Chunks begin and end before, at and after
+    the first token that is pooled."""
     draw = random.Random(seed)
     prompts = some_prompts(12)
     starts = [draw.randrange(len(prompt)) for prompt in prompts]
     for prompt, start in zip(prompts, starts, strict=True):
         prompt[:start] = float("nan")
-    cuts = [sorted(draw.sample(range(1, len(p)), draw.randint(0, min(4, len(p) - 1)))) for p in prompts]
+    cuts = [
+        sorted(draw.sample(range(1, len(p)), draw.randint(0, min(4, len(p) - 1)))) for p in prompts
+    ]
     for i, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
         if i % 3 == 0 and 0 < start < len(prompt):
             cuts[i] = sorted({*cuts[i], start})
     for chunks in (None, cuts):
-        results = run(raw_pooler(METHODS[name]), prompts, PoolingParams(), cuts=chunks, starts=starts, between=1)
+        results = run(
+            raw_pooler(METHODS[name]),
+            prompts,
+            PoolingParams(),
+            cuts=chunks,
+            starts=starts,
+            between=1,
+        )
         for prompt, start, result in zip(prompts, starts, results, strict=True):
             pooled = prompt[start:].double()
-            expected = weighted_mean(pooled, start) if name == "WEIGHTED_MEAN" else DEFINITIONS[name](pooled)
+            expected = (
+                weighted_mean(pooled, start)
+                if name == "WEIGHTED_MEAN"
+                else DEFINITIONS[name](pooled)
+            )
             torch.testing.assert_close(result.double(), expected, rtol=1e-6, atol=1e-6)
 
 
@@ -118,7 +138,9 @@ def test_concatenated_keeps_the_order_and_the_states_apart(run):
     names = ["MAX", "CLS", "MEAN", "WEIGHTED_MEAN", "LAST", "MEAN"]
     pooler = raw_pooler(Concatenated([METHODS[name] for name in names]))
     cuts = [[len(p) // 2] if len(p) > 1 else [] for p in prompts]
-    for prompt, result in zip(prompts, run(pooler, prompts, PoolingParams(), cuts=cuts), strict=True):
+    for prompt, result in zip(
+        prompts, run(pooler, prompts, PoolingParams(), cuts=cuts), strict=True
+    ):
         expected = torch.cat([DEFINITIONS[name](prompt.double()) for name in names])
         torch.testing.assert_close(result.double(), expected, rtol=1e-6, atol=1e-6)
 
@@ -132,16 +154,26 @@ def test_nan_stays_with_its_prompt(name, run):
 
 def test_only_last_reads_the_prefix_cache():
     config = VllmConfig.default({"hidden_size": SIZE})
-    reading = {name for name in METHODS if embedding_pooler(config, name).reads_prefix_cache("embed")}
+    reading = {
+        name for name in METHODS if embedding_pooler(config, name).reads_prefix_cache("embed")
+    }
     assert reading == {"LAST"}
     assert not embedding_pooler(config, "LAST").reads_prefix_cache("token_embed")
-    assert not raw_pooler(Concatenated([METHODS["LAST"], METHODS["MEAN"]])).reads_prefix_cache("embed")
+    assert not raw_pooler(Concatenated([METHODS["LAST"], METHODS["MEAN"]])).reads_prefix_cache(
+        "embed"
+    )
 
 
 @pytest.mark.parametrize("name", sorted(METHODS.keys() - {"LAST"}))
 def test_a_prompt_without_its_beginning_is_refused(name, run):
     from toolkit_lm_pooling_adapters.poolers import PoolingMetadata, PoolingRow
 
-    row = PoolingRow(params=PoolingParams(), tokens=slice(0, 2), token_ids=torch.zeros(2).int().numpy(), start=4, num_prompt_tokens=6)
+    row = PoolingRow(
+        params=PoolingParams(),
+        tokens=slice(0, 2),
+        token_ids=torch.zeros(2).int().numpy(),
+        start=4,
+        num_prompt_tokens=6,
+    )
     with pytest.raises(AssertionError, match="lacks the beginning"):
         raw_pooler(METHODS[name])(torch.ones(2, SIZE), PoolingMetadata([row]))

@@ -44,7 +44,10 @@ class Text:
     """A renderer of texts and pairs: the number of their characters."""
 
     def render_texts(self, texts, *, max_tokens=None):
-        return [RenderedText([len(text) if isinstance(text, str) else sum(map(len, text))]) for text in texts]
+        return [
+            RenderedText([len(text) if isinstance(text, str) else sum(map(len, text))])
+            for text in texts
+        ]
 
 
 @pytest.fixture
@@ -57,15 +60,21 @@ def processor(monkeypatch):
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
     def make(*names, **options):
-        plugins = Plugins.load(PluginsConfig(plugins=["pooling_adapters"]), extra=[Brings(*names)] if names else [])
-        return PoolingInputProcessor(VllmConfig.default(**{"runner": "pooling", **options}), Text(), plugins)
+        plugins = Plugins.load(
+            PluginsConfig(plugins=["pooling_adapters"]), extra=[Brings(*names)] if names else []
+        )
+        return PoolingInputProcessor(
+            VllmConfig.default(**{"runner": "pooling", **options}), Text(), plugins
+        )
 
     return make
 
 
 def test_pairs_and_texts(processor):
     made = processor("joined")
-    rendered = made.render([("ab", "c"), "abcd", ("a", "bcd")], truncate_prompt_tokens=9, instruction="now")
+    rendered = made.render(
+        [("ab", "c"), "abcd", ("a", "bcd")], truncate_prompt_tokens=9, instruction="now"
+    )
     assert [one.token_ids for one in rendered] == [[2, 1, 3, 9], [4], [1, 3, 3, 9]]
     assert [one.token_ids for one in processor().render([("ab", "c"), "abcd"])] == [[3], [4]]
 
@@ -79,14 +88,21 @@ def test_what_was_registered_last_is_asked_first(processor):
 
 
 def test_instructions(processor):
-    for made, words in ((processor(), "it has no score template"), (processor("plain"), r"its score template has no place {instruction}")):
-        with pytest.raises(RequestError, match=f"this model takes no instruction: {words}") as caught:
+    for made, words in (
+        (processor(), "it has no score template"),
+        (processor("plain"), r"its score template has no place {instruction}"),
+    ):
+        with pytest.raises(
+            RequestError, match=f"this model takes no instruction: {words}"
+        ) as caught:
             made.render([("a", "b")], instruction="now")
         assert caught.value.param == "instruction"
 
 
 def test_what_is_refused(processor):
-    with pytest.raises(PluginError, match=r"pair renderer 'wrong' must return a PairRenderer or None, not a str"):
+    with pytest.raises(
+        PluginError, match=r"pair renderer 'wrong' must return a PairRenderer or None, not a str"
+    ):
         processor("wrong")
 
 
@@ -100,7 +116,18 @@ def test_toolkit_register_pair_renderers(monkeypatch):
     plugins = Plugins.load(PluginsConfig(plugins=["pooling_adapters"]), extra=[entry])
     registry = plugins.brought_registry(PairRendererRegistry)
     assert registry.get("mine").target == "toolkit_lm_mine.pairs:make_pair_renderer"
-    renderer = types.SimpleNamespace(render_texts=lambda texts, *, max_tokens: [RenderedText([len(text) for text in texts][:max_tokens])])
-    made = registry.make("mine", VllmConfig.default({"architectures": ["MineForCausalLM"]}), renderer, plugins)
+    renderer = types.SimpleNamespace(
+        render_texts=lambda texts, *, max_tokens: [
+            RenderedText([len(text) for text in texts][:max_tokens])
+        ]
+    )
+    made = registry.make(
+        "mine", VllmConfig.default({"architectures": ["MineForCausalLM"]}), renderer, plugins
+    )
     assert made.render_pair("ab", "cde", max_tokens=4) == [6]
-    assert registry.make("mine", VllmConfig.default({"architectures": ["OtherForCausalLM"]}), renderer, plugins) is None
+    assert (
+        registry.make(
+            "mine", VllmConfig.default({"architectures": ["OtherForCausalLM"]}), renderer, plugins
+        )
+        is None
+    )

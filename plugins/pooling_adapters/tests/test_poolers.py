@@ -44,7 +44,9 @@ def some_prompts(count: int = 7):
 
 def some_cuts(prompts, seed: int):
     draw = random.Random(seed)
-    return [sorted(draw.sample(range(1, len(p)), min(len(p) - 1, draw.randint(0, 3)))) for p in prompts]
+    return [
+        sorted(draw.sample(range(1, len(p)), min(len(p) - 1, draw.randint(0, 3)))) for p in prompts
+    ]
 
 
 def some_ids(prompts):
@@ -56,9 +58,15 @@ def some_ids(prompts):
 def test_token_embed(run):
     prompts = some_prompts()
     pooler = embedding_pooler(config(), normalize=False)
-    for prompt, result in zip(prompts, run(pooler, prompts, PoolingParams(task="token_embed")), strict=True):
+    for prompt, result in zip(
+        prompts, run(pooler, prompts, PoolingParams(task="token_embed")), strict=True
+    ):
         assert torch.equal(prompt, result)
-    for prompt, result in zip(prompts, run(pooler, prompts, PoolingParams(task="token_embed", normalize=True, dimensions=3)), strict=True):
+    for prompt, result in zip(
+        prompts,
+        run(pooler, prompts, PoolingParams(task="token_embed", normalize=True, dimensions=3)),
+        strict=True,
+    ):
         torch.testing.assert_close(result, prompt[:, :3] / prompt[:, :3].norm(dim=1, keepdim=True))
 
 
@@ -80,7 +88,9 @@ def test_one_label_is_a_score(run):
     prompts, classifier = some_prompts(), linear(1)
     pooler = classification_pooler(config(), classifier, "LAST", num_labels=1)
     assert pooler.supported_tasks() == {"classify", "score", "token_classify"}
-    for prompt, score in zip(prompts, run(pooler, prompts, PoolingParams(task="score")), strict=True):
+    for prompt, score in zip(
+        prompts, run(pooler, prompts, PoolingParams(task="score")), strict=True
+    ):
         torch.testing.assert_close(score, classifier(prompt[-1]).sigmoid())
         assert score.shape == (1,)
 
@@ -100,7 +110,9 @@ def test_logits_are_shifted_and_scaled(run):
     prompts, classifier = some_prompts(), linear(1)
     options = config(logit_mean=0.5, logit_sigma=2.0)
     pooler = classification_pooler(options, classifier, "CLS", num_labels=1, temperature=0.25)
-    for prompt, score in zip(prompts, run(pooler, prompts, PoolingParams(task="score")), strict=True):
+    for prompt, score in zip(
+        prompts, run(pooler, prompts, PoolingParams(task="score")), strict=True
+    ):
         torch.testing.assert_close(score, ((classifier(prompt[0]) - 0.5) / 2.0 / 0.25).sigmoid())
 
 
@@ -109,7 +121,9 @@ def test_own_classifier_of_tokens(run):
     prompts, classifier, own = some_prompts(), linear(), linear()
     nn.init.normal_(own.weight)
     pooler = classification_pooler(config(), classifier, "CLS", token_classifier=own)
-    for prompt, result in zip(prompts, run(pooler, prompts, PoolingParams(task="token_classify")), strict=True):
+    for prompt, result in zip(
+        prompts, run(pooler, prompts, PoolingParams(task="token_classify")), strict=True
+    ):
         torch.testing.assert_close(result, own(prompt).softmax(-1))
 
 
@@ -127,7 +141,13 @@ def test_tokens_in_chunks(seed, run):
     prompts = some_prompts()
     pooler = token_classification_pooler(config(), linear())
     whole = run(pooler, prompts, PoolingParams(task="token_classify"))
-    chunked = run(pooler, prompts, PoolingParams(task="token_classify"), cuts=some_cuts(prompts, seed), between=1)
+    chunked = run(
+        pooler,
+        prompts,
+        PoolingParams(task="token_classify"),
+        cuts=some_cuts(prompts, seed),
+        between=1,
+    )
     for a, b in zip(whole, chunked, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -137,7 +157,9 @@ def test_tokens_in_chunks(seed, run):
 def test_steps(seed, run):
     prompts = some_prompts()
     ids, classifier = some_ids(prompts), linear()
-    pooler = token_classification_pooler(config(pooling_type="STEP", step_tag_id=TAG, returned_token_ids=[4, 1]), classifier)
+    pooler = token_classification_pooler(
+        config(pooling_type="STEP", step_tag_id=TAG, returned_token_ids=[4, 1]), classifier
+    )
     params = PoolingParams(task="token_classify")
     results = run(pooler, prompts, params, cuts=some_cuts(prompts, seed), token_ids=ids)
     for prompt, tokens, result in zip(prompts, ids, results, strict=True):
@@ -151,12 +173,18 @@ def test_a_request_names_its_own_steps(run):
     ids, classifier = some_ids(prompts), linear()
     pooler = token_classification_pooler(config(), classifier, "STEP", step_tag_id=TAG)
     asked = [
-        PoolingParams(task="token_classify", step_tag_id=3, returned_token_ids=[0, 2], use_activation=False),
+        PoolingParams(
+            task="token_classify", step_tag_id=3, returned_token_ids=[0, 2], use_activation=False
+        ),
         PoolingParams(task="token_classify"),
     ]
     results = run(pooler, prompts[2:4], asked, token_ids=ids[2:4])
-    torch.testing.assert_close(results[0], classifier(prompts[2][torch.from_numpy(ids[2] == 3)])[:, [0, 2]])
-    torch.testing.assert_close(results[1], classifier(prompts[3][torch.from_numpy(ids[3] == TAG)]).softmax(-1))
+    torch.testing.assert_close(
+        results[0], classifier(prompts[2][torch.from_numpy(ids[2] == 3)])[:, [0, 2]]
+    )
+    torch.testing.assert_close(
+        results[1], classifier(prompts[3][torch.from_numpy(ids[3] == TAG)]).softmax(-1)
+    )
 
 
 @torch.inference_mode()
@@ -170,7 +198,9 @@ def test_steps_without_a_tag_are_all_tokens(run):
 def test_all_tokens_although_the_model_scores_steps(run):
     prompts = some_prompts()
     params = PoolingParams(task="token_classify")
-    pooler = token_classification_pooler(config(pooling_type="ALL"), linear(), "STEP", step_tag_id=TAG)
+    pooler = token_classification_pooler(
+        config(pooling_type="ALL"), linear(), "STEP", step_tag_id=TAG
+    )
     results = run(pooler, prompts, params, token_ids=some_ids(prompts))
     assert [len(result) for result in results] == [len(prompt) for prompt in prompts]
 
@@ -178,21 +208,33 @@ def test_all_tokens_although_the_model_scores_steps(run):
 def test_returned_ids_are_logits_of_the_model():
     pooler = token_classification_pooler(config(), linear(), "STEP")
     pooler.check(PoolingParams(task="token_classify", returned_token_ids=[LABELS - 1]))
-    with pytest.raises(RequestError, match=f"has {LABELS}, but the model gives {LABELS} logits") as caught:
+    with pytest.raises(
+        RequestError, match=f"has {LABELS}, but the model gives {LABELS} logits"
+    ) as caught:
         pooler.check(PoolingParams(task="token_classify", returned_token_ids=[LABELS]))
     assert caught.value.param == "returned_token_ids"
-    with pytest.raises(ConfigError, match="'returned_token_ids' has 9, but the model gives 5 logits"):
+    with pytest.raises(
+        ConfigError, match="'returned_token_ids' has 9, but the model gives 5 logits"
+    ):
         token_classification_pooler(config(returned_token_ids=[9]), linear())
 
 
 def test_a_step_tag_is_a_token_of_the_model():
-    of_model = VllmConfig.default({"hidden_size": SIZE, "num_labels": LABELS, "vocab_size": TAG}, step_tag_id=TAG, pooling_type="STEP")
-    with pytest.raises(ConfigError, match=f"'step_tag_id' is {TAG}, but the model's vocabulary has {TAG} tokens"):
+    of_model = VllmConfig.default(
+        {"hidden_size": SIZE, "num_labels": LABELS, "vocab_size": TAG},
+        step_tag_id=TAG,
+        pooling_type="STEP",
+    )
+    with pytest.raises(
+        ConfigError, match=f"'step_tag_id' is {TAG}, but the model's vocabulary has {TAG} tokens"
+    ):
         token_classification_pooler(of_model, linear())
 
 
 def test_returned_ids_are_each_named_once():
-    with pytest.raises(RequestError, match=r"each token id once, not \[0, 0, 0, 0, 0, 0, \.\.\.\]") as caught:
+    with pytest.raises(
+        RequestError, match=r"each token id once, not \[0, 0, 0, 0, 0, 0, \.\.\.\]"
+    ) as caught:
         PoolingParams(task="token_classify", returned_token_ids=[0] * 2**18)
     assert caught.value.param == "returned_token_ids"
     with pytest.raises(ConfigError, match="'returned_token_ids' must name each token id once"):
@@ -223,7 +265,11 @@ def test_mixed_tasks_and_wishes_are_as_separate(seed, run):
 @torch.inference_mode()
 def test_mixed_classes_are_as_separate(run):
     prompts, pooler = some_prompts(), classification_pooler(config(), linear(1), num_labels=1)
-    asked = [PoolingParams(task=task, use_activation=use) for task in ("classify", "token_classify", "score") for use in (None, False)]
+    asked = [
+        PoolingParams(task=task, use_activation=use)
+        for task in ("classify", "token_classify", "score")
+        for use in (None, False)
+    ]
     together = run(pooler, prompts[:6], asked, between=1)
     for prompt, params, result in zip(prompts[:6], asked, together, strict=True):
         (alone,) = run(pooler, [prompt], params)
@@ -232,10 +278,18 @@ def test_mixed_classes_are_as_separate(run):
 
 def test_a_task_that_is_not_supported():
     pooler = embedding_pooler(config())
-    with pytest.raises(RequestError, match=r"Unsupported task: 'score'. Supported: embed, token_embed\.") as caught:
+    with pytest.raises(
+        RequestError, match=r"Unsupported task: 'score'. Supported: embed, token_embed\."
+    ) as caught:
         pooler.check(PoolingParams(task="score"))
     assert caught.value.param == "task"
-    row = PoolingRow(params=PoolingParams(task="score"), tokens=slice(0, 1), token_ids=np.zeros(1, np.int32), start=0, num_prompt_tokens=1)
+    row = PoolingRow(
+        params=PoolingParams(task="score"),
+        tokens=slice(0, 1),
+        token_ids=np.zeros(1, np.int32),
+        start=0,
+        num_prompt_tokens=1,
+    )
     with pytest.raises(AssertionError, match="not refused before"):
         pooler(torch.ones(1, SIZE), PoolingMetadata([row]))
 
@@ -246,9 +300,18 @@ def test_a_task_that_is_not_supported():
         (embedding_pooler(config()), PoolingParams(use_activation=True)),
         (embedding_pooler(config()), PoolingParams(task="token_embed", step_tag_id=3)),
         (classification_pooler(config(), linear()), PoolingParams(task="classify", dimensions=2)),
-        (classification_pooler(config(), linear()), PoolingParams(task="classify", normalize=False)),
-        (classification_pooler(config(), linear()), PoolingParams(task="classify", returned_token_ids=[0])),
-        (token_classification_pooler(config(), linear()), PoolingParams(task="token_classify", normalize=True)),
+        (
+            classification_pooler(config(), linear()),
+            PoolingParams(task="classify", normalize=False),
+        ),
+        (
+            classification_pooler(config(), linear()),
+            PoolingParams(task="classify", returned_token_ids=[0]),
+        ),
+        (
+            token_classification_pooler(config(), linear()),
+            PoolingParams(task="token_classify", normalize=True),
+        ),
     ],
 )
 def test_parameters_of_other_tasks_are_refused(pooler, params):
@@ -266,7 +329,9 @@ def test_dimensions_are_checked():
     pooler = embedding_pooler(config())
     pooler.check(PoolingParams(dimensions=SIZE))
     for task in ("embed", "token_embed"):
-        with pytest.raises(RequestError, match=rf"dimensions is 9, but the model's embeddings have {SIZE}") as caught:
+        with pytest.raises(
+            RequestError, match=rf"dimensions is 9, but the model's embeddings have {SIZE}"
+        ) as caught:
             pooler.check(PoolingParams(task=task, dimensions=9))
         assert caught.value.param == "dimensions"
     assert pooler.output_size("embed") == SIZE
@@ -286,11 +351,24 @@ def test_a_step_waits_once_for_all_that_it_pools(method, task):
         for seq_id, prompt in enumerate(prompts):
             asked = SequenceInputs(pooling=PoolingParams(task=task))
             tokens = [0] * len(prompt)
-            known = {"seq_id": seq_id, "token_ids": tokens, "num_prompt_tokens": len(prompt), "block_tables": [], "inputs": asked}
+            known = {
+                "seq_id": seq_id,
+                "token_ids": tokens,
+                "num_prompt_tokens": len(prompt),
+                "block_tables": [],
+                "inputs": asked,
+            }
             state.add(NewSequence(**known, params=SamplingParams(), seed=0, stop_token_ids=[]))
         histories = SimpleNamespace(tokens=lambda row: np.zeros(len(prompts[row]), np.int32))
-        plan = StepPlan(scheduled=[ScheduledSequence(seq_id, 0, len(prompt), [], False) for seq_id, prompt in enumerate(prompts)])
-        inputs = SimpleNamespace(plan=plan, query_start=ends, starts=np.zeros_like(rows), rows=rows, histories=histories)
+        plan = StepPlan(
+            scheduled=[
+                ScheduledSequence(seq_id, 0, len(prompt), [], False)
+                for seq_id, prompt in enumerate(prompts)
+            ]
+        )
+        inputs = SimpleNamespace(
+            plan=plan, query_start=ends, starts=np.zeros_like(rows), rows=rows, histories=histories
+        )
         result = StepResult(token_ids=[])
         state.finish(inputs, hidden_states, result)
         return {seq_id: array.to_numpy().tolist() for seq_id, array in result.pooled.items()}

@@ -24,10 +24,19 @@ def test_the_tasks_decide(tasks, kind):
     [
         (
             ("classify", "token_classify"),
-            r"texts: its classifier has several labels, and a score needs one\. Supported: classify, token_classify\.$",
+            (
+                r"texts: its classifier has several labels, and a score needs one\. Supported: "
+                r"classify, token_classify\.$"
+            ),
         ),
         (("token_classify",), r"texts\. Supported: token_classify\.$"),
-        (("generate",), r"texts\. Supported: generate\. Start the engine with --convert embed .* Rerankers: --convert classify\.$"),
+        (
+            ("generate",),
+            (
+                r"texts\. Supported: generate\. Start the engine with --convert embed .* "
+                r"Rerankers: --convert classify\.$"
+            ),
+        ),
     ],
 )
 def test_what_does_not_score_is_told_why(tasks, error):

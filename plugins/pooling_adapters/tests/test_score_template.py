@@ -1,4 +1,5 @@
-"""Score templates: how their places are filled, tokenized and cut, and which one an engine takes."""
+"""Score templates: how their places are filled, tokenized and cut, and which one an engine
+takes."""
 
 from __future__ import annotations
 
@@ -15,7 +16,12 @@ from toolkit_lm.errors import ConfigError, ContextLengthError, PluginError, Requ
 from toolkit_lm.plugin import Plugins, hookimpl
 from toolkit_lm.renderer import Rendered, RenderedText, Renderer
 from toolkit_lm_pooling_adapters.registry import ScoreTemplateRegistry
-from toolkit_lm_pooling_adapters.score_template import ScoreTemplate, read_score_template, score_prompt, score_tokens
+from toolkit_lm_pooling_adapters.score_template import (
+    ScoreTemplate,
+    read_score_template,
+    score_prompt,
+    score_tokens,
+)
 from toolkit_lm_pooling_adapters.template_choice import choose_score_template
 from toolkit_lm_pooling_adapters.template_renderer import make_template_renderer
 
@@ -23,7 +29,8 @@ BOS, EOS = 1, 2
 
 
 class TwoCharacters(Renderer):
-    """A token is two characters of one text, or the last one; so that it matters where texts are tokenized apart."""
+    """A token is two characters of one text, or the last one; so that it matters where texts are
+    tokenized apart."""
 
     def render_prompt(self, prompt, *, add_special_tokens=True):
         assert prompt, "an empty text is no prompt"
@@ -34,7 +41,9 @@ class TwoCharacters(Renderer):
         rendered = []
         for text in texts:
             ids = self.render_prompt(text, add_special_tokens=False).token_ids
-            rendered.append(RenderedText([BOS, *ids[: None if max_tokens is None else max_tokens - 2], EOS]))
+            rendered.append(
+                RenderedText([BOS, *ids[: None if max_tokens is None else max_tokens - 2], EOS])
+            )
         return rendered
 
     def render_conversation(self, messages, **kwargs):
@@ -62,12 +71,18 @@ def tokens_of(*pieces):
 
 
 RENDERER = TwoCharacters(VllmConfig.default())
-TEMPLATE = ScoreTemplate(pieces=("{instruction}Q {query}", ";", "D {document}", "=> {0}"), instruction_text="I {instruction};")
+TEMPLATE = ScoreTemplate(
+    pieces=("{instruction}Q {query}", ";", "D {document}", "=> {0}"),
+    instruction_text="I {instruction};",
+)
 
 
 def test_places_are_filled_once():
     assert score_prompt(TEMPLATE, "what?", "that") == "Q what?;D that=> {0}"
-    assert score_prompt(TEMPLATE, "{document}", "{query}{instruction}", "now") == "I now;Q {document};D {query}{instruction}=> {0}"
+    assert (
+        score_prompt(TEMPLATE, "{document}", "{query}{instruction}", "now")
+        == "I now;Q {document};D {query}{instruction}=> {0}"
+    )
     with_default = msgspec.structs.replace(TEMPLATE, instruction="then")
     assert score_prompt(with_default, "a", "b") == "I then;Q a;D b=> {0}"
     assert score_prompt(with_default, "a", "b", "now") == "I now;Q a;D b=> {0}"
@@ -76,9 +91,15 @@ def test_places_are_filled_once():
 
 
 def test_pieces_are_tokenized_apart():
-    assert score_tokens(RENDERER, TEMPLATE, "abc", "defg") == tokens_of("Q abc", ";", "D defg", "=> {0}")
+    assert score_tokens(RENDERER, TEMPLATE, "abc", "defg") == tokens_of(
+        "Q abc", ";", "D defg", "=> {0}"
+    )
     special = msgspec.structs.replace(TEMPLATE, add_special_tokens=True)
-    assert score_tokens(RENDERER, special, "abc", "defg") == [BOS, *tokens_of("Q abc", ";", "D defg", "=> {0}"), EOS]
+    assert score_tokens(RENDERER, special, "abc", "defg") == [
+        BOS,
+        *tokens_of("Q abc", ";", "D defg", "=> {0}"),
+        EOS,
+    ]
 
 
 @pytest.mark.parametrize("special", [False, True])
@@ -90,10 +111,13 @@ def test_a_document_that_is_too_long_is_cut(special):
     expected = tokens_of("Q abc", ";", "D defg", "=> {0}")
     assert cut == ([BOS, *expected, EOS] if special else expected)
     taken = len(whole) - len(tokens_of("defghij"))
-    assert len(score_tokens(RENDERER, template, "abc", "defghij", max_tokens=taken + 1)) == taken + 1
+    assert (
+        len(score_tokens(RENDERER, template, "abc", "defghij", max_tokens=taken + 1)) == taken + 1
+    )
     for most in (taken, taken - 1, 4):
         with pytest.raises(
-            ContextLengthError, match=rf"the query and the score template take {taken} tokens, but {most} are allowed"
+            ContextLengthError,
+            match=rf"the query and the score template take {taken} tokens, but {most} are allowed",
         ) as caught:
             score_tokens(RENDERER, template, "abc", "defghij", max_tokens=most)
         assert caught.value.param == "truncate_prompt_tokens"
@@ -103,13 +127,27 @@ def test_a_document_that_is_too_long_is_cut(special):
 def test_a_query_is_not_cut_where_it_shares_a_piece_with_the_document(query):
     template = ScoreTemplate(pieces=("Q {query} D {document}", "="))
     whole, taken = tokens_of(f"Q {query} D efghij"), len(tokens_of(f"Q {query} D ", "="))
-    assert score_tokens(RENDERER, template, query, "efghij", max_tokens=taken + 1) == [*whole[:taken], *tokens_of("=")]
+    assert score_tokens(RENDERER, template, query, "efghij", max_tokens=taken + 1) == [
+        *whole[:taken],
+        *tokens_of("="),
+    ]
     # After a query of four characters, the document begins inside of a token.
     least = taken if query == "abcd" else taken + 1
     for most in (1, 3, least - 1):
-        with pytest.raises(ContextLengthError, match=f"the query and the score template take {taken} tokens, but {most} are allowed"):
+        with pytest.raises(
+            ContextLengthError,
+            match=f"the query and the score template take {taken} tokens, but {most} are allowed",
+        ):
             score_tokens(RENDERER, template, query, "efghij", max_tokens=most)
-    assert len({tuple(score_tokens(RENDERER, template, query, text, max_tokens=least)) for text in ("efghij", "klmnop")}) == 2
+    assert (
+        len(
+            {
+                tuple(score_tokens(RENDERER, template, query, text, max_tokens=least))
+                for text in ("efghij", "klmnop")
+            }
+        )
+        == 2
+    )
 
 
 def test_what_is_empty_or_no_text_is_refused():
@@ -125,7 +163,9 @@ def test_what_is_empty_or_no_text_is_refused():
 def test_a_template_without_its_places_is_refused():
     with pytest.raises(ConfigError, match=r"must have {query} once, but this one has it 0 times"):
         ScoreTemplate(pieces=("{document}",))
-    with pytest.raises(ConfigError, match=r"must have {document} once, but this one has it 2 times"):
+    with pytest.raises(
+        ConfigError, match=r"must have {document} once, but this one has it 2 times"
+    ):
         ScoreTemplate(pieces=("{query}{document}", "{document}"))
     with pytest.raises(ConfigError, match=r"must end with {document}"):
         ScoreTemplate(pieces=("{query}{document}.",))
@@ -149,7 +189,10 @@ class Brings:
     """A plugin with templates for one architecture."""
 
     name = "brings"
-    templates = {"own": ("score_templates_of_a_test:OWN", ()), "known": ("score_templates_of_a_test:KNOWN", ("KnownForCausalLM",))}
+    templates = {
+        "own": ("score_templates_of_a_test:OWN", ()),
+        "known": ("score_templates_of_a_test:KNOWN", ("KnownForCausalLM",)),
+    }
 
     @hookimpl
     def toolkit_register_score_templates(self, templates):
@@ -183,9 +226,15 @@ def choose(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
     def run(architecture="KnownForCausalLM", plugins=(Brings,), **options):
-        config = VllmConfig.default({"architectures": [architecture]}, **{"convert": "classify", **options})
-        config = msgspec.structs.replace(config, checkpoint=msgspec.structs.replace(config.checkpoint, path=str(tmp_path)))
-        loaded = Plugins.load(PluginsConfig(plugins=["pooling_adapters"]), extra=[kind() for kind in plugins])
+        config = VllmConfig.default(
+            {"architectures": [architecture]}, **{"convert": "classify", **options}
+        )
+        config = msgspec.structs.replace(
+            config, checkpoint=msgspec.structs.replace(config.checkpoint, path=str(tmp_path))
+        )
+        loaded = Plugins.load(
+            PluginsConfig(plugins=["pooling_adapters"]), extra=[kind() for kind in plugins]
+        )
         template = choose_score_template(config, loaded)
         return template and template.pieces[-1]
 
@@ -193,7 +242,12 @@ def choose(monkeypatch, tmp_path):
 
 
 def write_weights(folder, *names):
-    header = json.dumps({"__metadata__": {}, **{name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}}).encode()
+    header = json.dumps(
+        {
+            "__metadata__": {},
+            **{name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names},
+        }
+    ).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
 
 
@@ -229,9 +283,13 @@ def test_the_template_of_the_option(choose, tmp_path):
     assert choose(score_template="own") == "OWN"
     (tmp_path / "mine").write_text("{query} {document} !")
     assert choose(score_template=str(tmp_path / "mine")) == " !"
-    with pytest.raises(ConfigError, match=r"'onw' is neither the name of a registered template nor a file.*'own'"):
+    with pytest.raises(
+        ConfigError, match=r"'onw' is neither the name of a registered template nor a file.*'own'"
+    ):
         choose(score_template="onw")
-    with pytest.raises(PluginError, match=r"'wrong'.*: score template 'wrong' must be a ScoreTemplate, not a str"):
+    with pytest.raises(
+        PluginError, match=r"'wrong'.*: score template 'wrong' must be a ScoreTemplate, not a str"
+    ):
         choose(plugins=(Wrong,), score_template="wrong")
 
 
@@ -243,12 +301,21 @@ def test_pairs_are_rendered_with_the_template(tmp_path):
     template = read_score_template(path)
     assert not made.takes_instruction
     assert made.render_pair("abc", "defg") == score_tokens(RENDERER, template, "abc", "defg")
-    assert made.render_pair("abc", "defg", max_tokens=8) == score_tokens(RENDERER, template, "abc", "defg", max_tokens=8)
+    assert made.render_pair("abc", "defg", max_tokens=8) == score_tokens(
+        RENDERER, template, "abc", "defg", max_tokens=8
+    )
     path.write_text("{instruction} Q {query} D {document}=")
     made = make_template_renderer(config, RENDERER, Plugins.load())
     assert made.takes_instruction
-    assert made.render_pair("a", "b", "now") == score_tokens(RENDERER, read_score_template(path), "a", "b", "now")
-    assert make_template_renderer(VllmConfig.default({"architectures": ["KnownForCausalLM"]}), RENDERER, Plugins.load()) is None
+    assert made.render_pair("a", "b", "now") == score_tokens(
+        RENDERER, read_score_template(path), "a", "b", "now"
+    )
+    assert (
+        make_template_renderer(
+            VllmConfig.default({"architectures": ["KnownForCausalLM"]}), RENDERER, Plugins.load()
+        )
+        is None
+    )
 
 
 def test_toolkit_register_score_templates(monkeypatch):
@@ -256,9 +323,20 @@ def test_toolkit_register_score_templates(monkeypatch):
     plugin, shown = (types.ModuleType(name) for name in ("example", "shown"))
     for block, module in ((2, plugin), (3, shown)):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        exec(page.read_text(encoding="utf-8").split("```python\n")[block].split("```")[0], module.__dict__)
-    templates = Plugins.load(PluginsConfig(plugins=["pooling_adapters"]), extra=[plugin]).brought_registry(ScoreTemplateRegistry)
+        exec(
+            page.read_text(encoding="utf-8").split("```python\n")[block].split("```")[0],
+            module.__dict__,
+        )
+    templates = Plugins.load(
+        PluginsConfig(plugins=["pooling_adapters"]), extra=[plugin]
+    ).brought_registry(ScoreTemplateRegistry)
     assert templates.keys()[-1] == "mine"
     entry = templates.get("mine")
-    assert (entry.target, entry.architectures) == ("toolkit_lm_mine.score_templates:MINE", ("MineForCausalLM",))
-    assert score_prompt(shown.MINE, "q", "d", "Instruct.") == "Instruct.\nQuery: q\nPassage: d\nRelevant:"
+    assert (entry.target, entry.architectures) == (
+        "toolkit_lm_mine.score_templates:MINE",
+        ("MineForCausalLM",),
+    )
+    assert (
+        score_prompt(shown.MINE, "q", "d", "Instruct.")
+        == "Instruct.\nQuery: q\nPassage: d\nRelevant:"
+    )

@@ -11,7 +11,12 @@ from toolkit_lm_pooling_adapters.weight_names import stored_weights
 
 
 def write_weights(folder, *names):
-    header = json.dumps({"__metadata__": {}, **{name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}}).encode()
+    header = json.dumps(
+        {
+            "__metadata__": {},
+            **{name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names},
+        }
+    ).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
 
 
@@ -22,7 +27,9 @@ def test_stored_weights(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 10**6))
     with pytest.raises(CheckpointError, match="truncated"):
         stored_weights(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"c": "x.safetensors"}}))
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"c": "x.safetensors"}})
+    )
     assert stored_weights(tmp_path) == {"c"}
     (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
     with pytest.raises(CheckpointError, match="cannot be read: RecursionError"):

@@ -1,4 +1,5 @@
-"""The vocabulary of gpt-oss, which the package litellm carries, and renderers of it. In the workspace all of it is skipped."""
+"""The vocabulary of gpt-oss, which the package litellm carries, and renderers of it. In the
+workspace all of it is skipped."""
 
 from __future__ import annotations
 
@@ -33,7 +34,12 @@ def harmony_folder(vocabulary, tmp_path_factory) -> Path:
 
 def _resolved(folder: Path, hf_config=None, generation_config=None, **options) -> VllmConfig:
     config = VllmConfig.default(hf_config or {}, **options)
-    checkpoint = Checkpoint(path=str(folder), architecture="none", hf_config=hf_config or {}, generation_config=generation_config or {})
+    checkpoint = Checkpoint(
+        path=str(folder),
+        architecture="none",
+        hf_config=hf_config or {},
+        generation_config=generation_config or {},
+    )
     return msgspec.structs.replace(config, checkpoint=checkpoint)
 
 
@@ -46,5 +52,6 @@ def renderer(harmony_folder):
 
 @pytest.fixture(scope="session")
 def resolved():
-    """resolved(folder, hf_config=None, generation_config=None, **options): a config of a checkpoint there."""
+    """resolved(folder, hf_config=None, generation_config=None, **options): a config of a checkpoint
+    there."""
     return _resolved

@@ -1,4 +1,5 @@
-"""What no small vocabulary shows, over real ones: those that the packages litellm and mistral-common carry."""
+"""What no small vocabulary shows, over real ones: those that the packages litellm and
+mistral-common carry."""
 
 from __future__ import annotations
 
@@ -13,7 +14,23 @@ from toolkit_lm.params import SamplingParams
 from toolkit_lm.processing.bad_words import BadWordRules
 from toolkit_lm.sampling.bad_words import ForbiddenTextRules
 
-WORDS = ["Paris", "cat", "don't", "extraordinary", "São", "Übermut", "москва", "北京", "서울", "New York", "http://", "a", "!", "x_y", "😀"]
+WORDS = [
+    "Paris",
+    "cat",
+    "don't",
+    "extraordinary",
+    "São",
+    "Übermut",
+    "москва",
+    "北京",
+    "서울",
+    "New York",
+    "http://",
+    "a",
+    "!",
+    "x_y",
+    "😀",
+]
 BEFORE = ["The capital is", "(", "Well,", "one\ntwo\n", ""]
 MOST = 400
 """Spellings of a word that are tried."""
@@ -35,7 +52,9 @@ def make(vocabulary, resolved, tmp_path_factory):
             from toolkit_lm_renderer_mistral.renderer import MistralRenderer
 
             found = importlib.util.find_spec("mistral_common")
-            shutil.copy(Path(found.origin).parent / "data" / "tekken_240718.json", folder / "tekken.json")
+            shutil.copy(
+                Path(found.origin).parent / "data" / "tekken_240718.json", folder / "tekken.json"
+            )
             return MistralRenderer(resolved(folder))
         from toolkit_lm_renderer_hf.renderer import HfRenderer
 
@@ -57,7 +76,11 @@ def spellings(text: bytes, token_ids: dict[bytes, int], chosen: random.Random) -
         if start == len(text):
             found.append(made)
             return
-        ends = [end for end in range(start + 1, min(len(text), start + longest) + 1) if text[start:end] in token_ids]
+        ends = [
+            end
+            for end in range(start + 1, min(len(text), start + longest) + 1)
+            if text[start:end] in token_ids
+        ]
         for end in chosen.sample(ends, len(ends)):
             go(end, [*made, token_ids[text[start:end]]])
 
@@ -67,7 +90,8 @@ def spellings(text: bytes, token_ids: dict[bytes, int], chosen: random.Random) -
 
 @pytest.mark.parametrize("name", ["gpt-oss", "tekken", "anthropic", "deepseek"])
 def test_no_tokens_write_a_bad_word(make, name):
-    """Any tokens that write it, plain, after a space, a bracket or a new line, after any text: the last of them is ruled out."""
+    """Any tokens that write it, plain, after a space, a bracket or a new line, after any text: the
+    last of them is ruled out."""
     renderer, chosen = make(name), random.Random(3)
     size = renderer.vocab_size
     pieces = renderer.token_bytes(range(size), skip_special_tokens=True)
@@ -79,9 +103,17 @@ def test_no_tokens_write_a_bad_word(make, name):
         for lead in ("", " ", "(", "\n"):
             for spelling in spellings((lead + word).encode(), token_ids, chosen):
                 before = chosen.choice(BEFORE)
-                history = renderer.render_prompt(before, add_special_tokens=False).token_ids if before else []
+                history = (
+                    renderer.render_prompt(before, add_special_tokens=False).token_ids
+                    if before
+                    else []
+                )
                 output = np.array([*history, *spelling[:-1]], np.int32)
-                assert spelling[-1] in rules.forbidden(output), (word, lead, [pieces[one] for one in spelling])
+                assert spelling[-1] in rules.forbidden(output), (
+                    word,
+                    lead,
+                    [pieces[one] for one in spelling],
+                )
                 num_tried += 1
         assert num_tried > (1 if len(word) == 1 else 4), word
 
@@ -90,11 +122,20 @@ def test_no_tokens_write_a_bad_word(make, name):
 def test_other_words_are_written_as_ever(make, name):
     """A sentence without the words, in its usual tokens, meets no rule."""
     renderer = make(name)
-    rules = ForbiddenTextRules(BadWordRules(renderer, renderer.vocab_size).of(SamplingParams(bad_words=["par", "cat", "ass"])))
-    text = "The Parisian class had an assessment of cats; the category of particular parts passes as well."
+    rules = ForbiddenTextRules(
+        BadWordRules(renderer, renderer.vocab_size).of(
+            SamplingParams(bad_words=["par", "cat", "ass"])
+        )
+    )
+    text = (
+        "The Parisian class had an assessment of cats; the category of particular parts passes "
+        "as well."
+    )
     output = renderer.render_prompt(text, add_special_tokens=False).token_ids
     for place, token_id in enumerate(output):
-        assert token_id not in rules.forbidden(np.array(output[:place], np.int32)), renderer.decode(output[: place + 1])
+        assert token_id not in rules.forbidden(np.array(output[:place], np.int32)), renderer.decode(
+            output[: place + 1]
+        )
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "tekken", "anthropic", "deepseek"])

@@ -1,4 +1,5 @@
-"""Conversations as openai-harmony itself renders them, text that stays text, and the vocabulary's two files."""
+"""Conversations as openai-harmony itself renders them, text that stays text, and the vocabulary's
+two files."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ import time
 
 import pytest
 
-pytest.importorskip("openai_harmony", reason="openai-harmony has an environment of its own: make test-renderers")
+pytest.importorskip(
+    "openai_harmony", reason="openai-harmony has an environment of its own: make test-renderers"
+)
 
 import openai_harmony as harmony
 from toolkit_lm.errors import CheckpointError, ConfigError, ContextLengthError, RequestError
@@ -24,10 +27,18 @@ WEATHER = {
     "function": {
         "name": "get_weather",
         "description": "The weather of a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
     },
 }
-CALL = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
+CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'},
+}
 SYSTEM = """\
 <|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.
 Knowledge cutoff: 2024-06
@@ -46,22 +57,36 @@ def text_of(renderer, messages, **options):
 def test_a_question(renderer):
     expected = f"{SYSTEM.format(effort='medium')}<|end|><|start|>user<|message|>{USER['content']}<|end|><|start|>assistant"
     assert text_of(renderer, [USER]) == expected
-    assert text_of(renderer, [USER], add_generation_prompt=False) == expected.removesuffix("<|start|>assistant")
+    assert text_of(renderer, [USER], add_generation_prompt=False) == expected.removesuffix(
+        "<|start|>assistant"
+    )
 
 
 def test_as_the_library_renders_the_same_conversation(renderer):
-    """A turn with thought, call, result and answer, then another question: the thought of the turn that is over is left out."""
+    """A turn with thought, call, result and answer, then another question: the thought of the turn
+    that is over is left out."""
     h = harmony
-    system = h.SystemContent.new().with_reasoning_effort(h.ReasoningEffort.HIGH).with_conversation_start_date("2026-01-02")
+    system = (
+        h.SystemContent.new()
+        .with_reasoning_effort(h.ReasoningEffort.HIGH)
+        .with_conversation_start_date("2026-01-02")
+    )
     function = WEATHER["function"]
-    tool = h.ToolDescription.new(function["name"], function["description"], parameters=function["parameters"])
+    tool = h.ToolDescription.new(
+        function["name"], function["description"], parameters=function["parameters"]
+    )
     of = h.Message.from_role_and_content
     called = of(h.Role.ASSISTANT, CALL["function"]["arguments"]).with_channel("commentary")
-    result = h.Message.from_author_and_content(h.Author.new(h.Role.TOOL, "functions.get_weather"), "20 degrees")
+    result = h.Message.from_author_and_content(
+        h.Author.new(h.Role.TOOL, "functions.get_weather"), "20 degrees"
+    )
     expected = h.Conversation.from_messages(
         [
             of(h.Role.SYSTEM, system),
-            of(h.Role.DEVELOPER, h.DeveloperContent.new().with_instructions("Be brief.").with_function_tools([tool])),
+            of(
+                h.Role.DEVELOPER,
+                h.DeveloperContent.new().with_instructions("Be brief.").with_function_tools([tool]),
+            ),
             of(h.Role.USER, USER["content"]),
             of(h.Role.ASSISTANT, "I must ask.").with_channel("analysis"),
             called.with_recipient("functions.get_weather").with_content_type("<|constrain|>json"),
@@ -73,9 +98,17 @@ def test_as_the_library_renders_the_same_conversation(renderer):
     messages = [
         {"role": "system", "content": "Be brief."},
         USER,
-        {"role": "assistant", "reasoning_content": "I must ask.", "content": None, "tool_calls": [CALL]},
+        {
+            "role": "assistant",
+            "reasoning_content": "I must ask.",
+            "content": None,
+            "tool_calls": [CALL],
+        },
         {"role": "tool", "tool_call_id": "call_1", "content": "20 degrees"},
-        {"role": "assistant", "content": [{"type": "text", "text": "It is "}, {"type": "text", "text": "warm."}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "text", "text": "It is "}, {"type": "text", "text": "warm."}],
+        },
         {"role": "user", "content": "And in Rome?"},
     ]
     settings = {"chat_template_kwargs": DATE["chat_template_kwargs"] | {"reasoning_effort": "high"}}
@@ -113,7 +146,13 @@ def test_bytes_of_a_character_are_held_back(renderer):
 
 def test_what_ends_an_answer(renderer, harmony_folder, resolved):
     assert renderer.eos_token_ids == [200_002, 200_012] and renderer.vocab_size == 201_088
-    other = HarmonyRenderer(resolved(harmony_folder, {"eos_token_id": 200_002, "vocab_size": 201_100}, {"eos_token_id": [199_999]}))
+    other = HarmonyRenderer(
+        resolved(
+            harmony_folder,
+            {"eos_token_id": 200_002, "vocab_size": 201_100},
+            {"eos_token_id": [199_999]},
+        )
+    )
     assert (other.eos_token_ids, other.vocab_size) == ([199_999, 200_002, 200_012], 201_100)
 
 
@@ -125,7 +164,17 @@ def test_what_ends_an_answer(renderer, harmony_folder, resolved):
         ([{"role": "king", "content": "x"}], {}, "messages", "role"),
         (["x"], {}, "messages", "role"),
         ([{"role": "user"}], {}, "messages", "text"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}], {}, "messages", "image_url"),
+        (
+            [
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": "http://x"}}],
+                }
+            ],
+            {},
+            "messages",
+            "image_url",
+        ),
         ([{"role": "user", "content": "\ud800"}], {}, "messages", "surrogate"),
         ([{"role": "tool", "content": "x"}], {}, "messages", "tool_call_id"),
         ([USER, {"role": "assistant", "tool_calls": [{}]}], {}, "messages", "function"),
@@ -134,13 +183,43 @@ def test_what_ends_an_answer(renderer, harmony_folder, resolved):
         ([USER], {"tools": [{"function": {}}]}, "tools", "name"),
         ([USER], {"tools": [{"function": {"name": "f", "parameters": "x"}}]}, "tools", "mapping"),
         ([USER], {"tools": [{"function": {"name": "\ud800"}}]}, "tools", "surrogate"),
-        ([USER, {"role": "tool", "name": "x" * 2**21, "content": "x"}], {}, "messages", "characters"),
-        ([USER, {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "\ud800"}}]}], {}, "messages", "surrogate"),
-        ([USER], {"tools": [{"function": {"name": "f", "parameters": {"x": float("nan")}}}]}, "tools", "JSON"),
-        ([USER], {"chat_template_kwargs": {"reasoning_effort": "most"}}, "chat_template_kwargs", "low, medium, high"),
-        ([USER], {"chat_template_kwargs": {"thinking": "yes"}}, "chat_template_kwargs", "'thinking'"),
+        (
+            [USER, {"role": "tool", "name": "x" * 2**21, "content": "x"}],
+            {},
+            "messages",
+            "characters",
+        ),
+        (
+            [USER, {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "\ud800"}}]}],
+            {},
+            "messages",
+            "surrogate",
+        ),
+        (
+            [USER],
+            {"tools": [{"function": {"name": "f", "parameters": {"x": float("nan")}}}]},
+            "tools",
+            "JSON",
+        ),
+        (
+            [USER],
+            {"chat_template_kwargs": {"reasoning_effort": "most"}},
+            "chat_template_kwargs",
+            "low, medium, high",
+        ),
+        (
+            [USER],
+            {"chat_template_kwargs": {"thinking": "yes"}},
+            "chat_template_kwargs",
+            "'thinking'",
+        ),
         ([USER], {"continue_final_message": True}, "continue_final_message", "assistant"),
-        ([USER], {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "Cannot set both"),
+        (
+            [USER],
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            "Cannot set both",
+        ),
         ([USER], {"documents": []}, "documents", "no option"),
     ],
 )
@@ -186,7 +265,10 @@ def test_a_panic_is_refused(renderer, monkeypatch):
 def test_the_vocabulary_of_a_tokenizer_json(vocabulary, tmp_path):
     shown = {byte: character for character, byte in vocabularies._bytes_of_characters().items()}
     lines = [line.split() for line in vocabulary.read_bytes().splitlines()]
-    tokens = {"".join(shown[byte] for byte in base64.b64decode(text)): int(number) for text, number in lines}
+    tokens = {
+        "".join(shown[byte] for byte in base64.b64decode(text)): int(number)
+        for text, number in lines
+    }
     tokens["<|end|>"] = 200_007
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens}}))
     assert vocabularies._rebuilt(tmp_path / "tokenizer.json") == vocabulary.read_bytes()
@@ -195,7 +277,10 @@ def test_the_vocabulary_of_a_tokenizer_json(vocabulary, tmp_path):
     assert dict(os.environ) == before
 
 
-@pytest.mark.parametrize("files", [{}, {"tokenizer.json": "{}"}, {"tokenizer.json": "x"}, {"o200k_base.tiktoken": "YQ== 0\n"}])
+@pytest.mark.parametrize(
+    "files",
+    [{}, {"tokenizer.json": "{}"}, {"tokenizer.json": "x"}, {"o200k_base.tiktoken": "YQ== 0\n"}],
+)
 def test_other_vocabularies_are_refused(tmp_path, files):
     for name, text in files.items():
         (tmp_path / name).write_text(text)

@@ -1,4 +1,5 @@
-"""The engine's tokenizer and that of `get_tokenizer` give equal ids, over real vocabularies and configs as checkpoints have them."""
+"""The engine's tokenizer and that of `get_tokenizer` give equal ids, over real vocabularies and
+configs as checkpoints have them."""
 
 from __future__ import annotations
 
@@ -14,21 +15,51 @@ from toolkit_lm_renderer_hf.pieces import Cutter
 from toolkit_lm_renderer_hf.renderer import HfRenderer
 from toolkit_lm_renderer_hf.tokenizer import load_tokenizer
 
-TIKTOKEN = {"cl100k": "9b5ad71b2ce5302211f9c61530b329a4922fc6a4", "o200k": "fb374d419588a4632f3f557e76b4b70aebbca790"}
+TIKTOKEN = {
+    "cl100k": "9b5ad71b2ce5302211f9c61530b329a4922fc6a4",
+    "o200k": "fb374d419588a4632f3f557e76b4b70aebbca790",
+}
 VOCABULARIES = ["anthropic", "deepseek", *TIKTOKEN, "tekken", "tiny"]
-ADDED = {"content": "<|extra|>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+ADDED = {
+    "content": "<|extra|>",
+    "lstrip": False,
+    "normalized": False,
+    "rstrip": False,
+    "single_word": False,
+    "special": True,
+}
 CONFIGS = {
     "no config": None,
     "no class": {},
     "fast": {"tokenizer_class": "PreTrainedTokenizerFast"},
-    "bos and eos": {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True, "add_eos_token": True},
+    "bos and eos": {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": True,
+        "add_eos_token": True,
+    },
     "llama": {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True, "legacy": True},
-    "gpt 2": {"tokenizer_class": "GPT2Tokenizer", **dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")},
-    "qwen 2": {"tokenizer_class": "Qwen2Tokenizer", **dict.fromkeys(("eos_token", "pad_token", "unk_token"), "<|endoftext|>")},
+    "gpt 2": {
+        "tokenizer_class": "GPT2Tokenizer",
+        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
+    },
+    "qwen 2": {
+        "tokenizer_class": "Qwen2Tokenizer",
+        **dict.fromkeys(("eos_token", "pad_token", "unk_token"), "<|endoftext|>"),
+    },
     "llama 3": {"tokenizer_class": "PreTrainedTokenizer", "clean_up_tokenization_spaces": True},
-    "more tokens": {"tokenizer_class": "PreTrainedTokenizerFast", "additional_special_tokens": ["<|extra|>"]},
-    "other tokens": {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": {"300000": ADDED}},
-    "named tokens": {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|extra|>", "pad_token": "<|pad|>"},
+    "more tokens": {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "additional_special_tokens": ["<|extra|>"],
+    },
+    "other tokens": {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "added_tokens_decoder": {"300000": ADDED},
+    },
+    "named tokens": {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|extra|>",
+        "pad_token": "<|pad|>",
+    },
 }
 FEW = ("llama", "other tokens", "gpt 2", "qwen 2")
 """Configs that the large vocabularies are loaded with: it takes seconds."""
@@ -82,21 +113,33 @@ def save(vocabulary, tmp_path_factory):
         if name in TIKTOKEN:
             from transformers.convert_slow_tokenizer import TikTokenConverter
 
-            converter = TikTokenConverter(str(vocabulary.parent / TIKTOKEN[name]), extra_special_tokens=["<|endoftext|>"])
+            converter = TikTokenConverter(
+                str(vocabulary.parent / TIKTOKEN[name]), extra_special_tokens=["<|endoftext|>"]
+            )
             converter.converted().save(str(folder / "tokenizer.json"))
         elif name == "tekken":
             from transformers.convert_slow_tokenizer import TikTokenConverter
 
             found = importlib.util.find_spec("mistral_common")
-            tekken = json.loads((Path(found.origin).parent / "data" / "tekken_240718.json").read_text())
+            tekken = json.loads(
+                (Path(found.origin).parent / "data" / "tekken_240718.json").read_text()
+            )
             lines = [f"{one['token_bytes']} {one['rank']}" for one in tekken["vocab"]]
-            (folder / "tekken.tiktoken").write_text("\n".join(lines[: tekken["config"]["default_vocab_size"] - 1000]))
-            converter = TikTokenConverter(str(folder / "tekken.tiktoken"), tekken["config"]["pattern"], extra_special_tokens=["<s>"])
+            (folder / "tekken.tiktoken").write_text(
+                "\n".join(lines[: tekken["config"]["default_vocab_size"] - 1000])
+            )
+            converter = TikTokenConverter(
+                str(folder / "tekken.tiktoken"),
+                tekken["config"]["pattern"],
+                extra_special_tokens=["<s>"],
+            )
             converter.converted().save(str(folder / "tokenizer.json"))
         elif name == "tiny":
             import toolkit_lm_tiny
 
-            shutil.copy(Path(toolkit_lm_tiny.__file__).parent / "checkpoint" / "tokenizer.json", folder)
+            shutil.copy(
+                Path(toolkit_lm_tiny.__file__).parent / "checkpoint" / "tokenizer.json", folder
+            )
         else:
             shutil.copy(vocabulary.parent / f"{name}_tokenizer.json", folder / "tokenizer.json")
         return folder
@@ -145,11 +188,16 @@ def test_pieces_have_the_ids_of_the_whole(save, name):
     folder, chosen = save(name), random.Random(7)
     (folder / "tokenizer_config.json").unlink(missing_ok=True)
     tokenizer = load_tokenizer(folder).tokenizer
-    texts = ["".join(part + chosen.choice(" " * 9 + "\n") for part in chosen.choices(PARTS, k=400)) for _ in range(10)]
+    texts = [
+        "".join(part + chosen.choice(" " * 9 + "\n") for part in chosen.choices(PARTS, k=400))
+        for _ in range(10)
+    ]
     numbers = []
     for text in (*texts, *LONG.values()):
         pieces = list(Cutter(tokenizer, 64).pieces(text))
-        parts, [whole] = [tokenizer.encode_batch_fast(one, add_special_tokens=False) for one in (pieces, [text])]
+        parts, [whole] = [
+            tokenizer.encode_batch_fast(one, add_special_tokens=False) for one in (pieces, [text])
+        ]
         assert [token for part in parts for token in part.ids] == whole.ids, text[:100]
         numbers.append(len(pieces))
     assert min(numbers[: len(texts)]) > 5 and numbers[len(texts)] > 10, numbers

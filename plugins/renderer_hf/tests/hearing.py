@@ -11,7 +11,12 @@ MARKS = [*SPECIAL, "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]
 ITEM = "<|audio_bos|><|AUDIO|><|audio_eos|>"
 TEMPLATE = CHAT.replace("p['type'] == 'image'", "p['type'] == 'audio'").replace("IMAGE", ITEM)
 MELS, SECONDS = 16, 2
-EXTRACTOR = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": MELS, "sampling_rate": 16000, "chunk_length": SECONDS}
+EXTRACTOR = {
+    "feature_extractor_type": "WhisperFeatureExtractor",
+    "feature_size": MELS,
+    "sampling_rate": 16000,
+    "chunk_length": SECONDS,
+}
 """Of preprocessor_config.json."""
 AUDIO = MARKS.index("<|AUDIO|>")
 
@@ -21,7 +26,9 @@ def train() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=MARKS, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, special_tokens=MARKS, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(["user\nWhat is this sound? It is a dog."] * 10, trainer)
     return tokenizer
 

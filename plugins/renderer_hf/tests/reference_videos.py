@@ -1,6 +1,8 @@
-"""The program that runs what is pure of transformers' video processor: all but the resizing, which is torchvision's.
+"""The program that runs what is pure of transformers' video processor: all but the resizing, which
+is torchvision's.
 
-It reads cases (frames, options of the processor, fps, options of the call) from a file, and writes what transformers makes of each.
+It reads cases (frames, options of the processor, fps, options of the call) from a file, and writes
+what transformers makes of each.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def stand_in() -> None:
     names = ["NEAREST", "NEAREST_EXACT", "BILINEAR", "BICUBIC", "BOX", "HAMMING", "LANCZOS"]
     sys.modules["torchvision.transforms"].InterpolationMode = Enum("InterpolationMode", names)
     sys.modules["torchvision.transforms.functional"].pil_to_tensor = None
-    sys.modules[functional].InterpolationMode = sys.modules["torchvision.transforms"].InterpolationMode
+    sys.modules[functional].InterpolationMode = sys.modules[
+        "torchvision.transforms"
+    ].InterpolationMode
     sys.modules[functional].normalize = normalize
     # Frames are RGB.
     sys.modules[functional].grayscale_to_rgb = lambda video: video
@@ -44,7 +48,9 @@ def normalize(image, mean, std, inplace=False):
     """As torchvision has it."""
     import torch
 
-    mean, std = (torch.as_tensor(numbers, dtype=image.dtype)[:, None, None] for numbers in (mean, std))
+    mean, std = (
+        torch.as_tensor(numbers, dtype=image.dtype)[:, None, None] for numbers in (mean, std)
+    )
     return image.sub(mean).div_(std)
 
 
@@ -56,11 +62,20 @@ def main(path: Path) -> None:
     made = []
     for frames, config, fps, options in pickle.loads(path.read_bytes()):  # noqa: S301 # our own
         processor = Qwen2VLVideoProcessor(**config)
-        metadata = VideoMetadata(total_num_frames=len(frames) if not isinstance(frames, int) else frames, fps=fps)
+        metadata = VideoMetadata(
+            total_num_frames=len(frames) if not isinstance(frames, int) else frames, fps=fps
+        )
         if isinstance(frames, int):
             made.append(processor.sample_frames(metadata, **options).tolist())
             continue
-        found = processor(frames, do_resize=False, video_metadata=[metadata], return_metadata=True, return_tensors="np", **options)
+        found = processor(
+            frames,
+            do_resize=False,
+            video_metadata=[metadata],
+            return_metadata=True,
+            return_tensors="np",
+            **options,
+        )
         seconds = processor.temporal_patch_size / found["video_metadata"][0].sampled_fps
         made.append((found["pixel_values_videos"], found["video_grid_thw"], seconds))
     path.write_bytes(pickle.dumps(made))

@@ -1,4 +1,5 @@
-"""Small models that see: their tokenizer, their chat templates, and their rules, as transformers has them."""
+"""Small models that see: their tokenizer, their chat templates, and their rules, as transformers
+has them."""
 
 from __future__ import annotations
 
@@ -6,17 +7,31 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from toolkit_lm.errors import RequestError
 from toolkit_lm.renderer import MultiModalRules, Replacement
 
-SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<image>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+SPECIAL = [
+    "<unk>",
+    "<s>",
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<image>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+]
 SPECIAL += ["<|video_pad|>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"]
 CHAT = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for p in m['content'] %}{% if p['type'] == 'image' %}IMAGE{% elif p['type'] == 'video' %}VIDEO"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ "
+    "m['content'] }}{% else %}"
+    "{% for p in m['content'] %}{% if p['type'] == 'image' %}IMAGE{% elif p['type'] == 'video' "
+    "%}VIDEO"
     "{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LLAVA = CHAT.replace("IMAGE", "<image>\n")
 GEMMA = CHAT.replace("IMAGE", "<start_of_image>")
-QWEN = CHAT.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>").replace("VIDEO", "<|vision_start|><|video_pad|><|vision_end|>")
+QWEN = CHAT.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>").replace(
+    "VIDEO", "<|vision_start|><|video_pad|><|vision_end|>"
+)
 HIDDEN = 6
 
 
@@ -26,7 +41,9 @@ def train_newlines() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(["user\n\n\nWhat is this? a\n\nb\n\n\nc\n\n\n\nd"] * 10, trainer)
     return tokenizer
 
@@ -40,7 +57,9 @@ class Rules(MultiModalRules):
 
     def embeds(self, data, count):
         if "embeds" in data and data["embeds"].shape != (count, HIDDEN):
-            raise RequestError(f"embeds must have the shape {[count, HIDDEN]}, not {list(data['embeds'].shape)}.")
+            raise RequestError(
+                f"embeds must have the shape {[count, HIDDEN]}, not {list(data['embeds'].shape)}."
+            )
 
 
 class LlavaRules(Rules):
@@ -66,7 +85,9 @@ class GemmaRules(Rules):
 
     def replacement(self, modality, data):
         self.embeds(data, 4)
-        return Replacement([token("<start_of_image>"), *[token("<image_soft_token>")] * 4], [False, *[True] * 4])
+        return Replacement(
+            [token("<start_of_image>"), *[token("<image_soft_token>")] * 4], [False, *[True] * 4]
+        )
 
 
 class QwenRules(Rules):
@@ -86,4 +107,8 @@ class QwenRules(Rules):
         (grid,) = data[f"{modality}_grid_thw"].tolist()
         count = grid[0] * grid[1] * grid[2] // 4
         self.embeds(data, count)
-        return Replacement([self.placeholder_id(modality)] * count, None, {"grid_thw": [float(number) for number in grid]})
+        return Replacement(
+            [self.placeholder_id(modality)] * count,
+            None,
+            {"grid_thw": [float(number) for number in grid]},
+        )

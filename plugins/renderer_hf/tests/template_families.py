@@ -1,7 +1,9 @@
 # ruff: noqa: E501 - a line break would be part of a template
-"""Small chat templates, one for each family of models: written here, with what the family's own template does about forms.
+"""Small chat templates, one for each family of models: written here, with what the family's own
+template does about forms.
 
-They are short: of each family's texts only the marks are kept, and of its code what it asks of messages and tools.
+They are short: of each family's texts only the marks are kept, and of its code what it asks of
+messages and tools.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ FAMILIES = {}
 FAMILIES["chatml"] = """
 {%- for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-# Contents are trimmed, a message has one call, whose text is lost; results are JSON, since a text is iterable too.
+# Contents are trimmed, a message has one call, whose text is lost; results are JSON, since a text
+# is iterable too.
 FAMILIES["llama 3.1"] = """{{- bos_token }}
 {%- if messages[0]['role'] == 'system' %}{% set system = messages[0]['content']|trim %}{% set messages = messages[1:] %}
 {%- else %}{% set system = '' %}{% endif %}
@@ -39,7 +42,8 @@ FAMILIES["llama 2"] = """
 {%- set content = '<<SYS>>\n' + system + '\n<</SYS>>\n\n' + m['content'] if loop.index0 == 0 and system != false else m['content'] %}
 {%- if m['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}
 {%- else %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"""
-# Ids of nine letters; a call is one where there is a key; tools stand before the last user's message.
+# Ids of nine letters; a call is one where there is a key; tools stand before the last user's
+# message.
 FAMILIES["mistral"] = """
 {%- if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set rest = messages[1:] %}
 {%- else %}{% set rest = messages %}{% endif %}
@@ -66,7 +70,8 @@ FAMILIES["mistral"] = """
 {%- set content = m.content.content if m.content is defined and m.content.content is defined else m.content %}
 {{- '[TOOL_RESULTS]{"content": ' + content|string + ', "call_id": "' + m.tool_call_id + '"}[/TOOL_RESULTS]' }}
 {%- else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"""
-# A mapping is written as JSON, and a text once more; results are the user's; other roles are left out.
+# A mapping is written as JSON, and a text once more; results are the user's; other roles are left
+# out.
 FAMILIES["qwen 2.5"] = """
 {%- if tools %}{{ '<|im_start|>system\n' }}{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}{% endif %}
 {{- '<tools>' }}{% for t in tools %}{{ '\n' }}{{ t | tojson }}{% endfor %}{{ '</tools><|im_end|>\n' }}
@@ -82,7 +87,8 @@ FAMILIES["qwen 2.5"] = """
 {%- elif message.role == 'tool' %}{{ '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response><|im_end|>\n' }}
 {%- endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-# What is no text is taken for nothing; either form of arguments; reasoning is kept after the last question only.
+# What is no text is taken for nothing; either form of arguments; reasoning is kept after the last
+# question only.
 FAMILIES["qwen 3"] = """
 {%- if tools %}{{ '<|im_start|>system\n' }}{% if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}
 {%- for t in tools %}{{ '\n' }}{{ t | tojson }}{% endfor %}{{ '<|im_end|>\n' }}
@@ -105,7 +111,8 @@ FAMILIES["qwen 3"] = """
 {{- '<|im_end|>\n' }}
 {%- elif message.role == 'tool' %}{{ '<|im_start|>user\n<tool_response>\n' + content + '\n</tool_response><|im_end|>\n' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-# Calls are written where a content is none, and an answer where it is not: a message with both loses its calls.
+# Calls are written where a content is none, and an answer where it is not: a message with both
+# loses its calls.
 FAMILIES["deepseek r1"] = """
 {%- set ns = namespace(system='') %}
 {%- for m in messages %}{% if m['role'] == 'system' %}{% set ns.system = ns.system + m['content'] %}{% endif %}{% endfor %}
@@ -184,7 +191,8 @@ FAMILIES["granite"] = """
 {%- if m.content %}{{ m['content'] }}{% endif %}
 {%- if m.tool_calls %}{% for c in m.tool_calls %}{{ '<|tool_call|>' }}{{ c.function | tojson }}{% endfor %}{% endif %}{{ '<|eot|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|role|>assistant<|end|>' }}{% endif %}"""
-# Beside calls a plan is written, which is reasoning, and no content; None where a description is null.
+# Beside calls a plan is written, which is reasoning, and no content; None where a description is
+# null.
 FAMILIES["command r7b"] = """{{ bos_token }}
 {%- if messages[0]['role']|lower == 'system' %}{% set preamble = messages[0]['content'] %}{% endif %}
 {{- '<|SYSTEM|>' }}{% for t in tools or [] %}{"name": "{{ t['function']['name'] }}", "description": "{{ t['function']['description'] }}", "parameters": {{ t['function']['parameters']|tojson }}}
@@ -199,7 +207,8 @@ FAMILIES["command r7b"] = """{{ bos_token }}
 {%- else %}{{ '<|RESPONSE|>' }}{{ m.content }}{% endif %}{{ '<|END|>' }}
 {%- elif m.role|lower == 'tool' %}{{ '<|RESULT|>' }}{{ m.content|tojson }}{{ '<|END|>' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|CHATBOT|>' }}{% endif %}"""
-# Texts or parts of a user, None for nothing; arguments are a mapping; of results in parts each is written as Python has it.
+# Texts or parts of a user, None for nothing; arguments are a mapping; of results in parts each is
+# written as Python has it.
 FAMILIES["glm 4"] = """[gMASK]<sop>
 {%- macro visible(content) %}
 {%- if content is string %}{{ content }}{% elif content is iterable and content is not mapping %}
@@ -262,7 +271,8 @@ FAMILIES["nemotron"] = """
 {%- if m.tool_calls %}{{ '<TOOLCALL>[' }}{% for c in m.tool_calls %}{% set f = c.function if c.function is defined else c %}{{ '{"name": "' + f.name + '", "arguments": ' }}
 {%- if f.arguments is string %}{{ f.arguments }}{% else %}{{ f.arguments | tojson }}{% endif %}{{ '}' }}{% endfor %}{{ ']</TOOLCALL>' }}{% endif %}{{ '\n' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<SPECIAL>Assistant\n<think>\n' }}{% endif %}"""
-# A content that is none is gone through, which is an error; a result is named by the id of its call.
+# A content that is none is gone through, which is an error; a result is named by the id of its
+# call.
 FAMILIES["kimi"] = """
 {%- macro said(content) %}{% if content is string %}{{ content }}{% else %}{% for part in content %}{{ part['text'] }}{% endfor %}{% endif %}{% endmacro %}
 {%- if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{% endif %}
@@ -274,7 +284,8 @@ FAMILIES["kimi"] = """
 {%- if c['function']['arguments'] is string %}{{ c['function']['arguments'] }}{% else %}{{ c['function']['arguments'] | tojson }}{% endif %}{% endfor %}<|calls end|>{% endif %}<|im_end|>
 {%- endfor %}
 {%- if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"""
-# Instructions are the developer's; reasoning is `thinking`; a result needs a call before it, and has its name.
+# Instructions are the developer's; reasoning is `thinking`; a result needs a call before it, and
+# has its name.
 FAMILIES["gpt-oss"] = """<|start|>system<|message|>You are a model.<|end|>
 {%- if messages[0].role == 'developer' or messages[0].role == 'system' %}{% set developer = messages[0].content %}{% set rest = messages[1:] %}
 {%- else %}{% set developer = '' %}{% set rest = messages %}{% endif %}

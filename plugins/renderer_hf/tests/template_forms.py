@@ -1,4 +1,5 @@
-"""The forms in which clients send the same conversation: what a template must be handed is not in what a client wrote."""
+"""The forms in which clients send the same conversation: what a template must be handed is not in
+what a client wrote."""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ def called(arguments=json.dumps(ARGUMENTS), **more):
     return {
         "role": "assistant",
         **more,
-        "tool_calls": [{"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": arguments}}],
+        "tool_calls": [
+            {
+                "id": "abcdefghi",
+                "type": "function",
+                "function": {"name": "weather", "arguments": arguments},
+            }
+        ],
     }
 
 
@@ -35,7 +42,11 @@ def tool(**more):
     return {"type": "function", "function": {"name": "forecast", **more}}
 
 
-SCHEMA = {"type": "object", "properties": {"place": {"type": "string", "description": "a town"}}, "required": ["place"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"place": {"type": "string", "description": "a town"}},
+    "required": ["place"],
+}
 NO_ARGUMENTS = called(content=None)
 del NO_ARGUMENTS["tool_calls"][0]["function"]["arguments"]
 CHATS = {
@@ -43,13 +54,24 @@ CHATS = {
     "one part": [{"role": "user", "content": parts("what about apples")}],
     "parts of one type": [{"role": "user", "content": parts("what about apples", "and pears")}],
     "an answer of parts": [USER, {"role": "assistant", "content": parts("they are ripe")}, AGAIN],
-    "an answer of several parts": [USER, {"role": "assistant", "content": parts("they are", "ripe")}, AGAIN],
+    "an answer of several parts": [
+        USER,
+        {"role": "assistant", "content": parts("they are", "ripe")},
+        AGAIN,
+    ],
     "system": [{"role": "system", "content": "be brief"}, USER],
     "system, of parts": [{"role": "system", "content": parts("be brief")}, USER],
-    "system, of several parts": [{"role": "system", "content": parts("be brief", "stay calm")}, USER],
+    "system, of several parts": [
+        {"role": "system", "content": parts("be brief", "stay calm")},
+        USER,
+    ],
     "developer": [{"role": "developer", "content": "be brief"}, USER],
     "system later": [USER, ANSWER, {"role": "system", "content": "be brief"}, AGAIN],
-    "system and developer": [{"role": "system", "content": "be brief"}, {"role": "developer", "content": "stay calm"}, USER],
+    "system and developer": [
+        {"role": "system", "content": "be brief"},
+        {"role": "developer", "content": "stay calm"},
+        USER,
+    ],
     "an answer": [USER, ANSWER, AGAIN],
     "an answer that is null": [USER, {"role": "assistant", "content": None}, AGAIN],
     "an answer without content": [USER, {"role": "assistant"}, AGAIN],
@@ -91,5 +113,8 @@ FORMS = {
     **{name: (chat, None) for name, chat in CHATS.items()},
     **{name: ([USER], [one]) for name, one in TOOLS.items()},
     "a tool and a call": (around(), [TOOLS["a tool"]]),
-    "system and a tool": ([{"role": "system", "content": "be brief"}, USER], [TOOLS["parameters absent"]]),
+    "system and a tool": (
+        [{"role": "system", "content": "be brief"}, USER],
+        [TOOLS["parameters absent"]],
+    ),
 }

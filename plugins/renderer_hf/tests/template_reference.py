@@ -1,7 +1,7 @@
 """What transformers makes of a conversation, in the forms in which its templates write all of it.
 
-Independent of the renderer's trials: the conversation itself is rendered in each form that says the same, and its own
-words are looked for.
+Independent of the renderer's trials: the conversation itself is rendered in each form that says the
+same, and its own words are looked for.
 """
 
 from __future__ import annotations
@@ -48,13 +48,18 @@ def arguments(call):
 
 
 def same_messages(message, names_developer):
-    """The lists of messages that say the same as one: a content beside calls may be a message of its own."""
+    """The lists of messages that say the same as one: a content beside calls may be a message of
+    its own."""
     yield from ([one] for one in alike(message, names_developer))
     if message.get("tool_calls") and message.get("content"):
         said = {name: value for name, value in message.items() if name != "tool_calls"}
-        called = {name: value for name, value in message.items() if name not in ("content", *REASONING)}
+        called = {
+            name: value for name, value in message.items() if name not in ("content", *REASONING)
+        }
         for content in (..., None, ""):
-            for one, other in product(alike(said, False), alike({**called, "content": content}, False)):
+            for one, other in product(
+                alike(said, False), alike({**called, "content": content}, False)
+            ):
                 yield [one, other]
 
 
@@ -66,9 +71,16 @@ def alike(message, names_developer):
     calls = message.get("tool_calls")
     lists = [..., [], None]
     if calls:
-        flat = [{"id": call["id"], **call["function"], "arguments": call["function"].get("arguments")} for call in calls]
+        flat = [
+            {"id": call["id"], **call["function"], "arguments": call["function"].get("arguments")}
+            for call in calls
+        ]
         options = [arguments(call) for call in calls]
-        nested = [{**call, "function": {**call["function"], "arguments": one}} for call in calls for one in arguments(call)]
+        nested = [
+            {**call, "function": {**call["function"], "arguments": one}}
+            for call in calls
+            for one in arguments(call)
+        ]
         assert len(calls) == 1
         lists = [[one] for one in nested] + [[{**flat[0], "arguments": one}] for one in options[0]]
     elif message["role"] != "assistant":
@@ -77,11 +89,16 @@ def alike(message, names_developer):
         made = {**message, "role": role, "content": content, "tool_calls": found}
         reasoning = next((made[name] for name in REASONING if made.get(name)), None)
         made |= {} if reasoning is None else dict.fromkeys(REASONING[:2], reasoning)
-        yield {name: value for name, value in made.items() if value is not ... and (value is not None or name in ("content", "tool_calls"))}
+        yield {
+            name: value
+            for name, value in made.items()
+            if value is not ... and (value is not None or name in ("content", "tool_calls"))
+        }
 
 
 def same_tools(tools):
-    """Lists of tools that say the same as one: missing fields may be stated, and the functions may stand alone."""
+    """Lists of tools that say the same as one: missing fields may be stated, and the functions may
+    stand alone."""
     if not tools:
         yield from (None, [])
         return
@@ -94,7 +111,11 @@ def same_tools(tools):
                     function["description"] = ""
                 if level > 0:
                     required = {"required": []} if level > 2 else {}
-                    function["parameters"] = {**EMPTY, **required, **(function.get("parameters") or {})}
+                    function["parameters"] = {
+                        **EMPTY,
+                        **required,
+                        **(function.get("parameters") or {}),
+                    }
                 found.append(function if is_flat else {**tool, "function": function})
             yield found
 
@@ -117,10 +138,14 @@ def words_of(messages, tools):
 
 
 def render(template, messages, tools=None, **options):
-    """By transformers; None where the template refuses. As apply_chat_template, which leaves out None before it comes here."""
+    """By transformers; None where the template refuses. As apply_chat_template, which leaves out
+    None before it comes here."""
     try:
         texts, _ = render_jinja_template(
-            [messages], tools=tools, chat_template=template, **{"add_generation_prompt": True, **SPECIAL, **options}
+            [messages],
+            tools=tools,
+            chat_template=template,
+            **{"add_generation_prompt": True, **SPECIAL, **options},
         )
     except Exception:
         return None
@@ -128,22 +153,31 @@ def render(template, messages, tools=None, **options):
 
 
 def renderings(template, messages, tools=None, **options):
-    """Of each form of the conversation what comes of it, in the order of preference, without what is refused."""
+    """Of each form of the conversation what comes of it, in the order of preference, without what
+    is refused."""
     # What a call's name is, a client need not say again beside its result.
-    messages = [{"name": "weather", **message} if message["role"] == "tool" else message for message in messages]
+    messages = [
+        {"name": "weather", **message} if message["role"] == "tool" else message
+        for message in messages
+    ]
     for same in same_tools(tools):
-        for chats in product(*(same_messages(message, "developer" in template) for message in messages)):
+        for chats in product(
+            *(same_messages(message, "developer" in template) for message in messages)
+        ):
             chat = [message for one in chats for message in one]
             if (text := render(template, chat, same, **options)) is not None:
                 yield text
 
 
 def whole(template, messages, tools=None, *, first=False, **options):
-    """The renderings that have all words, nothing painted, and None no more often than they must. `first`: one is enough."""
+    """The renderings that have all words, nothing painted, and None no more often than they must.
+    `first`: one is enough."""
     words = words_of(messages, tools)
     found = []
     for text in renderings(template, messages, tools, **options):
-        if all(word in text or json.dumps(word)[1:-1] in text for word in words) and not PAINTED.search(text):
+        if all(
+            word in text or json.dumps(word)[1:-1] in text for word in words
+        ) and not PAINTED.search(text):
             found.append(text)
             if first and "None" not in text:
                 return [text]

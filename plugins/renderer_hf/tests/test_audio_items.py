@@ -48,18 +48,34 @@ def worked(monkeypatch):
     """What is decoded and processed, from here on."""
     seen = []
     decode, process = soundfile.SoundFile.read, audio_processor.AudioProcessor.process
-    monkeypatch.setattr(soundfile.SoundFile, "read", lambda *args, **more: (seen.append("decoded"), decode(*args, **more))[1])
-    monkeypatch.setattr(audio_processor.AudioProcessor, "process", lambda *args: (seen.append("processed"), process(*args))[1])
+    monkeypatch.setattr(
+        soundfile.SoundFile,
+        "read",
+        lambda *args, **more: (seen.append("decoded"), decode(*args, **more))[1],
+    )
+    monkeypatch.setattr(
+        audio_processor.AudioProcessor,
+        "process",
+        lambda *args: (seen.append("processed"), process(*args))[1],
+    )
     return seen
 
 
 def tone(seconds=0.5, hertz=440.0, rate=RATE):
-    return (0.5 * np.sin(2 * np.pi * hertz * np.arange(int(seconds * rate)) / rate)).astype(np.float32)
+    return (0.5 * np.sin(2 * np.pi * hertz * np.arange(int(seconds * rate)) / rate)).astype(
+        np.float32
+    )
 
 
 def file_of(samples, kind="WAV", rate=RATE, subtype=None):
     file = io.BytesIO()
-    soundfile.write(file, samples, rate, format=kind, subtype="FLOAT" if kind == "WAV" and subtype is None else subtype)
+    soundfile.write(
+        file,
+        samples,
+        rate,
+        format=kind,
+        subtype="FLOAT" if kind == "WAV" and subtype is None else subtype,
+    )
     return file.getvalue()
 
 
@@ -72,7 +88,14 @@ def data_url(data):
 
 
 def chat(*parts):
-    return [{"role": "user", "content": [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]}]
+    return [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": part} if isinstance(part, str) else part for part in parts
+            ],
+        }
+    ]
 
 
 def of(source, **more):
@@ -106,7 +129,18 @@ def test_a_recording_is_the_same_however_it_comes(hearing):
         {"type": "audio", "url": data_url(file)},
         {"type": "file", "file": {"file_data": encoded(file), "filename": "a.wav"}},
         {"type": "file", "file": {"file_data": data_url(file)}},
-        *map(of, (data_url(file), file, bytearray(file), samples, (samples, RATE), (samples, 16000.0), samples.astype(np.float64))),
+        *map(
+            of,
+            (
+                data_url(file),
+                file,
+                bytearray(file),
+                samples,
+                (samples, RATE),
+                (samples, 16000.0),
+                samples.astype(np.float64),
+            ),
+        ),
         *map(of, (torch.from_numpy(samples), (torch.from_numpy(samples), RATE))),
     ]
     features, mask = expected_of(samples)
@@ -117,7 +151,11 @@ def test_a_recording_is_the_same_however_it_comes(hearing):
         assert np.array_equal(values(feature), features), source
         assert np.array_equal(feature.data["feature_attention_mask"].to_numpy(), mask)
         at = feature.mm_position
-        assert rendered.token_ids[at.offset - 1 : at.end + 1] == [MARKS.index("<|audio_bos|>"), *[AUDIO] * 12, MARKS.index("<|audio_eos|>")]
+        assert rendered.token_ids[at.offset - 1 : at.end + 1] == [
+            MARKS.index("<|audio_bos|>"),
+            *[AUDIO] * 12,
+            MARKS.index("<|audio_eos|>"),
+        ]
 
 
 def test_integers_are_scaled(hearing):
@@ -133,14 +171,19 @@ def test_recordings_are_resampled_to_the_processors_rate(hearing, rate):
 
     samples = tone(1.0, rate=rate)
     expected, mask = expected_of(soxr.resample(samples, rate, RATE))
-    for source in (file_of(samples, rate=rate), (samples, rate), file_of(np.stack([samples, samples], axis=1), rate=rate)):
+    for source in (
+        file_of(samples, rate=rate),
+        (samples, rate),
+        file_of(np.stack([samples, samples], axis=1), rate=rate),
+    ):
         [feature] = hearing.render_conversation(chat(of(source))).features
         assert np.abs(values(feature) - expected).max() < 1e-4
         assert np.array_equal(feature.data["feature_attention_mask"].to_numpy(), mask)
 
 
 @pytest.mark.parametrize(
-    ("kind", "subtype", "format"), [("MP3", None, "mp3"), ("FLAC", None, "flac"), ("OGG", None, "ogg"), ("OGG", "OPUS", "opus")]
+    ("kind", "subtype", "format"),
+    [("MP3", None, "mp3"), ("FLAC", None, "flac"), ("OGG", None, "ogg"), ("OGG", "OPUS", "opus")],
 )
 def test_formats(hearing, kind, subtype, format):
     data = file_of(tone(rate=48000), kind, 48000, subtype)
@@ -150,7 +193,13 @@ def test_formats(hearing, kind, subtype, format):
 
 
 @pytest.mark.parametrize(
-    ("container", "codec", "format"), [("ipod", "aac", "m4a"), ("mp4", "aac", "mp4"), ("webm", "libopus", "webm"), ("adts", "aac", "aac")]
+    ("container", "codec", "format"),
+    [
+        ("ipod", "aac", "m4a"),
+        ("mp4", "aac", "mp4"),
+        ("webm", "libopus", "webm"),
+        ("adts", "aac", "aac"),
+    ],
 )
 def test_formats_of_phones_and_browsers(hearing, container, codec, format):
     data = recorded(container, codec, 48000, 0.5)
@@ -159,7 +208,9 @@ def test_formats_of_phones_and_browsers(hearing, container, codec, format):
         [feature] = hearing.render_conversation(chat(source)).features
         assert feature.data["feature_attention_mask"].to_numpy().sum() == pytest.approx(50, abs=5)
     part["input_audio"]["format"] = "wav"
-    with pytest.raises(RequestError, match="it is said to be of the format WAV, and is of the format"):
+    with pytest.raises(
+        RequestError, match="it is said to be of the format WAV, and is of the format"
+    ):
         hearing.render_conversation(chat(part))
 
 
@@ -207,7 +258,10 @@ class Held:
     def __init__(self, rendered):
         self.held = {
             one.mm_identifier: HeldFeature(
-                rendered.token_ids[one.mm_position.offset : one.mm_position.end], one.mm_position.mask, one.layout, 1
+                rendered.token_ids[one.mm_position.offset : one.mm_position.end],
+                one.mm_position.mask,
+                one.layout,
+                1,
             )
             for one in rendered.features
         }
@@ -274,11 +328,20 @@ def test_what_is_refused_is_one_error_that_names_the_item(hearing):
         (of(good[:-100]), "it is a truncated WAV"),
         (of(cut[: len(cut) // 2]), "it is a broken or truncated FLAC"),
         (of(good[:20] + bytes(40) + good[60:]), "it is a truncated WAV: it has no samples"),
-        (of(b"no recording"), "it is no recording of a known format; known: AAC, FLAC, M4A, MP3, MP4, Ogg, WAV, WEBM"),
+        (
+            of(b"no recording"),
+            "it is no recording of a known format; known: AAC, FLAC, M4A, MP3, MP4, Ogg, WAV, WEBM",
+        ),
         (of(gif), "it is an image, and no recording"),
         (of(movie), "it is a broken or truncated recording"),
-        ({"type": "audio_url", "audio_url": {"url": data_url(movie)}}, "it is a broken or truncated recording"),
-        (spoken(good, format="mp3"), "it is said to be of the format MP3, and is of the format WAV"),
+        (
+            {"type": "audio_url", "audio_url": {"url": data_url(movie)}},
+            "it is a broken or truncated recording",
+        ),
+        (
+            spoken(good, format="mp3"),
+            "it is said to be of the format MP3, and is of the format WAV",
+        ),
         (spoken(good, format="pcm16"), r"its format is 'pcm16'; known: wav, mp3,"),
         (spoken(good, format=["wav"]), "its format is"),
         ({"type": "input_audio", "input_audio": encoded(good)}, "input_audio must be"),
@@ -315,9 +378,15 @@ def test_what_is_refused_is_one_error_that_names_the_item(hearing):
 
 
 def test_bounds_come_before_the_work(make_hearing, worked):
-    made = make_hearing({**EXTRACTOR, "chunk_length": 30}, max_audio_seconds=1.5, max_media_bytes=1_000_000)
+    made = make_hearing(
+        {**EXTRACTOR, "chunk_length": 30}, max_audio_seconds=1.5, max_media_bytes=1_000_000
+    )
     for kind in ("WAV", "FLAC", "OGG", "MP3"):
-        with pytest.raises(RequestError, match=r"audio 1: it has 2\.00 seconds, more than the 1\.5 that are taken \(max_audio_seconds\)"):
+        with pytest.raises(
+            RequestError,
+            match=r"audio 1: it has 2\.00 seconds, more than the 1\.5 that are taken "
+            r"\(max_audio_seconds\)",
+        ):
             made.render_conversation(chat(of(file_of(tone(2.0), kind))))
     with pytest.raises(RequestError, match=r"audio 1: it has 2\.00 seconds, .*max_audio_seconds"):
         made.render_conversation(chat(of(tone(2.0))))
@@ -330,23 +399,35 @@ def test_bounds_come_before_the_work(make_hearing, worked):
 
 def test_recordings_stop_where_there_is_no_room_for_more(make_hearing, worked):
     made = make_hearing(max_model_len=100)
-    with pytest.raises(ContextLengthError, match=r"audio 2: it has 50 tokens, 100 with the items before it; .*100 tokens"):
+    with pytest.raises(
+        ContextLengthError,
+        match=r"audio 2: it has 50 tokens, 100 with the items before it; .*100 tokens",
+    ):
         made.render_conversation(chat(*(of(tone(2.0, hertz)) for hertz in (300, 400, 500))))
     assert worked.count("processed") == 2
 
 
 def test_a_limit_of_no_recordings(make_hearing):
-    made = make_hearing({"image_processor_type": "CLIPImageProcessor"}, limit_mm_per_prompt=["audio=0"])
+    made = make_hearing(
+        {"image_processor_type": "CLIPImageProcessor"}, limit_mm_per_prompt=["audio=0"]
+    )
     with pytest.raises(RequestError, match=r"audio 1: there are 1; .*limit_mm_per_prompt"):
         made.render_conversation(chat(of(tone())))
 
 
 def test_a_model_that_takes_no_audio(make_renderer):
-    images = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
+    images = {
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": 28},
+        "crop_size": {"height": 28, "width": 28},
+    }
     files = {"chat_template.jinja": LLAVA, "preprocessor_config.json": json.dumps(images)}
     seeing = make_renderer(train_newlines(), files=files, hf_config={"vocab_size": 400})
     seeing.take_rules(LlavaRules(seeing.config))
-    part = {"type": "input_audio", "input_audio": {"data": encoded(file_of(tone())), "format": "wav"}}
+    part = {
+        "type": "input_audio",
+        "input_audio": {"data": encoded(file_of(tone())), "format": "wav"},
+    }
     for one in (part, of(tone())):
         with pytest.raises(RequestError, match="audio 1: this model takes no audio, only image"):
             seeing.render_conversation(chat(one))
@@ -358,7 +439,9 @@ def test_a_model_that_takes_no_images(hearing):
 
 
 def test_options_of_the_processor_are_refused(hearing):
-    with pytest.raises(RequestError, match="mm_processor_kwargs: 'sampling_rate' cannot be set by a request") as error:
+    with pytest.raises(
+        RequestError, match="mm_processor_kwargs: 'sampling_rate' cannot be set by a request"
+    ) as error:
         hearing.render_conversation(chat(of(tone())), mm_processor_kwargs={"sampling_rate": 8000})
     assert error.value.param == "mm_processor_kwargs"
 
@@ -367,7 +450,10 @@ def test_options_of_the_processor_are_refused(hearing):
 
 
 def test_the_processors_config_may_be_nested(make_hearing, tokenizer, make_renderer):
-    files = {"chat_template.jinja": TEMPLATE, "processor_config.json": json.dumps({"feature_extractor": EXTRACTOR})}
+    files = {
+        "chat_template.jinja": TEMPLATE,
+        "processor_config.json": json.dumps({"feature_extractor": EXTRACTOR}),
+    }
     made = make_renderer(tokenizer, files=files, hf_config={"vocab_size": 400})
     made.take_rules(HearingRules(made.config))
     [feature] = made.render_conversation(chat(of(tone()))).features
@@ -378,12 +464,18 @@ def test_the_processors_config_may_be_nested(make_hearing, tokenizer, make_rende
     ("stated", "message"),
     [
         ({}, "has neither processor_config.json nor preprocessor_config.json"),
-        ({**EXTRACTOR, "chunk_length": 10**9}, "chunk_length is 1000000000; it may be from 1 to 4096"),
+        (
+            {**EXTRACTOR, "chunk_length": 10**9},
+            "chunk_length is 1000000000; it may be from 1 to 4096",
+        ),
         ({**EXTRACTOR, "sampling_rate": 0}, "sampling_rate is 0"),
         ({**EXTRACTOR, "n_fft": "many"}, "n_fft is 'many'"),
         ({**EXTRACTOR, "hop_length": True}, "hop_length is True"),
         ({**EXTRACTOR, "hop_length": 1, "feature_size": 1024}, "make no sense for a window"),
-        ({**EXTRACTOR, "chunk_length": 4096, "sampling_rate": 384_000}, "make no sense for a window"),
+        (
+            {**EXTRACTOR, "chunk_length": 4096, "sampling_rate": 384_000},
+            "make no sense for a window",
+        ),
         ({**EXTRACTOR, "dither": 0.1}, "make no sense for a window"),
     ],
 )
@@ -394,7 +486,10 @@ def test_checkpoints_that_make_no_sense(make_hearing, stated, message):
 
 def test_other_features_are_refused_by_name(make_hearing):
     made = make_hearing({**EXTRACTOR, "feature_extractor_type": "ParakeetFeatureExtractor"})
-    with pytest.raises(RequestError, match=r"audio 1: .*the checkpoint names 'ParakeetFeatureExtractor'\. Give audio_embeds"):
+    with pytest.raises(
+        RequestError,
+        match=r"audio 1: .*the checkpoint names 'ParakeetFeatureExtractor'\. Give audio_embeds",
+    ):
         made.render_conversation(chat(of(tone())))
     assert made.render_conversation(chat(of(np.ones((2, 6), np.float32)))).features
 
@@ -434,7 +529,13 @@ def test_threads(hearing):
 def test_files_are_fetched_from_allowed_hosts_alone(make_hearing, monkeypatch):
     made, file = make_hearing(allowed_media_hosts=["sounds.example.com"]), file_of(tone())
     asked = []
-    monkeypatch.setattr(media, "load_bytes", lambda source, limits, **more: asked.append((source, limits.allowed_hosts)) or file)
-    [feature] = made.render_conversation(chat({"type": "audio_url", "audio_url": {"url": "https://sounds.example.com/a.wav"}})).features
+    monkeypatch.setattr(
+        media,
+        "load_bytes",
+        lambda source, limits, **more: asked.append((source, limits.allowed_hosts)) or file,
+    )
+    [feature] = made.render_conversation(
+        chat({"type": "audio_url", "audio_url": {"url": "https://sounds.example.com/a.wav"}})
+    ).features
     assert asked == [("https://sounds.example.com/a.wav", ("sounds.example.com",))]
     assert np.array_equal(values(feature), expected_of(tone())[0])

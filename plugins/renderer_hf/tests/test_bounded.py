@@ -1,4 +1,5 @@
-"""Chat templates that loop for ever or grow without end: a RequestError, in time and with little memory."""
+"""Chat templates that loop for ever or grow without end: a RequestError, in time and with little
+memory."""
 
 from __future__ import annotations
 
@@ -15,13 +16,19 @@ from toolkit_lm_renderer_hf.chat_template import ChatTemplate, find_chat_templat
 CHAT = [{"role": "user", "content": "hi"}]
 SECONDS = 0.3
 BIG = "{% set big = 'a' * 900000 %}"
-NAMESPACE = "{% set ns = namespace(x=start) %}{% for i in range(99) %}{% set ns.x = change %}{% endfor %}{{ ns.x }}"
+NAMESPACE = (
+    "{% set ns = namespace(x=start) %}{% for i in range(99) %}{% set ns.x = change %}{% endfor "
+    "%}{{ ns.x }}"
+)
 FOREVER = {
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "loops with a condition": "{% for a in range(99999) %}{% for b in range(99999) if b < 0 %}{% endfor %}{% endfor %}",
-    "loops that count": "{% set ns = namespace(x=0) %}{% for a in range(99999) %}{% for b in range(99999) %}"
+    "loops that count": "{% set ns = namespace(x=0) %}{% for a in range(99999) %}{% for b in "
+    "range(99999) %}"
     "{% set ns.x = ns.x + 1 %}{% endfor %}{% endfor %}",
-    "macros that call themselves twice": "{% macro m(d) %}{% if d %}{{ m(d - 1) }}{{ m(d - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "macros that call themselves twice": (
+        "{% macro m(d) %}{% if d %}{{ m(d - 1) }}{{ m(d - 1) }}{% endif %}{% endmacro %}{{ m(60) }}"
+    ),
 }
 LARGE = {
     "a product": "{{ 'a' * 10**10 }}",
@@ -44,15 +51,25 @@ LARGE = {
     "a text doubled by ~": NAMESPACE.replace("start", "'a'").replace("change", "ns.x ~ ns.x"),
     "a text doubled by +": NAMESPACE.replace("start", "'a'").replace("change", "ns.x + ns.x"),
     "a list doubled": NAMESPACE.replace("start", "[1]").replace("change", "ns.x + ns.x"),
-    "lists of one by one": "{% set ns = namespace(x=[]) %}{% for a in range(99999) %}{% for b in range(99999) %}"
+    "lists of one by one": "{% set ns = namespace(x=[]) %}{% for a in range(99999) %}{% for b in "
+    "range(99999) %}"
     "{% set ns.x = ns.x + [1] %}{% endfor %}{% endfor %}",
     "lists in lists": NAMESPACE.replace("start", "1").replace("change", "[ns.x, ns.x]"),
     "tuples in tuples": NAMESPACE.replace("start", "1").replace("change", "(ns.x, ns.x)"),
-    "objects in objects": NAMESPACE.replace("start", "1").replace("change", "{'a': ns.x, 'b': ns.x}"),
+    "objects in objects": NAMESPACE.replace("start", "1").replace(
+        "change", "{'a': ns.x, 'b': ns.x}"
+    ),
     "dict() in dict()": NAMESPACE.replace("start", "1").replace("change", "dict(a=ns.x, b=ns.x)"),
-    "dict.fromkeys()": NAMESPACE.replace("start", "1").replace("change", "dict.fromkeys('ab', ns.x)"),
-    "lists by a filter": NAMESPACE.replace("start", "1").replace("change", "[q, w]|map('default', ns.x)|list"),
-    "a macro's arguments": "{% macro m(d) %}{{ m(d - 1, varargs, varargs) if d else varargs }}{% endmacro %}{{ m(90, 1, 1) }}",
+    "dict.fromkeys()": NAMESPACE.replace("start", "1").replace(
+        "change", "dict.fromkeys('ab', ns.x)"
+    ),
+    "lists by a filter": NAMESPACE.replace("start", "1").replace(
+        "change", "[q, w]|map('default', ns.x)|list"
+    ),
+    "a macro's arguments": (
+        "{% macro m(d) %}{{ m(d - 1, varargs, varargs) if d else varargs }}{% endmacro %}{{ "
+        "m(90, 1, 1) }}"
+    ),
     "a lazy list": "{{ range(99999)|map('center', 99999)|list|length }}",
     "a lazy join": "{{ range(99999)|map('center', 99999)|join|length }}",
     "separators": BIG + "{{ range(99999)|join(big)|length }}",
@@ -66,8 +83,12 @@ LARGE = {
     "a batch": "{{ [1]|batch(10**10, 'x')|list }}",
     "slices": "{{ [1]|slice(10**10)|list }}",
     "digits": "{{ 1.5|round(10**10) }}",
-    "a block that is set": "{% set x %}{% for i in range(99999) %}" + "y" * 50_000 + "{% endfor %}{% endset %}",
-    "a block that is called": "{% block a %}{% for i in range(99999) if go %}" + "y" * 50_000 + "{% endfor %}{% endblock %}"
+    "a block that is set": "{% set x %}{% for i in range(99999) %}"
+    + "y" * 50_000
+    + "{% endfor %}{% endset %}",
+    "a block that is called": "{% block a %}{% for i in range(99999) if go %}"
+    + "y" * 50_000
+    + "{% endfor %}{% endblock %}"
     "{% set go = true %}{{ self.a()|length }}",
     "copies": BIG + "".join(f"{{% set a{i} = big[1:] %}}" for i in range(2000)),
 }
@@ -95,13 +116,17 @@ def peak() -> int:
 def test_a_rendering_ends_in_time(name, monkeypatch):
     monkeypatch.setattr(bounded, "MOST_SECONDS", SECONDS)
     start = time.thread_time()
-    with pytest.raises(RequestError, match=r"the chat template took too long: more than 0\.3 seconds of processor time"):
+    with pytest.raises(
+        RequestError,
+        match=r"the chat template took too long: more than 0\.3 seconds of processor time",
+    ):
         render(FOREVER[name])
     assert time.thread_time() - start < 10 * SECONDS
 
 
 class StarvedClock:
-    """On the wall a minute goes by with each look; of the processor's time, this thread gets what it really gets."""
+    """On the wall a minute goes by with each look; of the processor's time, this thread gets what
+    it really gets."""
 
     def __init__(self):
         self.now = 0
@@ -115,7 +140,13 @@ class StarvedClock:
 
 def test_time_that_other_work_takes_is_not_the_templates(monkeypatch):
     monkeypatch.setattr(bounded, "time", StarvedClock())
-    assert render("{% for m in messages %}{% for i in range(999) %}{% endfor %}{{ m.content }}{% endfor %}") == "hi"
+    assert (
+        render(
+            "{% for m in messages %}{% for i in range(999) %}{% endfor %}{{ m.content }}{% "
+            "endfor %}"
+        )
+        == "hi"
+    )
     monkeypatch.setattr(bounded, "MOST_SECONDS", SECONDS)
     with pytest.raises(RequestError, match="took too long"):
         render(FOREVER["loops"])
@@ -126,7 +157,11 @@ def test_trials_and_the_rendering_share_one_budget(name, monkeypatch):
     """Each trial of a template that takes for ever would take as long again."""
     monkeypatch.setattr(bounded, "MOST_SECONDS", SECONDS)
     budgets = []
-    monkeypatch.setattr(bounded, "Budget", lambda length, make=bounded.Budget: budgets.append(make(length)) or budgets[-1])
+    monkeypatch.setattr(
+        bounded,
+        "Budget",
+        lambda length, make=bounded.Budget: budgets.append(make(length)) or budgets[-1],
+    )
     with pytest.raises(RequestError, match="took too long"):
         ChatTemplate({"default": FOREVER[name]}, {}).render(CHAT, max_length=2**20)
     assert len(budgets) == 1
@@ -150,16 +185,29 @@ def test_what_no_template_needs_is_refused(name):
 
 def test_a_long_conversation_that_a_template_collects_is_in_the_budget():
     chat = [{"role": "user", "content": "x" * 1000}] * 900
-    source = "{% set ns = namespace(x=[]) %}{% for m in messages %}{% set ns.x = ns.x + [m] %}{% endfor %}{{ ns.x|length }}"
+    source = (
+        "{% set ns = namespace(x=[]) %}{% for m in messages %}{% set ns.x = ns.x + [m] %}{% "
+        "endfor %}{{ ns.x|length }}"
+    )
     source += "{% for m in messages %}{{ m.content }}{% endfor %}"
     assert ChatTemplate({"default": source}, {}).render(chat, max_length=2**20).startswith("900x")
-    source = "{% set ns = namespace(x='') %}{% for m in messages %}{% set ns.x = ns.x + m.content %}{% endfor %}{{ ns.x|length }}{{ ns.x }}"
-    assert ChatTemplate({"default": source}, {}).render(chat[:600], max_length=2**20).startswith("600000x")
+    source = (
+        "{% set ns = namespace(x='') %}{% for m in messages %}{% set ns.x = ns.x + m.content "
+        "%}{% endfor %}{{ ns.x|length }}{{ ns.x }}"
+    )
+    assert (
+        ChatTemplate({"default": source}, {})
+        .render(chat[:600], max_length=2**20)
+        .startswith("600000x")
+    )
 
 
 def test_what_is_written_is_bounded_too():
     with pytest.raises(ContextLengthError):
-        render("{% for a in range(99999) %}{% for b in range(99999) %}xxxxxxxxxx{% endfor %}{% endfor %}")
+        render(
+            "{% for a in range(99999) %}{% for b in range(99999) %}xxxxxxxxxx{% endfor %}{% "
+            "endfor %}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -186,7 +234,10 @@ def test_files_are_bounded(tmp_path):
         find_chat_template(None, tmp_path, {}, {})
 
 
-@pytest.mark.parametrize("template", [3, {"a": 3}, [{"name": "default"}], ["x"], [{"name": "default", "template": ["x"]}]])
+@pytest.mark.parametrize(
+    "template",
+    [3, {"a": 3}, [{"name": "default"}], ["x"], [{"name": "default", "template": ["x"]}]],
+)
 def test_a_template_is_a_text(tmp_path, template):
     with pytest.raises(CheckpointError, match="chat_template must be a text"):
         find_chat_template(None, tmp_path, {"chat_template": template}, {})
@@ -195,16 +246,40 @@ def test_a_template_is_a_text(tmp_path, template):
 @pytest.mark.parametrize(
     "source",
     [
-        "{{ 'a'.center(5) }}|{{ 'a'|center(3) }}|{{ '%5.1f' % 2 }}|{{ '%s-%s'|format(1, 2) }}|{{ '{:>3}{}'.format(1, 2) }}",
+        (
+            "{{ 'a'.center(5) }}|{{ 'a'|center(3) }}|{{ '%5.1f' % 2 }}|{{ '%s-%s'|format(1, 2) "
+            "}}|{{ '{:>3}{}'.format(1, 2) }}"
+        ),
         "{{ [1] + [2] }}{{ (1, 2) * 2 }}{{ 'ab' * 2 }}{{ 2 ** 10 }}{{ 'a' ~ 1 ~ none }}{{ 7 % 3 }}",
-        "{{ messages|map(attribute='role')|join(', ') }}{{ [3, 1]|sort }}{{ {'a': 1}|items|list }}{{ [1, 2]|sum }}",
-        "{% for a, b in [(1, 2), (3, 4)] %}{{ loop.index }}/{{ loop.length }}{{ a + b }}{% endfor %}",
+        (
+            "{{ messages|map(attribute='role')|join(', ') }}{{ [3, 1]|sort }}{{ {'a': "
+            "1}|items|list }}{{ [1, 2]|sum }}"
+        ),
+        (
+            "{% for a, b in [(1, 2), (3, 4)] %}{{ loop.index }}/{{ loop.length }}{{ a + b }}{% "
+            "endfor %}"
+        ),
         "{% for x in [1, [2, [3]]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}",
-        "{% macro m(a, b=2) %}{{ a }}{{ b }}{{ varargs }}{{ kwargs }}{% endmacro %}{{ m(1) }}{{ m(1, 2, 3, c=4) }}",
-        "{% set x %}a{{ 1 }}{% endset %}{{ x }}{% filter upper %}b{% endfilter %}{% block c %}d{% endblock %}{{ self.c() }}",
-        "{{ 'a-b'.replace('-', '+').split('+') }}{{ '-'.join(['x', 'y']) }}{{ 'abc'[1:] }}{{ 'x\ny'|indent(2) }}",
-        "{% macro m() %}<{{ caller(1) }}>{% endmacro %}{% call(x) m() %}{{ x }}{% endcall %}{{ (messages + messages)[1:] }}",
-        "{{ {'a': [1, {'b': 'é'}]}|tojson(indent=2) }}{{ [1, 2]|tojson(separators=(',', ':')) }}{{ 'a' if false }}",
+        (
+            "{% macro m(a, b=2) %}{{ a }}{{ b }}{{ varargs }}{{ kwargs }}{% endmacro %}{{ m(1) "
+            "}}{{ m(1, 2, 3, c=4) }}"
+        ),
+        (
+            "{% set x %}a{{ 1 }}{% endset %}{{ x }}{% filter upper %}b{% endfilter %}{% block c "
+            "%}d{% endblock %}{{ self.c() }}"
+        ),
+        (
+            "{{ 'a-b'.replace('-', '+').split('+') }}{{ '-'.join(['x', 'y']) }}{{ 'abc'[1:] }}{{ "
+            "'x\ny'|indent(2) }}"
+        ),
+        (
+            "{% macro m() %}<{{ caller(1) }}>{% endmacro %}{% call(x) m() %}{{ x }}{% endcall "
+            "%}{{ (messages + messages)[1:] }}"
+        ),
+        (
+            "{{ {'a': [1, {'b': 'é'}]}|tojson(indent=2) }}{{ [1, 2]|tojson(separators=(',', "
+            "':')) }}{{ 'a' if false }}"
+        ),
     ],
 )
 def test_ordinary_expressions_give_what_jinja_gives(source):

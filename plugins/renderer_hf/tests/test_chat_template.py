@@ -18,17 +18,23 @@ CHATML = """{%- for message in messages %}
 """
 LLAMA3 = (
     "{% set loop_messages = messages %}{% for message in loop_messages %}"
-    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}"
-    "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ "
+    "message['content'] | trim + '<|eot_id|>' %}"
+    "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% "
+    "endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% "
+    "endif %}"
 )
 MISTRAL = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') "
+    "}}{% endif %}"
     "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
-    "{% elif message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token}}{% endgeneration %}"
-    "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
+    "{% elif message['role'] == 'assistant' %}{% generation %}{{ message['content'] + "
+    "eos_token}}{% endgeneration %}"
+    "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif "
+    "%}{% endfor %}"
 )
 TOOLS = """{%- set ns = namespace(seen=0) -%}
 {%- if tools %}{{ tools | tojson(indent=2) }}{% endif -%}
@@ -53,10 +59,15 @@ def both(request, tmp_path, tokenizer, make_renderer):
     from transformers import PreTrainedTokenizerFast
 
     reference = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATES[request.param]
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template=TEMPLATES[request.param],
     )
     reference.save_pretrained(tmp_path)
-    return make_renderer(None, json.loads((tmp_path / "tokenizer_config.json").read_text())), reference
+    return make_renderer(
+        None, json.loads((tmp_path / "tokenizer_config.json").read_text())
+    ), reference
 
 
 @pytest.mark.parametrize(
@@ -82,7 +93,9 @@ def test_tools_are_written_as_by_transformers_or_refused(both):
         with pytest.raises(RequestError, match="does not write the tools of this request"):
             renderer.render_conversation(CHAT, tools=tools)
         return
-    expected = reference.apply_chat_template(CHAT, return_dict=False, tools=tools, add_generation_prompt=True)
+    expected = reference.apply_chat_template(
+        CHAT, return_dict=False, tools=tools, add_generation_prompt=True
+    )
     assert renderer.render_conversation(CHAT, tools=tools).token_ids == expected
 
 
@@ -108,7 +121,16 @@ def render(renderer, messages=CHAT, **options) -> str:
         ({}, {}, {"chat_template": "{{ 'here' }}"}),
         ({"chat_template": "{{ 'not me' }}"}, {"chat_template.jinja": "{{ 'here' }}"}, {}),
         ({"chat_template": "{{ 'here' }}"}, {"chat_template.json": '{"chat_template": "no"}'}, {}),
-        ({"chat_template": [{"name": "rag", "template": "no"}, {"name": "default", "template": "{{ 'here' }}"}]}, {}, {}),
+        (
+            {
+                "chat_template": [
+                    {"name": "rag", "template": "no"},
+                    {"name": "default", "template": "{{ 'here' }}"},
+                ]
+            },
+            {},
+            {},
+        ),
         ({}, {"chat_template.json": '{"chat_template": "{{ \'here\' }}"}'}, {}),
     ],
 )
@@ -132,7 +154,10 @@ def called(arguments, content=None):
     return [CHAT[0], message, {"role": "tool", "tool_call_id": "call_1", "content": "18"}]
 
 
-CALLS = "{% for m in messages %}{{ m.role ~ ':' + m.content }}{% for c in m.tool_calls %}%s{% endfor %}{% endfor %}"
+CALLS = (
+    "{% for m in messages %}{{ m.role ~ ':' + m.content }}{% for c in m.tool_calls %}%s{% endfor "
+    "%}{% endfor %}"
+)
 MAPPINGS = CALLS.replace("%s", "[{{ c.function.name }} {{ c.function.arguments | tojson }}]")
 TEXTS = CALLS.replace("%s", "{{ '[' + c.function.name + ' ' + c.function.arguments + ']' }}")
 
@@ -140,7 +165,9 @@ TEXTS = CALLS.replace("%s", "{{ '[' + c.function.name + ' ' + c.function.argumen
 @pytest.mark.parametrize("content", [None, "", "absent"])
 @pytest.mark.parametrize("arguments", ['{"a": "é"}', {"a": "é"}])
 @pytest.mark.parametrize("template", [MAPPINGS, TEXTS])
-def test_calls_have_the_arguments_that_the_template_takes_and_a_content(make_renderer, byte_level, template, arguments, content):
+def test_calls_have_the_arguments_that_the_template_takes_and_a_content(
+    make_renderer, byte_level, template, arguments, content
+):
     renderer = make_renderer(byte_level, {"chat_template": template})
     expected = f"user:{CHAT[0]['content']}" + 'assistant:[f {"a": "é"}]tool:18'
     assert render(renderer, called(arguments, content)) == expected
@@ -153,7 +180,10 @@ def test_arguments_that_a_cut_answer_left_stay_a_text(make_renderer, byte_level)
 
 
 def test_tool_use_template(make_renderer, byte_level):
-    templates = [{"name": "tool_use", "template": "tools {{ tools[0].function.name }}"}, {"name": "default", "template": "plain"}]
+    templates = [
+        {"name": "tool_use", "template": "tools {{ tools[0].function.name }}"},
+        {"name": "default", "template": "plain"},
+    ]
     renderer = make_renderer(byte_level, {"chat_template": templates})
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert (render(renderer, EMPTY), render(renderer, EMPTY, tools=tools)) == ("plain", "tools f")
@@ -166,10 +196,15 @@ def test_parts_become_a_text(make_renderer, byte_level):
 
 
 def test_a_template_that_reads_parts_gets_parts(make_renderer, byte_level):
-    template = "{% for m in messages %}{% for part in m.content %}{{ part.text }}|{% endfor %}{% endfor %}"
+    template = (
+        "{% for m in messages %}{% for part in m.content %}{{ part.text }}|{% endfor %}{% endfor %}"
+    )
     renderer = make_renderer(byte_level, {"chat_template": template})
     parts = [{"type": "text", "text": "The"}, {"type": "text", "text": "cat"}]
-    assert render(renderer, [{"role": "user", "content": parts}, {"role": "user", "content": "sat"}]) == "The|cat|sat|"
+    assert (
+        render(renderer, [{"role": "user", "content": parts}, {"role": "user", "content": "sat"}])
+        == "The|cat|sat|"
+    )
 
 
 @pytest.mark.parametrize(
@@ -179,10 +214,18 @@ def test_a_template_that_reads_parts_gets_parts(make_renderer, byte_level):
         (["hello"], {}, "must be a mapping"),
         ([{"content": "hello"}], {}, "must have a 'role'"),
         ([{"role": "user", "content": 3}], {}, "must be a text or a list of parts, not a int"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], {}, "text only, not content of type 'image_url'"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            {},
+            "text only, not content of type 'image_url'",
+        ),
         ([{"role": "user", "content": [{"type": "text"}]}], {}, "must have a 'text'"),
         ([{"role": "user", "content": object()}], {}, "JSON values only, not a object"),
-        ([{"role": "assistant", "content": "hi"}], {}, "refuses this conversation: Conversation roles must alternate"),
+        (
+            [{"role": "assistant", "content": "hi"}],
+            {},
+            "refuses this conversation: Conversation roles must alternate",
+        ),
         ([{"role": "user"}], {}, "refuses this conversation|cannot render this conversation"),
         (CHAT, {"chat_template_kwargs": {"messages": []}}, "cannot set 'messages'"),
         (CHAT, {"chat_templates": "{{ 1 }}"}, "no option 'chat_templates'"),
@@ -191,7 +234,9 @@ def test_a_template_that_reads_parts_gets_parts(make_renderer, byte_level):
     ],
 )
 def test_bad_conversations(make_renderer, byte_level, messages, options, message):
-    renderer = make_renderer(byte_level, {"chat_template": MISTRAL, "bos_token": "<s>", "eos_token": "</s>"})
+    renderer = make_renderer(
+        byte_level, {"chat_template": MISTRAL, "bos_token": "<s>", "eos_token": "</s>"}
+    )
     with pytest.raises(RequestError, match=message):
         renderer.render_conversation(messages, **options)
 
@@ -213,9 +258,14 @@ def test_the_sandbox(make_renderer, byte_level, template, message):
 
 
 def test_a_rendering_is_bounded(make_renderer, byte_level):
-    template = "{% for i in range(90000) %}{% for j in range(90000) %}{{ messages[0].content }}{% endfor %}{% endfor %}"
+    template = (
+        "{% for i in range(90000) %}{% for j in range(90000) %}{{ messages[0].content }}{% "
+        "endfor %}{% endfor %}"
+    )
     with pytest.raises(ContextLengthError, match="longer ones are not tokenized"):
-        make_renderer(byte_level, {"chat_template": template}, max_model_len=64).render_conversation(CHAT)
+        make_renderer(
+            byte_level, {"chat_template": template}, max_model_len=64
+        ).render_conversation(CHAT)
 
 
 def test_no_template(make_renderer, byte_level):
@@ -232,11 +282,16 @@ def test_a_template_that_does_not_parse(make_renderer, byte_level):
         make_renderer(byte_level, chat_template="missing.jinja")
 
 
-DOCUMENTS = "{% for one in documents or [] %}[{{ one.title }}]{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+DOCUMENTS = (
+    "{% for one in documents or [] %}[{{ one.title }}]{% endfor %}{% for m in messages %}{{ "
+    "m.content }}{% endfor %}"
+)
 
 
 def texts_of(renderer, **options) -> str:
-    return renderer.decode(renderer.render_conversation([{"role": "user", "content": "hi"}], **options).token_ids)
+    return renderer.decode(
+        renderer.render_conversation([{"role": "user", "content": "hi"}], **options).token_ids
+    )
 
 
 def test_documents(make_renderer, tokenizer):
@@ -267,4 +322,7 @@ def test_special_tokens_are_added_where_asked_for(make_renderer, tokenizer):
     message = [{"role": "user", "content": "hi"}]
     expected = renderer.render_prompt("hi").token_ids
     assert renderer.render_conversation(message, add_special_tokens=True).token_ids == expected
-    assert renderer.render_conversation(message).token_ids == renderer.render_prompt("hi", add_special_tokens=False).token_ids
+    assert (
+        renderer.render_conversation(message).token_ids
+        == renderer.render_prompt("hi", add_special_tokens=False).token_ids
+    )

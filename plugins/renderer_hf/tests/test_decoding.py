@@ -7,7 +7,9 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from toolkit_lm_renderer_hf.detokenizer import Detokenizer, TextStream
 
-SHARED = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200)
+SHARED = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200
+)
 LISTS = st.lists(st.lists(st.integers(0, 450), max_size=5), max_size=12)
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=40)
 
@@ -22,26 +24,34 @@ def stream_all(detokenizer, lists, skip=True) -> str:
 def test_pushes_and_flush_make_the_decoded_text(tokenizer, lists, skip):
     detokenizer = Detokenizer(tokenizer)
     together = [token_id for ids in lists for token_id in ids]
-    assert stream_all(detokenizer, lists, skip) == detokenizer.decode(together, skip_special_tokens=skip)
+    assert stream_all(detokenizer, lists, skip) == detokenizer.decode(
+        together, skip_special_tokens=skip
+    )
 
 
 @SHARED
 @given(ids=st.lists(st.integers(0, 450), max_size=30), skip=st.booleans())
 def test_byte_level_decoding_equals_that_of_tokenizers(byte_level, ids, skip):
-    assert Detokenizer(byte_level).decode(ids, skip_special_tokens=skip) == byte_level.decode(ids, skip_special_tokens=skip)
+    assert Detokenizer(byte_level).decode(ids, skip_special_tokens=skip) == byte_level.decode(
+        ids, skip_special_tokens=skip
+    )
 
 
 @SHARED
 @given(text=TEXT, skip=st.booleans())
 def test_decoding_of_real_text_equals_that_of_tokenizers(tokenizer, text, skip):
     ids = tokenizer.encode(text).ids
-    assert stream_all(Detokenizer(tokenizer), [[i] for i in ids], skip) == tokenizer.decode(ids, skip_special_tokens=skip)
+    assert stream_all(Detokenizer(tokenizer), [[i] for i in ids], skip) == tokenizer.decode(
+        ids, skip_special_tokens=skip
+    )
 
 
 @SHARED
 @given(pieces=st.lists(st.integers(261, 419), max_size=30))
 def test_decoding_of_any_pieces_equals_that_of_tokenizers(tokenizer, pieces):
-    assert Detokenizer(tokenizer).decode(pieces, skip_special_tokens=True) == tokenizer.decode(pieces)
+    assert Detokenizer(tokenizer).decode(pieces, skip_special_tokens=True) == tokenizer.decode(
+        pieces
+    )
 
 
 def test_an_unfinished_character_is_held_back(tokenizer):
@@ -66,14 +76,18 @@ def test_a_skipped_token_does_not_count_as_the_first(tokenizer):
     detokenizer = Detokenizer(tokenizer)
     ids = tokenizer.encode("The cat").ids
     assert detokenizer.decode([1, *ids, 2], skip_special_tokens=True) == "The cat"
-    assert detokenizer.decode([1, *ids], skip_special_tokens=False) == tokenizer.decode([1, *ids], skip_special_tokens=False)
+    assert detokenizer.decode([1, *ids], skip_special_tokens=False) == tokenizer.decode(
+        [1, *ids], skip_special_tokens=False
+    )
 
 
 def test_output_goes_on_from_the_prompts_text(tokenizer):
     detokenizer = Detokenizer(tokenizer)
     prompt, output = tokenizer.encode("The cat").ids, tokenizer.encode("The dog").ids
     after = TextStream(detokenizer, True, [1, *prompt, 4])
-    assert detokenizer.decode(prompt, skip_special_tokens=True) + after.push(output) == tokenizer.decode(prompt + output)
+    assert detokenizer.decode(prompt, skip_special_tokens=True) + after.push(
+        output
+    ) == tokenizer.decode(prompt + output)
     assert TextStream(detokenizer, True, [1]).push(output) == "The dog"
 
 
@@ -95,7 +109,9 @@ def test_vocabulary_texts(make_renderer, tokenizer):
 def _trained(model, trainer, pre_tokenizer, decoder) -> Tokenizer:
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoder
-    tokenizer.train_from_iterator(["the cat sat on the mat unbelievably", "don't stop , now !"] * 5, trainer)
+    tokenizer.train_from_iterator(
+        ["the cat sat on the mat unbelievably", "don't stop , now !"] * 5, trainer
+    )
     return tokenizer
 
 
@@ -108,7 +124,9 @@ OTHERS = {
     ),
     "unigram": lambda: _trained(
         models.Unigram(),
-        trainers.UnigramTrainer(vocab_size=40, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False),
+        trainers.UnigramTrainer(
+            vocab_size=40, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False
+        ),
         pre_tokenizers.Metaspace(),
         decoders.Metaspace(),
     ),

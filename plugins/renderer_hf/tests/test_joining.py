@@ -15,8 +15,12 @@ PROCESSORS = {
     "none": None,
     "bert": processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1)),
     "roberta": processors.RobertaProcessing(("</s>", 4), ("<s>", 3)),
-    "template": processors.TemplateProcessing(single="<s> $A </s>", pair="<s> $A [SEP]:1 [SEP]:1 $B:1 </s>:1", special_tokens=SPECIAL),
-    "end only": processors.TemplateProcessing(single="$A </s>", pair="$A </s> $B", special_tokens=SPECIAL),
+    "template": processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A [SEP]:1 [SEP]:1 $B:1 </s>:1", special_tokens=SPECIAL
+    ),
+    "end only": processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B", special_tokens=SPECIAL
+    ),
 }
 
 
@@ -31,7 +35,14 @@ def make(name: str) -> Tokenizer:
 @pytest.mark.parametrize("name", PROCESSORS)
 @pytest.mark.parametrize("most", [None, 4, 5, 6, 7, 9, 12])
 @pytest.mark.parametrize(
-    ("first", "second"), [("b c d e", None), ("b c", "f"), ("b c d e f", "g h"), ("b", "c d e f g h"), ("b c d e", "f g h f g")]
+    ("first", "second"),
+    [
+        ("b c d e", None),
+        ("b c", "f"),
+        ("b c d e f", "g h"),
+        ("b", "c d e f g h"),
+        ("b c d e", "f g h f g"),
+    ],
 )
 def test_tokens_are_those_of_the_package(name, most, first, second):
     tokenizer, joiner = make(name), Joiner(make(name))
@@ -44,15 +55,22 @@ def test_tokens_are_those_of_the_package(name, most, first, second):
     if second is None:
         assert ours.second_text_start is None
     else:
-        begin = theirs.type_ids.index(1) if 1 in theirs.type_ids else next((i for i, t in enumerate(theirs.ids) if t in ids[second]), None)
-        # Where nothing of the second is left, and nothing has its type, there is no place to compare.
+        begin = (
+            theirs.type_ids.index(1)
+            if 1 in theirs.type_ids
+            else next((i for i, t in enumerate(theirs.ids) if t in ids[second]), None)
+        )
+        # Where nothing of the second is left, and nothing has its type, there is no place to
+        # compare.
         assert begin in (None, ours.second_text_start)
 
 
 def test_each_text_is_tokenized_once(monkeypatch):
     joiner, tokenized = Joiner(make("bert")), []
     plain = Joiner._tokenize
-    monkeypatch.setattr(Joiner, "_tokenize", lambda self, texts: tokenized.extend(texts) or plain(self, texts))
+    monkeypatch.setattr(
+        Joiner, "_tokenize", lambda self, texts: tokenized.extend(texts) or plain(self, texts)
+    )
     ids = joiner.token_ids(["b c", "d", "b c", "e", "b c"])
     assert tokenized == ["b c", "d", "e"] and ids["b c"] == [VOCAB["b"], VOCAB["c"]]
 

@@ -20,7 +20,11 @@ from toolkit_lm.renderer.feature_lookup import HeldFeature
 from toolkit_lm_renderer_hf.embeds import encode_array
 from toolkit_lm_renderer_hf.image_processor import ImageProcessor
 
-CLIP = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
+CLIP = {
+    "image_processor_type": "CLIPImageProcessor",
+    "size": {"shortest_edge": 28},
+    "crop_size": {"height": 28, "width": 28},
+}
 QWEN_IMAGES = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 16},
@@ -77,7 +81,14 @@ def data_url(data, kind="png"):
 
 
 def chat(*parts):
-    return [{"role": "user", "content": [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]}]
+    return [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": part} if isinstance(part, str) else part for part in parts
+            ],
+        }
+    ]
 
 
 def of(source, **more):
@@ -101,7 +112,9 @@ class Held:
     def take(self, rendered):
         for one in rendered.features:
             at = one.mm_position
-            self.held[one.mm_identifier] = HeldFeature(rendered.token_ids[at.offset : at.end], at.mask, one.layout, 1)
+            self.held[one.mm_identifier] = HeldFeature(
+                rendered.token_ids[at.offset : at.end], at.mask, one.layout, 1
+            )
 
 
 # Sources
@@ -115,7 +128,15 @@ def test_an_image_is_the_same_however_it_comes(llava):
         {"type": "image_url", "image_url": data_url(file)},
         *map(
             of,
-            (data_url(file), file, bytearray(file), image, Image.fromarray(image), Image.open(io.BytesIO(file)), np.moveaxis(image, 2, 0)),
+            (
+                data_url(file),
+                file,
+                bytearray(file),
+                image,
+                Image.fromarray(image),
+                Image.open(io.BytesIO(file)),
+                np.moveaxis(image, 2, 0),
+            ),
         ),
         {"type": "image", "url": data_url(file)},
         of(Image.fromarray(image).convert("RGBA")),
@@ -128,7 +149,11 @@ def test_an_image_is_the_same_however_it_comes(llava):
     identifiers = [feature.mm_identifier for feature in rendered.features]
     # Files are known by their bytes, pixels by themselves and their mode.
     assert len(set(identifiers)) == 3
-    assert len({identifiers[n] for n in (0, 1, 2, 3, 4, 9)}) == len({identifiers[n] for n in (5, 6, 7, 8)}) == 1
+    assert (
+        len({identifiers[n] for n in (0, 1, 2, 3, 4, 9)})
+        == len({identifiers[n] for n in (5, 6, 7, 8)})
+        == 1
+    )
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "BMP"])
@@ -144,7 +169,11 @@ def test_an_uploaded_file_is_what_its_bytes_are(llava, kind):
 
 @pytest.mark.parametrize("mode", ["L", "P", "1", "RGBA", "LA", "CMYK", "I;16", "F"])
 def test_modes_of_pillow(llava, mode):
-    image = Image.fromarray(pixels()).convert("L" if mode in ("I;16", "F") else "RGB" if mode == "LA" else mode).convert(mode)
+    image = (
+        Image.fromarray(pixels())
+        .convert("L" if mode in ("I;16", "F") else "RGB" if mode == "LA" else mode)
+        .convert(mode)
+    )
     if mode == "P":
         image.info["transparency"] = b"\x00\x80"
     feature = llava.render_conversation(chat(of(image))).features[0]
@@ -156,7 +185,11 @@ def test_identifiers_are_of_content_and_of_what_is_made_of_it(qwen, make_seeing)
 
     def identifier(renderer=qwen, source=image, **options):
         uuid = options.pop("uuid", None)
-        return renderer.render_conversation(chat(of(source, uuid=uuid)), **options).features[0].mm_identifier
+        return (
+            renderer.render_conversation(chat(of(source, uuid=uuid)), **options)
+            .features[0]
+            .mm_identifier
+        )
 
     one = identifier()
     assert one == identifier() and len(one) == 64
@@ -176,9 +209,13 @@ def test_identifiers_are_of_content_and_of_what_is_made_of_it(qwen, make_seeing)
 
 def test_a_name_stands_for_no_content(llava):
     """Equal names of unlike images share nothing: a caller's name is never trusted."""
-    both = llava.render_conversation(chat(of(pixels(0), uuid="a"), of(pixels(1), uuid="a"))).features
+    both = llava.render_conversation(
+        chat(of(pixels(0), uuid="a"), of(pixels(1), uuid="a"))
+    ).features
     assert both[0].mm_identifier != both[1].mm_identifier
-    with pytest.raises(RequestError, match="image 1: a content part of type 'image_url' must have 'image_url'"):
+    with pytest.raises(
+        RequestError, match="image 1: a content part of type 'image_url' must have 'image_url'"
+    ):
         llava.render_conversation(chat({"type": "image_url", "image_url": None, "uuid": "a"}))
     for uuid in ("", "a" * 257, 3):
         with pytest.raises(RequestError, match="image 1: its uuid must be a text"):
@@ -187,12 +224,20 @@ def test_a_name_stands_for_no_content(llava):
 
 def test_options_make_images_smaller_only(qwen):
     def grid(**options):
-        return qwen.render_conversation(chat(of(pixels(0, 112, 112))), mm_processor_kwargs=options).features[0].layout["grid_thw"]
+        return (
+            qwen.render_conversation(chat(of(pixels(0, 112, 112))), mm_processor_kwargs=options)
+            .features[0]
+            .layout["grid_thw"]
+        )
 
     assert grid() == [1, 8, 8]
     assert grid(max_pixels=28 * 28 * 4) == grid(size={"longest_edge": 28 * 28 * 4}) == [1, 4, 4]
     assert grid(min_pixels=28 * 28 * 16) == [1, 8, 8]
-    prompt = {"prompt": "<|image_pad|>", "multi_modal_data": {"image": pixels(0, 112, 112)}, "mm_processor_kwargs": {"max_pixels": 3136}}
+    prompt = {
+        "prompt": "<|image_pad|>",
+        "multi_modal_data": {"image": pixels(0, 112, 112)},
+        "mm_processor_kwargs": {"max_pixels": 3136},
+    }
     assert qwen.render_prompt(prompt).features[0].layout == {"grid_thw": [1, 4, 4]}
 
 
@@ -227,13 +272,17 @@ def test_options_that_a_request_cannot_set(qwen, options):
 
 def test_order_is_kept_in_templates_of_strings(make_seeing, tokenizer):
     made = make_seeing(template=STRINGS)
-    rendered = made.render_conversation(chat("a", of(pixels(0)), "b", of(pixels(1)), of(pixels(2)), "c"))
+    rendered = made.render_conversation(
+        chat("a", of(pixels(0)), "b", of(pixels(1)), of(pixels(2)), "c")
+    )
     text = "user: a\n<image>\nb\n<image>\n<image>\nc\n".replace("<image>", "<image>" * 4)
     assert made.decode(rendered.token_ids) == text
     for seed, feature in enumerate(rendered.features):
         alone = made.render_conversation(chat(of(pixels(seed)))).features[0]
         assert feature.mm_identifier == alone.mm_identifier
-        assert rendered.token_ids[feature.mm_position.offset : feature.mm_position.end] == [IMAGE] * 4
+        assert (
+            rendered.token_ids[feature.mm_position.offset : feature.mm_position.end] == [IMAGE] * 4
+        )
 
 
 def places(token_ids):
@@ -243,7 +292,9 @@ def places(token_ids):
 def test_templates_of_strings_get_what_surrounds_a_placeholder(make_seeing):
     made = make_seeing(QwenRules, STRINGS)
     rendered = made.render_conversation(chat("a", of(pixels(0, 28, 28))))
-    assert made.decode(rendered.token_ids) == "user: a\n<|vision_start|><|image_pad|><|vision_end|>\n"
+    assert (
+        made.decode(rendered.token_ids) == "user: a\n<|vision_start|><|image_pad|><|vision_end|>\n"
+    )
 
 
 def test_templates_of_parts_that_know_no_media(make_seeing):
@@ -253,8 +304,13 @@ def test_templates_of_parts_that_know_no_media(make_seeing):
 
 
 def test_a_template_that_drops_images_is_refused(make_seeing):
-    made = make_seeing(template=LLAVA.replace("{% for m in messages %}", "{% for m in messages[-1:] %}"))
-    with pytest.raises(RequestError, match="the prompt has 1 placeholders '<image>' for 2 items of modality 'image'"):
+    made = make_seeing(
+        template=LLAVA.replace("{% for m in messages %}", "{% for m in messages[-1:] %}")
+    )
+    with pytest.raises(
+        RequestError,
+        match="the prompt has 1 placeholders '<image>' for 2 items of modality 'image'",
+    ):
         made.render_conversation([*chat(of(pixels())), *chat(of(pixels()))])
 
 
@@ -263,12 +319,17 @@ def test_typed_placeholders_stay_text(make_seeing, tokenizer, template):
     made = make_seeing(template=template)
     words = "What is <image>? <image><image>"
     rendered = made.render_conversation(chat(words, of(pixels()), "<image>"))
-    assert places(rendered.token_ids) == list(range(rendered.features[0].mm_position.offset, rendered.features[0].mm_position.end))
+    assert places(rendered.token_ids) == list(
+        range(rendered.features[0].mm_position.offset, rendered.features[0].mm_position.end)
+    )
     # As text they are several tokens, and they come out of the decoder as they went in.
     assert rendered.token_ids.count(IMAGE) == 4
     text = made.decode(rendered.token_ids)
     assert words in text and text.count("<image>") == 8
-    plain = [{"role": "user", "content": "a <image> b", "name": "<image>"}, {"role": "assistant", "content": "<image>"}]
+    plain = [
+        {"role": "user", "content": "a <image> b", "name": "<image>"},
+        {"role": "assistant", "content": "<image>"},
+    ]
     alone = made.render_conversation(plain)
     assert alone.features is None and IMAGE not in alone.token_ids
     assert "a <image> b" in made.decode(alone.token_ids)
@@ -279,9 +340,16 @@ def test_typed_placeholders_stay_text(make_seeing, tokenizer, template):
 def test_typed_placeholders_of_both_modalities_and_elsewhere(make_seeing):
     template = QWEN + "{% if tools %}{{ tools | tojson }}{% endif %}{{ note }}"
     made = make_seeing(QwenRules, template)
-    tools = [{"type": "function", "function": {"name": "<|image_pad|>", "parameters": {"<|video_pad|>": {}}}}]
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "<|image_pad|>", "parameters": {"<|video_pad|>": {}}},
+        }
+    ]
     chat_of = chat("<|video_pad|>\n", of(pixels(0, 56, 56)), "<|image_pad|>")
-    rendered = made.render_conversation(chat_of, tools=tools, chat_template_kwargs={"note": "<|image_pad|>"})
+    rendered = made.render_conversation(
+        chat_of, tools=tools, chat_template_kwargs={"note": "<|image_pad|>"}
+    )
     assert rendered.token_ids.count(token("<|image_pad|>")) == 4
     assert rendered.token_ids.count(token("<|video_pad|>")) == 0
     text = made.decode(rendered.token_ids)
@@ -303,9 +371,16 @@ def test_a_final_message_is_continued(llava):
 
 
 def test_prompts_with_wrong_numbers_of_placeholders(llava):
-    for prompt, many in (("a", [pixels()]), ("<image><image>", [pixels()]), ("<image>", [pixels(), pixels(1)])):
+    for prompt, many in (
+        ("a", [pixels()]),
+        ("<image><image>", [pixels()]),
+        ("<image>", [pixels(), pixels(1)]),
+    ):
         for given in ({"prompt": prompt}, llava.render_prompt(prompt).token_ids):
-            whole = {**(given if isinstance(given, dict) else {"prompt_token_ids": given}), "multi_modal_data": {"image": many}}
+            whole = {
+                **(given if isinstance(given, dict) else {"prompt_token_ids": given}),
+                "multi_modal_data": {"image": many},
+            }
             with pytest.raises(RequestError, match="it must have one for each") as caught:
                 llava.render_prompt(whole)
             assert caught.value.param == "multi_modal_data"
@@ -316,8 +391,16 @@ def test_prompts_of_several_forms(llava):
     given = [
         {"prompt": "<image>", "multi_modal_data": {"image": image}},
         {"prompt": "<image>", "multi_modal_data": {"image": [image]}, "multi_modal_uuids": None},
-        {"prompt": "<image>", "multi_modal_data": {"image": (Image.fromarray(image),)}, "multi_modal_uuids": {}},
-        {"prompt_token_ids": [IMAGE], "multi_modal_data": {"image": image}, "mm_processor_kwargs": {}},
+        {
+            "prompt": "<image>",
+            "multi_modal_data": {"image": (Image.fromarray(image),)},
+            "multi_modal_uuids": {},
+        },
+        {
+            "prompt_token_ids": [IMAGE],
+            "multi_modal_data": {"image": image},
+            "mm_processor_kwargs": {},
+        },
     ]
     rendered = [llava.render_prompt(one) for one in given]
     assert all(one.token_ids == [IMAGE] * 4 for one in rendered)
@@ -378,7 +461,9 @@ def test_images_that_cannot_be_read(llava, source, reason):
     assert caught.value.param == "messages"
     assert "passwd" not in str(caught.value)
     with pytest.raises(RequestError, match=f"^image 2: .*{reason}") as caught:
-        llava.render_prompt({"prompt": "<image><image>", "multi_modal_data": {"image": [pixels(), source]}})
+        llava.render_prompt(
+            {"prompt": "<image><image>", "multi_modal_data": {"image": [pixels(), source]}}
+        )
     assert caught.value.param == "multi_modal_data"
 
 
@@ -391,7 +476,9 @@ def test_what_the_processor_refuses(make_seeing):
         make_seeing(Any).render_conversation(chat(of(pixels())))
     narrow = QWEN_IMAGES | {"size": {"shortest_edge": 1, "longest_edge": 1}}
     with pytest.raises(RequestError, match="image 1: the checkpoint's processor cannot read it"):
-        make_seeing(QwenRules, images=narrow | {"patch_size": 0}).render_conversation(chat(of(pixels())))
+        make_seeing(QwenRules, images=narrow | {"patch_size": 0}).render_conversation(
+            chat(of(pixels()))
+        )
 
 
 def test_bombs(make_seeing):
@@ -400,7 +487,9 @@ def test_bombs(make_seeing):
     row = zlib.compress(bytes(1 + 3 * 60_000))
     header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
     chunks = [(b"IHDR", header), (b"IDAT", row), (b"IEND", b"")]
-    bomb = b"\x89PNG\r\n\x1a\n" + b"".join(struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in chunks)
+    bomb = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in chunks
+    )
     lazy = Image.new("L", (1, 1))
     lazy._size = (60_000, 60_000)
     start = time.perf_counter()
@@ -426,7 +515,9 @@ def test_numbers_of_items(make_seeing):
         made.render_conversation([*two, *chat(of(b"unread"))])
     assert caught.value.param == "messages"
     with pytest.raises(RequestError, match="image 3"):
-        made.render_prompt({"prompt": "<image>" * 3, "multi_modal_data": {"image": [b"unread"] * 3}})
+        made.render_prompt(
+            {"prompt": "<image>" * 3, "multi_modal_data": {"image": [b"unread"] * 3}}
+        )
     with pytest.raises(RequestError, match="image 17: there are 99"):
         make_seeing().render_conversation(chat(*[of(b"unread")] * 99))
     with pytest.raises(RequestError, match="image 1: there are 1; a prompt may have 0"):
@@ -449,19 +540,43 @@ def test_bounds_that_make_no_sense(make_seeing):
 @pytest.mark.parametrize(
     ("part", "reason"),
     [
-        ({"type": "video_url", "video_url": {"url": "http://a"}}, "video 1: this model takes no video, only image"),
-        ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "audio 1: this model takes no audio"),
-        ({"type": "image_url", "image_url": {}}, "image 1: a content part of type 'image_url' must have"),
+        (
+            {"type": "video_url", "video_url": {"url": "http://a"}},
+            "video 1: this model takes no video, only image",
+        ),
+        (
+            {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
+            "audio 1: this model takes no audio",
+        ),
+        (
+            {"type": "image_url", "image_url": {}},
+            "image 1: a content part of type 'image_url' must have",
+        ),
         ({"type": "image_url"}, "image 1: a content part"),
         ({"type": "image"}, "image 1: a content part"),
         ({"type": "file"}, "item 1, file: a content part of type 'file' must have 'file'"),
         ({"type": "file", "file": {"filename": "a.png"}}, "item 1, file: it must have file_data"),
         ({"type": "file", "file": {"file_data": 3}}, "item 1, file: it must have file_data"),
-        ({"type": "file", "file": {"file_id": "file-1"}}, "item 1, file: no files are kept here: give file_data"),
-        ({"type": "file", "file": {"file_data": "data:application/pdf;base64,JVBERi0xLjcK"}}, "item 1, file: it is of no known format"),
-        ({"type": "file", "file": {"file_data": "!" * 100_000}}, "item 1, file: it is of no known format"),
-        ({"type": "file", "file": {"file_data": "data:;base64,UklGRgAAAABXQVZF"}}, "audio 1: this model takes no audio"),
-        ({"type": "file", "file": {"file_data": "data:;base64,AAAAIGZ0eXBpc29t"}}, "video 1: this model takes no video"),
+        (
+            {"type": "file", "file": {"file_id": "file-1"}},
+            "item 1, file: no files are kept here: give file_data",
+        ),
+        (
+            {"type": "file", "file": {"file_data": "data:application/pdf;base64,JVBERi0xLjcK"}},
+            "item 1, file: it is of no known format",
+        ),
+        (
+            {"type": "file", "file": {"file_data": "!" * 100_000}},
+            "item 1, file: it is of no known format",
+        ),
+        (
+            {"type": "file", "file": {"file_data": "data:;base64,UklGRgAAAABXQVZF"}},
+            "audio 1: this model takes no audio",
+        ),
+        (
+            {"type": "file", "file": {"file_data": "data:;base64,AAAAIGZ0eXBpc29t"}},
+            "video 1: this model takes no video",
+        ),
         ({"type": ["image"]}, "text and image, not content of type"),
         ("image", "not content"),
         (3, "not content"),
@@ -473,16 +588,29 @@ def test_parts_that_are_refused(llava, part, reason):
         llava.render_conversation([{"role": "user", "content": [part]}])
 
 
-@pytest.mark.parametrize("given", [{"multi_modal_data": [1]}, {"multi_modal_data": {3: 4}}, {"multi_modal_uuids": {"image": ["a", "b"]}}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"multi_modal_data": [1]},
+        {"multi_modal_data": {3: 4}},
+        {"multi_modal_uuids": {"image": ["a", "b"]}},
+    ],
+)
 @pytest.mark.parametrize("extra", [{}])
 def test_prompts_with_malformed_media(llava, given, extra):
     with pytest.raises(RequestError, match="multi_modal_"):
-        llava.render_prompt({"prompt": "<image>", "multi_modal_data": {"image": pixels()}, **given, **extra})
+        llava.render_prompt(
+            {"prompt": "<image>", "multi_modal_data": {"image": pixels()}, **given, **extra}
+        )
 
 
 def test_a_model_without_rules_takes_no_images(tokenizer, make_renderer):
-    plain = make_renderer(tokenizer, files={"chat_template.jinja": LLAVA}, hf_config={"vocab_size": 400})
-    with pytest.raises(RequestError, match="this model takes text only, not content of type 'image_url'"):
+    plain = make_renderer(
+        tokenizer, files={"chat_template.jinja": LLAVA}, hf_config={"vocab_size": 400}
+    )
+    with pytest.raises(
+        RequestError, match="this model takes text only, not content of type 'image_url'"
+    ):
         plain.render_conversation(chat({"type": "image_url", "image_url": {"url": "a"}}))
     with pytest.raises(RequestError, match="no images"):
         plain.render_prompt({"prompt": "<image>", "multi_modal_data": {"image": pixels()}})
@@ -498,16 +626,30 @@ def test_embeddings_stand_for_an_image(llava):
 
     rows = np.random.default_rng(0).normal(size=(4, HIDDEN)).astype(np.float32)
     coded = json.loads(json.dumps(encode_array(rows)))
-    sources = [rows, torch.from_numpy(rows), rows[None], {"embeds": rows}, {"image_embeds": coded}, coded, rows.astype(">f4")]
-    rendered = llava.render_conversation(chat(*({"type": "image_embeds", "image_embeds": one} for one in sources)))
+    sources = [
+        rows,
+        torch.from_numpy(rows),
+        rows[None],
+        {"embeds": rows},
+        {"image_embeds": coded},
+        coded,
+        rows.astype(">f4"),
+    ]
+    rendered = llava.render_conversation(
+        chat(*({"type": "image_embeds", "image_embeds": one} for one in sources))
+    )
     for feature in rendered.features:
         np.testing.assert_array_equal(feature.data["embeds"].to_numpy(), rows)
         llava.rules.check(feature, rendered.token_ids)
     assert len({one.mm_identifier for one in rendered.features}) == 1
-    beside = llava.render_prompt({"prompt": "<image><image>", "multi_modal_data": {"image": [rows, pixels()]}})
+    beside = llava.render_prompt(
+        {"prompt": "<image><image>", "multi_modal_data": {"image": [rows, pixels()]}}
+    )
     assert [list(one.data) for one in beside.features] == [["embeds"], ["pixel_values"]]
     half = torch.from_numpy(rows).bfloat16()
-    feature = llava.render_conversation(chat({"type": "image_embeds", "image_embeds": half})).features[0]
+    feature = llava.render_conversation(
+        chat({"type": "image_embeds", "image_embeds": half})
+    ).features[0]
     np.testing.assert_array_equal(feature.data["embeds"].to_numpy(), half.float().numpy())
 
 
@@ -515,7 +657,9 @@ def test_embeddings_with_a_grid(qwen):
     rows = np.zeros((4, HIDDEN), np.float32)
     for modality in ("image", "video"):
         given = {f"{modality}_embeds": rows, f"{modality}_grid_thw": [[1, 4, 4]]}
-        feature = qwen.render_conversation(chat({"type": f"{modality}_embeds", f"{modality}_embeds": given})).features[0]
+        feature = qwen.render_conversation(
+            chat({"type": f"{modality}_embeds", f"{modality}_embeds": given})
+        ).features[0]
         assert feature.layout == {"grid_thw": [1, 4, 4]} and feature.modality == modality
 
 
@@ -550,7 +694,10 @@ def test_embeddings_that_are_refused(llava, source, reason):
 
 def test_embeddings_are_bounded(make_seeing):
     made = make_seeing(max_media_bytes=1000)
-    for source in (np.zeros((100, HIDDEN), np.float32), encode_array(np.zeros((100, HIDDEN), np.float32))):
+    for source in (
+        np.zeros((100, HIDDEN), np.float32),
+        encode_array(np.zeros((100, HIDDEN), np.float32)),
+    ):
         with pytest.raises(RequestError, match="more than the 1000 bytes"):
             made.render_conversation(chat({"type": "image_embeds", "image_embeds": source}))
 
@@ -563,10 +710,15 @@ def test_checkpoints_without_a_processor(make_renderer, tokenizer, make_seeing):
     with pytest.raises(CheckpointError, match=r"neither preprocessor_config\.json"):
         renderer.take_rules(LlavaRules(renderer.config))
     # Who wants no images needs none.
-    renderer = make_renderer(tokenizer, hf_config={"vocab_size": 400}, limit_mm_per_prompt=["image=0"])
+    renderer = make_renderer(
+        tokenizer, hf_config={"vocab_size": 400}, limit_mm_per_prompt=["image=0"]
+    )
     renderer.take_rules(LlavaRules(renderer.config))
     assert renderer.render_prompt("a").features is None
-    for images, reason in (({"image_processor_type": "NoSuch"}, "cannot make the image processor"), ({"size": 3}, "cannot make")):
+    for images, reason in (
+        ({"image_processor_type": "NoSuch"}, "cannot make the image processor"),
+        ({"size": 3}, "cannot make"),
+    ):
         with pytest.raises(CheckpointError, match=reason):
             make_seeing(images=images).render_conversation(chat(of(pixels())))
 
@@ -577,7 +729,11 @@ def test_checkpoints_without_a_processor(make_renderer, tokenizer, make_seeing):
         {"size": {"shortest_edge": 10**6}},
         {"size": {"height": 10**5, "width": 10**5}},
         {"crop_size": {"height": 28, "width": 10**9}},
-        {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 28, "width": 28}, "pan_and_scan_max_num_crops": 100},
+        {
+            "image_processor_type": "Gemma3ImageProcessor",
+            "size": {"height": 28, "width": 28},
+            "pan_and_scan_max_num_crops": 100,
+        },
         QWEN_IMAGES | {"size": {"shortest_edge": 3136, "longest_edge": 10**9}},
         QWEN_IMAGES | {"temporal_patch_size": 10**6},
     ],
@@ -610,7 +766,9 @@ def test_fetches_go_on_side_by_side(llava, monkeypatch):
     rendered = llava.render_conversation(chat(*urls))
     assert most == 4
     for seed, feature in enumerate(rendered.features):
-        np.testing.assert_array_equal(values(feature), values(llava.render_conversation(chat(of(pixels(seed)))).features[0]))
+        np.testing.assert_array_equal(
+            values(feature), values(llava.render_conversation(chat(of(pixels(seed)))).features[0])
+        )
     with pytest.raises(RequestError, match="image 2: it is refused"):
         llava.render_conversation(chat(urls[0], of("http://a/bad"), of("http://late/bad")))
 

@@ -19,7 +19,11 @@ QWEN_IMAGES = {
     "patch_size": 14,
     "merge_size": 2,
 }
-CLIP = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
+CLIP = {
+    "image_processor_type": "CLIPImageProcessor",
+    "size": {"shortest_edge": 28},
+    "crop_size": {"height": 28, "width": 28},
+}
 
 
 @pytest.fixture
@@ -30,7 +34,12 @@ def make_seeing(make_renderer):
             "chat_template.jinja": QWEN if qwen else LLAVA,
             "preprocessor_config.json": json.dumps((QWEN_IMAGES if qwen else CLIP) | stated),
         }
-        renderer = make_renderer(train_newlines(), files=files, hf_config={"vocab_size": 400}, max_model_len=max_model_len)
+        renderer = make_renderer(
+            train_newlines(),
+            files=files,
+            hf_config={"vocab_size": 400},
+            max_model_len=max_model_len,
+        )
         renderer.take_rules(rules(renderer.config))
         return renderer
 
@@ -43,9 +52,15 @@ def processed(monkeypatch):
     seen = []
     for module in (image_processor, video_processor):
         run = module.run
-        monkeypatch.setattr(module, "run", lambda *args, run=run: (seen.append("processed"), run(*args))[1])
+        monkeypatch.setattr(
+            module, "run", lambda *args, run=run: (seen.append("processed"), run(*args))[1]
+        )
     decode = media.open_image
-    monkeypatch.setattr(media, "open_image", lambda *args, **more: (seen.append("decoded"), decode(*args, **more))[1])
+    monkeypatch.setattr(
+        media,
+        "open_image",
+        lambda *args, **more: (seen.append("decoded"), decode(*args, **more))[1],
+    )
     return seen
 
 
@@ -58,13 +73,24 @@ def file(seed, width=224, height=224, kind="PNG", **options):
 
 
 def chat(*images):
-    return [{"role": "user", "content": [*({"type": "image", "image": one} for one in images), {"type": "text", "text": "a"}]}]
+    return [
+        {
+            "role": "user",
+            "content": [
+                *({"type": "image", "image": one} for one in images),
+                {"type": "text", "text": "a"},
+            ],
+        }
+    ]
 
 
 def test_pictures_stop_where_there_is_no_room_for_more(make_seeing, processed):
     """Each has 64 tokens: neither the third nor those after it are decoded."""
     made = make_seeing(QwenRules, 192)
-    with pytest.raises(ContextLengthError, match=r"^image 3: it has 64 tokens, 192 with the items before it; .*192 tokens") as error:
+    with pytest.raises(
+        ContextLengthError,
+        match=r"^image 3: it has 64 tokens, 192 with the items before it; .*192 tokens",
+    ) as error:
         made.render_conversation(chat(*map(file, range(16))))
     assert error.value.param == "messages"
     assert processed == ["decoded", "processed"] * 2
@@ -78,12 +104,16 @@ def test_the_same_picture_counts_as_often_as_it_stands_there(make_seeing, proces
     assert processed == ["decoded", "processed"]
 
 
-@pytest.mark.parametrize(("width", "height"), [(224, 224), (30, 900), (1000, 700), (28, 28), (10, 10), (641, 77)])
+@pytest.mark.parametrize(
+    ("width", "height"), [(224, 224), (30, 900), (1000, 700), (28, 28), (10, 10), (641, 77)]
+)
 def test_the_number_of_tokens_is_known_before(make_seeing, monkeypatch, width, height):
     """Of files and of pixels, and with the options of a request."""
     made = make_seeing(QwenRules, 4096)
     said = []
-    monkeypatch.setattr(media.MediaReader, "_check_room", lambda self, total, count: said.append(count))
+    monkeypatch.setattr(
+        media.MediaReader, "_check_room", lambda self, total, count: said.append(count)
+    )
     for options in (None, {"max_pixels": 28 * 28 * 9}):
         for source in (file(0, width, height), np.zeros((height, width, 3), np.uint8)):
             made.render_conversation(chat(source), mm_processor_kwargs=options)
@@ -92,7 +122,9 @@ def test_the_number_of_tokens_is_known_before(make_seeing, monkeypatch, width, h
 
 
 def test_pictures_of_one_size_are_counted_one_by_one(make_seeing, processed):
-    with pytest.raises(ContextLengthError, match=r"^image 3: it has 4 tokens, 12 with the items before it"):
+    with pytest.raises(
+        ContextLengthError, match=r"^image 3: it has 4 tokens, 12 with the items before it"
+    ):
         make_seeing(LlavaRules, 12).render_conversation(chat(*map(file, range(16))))
     assert processed == ["decoded", "processed"] * 3
 
@@ -100,7 +132,15 @@ def test_pictures_of_one_size_are_counted_one_by_one(make_seeing, processed):
 def test_what_the_engine_holds_counts(make_seeing):
     made = make_seeing(QwenRules, 192)
     found = made.render_conversation(chat(file(0))).features[0]
-    held = type("Held", (), {"get": lambda self, name: media.Replacement([9] * 64) if name == found.mm_identifier else None})()
+    held = type(
+        "Held",
+        (),
+        {
+            "get": lambda self, name: (
+                media.Replacement([9] * 64) if name == found.mm_identifier else None
+            )
+        },
+    )()
     made.feature_cache = held
     with pytest.raises(ContextLengthError, match=r"^image 2: it has 64 tokens, 128 with"):
         make_seeing(QwenRules, 128).render_conversation(chat(file(0), file(0)))
@@ -153,20 +193,38 @@ def test_an_image_is_what_its_pixels_can_become(make_seeing):
     assert made.media_size(of(url(file(0))), {}) == (224 * 224 * 24, 224 * 224 * 3)
     assert made.media_size(of(url(file(0, 28, 28))), {})[0] == 3136 * 24
     assert made.media_size(of(url(BOMB)), {"max_pixels": 28 * 28 * 4})[0] == 28 * 28 * 4 * 24
-    assert made.media_size(of(url(BOMB)), {"size": {"longest_edge": 28 * 28 * 4, "shortest_edge": 1}})[0] == 28 * 28 * 4 * 24
+    assert (
+        made.media_size(of(url(BOMB)), {"size": {"longest_edge": 28 * 28 * 4, "shortest_edge": 1}})[
+            0
+        ]
+        == 28 * 28 * 4 * 24
+    )
     # A shorter prompt has no room for it.
-    assert make_seeing(QwenRules, 1024, size={"longest_edge": 3584 * 3584}).media_size(of(url(BOMB)), {})[0] == 1024 * 28 * 28 * 24
+    assert (
+        make_seeing(QwenRules, 1024, size={"longest_edge": 3584 * 3584}).media_size(
+            of(url(BOMB)), {}
+        )[0]
+        == 1024 * 28 * 28 * 24
+    )
     # These are resized to one size, whatever they have.
-    assert make_seeing(LlavaRules, 1024).media_size(of(url(BOMB)), {}) == (28 * 28 * 12, 3584 * 3584 * 3)
+    assert make_seeing(LlavaRules, 1024).media_size(of(url(BOMB)), {}) == (
+        28 * 28 * 12,
+        3584 * 3584 * 3,
+    )
 
 
 def test_what_is_said_is_no_less_than_what_is_made(make_seeing):
-    for rules, stated in ((QwenRules, {"size": {"shortest_edge": 3136, "longest_edge": 28 * 28 * 100}}), (LlavaRules, {})):
+    for rules, stated in (
+        (QwenRules, {"size": {"shortest_edge": 3136, "longest_edge": 28 * 28 * 100}}),
+        (LlavaRules, {}),
+    ):
         made = make_seeing(rules, 2**16, **stated)
         for width, height in ((224, 224), (28, 28), (644, 84), (2000, 1500)):
             data = file(0, width, height)
             [feature] = made.render_conversation(chat(data)).features
-            size = sum(one.data.nbytes for name, one in feature.data.items() if name == "pixel_values")
+            size = sum(
+                one.data.nbytes for name, one in feature.data.items() if name == "pixel_values"
+            )
             assert size <= made.media_size(of(data, "image"), {})[0] <= 1.2 * size
 
 
@@ -174,10 +232,20 @@ def test_what_is_said_is_no_less_than_what_is_made(make_seeing):
 def test_the_size_is_read_of_the_beginning(make_seeing, kind):
     made = make_seeing(LlavaRules, 64)
     data = file(0, 1000, 600, kind)
-    sources = [of(url(data)), of(url(data), "image"), of(data, "image"), of(bytearray(data), "image")]
-    sources += [of(Image.new("RGB", (1000, 600)), "image"), {"type": "image_url", "image_url": url(data)}]
+    sources = [
+        of(url(data)),
+        of(url(data), "image"),
+        of(data, "image"),
+        of(bytearray(data), "image"),
+    ]
+    sources += [
+        of(Image.new("RGB", (1000, 600)), "image"),
+        {"type": "image_url", "image_url": url(data)},
+    ]
     noise = io.BytesIO()
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (600, 1000, 3), np.uint8)).save(noise, kind)
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (600, 1000, 3), np.uint8)).save(
+        noise, kind
+    )
     assert len(noise.getvalue()) > 2**18
     sources += [of(url(noise.getvalue())), of(noise.getvalue(), "image")]
     assert {made.media_size(source, {})[1] for source in sources} == {1000 * 600 * 3}
@@ -185,14 +253,36 @@ def test_the_size_is_read_of_the_beginning(make_seeing, kind):
 
 def test_what_cannot_be_told_counts_as_the_most(make_seeing):
     made = make_seeing(LlavaRules, 64)
-    late = file(0, 1000, 600, "JPEG", exif=b"Exif\x00\x00" + bytes(60_000), icc_profile=bytes(60_000))
-    for source in ("http://here/a.png", url(b"nothing"), url(late), "data:image/png;base64,A", "data:;base64", "", url(file(0))[5:]):
+    late = file(
+        0, 1000, 600, "JPEG", exif=b"Exif\x00\x00" + bytes(60_000), icc_profile=bytes(60_000)
+    )
+    for source in (
+        "http://here/a.png",
+        url(b"nothing"),
+        url(late),
+        "data:image/png;base64,A",
+        "data:;base64",
+        "",
+        url(file(0))[5:],
+    ):
         assert made.media_size(of(source), {}) == (28 * 28 * 12, MOST * 3)
-    for stated in ({"size": 5, "crop_size": None}, {"crop_size": {"height": "a"}}, {"crop_size": -5}, {"crop_size": {"height": 2**30}}):
-        assert make_seeing(LlavaRules, 64, **stated).media_size(of(url(file(0))), {})[0] == MOST * 12
-    odd = make_seeing(QwenRules, 2**16, patch_size="a", size={"longest_edge": "a"}, temporal_patch_size=None)
+    for stated in (
+        {"size": 5, "crop_size": None},
+        {"crop_size": {"height": "a"}},
+        {"crop_size": -5},
+        {"crop_size": {"height": 2**30}},
+    ):
+        assert (
+            make_seeing(LlavaRules, 64, **stated).media_size(of(url(file(0))), {})[0] == MOST * 12
+        )
+    odd = make_seeing(
+        QwenRules, 2**16, patch_size="a", size={"longest_edge": "a"}, temporal_patch_size=None
+    )
     assert odd.media_size(of("http://here"), {"max_pixels": "a", "size": 5})[0] == MOST * 24
-    assert make_seeing(QwenRules, 64).media_size(of("data:", "video_url"), {}) == (64 * 28 * 28 * 2 * 12, 0)
+    assert make_seeing(QwenRules, 64).media_size(of("data:", "video_url"), {}) == (
+        64 * 28 * 28 * 2 * 12,
+        0,
+    )
     assert make_seeing(QwenRules, 2**16).media_size(of("data:", "video"), {}) == (MOST * 12, 0)
 
 

@@ -1,4 +1,5 @@
-"""Videos in conversations and prompts: frames and files become the arrays that transformers' video processor makes."""
+"""Videos in conversations and prompts: frames and files become the arrays that transformers' video
+processor makes."""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ from toolkit_lm.errors import CheckpointError, RequestError
 from toolkit_lm.renderer.feature_lookup import HeldFeature
 from toolkit_lm_renderer_hf.sampling import Sampling
 
-IMAGES = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+IMAGES = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": 14,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+}
 VIDEOS = {
     "video_processor_type": "Qwen2VLVideoProcessor",
     "size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 16},
@@ -27,7 +33,9 @@ VIDEOS = {
     "merge_size": 2,
     "temporal_patch_size": 2,
 }
-PLAIN = Sampling(temporal_patch_size=2, min_frames=4, max_frames=768, fps=None, num_frames=None, of_frames=False)
+PLAIN = Sampling(
+    temporal_patch_size=2, min_frames=4, max_frames=768, fps=None, num_frames=None, of_frames=False
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +46,11 @@ def tokenizer():
 @pytest.fixture
 def make_watching(tokenizer, make_renderer):
     def make(videos=VIDEOS, images=IMAGES, timed=True, rules=QwenRules, files=(), **options):
-        found = {"chat_template.jinja": QWEN, "preprocessor_config.json": json.dumps(images), **dict(files)}
+        found = {
+            "chat_template.jinja": QWEN,
+            "preprocessor_config.json": json.dumps(images),
+            **dict(files),
+        }
         if videos is not None:
             found["video_preprocessor_config.json"] = json.dumps(videos)
         config = {"vocab_size": 400, "vision_config": {"tokens_per_second": 2} if timed else {}}
@@ -59,7 +71,14 @@ def frames_of(count=6, height=56, width=84, seed=0):
 
 
 def chat(*parts):
-    return [{"role": "user", "content": [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]}]
+    return [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": part} if isinstance(part, str) else part for part in parts
+            ],
+        }
+    ]
 
 
 def of(source, **more):
@@ -67,7 +86,10 @@ def of(source, **more):
 
 
 def url(data):
-    return {"type": "video_url", "video_url": {"url": f"data:video/any;base64,{base64.b64encode(data).decode()}"}}
+    return {
+        "type": "video_url",
+        "video_url": {"url": f"data:video/any;base64,{base64.b64encode(data).decode()}"},
+    }
 
 
 def feature_of(renderer, *parts, **options):
@@ -90,7 +112,12 @@ def of_transformers(tmp_path_factory):
     cases = [*CASES.values(), *SAMPLES]
     path.write_bytes(pickle.dumps(cases))
     program = Path(__file__).with_name("reference_videos.py")
-    subprocess.run([sys.executable, "-W", "ignore", str(program), str(path)], check=True, timeout=120, stderr=subprocess.PIPE)
+    subprocess.run(
+        [sys.executable, "-W", "ignore", str(program), str(path)],
+        check=True,
+        timeout=120,
+        stderr=subprocess.PIPE,
+    )
     return pickle.loads(path.read_bytes())  # noqa: S301 # our own
 
 
@@ -104,12 +131,19 @@ CASES = {
     "one": (frames_of(1), ROUND, 3.0, {}),
     "by rate": (frames_of(33), ROUND, 10.0, {"fps": 2.0, "do_sample_frames": True}),
     "by number": (frames_of(33), ROUND, 7.5, {"num_frames": 7, "do_sample_frames": True}),
-    "normalized otherwise": (frames_of(4), {**ROUND, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.9, 0.8, 0.7]}, 24.0, {}),
+    "normalized otherwise": (
+        frames_of(4),
+        {**ROUND, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.9, 0.8, 0.7]},
+        24.0,
+        {},
+    ),
     "not rescaled": (frames_of(4), {**ROUND, "do_rescale": False}, 24.0, {}),
     "three frames a patch": (frames_of(7), {**ROUND, "temporal_patch_size": 3}, 24.0, {}),
     "no merging": (frames_of(3, 42, 70), {**ROUND, "merge_size": 1}, 24.0, {}),
 }
-ASKED = [{"num_frames": count} for count in (2, 3, 5, 8, 31, 64)] + [{"fps": fps} for fps in (0.1, 1.0, 2.0, 3.3, 24.0)]
+ASKED = [{"num_frames": count} for count in (2, 3, 5, 8, 31, 64)] + [
+    {"fps": fps} for fps in (0.1, 1.0, 2.0, 3.3, 24.0)
+]
 SAMPLES = [
     (total, {}, fps, options)
     for total in (2, 3, 4, 5, 7, 30, 67, 100, 241, 1801, 100_000)
@@ -121,7 +155,9 @@ SAMPLES = [
 
 def test_frames_are_what_transformers_makes_of_them(make_watching, of_transformers):
     """To the bit. Where frames are resized, Pillow's rounding and torchvision's are two."""
-    for (name, (frames, config, fps, options)), (values, grid, seconds) in zip(CASES.items(), of_transformers[: len(CASES)], strict=True):
+    for (name, (frames, config, fps, options)), (values, grid, seconds) in zip(
+        CASES.items(), of_transformers[: len(CASES)], strict=True
+    ):
         made = make_watching({**VIDEOS, **config, "do_resize": False})
         found = arrays(feature_of(made, of((frames, {"fps": fps})), mm_processor_kwargs=options))
         np.testing.assert_array_equal(found["pixel_values_videos"], values, err_msg=name)
@@ -141,15 +177,27 @@ def test_frames_that_are_resized(watching):
     frames = frames_of(4, 200, 300)
     found = arrays(feature_of(watching, of(frames)))
     assert found["video_grid_thw"].tolist() == [[2, 6, 8]]
-    small = np.stack([np.asarray(Image.fromarray(one).resize((112, 84), Image.Resampling.BICUBIC)) for one in frames])
-    np.testing.assert_array_equal(found["pixel_values_videos"], pixels(feature_of(watching, of(small))))
+    small = np.stack(
+        [
+            np.asarray(Image.fromarray(one).resize((112, 84), Image.Resampling.BICUBIC))
+            for one in frames
+        ]
+    )
+    np.testing.assert_array_equal(
+        found["pixel_values_videos"], pixels(feature_of(watching, of(small)))
+    )
 
 
 def test_a_frame_twice_is_an_image(make_watching):
     """Of the image processor, which repeats it."""
-    watching = make_watching({**VIDEOS, "size": {"shortest_edge": 784, "longest_edge": 784 * 16}}, {**IMAGES, "size": VIDEOS["size"]})
+    watching = make_watching(
+        {**VIDEOS, "size": {"shortest_edge": 784, "longest_edge": 784 * 16}},
+        {**IMAGES, "size": VIDEOS["size"]},
+    )
     frame = frames_of(1)[0]
-    image, video = watching.render_conversation(chat({"type": "image", "image": frame}, of(np.stack([frame, frame])))).features
+    image, video = watching.render_conversation(
+        chat({"type": "image", "image": frame}, of(np.stack([frame, frame])))
+    ).features
     np.testing.assert_allclose(image.data["pixel_values"].to_numpy(), pixels(video), atol=1e-6)
 
 
@@ -160,28 +208,49 @@ def test_a_video_is_the_same_however_its_frames_come(watching):
     frames = frames_of(5)
     pictures = [Image.fromarray(one) for one in frames]
     torch = pytest.importorskip("torch")
-    sources = [frames, list(frames), pictures, tuple(pictures), np.moveaxis(frames, 3, 1), torch.from_numpy(frames), (frames, {})]
+    sources = [
+        frames,
+        list(frames),
+        pictures,
+        tuple(pictures),
+        np.moveaxis(frames, 3, 1),
+        torch.from_numpy(frames),
+        (frames, {}),
+    ]
     found = [feature_of(watching, of(source)) for source in sources]
     assert len({one.mm_identifier for one in found}) == 1
     for one in found:
         np.testing.assert_array_equal(pixels(one), pixels(found[0]))
     text = "<|vision_start|><|video_pad|><|vision_end|>"
-    prompts = [{"prompt": text, "multi_modal_data": {"video": source}} for source in [*sources, [frames], [pictures], [(frames, {})]]]
+    prompts = [
+        {"prompt": text, "multi_modal_data": {"video": source}}
+        for source in [*sources, [frames], [pictures], [(frames, {})]]
+    ]
     for prompt in prompts:
         [one] = watching.render_prompt(prompt).features
         assert one.mm_identifier == found[0].mm_identifier
-    two = watching.render_prompt({"prompt": text * 2, "multi_modal_data": {"video": [pictures, (frames, {"fps": 3})]}}).features
+    two = watching.render_prompt(
+        {"prompt": text * 2, "multi_modal_data": {"video": [pictures, (frames, {"fps": 3})]}}
+    ).features
     assert len({one.mm_identifier for one in two}) == 2
 
 
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "mp4", "webm"])
 def test_a_file(watching, kind):
     """Four frames a second, of which two are taken."""
-    data = animation(kind) if kind.isupper() else movie(kind, "mpeg4" if kind == "mp4" else "libvpx")
+    data = (
+        animation(kind) if kind.isupper() else movie(kind, "mpeg4" if kind == "mp4" else "libvpx")
+    )
     found = feature_of(watching, url(data))
-    for again in (of(data), of(bytearray(data)), {"type": "video", "url": url(data)["video_url"]["url"]}):
+    for again in (
+        of(data),
+        of(bytearray(data)),
+        {"type": "video", "url": url(data)["video_url"]["url"]},
+    ):
         assert feature_of(watching, again) == found
-    every = [np.asarray(one) for one in (decoded(data) if kind.islower() else decoded_animation(data))]
+    every = [
+        np.asarray(one) for one in (decoded(data) if kind.islower() else decoded_animation(data))
+    ]
     assert len(every) == 12
     taken = np.stack(every[::2])
     expected = arrays(feature_of(watching, of((taken, {"fps": 2}))))
@@ -210,7 +279,9 @@ def test_a_picture_that_is_no_animation(watching):
 
 def test_tokens_stand_where_the_video_does(watching):
     frames = frames_of()
-    rendered = watching.render_conversation(chat("a", of(frames), "b", {"type": "image", "image": frames[0]}, of(frames[:2])))
+    rendered = watching.render_conversation(
+        chat("a", of(frames), "b", {"type": "image", "image": frames[0]}, of(frames[:2]))
+    )
     first, image, last = rendered.features
     assert [one.modality for one in rendered.features] == ["video", "image", "video"]
     assert (first.mm_position.length, last.mm_position.length) == (18, 6)
@@ -230,7 +301,9 @@ def test_options_make_frames_smaller_or_fewer(watching):
     frames = (frames_of(32, 112, 112), {"fps": 8})
 
     def grid(**options):
-        return arrays(feature_of(watching, of(frames), mm_processor_kwargs=options))["video_grid_thw"].tolist()[0]
+        return arrays(feature_of(watching, of(frames), mm_processor_kwargs=options))[
+            "video_grid_thw"
+        ].tolist()[0]
 
     assert grid() == [16, 8, 8]
     assert grid(max_pixels=28 * 28 * 4) == grid(size={"longest_edge": 28 * 28 * 4}) == [16, 4, 4]
@@ -265,7 +338,13 @@ def test_options_that_are_refused(watching, options):
 
 def test_an_uploaded_file_may_be_a_video(watching):
     data = movie()
-    part = {"type": "file", "file": {"filename": "a.png", "file_data": f"data:image/png;base64,{base64.b64encode(data).decode()}"}}
+    part = {
+        "type": "file",
+        "file": {
+            "filename": "a.png",
+            "file_data": f"data:image/png;base64,{base64.b64encode(data).decode()}",
+        },
+    }
     assert feature_of(watching, part).mm_identifier == feature_of(watching, url(data)).mm_identifier
 
 
@@ -290,7 +369,9 @@ def test_identifiers_are_of_content_and_of_what_is_made_of_it(watching, make_wat
         identifier(mm_processor_kwargs={"max_pixels": 784}),
         identifier(uuid="mine"),
         identifier(make_watching({**VIDEOS, "max_frames": 100})),
-        watching.render_conversation(chat({"type": "image", "image": frames[0]})).features[0].mm_identifier,
+        watching.render_conversation(chat({"type": "image", "image": frames[0]}))
+        .features[0]
+        .mm_identifier,
     ]
     assert len(set(found)) == len(found)
     assert found[0] == identifier()
@@ -353,13 +434,24 @@ def test_videos_that_are_refused(watching, source, reason):
 def test_bounds(make_watching):
     made = make_watching(max_media_frames=4)
     assert feature_of(made, of(frames_of(4)))
-    for source, options in ((frames_of(5), {}), (animation(), {}), (animation(), {"num_frames": 6})):
-        with pytest.raises(RequestError, match=r"video 1: . of its \d+ frames would be read, more than the 4 .*max_media_frames"):
+    for source, options in (
+        (frames_of(5), {}),
+        (animation(), {}),
+        (animation(), {"num_frames": 6}),
+    ):
+        with pytest.raises(
+            RequestError,
+            match=r"video 1: . of its \d+ frames would be read, more than the 4 .*max_media_frames",
+        ):
             made.render_conversation(chat(of(source)), mm_processor_kwargs=options)
     assert feature_of(made, of(animation()), mm_processor_kwargs={"fps": 1})
     made = make_watching(images={**IMAGES, "size": VIDEOS["size"]}, max_media_pixels=28 * 28 * 24)
     assert feature_of(made, of(frames_of(4)))
-    with pytest.raises(RequestError, match=r"video 1: its 5 frames of 84 x 56 pixels are more than the 18816 pixels.*max_media_pixels"):
+    with pytest.raises(
+        RequestError,
+        match=r"video 1: its 5 frames of 84 x 56 pixels are more than the 18816 "
+        r"pixels.*max_media_pixels",
+    ):
         made.render_conversation(chat(of(frames_of(5))))
     assert feature_of(made, of(frames_of(5)), mm_processor_kwargs={"max_pixels": 784})
     with pytest.raises(RequestError, match=r"video 1: it has 2000 x 1000 pixels.*max_media_pixels"):
@@ -386,12 +478,19 @@ def test_a_model_that_takes_no_videos(make_watching):
 
 
 def test_where_a_checkpoint_says_how(make_watching):
-    """In a part of processor_config.json, else in a file of its own, else where it says how images are processed."""
-    nested = {"processor_config.json": json.dumps({"video_processor": {**VIDEOS, "size": {"shortest_edge": 784, "longest_edge": 784 * 2}}})}
+    """In a part of processor_config.json, else in a file of its own, else where it says how images
+    are processed."""
+    nested = {
+        "processor_config.json": json.dumps(
+            {"video_processor": {**VIDEOS, "size": {"shortest_edge": 784, "longest_edge": 784 * 2}}}
+        )
+    }
     old = {**IMAGES, "min_pixels": 784, "max_pixels": 784 * 4}
 
     def tokens(*given, **files):
-        return feature_of(make_watching(*given, **files), of(frames_of(2, 112, 112))).mm_position.length
+        return feature_of(
+            make_watching(*given, **files), of(frames_of(2, 112, 112))
+        ).mm_position.length
 
     assert tokens(None, old) == 4
     assert tokens() == 16
@@ -401,7 +500,12 @@ def test_where_a_checkpoint_says_how(make_watching):
 
 def test_what_a_checkpoint_samples(make_watching):
     def frames(source, **stated):
-        return arrays(feature_of(make_watching({**VIDEOS, **stated}), of(source)))["video_grid_thw"][0, 0] * 2
+        return (
+            arrays(feature_of(make_watching({**VIDEOS, **stated}), of(source)))["video_grid_thw"][
+                0, 0
+            ]
+            * 2
+        )
 
     given = (frames_of(32), {"fps": 8})
     assert frames(given) == frames(given, fps=2) == 32
@@ -415,7 +519,10 @@ def test_what_a_checkpoint_samples(make_watching):
 
 
 def test_a_model_that_is_not_told_the_time(make_watching):
-    assert set(arrays(feature_of(make_watching(timed=False), of(frames_of())))) == {"pixel_values_videos", "video_grid_thw"}
+    assert set(arrays(feature_of(make_watching(timed=False), of(frames_of())))) == {
+        "pixel_values_videos",
+        "video_grid_thw",
+    }
 
 
 @pytest.mark.parametrize(
@@ -441,9 +548,15 @@ def test_checkpoints_of_no_sense(make_watching, changed):
 
 @pytest.mark.parametrize(
     "given",
-    [{"videos": {**VIDEOS, "video_processor_type": "Qwen3VLVideoProcessor"}}, {"images": {"image_processor_type": "CLIPImageProcessor"}}],
+    [
+        {"videos": {**VIDEOS, "video_processor_type": "Qwen3VLVideoProcessor"}},
+        {"images": {"image_processor_type": "CLIPImageProcessor"}},
+    ],
     ids=repr,
 )
 def test_models_whose_videos_are_processed_otherwise(make_watching, given):
-    with pytest.raises(RequestError, match=r"video 1: this renderer processes videos for Qwen2-VL.*torchvision.*video_embeds"):
+    with pytest.raises(
+        RequestError,
+        match=r"video 1: this renderer processes videos for Qwen2-VL.*torchvision.*video_embeds",
+    ):
         make_watching(**given).render_conversation(chat(of(frames_of())))

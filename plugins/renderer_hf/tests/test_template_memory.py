@@ -1,4 +1,5 @@
-"""What a chat template's renderer remembers of requests: not without bounds, and nothing that changes another request's answer."""
+"""What a chat template's renderer remembers of requests: not without bounds, and nothing that
+changes another request's answer."""
 
 from __future__ import annotations
 
@@ -35,8 +36,16 @@ def said(roles, **contents):
 
 
 def remembered(template):
-    """By name, each container that the template's renderer keeps, but for what is made of the checkpoint alone."""
-    fixed = {"_sources", "_special_tokens", "_templates", "_trials", "_media_tokens", "_media_texts"}
+    """By name, each container that the template's renderer keeps, but for what is made of the
+    checkpoint alone."""
+    fixed = {
+        "_sources",
+        "_special_tokens",
+        "_templates",
+        "_trials",
+        "_media_tokens",
+        "_media_texts",
+    }
     owners = [template, *template._trials.values()]
     assert all(type(one) in (ChatTemplate, Trials) for one in owners)
     return {
@@ -50,7 +59,13 @@ def remembered(template):
 def sorts_of_tools():
     """Tools of all sorts."""
     descriptions = [{}, {"description": None}, {"description": "of rain"}]
-    schemas = [None, {}, {"type": "object"}, {"type": "object", "required": []}, {"properties": {}, "required": []}]
+    schemas = [
+        None,
+        {},
+        {"type": "object"},
+        {"type": "object", "required": []},
+        {"properties": {}, "required": []},
+    ]
     parameters = [{}, *({"parameters": schema} for schema in schemas)]
     for one, other in itertools.product(descriptions, parameters):
         yield {"type": "function", "function": {"name": "f", **one, **other}}
@@ -66,10 +81,17 @@ def test_what_is_remembered_has_bounds(family):
     tools = list(sorts_of_tools())
     for chosen in itertools.islice(itertools.combinations(tools, 3), 300):
         rendered(template, [USER], list(chosen))
-    for roles in itertools.islice(itertools.product(("system", "user", "assistant", "other"), repeat=6), 1500):
+    for roles in itertools.islice(
+        itertools.product(("system", "user", "assistant", "other"), repeat=6), 1500
+    ):
         rendered(template, said(roles))
     kept = remembered(template)
-    assert {"ChatTemplate._as_they_are", "Trials._forms", "Trials._tool_forms", "Trials._whole"} <= set(kept)
+    assert {
+        "ChatTemplate._as_they_are",
+        "Trials._forms",
+        "Trials._tool_forms",
+        "Trials._whole",
+    } <= set(kept)
     assert {name: len(one) for name, one in kept.items() if len(one) > 1024} == {}
     assert len(kept["Trials._forms"]) <= 50 and len(kept["Trials._tool_forms"]) <= 256
     assert {name: len(repr(one)) for name, one in kept.items() if len(repr(one)) > 2**20} == {}
@@ -104,7 +126,11 @@ def blanked(value, key=None):
 
 
 def unnamed(tools):
-    return None if tools is None else [{**one, "function": {**one["function"], "name": 5}} for one in tools]
+    return (
+        None
+        if tools is None
+        else [{**one, "function": {**one["function"], "name": 5}} for one in tools]
+    )
 
 
 def cut(value, key=None):
@@ -116,7 +142,10 @@ def cut(value, key=None):
     return '{"a": "b' if key == "arguments" else value
 
 
-@pytest.mark.parametrize("family", [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in FAMILIES])
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in FAMILIES],
+)
 def test_no_request_changes_what_another_gets(family):
     """Neither one of the same shape whose texts are blank, nor any other."""
     shared, changed = made(FAMILIES[family]), []
@@ -131,28 +160,47 @@ def test_no_request_changes_what_another_gets(family):
     assert not changed
 
 
-WITHOUT_SYSTEM = "{% for m in messages if m.role != 'system' %}{{ m.content }}{{ m.name }}{% endfor %}"
+WITHOUT_SYSTEM = (
+    "{% for m in messages if m.role != 'system' %}{{ m.content }}{{ m.name }}{% endfor %}"
+)
 
 
 def test_texts_that_look_like_marks_turn_no_refusal_off():
     text = " ".join(f"qz{number}qz" for number in range(99))
     for name in ("name", "tool_call_id", "x"):
-        chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": text, name: text}]
+        chat = [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": text, name: text},
+        ]
         template = made(WITHOUT_SYSTEM.replace("m.name", f"m.{name}"))
         assert "does not write the content of messages[0]" in rendered(template, chat)
 
 
 def test_a_conversation_that_is_refused_turns_no_refusal_off():
-    template = made("{% if messages[0].name == 'no' %}{{ raise_exception('no') }}{% endif %}" + WITHOUT_SYSTEM)
-    chat = [{"role": "user", "content": "hi", "name": "no"}, {"role": "system", "content": "be brief"}]
+    template = made(
+        "{% if messages[0].name == 'no' %}{{ raise_exception('no') }}{% endif %}" + WITHOUT_SYSTEM
+    )
+    chat = [
+        {"role": "user", "content": "hi", "name": "no"},
+        {"role": "system", "content": "be brief"},
+    ]
     assert "refuses this conversation: no" in rendered(template, chat)
-    assert "does not write the content of messages[1]" in rendered(template, [{**chat[0], "name": "yes"}, chat[1]])
+    assert "does not write the content of messages[1]" in rendered(
+        template, [{**chat[0], "name": "yes"}, chat[1]]
+    )
 
 
 @pytest.mark.parametrize("first", [5, "f"])
 def test_tools_that_are_not_written_are_refused_after_some_that_need_not_be(first):
-    source = "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}{{ tools[0].function.name }}{% endif %}"
+    source = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}{{ "
+        "tools[0].function.name }}{% endif %}"
+    )
     template = made(source)
-    tools = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in (first, "g")]
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {}}} for name in (first, "g")
+    ]
     assert "does not write" not in rendered(template, [USER], tools[:1])
-    assert "does not write the tools" in rendered(template, [USER], [tools[0], {"type": "function", "function": {"name": "g"}}])
+    assert "does not write the tools" in rendered(
+        template, [USER], [tools[0], {"type": "function", "function": {"name": "g"}}]
+    )

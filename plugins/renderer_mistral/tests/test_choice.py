@@ -2,7 +2,10 @@
 
 import pytest
 
-pytest.importorskip("mistral_common", reason="mistral-common is not installed: see the README for an environment of its own")
+pytest.importorskip(
+    "mistral_common",
+    reason="mistral-common is not installed: see the README for an environment of its own",
+)
 
 from toolkit_lm.config import Checkpoint, PluginsConfig, VllmConfig
 from toolkit_lm.errors import UnsupportedError
@@ -30,8 +33,12 @@ def choose(tmp_path):
         for name in files:
             (tmp_path / name).write_text("{}")
         config = VllmConfig.default({}, model=str(tmp_path), **options)
-        config = config.with_checkpoint(Checkpoint(path=str(tmp_path), architecture="A", hf_config={}))
-        return choose_renderer(config, Plugins.load(PluginsConfig(plugins=plugins), extra=[Registers()]))
+        config = config.with_checkpoint(
+            Checkpoint(path=str(tmp_path), architecture="A", hf_config={})
+        )
+        return choose_renderer(
+            config, Plugins.load(PluginsConfig(plugins=plugins), extra=[Registers()])
+        )
 
     return choose
 
@@ -63,5 +70,7 @@ def test_it_reads_no_tokenizer_json(choose):
 
 
 def test_a_chat_template_is_refused(choose):
-    with pytest.raises(UnsupportedError, match="has no chat template that chat_template could replace"):
+    with pytest.raises(
+        UnsupportedError, match="has no chat template that chat_template could replace"
+    ):
         choose(["tekken.json"], BOTH, chat_template="{{ messages }}")

@@ -1,4 +1,5 @@
-"""The renderer passes the conformance kit, with the vocabulary that mistral-common ships and with small ones of each later version."""
+"""The renderer passes the conformance kit, with the vocabulary that mistral-common ships and with
+small ones of each later version."""
 
 import json
 import shutil
@@ -7,7 +8,10 @@ import sys
 
 import pytest
 
-pytest.importorskip("mistral_common", reason="mistral-common is not installed: see the README for an environment of its own")
+pytest.importorskip(
+    "mistral_common",
+    reason="mistral-common is not installed: see the README for an environment of its own",
+)
 
 from toolkit_lm_devkit import RendererConformance
 from toolkit_lm_renderer_mistral.renderer import MistralRenderer
@@ -24,7 +28,13 @@ print(*sys.modules)
 
 def test_it_uses_no_library_of_hugging_face(tmp_path, write_tekken):
     write_tekken(tmp_path)
-    done = subprocess.run([sys.executable, "-c", USES_IT, str(tmp_path)], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", USES_IT, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
     assert "mistral_common" in done.stdout.split()
     assert not {"tokenizers", "transformers", "torch"} & set(done.stdout.split())
 

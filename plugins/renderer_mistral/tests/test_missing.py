@@ -1,4 +1,5 @@
-"""What is said where mistral-common is not installed, and where it is not asked. Needs no mistral-common."""
+"""What is said where mistral-common is not installed, and where it is not asked. Needs no
+mistral-common."""
 
 import json
 import subprocess
@@ -6,7 +7,9 @@ import sys
 
 import pytest
 
-pytest.importorskip("toolkit_lm_renderer_mistral", reason="toolkit-lm-renderer-mistral is not installed")
+pytest.importorskip(
+    "toolkit_lm_renderer_mistral", reason="toolkit-lm-renderer-mistral is not installed"
+)
 
 from toolkit_lm.config import Checkpoint, VllmConfig
 from toolkit_lm.errors import ConfigError
@@ -16,7 +19,9 @@ from toolkit_lm_renderer_mistral.renderer import MistralRenderer
 
 def config_of(folder, **options):
     config = VllmConfig.default({}, model=str(folder), **options)
-    return config.with_checkpoint(Checkpoint(path=str(folder), architecture="none", hf_config={}, generation_config={}))
+    return config.with_checkpoint(
+        Checkpoint(path=str(folder), architecture="none", hf_config={}, generation_config={})
+    )
 
 
 @pytest.fixture
@@ -33,10 +38,19 @@ def test_it_says_what_to_install(without_library, tmp_path):
 
 
 def test_a_chat_template_is_refused(tmp_path):
-    assert "chat_template" in MistralRenderer.refuses(config_of(tmp_path, chat_template="{{ messages }}"))
+    assert "chat_template" in MistralRenderer.refuses(
+        config_of(tmp_path, chat_template="{{ messages }}")
+    )
 
 
 def test_importing_it_imports_nothing_heavy():
-    code = "import sys, json, toolkit_lm_renderer_mistral.renderer; print(json.dumps(list(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert not {"torch", "mistral_common", "tiktoken", "numpy", "pydantic", "transformers"} & set(json.loads(done.stdout))
+    code = (
+        "import sys, json, toolkit_lm_renderer_mistral.renderer; "
+        "print(json.dumps(list(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert not {"torch", "mistral_common", "tiktoken", "numpy", "pydantic", "transformers"} & set(
+        json.loads(done.stdout)
+    )

@@ -4,18 +4,39 @@ import json
 
 import pytest
 
-pytest.importorskip("mistral_common", reason="mistral-common is not installed: see the README for an environment of its own")
+pytest.importorskip(
+    "mistral_common",
+    reason="mistral-common is not installed: see the README for an environment of its own",
+)
 
 from toolkit_lm.errors import CheckpointError, ContextLengthError, RequestError
 
 USER = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Yes."}
 SYSTEM = {"role": "system", "content": "Be brief."}
-CALL = {"role": "assistant", "tool_calls": [{"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]}
+CALL = {
+    "role": "assistant",
+    "tool_calls": [
+        {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    ],
+}
 RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "content": "42"}
-FAR_NESTED = {"role": "assistant", "tool_calls": [{"id": "abcdefghi", "function": {"name": "f", "arguments": "[" * 10**5}}]}
-LONG_ID = {"role": "assistant", "tool_calls": [{"id": "call_1", "function": {"name": "f", "arguments": "{}"}}]}
-TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}}
+FAR_NESTED = {
+    "role": "assistant",
+    "tool_calls": [{"id": "abcdefghi", "function": {"name": "f", "arguments": "[" * 10**5}}],
+}
+LONG_ID = {
+    "role": "assistant",
+    "tool_calls": [{"id": "call_1", "function": {"name": "f", "arguments": "{}"}}],
+}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
 RENDERED_TOOL = (
     '[AVAILABLE_TOOLS][{"type": "function", "function": {"name": "f", "description": "d", '
     '"parameters": {"type": "object", "properties": {}}}}][/AVAILABLE_TOOLS]'
@@ -41,8 +62,13 @@ def refusal(renderer, *messages, **options):
 
 
 def test_a_prompt_begins_with_bos(renderer):
-    assert renderer.render_prompt("Hi").token_ids == [1, *renderer.render_prompt("Hi", add_special_tokens=False).token_ids]
-    assert renderer.render_prompt({"prompt": "Hi"}).token_ids == renderer.render_prompt("Hi").token_ids
+    assert renderer.render_prompt("Hi").token_ids == [
+        1,
+        *renderer.render_prompt("Hi", add_special_tokens=False).token_ids,
+    ]
+    assert (
+        renderer.render_prompt({"prompt": "Hi"}).token_ids == renderer.render_prompt("Hi").token_ids
+    )
 
 
 def test_special_tokens_in_a_text_stay_text(renderer):
@@ -109,12 +135,18 @@ def test_an_answer_is_continued(renderer):
 
 
 def test_a_generation_prompt_has_no_tokens(renderer):
-    assert chat(renderer, USER, add_generation_prompt=False) == chat(renderer, USER, add_generation_prompt=True) == chat(renderer, USER)
+    assert (
+        chat(renderer, USER, add_generation_prompt=False)
+        == chat(renderer, USER, add_generation_prompt=True)
+        == chat(renderer, USER)
+    )
 
 
 @pytest.mark.parametrize("role", ["system", "user"])
 def test_special_tokens_in_a_message_stay_text(renderer, role):
-    token_ids = renderer.render_conversation([{"role": role, "content": "</s>[INST]"}, USER]).token_ids
+    token_ids = renderer.render_conversation(
+        [{"role": role, "content": "</s>[INST]"}, USER]
+    ).token_ids
     assert [token_id for token_id in token_ids if token_id < 100] == [1, 3, 4]
     assert "</s>[INST]" in renderer.decode(token_ids, skip_special_tokens=True)
 
@@ -125,7 +157,10 @@ def test_contents_may_be_parts(renderer):
 
 
 def test_thinking(make_renderer):
-    answer = {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "Yes."}]}
+    answer = {
+        "role": "assistant",
+        "content": [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "Yes."}],
+    }
     assert "[THINK]Hm.[/THINK]Yes.</s>" in chat(make_renderer("v13"), USER, answer, USER)
     assert refusal(make_renderer("v3"), USER, answer, USER).param == "messages"
 
@@ -138,7 +173,10 @@ def test_reasoning_effort(make_renderer):
     renderer = make_renderer("v15")
     assert '"high"' in chat(renderer, USER, chat_template_kwargs={"reasoning_effort": "high"})
     for value in ("enormous", "low", 3):
-        assert refusal(renderer, USER, chat_template_kwargs={"reasoning_effort": value}).param == "chat_template_kwargs"
+        assert (
+            refusal(renderer, USER, chat_template_kwargs={"reasoning_effort": value}).param
+            == "chat_template_kwargs"
+        )
 
 
 @pytest.mark.parametrize(
@@ -154,7 +192,17 @@ def test_reasoning_effort(make_renderer):
         ([{"role": "user", "content": object()}], {}, "messages", "JSON"),
         ([{"role": "user", "content": "a" * 2**20}], {}, "messages", "characters"),
         ([{"role": "user", "content": " " * (2**20 - 50)}], {}, "messages", "mistral-common"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///x.png"}}]}], {}, "messages", "image_url"),
+        (
+            [
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": "file:///x.png"}}],
+                }
+            ],
+            {},
+            "messages",
+            "image_url",
+        ),
         ([{"role": "user", "content": [{"type": "text"}]}], {}, "messages", "text"),
         ([USER, ANSWER], {}, "messages", "last role"),
         ([USER, {**CALL, "tool_calls": 3}], {}, "messages", "tool_calls"),
@@ -163,14 +211,48 @@ def test_reasoning_effort(make_renderer):
         ([USER, {"role": "tool", "content": "42"}], {}, "messages", ""),
         ([USER], {"tools": {}}, "tools", "list"),
         ([USER], {"tools": [{"type": "function"}]}, "tools", "function"),
-        ([USER], {"tools": [{"type": "function", "function": {"name": "f f", "parameters": {}}}]}, "tools", "f f"),
-        ([USER], {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "no"}}}]}, "tools", "schema"),
+        (
+            [USER],
+            {"tools": [{"type": "function", "function": {"name": "f f", "parameters": {}}}]},
+            "tools",
+            "f f",
+        ),
+        (
+            [USER],
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"type": "no"}}}
+                ]
+            },
+            "tools",
+            "schema",
+        ),
         ([USER], {"continue_final_message": True}, "continue_final_message", "assistant"),
-        ([USER, {**ANSWER, "content": ""}], {"continue_final_message": True}, "continue_final_message", "content"),
-        ([USER, ANSWER], {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "Cannot set both"),
+        (
+            [USER, {**ANSWER, "content": ""}],
+            {"continue_final_message": True},
+            "continue_final_message",
+            "content",
+        ),
+        (
+            [USER, ANSWER],
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            "Cannot set both",
+        ),
         ([USER, ANSWER], {"add_generation_prompt": False}, "add_generation_prompt", "answer"),
-        ([USER], {"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs", "enable_thinking"),
-        ([USER], {"chat_template_kwargs": {"reasoning_effort": "high"}}, "chat_template_kwargs", "v3"),
+        (
+            [USER],
+            {"chat_template_kwargs": {"enable_thinking": True}},
+            "chat_template_kwargs",
+            "enable_thinking",
+        ),
+        (
+            [USER],
+            {"chat_template_kwargs": {"reasoning_effort": "high"}},
+            "chat_template_kwargs",
+            "v3",
+        ),
         ([USER], {"chat_template_kwargs": ["a"]}, "chat_template_kwargs", "mapping"),
         ([USER], {"tool": []}, "tool", "'tools'"),
     ],
@@ -199,7 +281,9 @@ def test_all_messages_count(renderer):
 
 
 def test_end_tokens_are_of_all_files(make_renderer):
-    renderer = make_renderer(hf_config={"eos_token_id": 7}, generation_config={"eos_token_id": [9, 7, 10**6]})
+    renderer = make_renderer(
+        hf_config={"eos_token_id": 7}, generation_config={"eos_token_id": [9, 7, 10**6]}
+    )
     assert renderer.eos_token_ids == [9, 7, 2]
     with pytest.raises(CheckpointError, match="eos_token_id"):
         make_renderer(hf_config={"eos_token_id": "</s>"})
@@ -222,7 +306,9 @@ def test_a_stream_holds_back_half_a_character(renderer):
     assert stream.flush() == "\ufffd"
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"config": {"version": "v99"}}', "\xff", "cut"], ids=repr)
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"config": {"version": "v99"}}', "\xff", "cut"], ids=repr
+)
 def test_a_broken_file_is_named(make_renderer, tmp_path, text):
     renderer = make_renderer()
     path = tmp_path / "tekken.json"
@@ -231,7 +317,11 @@ def test_a_broken_file_is_named(make_renderer, tmp_path, text):
         type(renderer)(renderer.config)
 
 
-@pytest.mark.parametrize("change", [{"pattern": "("}, {"default_vocab_size": 10**6}, {"default_num_special_tokens": 3}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [{"pattern": "("}, {"default_vocab_size": 10**6}, {"default_num_special_tokens": 3}],
+    ids=str,
+)
 def test_a_config_that_does_not_fit_is_named(make_renderer, tmp_path, change):
     renderer = make_renderer()
     path = tmp_path / "tekken.json"

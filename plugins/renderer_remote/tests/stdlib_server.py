@@ -1,4 +1,5 @@
-"""A render server of the standard library alone: tokens are bytes, and pictures are netpbm files (P6) of up to 16 x 16 pixels."""
+"""A render server of the standard library alone: tokens are bytes, and pictures are netpbm files
+(P6) of up to 16 x 16 pixels."""
 
 import base64
 import hashlib
@@ -23,7 +24,11 @@ def check(holds, message, param=None, code=None):
 
 def picture(source, number):
     """The feature of one picture, without its place, and how many tokens stand for it."""
-    check(isinstance(source, str) and source.startswith("data:"), f"image {number}: it is no data URL.", "messages")
+    check(
+        isinstance(source, str) and source.startswith("data:"),
+        f"image {number}: it is no data URL.",
+        "messages",
+    )
     data = base64.b64decode(source.partition(",")[2])
     found = re.match(rb"P6\s(\d{1,2})\s(\d{1,2})\s255\s", data)
     check(found, f"image {number}: it is no netpbm file.", "messages")
@@ -31,9 +36,18 @@ def picture(source, number):
     fits = 0 < width <= 16 and 0 < height <= 16 and len(pixels) == width * height * 3
     check(fits, f"image {number}: it has not the size that it states.", "messages")
     values = struct.pack(f"<{len(pixels)}f", *(one / 255 for one in pixels))
-    array = {"dtype": "float32", "shape": [height, width, 3], "data": base64.b64encode(values).decode()}
+    array = {
+        "dtype": "float32",
+        "shape": [height, width, 3],
+        "data": base64.b64encode(values).decode(),
+    }
     identifier = hashlib.sha256(b"stdlib-1 %d %d " % (width, height) + pixels).hexdigest()
-    feature = {"modality": "image", "mm_identifier": identifier, "data": {"pixel_values": array}, "layout": {"size": [height, width]}}
+    feature = {
+        "modality": "image",
+        "mm_identifier": identifier,
+        "data": {"pixel_values": array},
+        "layout": {"size": [height, width]},
+    }
     return feature, width * height
 
 
@@ -49,30 +63,51 @@ def rendered(pieces, body):
             feature, length = picture(piece["url"], len(features) + 1)
             if feature["mm_identifier"] in body.get("held", []):
                 feature["data"] = None
-            features.append(feature | {"mm_position": {"offset": len(token_ids), "length": length, "mask": None}})
+            features.append(
+                feature
+                | {"mm_position": {"offset": len(token_ids), "length": length, "mask": None}}
+            )
             token_ids += [IMAGE] * length
     check(token_ids, "the prompt is empty.", "prompt")
     check_tokens(token_ids, "prompt")
     too_long = body.get("check_length", True) and len(token_ids) >= LONGEST
-    check(not too_long, f"the prompt has {len(token_ids)} tokens.", "prompt", "context_length_exceeded")
+    check(
+        not too_long,
+        f"the prompt has {len(token_ids)} tokens.",
+        "prompt",
+        "context_length_exceeded",
+    )
     return {"token_ids": token_ids, "features": features or None, "max_model_len": LONGEST}
 
 
 def check_tokens(token_ids, param):
-    known = isinstance(token_ids, list) and all(isinstance(one, int) and 0 <= one < VOCABULARY for one in token_ids)
+    known = isinstance(token_ids, list) and all(
+        isinstance(one, int) and 0 <= one < VOCABULARY for one in token_ids
+    )
     check(known, "that is no list of tokens of the vocabulary.", param)
 
 
 def chat(body):
     messages = body.get("messages")
-    check(isinstance(messages, list) and messages, "messages must be a list that is not empty.", "messages")
+    check(
+        isinstance(messages, list) and messages,
+        "messages must be a list that is not empty.",
+        "messages",
+    )
     pieces = []
     for message in messages:
-        check(isinstance(message, dict) and isinstance(message.get("role"), str), "a message needs a role.", "messages")
+        check(
+            isinstance(message, dict) and isinstance(message.get("role"), str),
+            "a message needs a role.",
+            "messages",
+        )
         content = message.get("content")
         pieces.append(f"{message['role']}: ")
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        pieces += [part["text"] if part["type"] == "text" else {"url": part["image_url"]["url"]} for part in parts]
+        pieces += [
+            part["text"] if part["type"] == "text" else {"url": part["image_url"]["url"]}
+            for part in parts
+        ]
         pieces.append("\n")
     return rendered([*pieces, "assistant: "], body)
 
@@ -80,7 +115,9 @@ def chat(body):
 def prompts(body):
     given = body.get("prompt")
     check(given is not None, "a prompt is missing.", "prompt")
-    many = given if isinstance(given, list) and not (given and isinstance(given[0], int)) else [given]
+    many = (
+        given if isinstance(given, list) and not (given and isinstance(given[0], int)) else [given]
+    )
     return {"data": [prompt(one, body) for one in many]}
 
 
@@ -90,7 +127,11 @@ def prompt(given, body):
         return rendered([given], body)
     check(isinstance(given, str), "a prompt must be a text or a list of tokens.", "prompt")
     texts = given.split("<image>") if images else [given]
-    check(len(texts) == len(images) + 1 or not images, f"{len(texts) - 1} placeholders for {len(images)} images.", "prompt")
+    check(
+        len(texts) == len(images) + 1 or not images,
+        f"{len(texts) - 1} placeholders for {len(images)} images.",
+        "prompt",
+    )
     between = [[{"url": image}, text] for image, text in zip(images, texts[1:], strict=True)]
     return rendered([texts[0], *(piece for pair in between for piece in pair)], body)
 
@@ -102,7 +143,9 @@ def tokenize(body):
 
 def derender(body):
     check_tokens(body.get("token_ids"), "token_ids")
-    return {"text": bytes(one for one in body["token_ids"] if one != IMAGE).decode(errors="replace")}
+    return {
+        "text": bytes(one for one in body["token_ids"] if one != IMAGE).decode(errors="replace")
+    }
 
 
 ROUTES = {
@@ -124,7 +167,16 @@ class Handler(BaseHTTPRequestHandler):
         except RefusedError as refused:
             status, answer = 400, {"error": refused.detail}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            status, answer = 400, {"error": {"message": f"the request cannot be read: {error!r}", "param": None, "code": None}}
+            status, answer = (
+                400,
+                {
+                    "error": {
+                        "message": f"the request cannot be read: {error!r}",
+                        "param": None,
+                        "code": None,
+                    }
+                },
+            )
         answer = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")

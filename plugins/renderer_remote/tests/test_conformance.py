@@ -1,4 +1,5 @@
-"""The render servers that there are pass the tests of render servers: one of the standard library alone, and `toolkit render`."""
+"""The render servers that there are pass the tests of render servers: one of the standard library
+alone, and `toolkit render`."""
 
 from __future__ import annotations
 
@@ -18,13 +19,18 @@ from toolkit_lm_renderer_remote.wire import RENDER_CHAT, RENDER_PROMPTS, schema
 
 HERE = Path(__file__).parent
 SCHEMA = HERE.parents[2] / "docs" / "renderer.schema.json"
-UPDATE = "python -c 'from toolkit_lm_renderer_remote.wire import write_schema; write_schema(\"docs/renderer.schema.json\")'"
+UPDATE = (
+    "python -c 'from toolkit_lm_renderer_remote.wire import write_schema; "
+    'write_schema("docs/renderer.schema.json")\''
+)
 PICTURES = (b"P6 2 3 255\n" + bytes(range(18)), b"P6 3 2 255\n" + bytes(range(18)))
 
 
 @contextmanager
 def served(*command: str) -> Iterator[str]:
-    with subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         assert process.stdout is not None
         found = re.search(r"http://\S+", process.stdout.readline())
         try:
@@ -45,12 +51,21 @@ class TestStandardLibrary(RenderServerConformance):
             yield url
 
     def test_its_answers_are_what_the_schema_says(self, client):
-        parts = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "data:;base64,UDYgMSAxIDI1NQphYmM="}}]
-        chat = client.post(RENDER_CHAT, json={"messages": [{"role": "user", "content": parts}]}).json()
+        parts = [
+            {"type": "text", "text": "a"},
+            {"type": "image_url", "image_url": {"url": "data:;base64,UDYgMSAxIDI1NQphYmM="}},
+        ]
+        chat = client.post(
+            RENDER_CHAT, json={"messages": [{"role": "user", "content": parts}]}
+        ).json()
         assert validator("RenderedPrompt").is_valid(chat)
         assert not validator("RenderedPrompt").is_valid(chat | {"token_ids": ["a"]})
-        assert validator("RenderedPrompts").is_valid(client.post(RENDER_PROMPTS, json={"prompt": "a"}).json())
-        assert validator("ErrorAnswer").is_valid(client.post(RENDER_PROMPTS, json={"prompt": ""}).json())
+        assert validator("RenderedPrompts").is_valid(
+            client.post(RENDER_PROMPTS, json={"prompt": "a"}).json()
+        )
+        assert validator("ErrorAnswer").is_valid(
+            client.post(RENDER_PROMPTS, json={"prompt": ""}).json()
+        )
 
 
 class TestToolkitRender(RenderServerConformance):
@@ -59,18 +74,28 @@ class TestToolkitRender(RenderServerConformance):
     @pytest.fixture(scope="class")
     @staticmethod
     def url() -> Iterator[str]:
-        with served("-c", "from toolkit_lm_cli import main; main()", "render", "tiny", "--port", "0") as url:
+        with served(
+            "-c", "from toolkit_lm_cli import main; main()", "render", "tiny", "--port", "0"
+        ) as url:
             yield url
 
     def test_its_answers_are_what_the_schema_says(self, client):
-        chat = client.post(RENDER_CHAT, json={"messages": [{"role": "user", "content": "a"}]}).json()
+        chat = client.post(
+            RENDER_CHAT, json={"messages": [{"role": "user", "content": "a"}]}
+        ).json()
         assert validator("RenderedPrompt").is_valid(chat)
-        assert validator("RenderedPrompts").is_valid(client.post(RENDER_PROMPTS, json={"prompt": "a"}).json())
-        assert validator("ErrorAnswer").is_valid(client.post(RENDER_PROMPTS, json={"prompt": ""}).json())
+        assert validator("RenderedPrompts").is_valid(
+            client.post(RENDER_PROMPTS, json={"prompt": "a"}).json()
+        )
+        assert validator("ErrorAnswer").is_valid(
+            client.post(RENDER_PROMPTS, json={"prompt": ""}).json()
+        )
 
 
 def validator(name: str) -> jsonschema_rs.Validator:
-    return jsonschema_rs.validator_for({**json.loads(SCHEMA.read_text()), "$ref": f"#/$defs/{name}"})
+    return jsonschema_rs.validator_for(
+        {**json.loads(SCHEMA.read_text()), "$ref": f"#/$defs/{name}"}
+    )
 
 
 def test_the_published_schema_is_up_to_date():
@@ -79,6 +104,8 @@ def test_the_published_schema_is_up_to_date():
 
 def test_one_is_of_the_standard_library_alone():
     tree = ast.parse((HERE / "stdlib_server.py").read_text())
-    names = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    names = {
+        name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names
+    }
     names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names

@@ -28,31 +28,61 @@ def test_pixels_arrive_as_they_are(shape):
 
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "CMYK"])
 def test_images_of_pillow_arrive_as_rgb(mode):
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)).convert(mode)
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)).convert(
+        mode
+    )
     assert (decoded(plain(image)) == np.asarray(image.convert("RGB"))).all()
 
 
 def test_embeddings_are_arrays_in_json():
-    found = plain({"embeds": torch.ones(2, 3, dtype=torch.bfloat16), "grid": np.array([[1, 2, 3]], np.int16)})
+    found = plain(
+        {"embeds": torch.ones(2, 3, dtype=torch.bfloat16), "grid": np.array([[1, 2, 3]], np.int16)}
+    )
     assert (found["embeds"]["dtype"], found["embeds"]["shape"]) == ("float32", [2, 3])
     assert np.frombuffer(b64decode(found["grid"]["data"]), np.int64).tolist() == [1, 2, 3]
 
 
 def test_the_rest_stays():
-    message = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "image": b"abc"}, 5, None, True]}
+    message = {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "a"},
+            {"type": "image", "image": b"abc"},
+            5,
+            None,
+            True,
+        ],
+    }
     found = plain([message])
     assert found[0]["content"][1]["image"] == "data:application/octet-stream;base64,YWJj"
     assert found[0]["content"][2:] == [5, None, True]
     assert count_media([message]) == (1, 1)
-    assert count_media([{"content": "a"}, {"content": None}, 5, {"content": [5, {"text": "a"}, {"type": "image_url"}]}]) == (1, 1)
+    assert count_media(
+        [
+            {"content": "a"},
+            {"content": None},
+            5,
+            {"content": [5, {"text": "a"}, {"type": "image_url"}]},
+        ]
+    ) == (1, 1)
 
 
 def test_parts_of_unknown_types_may_be_items():
-    parts = [{"type": "image_embeds"}, {"type": "input_audio"}, {"type": "video_url"}, {"type": "file"}, {"type": []}, {"type": "refusal"}]
+    parts = [
+        {"type": "image_embeds"},
+        {"type": "input_audio"},
+        {"type": "video_url"},
+        {"type": "file"},
+        {"type": []},
+        {"type": "refusal"},
+    ]
     assert count_media([{"content": parts}]) == (4, 5)
 
 
-@pytest.mark.parametrize("given", [object(), {1, 2}, np.array(["a"]), np.zeros((0, 3), np.uint8), np.zeros((2, 2, 2), np.uint8)])
+@pytest.mark.parametrize(
+    "given",
+    [object(), {1, 2}, np.array(["a"]), np.zeros((0, 3), np.uint8), np.zeros((2, 2, 2), np.uint8)],
+)
 def test_what_cannot_be_sent_is_refused(given):
     with pytest.raises(RequestError):
         plain({"image": given})
@@ -63,13 +93,27 @@ FRAMES = np.zeros((2, 4, 4, 3), np.uint8)
 
 @pytest.mark.parametrize(
     "frames",
-    [FRAMES, torch.from_numpy(FRAMES), list(FRAMES), [Image.fromarray(one) for one in FRAMES], (FRAMES, {"fps": 2})],
+    [
+        FRAMES,
+        torch.from_numpy(FRAMES),
+        list(FRAMES),
+        [Image.fromarray(one) for one in FRAMES],
+        (FRAMES, {"fps": 2}),
+    ],
     ids=["array", "tensor", "arrays", "images", "with fps"],
 )
 def test_frames_are_refused_by_their_number(frames):
     with pytest.raises(RequestError, match=r"^video 2: frames are not sent to a render server"):
         plain_messages(
-            [{"content": [{"type": "video", "video": b"a"}, {"type": "image", "image": b"a"}, {"type": "video", "video": frames}]}]
+            [
+                {
+                    "content": [
+                        {"type": "video", "video": b"a"},
+                        {"type": "image", "image": b"a"},
+                        {"type": "video", "video": frames},
+                    ]
+                }
+            ]
         )
     with pytest.raises(RequestError, match=r"^video 1: frames"):
         plain_data({"video": frames})
@@ -79,7 +123,12 @@ def test_what_cannot_be_sent_is_named():
     with pytest.raises(RequestError, match=r"^image 2: an array must be uint8"):
         plain_data({"image": [b"a", FRAMES]})
     with pytest.raises(RequestError, match=r"^image 2: a object cannot be sent"):
-        plain_messages([{"content": [{"type": "image", "image": b"a"}]}, {"content": ["b", {"type": "image", "image": object()}]}])
+        plain_messages(
+            [
+                {"content": [{"type": "image", "image": b"a"}]},
+                {"content": ["b", {"type": "image", "image": object()}]},
+            ]
+        )
 
 
 SAMPLES = np.sin(np.arange(1600, dtype=np.float32))
@@ -93,8 +142,15 @@ def heard(sent):
 
 def test_samples_are_sent_as_a_wav():
     whole = (SAMPLES * 32767).astype(np.int16)
-    for samples, expected in ((SAMPLES, SAMPLES), (torch.from_numpy(SAMPLES), SAMPLES), (whole, whole.astype(np.float32) / 32767)):
-        for sent in (plain_data({"audio": (samples, 16000)})["audio"], *plain_data({"audio": [(samples, 16000.0), b"a"]})["audio"][:1]):
+    for samples, expected in (
+        (SAMPLES, SAMPLES),
+        (torch.from_numpy(SAMPLES), SAMPLES),
+        (whole, whole.astype(np.float32) / 32767),
+    ):
+        for sent in (
+            plain_data({"audio": (samples, 16000)})["audio"],
+            *plain_data({"audio": [(samples, 16000.0), b"a"]})["audio"][:1],
+        ):
             found, rate = heard(sent)
             assert rate == 16000
             assert np.array_equal(found, expected)
@@ -103,13 +159,31 @@ def test_samples_are_sent_as_a_wav():
 
 
 @pytest.mark.parametrize(
-    "given", [SAMPLES, torch.from_numpy(SAMPLES), (SAMPLES[None], 16000), (SAMPLES, 0), (SAMPLES, float("nan")), ([0.5], 16000), (b"a", 5)]
+    "given",
+    [
+        SAMPLES,
+        torch.from_numpy(SAMPLES),
+        (SAMPLES[None], 16000),
+        (SAMPLES, 0),
+        (SAMPLES, float("nan")),
+        ([0.5], 16000),
+        (b"a", 5),
+    ],
 )
 def test_samples_that_cannot_be_sent_are_named(given):
     with pytest.raises(RequestError, match=r"^audio 2: (samples are sent|it must be samples)"):
         plain_data({"audio": [b"a", given]})
     with pytest.raises(RequestError, match=r"^audio 2: (samples are sent|it must be samples)"):
-        plain_messages([{"content": [{"type": "input_audio", "input_audio": {"data": "YQ=="}}, {"type": "audio", "audio": given}]}])
+        plain_messages(
+            [
+                {
+                    "content": [
+                        {"type": "input_audio", "input_audio": {"data": "YQ=="}},
+                        {"type": "audio", "audio": given},
+                    ]
+                }
+            ]
+        )
 
 
 def test_what_an_audio_encoder_gives_is_sent():
@@ -117,8 +191,17 @@ def test_what_an_audio_encoder_gives_is_sent():
 
 
 def test_files_are_sent_as_they_are():
-    assert plain_data({"video": [b"a", "data:,"], "image": b"a"}) == {"video": [plain(b"a"), "data:,"], "image": plain(b"a")}
+    assert plain_data({"video": [b"a", "data:,"], "image": b"a"}) == {
+        "video": [plain(b"a"), "data:,"],
+        "image": plain(b"a"),
+    }
     messages = [
-        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}, {"type": "file", "file": {"file_data": "b"}}]}
+        {
+            "role": "user",
+            "content": [
+                {"type": "image_url", "image_url": {"url": "data:,"}},
+                {"type": "file", "file": {"file_data": "b"}},
+            ],
+        }
     ]
     assert plain_messages(messages) == messages

@@ -1,4 +1,5 @@
-"""Answers of render servers are checked before they are believed, and counted before they are made."""
+"""Answers of render servers are checked before they are believed, and counted before they are
+made."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ from toolkit_lm.messages import Array, MultiModalFeatureSpec, PlaceholderRange
 from toolkit_lm_renderer_remote.reading import Answer, WrongAnswerError
 
 ARRAY = {"dtype": "float32", "shape": [1, 2], "data": bytes(8)}
-FEATURE = {"modality": "image", "mm_identifier": "a", "mm_position": {"offset": 1, "length": 2}, "data": {"x": ARRAY}}
+FEATURE = {
+    "modality": "image",
+    "mm_identifier": "a",
+    "mm_position": {"offset": 1, "length": 2},
+    "data": {"x": ARRAY},
+}
 
 
 def feature(**changed):
@@ -41,17 +47,26 @@ def test_both_forms_are_read():
             modality="image",
             mm_identifier=str(i),
             mm_position=PlaceholderRange(2 * i, 2, [True, False]),
-            data={"x": Array.of(np.full((2, 3), i, np.float32)), "empty": Array.of(np.zeros((0, 3), np.int64))},
+            data={
+                "x": Array.of(np.full((2, 3), i, np.float32)),
+                "empty": Array.of(np.zeros((0, 3), np.int64)),
+            },
             layout={"grid": [1.0, 2.0]},
         )
         for i in range(2)
     ]
     for encoded in (as_json, as_msgpack):
-        found = encoded({"token_ids": [5, 6, 7, 8], "features": features, "unknown": {"a": 1}}).prompt(2)
+        found = encoded(
+            {"token_ids": [5, 6, 7, 8], "features": features, "unknown": {"a": 1}}
+        ).prompt(2)
         assert found.token_ids == [5, 6, 7, 8]
         assert found.features == features
         assert found.features[1].data["x"].to_numpy().tolist() == [[1, 1, 1], [1, 1, 1]]
-        assert encoded({"token_ids": [5]}).prompt() == encoded({"token_ids": [5], "features": None}).prompt() == ([5], None)
+        assert (
+            encoded({"token_ids": [5]}).prompt()
+            == encoded({"token_ids": [5], "features": None}).prompt()
+            == ([5], None)
+        )
         assert encoded({"data": [{"token_ids": [5], "features": []}]}).only_prompt() == ([5], None)
         held = encoded(answer(feature(data=None))).prompt(1, ["a"])
         assert held.features[0].data is None
@@ -88,7 +103,10 @@ def test_both_forms_are_read():
         (answer(feature(data={"x": {**ARRAY, "shape": [1, 3]}})), "as many bytes"),
         (answer(feature(data={"x": {**ARRAY, "shape": [-1, -2]}})), "as many bytes"),
         (answer(feature(data={"x": {**ARRAY, "shape": [2**62, 4]}})), "as many bytes"),
-        (answer(feature(data={"x": {**ARRAY, "shape": [1] * 9 + [2]}})), "too much in a shape|too much is in a shape"),
+        (
+            answer(feature(data={"x": {**ARRAY, "shape": [1] * 9 + [2]}})),
+            "too much in a shape|too much is in a shape",
+        ),
         (answer(feature(data={str(i): ARRAY for i in range(600)})), "too much"),
         (answer(feature(data=[ARRAY])), "no rendered prompt"),
         (answer(feature(layout={str(i): [1.0] for i in range(5000)})), "too much|too large"),
@@ -101,7 +119,9 @@ def test_what_is_wrong_is_found(encoded, value, told):
 
 
 @pytest.mark.parametrize("encoded", [as_json, as_msgpack])
-@pytest.mark.parametrize("value", [answer(), answer(features=None), {"token_ids": [5]}, answer(FEATURE)])
+@pytest.mark.parametrize(
+    "value", [answer(), answer(features=None), {"token_ids": [5]}, answer(FEATURE)]
+)
 def test_no_item_is_left_out(encoded, value):
     with pytest.raises(WrongAnswerError, match="features for 2 items"):
         encoded(value).prompt(2)
@@ -121,7 +141,13 @@ def test_features_are_in_order_and_apart():
 
 
 @pytest.mark.parametrize(
-    ("kind", "body"), [("text/html", b"{}"), ("", b"{}"), ("application/json", b"{"), ("application/msgpack", b"\xdd\xff")]
+    ("kind", "body"),
+    [
+        ("text/html", b"{}"),
+        ("", b"{}"),
+        ("application/json", b"{"),
+        ("application/msgpack", b"\xdd\xff"),
+    ],
 )
 def test_what_is_no_answer_at_all(kind, body):
     with pytest.raises(WrongAnswerError):
@@ -134,8 +160,15 @@ _MANY = 2_000_000
 @pytest.mark.parametrize(
     "made",
     [
-        lambda: Answer(b'{"token_ids":[5],"features":[' + b"1," * _MANY + b"1]}", "application/json"),
-        lambda: Answer(b"\x82\xa9token_ids\x91\x05\xa8features\xdd" + _MANY.to_bytes(4, "big") + b"\x05" * _MANY, "application/msgpack"),
+        lambda: Answer(
+            b'{"token_ids":[5],"features":[' + b"1," * _MANY + b"1]}", "application/json"
+        ),
+        lambda: Answer(
+            b"\x82\xa9token_ids\x91\x05\xa8features\xdd"
+            + _MANY.to_bytes(4, "big")
+            + b"\x05" * _MANY,
+            "application/msgpack",
+        ),
         lambda: as_msgpack(answer(at(1, 2, [True] * _MANY))),
         lambda: as_json(answer(at(1, 2, [True] * _MANY))),
         lambda: as_msgpack(answer(feature(data={"x": {**ARRAY, "shape": [1] * _MANY}}))),

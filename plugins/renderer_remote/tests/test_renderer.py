@@ -20,7 +20,15 @@ from toolkit_lm_renderer_remote.servers import RenderServers
 
 IMAGE = 7
 ARRAY = {"dtype": "float32", "shape": [2], "data": "AAAAAAAAAAA="}
-CHAT = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:;base64,YQ=="}}, {"type": "text", "text": "a"}]}]
+CHAT = [
+    {
+        "role": "user",
+        "content": [
+            {"type": "image_url", "image_url": {"url": "data:;base64,YQ=="}},
+            {"type": "text", "text": "a"},
+        ],
+    }
+]
 
 
 class Rules(MultiModalRules):
@@ -50,7 +58,13 @@ class Cache:
 
 
 def feature(name="a", offset=1, **changed):
-    return {"modality": "image", "mm_identifier": name, "mm_position": {"offset": offset, "length": 2}, "data": {"x": ARRAY}, **changed}
+    return {
+        "modality": "image",
+        "mm_identifier": name,
+        "mm_position": {"offset": offset, "length": 2},
+        "data": {"x": ARRAY},
+        **changed,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +111,11 @@ def make(config, asked, request):
 
         def answer(request):
             asked.append((request.url.path, json.loads(request.content)))
-            return httpx.Response(200, stream=Content(json.dumps(next(left)).encode()), headers={"content-type": "application/json"})
+            return httpx.Response(
+                200,
+                stream=Content(json.dumps(next(left)).encode()),
+                headers={"content-type": "application/json"},
+            )
 
         one = kind(config)
         one._servers = RenderServers(["http://here"], transport=httpx.MockTransport(answer))
@@ -109,17 +127,30 @@ def make(config, asked, request):
 
 
 def test_a_chat_with_a_picture(make, asked):
-    rendered = make({"token_ids": [5, IMAGE, IMAGE, 6], "features": [feature()]}).render_conversation(
-        CHAT, add_generation_prompt=False, chat_template_kwargs=None, mm_processor_kwargs={"max_pixels": 5}
+    rendered = make(
+        {"token_ids": [5, IMAGE, IMAGE, 6], "features": [feature()]}
+    ).render_conversation(
+        CHAT,
+        add_generation_prompt=False,
+        chat_template_kwargs=None,
+        mm_processor_kwargs={"max_pixels": 5},
     )
     assert rendered.token_ids == [5, IMAGE, IMAGE, 6]
     assert rendered.features[0].data["x"].to_numpy().tolist() == [0, 0]
-    body = {"messages": CHAT, "add_generation_prompt": False, "mm_processor_kwargs": {"max_pixels": 5}, "check_length": False}
+    body = {
+        "messages": CHAT,
+        "add_generation_prompt": False,
+        "mm_processor_kwargs": {"max_pixels": 5},
+        "check_length": False,
+    }
     assert asked == [("/v1/chat/completions/render", body)]
 
 
 def test_prompts(make, asked):
-    renderer = make({"tokens": [5, 6]}, {"data": [{"token_ids": [IMAGE, IMAGE], "features": [feature(offset=0)]}]})
+    renderer = make(
+        {"tokens": [5, 6]},
+        {"data": [{"token_ids": [IMAGE, IMAGE], "features": [feature(offset=0)]}]},
+    )
     assert renderer.render_prompt("ab", add_special_tokens=False) == ([5, 6], None)
     assert renderer.render_prompt({"prompt_token_ids": [8, 9]}) == ([8, 9], None)
     rendered = renderer.render_prompt({"prompt": "<image>", "multi_modal_data": {"image": b"a"}})
@@ -127,20 +158,33 @@ def test_prompts(make, asked):
     sent = {"image": "data:application/octet-stream;base64,YQ=="}
     assert asked == [
         ("/tokenize", {"prompt": "ab", "add_special_tokens": False}),
-        ("/v1/completions/render", {"prompt": "<image>", "add_special_tokens": True, "multi_modal_data": sent, "check_length": False}),
+        (
+            "/v1/completions/render",
+            {
+                "prompt": "<image>",
+                "add_special_tokens": True,
+                "multi_modal_data": sent,
+                "check_length": False,
+            },
+        ),
     ]
 
 
 def test_what_the_engine_holds_is_told_and_left_out(make, asked):
     cache = Cache(["b", "a"])
-    rendered = make({"token_ids": [5, IMAGE, IMAGE], "features": [feature(data=None)]}, cache=cache).render_conversation(CHAT)
+    rendered = make(
+        {"token_ids": [5, IMAGE, IMAGE], "features": [feature(data=None)]}, cache=cache
+    ).render_conversation(CHAT)
     assert rendered.features[0].data is None
     assert asked[0][1]["held"] == ["b", "a"]
     assert cache.asked == ["a"], "it stays until the request is sent"
 
 
 def test_what_the_engine_has_forgotten_meanwhile_is_asked_for_again(make, asked):
-    answers = [{"token_ids": [5, IMAGE, IMAGE], "features": [feature(data=data)]} for data in (None, {"x": ARRAY})]
+    answers = [
+        {"token_ids": [5, IMAGE, IMAGE], "features": [feature(data=data)]}
+        for data in (None, {"x": ARRAY})
+    ]
     rendered = make(*answers, cache=Cache(["a"], gone=["a"])).render_conversation(CHAT)
     assert rendered.features[0].data is not None
     assert [body.get("held") for _, body in asked] == [["a"], None]
@@ -152,7 +196,10 @@ def test_what_the_engine_has_forgotten_meanwhile_is_asked_for_again(make, asked)
         {"token_ids": [5, 10**6]},
         {"token_ids": [5, -1]},
         {"token_ids": [5, IMAGE, IMAGE], "features": [feature(data=None)]},
-        {"token_ids": [5, IMAGE, IMAGE], "features": [feature(data={"x": {**ARRAY, "shape": [1, 2]}})]},
+        {
+            "token_ids": [5, IMAGE, IMAGE],
+            "features": [feature(data={"x": {**ARRAY, "shape": [1, 2]}})],
+        },
         {"token_ids": [5, IMAGE, IMAGE], "features": [feature(data={"y": ARRAY})]},
         {"token_ids": [5, IMAGE, 6], "features": [feature()]},
         {"token_ids": [5, IMAGE, IMAGE], "features": [feature(modality="video")]},
@@ -170,7 +217,9 @@ def test_what_is_not_of_this_model_is_no_answer(make, answer):
 
 def test_a_chat_without_media_has_no_features(make):
     with pytest.raises(BadAnswerError, match=r"at most|features"):
-        make({"token_ids": [5, IMAGE, IMAGE], "features": [feature()]}).render_conversation([{"role": "user", "content": "a"}])
+        make({"token_ids": [5, IMAGE, IMAGE], "features": [feature()]}).render_conversation(
+            [{"role": "user", "content": "a"}]
+        )
 
 
 def test_an_answer_without_media_is_small(make):
@@ -198,16 +247,25 @@ def test_what_is_no_prompt_is_refused_here(make, given):
 def test_text_is_made_here(make, config):
     renderer = make()
     stream = renderer.decode_stream([5])
-    assert stream.push([300, 301]) + stream.flush() == renderer.decode([5, 300, 301])[len(renderer.decode([5])) :]
+    assert (
+        stream.push([300, 301]) + stream.flush()
+        == renderer.decode([5, 300, 301])[len(renderer.decode([5])) :]
+    )
     assert renderer.vocab_size >= config.vocab_size
     assert renderer.eos_token_ids
     assert len(renderer.token_texts([5, 6])) == 2
-    assert renderer.render_texts(["a b"])[0].token_ids == renderer._local.render_prompt("a b").token_ids
+    assert (
+        renderer.render_texts(["a b"])[0].token_ids
+        == renderer._local.render_prompt("a b").token_ids
+    )
     assert renderer.cut_texts(["a b c d"], 2) != ["a b c d"]
 
 
 def test_without_a_tokenizer_here_it_says_what_to_do(config, tmp_path):
-    with pytest.raises(ConfigError, match=r"nothing here reads the model's tokenizer: .* Give its folder with --tokenizer"):
+    with pytest.raises(
+        ConfigError,
+        match=r"nothing here reads the model's tokenizer: .* Give its folder with --tokenizer",
+    ):
         RemoteRenderer(config.replace(tokenizer=str(tmp_path)))
 
 
@@ -218,7 +276,9 @@ def test_its_options_are_checked(config):
 
 
 PROPERTIES = sorted(
-    name for name, one in vars(Renderer).items() if isinstance(one, property | cached_property) and not name.startswith("_")
+    name
+    for name, one in vars(Renderer).items()
+    if isinstance(one, property | cached_property) and not name.startswith("_")
 )
 STATED = {"has_chat_template": True}
 """Properties that do not depend on the checkpoint's tokenizer here."""

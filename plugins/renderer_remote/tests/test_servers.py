@@ -34,7 +34,8 @@ class Content(httpx.SyncByteStream, httpx.AsyncByteStream):
 
 
 def servers(**answers):
-    """Servers http://a, http://b, ... and the list of those that were asked. An answer is a response, an error or a function."""
+    """Servers http://a, http://b, ... and the list of those that were asked. An answer is a
+    response, an error or a function."""
     asked = []
 
     def answer(request):
@@ -43,9 +44,13 @@ def servers(**answers):
         if isinstance(given, Exception):
             raise given
         found = given() if callable(given) else given
-        return httpx.Response(found.status_code, headers=found.headers, stream=Content(found.content))
+        return httpx.Response(
+            found.status_code, headers=found.headers, stream=Content(found.content)
+        )
 
-    made = RenderServers([f"http://{name}" for name in answers], transport=httpx.MockTransport(answer))
+    made = RenderServers(
+        [f"http://{name}" for name in answers], transport=httpx.MockTransport(answer)
+    )
     return made, asked
 
 
@@ -56,7 +61,9 @@ def ask(request):
     def asked(made, path="/path", most=10_000, **options):
         if request.param == "waiting":
             return made.ask(path, b"{}", Answer.prompt, most=most, **options).token_ids
-        return asyncio.run(made.ask_async(path, b"{}", Answer.prompt, most=most, **options)).token_ids
+        return asyncio.run(
+            made.ask_async(path, b"{}", Answer.prompt, most=most, **options)
+        ).token_ids
 
     return asked
 
@@ -78,7 +85,9 @@ FAILURES = {
     "sends elsewhere": httpx.Response(302, headers={"location": "http://c"}),
     "answers with a page": httpx.Response(200, html="<p>Welcome"),
     "answers with anything": httpx.Response(200, json={"token_ids": "five"}),
-    "answers too much": httpx.Response(200, content=b"[" + b"5," * 10_000, headers={"content-type": "application/json"}),
+    "answers too much": httpx.Response(
+        200, content=b"[" + b"5," * 10_000, headers={"content-type": "application/json"}
+    ),
     "refuses without a reason": httpx.Response(400, text="no"),
     "is busy": httpx.Response(503),
 }
@@ -96,14 +105,19 @@ def test_the_next_one_is_asked_where_one_fails(how, ask):
 @pytest.mark.parametrize("how", ["cannot be reached", "is too slow", "is busy"])
 def test_none_answers(how, ask):
     made, asked = servers(a=FAILURES[how], b=FAILURES[how])
-    with pytest.raises(UnreachableError, match=r"2 render servers gave no answer; .* Try again later") as error:
+    with pytest.raises(
+        UnreachableError, match=r"2 render servers gave no answer; .* Try again later"
+    ) as error:
         ask(made)
     assert error.value.http_status == 503
     assert sorted(asked) == ["a", "b"]
     assert "http://" not in str(error.value)
 
 
-@pytest.mark.parametrize("how", ["has an error", "wants a key", "answers with a page", "answers too much", "sends elsewhere"])
+@pytest.mark.parametrize(
+    "how",
+    ["has an error", "wants a key", "answers with a page", "answers too much", "sends elsewhere"],
+)
 def test_no_answer_can_be_used(how, ask):
     made, _ = servers(a=FAILURES[how])
     with pytest.raises(BadAnswerError, match="the render server gave no usable answer") as error:
@@ -117,14 +131,20 @@ def test_what_is_wrong_with_a_request_is_told_at_once(ask):
         ask(made)
     assert error.value.param == "prompt"
     assert len(asked) == 1
-    made, _ = servers(a=httpx.Response(400, json={"error": {"message": "long", "code": "context_length_exceeded"}}))
+    made, _ = servers(
+        a=httpx.Response(
+            400, json={"error": {"message": "long", "code": "context_length_exceeded"}}
+        )
+    )
     with pytest.raises(ContextLengthError):
         ask(made)
 
 
 @pytest.mark.parametrize("declared", [{}, {"content-length": "20001"}])
 def test_an_answer_that_may_be_large_and_is_too_large_blames_the_request(declared, ask):
-    large = httpx.Response(200, content=b"[" + b"5," * 10_000, headers={"content-type": "application/json", **declared})
+    large = httpx.Response(
+        200, content=b"[" + b"5," * 10_000, headers={"content-type": "application/json", **declared}
+    )
     made, asked = servers(a=large, b=large)
     for _ in range(4):
         with pytest.raises(RequestError, match="the media are too large"):
@@ -186,7 +206,12 @@ def odd():
 
 @pytest.mark.parametrize(
     ("path", "kind"),
-    [("/endless", BadAnswerError), ("/declared", BadAnswerError), ("/gzip", BadAnswerError), ("/slow", UnreachableError)],
+    [
+        ("/endless", BadAnswerError),
+        ("/declared", BadAnswerError),
+        ("/gzip", BadAnswerError),
+        ("/slow", UnreachableError),
+    ],
 )
 def test_no_answer_is_read_without_an_end(odd, path, kind, ask):
     start = time.perf_counter()
@@ -254,7 +279,13 @@ class SlowServer(ThreadingHTTPServer):
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Slow)
-        self.let, self.left, self.lock, self.waiting, self.most = threading.Event(), threading.Semaphore(0), threading.Lock(), 0, 0
+        self.let, self.left, self.lock, self.waiting, self.most = (
+            threading.Event(),
+            threading.Semaphore(0),
+            threading.Lock(),
+            0,
+            0,
+        )
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 
@@ -286,7 +317,8 @@ def test_who_awaits_holds_no_thread(slow):
         ask = partial(made.ask_async, "/path", b"{}", Answer.prompt, most=10_000)
         before = len(names())
         asked = [asyncio.ensure_future(ask()) for _ in range(200)]
-        # As many as there may be connections; the others wait for theirs, and not against the server's timeout.
+        # As many as there may be connections; the others wait for theirs, and not against the
+        # server's timeout.
         await until(lambda: slow.waiting == 128)
         assert len(names()) == before
         slow.let.set()
@@ -304,7 +336,9 @@ def test_cancelling_closes_the_connection(slow):
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked
-        assert await asyncio.to_thread(slow.left.acquire, timeout=5), "the server has not seen it leave"
+        assert await asyncio.to_thread(slow.left.acquire, timeout=5), (
+            "the server has not seen it leave"
+        )
         slow.let.set()
         assert (await made.ask_async("/path", b"{}", Answer.prompt, most=10_000)).token_ids == [5]
 
@@ -318,7 +352,9 @@ def test_connections_are_kept_for_a_loop_and_closed_at_its_end(slow):
 
     async def main():
         for _ in range(3):
-            assert (await made.ask_async("/path", b"{}", Answer.prompt, most=10_000)).token_ids == [5]
+            assert (await made.ask_async("/path", b"{}", Answer.prompt, most=10_000)).token_ids == [
+                5
+            ]
         [own] = made._connections._by_loop.values()
         clients.append(own.client)
         assert len(own.client._transport._pool.connections) == 1

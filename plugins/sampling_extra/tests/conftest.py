@@ -37,10 +37,14 @@ def registry():
 
 @pytest.fixture(scope="session")
 def prepare(registry):
-    """prepare(dry_multiplier=1, ...) -> the arguments of each processor that the parameters turn on."""
+    """prepare(dry_multiplier=1, ...) -> the arguments of each processor that the parameters turn
+    on."""
 
     def prepare(**extra_args):
-        made = {name: params.prepare(LetterRenderer()) for name, params in registry.parse(extra_args).items()}
+        made = {
+            name: params.prepare(LetterRenderer())
+            for name, params in registry.parse(extra_args).items()
+        }
         return {name: dict(arguments) for name, arguments in made.items() if arguments is not None}
 
     return prepare
@@ -48,13 +52,22 @@ def prepare(registry):
 
 @pytest.fixture(scope="session")
 def make_rows(registry, prepare):
-    """make_rows(fields, ..., **more): a row for each mapping of parameters, core's and this plugin's; `more` as of sampling_rows."""
+    """make_rows(fields, ..., **more): a row for each mapping of parameters, core's and this
+    plugin's; `more` as of sampling_rows."""
 
     def make_rows(*rows, **more):
         split = SimpleNamespace(core=[], extra=[])
         for fields in rows:
-            split.core.append(SamplingParams(**{name: value for name, value in fields.items() if name in SAMPLING_PARAMS}))
-            split.extra.append(prepare(**{name: value for name, value in fields.items() if name not in SAMPLING_PARAMS}))
+            split.core.append(
+                SamplingParams(
+                    **{name: value for name, value in fields.items() if name in SAMPLING_PARAMS}
+                )
+            )
+            split.extra.append(
+                prepare(
+                    **{name: value for name, value in fields.items() if name not in SAMPLING_PARAMS}
+                )
+            )
         table = ProcessorTable(registry, VllmConfig.default(), torch.device("cpu"))
         return sampling_rows(*split.core, processors=table, arguments=split.extra, **more)
 
@@ -64,7 +77,9 @@ def make_rows(registry, prepare):
 @pytest.fixture(scope="session")
 def make_logits():
     """make_logits(rows, seed=0, vocab=64) -> [rows, vocab] normal float32."""
-    return lambda rows, seed=0, vocab=VOCAB: torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+    return lambda rows, seed=0, vocab=VOCAB: torch.randn(
+        rows, vocab, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,5 @@
-"""Each parameter with every other, core's among them: a row gives the same alone as among others, and the others the same without it."""
+"""Each parameter with every other, core's among them: a row gives the same alone as among others,
+and the others the same without it."""
 
 from __future__ import annotations
 
@@ -37,7 +38,14 @@ def rows_of(make_rows, params, seeds):
     num = len(params)
     params = [{**one, "max_tokens": 99} for one in params]
     words = [[[9], [6, 7]] if "bad_words" in one else [] for one in params]
-    return make_rows(*params, prompts=[[1, 2]] * num, outputs=[OUTPUT] * num, seeds=seeds, stops=[[4, 8]] * num, bad_words=words)
+    return make_rows(
+        *params,
+        prompts=[[1, 2]] * num,
+        outputs=[OUTPUT] * num,
+        seeds=seeds,
+        stops=[[4, 8]] * num,
+        bad_words=words,
+    )
 
 
 @pytest.mark.parametrize("first", OURS)
@@ -51,7 +59,12 @@ def test_pairs(make_rows, make_logits, first):
                 own = make_logits(1, seed=100 + seed) * 2
                 alone = sample(own, rows_of(make_rows, [params], [seed]))
                 logits = torch.cat([table[:3], own, table[3:]])
-                among = sample(logits, rows_of(make_rows, [*PLAIN[:3], params, *PLAIN[3:]], [0, 1, 2, seed, 3, 4, 5, 6, 7]))
+                among = sample(
+                    logits,
+                    rows_of(
+                        make_rows, [*PLAIN[:3], params, *PLAIN[3:]], [0, 1, 2, seed, 3, 4, 5, 6, 7]
+                    ),
+                )
                 assert among.token_ids[3] == alone.token_ids[0], (second, seed)
                 assert among.states.get(3) == alone.states.get(0)
                 assert among.token_ids[:3] + among.token_ids[4:] == plain
@@ -60,16 +73,23 @@ def test_pairs(make_rows, make_logits, first):
 
 def test_all_at_once(make_rows, make_logits):
     """One row per parameter, and one of all of them, in one batch: each is what it is alone."""
-    everything = {name: value for fields in PARAMETERS.values() for name, value in fields.items()} | {"temperature": 0.9}
+    everything = {
+        name: value for fields in PARAMETERS.values() for name, value in fields.items()
+    } | {"temperature": 0.9}
     params = [*PARAMETERS.values(), everything]
-    params += [{**PARAMETERS[a], **PARAMETERS[b]} for a, b in list(combinations(PARAMETERS, 2))[::5]]
+    params += [
+        {**PARAMETERS[a], **PARAMETERS[b]} for a, b in list(combinations(PARAMETERS, 2))[::5]
+    ]
     table = make_logits(len(params), seed=3)
     before = table.clone()
     together = sample(table, rows_of(make_rows, params, list(range(len(params)))))
     assert not together.errors and torch.equal(table, before)
     for i, one in enumerate(params):
         alone = sample(table[i : i + 1], rows_of(make_rows, [one], [i]))
-        assert (alone.token_ids, alone.states.get(0)) == ([together.token_ids[i]], together.states.get(i))
+        assert (alone.token_ids, alone.states.get(0)) == (
+            [together.token_ids[i]],
+            together.states.get(i),
+        )
 
 
 def test_mirostat_sees_the_distribution_that_tokens_are_drawn_from(make_rows, make_logits):
@@ -77,4 +97,6 @@ def test_mirostat_sees_the_distribution_that_tokens_are_drawn_from(make_rows, ma
     logits = make_logits(1, vocab=8) * 0 - 8
     logits[0, 2:4] = 4.0
     fields = {"epsilon_cutoff": 0.2, "mirostat_tau": 5.0, "mirostat_eta": 1.0}
-    assert sample(logits, make_rows(fields)).states[0]["mirostat"]["mu"] == pytest.approx(10 - (1 - 5))
+    assert sample(logits, make_rows(fields)).states[0]["mirostat"]["mu"] == pytest.approx(
+        10 - (1 - 5)
+    )

@@ -7,7 +7,14 @@ from toolkit_lm_sampling_extra.dry import Dry
 from toolkit_lm_sampling_extra.epsilon_cutoff import EpsilonCutoff
 from toolkit_lm_sampling_extra.mirostat import Mirostat
 from toolkit_lm_sampling_extra.no_repeat_ngram import NoRepeatNgram
-from toolkit_lm_sampling_extra.params import DryParams, EpsilonParams, MirostatParams, NgramParams, TypicalParams, XtcParams
+from toolkit_lm_sampling_extra.params import (
+    DryParams,
+    EpsilonParams,
+    MirostatParams,
+    NgramParams,
+    TypicalParams,
+    XtcParams,
+)
 from toolkit_lm_sampling_extra.typical import Typical
 from toolkit_lm_sampling_extra.xtc import Xtc
 
@@ -23,7 +30,10 @@ class TestDry(LogitsProcessorConformance):
 
 class TestXtc(LogitsProcessorConformance):
     processor, params = Xtc, XtcParams
-    cases = ({"xtc_probability": 1, "xtc_threshold": 0.05}, {"xtc_probability": 0.5, "xtc_threshold": 0.02})
+    cases = (
+        {"xtc_probability": 1, "xtc_threshold": 0.05},
+        {"xtc_probability": 0.5, "xtc_threshold": 0.02},
+    )
     wrong = ({"xtc_threshold": 2},)
 
 

@@ -1,4 +1,5 @@
-"""The processors through the whole engine: preemption, chunked prefill, company, steps in flight."""
+"""The processors through the whole engine: preemption, chunked prefill, company, steps in
+flight."""
 
 from __future__ import annotations
 
@@ -12,12 +13,21 @@ from toolkit_lm.plugin import hookimpl
 
 LENGTHS = [5, 17, 40, 3, 33, 1, 21, 9]
 MAX_TOKENS = 24
-# 30 blocks of 4 tokens do not hold all eight sequences, and a step computes at most 12 tokens: it preempts, and prefills in chunks.
-TIGHT = {"num_kv_blocks": 30, "block_size": 4, "max_model_len": 112, "max_num_seqs": 8, "max_num_batched_tokens": 12}
+# 30 blocks of 4 tokens do not hold all eight sequences, and a step computes at most 12 tokens: it
+# preempts, and prefills in chunks.
+TIGHT = {
+    "num_kv_blocks": 30,
+    "block_size": 4,
+    "max_model_len": 112,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 12,
+}
 PARAMETERS = {
     "xtc": SamplingParams(extra_args={"xtc_probability": 0.5, "xtc_threshold": 0.05}),
     "mirostat": SamplingParams(extra_args={"mirostat_tau": 3.0, "mirostat_eta": 0.5}),
-    "dry": SamplingParams(temperature=0.0, extra_args={"dry_multiplier": 2.0, "dry_allowed_length": 1}),
+    "dry": SamplingParams(
+        temperature=0.0, extra_args={"dry_multiplier": 2.0, "dry_allowed_length": 1}
+    ),
     "no_repeat_ngram": SamplingParams(extra_args={"no_repeat_ngram_size": 1}),
     "epsilon_cutoff": SamplingParams(extra_args={"epsilon_cutoff": 0.004}),
     "typical_p": SamplingParams(extra_args={"typical_p": 0.9}),
@@ -31,7 +41,13 @@ PARAMETERS = {
         top_k=50,
         min_p=0.001,
         prompt_logprobs=0,
-        extra_args={"typical_p": 0.95, "xtc_probability": 0.5, "xtc_threshold": 0.1, "mirostat_tau": 4.0, "dry_multiplier": 0.5},
+        extra_args={
+            "typical_p": 0.95,
+            "xtc_probability": 0.5,
+            "xtc_threshold": 0.1,
+            "mirostat_tau": 4.0,
+            "dry_multiplier": 0.5,
+        },
     ),
 }
 
@@ -82,18 +98,29 @@ def test_the_same_alone_and_preempted_in_company(tight, counter, name):
     """Half of the rows use the parameters, half use none; all get what they get alone."""
     work, common = prompts(), {"max_tokens": MAX_TOKENS, "ignore_eos": True}
     plain = [SamplingParams(temperature=0.9, seed=i, **common) for i in range(len(work))]
-    params = [PARAMETERS[name].replace(seed=i, **common) if i % 2 else p for i, p in enumerate(plain)]
+    params = [
+        PARAMETERS[name].replace(seed=i, **common) if i % 2 else p for i, p in enumerate(plain)
+    ]
     before = counter.count
     together = generate(tight, work, params)
     assert counter.count > before, "the pool was meant to be too small"
     alone = [generate(tight, [p], s)[0] for p, s in zip(work, params, strict=True)]
     assert together == alone
-    free = [generate(tight, [p], s.replace(extra_args=None))[0] for p, s in zip(work, params, strict=True)]
+    free = [
+        generate(tight, [p], s.replace(extra_args=None))[0]
+        for p, s in zip(work, params, strict=True)
+    ]
     assert free[1::2] != alone[1::2]
 
 
 def test_n_sequences_each_have_their_mirostat(tight, counter):
-    params = SamplingParams(n=3, seed=5, max_tokens=MAX_TOKENS, ignore_eos=True, extra_args={"mirostat_tau": 3.0, "mirostat_eta": 0.5})
+    params = SamplingParams(
+        n=3,
+        seed=5,
+        max_tokens=MAX_TOKENS,
+        ignore_eos=True,
+        extra_args={"mirostat_tau": 3.0, "mirostat_eta": 0.5},
+    )
     work, before = prompts()[:6], counter.count
     together = generate(tight, work, [params] * 6)
     assert counter.count > before
@@ -105,7 +132,15 @@ def test_the_same_with_steps_in_flight(name):
     params = PARAMETERS[name].replace(seed=11, max_tokens=18, ignore_eos=True)
     found = []
     for overlap in (False, True):
-        with LLM("tiny", dtype="float32", overlap=overlap, num_kv_blocks=200, block_size=4, max_model_len=128, max_num_seqs=6) as llm:
+        with LLM(
+            "tiny",
+            dtype="float32",
+            overlap=overlap,
+            num_kv_blocks=200,
+            block_size=4,
+            max_model_len=128,
+            max_num_seqs=6,
+        ) as llm:
             found.append(generate(llm, prompts(), params))
     assert found[0] == found[1]
 
@@ -117,8 +152,16 @@ def test_the_same_with_steps_in_flight(name):
         ({"epsilon_cutoff": 2}, "between 0 and 1", "epsilon_cutoff"),
         ({"typical_p": 0}, "above 0 and at most 1", "typical_p"),
         ({"no_repeat_ngrams": 2}, "Did you mean 'no_repeat_ngram_size'", "no_repeat_ngrams"),
-        ({"dry_multiplier": 1, "dry_sequence_breakers": ["\ud800"]}, "cannot be tokenized", "dry_sequence_breakers"),
-        ({"dry_sequence_breakers": ["a", 10**6]}, "token id 1000000 is not in the vocabulary", "dry_sequence_breakers"),
+        (
+            {"dry_multiplier": 1, "dry_sequence_breakers": ["\ud800"]},
+            "cannot be tokenized",
+            "dry_sequence_breakers",
+        ),
+        (
+            {"dry_sequence_breakers": ["a", 10**6]},
+            "token id 1000000 is not in the vocabulary",
+            "dry_sequence_breakers",
+        ),
     ],
 )
 def test_wrong_parameters(llm, extra_args, message, param):

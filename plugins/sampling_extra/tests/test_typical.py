@@ -13,7 +13,13 @@ CASES = {
     "typical0.5": {"typical_p": 0.5},
     "typical0.9": {"temperature": 0.7, "typical_p": 0.9},
     "k30p0.9typical0.6": {"temperature": 1.2, "top_k": 30, "top_p": 0.9, "typical_p": 0.6},
-    "k40p0.95m0.02typical0.8": {"temperature": 1.5, "top_k": 40, "top_p": 0.95, "min_p": 0.02, "typical_p": 0.8},
+    "k40p0.95m0.02typical0.8": {
+        "temperature": 1.5,
+        "top_k": 40,
+        "top_p": 0.95,
+        "min_p": 0.02,
+        "typical_p": 0.8,
+    },
 }
 
 
@@ -56,7 +62,9 @@ def expected(row, fields):
 @pytest.mark.parametrize("case", CASES)
 def test_draws_follow_the_exact_distribution(make_rows, make_logits, case):
     fields, row = CASES[case], make_logits(1)[0]
-    check(sample(row.expand(DRAWS, -1), make_rows(*[fields] * DRAWS)).token_ids, expected(row, fields))
+    check(
+        sample(row.expand(DRAWS, -1), make_rows(*[fields] * DRAWS)).token_ids, expected(row, fields)
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -67,7 +75,9 @@ def test_the_same_with_31_other_rows_beside_it(make_rows, make_logits, case):
     for start in range(0, DRAWS, at_once):
         seeds = [5] * 15 + list(range(start, start + at_once)) + [5] * 16
         logits = torch.cat([company[:15], row.expand(at_once, -1), company[15:]])
-        sampled = sample(logits, make_rows(*OTHERS[:15], *[fields] * at_once, *OTHERS[15:], seeds=seeds))
+        sampled = sample(
+            logits, make_rows(*OTHERS[:15], *[fields] * at_once, *OTHERS[15:], seeds=seeds)
+        )
         assert not sampled.errors
         drawn += sampled.token_ids[15:-16]
     check(drawn, expected(row, fields))
@@ -83,7 +93,11 @@ def test_equally_typical_tokens_are_kept_together(make_rows, filtered):
 
 @pytest.mark.parametrize(
     "other",
-    [{"epsilon_cutoff": 0.04}, {"xtc_probability": 1, "xtc_threshold": 0.04}, {"mirostat_tau": 2.0}],
+    [
+        {"epsilon_cutoff": 0.04},
+        {"xtc_probability": 1, "xtc_threshold": 0.04},
+        {"mirostat_tau": 2.0},
+    ],
     ids=lambda other: next(iter(other)),
 )
 def test_it_works_before_the_other_filters(make_rows, make_logits, filtered, other):

@@ -1,4 +1,5 @@
-"""A fake engine for unit tests, and a small random checkpoint with a real server process for the tests from end to end."""
+"""A fake engine for unit tests, and a small random checkpoint with a real server process for the
+tests from end to end."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class CharRenderer(Renderer):
 
 
 class FakeEngine:
-    """Answers with the prompt in capitals, one character at a time. A prompt with "hang" waits for ever after its second character."""
+    """Answers with the prompt in capitals, one character at a time. A prompt with "hang" waits for
+    ever after its second character."""
 
     def __init__(self, plugins: Sequence[object] = (), **options) -> None:
         self.config = VllmConfig.default(model="fake", **{"max_model_len": 64, **options})
@@ -77,8 +79,13 @@ class FakeEngine:
         self.num_resets += 1
 
     async def chat_many(self, conversations, params, *, options, **render_options):
-        prompts = [self.renderer.render_conversation(messages, **render_options).token_ids for messages in conversations]
-        async with aclosing(self.generate_many([{"prompt_token_ids": one} for one in prompts], params, **options)) as outputs:
+        prompts = [
+            self.renderer.render_conversation(messages, **render_options).token_ids
+            for messages in conversations
+        ]
+        async with aclosing(
+            self.generate_many([{"prompt_token_ids": one} for one in prompts], params, **options)
+        ) as outputs:
             async for found in outputs:
                 yield found
 
@@ -90,15 +97,22 @@ class FakeEngine:
             if len(token_ids) >= self.config.max_model_len:
                 most = self.config.max_model_len
                 raise ContextLengthError(
-                    f"the prompt has {len(token_ids)} tokens; this model's maximum context length is {most}.", "prompt"
+                    f"the prompt has {len(token_ids)} tokens; this model's maximum context "
+                    f"length is {most}.",
+                    "prompt",
                 )
             self.asked.append(({"prompt_token_ids": token_ids}, params, options))
             if "refuse" in self.renderer.decode(token_ids):
                 raise RequestError("n is too high", "n")
-        streams = {number: self._answer(token_ids, params, options) for number, token_ids in enumerate(rendered)}
+        streams = {
+            number: self._answer(token_ids, params, options)
+            for number, token_ids in enumerate(rendered)
+        }
         try:
             # A prompt that hangs is asked last, so that the others end.
-            for number in sorted(streams, key=lambda number: "hang" in self.renderer.decode(rendered[number])):
+            for number in sorted(
+                streams, key=lambda number: "hang" in self.renderer.decode(rendered[number])
+            ):
                 async for output in streams[number]:
                     if output.finished or params.output_kind is RequestOutputKind.DELTA:
                         yield [(number, output)]
@@ -121,14 +135,33 @@ class FakeEngine:
                 done = size == len(answer)
                 reason = ("error" if "broken" in text else "stop") if done else None
                 if options["timeout"] is not None and size == 1 and "late" in text:
-                    yield RequestOutput("id", text, known, [CompletionOutput(0, "", [], finish_reason="timeout")], True)
+                    yield RequestOutput(
+                        "id",
+                        text,
+                        known,
+                        [CompletionOutput(0, "", [], finish_reason="timeout")],
+                        True,
+                    )
                     return
                 if options["timeout"] is not None and size == 3:
                     reason, done = "timeout", True
                 new = answer[size - 1 : size] if is_delta else answer[:size]
                 outputs = [self._sequence(i, new, params, reason) for i in range(params.n)]
-                logprobs = None if params.prompt_logprobs is None else [None, *({i: Logprob(-2.5, 3, chr(i))} for i in known[1:])]
-                yield RequestOutput("id", text, known, outputs, done, num_cached_tokens=1, error="NaN logits", prompt_logprobs=logprobs)
+                logprobs = (
+                    None
+                    if params.prompt_logprobs is None
+                    else [None, *({i: Logprob(-2.5, 3, chr(i))} for i in known[1:])]
+                )
+                yield RequestOutput(
+                    "id",
+                    text,
+                    known,
+                    outputs,
+                    done,
+                    num_cached_tokens=1,
+                    error="NaN logits",
+                    prompt_logprobs=logprobs,
+                )
                 if done:
                     return
         finally:
@@ -138,7 +171,14 @@ class FakeEngine:
         table = None
         if params.logprobs is not None:
             # The chosen token is the second likeliest.
-            table = [{ord(c): Logprob(-1.5, 2, c), ord("~"): Logprob(-0.5, 1, "~"), ord("!"): Logprob(float("-inf"), 3, "!")} for c in text]
+            table = [
+                {
+                    ord(c): Logprob(-1.5, 2, c),
+                    ord("~"): Logprob(-0.5, 1, "~"),
+                    ord("!"): Logprob(float("-inf"), 3, "!"),
+                }
+                for c in text
+            ]
         return CompletionOutput(index, text, [ord(c) for c in text], table, finish_reason=reason)
 
 

@@ -1,4 +1,5 @@
-"""Large answers must not hold up the event loop. test_answers.py runs this file in a process of its own."""
+"""Large answers must not hold up the event loop. test_answers.py runs this file in a process of its
+own."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ HI = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 async def blocks(until: asyncio.Task) -> bool:
-    """Whether the event loop did nothing else for long: for a good part of the task's time, and for longer than load explains."""
+    """Whether the event loop did nothing else for long: for a good part of the task's time, and for
+    longer than load explains."""
     largest, last = 0.0, time.monotonic()
     start = last
     while not until.done():
@@ -26,12 +28,16 @@ async def blocks(until: asyncio.Task) -> bool:
 
 
 class Huge:
-    """An engine whose answer is there at once, with log probabilities of many tokens and choices."""
+    """An engine whose answer is there at once, with log probabilities of many tokens and
+    choices."""
 
     def __init__(self, engine, num_choices: int, num_tokens: int, top: int) -> None:
         table = {100 + rank: Logprob(-float(rank), rank, f"t{rank}") for rank in range(1, top + 1)}
         text, tokens = "a" * num_tokens, [101] * num_tokens
-        choices = [CompletionOutput(i, text, tokens, [table] * num_tokens, finish_reason="length") for i in range(num_choices)]
+        choices = [
+            CompletionOutput(i, text, tokens, [table] * num_tokens, finish_reason="length")
+            for i in range(num_choices)
+        ]
         self._found = [(0, RequestOutput("id", "a", [97], choices, True))]
         engine.generate_many = engine.chat_many = self._many
 
@@ -40,7 +46,11 @@ class Huge:
 
 
 @pytest.mark.parametrize(
-    ("path", "body"), [(CHAT, {**HI, "logprobs": True, "top_logprobs": 20}), (COMPLETE, {"prompt": "a", "logprobs": 20})]
+    ("path", "body"),
+    [
+        (CHAT, {**HI, "logprobs": True, "top_logprobs": 20}),
+        (COMPLETE, {"prompt": "a", "logprobs": 20}),
+    ],
 )
 async def test_a_large_answer_leaves_time_to_others(engine, client_of, path, body):
     Huge(engine, num_choices=20, num_tokens=1000, top=20)

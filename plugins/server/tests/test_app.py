@@ -42,10 +42,25 @@ def events_of(response) -> list:
 async def test_chat(make_engine, client_of):
     engine = make_engine(scheduling_policy="priority")
     client = client_of(create_app(engine))
-    reply = (await client.post(CHAT, json={**HI, "model": "fake", "n": 2, "seed": 3, "top_k": 5, "user": "me", "priority": -1})).json()
+    reply = (
+        await client.post(
+            CHAT,
+            json={
+                **HI,
+                "model": "fake",
+                "n": 2,
+                "seed": 3,
+                "top_k": 5,
+                "user": "me",
+                "priority": -1,
+            },
+        )
+    ).json()
     assert reply["id"].startswith("chatcmpl-")
     assert reply["object"] == "chat.completion"
-    assert [(c["index"], c["message"]["content"], c["finish_reason"]) for c in reply["choices"]] == [
+    assert [
+        (c["index"], c["message"]["content"], c["finish_reason"]) for c in reply["choices"]
+    ] == [
         (0, "USER:HI;", "stop"),
         (1, "USER:HI;", "stop"),
     ]
@@ -56,11 +71,23 @@ async def test_chat(make_engine, client_of):
         "prompt_tokens_details": {"cached_tokens": 1},
     }
     [(_, params, options)] = engine.asked
-    assert (params.n, params.seed, params.top_k, params.max_tokens, params.temperature, options["priority"]) == (2, 3, 5, None, 1.0, -1)
+    assert (
+        params.n,
+        params.seed,
+        params.top_k,
+        params.max_tokens,
+        params.temperature,
+        options["priority"],
+    ) == (2, 3, 5, None, 1.0, -1)
 
 
 async def test_chat_stream(client):
-    body = {**HI, "stream": True, "stream_options": {"include_usage": True}, "max_completion_tokens": 3}
+    body = {
+        **HI,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_completion_tokens": 3,
+    }
     response = await client.post(CHAT, json=body)
     assert response.headers["content-type"].startswith("text/event-stream")
     *chunks, usage = events_of(response)
@@ -80,16 +107,26 @@ async def test_chat_stream(client):
 @pytest.mark.parametrize(("path", "body"), [(CHAT, HI), (COMPLETE, {"prompt": "abc"})])
 async def test_a_stream_with_the_usage_so_far(client, path, body):
     options = {"include_usage": True, "continuous_usage_stats": True}
-    found = events_of(await client.post(path, json={**body, "max_tokens": 3, "stream": True, "stream_options": options}))
+    found = events_of(
+        await client.post(
+            path, json={**body, "max_tokens": 3, "stream": True, "stream_options": options}
+        )
+    )
     counts = [chunk["usage"]["completion_tokens"] for chunk in found]
     assert counts == ([0] if path == CHAT else []) + [1, 2, 3, 3]
     options["include_usage"] = False
-    found = events_of(await client.post(path, json={**body, "max_tokens": 3, "stream": True, "stream_options": options}))
+    found = events_of(
+        await client.post(
+            path, json={**body, "max_tokens": 3, "stream": True, "stream_options": options}
+        )
+    )
     assert not any("usage" in chunk for chunk in found)
 
 
 async def test_chat_logprobs(client):
-    reply = (await client.post(CHAT, json={**HI, "logprobs": True, "top_logprobs": 3, "max_tokens": 1})).json()
+    reply = (
+        await client.post(CHAT, json={**HI, "logprobs": True, "top_logprobs": 3, "max_tokens": 1})
+    ).json()
     assert reply["choices"][0]["logprobs"]["content"] == [
         {
             "token": "U",
@@ -102,14 +139,29 @@ async def test_chat_logprobs(client):
             ],
         }
     ]
-    chunks = events_of(await client.post(CHAT, json={**HI, "logprobs": True, "max_tokens": 2, "stream": True}))
+    chunks = events_of(
+        await client.post(CHAT, json={**HI, "logprobs": True, "max_tokens": 2, "stream": True})
+    )
     found = [chunk["choices"][0]["logprobs"] for chunk in chunks]
-    assert [[(one["token"], one["top_logprobs"]) for one in f["content"]] for f in found if f] == [[("U", [])], [("S", [])]]
+    assert [[(one["token"], one["top_logprobs"]) for one in f["content"]] for f in found if f] == [
+        [("U", [])],
+        [("S", [])],
+    ]
 
 
 async def test_render_options(client, engine):
-    await client.post(CHAT, json={**HI, "continue_final_message": True, "chat_template_kwargs": {"enable_thinking": False}})
-    assert engine.renderer.kwargs == {"continue_final_message": True, "chat_template_kwargs": {"enable_thinking": False}}
+    await client.post(
+        CHAT,
+        json={
+            **HI,
+            "continue_final_message": True,
+            "chat_template_kwargs": {"enable_thinking": False},
+        },
+    )
+    assert engine.renderer.kwargs == {
+        "continue_final_message": True,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
 
 
 @pytest.mark.parametrize(
@@ -125,9 +177,13 @@ async def test_completion_prompts(client, prompt, texts):
     reply = (await client.post(COMPLETE, json={"prompt": prompt})).json()
     assert [choice["text"] for choice in reply["choices"]] == texts
     echoed = (await client.post(COMPLETE, json={"prompt": prompt, "echo": True, "n": 2})).json()
-    assert [choice["text"] for choice in echoed["choices"]] == [text.lower() + text for text in texts for _ in range(2)]
+    assert [choice["text"] for choice in echoed["choices"]] == [
+        text.lower() + text for text in texts for _ in range(2)
+    ]
     assert [choice["index"] for choice in echoed["choices"]] == list(range(2 * len(texts)))
-    chunks = events_of(await client.post(COMPLETE, json={"prompt": prompt, "echo": True, "stream": True}))
+    chunks = events_of(
+        await client.post(COMPLETE, json={"prompt": prompt, "echo": True, "stream": True})
+    )
     streamed = [""] * len(texts)
     for chunk in chunks:
         streamed[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
@@ -143,7 +199,9 @@ async def test_completion_logprobs(client, engine):
         "top_logprobs": [{"A": -1.5, "~": -0.5}, {"B": -1.5, "~": -0.5}],
         "text_offset": [0, 1],
     }
-    chunks = events_of(await client.post(COMPLETE, json={"prompt": "ab", "logprobs": 0, "stream": True}))
+    chunks = events_of(
+        await client.post(COMPLETE, json={"prompt": "ab", "logprobs": 0, "stream": True})
+    )
     assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks] == [[0], [1]]
     assert engine.asked[-1][1].max_tokens == 16
 
@@ -151,13 +209,17 @@ async def test_completion_logprobs(client, engine):
 async def test_no_likeliest_tokens_beside_the_drawn_ones(client):
     """With `logprobs` 0 the tables have the drawn tokens alone, those of a prompt too."""
     for echo, first in ((False, []), (True, [None, {"b": -2.5}])):
-        reply = (await client.post(COMPLETE, json={"prompt": "ab", "logprobs": 0, "echo": echo})).json()
+        reply = (
+            await client.post(COMPLETE, json={"prompt": "ab", "logprobs": 0, "echo": echo})
+        ).json()
         assert reply["choices"][0]["logprobs"]["top_logprobs"] == [*first, {"A": -1.5}, {"B": -1.5}]
 
 
 async def test_echo_with_logprobs(client):
     body = {"prompt": "ab", "logprobs": 1, "echo": True, "n": 2}
-    whole = [choice["logprobs"] for choice in (await client.post(COMPLETE, json=body)).json()["choices"]]
+    whole = [
+        choice["logprobs"] for choice in (await client.post(COMPLETE, json=body)).json()["choices"]
+    ]
     assert (
         whole
         == [
@@ -182,7 +244,9 @@ async def test_prompt_logprobs(client, engine):
     expected = [None, {"98": {"logprob": -2.5, "rank": 3, "decoded_token": "b"}}]
     reply = (await client.post(COMPLETE, json={"prompt": "ab", "prompt_logprobs": 2})).json()
     assert reply["choices"][0]["prompt_logprobs"] == expected
-    assert (await client.post(CHAT, json={**HI, "prompt_logprobs": 2})).json()["prompt_logprobs"][0] is None
+    assert (await client.post(CHAT, json={**HI, "prompt_logprobs": 2})).json()["prompt_logprobs"][
+        0
+    ] is None
     assert engine.asked[-1][1].prompt_logprobs == 2
     for path, body in ((CHAT, HI), (COMPLETE, {"prompt": "ab"})):
         reply = (await client.post(path, json=body)).json()
@@ -198,21 +262,35 @@ async def test_sampling_parameters_go_by_name(client, engine):
         "bad_words": ["no"],
         "allowed_token_ids": [65, 66],
     }
-    assert (await client.post(COMPLETE, json={"prompt": "a", "logit_bias": {"65": -100}, **given})).status_code == 200
+    assert (
+        await client.post(COMPLETE, json={"prompt": "a", "logit_bias": {"65": -100}, **given})
+    ).status_code == 200
     params = engine.asked[-1][1]
     assert {name: getattr(params, name) for name in given} == given
     assert params.logit_bias == {65: -100}
-    search = {"n": 2, "use_beam_search": True, "beam_width": 3, "length_penalty": 0.5, "early_stopping": "never"}
+    search = {
+        "n": 2,
+        "use_beam_search": True,
+        "beam_width": 3,
+        "length_penalty": 0.5,
+        "early_stopping": "never",
+    }
     for given in (search, {"best_of": 3, "n": 2}, {"best_of": 1, "stream": True}):
         assert (await client.post(COMPLETE, json={"prompt": "a", **given})).status_code == 200
         params = engine.asked[-1][1]
-        assert {name: getattr(params, name) for name in given if name != "stream"} == {k: v for k, v in given.items() if k != "stream"}
+        assert {name: getattr(params, name) for name in given if name != "stream"} == {
+            k: v for k, v in given.items() if k != "stream"
+        }
 
 
 async def test_models_and_version(client):
     [card] = (await client.get("/v1/models")).json()["data"]
     assert (card["id"], card["max_model_len"]) == ("fake", 64)
-    assert (card["root"], card["parent"], card["permission"][0]["allow_sampling"]) == ("fake", None, True)
+    assert (card["root"], card["parent"], card["permission"][0]["allow_sampling"]) == (
+        "fake",
+        None,
+        True,
+    )
     assert (await client.get("/v1/models/fake")).json() == card
     assert (await client.get("/v1/models/some/other")).status_code == 404
     assert set((await client.get("/version")).json()) == {"version"}
@@ -221,17 +299,32 @@ async def test_models_and_version(client):
 async def test_each_name_of_the_model_is_served(make_engine, client_of):
     """Answers tell the first."""
     async with client_of(create_app(make_engine(served_model_name=["one", "two/2"]))) as client:
-        assert [card["id"] for card in (await client.get("/v1/models")).json()["data"]] == ["one", "two/2"]
+        assert [card["id"] for card in (await client.get("/v1/models")).json()["data"]] == [
+            "one",
+            "two/2",
+        ]
         assert (await client.get("/v1/models/two/2")).json()["id"] == "two/2"
         for name in ("one", "two/2"):
-            assert (await client.post(COMPLETE, json={"prompt": "a", "model": name})).json()["model"] == "one"
+            assert (await client.post(COMPLETE, json={"prompt": "a", "model": name})).json()[
+                "model"
+            ] == "one"
         wrong = await client.post(COMPLETE, json={"prompt": "a", "model": "fake"})
-        assert (wrong.status_code, wrong.json()["error"]["message"][-26:]) == (404, "server has 'one', 'two/2'.")
+        assert (wrong.status_code, wrong.json()["error"]["message"][-26:]) == (
+            404,
+            "server has 'one', 'two/2'.",
+        )
 
 
 async def test_tokenize_and_detokenize(client):
-    reply = (await client.post("/tokenize", json={"prompt": "ab", "return_token_strs": True})).json()
-    assert reply == {"count": 2, "max_model_len": 64, "tokens": [97, 98], "token_strs": ["<a>", "<b>"]}
+    reply = (
+        await client.post("/tokenize", json={"prompt": "ab", "return_token_strs": True})
+    ).json()
+    assert reply == {
+        "count": 2,
+        "max_model_len": 64,
+        "tokens": [97, 98],
+        "token_strs": ["<a>", "<b>"],
+    }
     assert (await client.post("/tokenize", json=HI)).json()["count"] == 8
     assert (await client.post("/detokenize", json={"tokens": [97, 98]})).json() == {"prompt": "ab"}
 
@@ -242,11 +335,23 @@ BAD = [
     (CHAT, {"messages": "hi"}, 400, "messages", None),
     (CHAT, {"messages": ["hi"]}, 400, "messages", None),
     (CHAT, {"messages": [{"role": "bad"}]}, 400, "messages", None),
-    (CHAT, {**HI, "stream": False, "stream_options": {"include_usage": True}}, 400, "stream_options", None),
+    (
+        CHAT,
+        {**HI, "stream": False, "stream_options": {"include_usage": True}},
+        400,
+        "stream_options",
+        None,
+    ),
     (CHAT, {**HI, "top_logprobs": 2}, 400, "top_logprobs", None),
     (CHAT, {**HI, "tools": [{"type": "function"}]}, 400, "tools", None),
     (CHAT, {**HI, "tool_choice": "required"}, 400, "tool_choice", None),
-    (CHAT, {**HI, "response_format": {"type": "json_object"}}, 400, "response_format", "unsupported_parameter"),
+    (
+        CHAT,
+        {**HI, "response_format": {"type": "json_object"}},
+        400,
+        "response_format",
+        "unsupported_parameter",
+    ),
     (CHAT, {**HI, "logit_bias": {"five": 1}}, 400, "logit_bias", None),
     (CHAT, {**HI, "logit_bias": {"5": 101}}, 400, "logit_bias", None),
     (CHAT, {**HI, "presence_penalty": 2.5}, 400, "presence_penalty", None),
@@ -255,7 +360,13 @@ BAD = [
     (COMPLETE, {"prompt": "a", "xtc_probability": 0.5}, 400, "xtc_probability", None),
     (COMPLETE, {"prompt": "a", "typical_p": 0.9}, 400, "typical_p", None),
     (COMPLETE, {"prompt": "a", "stream": True, "prompt_logprobs": 1}, 400, "prompt_logprobs", None),
-    (CHAT, {**HI, "messages": [{"role": "user", "content": "x" * 100}]}, 400, "prompt", "context_length_exceeded"),
+    (
+        CHAT,
+        {**HI, "messages": [{"role": "user", "content": "x" * 100}]},
+        400,
+        "prompt",
+        "context_length_exceeded",
+    ),
     (COMPLETE, {"prompt": ""}, 400, "prompt", None),
     (COMPLETE, {"prompt": []}, 400, "prompt", None),
     (COMPLETE, {"prompt": [[]]}, 400, "prompt", None),
@@ -280,7 +391,13 @@ BAD = [
     (COMPLETE, {"prompt": "a", "stop": ["x"] * 100}, 400, "stop", None),
     (COMPLETE, {"prompt": "a", "best_of": 3, "stream": True}, 400, "best_of", None),
     (COMPLETE, {"prompt": "a", "n": 3, "best_of": 2}, 400, "best_of", None),
-    (COMPLETE, {"prompt": "a", "use_beam_search": True, "n": 2, "stream": True}, 400, "use_beam_search", None),
+    (
+        COMPLETE,
+        {"prompt": "a", "use_beam_search": True, "n": 2, "stream": True},
+        400,
+        "use_beam_search",
+        None,
+    ),
     (COMPLETE, {"prompt": "a", "use_beam_search": True, "n": 2, "top_p": 0.5}, 400, "top_p", None),
     ("/tokenize", {}, 400, "prompt", None),
     ("/tokenize", {"prompt": "a", **HI}, 400, "prompt", None),
@@ -293,7 +410,9 @@ BAD = [
 @pytest.mark.parametrize(("path", "body", "status", "param", "code"), BAD)
 async def test_bad_fields(client, engine, path, body, status, param, code):
     for stream in (False, True) if "/v1" in path else (None,):
-        response = await client.post(path, json=body if stream is None else {"stream": stream, **body})
+        response = await client.post(
+            path, json=body if stream is None else {"stream": stream, **body}
+        )
         error = response.json()["error"]
         assert response.status_code == status, error
         kind = "BadRequestError" if "tokenize" in path else "invalid_request_error"
@@ -320,7 +439,9 @@ async def test_bad_fields(client, engine, path, body, status, param, code):
     ],
 )
 async def test_bad_json(client, content):
-    response = await client.post(COMPLETE, content=content, headers={"content-type": "application/json"})
+    response = await client.post(
+        COMPLETE, content=content, headers={"content-type": "application/json"}
+    )
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "invalid_request_error"
 
@@ -358,19 +479,36 @@ async def strict(engine, client_of):
 
 
 async def test_an_unknown_field_is_a_warning(client, caplog):
-    """Told in the answer, and once in the log. What a plugin that is missing would do is not left out without a word."""
+    """Told in the answer, and once in the log. What a plugin that is missing would do is not left
+    out without a word."""
     for _ in range(2):
-        body = {"prompt": "a", "temprature": 1, "stream": True, "stream_options": {"include_use": True}, "nothing": None, "empty": {}}
+        body = {
+            "prompt": "a",
+            "temprature": 1,
+            "stream": True,
+            "stream_options": {"include_use": True},
+            "nothing": None,
+            "empty": {},
+        }
         reply = await client.post(COMPLETE, json=body)
-        assert (reply.status_code, reply.headers["x-ignored-fields"]) == (200, "temprature, stream_options.include_use")
+        assert (reply.status_code, reply.headers["x-ignored-fields"]) == (
+            200,
+            "temprature, stream_options.include_use",
+        )
     assert "x-ignored-fields" not in (await client.post(COMPLETE, json={"prompt": "a"})).headers
     assert [record.message for record in caplog.records if "temprature" in record.message] == [
-        "the field temprature of a request is ignored: this server does not know it. Did you mean 'temperature'?"
+        (
+            "the field temprature of a request is ignored: this server does not know it. Did you "
+            "mean 'temperature'?"
+        )
     ]
     for name in ("guided_json", "dry_base"):
         assert (await client.post(COMPLETE, json={"prompt": "a", name: 1})).status_code == 400
     many = {f"field_{number}": 1 for number in range(1000)}
-    assert len((await client.post(COMPLETE, json={"prompt": "a", **many})).headers["x-ignored-fields"]) < 200
+    assert (
+        len((await client.post(COMPLETE, json={"prompt": "a", **many})).headers["x-ignored-fields"])
+        < 200
+    )
 
 
 @pytest.mark.parametrize("name", ["a\nb", "b" * 65, "c d", "\u00e9"])
@@ -381,11 +519,23 @@ async def test_what_is_no_name_is_refused(client, name):
 @pytest.mark.parametrize("value", [None, False])
 async def test_null_and_false_stand_for_the_default(client, strict, value):
     """Of any field that has one, in any body."""
-    fields = set(CompletionBody.model_fields) | {"tools", "functions", "suffix", "store", "audio", "service_tier"}
-    for body in ({"prompt": "a", **dict.fromkeys(fields - {"prompt"}, value)}, {"prompt": "a", "stream": True, "stream_options": value}):
+    fields = set(CompletionBody.model_fields) | {
+        "tools",
+        "functions",
+        "suffix",
+        "store",
+        "audio",
+        "service_tier",
+    }
+    for body in (
+        {"prompt": "a", **dict.fromkeys(fields - {"prompt"}, value)},
+        {"prompt": "a", "stream": True, "stream_options": value},
+    ):
         reply = await strict.post(COMPLETE, json=body)
         assert reply.status_code == 200, reply.text
-    assert (await client.post("/tokenize", json={"prompt": "a", "return_token_strs": value})).json()["token_strs"] is None
+    assert (
+        await client.post("/tokenize", json={"prompt": "a", "return_token_strs": value})
+    ).json()["token_strs"] is None
     assert (await client.post(COMPLETE, json={"prompt": value})).status_code == 400
 
 
@@ -394,16 +544,30 @@ async def test_unknown_field_message(strict):
     response = await client.post(COMPLETE, json={"prompt": "a", "foo": 1})
     assert response.json()["error"]["message"] == "Unrecognized request argument supplied: foo"
     assert response.json()["error"]["param"] == "foo"
-    message = (await client.post(COMPLETE, json={"prompt": "a", "dry_base": 1})).json()["error"]["message"]
-    assert message == "Unrecognized request argument supplied: dry_base. It comes with toolkit-lm-sampling-extra."
+    message = (await client.post(COMPLETE, json={"prompt": "a", "dry_base": 1})).json()["error"][
+        "message"
+    ]
+    assert message == (
+        "Unrecognized request argument supplied: dry_base. It comes with toolkit-lm-sampling-extra."
+    )
 
 
 @pytest.mark.parametrize(
     ("path", "given", "param", "message"),
     [
-        (COMPLETE, {"prompt": "a", "max_token": 1}, "max_token", "max_token. Did you mean 'max_tokens'?"),
+        (
+            COMPLETE,
+            {"prompt": "a", "max_token": 1},
+            "max_token",
+            "max_token. Did you mean 'max_tokens'?",
+        ),
         (CHAT, {**HI, "temprature": 1}, "temprature", "temprature. Did you mean 'temperature'?"),
-        ("/tokenize", {"prompt": "a", "add_special_token": True}, None, "add_special_token. Did you mean 'add_special_tokens'?"),
+        (
+            "/tokenize",
+            {"prompt": "a", "add_special_token": True},
+            None,
+            "add_special_token. Did you mean 'add_special_tokens'?",
+        ),
         ("/rerank", {"query": "a", "document": ["b"]}, None, "document. Did you mean 'documents'?"),
         (COMPLETE, {"prompt": "a", "best of": 2}, None, "best of. Did you mean 'best_of'?"),
         (
@@ -448,23 +612,35 @@ async def test_parameters_of_logits_processors_are_fields(make_engine, client_of
     given = {"loud_times": 3, "loud_words": ["a", 5], "loud_table": {"a": 1}}
     assert (await client.post(path, json={**body, **given})).status_code == 200
     assert engine.asked[-1][1].extra_args == given
-    assert (await client.post(path, json={**body, "loud_words": None, "loud_times": 2})).status_code == 200
+    assert (
+        await client.post(path, json={**body, "loud_words": None, "loud_times": 2})
+    ).status_code == 200
     assert engine.asked[-1][1].extra_args == {"loud_times": 2}
     assert (await client.post(path, json=body)).status_code == 200
     assert engine.asked[-1][1].extra_args is None
     error = (await client.post(path, json={**body, "loud_words": [None] * MANY})).json()["error"]
     assert error["param"] == "loud_words"
     schema = (await client.get("/openapi.json")).json()
-    name = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    name = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"][
+        "$ref"
+    ].rpartition("/")[2]
     assert name == {CHAT: "ChatBody", COMPLETE: "CompletionBody"}[path]
-    assert {"loud_times", "loud_words", "loud_table", "top_p"} <= set(schema["components"]["schemas"][name]["properties"])
+    assert {"loud_times", "loud_words", "loud_table", "top_p"} <= set(
+        schema["components"]["schemas"][name]["properties"]
+    )
     # Another engine of this process has other plugins.
     other = client_of(create_app(make_engine()))
-    assert (await other.post(path, json={**body, "loud_times": 2})).headers["x-ignored-fields"] == "loud_times"
+    assert (await other.post(path, json={**body, "loud_times": 2})).headers[
+        "x-ignored-fields"
+    ] == "loud_times"
 
 
 async def test_a_parameter_of_a_logits_processor_that_is_a_field_already(make_engine):
-    with pytest.raises(PluginError, match=r"processors.*: logits processor 'loud': 'prompt' is a field of HTTP requests already\."):
+    with pytest.raises(
+        PluginError,
+        match=r"processors.*: logits processor 'loud': 'prompt' is a field of HTTP requests "
+        r"already\.",
+    ):
         create_app(make_engine([Processors(PromptParams)]))
 
 
@@ -485,7 +661,9 @@ POSTED = (
 
 @pytest.mark.parametrize("path", POSTED)
 async def test_lone_surrogates_in_names_of_fields(client, path):
-    response = await client.post(path, content=r'{"\ud800": 1}', headers={"content-type": "application/json"})
+    response = await client.post(
+        path, content=r'{"\ud800": 1}', headers={"content-type": "application/json"}
+    )
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, r"\ud800")
     assert error["message"] == r"Unrecognized request argument supplied: \ud800"
@@ -506,13 +684,21 @@ async def test_lone_surrogates_in_names_of_fields(client, path):
     ],
 )
 async def test_lone_surrogates_in_values(client, fields):
-    response = await client.post(COMPLETE, content=f'{{"prompt": "a", {fields}}}', headers={"content-type": "application/json"})
+    response = await client.post(
+        COMPLETE,
+        content=f'{{"prompt": "a", {fields}}}',
+        headers={"content-type": "application/json"},
+    )
     assert response.status_code in (400, 404), response.text
 
 
 async def test_what_errors_repeat_is_cut(client):
     long = "x" * 10**6
-    bodies = [(COMPLETE, {"prompt": "a", long: 1}), (COMPLETE, {"prompt": "a", "model": long}), ("/pooling", {"input": "a", "task": long})]
+    bodies = [
+        (COMPLETE, {"prompt": "a", long: 1}),
+        (COMPLETE, {"prompt": "a", "model": long}),
+        ("/pooling", {"input": "a", "task": long}),
+    ]
     for path, body in bodies:
         reply = await client.post(path, json=body)
         assert reply.status_code in (400, 404)
@@ -532,7 +718,9 @@ async def test_neutral_fields_are_accepted(client):
     assert (await client.post(CHAT, json={**HI, **neutral})).status_code == 200
 
 
-@pytest.mark.parametrize("field", [{"store": 0}, {"store": True}, {"functions": [{}]}, {"audio": {"voice": "x"}}])
+@pytest.mark.parametrize(
+    "field", [{"store": 0}, {"store": True}, {"functions": [{}]}, {"audio": {"voice": "x"}}]
+)
 async def test_fields_that_would_have_an_effect_are_refused(client, field):
     """Types count: 0 is not false."""
     error = (await client.post(CHAT, json={**HI, **field})).json()["error"]
@@ -562,17 +750,26 @@ async def test_unknown_paths_and_methods(client):
         assert response.json()["error"]["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("header", [None, "Bearer wrong", "Bearer", "Basic secret", "Bearer sécret".encode("latin-1")])
+@pytest.mark.parametrize(
+    "header", [None, "Bearer wrong", "Bearer", "Basic secret", "Bearer sécret".encode("latin-1")]
+)
 async def test_api_key(engine, client_of, header):
     app = create_app(engine, ServerOptions(api_key="secret"), metrics=Metrics())
     async with client_of(app) as client:
         for path in ("/v1/models", "/version", "/metrics", "/v1/models/x"):
-            response = await client.get(path, headers={} if header is None else {"authorization": header})
-            assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+            response = await client.get(
+                path, headers={} if header is None else {"authorization": header}
+            )
+            assert (response.status_code, response.json()["error"]["code"]) == (
+                401,
+                "invalid_api_key",
+            )
         assert (await client.post(CHAT, json=HI)).status_code == 401
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/openapi.json")).status_code == 404
-        assert (await client.post(CHAT, json=HI, headers={"authorization": "Bearer secret"})).status_code == 200
+        assert (
+            await client.post(CHAT, json=HI, headers={"authorization": "Bearer secret"})
+        ).status_code == 200
 
 
 async def test_internal_errors_tell_nothing(client, engine, caplog):
@@ -590,7 +787,10 @@ async def test_a_dead_engine_tells_why(client, engine):
     response = await client.post(CHAT, json=HI)
     streamed = events_of(await client.post(CHAT, json={**HI, "stream": True}))
     assert (response.status_code, response.json()) == (503, streamed[-1])
-    assert (streamed[-1]["error"]["code"], streamed[-1]["error"]["message"]) == ("engine_dead", "the engine has died: MemoryError: no more")
+    assert (streamed[-1]["error"]["code"], streamed[-1]["error"]["message"]) == (
+        "engine_dead",
+        "the engine has died: MemoryError: no more",
+    )
 
 
 async def test_a_sequence_that_fails(client, engine):
@@ -600,8 +800,15 @@ async def test_a_sequence_that_fails(client, engine):
 
 
 def test_where_the_files_of_plugins_lie_goes_to_the_log_only(caplog):
-    error = model_failure("this request", "plugin 'p' (toolkit-lm-p 0.1.0, /plugins/src/p.py:13) failed in a step: ValueError: no\nline")
-    assert str(error) == "The model failed on this request: plugin 'p' (toolkit-lm-p 0.1.0) failed in a step: ValueError: no\nline."
+    error = model_failure(
+        "this request",
+        "plugin 'p' (toolkit-lm-p 0.1.0, /plugins/src/p.py:13) failed in a step: ValueError: no\n"
+        "line",
+    )
+    assert str(error) == (
+        "The model failed on this request: plugin 'p' (toolkit-lm-p 0.1.0) failed in a step: "
+        "ValueError: no\nline."
+    )
     [line] = caplog.messages
     assert "/plugins/src/p.py:13" in line and "\n" not in line
 
@@ -622,7 +829,14 @@ async def call(app, path: str, body: dict, leave_when) -> list:
         sent.append(message)
 
     headers = [(b"content-type", b"application/json")]
-    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers, "http_version": "1.1"}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "query_string": b"",
+        "headers": headers,
+        "http_version": "1.1",
+    }
     scope |= {
         "scheme": "http",
         "server": ("test", 80),
@@ -637,8 +851,15 @@ async def call(app, path: str, body: dict, leave_when) -> list:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["hang", ["hang", "quick"], ["hang", "hang"]])
 async def test_disconnect_aborts(engine, stream, prompt):
-    other = asyncio.create_task(call(create_app(engine), COMPLETE, {"prompt": "beside"}, lambda sent: False))
-    sent = await call(create_app(engine), COMPLETE, {"prompt": prompt, "stream": stream, "n": 2}, lambda sent: len(sent) > 2 or not stream)
+    other = asyncio.create_task(
+        call(create_app(engine), COMPLETE, {"prompt": "beside"}, lambda sent: False)
+    )
+    sent = await call(
+        create_app(engine),
+        COMPLETE,
+        {"prompt": prompt, "stream": stream, "n": 2},
+        lambda sent: len(sent) > 2 or not stream,
+    )
     assert engine.num_open <= 1
     assert b"[DONE]" not in b"".join(message.get("body", b"") for message in sent)
     assert b"BESIDE" in b"".join(message.get("body", b"") for message in await other)
@@ -671,10 +892,14 @@ async def test_mounted_in_another_app(engine, client_of):
     app = FastAPI()
     app.include_router(create_router(engine, ServerOptions(api_key="secret")), prefix="/llm")
     async with client_of(app) as client:
-        assert (await client.post("/llm" + CHAT, json=HI)).json()["error"]["code"] == "invalid_api_key"
+        assert (await client.post("/llm" + CHAT, json=HI)).json()["error"][
+            "code"
+        ] == "invalid_api_key"
         headers = {"authorization": "Bearer secret"}
         assert (await client.post("/llm" + CHAT, json=HI, headers=headers)).json()["choices"]
-        assert (await client.post("/llm" + COMPLETE, content=b"{", headers=headers)).json()["error"]["type"] == "invalid_request_error"
+        assert (await client.post("/llm" + COMPLETE, content=b"{", headers=headers)).json()[
+            "error"
+        ]["type"] == "invalid_request_error"
         assert (await client.get("/llm/metrics", headers=headers)).status_code == 404
 
 
@@ -688,13 +913,25 @@ async def test_openapi_describes_the_bodies(client):
     assert body["tool_choice"]["enum"] == [None, False, "none", "auto"]
 
 
-@pytest.mark.parametrize(("key", "limit"), [(None, ""), ("secret", ""), ("secret", ", max_sequences: 3")])
+@pytest.mark.parametrize(
+    ("key", "limit"), [(None, ""), ("secret", ""), ("secret", ", max_sequences: 3")]
+)
 async def test_openapi_describes_the_answers(engine, key, limit, tmp_path):
     (tmp_path / "keys").write_text(f"keys: [{{name: a, key: other{limit}}}]")
     options = ServerOptions(api_key=key, api_keys_file=str(tmp_path / "keys") if key else None)
     paths = create_app(engine, options, metrics=Metrics()).openapi()["paths"]
-    found = {path: set(operation["responses"]) for path, operations in paths.items() for operation in operations.values()}
-    assert found.pop("/live") == found.pop("/health") == found.pop("/ready") == found.pop("/ping") == {"200", "503"}
+    found = {
+        path: set(operation["responses"])
+        for path, operations in paths.items()
+        for operation in operations.values()
+    }
+    assert (
+        found.pop("/live")
+        == found.pop("/health")
+        == found.pop("/ready")
+        == found.pop("/ping")
+        == {"200", "503"}
+    )
     every = {"200", "400", "413", "415", "500", "default"} | ({"401"} if key else set())
     for path, statuses in found.items():
         ready = set() if path in ("/version", "/metrics") else {"503", *(["429"] if limit else [])}
@@ -732,7 +969,9 @@ async def test_toolkit_register_routes(make_engine, client_of):
     engine = make_engine([Hello()])
     async with client_of(create_app(engine)) as client:
         assert (await client.get("/hello")).status_code == 404
-    async with client_of(create_app(engine, ServerOptions(routes=["hello"], api_key="secret"))) as client:
+    async with client_of(
+        create_app(engine, ServerOptions(routes=["hello"], api_key="secret"))
+    ) as client:
         assert (await client.get("/hello")).json()["error"]["code"] == "invalid_api_key"
         headers = {"authorization": "Bearer secret"}
         assert (await client.get("/hello?size=2", headers=headers)).json() == {"model": "fakefake"}
@@ -753,7 +992,12 @@ class Translated:
 
         async def say(text: str, request: Request, stream: bool = False) -> Response:
             answer = await api.chat.ask(
-                {"messages": [{"role": "user", "content": text}], "stream": stream, "top_k": "x"[len(text) - 1 :] or 1}, {}
+                {
+                    "messages": [{"role": "user", "content": text}],
+                    "stream": stream,
+                    "top_k": "x"[len(text) - 1 :] or 1,
+                },
+                {},
             )
             if stream:
                 return JsonLines(answer.chunks(), answer)
@@ -764,20 +1008,33 @@ class Translated:
 
 async def test_routes_that_translate(make_engine, client_of):
     engine = make_engine([Translated()])
-    async with client_of(create_app(engine, ServerOptions(routes=["translated"], api_key="secret"))) as client:
+    async with client_of(
+        create_app(engine, ServerOptions(routes=["translated"], api_key="secret"))
+    ) as client:
         refused = await client.get("/say?text=hi", headers={"x-api-key": "other"})
         assert (refused.status_code, list(refused.json())) == (401, ["wrong"])
         key = {"x-api-key": "secret"}
         whole = (await client.get("/say?text=hi", headers=key)).json()
-        assert whole["choices"][0]["message"]["content"] == "USER:HI;" and whole["usage"]["completion_tokens"] == 8
+        assert (
+            whole["choices"][0]["message"]["content"] == "USER:HI;"
+            and whole["usage"]["completion_tokens"] == 8
+        )
         lines = (await client.get("/say?text=hi&stream=true", headers=key)).text.splitlines()
-        assert "".join(json.loads(line)["choices"][0]["delta"].get("content", "") for line in lines) == "USER:HI;"
+        assert (
+            "".join(json.loads(line)["choices"][0]["delta"].get("content", "") for line in lines)
+            == "USER:HI;"
+        )
         wrong = await client.get("/say?text=a", headers=key)
-        assert (wrong.status_code, wrong.json()["wrong"]) == (400, "Invalid value for 'top_k': Input should be a valid integer.")
+        assert (wrong.status_code, wrong.json()["wrong"]) == (
+            400,
+            "Invalid value for 'top_k': Input should be a valid integer.",
+        )
     with pytest.raises(ConfigError, match="'none' has HTTP routes"):
         create_app(engine, ServerOptions(routes=["none"]))
     async with client_of(create_app(engine)) as client:
-        assert (await client.get("/say?text=hi")).status_code == 404, "its name is not one of those that are served unasked"
+        assert (await client.get("/say?text=hi")).status_code == 404, (
+            "its name is not one of those that are served unasked"
+        )
 
 
 async def test_routes_of_an_unknown_plugin(make_engine):
@@ -886,7 +1143,10 @@ async def test_a_lifespan_that_fails_names_its_plugin(make_engine):
             return lifespan
 
     app = create_app(make_engine([Bad()]), ServerOptions(routes=["bad"]))
-    with pytest.raises(PluginError, match=r"plugin 'bad' .*failed in the lifespan of its routes: OSError: no database"):
+    with pytest.raises(
+        PluginError,
+        match=r"plugin 'bad' .*failed in the lifespan of its routes: OSError: no database",
+    ):
         async with app.router.lifespan_context(app):
             raise AssertionError("it does not get here")
 
@@ -911,7 +1171,10 @@ async def test_wrong_options(options):
 
 
 async def test_the_entry_module_is_light():
-    code = "import sys, toolkit_lm_server; assert not {'fastapi', 'uvicorn', 'pydantic', 'torch'} & set(sys.modules)"
+    code = (
+        "import sys, toolkit_lm_server; assert not {'fastapi', 'uvicorn', 'pydantic', 'torch'} & "
+        "set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -919,11 +1182,14 @@ async def test_the_entry_module_is_light():
 async def test_a_body_has_a_field_for_each_sampling_parameter(body):
     elsewhere = {"detokenize", "extra_args"}
     assert set(SAMPLING_PARAMS) - set(body.model_fields) == elsewhere
-    assert all(body.model_fields[name].default is None for name in SAMPLING_PARAMS if name not in elsewhere)
+    assert all(
+        body.model_fields[name].default is None for name in SAMPLING_PARAMS if name not in elsewhere
+    )
 
 
 async def test_bodies_are_bounded_together(engine, client_of):
-    """Each may be of max_body_size, and 16 of them at a time, with the copies of each; the next one is asked to come again."""
+    """Each may be of max_body_size, and 16 of them at a time, with the copies of each; the next one
+    is asked to come again."""
     gate, arrived, most = asyncio.Event(), [], 2**16
 
     async def parts():
@@ -933,7 +1199,9 @@ async def test_bodies_are_bounded_together(engine, client_of):
         yield b" " * 60 + b"}"
 
     def post(client):
-        return client.post("/v1/completions", content=parts(), headers={"content-type": "application/json"})
+        return client.post(
+            "/v1/completions", content=parts(), headers={"content-type": "application/json"}
+        )
 
     async with client_of(create_app(engine, ServerOptions(max_body_size=str(most)))) as client:
         waiting = [asyncio.create_task(post(client)) for _ in range(100)]
@@ -957,7 +1225,9 @@ async def test_no_body_is_too_much_where_it_is_the_only_one(engine, client_of, m
     async with client_of(create_app(engine, options)) as client:
         for character in ("a", ",", "[", ": "):
             text = character * (room // len(character))
-            reply = await client.post("/v1/completions", content=json.dumps({"prompt": "abc", "x": text}))
+            reply = await client.post(
+                "/v1/completions", content=json.dumps({"prompt": "abc", "x": text})
+            )
             assert reply.status_code != 503, reply.text
 
 
@@ -987,4 +1257,7 @@ async def test_several_conversations(client, engine):
 )
 async def test_several_conversations_that_are_refused(client, body, param):
     response = await client.post(f"{CHAT}/batch", json=body)
-    assert (response.status_code, response.json()["error"]["param"].split(".")[0].split("[")[0]) == (400, param), response.text
+    assert (
+        response.status_code,
+        response.json()["error"]["param"].split(".")[0].split("[")[0],
+    ) == (400, param), response.text

@@ -83,12 +83,19 @@ async def test_without_origins_no_page_of_others_is_answered(around):
     async with around() as client:
         response = await client.get("/v1/models", headers={"origin": PAGE})
         assert not [name for name in response.headers if name.startswith("access-control")]
-        assert (await client.options("/v1/models", headers={"origin": PAGE, "access-control-request-method": "GET"})).status_code == 405
+        assert (
+            await client.options(
+                "/v1/models", headers={"origin": PAGE, "access-control-request-method": "GET"}
+            )
+        ).status_code == 405
 
 
 async def test_pages_of_allowed_origins(around):
     async with around(allowed_origins=[PAGE], api_key="secret", allow_credentials=True) as client:
-        asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization, content-type"}
+        asked = {
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization, content-type",
+        }
         # A browser asks without the key.
         preflight = await client.options("/v1/completions", headers={"origin": PAGE, **asked})
         assert preflight.status_code == 200
@@ -99,20 +106,35 @@ async def test_pages_of_allowed_origins(around):
         assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, PAGE)
         headers = {"origin": PAGE, "authorization": "Bearer secret"}
         answer = await client.get("/v1/models", headers=headers)
-        assert (answer.status_code, "x-request-id" in answer.headers["access-control-expose-headers"]) == (200, True)
-        other = await client.get("/v1/models", headers={**headers, "origin": "https://evil.example"})
+        assert (
+            answer.status_code,
+            "x-request-id" in answer.headers["access-control-expose-headers"],
+        ) == (200, True)
+        other = await client.get(
+            "/v1/models", headers={**headers, "origin": "https://evil.example"}
+        )
         assert "access-control-allow-origin" not in other.headers
-        assert (await client.options("/v1/models", headers={"origin": "https://evil.example", **asked})).status_code == 400
+        assert (
+            await client.options("/v1/models", headers={"origin": "https://evil.example", **asked})
+        ).status_code == 400
 
 
 async def test_methods_and_headers_can_be_fewer(around):
-    async with around(allowed_origins=["*"], allowed_methods=["GET"], allowed_headers=["x-mine"]) as client:
+    async with around(
+        allowed_origins=["*"], allowed_methods=["GET"], allowed_headers=["x-mine"]
+    ) as client:
         headers = {"origin": PAGE, "access-control-request-method": "POST"}
         assert (await client.options("/v1/completions", headers=headers)).status_code == 400
-        headers = {"origin": PAGE, "access-control-request-method": "GET", "access-control-request-headers": "x-other"}
+        headers = {
+            "origin": PAGE,
+            "access-control-request-method": "GET",
+            "access-control-request-headers": "x-other",
+        }
         assert (await client.options("/v1/models", headers=headers)).status_code == 400
         headers["access-control-request-headers"] = "x-mine"
-        assert (await client.options("/v1/models", headers=headers)).headers["access-control-allow-origin"] == "*"
+        assert (await client.options("/v1/models", headers=headers)).headers[
+            "access-control-allow-origin"
+        ] == "*"
 
 
 def test_any_page_with_credentials_is_refused():
@@ -126,7 +148,10 @@ def test_any_page_with_credentials_is_refused():
 async def test_middleware_in_its_order(around, module):
     async with around(middleware=[f"{module}:Marked", f"{module}.refuse"]) as client:
         answer = await client.get("/version")
-        assert (answer.status_code, answer.headers.get_list("x-order")) == (200, ["function", "class"])
+        assert (answer.status_code, answer.headers.get_list("x-order")) == (
+            200,
+            ["function", "class"],
+        )
         answer = await client.get("/forbidden")
         assert (answer.status_code, answer.headers.get_list("x-order")) == (418, ["class"])
 
@@ -140,7 +165,11 @@ async def test_streams_pass_through(around, module):
 async def test_middleware_that_fails_is_an_error_of_the_server(around, module):
     async with around(middleware=[f"{module}:broken"]) as client:
         answer = await client.get("/version")
-        assert (answer.status_code, answer.json()["error"]["code"], "secret" in answer.text) == (500, "internal_error", False)
+        assert (answer.status_code, answer.json()["error"]["code"], "secret" in answer.text) == (
+            500,
+            "internal_error",
+            False,
+        )
 
 
 @pytest.mark.parametrize(
@@ -160,7 +189,10 @@ def test_what_is_no_middleware(module, name, message):
         load_middleware([name])
 
 
-@pytest.mark.parametrize(("name", "message"), [("Wrong", "cannot be made: ValueError: no settings"), ("Empty", "makes no ASGI app")])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("Wrong", "cannot be made: ValueError: no settings"), ("Empty", "makes no ASGI app")],
+)
 def test_middleware_that_cannot_be_made(module, name, message, engine):
     with pytest.raises(ConfigError, match=message):
         wrapped(create_app(engine), ServerOptions(middleware=[f"{module}:{name}"]))
@@ -175,7 +207,9 @@ async def test_a_server_has_them(module, make_engine):
     def make_app(engine, metrics, readiness):
         return create_app(engine, options, metrics=metrics, readiness=readiness)
 
-    options = ServerOptions(middleware=[f"{module}:Marked"], allowed_origins=[PAGE], log_level="critical", port=0)
+    options = ServerOptions(
+        middleware=[f"{module}:Marked"], allowed_origins=[PAGE], log_level="critical", port=0
+    )
     with bind("127.0.0.1", 0) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         one = Lifecycle(in_thread(lambda: engine), make_app, options, Metrics(), listener)
@@ -184,4 +218,7 @@ async def test_a_server_has_them(module, make_engine):
             answer = await client.get(f"{url}/version", headers={"origin": PAGE})
         one._stopped = True
         await asyncio.wait([running])
-    assert (answer.headers["x-order"], answer.headers["access-control-allow-origin"]) == ("class", PAGE)
+    assert (answer.headers["x-order"], answer.headers["access-control-allow-origin"]) == (
+        "class",
+        PAGE,
+    )

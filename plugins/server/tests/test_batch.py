@@ -1,4 +1,5 @@
-"""`toolkit run-batch`: the format, what is read and written when, and what goes on after a break."""
+"""`toolkit run-batch`: the format, what is read and written when, and what goes on after a
+break."""
 
 from __future__ import annotations
 
@@ -23,7 +24,14 @@ from toolkit_lm_server.batch.target import Target
 
 
 def request(custom_id, url="/v1/completions", **body):
-    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": "fake", "prompt": "abc", **body}})
+    return json.dumps(
+        {
+            "custom_id": custom_id,
+            "method": "POST",
+            "url": url,
+            "body": {"model": "fake", "prompt": "abc", **body},
+        }
+    )
 
 
 def rows_of(text, most=1000):
@@ -38,10 +46,17 @@ def by_id(text):
 
 
 def test_rows_keep_their_bodies_as_they_stand():
-    body = '{"model": "a",  "temperature": 1e-1, "n": 123456789012345678901234567890, "x": "\\u00e9"}'
+    body = (
+        '{"model": "a",  "temperature": 1e-1, "n": 123456789012345678901234567890, "x": "\\u00e9"}'
+    )
     line = request("1").replace(json.dumps({"model": "fake", "prompt": "abc"}), body)
     [row] = rows_of(f"\ufeff{line}\n\n  \n")
-    assert (row.custom_id, row.url, bytes(row.body), row.line) == ("1", "/v1/completions", body.encode(), 1)
+    assert (row.custom_id, row.url, bytes(row.body), row.line) == (
+        "1",
+        "/v1/completions",
+        body.encode(),
+        1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,13 +67,47 @@ def test_rows_keep_their_bodies_as_they_stand():
         ("[1]", None, "no request"),
         ('{"custom_id": "a", "body": ' + "[" * 900, None, "is not JSON"),
         ('{"custom_id": "a"}', "a", "missing required field"),
-        ('{"custom_id": "", "method": "POST", "url": "/v1/completions", "body": {}}', "", "length >= 1"),
-        ('{"custom_id": 1, "method": "POST", "url": "/v1/completions", "body": {}}', None, "Expected `str`"),
-        ('{"custom_id": "a", "method": "GET", "url": "/v1/completions", "body": {}}', "a", "Invalid enum value 'GET'"),
-        ('{"custom_id": "a", "method": "POST", "url": "/reset_prefix_cache", "body": {}}', "a", "is none of /v1/chat"),
-        ('{"custom_id": "a", "method": "POST", "url": "http://10.0.0.1/v1/completions", "body": {}}', "a", "is none of /v1/chat"),
-        ('{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": []}', "a", "must be an object"),
-        ('{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"stream": true}}', "a", "asks for a stream"),
+        (
+            '{"custom_id": "", "method": "POST", "url": "/v1/completions", "body": {}}',
+            "",
+            "length >= 1",
+        ),
+        (
+            '{"custom_id": 1, "method": "POST", "url": "/v1/completions", "body": {}}',
+            None,
+            "Expected `str`",
+        ),
+        (
+            '{"custom_id": "a", "method": "GET", "url": "/v1/completions", "body": {}}',
+            "a",
+            "Invalid enum value 'GET'",
+        ),
+        (
+            '{"custom_id": "a", "method": "POST", "url": "/reset_prefix_cache", "body": {}}',
+            "a",
+            "is none of /v1/chat",
+        ),
+        (
+            (
+                '{"custom_id": "a", "method": "POST", "url": "http://10.0.0.1/v1/completions", '
+                '"body": {}}'
+            ),
+            "a",
+            "is none of /v1/chat",
+        ),
+        (
+            '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": []}',
+            "a",
+            "must be an object",
+        ),
+        (
+            (
+                '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": '
+                '{"stream": true}}'
+            ),
+            "a",
+            "asks for a stream",
+        ),
     ],
 )
 def test_a_line_that_is_no_request_says_why(line, custom_id, why):
@@ -90,7 +139,9 @@ class Scripted:
             raise ToolkitError("away")
         if prompt == "go":
             self.event.set()
-        content = "no json" if prompt == "html" else json.dumps({"text": prompt, "error": None}, indent=1)
+        content = (
+            "no json" if prompt == "html" else json.dumps({"text": prompt, "error": None}, indent=1)
+        )
         return Answer(404 if prompt == "missing" else 200, "r1", content.encode())
 
 
@@ -98,30 +149,50 @@ def run(text, target, output, concurrency=4, answered=None):
     rows = read_rows(io.BytesIO(text.encode()), 10_000)
 
     async def main():
-        return await run_rows(rows, target(), output, concurrency=concurrency, answered=answered or Answered())
+        return await run_rows(
+            rows, target(), output, concurrency=concurrency, answered=answered or Answered()
+        )
 
     return asyncio.run(main())
 
 
 def test_answers_are_written_as_they_come():
     out = io.BytesIO()
-    counts = run("\n".join([request("1", prompt="wait"), request("2"), "x", request("3", prompt="go")]), Scripted, out)
+    counts = run(
+        "\n".join([request("1", prompt="wait"), request("2"), "x", request("3", prompt="go")]),
+        Scripted,
+        out,
+    )
     assert (counts.done, counts.refused, counts.unreadable) == (3, 0, 1)
     *others, last = map(json.loads, out.getvalue().splitlines())
     assert last["custom_id"] == "1"
-    assert last["response"] == {"status_code": 200, "request_id": "r1", "body": {"text": "wait", "error": None}}
+    assert last["response"] == {
+        "status_code": 200,
+        "request_id": "r1",
+        "body": {"text": "wait", "error": None},
+    }
     assert last["error"] is None and last["id"].startswith("batch_req_")
     assert {row["custom_id"] for row in others} == {"2", "3", None}
 
 
 def test_what_is_refused_says_so_in_its_row():
     out = io.BytesIO()
-    counts = run("\n".join([request("1", prompt="missing"), request("2", prompt="html"), '{"custom_id": "3"}']), Scripted, out)
+    counts = run(
+        "\n".join(
+            [request("1", prompt="missing"), request("2", prompt="html"), '{"custom_id": "3"}']
+        ),
+        Scripted,
+        out,
+    )
     assert (counts.done, counts.refused, counts.unreadable) == (2, 2, 1)
     found = by_id(out.getvalue())
     assert (found["1"]["response"]["status_code"], found["1"]["error"]["code"]) == (404, "404")
     assert "not JSON: no json" in found["2"]["error"]["message"]
-    assert (found["3"]["response"], found["3"]["error"]["code"], found["3"]["error"]["line"]) == (None, "invalid_row", 3)
+    assert (found["3"]["response"], found["3"]["error"]["code"], found["3"]["error"]["line"]) == (
+        None,
+        "invalid_row",
+        3,
+    )
 
 
 def test_no_more_rows_are_under_way_than_asked_for():
@@ -131,7 +202,10 @@ def test_no_more_rows_are_under_way_than_asked_for():
         made.append(Scripted())
         return made[0]
 
-    lines = [*(request(str(number), prompt="wait") for number in range(2)), *(request(str(number)) for number in range(2, 40))]
+    lines = [
+        *(request(str(number), prompt="wait") for number in range(2)),
+        *(request(str(number)) for number in range(2, 40)),
+    ]
     run("\n".join([*lines, request("last", prompt="go")]), make, io.BytesIO(), concurrency=3)
     assert made[0].most == 3 and sum(made[0].asked.values()) == 41
 
@@ -139,7 +213,18 @@ def test_no_more_rows_are_under_way_than_asked_for():
 def test_a_batch_that_breaks_off_keeps_what_it_has():
     out = io.BytesIO()
     with pytest.raises(ToolkitError, match="away"):
-        run("\n".join([request("1"), request("2", prompt="fail"), *(request(str(n)) for n in range(3, 90))]), Scripted, out, concurrency=1)
+        run(
+            "\n".join(
+                [
+                    request("1"),
+                    request("2", prompt="fail"),
+                    *(request(str(n)) for n in range(3, 90)),
+                ]
+            ),
+            Scripted,
+            out,
+            concurrency=1,
+        )
     assert list(by_id(out.getvalue())) == ["1"]
 
 
@@ -158,7 +243,9 @@ def test_a_huge_file_takes_little_memory():
         write = flush = staticmethod(lambda *_: None)
 
     async def main():
-        return await run_rows(read_rows(Endless(), 100_000), Scripted(), Nowhere(), concurrency=8, answered=Answered())
+        return await run_rows(
+            read_rows(Endless(), 100_000), Scripted(), Nowhere(), concurrency=8, answered=Answered()
+        )
 
     tracemalloc.start()
     try:
@@ -178,7 +265,10 @@ def test_going_on_skips_what_is_there_and_mends_a_cut_line(tmp_path):
     path.write_bytes(path.read_bytes() + b'{"id": "batch_req_1", "custom_id": "3", "resp')
     with path.open("r+b") as file:
         counts = run(
-            "\n".join([request("1"), "nonsense", request("2"), request("3")]), Scripted, file, answered=Answered.of(file, "out.jsonl")
+            "\n".join([request("1"), "nonsense", request("2"), request("3")]),
+            Scripted,
+            file,
+            answered=Answered.of(file, "out.jsonl"),
         )
     assert (counts.done, counts.skipped, counts.unreadable) == (1, 2, 1)
     rows = [json.loads(line)["custom_id"] for line in path.read_text().splitlines()]
@@ -215,14 +305,18 @@ def ask(handle, first_pause=0.0):
     """What a target makes of a server's answers."""
 
     async def main():
-        async with httpx.AsyncClient(transport=httpx.MockTransport(handle), base_url="http://test") as client:
+        async with httpx.AsyncClient(
+            transport=httpx.MockTransport(handle), base_url="http://test"
+        ) as client:
             return await Target(client, "the server", first_pause).ask(*rows_of(request("1")))
 
     return asyncio.run(main())
 
 
 def test_ignored_fields_are_told():
-    answer = ask(lambda _: httpx.Response(200, text="{}", headers={"x-ignored-fields": "temprature, foo"}))
+    answer = ask(
+        lambda _: httpx.Response(200, text="{}", headers={"x-ignored-fields": "temprature, foo"})
+    )
     counts = Counts()
     for ignored in (answer.ignored, "", "foo"):
         counts.ignore(ignored)
@@ -247,7 +341,14 @@ def test_a_busy_server_is_asked_again():
 
 
 @pytest.mark.parametrize(
-    ("status", "text", "num_asked"), [(503, "busy", 6), (503, "engine_dead", 1), (401, "wrong key", 1), (400, "no", 1), (500, "no", 1)]
+    ("status", "text", "num_asked"),
+    [
+        (503, "busy", 6),
+        (503, "engine_dead", 1),
+        (401, "wrong key", 1),
+        (400, "no", 1),
+        (500, "no", 1),
+    ],
 )
 def test_what_is_of_no_use_for_any_row_ends_the_batch(status, text, num_asked):
     asked = []
@@ -270,7 +371,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self._json(400 if body["prompt"] == "bad" else 200, {"text": body["prompt"], "path": self.path})
+        self._json(
+            400 if body["prompt"] == "bad" else 200, {"text": body["prompt"], "path": self.path}
+        )
 
     def _json(self, status, body):
         data = json.dumps(body).encode()
@@ -291,7 +394,9 @@ def url():
 
 
 def test_a_server_answers_a_file(toolkit, tmp_path, url, monkeypatch):
-    text = "\n".join([request("1", prompt="a"), request("2", prompt="bad"), request("3", url="/v1/score")])
+    text = "\n".join(
+        [request("1", prompt="a"), request("2", prompt="bad"), request("3", url="/v1/score")]
+    )
     requests, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     requests.write_text(text)
     arguments = ("run-batch", "--url", f"{url}/v1/", "--api-key", "k", "--concurrency", "2")
@@ -338,10 +443,28 @@ def test_what_cannot_be_done_is_said_before_anything_is_asked(toolkit, tmp_path,
 
 
 def test_an_interrupt_ends_it_while_there_may_be_more_to_read(url, tmp_path):
-    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from toolkit_lm_cli import main; main()"
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from "
+        "toolkit_lm_cli import main; main()"
+    )
     out = tmp_path / "out.jsonl"
-    arguments = [sys.executable, "-c", code, "run-batch", "--url", url, "--api-key", "k", "-i", "-", "-o", out]
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    arguments = [
+        sys.executable,
+        "-c",
+        code,
+        "run-batch",
+        "--url",
+        url,
+        "--api-key",
+        "k",
+        "-i",
+        "-",
+        "-o",
+        out,
+    ]
+    with subprocess.Popen(
+        arguments, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         process.stdin.write(f"{request('1')}\n{request('2')}\n")
         process.stdin.flush()
         while not out.exists() or out.read_text().count("\n") < 2:
@@ -355,22 +478,48 @@ def test_an_interrupt_ends_it_while_there_may_be_more_to_read(url, tmp_path):
 def test_an_engine_of_its_own_answers_as_a_server_would(toolkit, checkpoint, tmp_path):
     body = {"model": "m", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
     lines = [
-        {"custom_id": "chat", "url": "/v1/chat/completions", "body": {**body, "messages": [{"role": "user", "content": "Hi"}]}},
+        {
+            "custom_id": "chat",
+            "url": "/v1/chat/completions",
+            "body": {**body, "messages": [{"role": "user", "content": "Hi"}]},
+        },
         {"custom_id": "text", "url": "/v1/completions", "body": {**body, "prompt": ["a", "b"]}},
         {"custom_id": "long", "url": "/v1/completions", "body": {**body, "prompt": "x" * 1000}},
-        {"custom_id": "name", "url": "/v1/completions", "body": {**body, "model": "other", "prompt": "x"}},
+        {
+            "custom_id": "name",
+            "url": "/v1/completions",
+            "body": {**body, "model": "other", "prompt": "x"},
+        },
         {"custom_id": "task", "url": "/v1/embeddings", "body": {"model": "m", "input": "x"}},
-        *({"custom_id": str(n), "url": "/v1/completions", "body": {**body, "prompt": str(n)}} for n in range(20)),
+        *(
+            {"custom_id": str(n), "url": "/v1/completions", "body": {**body, "prompt": str(n)}}
+            for n in range(20)
+        ),
     ]
     requests, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     requests.write_text("".join(json.dumps({"method": "POST", **line}) + "\n" for line in lines))
-    small = ("--load-format", "dummy", "--num-kv-blocks", "64", "--max-num-seqs", "4", "--served-model-name", "m")
+    small = (
+        "--load-format",
+        "dummy",
+        "--num-kv-blocks",
+        "64",
+        "--max-num-seqs",
+        "4",
+        "--served-model-name",
+        "m",
+    )
     done = toolkit("run-batch", checkpoint, "-i", requests, "-o", out, *small)
     assert (done.code, "25 rows, 3 refused" in done.err) == (0, True), done.err
     found = by_id(out.read_text())
     assert len(found) == len(lines)
     assert found["chat"]["response"]["body"]["object"] == "chat.completion"
     assert len(found["text"]["response"]["body"]["choices"]) == 2
-    assert [found[name]["response"]["status_code"] for name in ("long", "name", "task")] == [400, 404, 400]
+    assert [found[name]["response"]["status_code"] for name in ("long", "name", "task")] == [
+        400,
+        404,
+        400,
+    ]
     assert found["long"]["error"]["code"] == "context_length_exceeded"
-    assert all(found[str(n)]["response"]["body"]["usage"]["completion_tokens"] == 3 for n in range(20))
+    assert all(
+        found[str(n)]["response"]["body"]["usage"]["completion_tokens"] == 3 for n in range(20)
+    )

@@ -57,7 +57,9 @@ def board():
 
 def expressions(board) -> list[str]:
     asked = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
-    return asked + [one["query"]["query"] for one in board["templating"]["list"] if one["type"] == "query"]
+    return asked + [
+        one["query"]["query"] for one in board["templating"]["list"] if one["type"] == "query"
+    ]
 
 
 def selectors(expression: str) -> list[tuple[list[str], set[str]]]:
@@ -89,14 +91,26 @@ def test_each_of_its_figures_is_there_under_either_name(board):
 
 def test_what_is_grouped_by_is_a_label(board):
     for expression in expressions(board):
-        labels = set().union(*((OWN | VLLM)[name] for names, _ in selectors(expression) for name in names), OF_SCRAPES)
+        labels = set().union(
+            *((OWN | VLLM)[name] for names, _ in selectors(expression) for name in names),
+            OF_SCRAPES,
+        )
         for group in re.findall(r"\bby \(([\w, ]+)\)", expression):
             assert set(group.split(", ")) <= labels, expression
 
 
 def test_all_that_vllm_has_is_shown(board):
-    shown = {name for expression in expressions(board) for names, _ in selectors(expression) for name in names}
-    missing = [name for name in VLLM_NAMES if not any(one.startswith(f"toolkit_lm_{name}") for one in shown)]
+    shown = {
+        name
+        for expression in expressions(board)
+        for names, _ in selectors(expression)
+        for name in names
+    }
+    missing = [
+        name
+        for name in VLLM_NAMES
+        if not any(one.startswith(f"toolkit_lm_{name}") for one in shown)
+    ]
     # Of single requests, or of what does not change.
     of_requests = ["request_sequences", "request_max_tokens", "request_preemptions"]
     assert missing == ["request_inference_time_seconds", *of_requests, "kv_cache_info"]
@@ -113,9 +127,20 @@ def test_the_board_is_well_formed(board):
     for panel in panels:
         at = panel["gridPos"]
         assert at["x"] + at["w"] <= 24
-        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
         assert not cells & places, panel["title"]
         places |= cells
         if panel["type"] != "row":
-            assert panel["title"] and panel["targets"] and panel["datasource"]["uid"] == "${datasource}"
-            assert all(target["expr"].count("(") == target["expr"].count(")") for target in panel["targets"])
+            assert (
+                panel["title"]
+                and panel["targets"]
+                and panel["datasource"]["uid"] == "${datasource}"
+            )
+            assert all(
+                target["expr"].count("(") == target["expr"].count(")")
+                for target in panel["targets"]
+            )

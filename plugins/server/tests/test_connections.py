@@ -1,4 +1,5 @@
-"""Connections of a real HTTP server in this process, over a fake engine: their options, bounds and ends."""
+"""Connections of a real HTTP server in this process, over a fake engine: their options, bounds and
+ends."""
 
 from __future__ import annotations
 
@@ -21,21 +22,30 @@ from toolkit_lm_server.options import ServerOptions
 
 pytestmark = pytest.mark.anyio
 COMPLETE = "/v1/completions"
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n"
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Content-Length: 100\r\n"
+)
 GET = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
 SOON = 8
-"""Seconds: many times what is asked takes on a busy machine, and less than any timeout of the server by default (10 and more)."""
+"""Seconds: many times what is asked takes on a busy machine, and less than any timeout of the
+server by default (10 and more)."""
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 async def test_answers_do_not_wait_for_acknowledgements(host):
-    """Nagle's algorithm and delayed acknowledgements would hold the second part of an answer back for 40 ms."""
+    """Nagle's algorithm and delayed acknowledgements would hold the second part of an answer back
+    for 40 ms."""
     accepted = asyncio.get_running_loop().create_future()
     listener = bind(host, 0)
-    async with await asyncio.start_server(lambda reader, writer: accepted.set_result(writer), sock=listener):
+    async with await asyncio.start_server(
+        lambda reader, writer: accepted.set_result(writer), sock=listener
+    ):
         _, client = await asyncio.open_connection(*listener.getsockname()[:2])
         writer = await accepted
-        assert writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+        assert (
+            writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+        )
         writer.close()
         client.close()
 
@@ -54,7 +64,11 @@ class Client:
     async def answer(self) -> tuple[int, dict]:
         async with asyncio.timeout(30):
             head = await self.reader.readuntil(b"\r\n\r\n")
-            [length] = [int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")]
+            [length] = [
+                int(line.split(b":")[1])
+                for line in head.split(b"\r\n")
+                if line.lower().startswith(b"content-length")
+            ]
             return int(head.split()[1]), json.loads(await self.reader.readexactly(length))
 
     async def end(self) -> float:
@@ -133,7 +147,9 @@ async def test_a_new_connection_takes_the_place_of_the_longest_idle_one(running)
         latest = await one.connect()
         assert (await latest.ask(GET))[0] == 200
         assert await clients[1].end() < SOON
-        assert [(await client.ask(GET))[0] for client in (clients[0], *clients[2:], latest)] == [200] * 8
+        assert [(await client.ask(GET))[0] for client in (clients[0], *clients[2:], latest)] == [
+            200
+        ] * 8
         assert one.num_connections == 8
 
 
@@ -142,7 +158,9 @@ async def test_idle_connections_keep_nobody_out(running):
         for _ in range(200):
             await one.connect(b"POST /v1/completions HTTP/1.1\r\n")
         assert await one.health() < SOON
-        assert (await one.http.post(COMPLETE, json={"prompt": "ab"})).json()["choices"][0]["text"] == "AB"
+        assert (await one.http.post(COMPLETE, json={"prompt": "ab"})).json()["choices"][0][
+            "text"
+        ] == "AB"
         assert one.num_connections <= 20
 
 
@@ -241,12 +259,18 @@ async def test_a_body_that_comes_after_its_refusal(running):
 
 @pytest.mark.parametrize(
     "headers",
-    [b"".join(b"x-%d: y\r\n" % number for number in range(200)), b"x: " + b"y" * 10_000 + b"\r\n", b"x: " + b"y" * 10_000],
+    [
+        b"".join(b"x-%d: y\r\n" % number for number in range(200)),
+        b"x: " + b"y" * 10_000 + b"\r\n",
+        b"x: " + b"y" * 10_000,
+    ],
     ids=["many", "large", "endless"],
 )
 async def test_headers_have_bounds(running, headers):
     async with running(max_header_size="4KiB") as one:
-        client = await one.connect(b"GET /version HTTP/1.1\r\nHost: localhost\r\n" + headers + b"\r\n")
+        client = await one.connect(
+            b"GET /version HTTP/1.1\r\nHost: localhost\r\n" + headers + b"\r\n"
+        )
         status, body = await client.answer()
         assert (status, body["error"]["code"]) == (431, "headers_too_large")
         assert await client.end() < SOON
@@ -284,8 +308,11 @@ CHUNKED, LENGTH = "Transfer-Encoding: chunked", "Content-Length: 4"
     ],
 )
 async def test_a_body_whose_end_is_not_clear_ends_the_connection(running, version, headers):
-    """What follows it could be read as a request of its own, behind a proxy that takes another end."""
-    head = "\r\n".join([f"POST /tokenize HTTP/{version}", "Host: localhost", *headers, "", ""]).encode()
+    """What follows it could be read as a request of its own, behind a proxy that takes another
+    end."""
+    head = "\r\n".join(
+        [f"POST /tokenize HTTP/{version}", "Host: localhost", *headers, "", ""]
+    ).encode()
     async with running() as one:
         client = await one.connect(head + b"0\r\n\r\n" + GET)
         status, answer = await client.answer()
@@ -357,7 +384,8 @@ async def test_a_client_that_reads_a_little_now_and_then(running, streams):
 
 @pytest.mark.parametrize(("reads", "lives"), [(0, False), (20, False), (400, True)])
 async def test_comments_are_no_progress_of_a_client_that_does_not_read_them(running, reads, lives):
-    """Only what is read counts: what is written beside it, a little now and then, keeps no connection."""
+    """Only what is read counts: what is written beside it, a little now and then, keeps no
+    connection."""
     ended = asyncio.Event()
 
     async def app(scope, receive, send):
@@ -366,7 +394,9 @@ async def test_comments_are_no_progress_of_a_client_that_does_not_read_them(runn
         gone = asyncio.create_task(receive())
         await send({"type": "http.response.body", "body": b"x" * 60_000, "more_body": True})
         while not gone.done():
-            await send({"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True})
+            await send(
+                {"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True}
+            )
             await asyncio.sleep(0.05)
         ended.set()
 
@@ -391,7 +421,13 @@ async def test_a_slow_client_is_served(running):
     size = 20_000_000
 
     async def app(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % size)]})
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(b"content-length", b"%d" % size)],
+            }
+        )
         await send({"type": "http.response.body", "body": b"x" * size})
 
     async with running(app, write_timeout=1) as one:
@@ -415,10 +451,19 @@ async def test_the_end_does_not_wait_for_connections(running):
 
 
 def test_the_default_follows_from_the_descriptors(monkeypatch):
-    for soft, most in ((32, 4), (64, 24), (1024, 744), (10**6, 10_000), (resource.RLIM_INFINITY, 10_000)):
+    for soft, most in (
+        (32, 4),
+        (64, 24),
+        (1024, 744),
+        (10**6, 10_000),
+        (resource.RLIM_INFINITY, 10_000),
+    ):
         monkeypatch.setattr(resource, "getrlimit", lambda kind, soft=soft: (soft, soft))
         assert ServerOptions().num_connections == most
     assert ServerOptions(max_connections=5).num_connections == 5
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 1024))
-    with pytest.raises(ConfigError, match=r"max_connections is 1000, but the open files of this process .* allow 960"):
+    with pytest.raises(
+        ConfigError,
+        match=r"max_connections is 1000, but the open files of this process .* allow 960",
+    ):
         ServerOptions(max_connections=1000)

@@ -39,18 +39,36 @@ TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
     "{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 )
-FLAGS = ["--load-format", "dummy", "--device", "cpu", "--num-kv-blocks", "512", "--max-num-seqs", "8", "--served-model-name", "random"]
+FLAGS = [
+    "--load-format",
+    "dummy",
+    "--device",
+    "cpu",
+    "--num-kv-blocks",
+    "512",
+    "--max-num-seqs",
+    "8",
+    "--served-model-name",
+    "random",
+]
 
 
 def write_checkpoint(folder) -> None:
-    """A byte-level tokenizer without merges, and a config; the weights are made up by --load-format dummy."""
+    """A byte-level tokenizer without merges, and a config; the weights are made up by --load-format
+    dummy."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(["<s>", "</s>", *alphabet])}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={token: i for i, token in enumerate(["<s>", "</s>", *alphabet])}, merges=[]
+        )
+    )
     tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": TEMPLATE}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "</s>", "chat_template": TEMPLATE})
+    )
     (folder / "config.json").write_text(json.dumps(CONFIG))
 
 
@@ -58,14 +76,24 @@ class Server:
     """`toolkit serve` as a process of its own."""
 
     def __init__(self, *arguments: str, prelude: str = "") -> None:
-        command = [sys.executable, "-c", f"{prelude}\nfrom toolkit_lm_cli import main; main()", "serve", *arguments]
+        command = [
+            sys.executable,
+            "-c",
+            f"{prelude}\nfrom toolkit_lm_cli import main; main()",
+            "serve",
+            *arguments,
+        ]
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
+        )
 
     def url(self) -> str:
         """Waits for the line that says the server is ready."""
         line = self.process.stdout.readline()
-        assert line.startswith("Serving random at http://127.0.0.1:"), line + self.process.stderr.read()
+        assert line.startswith("Serving random at http://127.0.0.1:"), (
+            line + self.process.stderr.read()
+        )
         return line.split()[-1]
 
     def end(self) -> tuple[int, str]:
@@ -120,22 +148,40 @@ def wait_for(condition, seconds=20.0) -> None:
 
 
 def test_openai_chat(client):
-    reply = client.chat.completions.create(model="random", messages=HI, max_tokens=8, temperature=0, extra_body=FOREVER)
+    reply = client.chat.completions.create(
+        model="random", messages=HI, max_tokens=8, temperature=0, extra_body=FOREVER
+    )
     assert (reply.usage.completion_tokens, reply.choices[0].finish_reason) == (8, "length")
     stream = client.chat.completions.create(
-        model="random", messages=HI, max_tokens=8, temperature=0, stream=True, stream_options={"include_usage": True}, extra_body=FOREVER
+        model="random",
+        messages=HI,
+        max_tokens=8,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body=FOREVER,
     )
     *chunks, last = list(stream)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == reply.choices[0].message.content
-    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (reply.usage.prompt_tokens, 8)
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        == reply.choices[0].message.content
+    )
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (
+        reply.usage.prompt_tokens,
+        8,
+    )
 
 
 def test_openai_completions(client):
     options = {"model": "random", "max_tokens": 6, "seed": 1, "extra_body": FOREVER}
     reply = client.completions.create(prompt=["one", "two"], n=2, logprobs=2, echo=False, **options)
     assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
-    # Tokens that are parts of a character share the text "�", so a table may be smaller than asked for.
-    assert all(len(choice.logprobs.tokens) == 6 and 1 <= len(choice.logprobs.top_logprobs[0]) <= 3 for choice in reply.choices)
+    # Tokens that are parts of a character share the text "�", so a table may be smaller than asked
+    # for.
+    assert all(
+        len(choice.logprobs.tokens) == 6 and 1 <= len(choice.logprobs.top_logprobs[0]) <= 3
+        for choice in reply.choices
+    )
     again = client.completions.create(prompt=["one", "two"], n=2, stream=True, **options)
     texts = [""] * 4
     for chunk in again:
@@ -145,30 +191,59 @@ def test_openai_completions(client):
 
 def test_openai_logprobs_and_stop(client):
     reply = client.chat.completions.create(
-        model="random", messages=HI, max_tokens=4, logprobs=True, top_logprobs=3, temperature=0, extra_body=FOREVER
+        model="random",
+        messages=HI,
+        max_tokens=4,
+        logprobs=True,
+        top_logprobs=3,
+        temperature=0,
+        extra_body=FOREVER,
     )
     content = reply.choices[0].logprobs.content
     assert len(content) == 4
-    assert all(one.top_logprobs[0].token == one.token and len(one.top_logprobs) == 3 for one in content)
-    plain = client.completions.create(model="random", prompt="a", max_tokens=30, temperature=0, extra_body=FOREVER).choices[0].text
+    assert all(
+        one.top_logprobs[0].token == one.token and len(one.top_logprobs) == 3 for one in content
+    )
+    plain = (
+        client.completions.create(
+            model="random", prompt="a", max_tokens=30, temperature=0, extra_body=FOREVER
+        )
+        .choices[0]
+        .text
+    )
     stop = next(char for char in plain if char not in plain[0] + "�")
-    cut = client.completions.create(model="random", prompt="a", max_tokens=30, temperature=0, stop=stop, extra_body=FOREVER).choices[0]
+    cut = client.completions.create(
+        model="random", prompt="a", max_tokens=30, temperature=0, stop=stop, extra_body=FOREVER
+    ).choices[0]
     assert (cut.text, cut.finish_reason) == (plain.split(stop)[0], "stop")
 
 
 def test_openai_sampling_parameters(client):
     options = {"model": "random", "prompt": "aaaa", "max_tokens": 12, "temperature": 0}
-    plain = client.completions.create(**options, logprobs=0, echo=True, extra_body=FOREVER).choices[0]
+    plain = client.completions.create(**options, logprobs=0, echo=True, extra_body=FOREVER).choices[
+        0
+    ]
     assert len(plain.logprobs.tokens) == 4 + 12 and plain.logprobs.token_logprobs[0] is None
     assert plain.logprobs.tokens[:4] == list("aaaa") and plain.text.startswith("aaaa")
-    prompt = client.completions.create(**options, extra_body={**FOREVER, "prompt_logprobs": 0}).choices[0].prompt_logprobs
+    prompt = (
+        client.completions.create(**options, extra_body={**FOREVER, "prompt_logprobs": 0})
+        .choices[0]
+        .prompt_logprobs
+    )
     found = [next(iter(one.values()))["logprob"] for one in prompt[1:]]
     assert found == pytest.approx(plain.logprobs.token_logprobs[1:4], abs=1e-4)
-    biased = client.completions.create(**options, logit_bias={"40": 100.0}, extra_body=FOREVER).choices[0].text
+    biased = (
+        client.completions.create(**options, logit_bias={"40": 100.0}, extra_body=FOREVER)
+        .choices[0]
+        .text
+    )
     assert len(set(biased)) == 1
-    # The made-up weights give logits that differ by less than the penalty: the two tokens take turns.
+    # The made-up weights give logits that differ by less than the penalty: the two tokens take
+    # turns.
     pair = {**FOREVER, "allowed_token_ids": [40, 41]}
-    text = client.completions.create(**options, frequency_penalty=2, extra_body=pair).choices[0].text
+    text = (
+        client.completions.create(**options, frequency_penalty=2, extra_body=pair).choices[0].text
+    )
     assert len(text) == 12 and [text.count(char) for char in set(text)] == [6, 6]
     with pytest.raises(openai.BadRequestError) as wrong:
         client.completions.create(**options, extra_body={"no_repeat_ngram_size": -2})
@@ -179,7 +254,12 @@ def test_openai_sampling_parameters(client):
     # Of so little probability only the most typical token is kept: nothing is left to chance.
     options["temperature"] = 1
     for typical_p, texts in ((1e-6, 1), (1.0, 3)):
-        found = [client.completions.create(**options, seed=i, extra_body={**FOREVER, "typical_p": typical_p}) for i in range(3)]
+        found = [
+            client.completions.create(
+                **options, seed=i, extra_body={**FOREVER, "typical_p": typical_p}
+            )
+            for i in range(3)
+        ]
         assert len({reply.choices[0].text for reply in found}) == texts
     with pytest.raises(openai.BadRequestError) as wrong:
         client.completions.create(**options, extra_body={"xtc_probability": 2})
@@ -189,7 +269,15 @@ def test_openai_sampling_parameters(client):
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_and_usage_speak_of_the_prompt_that_was_read(client, stream):
     """Of a prompt that is cut, the engine reads its end."""
-    options = {"model": "random", "prompt": "abcdefgh", "max_tokens": 3, "temperature": 0, "echo": True, "logprobs": 1, "stream": stream}
+    options = {
+        "model": "random",
+        "prompt": "abcdefgh",
+        "max_tokens": 3,
+        "temperature": 0,
+        "echo": True,
+        "logprobs": 1,
+        "stream": stream,
+    }
     options["extra_body"] = {**FOREVER, "truncate_prompt_tokens": 4}
     if stream:
         chunks = list(client.completions.create(**options, stream_options={"include_usage": True}))
@@ -205,15 +293,28 @@ def test_echo_and_usage_speak_of_the_prompt_that_was_read(client, stream):
 
 def test_openai_best_of_and_beam_search(client):
     def texts(**options):
-        return [c.text for c in client.completions.create(model="random", prompt="abc", max_tokens=6, **options).choices]
+        return [
+            c.text
+            for c in client.completions.create(
+                model="random", prompt="abc", max_tokens=6, **options
+            ).choices
+        ]
 
-    every = client.completions.create(model="random", prompt="abc", max_tokens=6, n=4, seed=5, logprobs=0).choices
-    ranked = sorted(every, key=lambda c: sum(c.logprobs.token_logprobs) / len(c.logprobs.token_logprobs), reverse=True)
+    every = client.completions.create(
+        model="random", prompt="abc", max_tokens=6, n=4, seed=5, logprobs=0
+    ).choices
+    ranked = sorted(
+        every,
+        key=lambda c: sum(c.logprobs.token_logprobs) / len(c.logprobs.token_logprobs),
+        reverse=True,
+    )
     assert texts(n=2, best_of=4, seed=5) == [c.text for c in ranked[:2]]
     search = {"use_beam_search": True, "beam_width": 4, "early_stopping": True}
     found = texts(n=3, extra_body=search)
     assert len(set(found)) == 3 and texts(n=1, extra_body=search) == found[:1]
-    with pytest.raises(openai.BadRequestError, match="use_beam_search is allowed only when stream is false"):
+    with pytest.raises(
+        openai.BadRequestError, match="use_beam_search is allowed only when stream is false"
+    ):
         texts(n=2, stream=True, extra_body=search)
 
 
@@ -227,7 +328,9 @@ def test_openai_models_and_errors(client):
         client.completions.create(model="random", prompt="x" * 3000)
     assert long.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="no robots"):
-        client.chat.completions.create(model="random", messages=[{"role": "robot", "content": "beep"}])
+        client.chat.completions.create(
+            model="random", messages=[{"role": "robot", "content": "beep"}]
+        )
 
 
 BAD = [
@@ -250,7 +353,13 @@ BAD = [
 
 def test_bad_requests_harm_no_others(client, url):
     def good(_):
-        return client.completions.create(model="random", prompt="good", max_tokens=40, temperature=0, extra_body=FOREVER).choices[0].text
+        return (
+            client.completions.create(
+                model="random", prompt="good", max_tokens=40, temperature=0, extra_body=FOREVER
+            )
+            .choices[0]
+            .text
+        )
 
     def bad(body):
         return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
@@ -260,7 +369,9 @@ def test_bad_requests_harm_no_others(client, url):
         goods = [pool.submit(good, i) for i in range(4)]
         replies = list(pool.map(bad, BAD))
         assert [future.result() for future in goods] == [expected] * 4
-    assert [(reply.status_code, reply.json()["error"]["type"]) for reply in replies] == [(400, "invalid_request_error")] * len(BAD)
+    assert [(reply.status_code, reply.json()["error"]["type"]) for reply in replies] == [
+        (400, "invalid_request_error")
+    ] * len(BAD)
     assert httpx.get(f"{url}/health").status_code == 200
     wait_for(lambda: gauges(url) == (0, 0, 0))
 
@@ -273,13 +384,22 @@ def test_a_token_id_that_the_model_does_not_have_is_named(url, token_id):
     ):
         reply = httpx.post(f"{url}{path}", json=body)
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
-        assert reply.json()["error"]["message"].startswith(f"token id {token_id} is not in the vocabulary, which has the ids from 0 to")
+        assert reply.json()["error"]["message"].startswith(
+            f"token id {token_id} is not in the vocabulary, which has the ids from 0 to"
+        )
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_disconnect_frees_the_blocks(client, url, stream):
     wait_for(lambda: gauges(url) == (0, 0, 0))
-    body = {"model": "random", "prompt": ["a", "b"], "n": 2, "max_tokens": 1900, "ignore_eos": True, "stream": stream}
+    body = {
+        "model": "random",
+        "prompt": ["a", "b"],
+        "n": 2,
+        "max_tokens": 1900,
+        "ignore_eos": True,
+        "stream": stream,
+    }
     with httpx.Client() as one:
         if stream:
             with one.stream("POST", f"{url}/v1/completions", json=body) as response:
@@ -295,12 +415,22 @@ def test_a_disconnect_frees_the_blocks(client, url, stream):
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_curl(url):
     def curl(path, *arguments):
-        done = subprocess.run(["curl", "-sS", "-w", "\n%{http_code}", url + path, *arguments], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["curl", "-sS", "-w", "\n%{http_code}", url + path, *arguments],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         text, _, status = done.stdout.rpartition("\n")
         return int(status), text
 
     json_header = ("-H", "Content-Type: application/json")
-    status, text = curl("/v1/completions", *json_header, "-d", '{"prompt": "hello", "max_tokens": 3, "stream": true}')
+    status, text = curl(
+        "/v1/completions",
+        *json_header,
+        "-d",
+        '{"prompt": "hello", "max_tokens": 3, "stream": true}',
+    )
     assert (status, text.strip().splitlines()[-1]) == (200, "data: [DONE]")
     status, text = curl("/v1/completions", *json_header, "-d", "{oops")
     assert (status, json.loads(text)["error"]["type"]) == (400, "invalid_request_error")
@@ -370,7 +500,9 @@ def gated(checkpoint, gate):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    server = Server(str(checkpoint), *FLAGS, "--port", str(port), "--routes", "gated", "--log-level", "warning")
+    server = Server(
+        str(checkpoint), *FLAGS, "--port", str(port), "--routes", "gated", "--log-level", "warning"
+    )
     try:
         url = f"http://127.0.0.1:{port}"
         wait_for(lambda: status(f"{url}/live") == 200)
@@ -393,19 +525,37 @@ def test_answers_while_plugins_configure(gated):
     server, url, gate = gated
     assert httpx.get(f"{url}/live").json() == {"status": "starting", "reason": "configuring"}
     ready = httpx.get(f"{url}/health")
-    assert (ready.status_code, ready.json()["status"], "retry-after" in ready.headers) == (503, "starting", True)
+    assert (ready.status_code, ready.json()["status"], "retry-after" in ready.headers) == (
+        503,
+        "starting",
+        True,
+    )
     pool = ThreadPoolExecutor(3)
-    bodies = [{"prompt": "a", "max_tokens": 2}, {"prompt": "a", "max_tokens": 2, "user": "x" * 2**20}]
-    early = [pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60) for body in bodies]
+    bodies = [
+        {"prompt": "a", "max_tokens": 2},
+        {"prompt": "a", "max_tokens": 2, "user": "x" * 2**20},
+    ]
+    early = [
+        pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60) for body in bodies
+    ]
     early.append(pool.submit(httpx.get, f"{url}/gated", timeout=60))
     time.sleep(0.5)
     assert not any(one.done() for one in early)
-    assert 'toolkit_lm_engine_status{model_name="random",status="starting"} 1.0' in httpx.get(f"{url}/metrics").text
+    assert (
+        'toolkit_lm_engine_status{model_name="random",status="starting"} 1.0'
+        in httpx.get(f"{url}/metrics").text
+    )
     gate.touch()
     assert server.url() == url
     assert [one.result().status_code for one in early] == [200] * 3
-    assert (httpx.get(f"{url}/health").json(), httpx.get(f"{url}/gated").json()) == ({"status": "ready"}, ["random"])
-    assert httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+    assert (httpx.get(f"{url}/health").json(), httpx.get(f"{url}/gated").json()) == (
+        {"status": "ready"},
+        ["random"],
+    )
+    assert (
+        httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code
+        == 200
+    )
     server.process.send_signal(signal.SIGTERM)
     out, errors = server.process.communicate(timeout=60)
     assert (server.process.returncode, out) == (0, "closed\n"), errors
@@ -415,7 +565,9 @@ def test_answers_while_plugins_configure(gated):
     ("what", "expected", "message"),
     [
         ("too long", 2, "error: max_model_len is 1000000"),
-        pytest.param("raise", 1, "error: plugin 'gated' (gated-plugin 1.0, ", marks=pytest.mark.slow),
+        pytest.param(
+            "raise", 1, "error: plugin 'gated' (gated-plugin 1.0, ", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_start_that_fails_late_is_one_message(gated, what, expected, message):
@@ -439,7 +591,8 @@ def test_stops_in_time_while_plugins_configure(gated):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_at_once_while_it_imports(checkpoint, gate, number):
-    """The engine is being made in a thread, and a KeyboardInterrupt could leave that without the lock of an import."""
+    """The engine is being made in a thread, and a KeyboardInterrupt could leave that without the
+    lock of an import."""
     prelude = f"""
 import sys, time, pathlib
 class Slow:
@@ -461,7 +614,10 @@ sys.meta_path.insert(0, Slow())"""
 
 
 def test_the_garbage_collector_lets_what_stays_alone(checkpoint):
-    prelude = "import atexit, gc, sys; atexit.register(lambda: print(gc.get_freeze_count(), gc.get_threshold()[2], file=sys.stderr))"
+    prelude = (
+        "import atexit, gc, sys; atexit.register(lambda: print(gc.get_freeze_count(), "
+        "gc.get_threshold()[2], file=sys.stderr))"
+    )
     server = Server(str(checkpoint), *FLAGS, "--port", "0", prelude=prelude)
     try:
         server.url()
@@ -480,7 +636,9 @@ def test_a_port_in_use_is_one_message_before_the_model_is_loaded():
         port = str(taken.getsockname()[1])
         code, errors = Server("/no/such/model", "--port", port).end()
     assert code == 2
-    assert errors.startswith(f"error: cannot listen on 127.0.0.1 port {port}: Address already in use")
+    assert errors.startswith(
+        f"error: cannot listen on 127.0.0.1 port {port}: Address already in use"
+    )
     assert len(errors.splitlines()) == 1
 
 
@@ -521,7 +679,11 @@ def test_stops_in_time_with_requests_under_way(checkpoint):
         server.process.kill()
 
 
-PARTS = [b"", b"POST /v1/completions HTTP/1.1\r\n", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"]
+PARTS = [
+    b"",
+    b"POST /v1/completions HTTP/1.1\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n",
+]
 """Of requests: nothing, a part of the head, the head without its body."""
 
 
@@ -535,7 +697,17 @@ def connections(url, parts) -> list[socket.socket]:
 
 
 def test_stops_in_time_whatever_clients_do(checkpoint):
-    server = Server(str(checkpoint), *FLAGS, "--port", "0", "--shutdown-timeout", "1", "--log-level", "warning", "--no-access-log")
+    server = Server(
+        str(checkpoint),
+        *FLAGS,
+        "--port",
+        "0",
+        "--shutdown-timeout",
+        "1",
+        "--log-level",
+        "warning",
+        "--no-access-log",
+    )
     opened = []
     try:
         opened = connections(server.url(), PARTS * 10)
@@ -553,7 +725,16 @@ def test_stops_in_time_whatever_clients_do(checkpoint):
 @pytest.mark.slow
 def test_more_connections_than_file_descriptors(checkpoint):
     prelude = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))"
-    server = Server(str(checkpoint), *FLAGS, "--port", "0", "--no-access-log", "--shutdown-timeout", "0", prelude=prelude)
+    server = Server(
+        str(checkpoint),
+        *FLAGS,
+        "--port",
+        "0",
+        "--no-access-log",
+        "--shutdown-timeout",
+        "0",
+        prelude=prelude,
+    )
     opened = []
     try:
         url = server.url()
@@ -585,18 +766,33 @@ def cpu_seconds(stat) -> float:
 
 @pytest.fixture
 def redirected(checkpoint):
-    """redirected(redirection): a server whose shell redirects its streams, which nobody reads. Gives its process and its URL."""
+    """redirected(redirection): a server whose shell redirects its streams, which nobody reads.
+    Gives its process and its URL."""
     made = []
 
     def start(redirection):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        command = [sys.executable, "-c", "from toolkit_lm_cli import main; main()", "serve", str(checkpoint), *FLAGS, "--port", port]
+        command = [
+            sys.executable,
+            "-c",
+            "from toolkit_lm_cli import main; main()",
+            "serve",
+            str(checkpoint),
+            *FLAGS,
+            "--port",
+            port,
+        ]
         shell = ["sh", "-c", f'exec "$@" {redirection}', "sh", *command]
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        made.append(subprocess.Popen(shell, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ))
-        wait_for(lambda: status(f"http://127.0.0.1:{port}/ready") == 200 or made[0].poll() is not None, 60)
+        made.append(
+            subprocess.Popen(shell, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ)
+        )
+        wait_for(
+            lambda: status(f"http://127.0.0.1:{port}/ready") == 200 or made[0].poll() is not None,
+            60,
+        )
         return made[0], f"http://127.0.0.1:{port}"
 
     yield start
@@ -605,7 +801,9 @@ def redirected(checkpoint):
         one.communicate()
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", pytest.param("<&- >&- 2>&-", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "closed", [">&-", "2>&-", pytest.param("<&- >&- 2>&-", marks=pytest.mark.slow)]
+)
 def test_closed_streams(redirected, closed):
     process, url = redirected(closed)
     for _ in range(3):
@@ -622,7 +820,10 @@ def test_a_log_that_nobody_reads(redirected):
     with httpx.Client(timeout=5) as client:
         for _ in range(200):
             assert client.get(f"{url}/{'x' * 600}").status_code == 404
-    assert httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+    assert (
+        httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code
+        == 200
+    )
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0
 
@@ -657,7 +858,10 @@ def test_a_broken_plugin_is_warned_of_once(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     server = Server(str(checkpoint), *FLAGS, "--port", "0", "--log-level", "warning")
     try:
-        assert 'toolkit_lm_engine_status{model_name="random",status="ready"} 1.0' in httpx.get(f"{server.url()}/metrics").text
+        assert (
+            'toolkit_lm_engine_status{model_name="random",status="ready"} 1.0'
+            in httpx.get(f"{server.url()}/metrics").text
+        )
         server.process.send_signal(signal.SIGTERM)
         code, errors = server.end()
     finally:

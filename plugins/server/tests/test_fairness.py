@@ -18,11 +18,17 @@ class TestFair(SchedulingPolicyConformance):
 
 
 def served(arrivals, *, policy="fair", **options) -> list[str]:
-    """The clients of requests (client, prompt tokens, output tokens), in the order of their ends. One is served at a time."""
+    """The clients of requests (client, prompt tokens, output tokens), in the order of their ends.
+    One is served at a time."""
     with LLM("tiny", scheduling_policy=policy, max_num_seqs=1, **options) as llm:
         for number, (client, length, output) in enumerate(arrivals):
             params = SamplingParams(max_tokens=output, ignore_eos=True)
-            llm.engine.add_request(f"{client}{number}", {"prompt_token_ids": [5] * length}, params, context={"client": client})
+            llm.engine.add_request(
+                f"{client}{number}",
+                {"prompt_token_ids": [5] * length},
+                params,
+                context={"client": client},
+            )
         ended = []
         while llm.engine.has_unfinished_requests():
             ended += [output.request_id[0] for output in llm.engine.step() if output.finished]
@@ -38,11 +44,19 @@ def test_a_flood_delays_its_own_requests_first():
 @pytest.mark.parametrize(("num_before", "num_kv_blocks"), [(20, 1000), (100, 1000), (20, 66)])
 def test_what_a_client_has_no_place_for_is_in_nobodys_way(num_before, num_kv_blocks):
     """However much of it comes first, and where somebody must give way."""
-    with LLM("tiny", scheduling_policy="fair", max_num_seqs=128, num_kv_blocks=num_kv_blocks, block_size=16) as llm:
+    with LLM(
+        "tiny",
+        scheduling_policy="fair",
+        max_num_seqs=128,
+        num_kv_blocks=num_kv_blocks,
+        block_size=16,
+    ) as llm:
 
         def add(name: str, n: int, max_tokens: int) -> None:
             params = SamplingParams(n=n, max_tokens=max_tokens, ignore_eos=True)
-            llm.engine.add_request(name, {"prompt_token_ids": [5, 6]}, params, context={"client": name[0]})
+            llm.engine.add_request(
+                name, {"prompt_token_ids": [5, 6]}, params, context={"client": name[0]}
+            )
 
         add("b0", 1, 40)
         # These cost it turns.
@@ -125,7 +139,14 @@ def request(client: str, tokens: int) -> Asked:
     params = SimpleNamespace(num_sequences=1)
     leader = SimpleNamespace(num_pending_tokens=tokens, num_computed_tokens=0)
     fields = {"num_prompt_tokens": tokens, "max_output_tokens": 0, "num_rows": 1, "chunkable": True}
-    return Asked(context={"client": client}, params=params, leader=leader, gave_way=False, number=next(_numbers), **fields)
+    return Asked(
+        context={"client": client},
+        params=params,
+        leader=leader,
+        gave_way=False,
+        number=next(_numbers),
+        **fields,
+    )
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -177,13 +198,17 @@ def test_prefill_is_no_measure():
 def planned(policy: FairPolicy, **wanted: list[int]) -> dict[str, int]:
     """Tokens by client, of a step that is shared by running requests that want so many tokens."""
     running = [request(client, 1) for client, each in wanted.items() for _ in each]
-    for one, tokens in zip(running, [tokens for each in wanted.values() for tokens in each], strict=True):
+    for one, tokens in zip(
+        running, [tokens for each in wanted.values() for tokens in each], strict=True
+    ):
         one.leader = SimpleNamespace(num_pending_tokens=tokens, num_computed_tokens=1)
         one.sort_key = (0.0,)
     policy.begin_step(running, [])
     granted = dict.fromkeys(wanted, 0)
     for one in running:
-        granted[one.context["client"]] += min(policy.grant(one, 2048), one.leader.num_pending_tokens)
+        granted[one.context["client"]] += min(
+            policy.grant(one, 2048), one.leader.num_pending_tokens
+        )
     return granted
 
 
@@ -191,7 +216,8 @@ def planned(policy: FairPolicy, **wanted: list[int]) -> dict[str, int]:
     ("wanted", "granted"),
     [
         ({"a": [1] * 200}, {"a": 200}),
-        # 1.25 times what all would want that want as little as b, and a quarter of the 16 that cost as much as a step itself.
+        # 1.25 times what all would want that want as little as b, and a quarter of the 16 that cost
+        # as much as a step itself.
         ({"a": [1] * 200, "b": [1]}, {"a": 5, "b": 1}),
         ({"a": [500, 500], "b": [1]}, {"a": 5, "b": 1}),
         ({"a": [1] * 200, "c": [1] * 100, "b": [1]}, {"a": 3, "b": 1, "c": 3}),
@@ -206,14 +232,20 @@ def test_a_step_is_shared(wanted, granted):
 
 @pytest.mark.parametrize("encodes", [False, True])
 def test_what_cannot_be_cut_saves_up(encodes):
-    """A prompt of 100 tokens beside one that decodes: 5 tokens a step come to it, until they are as many as it has.
+    """A prompt of 100 tokens beside one that decodes: 5 tokens a step come to it, until they are as
+    many as it has.
 
     An encoder's prompt cannot be cut, whatever the decoder's can.
     """
     policy = FairPolicy(SchedulerConfig())
     whole, other = request("a", 1 if encodes else 100), request("b", 1)
     whole.num_to_encode = 99 if encodes else 0
-    whole.chunkable, whole.sort_key, other.sort_key, other.leader.num_computed_tokens = encodes, (0.0,), (0.0,), 1
+    whole.chunkable, whole.sort_key, other.sort_key, other.leader.num_computed_tokens = (
+        encodes,
+        (0.0,),
+        (0.0,),
+        1,
+    )
     granted = []
     for _ in range(21):
         policy.begin_step([other], [whole])
@@ -225,7 +257,8 @@ def test_what_cannot_be_cut_saves_up(encodes):
 @pytest.mark.parametrize("num_decodes", [10, 60])
 @pytest.mark.parametrize("waits", [True, False])
 def test_what_needs_nearly_a_whole_step_does_not_starve(num_decodes, waits):
-    """An image of 60 tokens, which cannot be cut, beside rows that decode for ever: where they leave too little, they leave room once."""
+    """An image of 60 tokens, which cannot be cut, beside rows that decode for ever: where they
+    leave too little, they leave room once."""
     policy = FairPolicy(SchedulerConfig(max_num_seqs=80))
     decodes, whole = [request("a", 1) for _ in range(num_decodes)], request("b", 60)
     for one in (*decodes, whole):
@@ -258,7 +291,9 @@ def test_steps_that_are_left_room_in_are_rare():
     whole.chunkable, computed = False, []
     for _ in range(80):
         policy.begin_step(decodes, [whole])
-        computed.append(sum(min(policy.grant(one, 64 - index), 1) for index, one in enumerate(decodes)))
+        computed.append(
+            sum(min(policy.grant(one, 64 - index), 1) for index, one in enumerate(decodes))
+        )
         policy.grant(whole, 64 - computed[-1])
     assert 5 <= computed.count(4) <= 10
     assert set(computed) == {4, 60}
@@ -311,14 +346,27 @@ def flooded(max_tokens: int, **options) -> list[int]:
         for flood in (0, 40):
             for number in range(flood):
                 params = SamplingParams(max_tokens=200, ignore_eos=True)
-                engine.add_request(f"flood {number}", {"prompt_token_ids": [5] * 20}, params, context={"client": "a"})
+                engine.add_request(
+                    f"flood {number}",
+                    {"prompt_token_ids": [5] * 20},
+                    params,
+                    context={"client": "a"},
+                )
             for _ in range(8):
                 engine.step()
-            params, ended = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True), False
-            engine.add_request(f"small {flood}", {"prompt_token_ids": [5, 6, 7]}, params, context={"client": "b"})
+            params, ended = (
+                SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True),
+                False,
+            )
+            engine.add_request(
+                f"small {flood}", {"prompt_token_ids": [5, 6, 7]}, params, context={"client": "b"}
+            )
             taken.append(0)
             while not ended:
-                ended = any(output.request_id == f"small {flood}" and output.finished for output in engine.step())
+                ended = any(
+                    output.request_id == f"small {flood}" and output.finished
+                    for output in engine.step()
+                )
                 taken[-1] += 1
     return taken
 
@@ -339,16 +387,31 @@ def test_a_small_request_takes_as_many_steps_beside_a_flood(options):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_two_clients_ask_for_ends(seed):
-    """Wide, long, short and searching requests of two clients, beside each other, in too few places and blocks."""
+    """Wide, long, short and searching requests of two clients, beside each other, in too few places
+    and blocks."""
     draws = Random(seed)
-    with LLM("tiny", scheduling_policy="fair", max_num_seqs=32, max_num_batched_tokens=64, max_model_len=128, num_kv_blocks=80) as llm:
+    with LLM(
+        "tiny",
+        scheduling_policy="fair",
+        max_num_seqs=32,
+        max_num_batched_tokens=64,
+        max_model_len=128,
+        num_kv_blocks=80,
+    ) as llm:
         engine, left = llm.engine, set()
         for number in range(24):
             n = draws.choice([1, 1, 2, 20, 32])
             beams = n in (2, 20) and draws.random() < 0.3
-            params = SamplingParams(n=n, max_tokens=draws.choice([1, 2, 9]), ignore_eos=True, use_beam_search=beams)
+            params = SamplingParams(
+                n=n, max_tokens=draws.choice([1, 2, 9]), ignore_eos=True, use_beam_search=beams
+            )
             prompt = [5] * draws.choice([1, 1, 3, 40])
-            engine.add_request(str(number), {"prompt_token_ids": prompt}, params, context={"client": draws.choice("aab")})
+            engine.add_request(
+                str(number),
+                {"prompt_token_ids": prompt},
+                params,
+                context={"client": draws.choice("aab")},
+            )
             left.add(str(number))
         for _ in range(3000):
             left -= {output.request_id for output in engine.step() if output.finished}

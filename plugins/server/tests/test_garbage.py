@@ -26,7 +26,9 @@ def made(monkeypatch):
     memory = SimpleNamespace(resident=1000)
     monkeypatch.setattr(garbage, "resident_bytes", lambda: memory.resident)
     monkeypatch.setattr(garbage, "_trim", lambda: lambda padding: calls.append("trim"))
-    return SimpleNamespace(garbage=garbage.Garbage(), calls=calls, clock=clock, held=held, memory=memory)
+    return SimpleNamespace(
+        garbage=garbage.Garbage(), calls=calls, clock=clock, held=held, memory=memory
+    )
 
 
 def test_it_waits_until_little_is_there(made):
@@ -50,7 +52,13 @@ def test_it_waits_until_little_is_there(made):
 
 def test_memory_is_given_back_where_there_is_more_and_nobody_waits(made):
     tend, seen = made.garbage.tend, []
-    for resident, is_idle in ((1049, True), (1051, False), (1051, True), (1051, True), (1200, True)):
+    for resident, is_idle in (
+        (1049, True),
+        (1051, False),
+        (1051, True),
+        (1051, True),
+        (1200, True),
+    ):
         made.memory.resident = resident
         made.clock.now += 10
         tend(is_idle=is_idle)
@@ -73,7 +81,9 @@ held = resident_bytes()
 _trim()(0)
 print(held - first, resident_bytes() - first)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     held, kept = map(int, done.stdout.split())
     assert kept < 2**25 and (held < 2**25 or kept < held / 2)
 

@@ -1,4 +1,5 @@
-"""Streams that have nothing to send yet send comments, so that nothing in between takes them for dead."""
+"""Streams that have nothing to send yet send comments, so that nothing in between takes them for
+dead."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ async def served(engine, **options):
     with bind("127.0.0.1", 0) as listener:
         server = HttpServer(create_app(engine, made), made)
         running = asyncio.create_task(server.serve(sockets=[listener]))
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=20) as client:
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=20
+        ) as client:
             yield client
         server.should_exit = True
         await running
@@ -64,8 +67,14 @@ async def served(engine, **options):
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_comments_come_until_the_first_token(slow, path):
-    async with served(slow, sse_keep_alive=1) as client, client.stream("POST", path, json=BODIES[path]) as answer:
-        assert (answer.status_code, answer.headers["content-type"].split(";")[0]) == (200, "text/event-stream")
+    async with (
+        served(slow, sse_keep_alive=1) as client,
+        client.stream("POST", path, json=BODIES[path]) as answer,
+    ):
+        assert (answer.status_code, answer.headers["content-type"].split(";")[0]) == (
+            200,
+            "text/event-stream",
+        )
         lines = answer.aiter_lines()
         assert await anext(lines) == COMMENT
         slow.let.set()
@@ -80,13 +89,23 @@ async def test_comments_come_until_the_first_token(slow, path):
 
 async def test_a_response_that_is_refused_after_that_has_its_own_event(slow):
     async with served(slow, sse_keep_alive=1) as client:
-        async with client.stream("POST", "/v1/responses", json={"input": "refuse", "stream": True}) as answer:
+        async with client.stream(
+            "POST", "/v1/responses", json={"input": "refuse", "stream": True}
+        ) as answer:
             lines = answer.aiter_lines()
             assert await anext(lines) == COMMENT
             slow.let.set()
             name, data = [line async for line in lines if line and line != COMMENT]
-        told = {"code": "invalid_prompt", "message": "n is too high", "param": "n", "sequence_number": 0}
-        assert (name, json.loads(data.removeprefix("data: "))) == ("event: error", {"type": "error", **told})
+        told = {
+            "code": "invalid_prompt",
+            "message": "n is too high",
+            "param": "n",
+            "sequence_number": 0,
+        }
+        assert (name, json.loads(data.removeprefix("data: "))) == (
+            "event: error",
+            {"type": "error", **told},
+        )
 
 
 async def test_an_error_after_that_is_an_event(slow):
@@ -97,7 +116,10 @@ async def test_an_error_after_that_is_an_event(slow):
             assert await anext(lines) == COMMENT
             slow.let.set()
             error, done = [line async for line in lines if line and line != COMMENT]
-        assert (json.loads(error.removeprefix("data: "))["error"]["param"], done) == ("n", "data: [DONE]")
+        assert (json.loads(error.removeprefix("data: "))["error"]["param"], done) == (
+            "n",
+            "data: [DONE]",
+        )
         assert (await client.post("/v1/completions", json=body)).status_code == 400
 
 
@@ -106,7 +128,9 @@ async def test_a_client_that_leaves_before_the_first_token_ends_its_request(slow
     async with served(slow, sse_keep_alive=seconds) as client:
 
         async def ask():
-            async with client.stream("POST", "/v1/completions", json=BODIES["/v1/completions"]) as answer:
+            async with client.stream(
+                "POST", "/v1/completions", json=BODIES["/v1/completions"]
+            ) as answer:
                 assert await anext(answer.aiter_lines()) == COMMENT
 
         task = asyncio.create_task(ask())
@@ -161,9 +185,17 @@ async def test_comments_stand_between_events():
     body = await sent(EventStream, [0, 0.35, 0])
     first, second = body.index(b'{"number":0}'), body.index(b'{"number":1}')
     assert body.startswith(b"data: ") and 1 <= body[first:second].count(b": keep-alive\n\n") <= 3
-    assert b"keep-alive" not in body[second:] and body.endswith(b"data: [DONE]\n\n") and b"no more" in body
+    assert (
+        b"keep-alive" not in body[second:]
+        and body.endswith(b"data: [DONE]\n\n")
+        and b"no more" in body
+    )
 
 
 async def test_lines_of_json_have_no_comments():
     body = await sent(JsonLines, [0, 0.35])
-    assert [list(json.loads(line)) for line in body.splitlines()] == [["number"], ["number"], ["error"]]
+    assert [list(json.loads(line)) for line in body.splitlines()] == [
+        ["number"],
+        ["number"],
+        ["error"],
+    ]

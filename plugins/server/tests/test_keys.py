@@ -30,11 +30,20 @@ def options(tmp_path):
 
 
 def ask(client, who, path=COMPLETE, **body):
-    return client.post(path, json={"prompt": "abc", "max_tokens": 2, **body}, headers={"authorization": f"Bearer key-of-{who}"})
+    return client.post(
+        path,
+        json={"prompt": "abc", "max_tokens": 2, **body},
+        headers={"authorization": f"Bearer key-of-{who}"},
+    )
 
 
 @pytest.mark.parametrize(
-    ("who", "refused_after", "limit"), [("alice", 3, "requests_per_minute is 3"), ("bob", 2, "tokens_per_minute is 10"), ("all", 9, None)]
+    ("who", "refused_after", "limit"),
+    [
+        ("alice", 3, "requests_per_minute is 3"),
+        ("bob", 2, "tokens_per_minute is 10"),
+        ("all", 9, None),
+    ],
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_minutes_limits(engine, client_of, options, who, refused_after, limit, stream):
@@ -48,19 +57,28 @@ async def test_a_minutes_limits(engine, client_of, options, who, refused_after, 
         if limit is not None:
             response = await ask(client, who, stream=stream)
             error = response.json()["error"]
-            assert (response.status_code, error["code"]) == (429, "rate_limit_exceeded") and int(response.headers["retry-after"]) > 0
+            assert (response.status_code, error["code"]) == (429, "rate_limit_exceeded") and int(
+                response.headers["retry-after"]
+            ) > 0
             assert f"The key '{who}' has met its limit: {limit}." in error["message"]
             assert (await ask(client, "all")).status_code == 200, "others go on"
             # What computes nothing is not counted.
-            version = await client.get("/version", headers={"authorization": f"Bearer key-of-{who}"})
+            version = await client.get(
+                "/version", headers={"authorization": f"Bearer key-of-{who}"}
+            )
             assert version.status_code == 200
 
 
 async def test_sequences_at_a_time(engine, client_of, options):
     async with client_of(create_app(engine, options)) as client:
         never = await ask(client, "carol", n=5)
-        assert (never.status_code, "retry-after" in never.headers) == (400, False), "no time would make it right"
-        told = "The key 'carol' may have 4 sequences at a time (max_sequences), and the request asks for 5: prompts x n."
+        assert (never.status_code, "retry-after" in never.headers) == (400, False), (
+            "no time would make it right"
+        )
+        told = (
+            "The key 'carol' may have 4 sequences at a time (max_sequences), and the request "
+            "asks for 5: prompts x n."
+        )
         assert never.json()["error"]["message"] == told
         hanging = asyncio.create_task(ask(client, "carol", prompt="a hang", n=2, max_tokens=9))
         while not engine.num_open:
@@ -83,7 +101,9 @@ async def test_the_key_says_who_the_client_is(engine, client_of, options):
 
 def test_minutes_go_by():
     now = [0.0]
-    account = Keys([ApiKey(name="a", key="k", requests_per_minute=60, tokens_per_minute=600)], lambda: now[0]).accounts["a"]
+    account = Keys(
+        [ApiKey(name="a", key="k", requests_per_minute=60, tokens_per_minute=600)], lambda: now[0]
+    ).accounts["a"]
     for _ in range(60):
         account.begin()
     with pytest.raises(ApiError, match="requests_per_minute"):
@@ -128,9 +148,18 @@ def test_a_bad_file_is_told_without_its_keys(tmp_path, text, told):
 
 async def test_several_keys_without_a_file(engine, client_of):
     """Each is a client of its own."""
-    async with client_of(create_app(engine, ServerOptions(api_key=["key-of-one", "key-of-two"]))) as client:
-        assert [(await ask(client, who)).status_code for who in ("one", "two", "three")] == [200, 200, 401]
-    assert [options["context"]["client"] for _, _, options in engine.asked] == ["api_key", "api_key-2"]
+    async with client_of(
+        create_app(engine, ServerOptions(api_key=["key-of-one", "key-of-two"]))
+    ) as client:
+        assert [(await ask(client, who)).status_code for who in ("one", "two", "three")] == [
+            200,
+            200,
+            401,
+        ]
+    assert [options["context"]["client"] for _, _, options in engine.asked] == [
+        "api_key",
+        "api_key-2",
+    ]
 
 
 @pytest.mark.parametrize("given", ["one,two", ["one", "two"]])

@@ -39,7 +39,10 @@ async def app(scope, receive, send):
 
         await StreamingResponse(parts())(scope, receive, send)
         return
-    body = {"scheme": scope["scheme"], "client": None if scope["client"] is None else scope["client"][0]}
+    body = {
+        "scheme": scope["scheme"],
+        "client": None if scope["client"] is None else scope["client"][0],
+    }
     await JSONResponse(body)(scope, receive, send)
 
 
@@ -82,7 +85,9 @@ class Authority:
 
     def __init__(self, folder) -> None:
         self.ca = trustme.CA()
-        self.file, self.cert, self.key, self.both = (str(folder / f"{name}.pem") for name in ("ca", "cert", "key", "both"))
+        self.file, self.cert, self.key, self.both = (
+            str(folder / f"{name}.pem") for name in ("ca", "cert", "key", "both")
+        )
         own = self.ca.issue_cert("localhost", "127.0.0.1")
         self.ca.cert_pem.write_to_path(self.file)
         own.private_key_pem.write_to_path(self.key)
@@ -174,26 +179,40 @@ async def test_handshakes_count_as_connections(secured, authority):
 
 async def test_headers_and_bodies_have_their_time_under_tls(secured, authority):
     async with secured(header_timeout=1, body_timeout=1) as (_, port):
-        for sent in (b"GET / HTTP/1.1\r\n", b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nx"):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=authority.client(), server_hostname="localhost")
+        for sent in (
+            b"GET / HTTP/1.1\r\n",
+            b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nx",
+        ):
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", port, ssl=authority.client(), server_hostname="localhost"
+            )
             writer.write(sent)
             await end_of(reader)
             writer.close()
 
 
 async def test_large_headers_are_refused_under_tls(secured, authority):
-    async with secured(max_header_size="2KiB") as (_, port), httpx.AsyncClient(verify=authority.client()) as client:
-        assert (await client.get(f"https://localhost:{port}/", headers={"x": "y" * 4000})).status_code == 431
+    async with (
+        secured(max_header_size="2KiB") as (_, port),
+        httpx.AsyncClient(verify=authority.client()) as client,
+    ):
+        assert (
+            await client.get(f"https://localhost:{port}/", headers={"x": "y" * 4000})
+        ).status_code == 431
 
 
 async def test_a_client_that_does_not_read_is_ended_under_tls(secured, authority):
     async with secured(write_timeout=1) as (server, port):
         with socket.create_connection(("127.0.0.1", port)) as plain:
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client = await asyncio.to_thread(authority.client().wrap_socket, plain, server_hostname="localhost")
+            client = await asyncio.to_thread(
+                authority.client().wrap_socket, plain, server_hostname="localhost"
+            )
             with client:
                 client.sendall(GET.replace(b"GET /", b"GET /endless"))
-                await until(lambda: server.server_state.connections and server.bounded.num_unread == 1)
+                await until(
+                    lambda: server.server_state.connections and server.bounded.num_unread == 1
+                )
                 [one] = server.server_state.connections
                 assert one.num_unsent >= one.handshake.below.get_write_buffer_size() > 0
                 await until(lambda: not server.server_state.connections)
@@ -209,7 +228,9 @@ def test_files_that_cannot_be_used(authority, tmp_path, wrong):
 
         plain = forms.load_pem_private_key(Path(authority.key).read_bytes(), None)
         key = str(tmp_path / "encrypted.pem")
-        secret = plain.private_bytes(forms.Encoding.PEM, forms.PrivateFormat.PKCS8, forms.BestAvailableEncryption(b"word"))
+        secret = plain.private_bytes(
+            forms.Encoding.PEM, forms.PrivateFormat.PKCS8, forms.BestAvailableEncryption(b"word")
+        )
         Path(key).write_bytes(secret)
     keys = {"other_key": other.key, "no_key": None}
     with pytest.raises(ConfigError, match="ssl_certfile") as error:
@@ -227,7 +248,10 @@ def test_authorities_that_are_none(authority):
         tls_context(ServerOptions(**authority.options, ssl_ca_certs=authority.key))
 
 
-@pytest.mark.parametrize("options", [{"ssl_keyfile": "k"}, {"ssl_ca_certs": "c"}, {"uds_mode": "rw"}, {"uds_mode": "999"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"ssl_keyfile": "k"}, {"ssl_ca_certs": "c"}, {"uds_mode": "rw"}, {"uds_mode": "999"}],
+)
 def test_options_that_fit_nothing(options):
     with pytest.raises(ConfigError):
         ServerOptions(**options)
@@ -243,12 +267,17 @@ async def test_a_unix_socket(tmp_path):
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o660
         async with (
             serving(listener, uds=path),
-            httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=path), base_url="http://localhost") as client,
+            httpx.AsyncClient(
+                transport=httpx.AsyncHTTPTransport(uds=path), base_url="http://localhost"
+            ) as client,
         ):
             assert (await client.get("/")).json() == {"scheme": "http", "client": "unix"}
             # A proxy beside it says whom it asks for.
             headers = {"x-forwarded-for": "5.6.7.8, 1.2.3.4", "x-forwarded-proto": "https"}
-            assert (await client.get("/", headers=headers)).json() == {"scheme": "https", "client": "1.2.3.4"}
+            assert (await client.get("/", headers=headers)).json() == {
+                "scheme": "https",
+                "client": "1.2.3.4",
+            }
     assert not os.path.exists(path)
 
 
@@ -256,7 +285,9 @@ async def test_bounds_hold_for_unix_sockets(tmp_path):
     path = str(tmp_path / "socket")
     with listen(ServerOptions(uds=path)) as listener:
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
-        async with serving(listener, uds=path, header_timeout=1, write_timeout=1, max_connections=2) as server:
+        async with serving(
+            listener, uds=path, header_timeout=1, write_timeout=1, max_connections=2
+        ) as server:
             reader, writer = await asyncio.open_unix_connection(path)
             writer.write(b"GET / HTTP/1.1\r\n")
             assert b" 408 " in await end_of(reader)
@@ -273,7 +304,10 @@ def test_a_stale_socket_is_replaced(tmp_path):
     with socket.socket(socket.AF_UNIX) as one:
         one.bind(path)
     assert os.path.exists(path)
-    with listen(ServerOptions(uds=path)), pytest.raises(ConfigError, match="another server listens"):
+    with (
+        listen(ServerOptions(uds=path)),
+        pytest.raises(ConfigError, match="another server listens"),
+    ):
         bind_unix(path, 0o600)
     assert not os.path.exists(path)
 
@@ -302,9 +336,27 @@ def test_another_servers_socket_is_left(tmp_path):
 
 def test_a_server_at_a_unix_socket_with_tls(tmp_path, authority):
     path = str(tmp_path / "socket")
-    flags = ["--uds", path, "--ssl-certfile", authority.cert, "--ssl-keyfile", authority.key, "--ssl-ca-certs", authority.file]
-    command = [sys.executable, "-c", "from toolkit_lm_cli import main; main()", "render", "tiny", *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    flags = [
+        "--uds",
+        path,
+        "--ssl-certfile",
+        authority.cert,
+        "--ssl-keyfile",
+        authority.key,
+        "--ssl-ca-certs",
+        authority.file,
+    ]
+    command = [
+        sys.executable,
+        "-c",
+        "from toolkit_lm_cli import main; main()",
+        "render",
+        "tiny",
+        *flags,
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout.readline() == f"Serving tiny at unix:{path}\n"
             transport = httpx.HTTPTransport(uds=path, verify=authority.client(named=True))

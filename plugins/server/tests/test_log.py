@@ -30,7 +30,9 @@ def app():
     @app.get("/items/{name:path}")
     async def item(name: str):
         if name == "wrong":
-            return JSONResponse({"error": {"message": 'no\r\nline "here" \x1b\u2028' + "x" * 999}}, 400)
+            return JSONResponse(
+                {"error": {"message": 'no\r\nline "here" \x1b\u2028' + "x" * 999}}, 400
+            )
         return PlainTextResponse("busy", 503) if name == "busy" else name
 
     @app.get("/health")
@@ -43,11 +45,15 @@ def app():
 @pytest.fixture
 def lines(caplog):
     caplog.set_level("INFO")
-    return lambda: [(one.levelname, one.getMessage()) for one in caplog.records if one.name == ACCESS]
+    return lambda: [
+        (one.levelname, one.getMessage()) for one in caplog.records if one.name == ACCESS
+    ]
 
 
 async def ask(app, *paths: str) -> list[httpx.Response]:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app, client=("1.2.3.4", 5)), base_url="http://test") as client:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app, client=("1.2.3.4", 5)), base_url="http://test"
+    ) as client:
         return [await client.get(path) for path in paths]
 
 
@@ -55,17 +61,24 @@ async def test_a_line_for_each_request(app, lines):
     await ask(RequestLog(app, Metrics()), "/items/a%20b?key=secret", "/nothing")
     (first, second) = lines()
     assert re.fullmatch(r'1\.2\.3\.4:5 "GET /items/a%20b HTTP/1\.1" 200 \d\.\d{3} s', first[1])
-    assert re.fullmatch(r'1\.2\.3\.4:5 "GET /nothing HTTP/1\.1" 404 \d\.\d{3} s "Not Found"', second[1])
+    assert re.fullmatch(
+        r'1\.2\.3\.4:5 "GET /nothing HTTP/1\.1" 404 \d\.\d{3} s "Not Found"', second[1]
+    )
 
 
 async def test_polls_have_no_line(app, lines):
-    await ask(RequestLog(app, Metrics()), "/health", "/metrics", "/ready", "/live", "/ping", "/load")
+    await ask(
+        RequestLog(app, Metrics()), "/health", "/metrics", "/ready", "/live", "/ping", "/load"
+    )
     assert lines() == []
 
 
 async def test_without_the_access_log_failures_have_lines(app, lines):
     await ask(RequestLog(app, Metrics(), all_requests=False), "/items/a", "/items/busy", "/nothing")
-    assert [(level, message.split()[4]) for level, message in lines()] == [("WARNING", "503"), ("INFO", "404")]
+    assert [(level, message.split()[4]) for level, message in lines()] == [
+        ("WARNING", "503"),
+        ("INFO", "404"),
+    ]
 
 
 async def test_a_reason_is_short_and_ends_no_line(app, lines):
@@ -91,7 +104,11 @@ async def test_what_an_app_raises_is_an_answer(lines):
         raise RuntimeError("secret")
 
     [response] = await ask(RequestLog(app, Metrics()), "/")
-    assert (response.status_code, response.json()["error"]["code"], "secret" in response.text) == (500, "internal_error", False)
+    assert (response.status_code, response.json()["error"]["code"], "secret" in response.text) == (
+        500,
+        "internal_error",
+        False,
+    )
     assert lines()[-1][0] == "WARNING"
 
 
@@ -109,17 +126,30 @@ async def test_a_client_that_leaves_has_a_line(lines):
 
 async def test_requests_are_counted_by_the_template_of_their_route(app):
     metrics = Metrics()
-    await ask(RequestLog(app, metrics), *(f"/items/{number}" for number in range(20)), *(f"/{number}" for number in range(20)))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(RequestLog(app, metrics)), base_url="http://test") as client:
+    await ask(
+        RequestLog(app, metrics),
+        *(f"/items/{number}" for number in range(20)),
+        *(f"/{number}" for number in range(20)),
+    )
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(RequestLog(app, metrics)), base_url="http://test"
+    ) as client:
         for number in range(5):
             await client.request(f"ODD{number}", "/items/a")
-    found = sorted(line for line in metrics.text().decode().splitlines() if line.startswith("http_requests_total"))
+    found = sorted(
+        line
+        for line in metrics.text().decode().splitlines()
+        if line.startswith("http_requests_total")
+    )
     assert found == [
         'http_requests_total{handler="/items/{name:path}",method="GET",status="2xx"} 20.0',
         'http_requests_total{handler="/items/{name:path}",method="other",status="4xx"} 5.0',
         'http_requests_total{handler="none",method="GET",status="4xx"} 20.0',
     ]
-    assert 'http_request_duration_seconds_count{handler="none",method="GET"} 20.0' in metrics.text().decode()
+    assert (
+        'http_request_duration_seconds_count{handler="none",method="GET"} 20.0'
+        in metrics.text().decode()
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,11 +171,23 @@ def test_reasons(body, reason):
 
 
 def record(message: str, **more) -> logging.LogRecord:
-    return logging.makeLogRecord({"name": "n", "levelno": 20, "levelname": "INFO", "msg": message, "created": 0.5, "msecs": 500, **more})
+    return logging.makeLogRecord(
+        {
+            "name": "n",
+            "levelno": 20,
+            "levelname": "INFO",
+            "msg": message,
+            "created": 0.5,
+            "msecs": 500,
+            **more,
+        }
+    )
 
 
 def test_lines_of_text():
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.500 INFO a b", TextFormat().format(record("a b")))
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.500 INFO a b", TextFormat().format(record("a b"))
+    )
 
 
 def test_lines_of_json():
@@ -168,7 +210,11 @@ def test_the_line_that_says_where(capsys):
     for form in ("text", "json"):
         announce("Serving tiny at x", ServerOptions(log_format=form))
     text, line = capsys.readouterr().out.splitlines()
-    assert (text, json.loads(line)["message"], json.loads(line)["level"]) == ("Serving tiny at x", "Serving tiny at x", "info")
+    assert (text, json.loads(line)["message"], json.loads(line)["level"]) == (
+        "Serving tiny at x",
+        "Serving tiny at x",
+        "info",
+    )
 
 
 @pytest.fixture
@@ -217,7 +263,9 @@ def test_throughput(caplog):
         line.getMessage(),
     )
     assert (line.fields["num_running"], line.fields["prefix_cache_hit_rate"]) == (3, 0.25)
-    metrics.loads[0] = LoadEvent(time=0, num_running=0, num_waiting=0, num_used_blocks=0, num_total_blocks=4)
+    metrics.loads[0] = LoadEvent(
+        time=0, num_running=0, num_waiting=0, num_used_blocks=0, num_total_blocks=4
+    )
     one.tend()
     assert len(caplog.records) == 1
     Throughput(metrics).tend()
@@ -226,14 +274,25 @@ def test_throughput(caplog):
 
 async def test_the_start_is_summed_up(caplog):
     caplog.set_level("INFO", "toolkit_lm_server.report")
-    config = VllmConfig.make(model="tiny", served_model_name=["one", "two"], dtype="float32", device="cpu", num_kv_blocks=64, block_size=16)
+    config = VllmConfig.make(
+        model="tiny",
+        served_model_name=["one", "two"],
+        dtype="float32",
+        device="cpu",
+        num_kv_blocks=64,
+        block_size=16,
+    )
     async with AsyncLLM(config) as engine:
         report_start(engine, 2.5)
         model, weights, cache, attention, plugins = summary(engine)
     assert model == "Model one, two: LlamaForCausalLM, float32 on cpu, 512 tokens of context"
     assert re.fullmatch(r"Weights: 3\.\d MiB of files \(safetensors\), quantization none", weights)
     # Each token of a sequence has a place in each of the KV groups.
-    assert re.fullmatch(r"KV cache: [\d,]+ tokens in \d+\.\d [KM]iB, [\d.]+ requests of the longest context at a time", cache)
+    assert re.fullmatch(
+        r"KV cache: [\d,]+ tokens in \d+\.\d [KM]iB, [\d.]+ requests of the longest context at a "
+        r"time",
+        cache,
+    )
     assert re.fullmatch(r"Attention: (cpu|sdpa); scheduling: \w+", attention)
     assert "server" in plugins and "tiny" in plugins
     assert [one.getMessage() for one in caplog.records][:1] == [model]
@@ -241,4 +300,10 @@ async def test_the_start_is_summed_up(caplog):
 
 
 def test_sizes():
-    assert [as_size(size) for size in (0, 1023, 1536, 5 * 2**30, 3000 * 2**40)] == ["0 B", "1023 B", "1.5 KiB", "5.0 GiB", "3000.0 TiB"]
+    assert [as_size(size) for size in (0, 1023, 1536, 5 * 2**30, 3000 * 2**40)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "5.0 GiB",
+        "3000.0 TiB",
+    ]

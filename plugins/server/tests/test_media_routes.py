@@ -1,4 +1,5 @@
-"""Items of media on the routes: what `toolkit render` gives of them, and what the routes of an engine pass on."""
+"""Items of media on the routes: what `toolkit render` gives of them, and what the routes of an
+engine pass on."""
 
 from __future__ import annotations
 
@@ -33,11 +34,15 @@ def url(data: bytes) -> str:
 
 def chat(*images: bytes, **body):
     parts = [{"type": "image_url", "image_url": {"url": url(image)}} for image in images]
-    return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "hi"}]}], **body}
+    return {
+        "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "hi"}]}],
+        **body,
+    }
 
 
 class ByteImages(Renderer):
-    """Each byte of an "image" is a token. A slow one takes its time, in the thread that it is rendered in."""
+    """Each byte of an "image" is a token. A slow one takes its time, in the thread that it is
+    rendered in."""
 
     vocab_size, eos_token_ids = 256, [0]
 
@@ -54,14 +59,18 @@ class ByteImages(Renderer):
 
     def render_prompt(self, prompt, *, add_special_tokens=True):
         prompt = {"prompt": prompt} if isinstance(prompt, str) else prompt
-        return self._rendered([*prompt.get("multi_modal_data", {}).get("image", []), prompt["prompt"]])
+        return self._rendered(
+            [*prompt.get("multi_modal_data", {}).get("image", []), prompt["prompt"]]
+        )
 
     def _rendered(self, parts):
         self.threads.add(threading.current_thread().name)
         token_ids, features = [], []
         for part in parts:
             if part.startswith("data:"):
-                feature = self._feature(b64decode(part.partition(",")[2]), len(token_ids), len(features) + 1)
+                feature = self._feature(
+                    b64decode(part.partition(",")[2]), len(token_ids), len(features) + 1
+                )
                 features.append(feature)
                 token_ids += [7] * feature.mm_position.length
             else:
@@ -77,7 +86,13 @@ class ByteImages(Renderer):
             time.sleep(0.5 if data == b"slow" else 0)
         values = None if held else {"x": Array.of(np.frombuffer(data, np.uint8))}
         at = PlaceholderRange(offset, len(data), [True, *[False] * (len(data) - 1)])
-        return MultiModalFeatureSpec(modality="image", mm_identifier=data.hex(), mm_position=at, data=values, layout={"n": [len(data)]})
+        return MultiModalFeatureSpec(
+            modality="image",
+            mm_identifier=data.hex(),
+            mm_position=at,
+            data=values,
+            layout={"n": [len(data)]},
+        )
 
     def decode_stream(self, prompt_token_ids=(), *, skip_special_tokens=True):
         raise NotImplementedError
@@ -105,8 +120,12 @@ def rendering(made):
 
 @pytest.fixture
 async def client(rendering):
-    app = create_render_app(rendering, ServerOptions(), metrics=Metrics(), readiness=Readiness(rendering))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as one:
+    app = create_render_app(
+        rendering, ServerOptions(), metrics=Metrics(), readiness=Readiness(rendering)
+    )
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://server"
+    ) as one:
         yield one
 
 
@@ -134,7 +153,11 @@ async def test_msgpack_is_for_those_who_accept_it(client):
         for path, body in ((RENDER_CHAT, chat(b"abc")), (RENDER, {"prompt": ["hi", "ho"]})):
             answer = await client.post(path, json=body, headers={"accept": accept})
             assert answer.headers["content-type"] == kind
-            found = msgspec.json.decode(answer.content) if kind == "application/json" else msgspec.msgpack.decode(answer.content)
+            found = (
+                msgspec.json.decode(answer.content)
+                if kind == "application/json"
+                else msgspec.msgpack.decode(answer.content)
+            )
             if path == RENDER:
                 assert [one["token_ids"] for one in found["data"]] == [[*b"hi"], [*b"ho"]]
                 continue
@@ -165,7 +188,9 @@ async def test_a_server_remembers_so_much():
     for i in range(5):
         at = PlaceholderRange(0, 100, None)
         data = {"x": Array.of(np.zeros(3, np.uint8))}
-        feature = MultiModalFeatureSpec(modality="image", mm_identifier=str(i), mm_position=at, data=data)
+        feature = MultiModalFeatureSpec(
+            modality="image", mm_identifier=str(i), mm_position=at, data=data
+        )
         known.without_data(Rendered([5] * 100, [feature, feature]))
     with known.of([str(i) for i in range(5)]):
         assert [known.get(str(i)) is not None for i in range(5)] == [False, False, True, True, True]
@@ -187,7 +212,10 @@ async def test_placeholders_without_an_item_are_refused(client, rendering):
             return 7
 
     rendering.renderer.take_rules(Rules(rendering.config))
-    for body in ({"prompt": "a\x07"}, {"prompt": "\x07", "multi_modal_data": {"image": [url(b"abc")]}}):
+    for body in (
+        {"prompt": "a\x07"},
+        {"prompt": "\x07", "multi_modal_data": {"image": [url(b"abc")]}},
+    ):
         for more in ({}, {"check_length": False}):
             error = (await client.post(RENDER, json={**body, **more})).json()["error"]
             assert "the prompt has 1 placeholders" in error["message"]
@@ -195,17 +223,30 @@ async def test_placeholders_without_an_item_are_refused(client, rendering):
 
 
 async def test_who_checks_the_length(client):
-    assert (await client.post(RENDER_CHAT, json=chat(b"a" * 100))).json()["error"]["code"] == "context_length_exceeded"
-    assert len((await client.post(RENDER_CHAT, json=chat(b"a" * 100, check_length=False))).json()["token_ids"]) == 102
+    assert (await client.post(RENDER_CHAT, json=chat(b"a" * 100))).json()["error"][
+        "code"
+    ] == "context_length_exceeded"
+    assert (
+        len(
+            (await client.post(RENDER_CHAT, json=chat(b"a" * 100, check_length=False))).json()[
+                "token_ids"
+            ]
+        )
+        == 102
+    )
     cut = (await client.post(RENDER_CHAT, json=chat(b"a" * 9, truncate_prompt_tokens=11))).json()
     assert cut["features"][0]["mm_position"]["offset"] == 0
     refused = await client.post(RENDER_CHAT, json=chat(b"a" * 9, truncate_prompt_tokens=4))
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (
+        400,
+        "truncate_prompt_tokens",
+    )
 
 
 async def test_a_bad_item_is_named_and_the_request_beside_it_goes_on(client):
     bad, good = await asyncio.gather(
-        client.post(RENDER_CHAT, json=chat(b"abc", b"broken")), client.post(RENDER_CHAT, json=chat(b"abc", b"de"))
+        client.post(RENDER_CHAT, json=chat(b"abc", b"broken")),
+        client.post(RENDER_CHAT, json=chat(b"abc", b"de")),
     )
     assert (bad.status_code, bad.json()["error"]["message"]) == (400, "image 2: it is no picture.")
     assert good.status_code == 200
@@ -215,15 +256,26 @@ async def test_what_is_rendered_has_a_cost(rendering):
     """Each request, and all together: those under way are let end."""
     options = ServerOptions(max_request_cost="16MiB")
     app = create_render_app(rendering, options, metrics=Metrics(), readiness=Readiness(rendering))
-    rendering.renderer.media_size = lambda part, options: (9 * 2**20, 0) if part.get("image_url") or part.get("image") else None
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+    rendering.renderer.media_size = lambda part, options: (
+        (9 * 2**20, 0) if part.get("image_url") or part.get("image") else None
+    )
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://server"
+    ) as client:
         large = chat(b"abc", b"de")
         media = {"prompt": "hi", "multi_modal_data": {"image": [url(b"abc")] * 2}}
-        for path, body in ((RENDER_CHAT, large), (RENDER, media), ("/tokenize", large), (RENDER, {"prompt": "a" * 2**19})):
+        for path, body in (
+            (RENDER_CHAT, large),
+            (RENDER, media),
+            ("/tokenize", large),
+            (RENDER, {"prompt": "a" * 2**19}),
+        ):
             refused = await client.post(path, json=body)
             assert refused.status_code == 400, path
             assert "max_request_cost is 16 MiB" in refused.json()["error"]["message"]
-        found = await asyncio.gather(*(client.post(RENDER_CHAT, json=chat(b"slow")) for _ in range(6)))
+        found = await asyncio.gather(
+            *(client.post(RENDER_CHAT, json=chat(b"slow")) for _ in range(6))
+        )
         assert sorted({one.status_code for one in found}) == [200, 429]
         assert (await client.post(RENDER_CHAT, json=chat(b"abc"))).status_code == 200
 
@@ -246,7 +298,9 @@ async def test_work_on_an_image_holds_up_nobody(client, rendering):
 async def test_an_engine_gets_content_parts_and_options_as_they_are(engine, client_of):
     async with client_of(create_app(engine)) as client:
         body = chat(b"abc", mm_processor_kwargs={"max_pixels": 100}, max_tokens=4)
-        assert (await client.post("/v1/chat/completions", json=body)).status_code == 400, "more tokens than the fake engine takes"
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 400, (
+            "more tokens than the fake engine takes"
+        )
         assert engine.renderer.kwargs["mm_processor_kwargs"] == {"max_pixels": 100}
         wrong = await client.post("/v1/chat/completions", json={**body, "mm_processor_kwargs": 5})
         assert wrong.json()["error"]["param"] == "mm_processor_kwargs"

@@ -51,10 +51,21 @@ async def test_a_requests_life(client, metrics):
     Plugins.load(PluginsConfig(plugins=["server"]), [metrics])
     for kind, time in (("queued", 10.0), ("scheduled", 11.0), ("preempted", 11.5)):
         metrics.toolkit_event(RequestEvent(kind=kind, time=time, **REQUEST))
-    metrics.toolkit_event(RequestEvent(kind="first_token", time=12.0, num_cached_tokens=4, **REQUEST))
-    end = {"num_output_tokens": 5, "scheduled_time": 11.0, "first_token_time": 12.0, "finish_reason": "length"}
+    metrics.toolkit_event(
+        RequestEvent(kind="first_token", time=12.0, num_cached_tokens=4, **REQUEST)
+    )
+    end = {
+        "num_output_tokens": 5,
+        "scheduled_time": 11.0,
+        "first_token_time": 12.0,
+        "finish_reason": "length",
+    }
     metrics.toolkit_event(RequestEvent(kind="finished", time=14.0, **REQUEST, **end))
-    metrics.toolkit_event(StepEvent(time=14.0, duration=0.5, num_tokens=8, num_output_tokens=5, num_output_sequences=5))
+    metrics.toolkit_event(
+        StepEvent(
+            time=14.0, duration=0.5, num_tokens=8, num_output_tokens=5, num_output_sequences=5
+        )
+    )
     metrics.toolkit_event(StepEvent(time=15.0, duration=0, num_tokens=0, num_compilations=2))
     expected = {
         "compilations_after_ready_total": 2,
@@ -85,7 +96,10 @@ async def test_a_requests_life(client, metrics):
 async def test_the_tokens_that_requests_allow(client):
     """Each prompt counts, and none whose request leaves it to the context."""
     talk = {"messages": [{"role": "user", "content": "hi"}]}
-    for path, body in (("completions", {"prompt": ["a", "b"], "max_tokens": 3}), ("chat/completions", talk)):
+    for path, body in (
+        ("completions", {"prompt": ["a", "b"], "max_tokens": 3}),
+        ("chat/completions", talk),
+    ):
         assert (await client.post(f"/v1/{path}", json={"model": "fake", **body})).status_code == 200
     found = await figures(client)
     assert (found["request_max_tokens_count"], found["request_max_tokens_sum"]) == (2, 6)
@@ -109,14 +123,23 @@ async def test_pooled_prompts_count(client, metrics):
 
 
 async def test_prompts_that_failed_do_not_count(client, metrics):
-    metrics.toolkit_event(RequestEvent(kind="finished", time=14.0, finish_reason="error", **REQUEST))
+    metrics.toolkit_event(
+        RequestEvent(kind="finished", time=14.0, finish_reason="error", **REQUEST)
+    )
     found = await figures(client)
-    assert (found['requests_finished_total{reason="error"}'], found["prompt_tokens_total"]) == (1, 0)
+    assert (found['requests_finished_total{reason="error"}'], found["prompt_tokens_total"]) == (
+        1,
+        0,
+    )
 
 
 async def test_requests_that_are_ended_from_outside(client, metrics):
     for reason in ("abort", "timeout", "timeout"):
-        metrics.toolkit_event(RequestEvent(kind="aborted", time=14.0, num_output_tokens=2, finish_reason=reason, **REQUEST))
+        metrics.toolkit_event(
+            RequestEvent(
+                kind="aborted", time=14.0, num_output_tokens=2, finish_reason=reason, **REQUEST
+            )
+        )
     found = await figures(client)
     assert found['requests_aborted_total{reason="abort"}'] == 1
     assert found['requests_aborted_total{reason="timeout"}'] == 2
@@ -124,7 +147,12 @@ async def test_requests_that_are_ended_from_outside(client, metrics):
 
 
 async def test_load(client, metrics):
-    load = {"num_used_blocks": 5, "num_total_blocks": 10, "num_used_host_blocks": 1, "num_total_host_blocks": 4}
+    load = {
+        "num_used_blocks": 5,
+        "num_total_blocks": 10,
+        "num_used_host_blocks": 1,
+        "num_total_host_blocks": 4,
+    }
     metrics.toolkit_event(LoadEvent(time=14.0, num_running=3, num_waiting=2, **load))
     expected = {
         "num_sequences_running": 3,
@@ -137,18 +165,39 @@ async def test_load(client, metrics):
 
 
 async def test_figures_of_several_engines_say_of_which_they_are(client, engine, metrics):
-    engine.engines = [EngineState("ready", "", os.getpid(), 1, 40), EngineState("restarting", "importing", os.getpid())]
+    engine.engines = [
+        EngineState("ready", "", os.getpid(), 1, 40),
+        EngineState("restarting", "importing", os.getpid()),
+    ]
     load = {"num_used_blocks": 5, "num_total_blocks": 10}
     for number in (0, 1):
         metrics.toolkit_event(RequestEvent(kind="first_token", time=12.0, engine=number, **REQUEST))
-        metrics.toolkit_event(StepEvent(time=14.0, duration=0.5, num_tokens=8, num_output_tokens=5 + number, engine=number))
-        metrics.toolkit_event(LoadEvent(time=14.0, num_running=3 + number, num_waiting=2, engine=number, **load))
+        metrics.toolkit_event(
+            StepEvent(
+                time=14.0, duration=0.5, num_tokens=8, num_output_tokens=5 + number, engine=number
+            )
+        )
+        metrics.toolkit_event(
+            LoadEvent(time=14.0, num_running=3 + number, num_waiting=2, engine=number, **load)
+        )
     assert (metrics.load.num_running, metrics.load.num_total_blocks) == (7, 20)
     found = await figures(client)
     for number in (0, 1):
-        its = {name.partition("{")[0]: value for name, value in found.items() if f'engine="{number}"' in name}
-        expected = {"num_sequences_running": 3 + number, "kv_cache_usage_ratio": 0.5, "generation_tokens_total": 5 + number}
-        expected |= {"prompt_tokens_total": 7, "engine_ready": 1 - number, "engine_tokens_in_flight": 40 - 40 * number}
+        its = {
+            name.partition("{")[0]: value
+            for name, value in found.items()
+            if f'engine="{number}"' in name
+        }
+        expected = {
+            "num_sequences_running": 3 + number,
+            "kv_cache_usage_ratio": 0.5,
+            "generation_tokens_total": 5 + number,
+        }
+        expected |= {
+            "prompt_tokens_total": 7,
+            "engine_ready": 1 - number,
+            "engine_tokens_in_flight": 40 - 40 * number,
+        }
         assert expected.items() <= its.items()
         assert its["engine_process_resident_memory_bytes"] > 0
     # What no engine has alone.
@@ -161,14 +210,34 @@ def test_the_time_between_the_tokens_of_each_engine(metrics):
         for number in (0, 1):
             at = time + 0.5 * number
             metrics.toolkit_event(
-                StepEvent(time=at, duration=0.5, num_tokens=1, num_output_tokens=1, num_output_sequences=1, engine=number)
+                StepEvent(
+                    time=at,
+                    duration=0.5,
+                    num_tokens=1,
+                    num_output_tokens=1,
+                    num_output_sequences=1,
+                    engine=number,
+                )
             )
             if time == 1.0:
-                metrics.toolkit_event(RequestEvent(kind="first_token", time=at, engine=number, **REQUEST))
-            metrics.toolkit_event(LoadEvent(time=at, num_running=1, num_waiting=0, num_used_blocks=1, num_total_blocks=9, engine=number))
+                metrics.toolkit_event(
+                    RequestEvent(kind="first_token", time=at, engine=number, **REQUEST)
+                )
+            metrics.toolkit_event(
+                LoadEvent(
+                    time=at,
+                    num_running=1,
+                    num_waiting=0,
+                    num_used_blocks=1,
+                    num_total_blocks=9,
+                    engine=number,
+                )
+            )
     found = parsed(metrics.text().decode())
     name = "inter_token_latency_seconds"
-    [count, total] = [value for one, value in found.items() if one.startswith((f"{name}_count", f"{name}_sum"))]
+    [count, total] = [
+        value for one, value in found.items() if one.startswith((f"{name}_count", f"{name}_sum"))
+    ]
     assert (count, total) == (4, 4.0)
 
 
@@ -179,9 +248,17 @@ async def test_refusals_and_the_engines_status(client, engine):
     engine.status = "restarting"
     await client.post("/v1/completions", json={"prompt": "abc"})
     found = await figures(client)
-    refused = {name: value for name, value in found.items() if name.startswith("requests_refused_total")}
-    assert refused == {'requests_refused_total{status="429"}': 1, 'requests_refused_total{status="503"}': 1}
-    assert (found['engine_status{status="restarting"}'], found['engine_status{status="ready"}']) == (1, 0)
+    refused = {
+        name: value for name, value in found.items() if name.startswith("requests_refused_total")
+    }
+    assert refused == {
+        'requests_refused_total{status="429"}': 1,
+        'requests_refused_total{status="503"}': 1,
+    }
+    assert (
+        found['engine_status{status="restarting"}'],
+        found['engine_status{status="ready"}'],
+    ) == (1, 0)
     assert (found["engine_restarts"], found["num_prompt_tokens_waiting"]) == (2, 9)
 
 
@@ -196,7 +273,13 @@ def test_the_time_between_tokens(metrics):
         ((6.6, 8, 4),),
     ):
         time, tokens, sequences = step
-        event = StepEvent(time=time, duration=0.1, num_tokens=9, num_output_tokens=tokens, num_output_sequences=sequences)
+        event = StepEvent(
+            time=time,
+            duration=0.1,
+            num_tokens=9,
+            num_output_tokens=tokens,
+            num_output_sequences=sequences,
+        )
         for one in (event, *others, load):
             metrics.toolkit_event(one)
     found = parsed(metrics.text().decode().replace('{model_name=""}', ""))
@@ -210,7 +293,10 @@ def test_the_time_between_an_engines_tokens(metrics):
         params = SamplingParams(max_tokens=6, ignore_eos=True)
         llm.generate(["Once upon", "a time"], params, use_tqdm=False)
     found = parsed(metrics.text().decode().replace('{model_name=""}', ""))
-    assert (found["generation_tokens_total"], found["inter_token_latency_seconds_count"]) == (12, 10)
+    assert (found["generation_tokens_total"], found["inter_token_latency_seconds_count"]) == (
+        12,
+        10,
+    )
     lengths = [found[f"request_{side}_tokens_count"] for side in ("prompt", "generation")]
     assert (lengths, found["request_generation_tokens_sum"]) == ([2, 2], 12)
 
@@ -220,7 +306,8 @@ def names(metrics: Metrics) -> dict[str, str]:
 
 
 def test_the_names_of_vllm(metrics):
-    """All that it has and we can tell; the others keep ours. It tells those who wait twice, and no other figure."""
+    """All that it has and we can tell; the others keep ours. It tells those who wait twice, and no
+    other figure."""
     own, others = names(metrics), names(Metrics(names="vllm"))
     assert sorted([*own.values(), "gauge"]) == sorted(others.values())
     assert {name for name in others if name.startswith("vllm:")} == {
@@ -258,9 +345,14 @@ async def test_the_labels_of_vllm(engine, client_of):
     metrics.toolkit_event(RequestEvent(kind="finished", time=14.0, finish_reason="stop", **REQUEST))
     async with client_of(create_app(engine, metrics=metrics)) as client:
         text = (await client.get("/metrics")).text
-    assert 'vllm:request_success_total{engine="0",finished_reason="stop",model_name="fake"} 1.0' in text
+    assert (
+        'vllm:request_success_total{engine="0",finished_reason="stop",model_name="fake"} 1.0'
+        in text
+    )
     assert 'vllm:num_requests_running{engine="0",model_name="fake"} 0.0' in text
-    assert 'vllm:e2e_request_latency_seconds_bucket{engine="0",le="5.0",model_name="fake"} 1.0' in text
+    assert (
+        'vllm:e2e_request_latency_seconds_bucket{engine="0",le="5.0",model_name="fake"} 1.0' in text
+    )
     assert 'toolkit_lm_engine_status{model_name="fake",status="ready"} 1.0' in text
 
 
@@ -270,16 +362,36 @@ def test_the_page_names_what_vllm_has():
     own, others = list(names(Metrics())), list(names(Metrics(names="vllm")))
     others.remove("vllm:num_requests_waiting_by_reason")
     assert rows == {
-        ours.removeprefix("toolkit_lm_"): theirs for ours, theirs in zip(own, others, strict=True) if theirs.startswith("vllm:")
+        ours.removeprefix("toolkit_lm_"): theirs
+        for ours, theirs in zip(own, others, strict=True)
+        if theirs.startswith("vllm:")
     }
 
 
 def test_processes(metrics):
-    metrics.observe(SimpleNamespace(health=lambda: Health("ready"), num_restarts=0, num_queued_tokens=0, engine=engine_of(os.getpid())))
+    metrics.observe(
+        SimpleNamespace(
+            health=lambda: Health("ready"),
+            num_restarts=0,
+            num_queued_tokens=0,
+            engine=engine_of(os.getpid()),
+        )
+    )
     found = parsed(metrics.text().decode())
-    assert found["process_resident_memory_bytes"] == found["engine_process_resident_memory_bytes"] > 0
-    metrics.observe(SimpleNamespace(health=lambda: Health("dead"), num_restarts=0, num_queued_tokens=0, engine=engine_of(None)))
-    assert not [name for name in parsed(metrics.text().decode()) if name.startswith("engine_process")]
+    assert (
+        found["process_resident_memory_bytes"] == found["engine_process_resident_memory_bytes"] > 0
+    )
+    metrics.observe(
+        SimpleNamespace(
+            health=lambda: Health("dead"),
+            num_restarts=0,
+            num_queued_tokens=0,
+            engine=engine_of(None),
+        )
+    )
+    assert not [
+        name for name in parsed(metrics.text().decode()) if name.startswith("engine_process")
+    ]
 
 
 def engine_of(pid: int | None) -> SimpleNamespace:
@@ -295,4 +407,8 @@ async def test_an_engine_that_starts_has_figures(metrics):
     async with AsyncLLM(VllmConfig.make(model="tiny", engine_process=True), wait=False) as llm:
         metrics.observe(llm)
         found = parsed(metrics.text().decode())
-    assert [value for name, value in found.items() if "engine_status{" in name and 'status="ready"' in name] == [0]
+    assert [
+        value
+        for name, value in found.items()
+        if "engine_status{" in name and 'status="ready"' in name
+    ] == [0]

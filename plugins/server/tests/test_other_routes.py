@@ -17,13 +17,20 @@ HI = {"messages": [{"role": "user", "content": "hi"}]}
 
 async def test_invocations_answer_as_the_route_that_is_meant(client, engine):
     for path, body in (("/v1/chat/completions", HI), ("/v1/completions", {"prompt": "ab", "n": 2})):
-        one, other = [(await client.post(which, json=body)).json() for which in ("/invocations", path)]
+        one, other = [
+            (await client.post(which, json=body)).json() for which in ("/invocations", path)
+        ]
         assert (one["object"], one["choices"]) == (other["object"], other["choices"])
     stream = (await client.post("/invocations", json={**HI, "stream": True})).text
     assert stream.endswith("data: [DONE]\n\n")
     # The model generates: these say so, as their own routes do.
-    for path, body in (("/v1/embeddings", {"input": "a"}), ("/pooling", {"input": "a", "task": "dance"})):
-        one, other = [(await client.post(which, json=body)).json() for which in ("/invocations", path)]
+    for path, body in (
+        ("/v1/embeddings", {"input": "a"}),
+        ("/pooling", {"input": "a", "task": "dance"}),
+    ):
+        one, other = [
+            (await client.post(which, json=body)).json() for which in ("/invocations", path)
+        ]
         assert one["error"]["message"] == other["error"]["message"]
 
 
@@ -40,7 +47,9 @@ async def test_invocations_answer_as_the_route_that_is_meant(client, engine):
 async def test_wrong_invocations(client, body, param, message):
     reply = await client.post("/invocations", json=body)
     error = reply.json()["error"]
-    assert (reply.status_code, error["param"]) == (400, param) and message in error["message"], error
+    assert (reply.status_code, error["param"]) == (400, param) and message in error["message"], (
+        error
+    )
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
@@ -66,7 +75,9 @@ async def test_load_counts_what_is_under_way(client, engine):
 
 
 async def test_the_config_of_the_tokenizer(make_engine, client_of, tmp_path):
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Fast", "eos_token": "</s>"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Fast", "eos_token": "</s>"})
+    )
     engine = make_engine(tokenizer=str(tmp_path))
     async with client_of(create_app(engine)) as client:
         assert (await client.get("/tokenizer_info")).status_code == 404
@@ -74,7 +85,10 @@ async def test_the_config_of_the_tokenizer(make_engine, client_of, tmp_path):
         found = (await client.get("/tokenizer_info")).json()
         assert found == {"tokenizer_class": "Fast", "eos_token": "</s>", "chat_template": None}
         (tmp_path / "tokenizer_config.json").unlink()
-        assert (await client.get("/tokenizer_info")).json() == {"tokenizer_class": "", "chat_template": None}
+        assert (await client.get("/tokenizer_info")).json() == {
+            "tokenizer_class": "",
+            "chat_template": None,
+        }
     assert VllmConfig.make().renderer.tokenizer is None
 
 
@@ -88,11 +102,20 @@ async def test_the_description_tells_what_is_sent(engine, client_of):
             assert "422" not in operation["responses"], (method, path)
             for status, response in operation["responses"].items():
                 for kind, content in response.get("content", {}).items():
-                    assert content.get("schema") or content.get("itemSchema"), (method, path, status, kind)
+                    assert content.get("schema") or content.get("itemSchema"), (
+                        method,
+                        path,
+                        status,
+                        kind,
+                    )
 
 
 async def test_a_wrong_method_is_told_all_right_ones(engine, client_of):
     async with client_of(create_app(engine, ServerOptions(max_stored_responses=1))) as client:
-        for path, allowed in (("/ping", "GET, POST"), ("/v1/responses/x", "DELETE, GET"), ("/load", "GET")):
+        for path, allowed in (
+            ("/ping", "GET, POST"),
+            ("/v1/responses/x", "DELETE, GET"),
+            ("/load", "GET"),
+        ):
             response = await client.put(path)
             assert (response.status_code, response.headers["allow"]) == (405, allowed)

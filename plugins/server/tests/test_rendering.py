@@ -29,7 +29,9 @@ def rendering(**options) -> Rendering:
 
 
 def render_client(made: Rendering, **options) -> httpx.AsyncClient:
-    app = create_render_app(made, ServerOptions(**options), metrics=Metrics(), readiness=Readiness(made))
+    app = create_render_app(
+        made, ServerOptions(**options), metrics=Metrics(), readiness=Readiness(made)
+    )
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
 
 
@@ -40,18 +42,34 @@ async def test_an_engine_without_a_tokenizer_makes_of_it_what_one_with_it_does()
     with LLM(model="tiny", renderer="tokens") as llm:
         async with render_client(rendering()) as client:
             rendered = (await client.post(RENDER_CHAT, json={"messages": CHAT})).json()["token_ids"]
-            [prompt] = (await client.post(RENDER, json={"prompt": "Once upon a time"})).json()["data"]
+            [prompt] = (await client.post(RENDER, json={"prompt": "Once upon a time"})).json()[
+                "data"
+            ]
             assert (rendered, prompt["token_ids"]) == (chat.prompt_token_ids, text.prompt_token_ids)
-            outputs = llm.generate([{"prompt_token_ids": ids} for ids in (rendered, prompt["token_ids"])], params)
+            outputs = llm.generate(
+                [{"prompt_token_ids": ids} for ids in (rendered, prompt["token_ids"])], params
+            )
             for output, expected in zip(outputs, (chat, text), strict=True):
-                asked = {"token_ids": list(output.outputs[0].token_ids), "prompt_token_ids": output.prompt_token_ids}
+                asked = {
+                    "token_ids": list(output.outputs[0].token_ids),
+                    "prompt_token_ids": output.prompt_token_ids,
+                }
                 assert output.outputs[0].text == ""
-                assert (await client.post("/derender", json=asked)).json() == {"text": expected.outputs[0].text}
+                assert (await client.post("/derender", json=asked)).json() == {
+                    "text": expected.outputs[0].text
+                }
 
 
 async def test_sampling_parameters_come_back_as_they_differ_from_their_defaults():
     async with render_client(rendering()) as client:
-        body = {"messages": CHAT, "max_completion_tokens": 8, "temperature": 0.5, "top_p": 1.0, "stop": ["x"], "stream": True}
+        body = {
+            "messages": CHAT,
+            "max_completion_tokens": 8,
+            "temperature": 0.5,
+            "top_p": 1.0,
+            "stop": ["x"],
+            "stream": True,
+        }
         answer = (await client.post(RENDER_CHAT, json=body)).json()
         assert answer["sampling_params"] == {"max_tokens": 8, "temperature": 0.5, "stop": ["x"]}
         assert (answer["model"], answer["max_model_len"]) == ("tiny", 512)
@@ -60,7 +78,11 @@ async def test_sampling_parameters_come_back_as_they_differ_from_their_defaults(
 async def test_prompts_are_cut_where_that_is_asked_for():
     async with render_client(rendering()) as client:
         [whole] = (await client.post(RENDER, json={"prompt": "Once upon a time"})).json()["data"]
-        [cut] = (await client.post(RENDER, json={"prompt": "Once upon a time", "truncate_prompt_tokens": 2})).json()["data"]
+        [cut] = (
+            await client.post(
+                RENDER, json={"prompt": "Once upon a time", "truncate_prompt_tokens": 2}
+            )
+        ).json()["data"]
         assert cut["token_ids"] == whole["token_ids"][-2:]
 
 
@@ -76,7 +98,13 @@ async def test_prompts_are_cut_where_that_is_asked_for():
         (RENDER, {"prompt": [5] * 16}, 400, "prompt", "maximum context length"),
         (RENDER, {"encoder_prompt": "a"}, 400, "prompt", "encoder-decoder"),
         ("/derender", {"token_ids": [-1]}, 400, "token_ids", "not in the vocabulary"),
-        ("/derender", {"token_ids": [5], "prompt_token_ids": [10**30]}, 400, "prompt_token_ids", "not in the vocabulary"),
+        (
+            "/derender",
+            {"token_ids": [5], "prompt_token_ids": [10**30]},
+            400,
+            "prompt_token_ids",
+            "not in the vocabulary",
+        ),
         ("/tokenize", {}, 400, "prompt", "Give either"),
         ("/v1/completions", {"prompt": "a"}, 404, None, "Not Found"),
     ],
@@ -94,7 +122,9 @@ async def test_bad_input(path, body, status, param, told):
 async def test_a_key_is_asked_for():
     async with render_client(rendering(), api_key="secret") as client:
         assert (await client.post(RENDER, json={"prompt": "a"})).status_code == 401
-        answer = await client.post(RENDER, json={"prompt": "a"}, headers={"authorization": "Bearer secret"})
+        answer = await client.post(
+            RENDER, json={"prompt": "a"}, headers={"authorization": "Bearer secret"}
+        )
         assert answer.status_code == 200
         assert (await client.get("/health")).json() == {"status": "ready"}
 
@@ -106,11 +136,15 @@ def test_encoder_decoder_models_are_refused():
 
 def test_the_command_needs_no_torch():
     code = (
-        "import sys; from toolkit_lm_cli import main; sys.argv = ['toolkit', 'render', 'tiny', '--port', '0']\n"
-        "import atexit; atexit.register(lambda: print('heavy:', sorted({'torch', 'transformers'} & set(sys.modules)), flush=True))\n"
+        "import sys; from toolkit_lm_cli import main; sys.argv = ['toolkit', 'render', 'tiny', "
+        "'--port', '0']\n"
+        "import atexit; atexit.register(lambda: print('heavy:', sorted({'torch', 'transformers'} "
+        "& set(sys.modules)), flush=True))\n"
         "main()"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as server:
         assert server.stdout is not None
         url = re.search(r"http://\S+", server.stdout.readline())
         assert url is not None

@@ -43,18 +43,39 @@ async def test_a_whole_answer(client, engine):
         "top_k": 5,
     }
     reply = (await client.post(PATH, json=body)).json()
-    assert (reply["object"], reply["status"], reply["error"], reply["incomplete_details"]) == ("response", "completed", None, None)
+    assert (reply["object"], reply["status"], reply["error"], reply["incomplete_details"]) == (
+        "response",
+        "completed",
+        None,
+        None,
+    )
     [message] = reply["output"]
-    assert (message["type"], message["role"], message["status"]) == ("message", "assistant", "completed")
-    assert message["content"] == [{"type": "output_text", "text": "SYSTEM:SHORT;USER:HI;", "annotations": [], "logprobs": []}]
-    assert (reply["metadata"], reply["store"], reply["instructions"], reply["temperature"]) == ({"a": "b"}, False, "short", 0.5)
-    assert reply["usage"]["input_tokens"] == reply["usage"]["output_tokens"] == 21 and reply["usage"]["total_tokens"] == 42
+    assert (message["type"], message["role"], message["status"]) == (
+        "message",
+        "assistant",
+        "completed",
+    )
+    assert message["content"] == [
+        {"type": "output_text", "text": "SYSTEM:SHORT;USER:HI;", "annotations": [], "logprobs": []}
+    ]
+    assert (reply["metadata"], reply["store"], reply["instructions"], reply["temperature"]) == (
+        {"a": "b"},
+        False,
+        "short",
+        0.5,
+    )
+    assert (
+        reply["usage"]["input_tokens"] == reply["usage"]["output_tokens"] == 21
+        and reply["usage"]["total_tokens"] == 42
+    )
     [(_, params, _)] = engine.asked
     assert (params.max_tokens, params.temperature, params.top_k) == (64, 0.5, 5)
 
 
 async def test_events(client):
-    found = events_of(await client.post(PATH, json={"input": "hi", "stream": True, "max_output_tokens": 2}))
+    found = events_of(
+        await client.post(PATH, json={"input": "hi", "stream": True, "max_output_tokens": 2})
+    )
     assert [event["type"].removeprefix("response.") for event in found] == [
         "created",
         "in_progress",
@@ -69,7 +90,9 @@ async def test_events(client):
     ]
     assert [event["delta"] for event in found if "delta" in event] == ["U", "S"]
     assert {event["item_id"] for event in found if "item_id" in event} == {found[2]["item"]["id"]}
-    assert found[2]["item"]["content"] == [] and found[8]["item"] == found[-1]["response"]["output"][0]
+    assert (
+        found[2]["item"]["content"] == [] and found[8]["item"] == found[-1]["response"]["output"][0]
+    )
     assert found[-1]["response"]["usage"]["output_tokens"] == 2
     assert len({event["response"]["id"] for event in found if "response" in event}) == 1
 
@@ -97,7 +120,10 @@ async def test_a_failure_in_the_middle(client, engine):
     engine.failure = RuntimeError("secret")
     final = events_of(await client.post(PATH, json={"input": "hi", "stream": True}))[-1]
     assert (final["type"], final["response"]["status"]) == ("response.failed", "failed")
-    assert final["response"]["error"] == {"code": "server_error", "message": "The server failed on this request."}
+    assert final["response"]["error"] == {
+        "code": "server_error",
+        "message": "The server failed on this request.",
+    }
     assert (await client.post(PATH, json={"input": "hi"})).status_code == 500
 
 
@@ -106,14 +132,34 @@ async def test_a_failure_in_the_middle(client, engine):
     [
         ({"input": []}, "input", "empty list"),
         ({"input": [{"role": "user", "content": 3}]}, "input", r"input[0]: the content must be"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "input[0]: items of type 'item_reference'"),
-        ({"input": "hi", "tools": [{"type": "web_search"}]}, "tools", "tools[0]: this server runs no tools of type 'web_search'"),
+        (
+            {"input": [{"type": "item_reference", "id": "x"}]},
+            "input",
+            "input[0]: items of type 'item_reference'",
+        ),
+        (
+            {"input": "hi", "tools": [{"type": "web_search"}]},
+            "tools",
+            "tools[0]: this server runs no tools of type 'web_search'",
+        ),
         ({"input": "hi", "tool_choice": "required"}, "tool_choice", "only with tools"),
         ({"input": "hi", "background": True}, "background", "--max-stored-responses"),
-        ({"input": "hi", "background": True, "stream": True}, "background", "only when stream is false"),
-        ({"input": "hi", "enable_response_messages": True, "stream": True}, "enable_response_messages", "only when stream is false"),
+        (
+            {"input": "hi", "background": True, "stream": True},
+            "background",
+            "only when stream is false",
+        ),
+        (
+            {"input": "hi", "enable_response_messages": True, "stream": True},
+            "enable_response_messages",
+            "only when stream is false",
+        ),
         ({"input": "hi", "conversation": "conv_1"}, "conversation", "keeps no conversations"),
-        ({"input": "hi", "previous_response_id": "resp_1"}, "previous_response_id", "--max-stored-responses"),
+        (
+            {"input": "hi", "previous_response_id": "resp_1"},
+            "previous_response_id",
+            "--max-stored-responses",
+        ),
         ({"input": "hi", "max_output_tokens": 0}, "max_tokens", "at least 1"),
         ({"input": "hi", "n": 2}, "n", "one answer"),
         ({"input": "hi", "metadata": {"a": 1}}, "metadata", "texts"),
@@ -142,30 +188,57 @@ async def test_what_is_refused(client, body, param, message):
 @pytest.mark.parametrize("stream", [True, False])
 async def test_what_comes_back_is_whole_characters(client, field, stream):
     content = json.dumps({"input": "hi", "stream": stream, **field})
-    response = await client.post(PATH, content=content, headers={"content-type": "application/json"})
+    response = await client.post(
+        PATH, content=content, headers={"content-type": "application/json"}
+    )
     assert (response.status_code, response.json()["error"]["param"]) == (400, next(iter(field)))
 
 
 def test_items_are_messages():
-    call = {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": "{}", "id": "fc_1", "status": "completed"}
+    call = {
+        "type": "function_call",
+        "call_id": "call_1",
+        "name": "f",
+        "arguments": "{}",
+        "id": "fc_1",
+        "status": "completed",
+    }
     items = [
         {"role": "developer", "content": "short"},
         {
             "role": "user",
-            "content": [{"type": "input_text", "text": "see"}, {"type": "input_image", "image_url": "data:x", "detail": "low"}],
+            "content": [
+                {"type": "input_text", "text": "see"},
+                {"type": "input_image", "image_url": "data:x", "detail": "low"},
+            ],
         },
-        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look", "annotations": []}]},
+        {
+            "type": "reasoning",
+            "id": "rs_1",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "hm"}],
+        },
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "I look", "annotations": []}],
+        },
         call,
         {**call, "call_id": "call_2"},
         {"type": "function_call_output", "call_id": "call_1", "output": "3"},
     ]
-    calls = [{"id": f"call_{number}", "type": "function", "function": {"name": "f", "arguments": "{}"}} for number in (1, 2)]
+    calls = [
+        {"id": f"call_{number}", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        for number in (1, 2)
+    ]
     assert messages_of(items) == [
         {"role": "developer", "content": "short"},
         {
             "role": "user",
-            "content": [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "data:x", "detail": "low"}}],
+            "content": [
+                {"type": "text", "text": "see"},
+                {"type": "image_url", "image_url": {"url": "data:x", "detail": "low"}},
+            ],
         },
         {"role": "assistant", "reasoning_content": "hm", "content": "I look", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "call_1", "content": "3"},
@@ -174,18 +247,40 @@ def test_items_are_messages():
 
 def test_reasoning_without_a_text_is_no_message():
     """Clients send back what they got: an item whose reasoning was not told, or is encrypted."""
-    ask, untold = {"role": "user", "content": "hi"}, {"type": "reasoning", "summary": [], "encrypted_content": None}
+    ask, untold = (
+        {"role": "user", "content": "hi"},
+        {"type": "reasoning", "summary": [], "encrypted_content": None},
+    )
     said = {"role": "assistant", "content": "so"}
     assert messages_of([ask, untold, said, untold, ask]) == [ask, said, ask]
     cut = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}
-    assert messages_of([ask, cut, ask])[1] == {"role": "assistant", "reasoning_content": "hm", "content": ""}, "templates read a content"
+    assert messages_of([ask, cut, ask])[1] == {
+        "role": "assistant",
+        "reasoning_content": "hm",
+        "content": "",
+    }, "templates read a content"
 
 
 def test_tools_are_those_of_a_chat():
-    tools = chat_tools([{"type": "function", "name": name, "parameters": {"type": "object"}, "strict": True} for name in "fg"])
-    assert tools[0] == {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
-    assert chat_tool_choice({"type": "function", "name": "g"}, tools) == ({"type": "function", "function": {"name": "g"}}, tools)
-    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "g"}]}
+    tools = chat_tools(
+        [
+            {"type": "function", "name": name, "parameters": {"type": "object"}, "strict": True}
+            for name in "fg"
+        ]
+    )
+    assert tools[0] == {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object"}, "strict": True},
+    }
+    assert chat_tool_choice({"type": "function", "name": "g"}, tools) == (
+        {"type": "function", "function": {"name": "g"}},
+        tools,
+    )
+    allowed = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": "g"}],
+    }
     assert chat_tool_choice(allowed, tools) == ("required", tools[1:])
 
 
@@ -194,23 +289,43 @@ async def test_responses_that_are_kept(engine, client_of, stream):
     async with client_of(create_app(engine, ServerOptions(max_stored_responses=2))) as client:
 
         async def ask(**body):
-            response = await client.post(PATH, json={"input": "hi", "stream": stream, "max_output_tokens": 1, **body})
-            return events_of(response)[-1]["response"] if stream and response.status_code == 200 else response.json()
+            response = await client.post(
+                PATH, json={"input": "hi", "stream": stream, "max_output_tokens": 1, **body}
+            )
+            return (
+                events_of(response)[-1]["response"]
+                if stream and response.status_code == 200
+                else response.json()
+            )
 
         first = await ask(instructions="short")
         assert first["store"] is True
         assert (await client.get(f"{PATH}/{first['id']}")).json() == first
         second = await ask(previous_response_id=first["id"], input="so")
         # Instructions are those of one response, and do not go on.
-        assert engine.renderer.decode(engine.asked[-1][0]["prompt_token_ids"]) == "user:hi;assistant:S;user:so;"
+        assert (
+            engine.renderer.decode(engine.asked[-1][0]["prompt_token_ids"])
+            == "user:hi;assistant:S;user:so;"
+        )
         third = await ask()
         cancelled = await client.post(f"{PATH}/{third['id']}/cancel")
-        assert (cancelled.status_code, cancelled.json()["error"]["param"]) == (400, "response_id"), "it is made already"
+        assert (cancelled.status_code, cancelled.json()["error"]["param"]) == (
+            400,
+            "response_id",
+        ), "it is made already"
         assert (await client.post(f"{PATH}/{first['id']}/cancel")).status_code == 404
         gone = await client.get(f"{PATH}/{first['id']}")
-        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "response_not_found"), "only the latest are kept"
-        assert (await ask(previous_response_id=first["id"]))["error"]["param"] == "previous_response_id"
-        assert (await client.delete(f"{PATH}/{second['id']}")).json() == {"id": second["id"], "object": "response", "deleted": True}
+        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "response_not_found"), (
+            "only the latest are kept"
+        )
+        assert (await ask(previous_response_id=first["id"]))["error"][
+            "param"
+        ] == "previous_response_id"
+        assert (await client.delete(f"{PATH}/{second['id']}")).json() == {
+            "id": second["id"],
+            "object": "response",
+            "deleted": True,
+        }
         assert (await client.delete(f"{PATH}/{second['id']}")).status_code == 404
         assert (await ask(store=False))["store"] is False
         assert (await client.get(f"{PATH}/{third['id']}")).status_code == 200
@@ -220,7 +335,9 @@ def test_what_is_kept_is_bounded_and_ones_own():
     store = ResponseStore(10, most_bytes=150)
     store.add({"id": "a"}, [{"role": "user", "content": "x" * 50}], "alice")
     assert store.messages("a", "alice") == [{"role": "user", "content": "x" * 50}]
-    assert store.messages("a", "bob") is store.response("a", "bob") is None and not store.remove("a", "bob")
+    assert store.messages("a", "bob") is store.response("a", "bob") is None and not store.remove(
+        "a", "bob"
+    )
     store.add({"id": "b"}, [{"role": "user", "content": "x" * 50}], "alice")
     assert store.response("a", "alice") is None and store.response("b", "alice") == b'{"id":"b"}'
     store.add({"id": "c"}, [{"role": "user", "content": "x" * 500}], "alice")
@@ -232,26 +349,47 @@ def test_who_keeps_much_pushes_out_nobody_else():
     store.add({"id": "kept"}, [], "bob")
     for number in range(50):
         store.add({"id": f"{number}"}, [], "alice")
-    assert store.response("kept", "bob") and not store.response("40", "alice") and store.response("41", "alice")
+    assert (
+        store.response("kept", "bob")
+        and not store.response("40", "alice")
+        and store.response("41", "alice")
+    )
     store = ResponseStore(1000, most_bytes=1000)
     store.add({"id": "kept"}, [], "bob")
     for number in range(50):
         store.add({"id": f"{number}"}, [{"role": "user", "content": "x" * 100}], "alice")
-    assert store.response("kept", "bob") and store.response("49", "alice") and not store.response("0", "alice")
+    assert (
+        store.response("kept", "bob")
+        and store.response("49", "alice")
+        and not store.response("0", "alice")
+    )
 
 
 class Said:
     """An answer with reasoning, a text and two calls, as chunks or whole."""
 
     CALLS = (("call_a", "f", '{"x": 1}'), ("call_b", "g", "{}"))
-    USAGE: ClassVar = {"prompt_tokens": 3, "completion_tokens": 9, "total_tokens": 12, "prompt_tokens_details": {"cached_tokens": 1}}
+    USAGE: ClassVar = {
+        "prompt_tokens": 3,
+        "completion_tokens": 9,
+        "total_tokens": 12,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
 
     def usage(self):
         return {**self.USAGE, "completion_tokens_details": {"reasoning_tokens": 2}}
 
     def whole(self, choices):
-        calls = [{"id": id, "type": "function", "function": {"name": name, "arguments": text}} for id, name, text in self.CALLS]
-        message = {"role": "assistant", "reasoning_content": "hm so", "content": "I call", "tool_calls": calls}
+        calls = [
+            {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
+            for id, name, text in self.CALLS
+        ]
+        message = {
+            "role": "assistant",
+            "reasoning_content": "hm so",
+            "content": "I call",
+            "tool_calls": calls,
+        }
         return {"choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}]}
 
     async def chunks(self):
@@ -262,7 +400,18 @@ class Said:
         yield [chunk(reasoning_content="hm"), chunk(reasoning_content=" so")]
         yield [chunk(content="I"), chunk(content=" call")]
         for index, (id, name, text) in enumerate(self.CALLS):
-            yield [chunk(tool_calls=[{"index": index, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}])]
+            yield [
+                chunk(
+                    tool_calls=[
+                        {
+                            "index": index,
+                            "id": id,
+                            "type": "function",
+                            "function": {"name": name, "arguments": ""},
+                        }
+                    ]
+                )
+            ]
             for part in text:
                 yield [chunk(tool_calls=[{"index": index, "function": {"arguments": part}}])]
         yield [chunk("tool_calls")]
@@ -285,25 +434,44 @@ async def test_a_response_in_the_background(keeping):
     asked = {"input": "hi", "background": True, "max_output_tokens": 64}
     async with keeping as client:
         begun = (await client.post(PATH, json=asked)).json()
-        assert (begun["status"], begun["background"], begun["store"], begun["output"]) == ("queued", True, True, [])
+        assert (begun["status"], begun["background"], begun["store"], begun["output"]) == (
+            "queued",
+            True,
+            True,
+            [],
+        )
         found = await settled(client, begun["id"])
         whole = (await client.post(PATH, json={**asked, "background": False})).json()
-        assert found["output"][0]["content"] == whole["output"][0]["content"] and found["usage"] == whole["usage"]
+        assert (
+            found["output"][0]["content"] == whole["output"][0]["content"]
+            and found["usage"] == whole["usage"]
+        )
         assert (found["status"], whole["background"]) == (whole["status"], False)
-        assert (await client.post(f"{PATH}/{begun['id']}/cancel")).json() == found, "what is made stays"
+        assert (await client.post(f"{PATH}/{begun['id']}/cancel")).json() == found, (
+            "what is made stays"
+        )
         wrong = await client.post(PATH, json={**asked, "temperature": "hot"})
-        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "temperature"), "before it is queued"
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "temperature"), (
+            "before it is queued"
+        )
 
 
 async def test_a_response_in_the_background_is_cancelled(keeping, engine):
     async with keeping as client:
         for end in ("cancel", "delete"):
-            name = (await client.post(PATH, json={"input": "hang", "background": True})).json()["id"]
+            name = (await client.post(PATH, json={"input": "hang", "background": True})).json()[
+                "id"
+            ]
             await settled(client, name, ("queued",))
             while not engine.num_open:
                 await asyncio.sleep(0.001)
-            goes_on = (await client.post(PATH, json={"input": "so", "previous_response_id": name})).json()["error"]
-            assert (goes_on["param"], "in the background" in goes_on["message"]) == ("previous_response_id", True)
+            goes_on = (
+                await client.post(PATH, json={"input": "so", "previous_response_id": name})
+            ).json()["error"]
+            assert (goes_on["param"], "in the background" in goes_on["message"]) == (
+                "previous_response_id",
+                True,
+            )
             if end == "cancel":
                 assert (await client.post(f"{PATH}/{name}/cancel")).json()["status"] == "cancelled"
                 assert (await client.get(f"{PATH}/{name}")).json()["status"] == "cancelled"
@@ -318,7 +486,10 @@ async def test_a_response_in_the_background_that_fails(keeping, engine):
         engine.failure = RuntimeError("secret")
         name = (await client.post(PATH, json={"input": "hi", "background": True})).json()["id"]
         failed = await settled(client, name)
-        assert failed["error"] == {"code": "server_error", "message": "The server failed on this request."}
+        assert failed["error"] == {
+            "code": "server_error",
+            "message": "The server failed on this request.",
+        }
 
 
 async def test_so_many_are_made_in_the_background():
@@ -344,7 +515,9 @@ async def test_reasoning_and_calls_are_items():
         ("function_call", "completed"),
         ("function_call", "completed"),
     ]
-    assert [(item["call_id"], item["name"], item["arguments"]) for item in whole["output"][2:]] == [*Said.CALLS]
+    assert [(item["call_id"], item["name"], item["arguments"]) for item in whole["output"][2:]] == [
+        *Said.CALLS
+    ]
     assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": 2}
     events = [event async for events in streamed.events() for event in events]
     final = events[-1]["response"]
@@ -353,15 +526,32 @@ async def test_reasoning_and_calls_are_items():
         return {**response, "id": "", "output": [{**item, "id": ""} for item in response["output"]]}
 
     assert without_ids(final) == without_ids(whole)
-    kinds = {"reasoning": "reasoning_text", "message": "output_text", "function_call": "function_call_arguments"}
+    kinds = {
+        "reasoning": "reasoning_text",
+        "message": "output_text",
+        "function_call": "function_call_arguments",
+    }
     for index, item in enumerate(final["output"]):
         own = [event for event in events if event.get("output_index") == index]
         kind = kinds[item["type"]]
-        assert [own[0]["type"], own[-1]["type"]] == ["response.output_item.added", "response.output_item.done"]
+        assert [own[0]["type"], own[-1]["type"]] == [
+            "response.output_item.added",
+            "response.output_item.done",
+        ]
         assert own[0]["item"]["id"] == own[-1]["item"]["id"] == item["id"]
-        deltas = "".join(event["delta"] for event in own if event["type"] == f"response.{kind}.delta")
+        deltas = "".join(
+            event["delta"] for event in own if event["type"] == f"response.{kind}.delta"
+        )
         [done] = [event for event in own if event["type"] == f"response.{kind}.done"]
-        assert deltas == done.get("text", done.get("arguments")) == item.get("arguments", (item.get("content") or [{}])[0].get("text"))
+        assert (
+            deltas
+            == done.get("text", done.get("arguments"))
+            == item.get("arguments", (item.get("content") or [{}])[0].get("text"))
+        )
     # Items go back as the input of the next turn.
     message = messages_of(final["output"])[0]
-    assert (message["reasoning_content"], message["content"], len(message["tool_calls"])) == ("hm so", "I call", 2)
+    assert (message["reasoning_content"], message["content"], len(message["tool_calls"])) == (
+        "hm so",
+        "I call",
+        2,
+    )

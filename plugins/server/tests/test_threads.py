@@ -63,9 +63,20 @@ def test_a_client_leaves_half_of_the_cores_to_others(monkeypatch):
 @pytest.mark.parametrize(
     ("group", "files", "cores"),
     [
-        ("0::/a/b", {"cpu.max": "max 100000", "a/cpu.max": "250000 100000", "a/b/cpu.max": "400000 100000"}, 3),
+        (
+            "0::/a/b",
+            {"cpu.max": "max 100000", "a/cpu.max": "250000 100000", "a/b/cpu.max": "400000 100000"},
+            3,
+        ),
         ("0::/", {"cpu.max": "50000 100000\n"}, 1),
-        ("5:memory:/a\n4:cpu,cpuacct:/a", {"cpu,cpuacct/a/cpu.cfs_quota_us": "150000", "cpu,cpuacct/a/cpu.cfs_period_us": "100000"}, 2),
+        (
+            "5:memory:/a\n4:cpu,cpuacct:/a",
+            {
+                "cpu,cpuacct/a/cpu.cfs_quota_us": "150000",
+                "cpu,cpuacct/a/cpu.cfs_period_us": "100000",
+            },
+            2,
+        ),
         ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 6),
         ("0::/", {"cpu.max": "nonsense"}, 6),
         ("0::/", {}, 6),
@@ -87,7 +98,9 @@ def test_clients_take_turns_where_threads_are_few():
         every = [work.submit(client) for client in "aaaabbc"]
         work.wait_begun(1)
         work.go_on.release(7)
-        assert [one.result(30) for one in every] == list("aaaabbc") and "".join(work.begun) == "abcabaa"
+        assert [one.result(30) for one in every] == list("aaaabbc") and "".join(
+            work.begun
+        ) == "abcabaa"
 
 
 def test_what_is_cancelled_is_not_begun_and_what_fails_raises():
@@ -123,7 +136,9 @@ async def test_work_of_a_request_is_its_clients(client, monkeypatch):
 
     monkeypatch.setattr(route, "_parse", told)
     asyncio.get_running_loop().set_default_executor(SharedThreads(2))
-    assert (await client.post("/v1/completions", json={"prompt": "a", "user": "a" * 100_000})).status_code == 200
+    assert (
+        await client.post("/v1/completions", json={"prompt": "a", "user": "a" * 100_000})
+    ).status_code == 200
     assert found == ["127.0.0.1"]
 
 
@@ -154,14 +169,21 @@ async def test_plain_functions_of_plugins_run_in_them(make_engine, client_of):
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})])
+@pytest.mark.parametrize(
+    ("path", "body"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})]
+)
 async def test_the_tokenizer_runs_in_them(make_engine, client_of, monkeypatch, path, body):
     found, engine = [], make_engine()
     asyncio.get_running_loop().set_default_executor(SharedThreads(2))
     for name in ("render_prompt", "decode"):
         own = getattr(engine.renderer, name)
         monkeypatch.setattr(
-            engine.renderer, name, lambda *given, own=own, **how: (found.append(threading.current_thread().name), own(*given, **how))[1]
+            engine.renderer,
+            name,
+            lambda *given, own=own, **how: (
+                found.append(threading.current_thread().name),
+                own(*given, **how),
+            )[1],
         )
     async with client_of(create_app(engine)) as client:
         assert (await client.post(path, json=body)).status_code == 200
@@ -173,7 +195,10 @@ def test_a_server_has_such_threads():
     making.set_exception(ConfigError("this is far enough"))
 
     async def name() -> str:
-        with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(ConfigError, match="far enough"):
+        with (
+            socket.create_server(("127.0.0.1", 0)) as listener,
+            pytest.raises(ConfigError, match="far enough"),
+        ):
             await Lifecycle(making, create_app, ServerOptions(), Metrics(), listener).run()
         return await asyncio.to_thread(lambda: threading.current_thread().name)
 

@@ -26,7 +26,8 @@ THOUGHT = "<think>\nHm.\n</think>\n\n"
 
 @pytest.fixture
 def scripted(make_engine):
-    """scripted(text): an engine that answers with a text, a character at a time. Without one, an answer that its parsers call content."""
+    """scripted(text): an engine that answers with a text, a character at a time. Without one, an
+    answer that its parsers call content."""
 
     class Scripted(make_engine):
         def __init__(self, text, *, template=HERMES, reason="stop"):
@@ -41,9 +42,19 @@ def scripted(make_engine):
             for end in range(1, len(self.text) + 1):
                 done = end == len(self.text)
                 text = self.text[end - 1 : end] if is_delta else self.text[:end]
-                table = None if params.logprobs is None else [{ord(c): Logprob(-1.5, 1, c)} for c in text]
+                table = (
+                    None
+                    if params.logprobs is None
+                    else [{ord(c): Logprob(-1.5, 1, c)} for c in text]
+                )
                 outputs = [
-                    CompletionOutput(i, text, [ord(c) for c in text], table, finish_reason=self.reason if done else None)
+                    CompletionOutput(
+                        i,
+                        text,
+                        [ord(c) for c in text],
+                        table,
+                        finish_reason=self.reason if done else None,
+                    )
                     for i in range(params.n)
                 ]
                 yield RequestOutput("id", "", known, outputs, done)
@@ -80,7 +91,13 @@ def joined(lines):
                 calls = message.setdefault("tool_calls", [])
                 if "id" in call:
                     assert call["index"] == len(calls)
-                    calls.append({"id": call["id"], "type": call["type"], "function": {"name": call["function"]["name"], "arguments": ""}})
+                    calls.append(
+                        {
+                            "id": call["id"],
+                            "type": call["type"],
+                            "function": {"name": call["function"]["name"], "arguments": ""},
+                        }
+                    )
                 calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
             num_tokens += len(choice.get("token_ids") or ())
             reason = choice["finish_reason"] or reason
@@ -106,41 +123,68 @@ def plain(message):
         ("<tool_call>no", "no", None, None, "stop"),
     ],
 )
-async def test_an_answer_comes_in_parts_streamed_or_not(client_of, scripted, text, content, reasoning, arguments, reason):
+async def test_an_answer_comes_in_parts_streamed_or_not(
+    client_of, scripted, text, content, reasoning, arguments, reason
+):
     engine = scripted(text)
     choice = await whole(client_of, engine)
     message = choice["message"]
-    assert (message["content"], message.get("reasoning_content"), choice["finish_reason"]) == (content, reasoning, reason)
+    assert (message["content"], message.get("reasoning_content"), choice["finish_reason"]) == (
+        content,
+        reasoning,
+        reason,
+    )
     assert message.get("reasoning") == reasoning
     if arguments is None:
         assert "tool_calls" not in message
     else:
         [call] = message["tool_calls"]
-        assert call == {"id": call["id"], "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+        assert call == {
+            "id": call["id"],
+            "type": "function",
+            "function": {"name": "get_weather", "arguments": arguments},
+        }
         assert call["id"].startswith("call_")
     streamed, streamed_reason, num_tokens = joined(
-        (await ask(client_of, engine, {**BODY, "stream": True, "return_token_ids": True})).text.splitlines()
+        (
+            await ask(client_of, engine, {**BODY, "stream": True, "return_token_ids": True})
+        ).text.splitlines()
     )
     assert plain(streamed) == plain(message)
     assert (streamed_reason, num_tokens) == (reason, len(text))
 
 
 @pytest.mark.parametrize(("parallel", "num_calls"), [(True, 2), (None, 2), (False, 1)])
-async def test_an_answer_has_one_call_where_more_are_not_wanted(client_of, scripted, parallel, num_calls):
+async def test_an_answer_has_one_call_where_more_are_not_wanted(
+    client_of, scripted, parallel, num_calls
+):
     body = BODY | {"parallel_tool_calls": parallel}
     choice = await whole(client_of, scripted(f"{CALL}\n{CALL}"), body)
     message, reason = choice["message"], choice["finish_reason"]
-    assert (len(message["tool_calls"]), message["content"], reason) == (num_calls, None, "tool_calls")
+    assert (len(message["tool_calls"]), message["content"], reason) == (
+        num_calls,
+        None,
+        "tool_calls",
+    )
     response = await ask(client_of, scripted(f"{CALL}\n{CALL}"), body | {"stream": True})
     streamed, reason, _ = joined(response.text.splitlines())
-    assert (len(streamed["tool_calls"]), streamed["content"], reason) == (num_calls, "", "tool_calls")
+    assert (len(streamed["tool_calls"]), streamed["content"], reason) == (
+        num_calls,
+        "",
+        "tool_calls",
+    )
 
 
 async def test_a_call_that_max_tokens_cuts_is_left_out(client_of, scripted):
     engine = scripted(CALL[:60], reason="length")
     choice = await whole(client_of, engine)
-    assert (choice["finish_reason"], choice["message"]) == ("length", {"role": "assistant", "content": "", "refusal": None})
-    streamed, reason, _ = joined((await ask(client_of, engine, {**BODY, "stream": True})).text.splitlines())
+    assert (choice["finish_reason"], choice["message"]) == (
+        "length",
+        {"role": "assistant", "content": "", "refusal": None},
+    )
+    streamed, reason, _ = joined(
+        (await ask(client_of, engine, {**BODY, "stream": True})).text.splitlines()
+    )
     assert (plain(streamed), reason) == (plain(choice["message"]), "length")
 
 
@@ -155,20 +199,38 @@ HELD = {
 
 def pieces(response):
     """The deltas of calls in a stream."""
-    lines = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
-    return [call for line in lines for choice in line["choices"] for call in choice["delta"].get("tool_calls", ())]
+    lines = [
+        json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")
+    ]
+    return [
+        call
+        for line in lines
+        for choice in line["choices"]
+        for call in choice["delta"].get("tool_calls", ())
+    ]
 
 
 @pytest.mark.parametrize("kind", HELD)
 async def test_a_call_that_must_become_whole_streams_as_it_is_written(client_of, scripted, kind):
     engine = scripted(CALL.replace("Paris", "Paris, France"))
-    whole_call = (await whole(client_of, engine, HELD[kind]))["message"]["tool_calls"][0]["function"]
+    whole_call = (await whole(client_of, engine, HELD[kind]))["message"]["tool_calls"][0][
+        "function"
+    ]
     response = await ask(client_of, engine, {**HELD[kind], "stream": True})
     streamed, reason, _ = joined(response.text.splitlines())
-    assert ([call["function"] for call in streamed["tool_calls"]], reason) == ([whole_call], "tool_calls")
+    assert ([call["function"] for call in streamed["tool_calls"]], reason) == (
+        [whole_call],
+        "tool_calls",
+    )
     first, *rest = pieces(response)
-    assert first["function"] == {"name": "get_weather", "arguments": ""} and first["id"] and first["type"] == "function"
-    assert len(rest) == len(whole_call["arguments"]) and all([*one] == ["index", "function"] for one in rest)
+    assert (
+        first["function"] == {"name": "get_weather", "arguments": ""}
+        and first["id"]
+        and first["type"] == "function"
+    )
+    assert len(rest) == len(whole_call["arguments"]) and all(
+        [*one] == ["index", "function"] for one in rest
+    )
 
 
 @pytest.mark.parametrize("kind", HELD)
@@ -195,7 +257,9 @@ async def test_log_probabilities_stay_with_their_tokens(client_of, scripted):
     assert len((await whole(client_of, engine, body))["logprobs"]["content"]) == len(engine.text)
     lines = (await ask(client_of, engine, {**body, "stream": True})).text.splitlines()
     chunks = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
-    assert sum(len(chunk["logprobs"]["content"]) for chunk in chunks if chunk["logprobs"]) == len(engine.text)
+    assert sum(len(chunk["logprobs"]["content"]) for chunk in chunks if chunk["logprobs"]) == len(
+        engine.text
+    )
 
 
 async def test_without_tools_a_call_is_content_and_reasoning_may_be_left_out(client_of, scripted):
@@ -203,14 +267,18 @@ async def test_without_tools_a_call_is_content_and_reasoning_may_be_left_out(cli
     message = (await whole(client_of, engine, {"messages": BODY["messages"]}))["message"]
     assert (message["content"], message["reasoning_content"]) == (CALL, "Hm.")
     assert "tools" not in engine.renderer.kwargs
-    message = (await whole(client_of, engine, {**BODY, "tool_choice": "none", "include_reasoning": False}))["message"]
+    message = (
+        await whole(client_of, engine, {**BODY, "tool_choice": "none", "include_reasoning": False})
+    )["message"]
     assert message == {"role": "assistant", "content": CALL, "refusal": None}
     assert "tools" not in engine.renderer.kwargs
 
 
 async def test_the_chat_template_gets_tools_and_effort(client_of, scripted):
     engine = scripted("Hi.")
-    await whole(client_of, engine, {**BODY, "reasoning_effort": "low", "chat_template_kwargs": {"a": 1}})
+    await whole(
+        client_of, engine, {**BODY, "reasoning_effort": "low", "chat_template_kwargs": {"a": 1}}
+    )
     assert engine.renderer.kwargs["tools"] == [WEATHER, TIME]
     assert engine.renderer.kwargs["chat_template_kwargs"] == {"reasoning_effort": "low", "a": 1}
     await whole(client_of, engine, {**BODY, "reasoning_effort": "none"})
@@ -218,7 +286,11 @@ async def test_the_chat_template_gets_tools_and_effort(client_of, scripted):
 
 
 @pytest.mark.parametrize(
-    ("choice", "names"), [("required", ["get_weather", "get_time"]), ({"type": "function", "function": {"name": "get_time"}}, ["get_time"])]
+    ("choice", "names"),
+    [
+        ("required", ["get_weather", "get_time"]),
+        ({"type": "function", "function": {"name": "get_time"}}, ["get_time"]),
+    ],
 )
 async def test_a_call_that_must_come_is_a_structure(client_of, scripted, choice, names):
     engine = scripted(CALL)
@@ -235,10 +307,15 @@ async def test_a_call_that_must_come_is_a_structure(client_of, scripted, choice,
 async def test_calls_of_strict_tools_follow_their_schema_unasked(client_of, scripted):
     engine = scripted(CALL)
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
-    assert (await whole(client_of, engine, {**BODY, "tools": [strict, TIME]}))["finish_reason"] == "tool_calls"
+    assert (await whole(client_of, engine, {**BODY, "tools": [strict, TIME]}))[
+        "finish_reason"
+    ] == "tool_calls"
     found = engine.params.structured_outputs["structural_tag"]["format"]
     assert (found["type"], found["triggers"]) == ("triggered_tags", ["<tool_call>"])
-    assert [tag["content"]["json_schema"] for tag in found["tags"]] == [PARAMETERS, {"type": "object"}]
+    assert [tag["content"]["json_schema"] for tag in found["tags"]] == [
+        PARAMETERS,
+        {"type": "object"},
+    ]
     await whole(client_of, engine)
     assert engine.params.structured_outputs is None
 
@@ -258,13 +335,21 @@ async def test_structured_content_comes_after_reasoning(client_of, scripted):
     assert engine.params.structured_outputs["structural_tag"]["format"]["type"] == "or"
     assert not (engine.params.extra_args or {}).get("response_format")
     # What cannot be stated so stays, and all of the answer is content.
-    message = (await whole(client_of, engine, {"messages": BODY["messages"], "structured_outputs": {"grammar": "start: /x/"}}))["message"]
+    message = (
+        await whole(
+            client_of,
+            engine,
+            {"messages": BODY["messages"], "structured_outputs": {"grammar": "start: /x/"}},
+        )
+    )["message"]
     assert message["content"] == engine.text
     assert engine.params.structured_outputs == {"grammar": "start: /x/"}
 
 
 async def test_marks_that_are_special_tokens_are_kept(client_of, scripted):
-    engine = scripted('[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}', template="[TOOL_CALLS][ARGS]")
+    engine = scripted(
+        '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}', template="[TOOL_CALLS][ARGS]"
+    )
     [call] = (await whole(client_of, engine))["message"]["tool_calls"]
     assert engine.params.skip_special_tokens is False
     assert len(call["id"]) == 9
@@ -276,14 +361,30 @@ async def test_marks_that_are_special_tokens_are_kept(client_of, scripted):
     ("fields", "param", "words"),
     [
         ({"tools": [WEATHER, {"type": "retrieval"}]}, "tools", "tools[1]: its type"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "tools[0].function.name"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            "tools",
+            "tools[0].function.name",
+        ),
         ({"tools": [WEATHER, {"type": "function"}]}, "tools", 'tools[1] must have a "function"'),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools", "tools[0].function.parameters"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
+            "tools",
+            "tools[0].function.parameters",
+        ),
         ({"tools": [WEATHER] * 600}, "tools", "600 tools"),
         ({"tool_choice": "any"}, "tool_choice", "one of none, auto, required"),
         ({"tool_choice": {"type": "function"}}, "tool_choice", '"name"'),
-        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "'x', which is not among the tools"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "both say"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice",
+            "'x', which is not among the tools",
+        ),
+        (
+            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+            "tool_choice",
+            "both say",
+        ),
         ({"tools": None, "tool_choice": "required"}, "tool_choice", "only with tools"),
     ],
 )
@@ -297,13 +398,19 @@ async def test_bad_tools_are_refused_with_what_is_wrong(client_of, scripted, fie
 async def test_the_operator_chooses_parsers(client_of, scripted):
     engine = scripted(f"{THOUGHT}{CALL}")
     body = {"messages": BODY["messages"]}
-    assert (await whole(client_of, engine, body, reasoning_parser="none"))["message"]["content"] == engine.text
+    assert (await whole(client_of, engine, body, reasoning_parser="none"))["message"][
+        "content"
+    ] == engine.text
     engine = scripted("[get_time()]")
-    assert (await whole(client_of, engine, tool_call_parser="pythonic"))["finish_reason"] == "tool_calls"
+    assert (await whole(client_of, engine, tool_call_parser="pythonic"))[
+        "finish_reason"
+    ] == "tool_calls"
     assert (await ask(client_of, engine, BODY, tool_call_parser="none")).status_code == 400
     with pytest.raises(ConfigError, match=r"no answer parser 'hermse' is registered.*hermes"):
         create_app(engine, ServerOptions(tool_call_parser="hermse"))
-    with pytest.raises(ConfigError, match=r"'think' finds no tool calls\. Those that do: harmony, hermes"):
+    with pytest.raises(
+        ConfigError, match=r"'think' finds no tool calls\. Those that do: harmony, hermes"
+    ):
         create_app(engine, ServerOptions(tool_call_parser="think"))
 
 
@@ -311,10 +418,23 @@ async def test_reasoning_is_counted_streamed_or_not(client_of, scripted):
     engine = scripted(f"{THOUGHT}Four.")
     body = {"messages": BODY["messages"]}
     used = (await ask(client_of, engine, body)).json()["usage"]
-    assert (used["completion_tokens"], used["completion_tokens_details"]) == (len(engine.text), {"reasoning_tokens": len("\nHm.\n")})
-    assert (await ask(client_of, engine, {**body, "n": 2})).json()["usage"]["completion_tokens_details"] == {"reasoning_tokens": 10}
-    stream = {**body, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    lines = [json.loads(line[6:]) for line in (await ask(client_of, engine, stream)).text.splitlines() if line.startswith("data: {")]
+    assert (used["completion_tokens"], used["completion_tokens_details"]) == (
+        len(engine.text),
+        {"reasoning_tokens": len("\nHm.\n")},
+    )
+    assert (await ask(client_of, engine, {**body, "n": 2})).json()["usage"][
+        "completion_tokens_details"
+    ] == {"reasoning_tokens": 10}
+    stream = {
+        **body,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+    lines = [
+        json.loads(line[6:])
+        for line in (await ask(client_of, engine, stream)).text.splitlines()
+        if line.startswith("data: {")
+    ]
     counts = [line["usage"]["completion_tokens_details"]["reasoning_tokens"] for line in lines]
     assert counts == sorted(counts) and counts[-1] == 5
     async with client_of(create_app(engine)) as client:
@@ -331,19 +451,27 @@ async def test_a_budget_is_of_the_format_that_the_operator_chose(client_of, scri
     assert engine.params.extra_args == {"thinking_token_budget": 7, "thinking_format": "think"}
     await whole(client_of, engine, body, reasoning_parser="mistral_think")
     assert engine.params.extra_args["thinking_format"] == "mistral_think"
-    await whole(client_of, engine, {**body, "response_format": {"type": "json_object"}, "thinking_format": "seed_think"})
+    await whole(
+        client_of,
+        engine,
+        {**body, "response_format": {"type": "json_object"}, "thinking_format": "seed_think"},
+    )
     assert engine.params.extra_args == {"thinking_token_budget": 7, "thinking_format": "seed_think"}
 
 
 @pytest.mark.parametrize("template", ["", HERMES])
-async def test_what_max_tokens_leaves_of_a_required_call_is_no_content(client_of, scripted, template):
+async def test_what_max_tokens_leaves_of_a_required_call_is_no_content(
+    client_of, scripted, template
+):
     call = CALL if template else '{"name": "get_weather", "parameters": {"city": "Paris"}}'
     body = {**BODY, "tool_choice": "required"}
     for end in (2, 8, 12, 20, 30, len(call) - 1):
         engine = scripted(call[:end], template=template, reason="length")
         choice = await whole(client_of, engine, body)
         assert (choice["finish_reason"], choice["message"]["content"] or "") == ("length", "")
-        streamed, reason, _ = joined((await ask(client_of, engine, {**body, "stream": True})).text.splitlines())
+        streamed, reason, _ = joined(
+            (await ask(client_of, engine, {**body, "stream": True})).text.splitlines()
+        )
         message, begun = plain(streamed)
         are_whole = [call for call in begun if call["arguments"].endswith("}")]
         assert (message, are_whole, reason) == (*plain(choice["message"]), "length")

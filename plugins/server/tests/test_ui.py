@@ -41,7 +41,9 @@ def often(monkeypatch):
 
 def app_of(engine, metrics, readiness=None, **options):
     options = ServerOptions(**options)
-    return create_app(engine, options, metrics=metrics, readiness=readiness, page=Page(options, metrics))
+    return create_app(
+        engine, options, metrics=metrics, readiness=readiness, page=Page(options, metrics)
+    )
 
 
 class Onlooker:
@@ -65,8 +67,21 @@ async def looking(app, key: str | None = None):
     news: asyncio.Queue = asyncio.Queue()
     onlooker, left, asked = Onlooker(news), asyncio.Event(), False
     headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
-    scope = {"type": "http", "method": "GET", "path": "/ui/events", "raw_path": b"/ui/events", "root_path": "", "query_string": b""}
-    scope |= {"headers": headers, "http_version": "1.1", "scheme": "http", "client": ("127.0.0.1", 1), "server": ("test", 80)}
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/ui/events",
+        "raw_path": b"/ui/events",
+        "root_path": "",
+        "query_string": b"",
+    }
+    scope |= {
+        "headers": headers,
+        "http_version": "1.1",
+        "scheme": "http",
+        "client": ("127.0.0.1", 1),
+        "server": ("test", 80),
+    }
 
     async def receive():
         nonlocal asked
@@ -117,7 +132,9 @@ async def test_the_page_may_be_loaded_by_all(engine, metrics, client_of):
 
 async def test_no_page(engine, metrics, client_of):
     async with client_of(create_app(engine, metrics=metrics)) as client:
-        assert [(await client.get(path)).status_code for path in ("/", "/ui/app.js", "/ui/events")] == [404] * 3
+        assert [
+            (await client.get(path)).status_code for path in ("/", "/ui/app.js", "/ui/events")
+        ] == [404] * 3
 
 
 @pytest.mark.parametrize("key", [None, KEY])
@@ -130,7 +147,11 @@ async def test_the_description_of_the_api_needs_no_other_host(engine, client_of,
             assert "default-src 'none'" in found.headers["content-security-policy"]
             for name in re.findall(r'(?:src|href)="(docs/[^"]+)"', found.text):
                 assert (await client.get(f"/{name}")).status_code == 200
-            assert not [path for path in (await client.get("/openapi.json")).json()["paths"] if "docs" in path or path == "/"]
+            assert not [
+                path
+                for path in (await client.get("/openapi.json")).json()["paths"]
+                if "docs" in path or path == "/"
+            ]
 
 
 def test_the_files_are_small_and_name_no_other_host():
@@ -139,7 +160,11 @@ def test_the_files_are_small_and_name_no_other_host():
     for name, text in texts.items():
         assert set(re.findall(r"https?://[^\"' ]+", text)) <= {"http://www.w3.org/2000/svg"}, name
         # They would make code or markup of text.
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function| on\w+=\"", text), name
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function| "
+            r"on\w+=\"",
+            text,
+        ), name
         assert "style=" not in text, name
 
 
@@ -161,7 +186,10 @@ async def test_what_is_served(engine, metrics):
         server = await onlooker.next("server")
         assert server["model"]["name"] == "fake" and server["model"]["tasks"] == ["generate"]
         states = {one["name"]: (one["distribution"], one["status"]) for one in server["plugins"]}
-        assert states["server"] == ("toolkit-lm-server", "ok") and states["bench"] == ("toolkit-lm-bench", "disabled")
+        assert states["server"] == ("toolkit-lm-server", "ok") and states["bench"] == (
+            "toolkit-lm-bench",
+            "disabled",
+        )
         assert server["ready"] and server["docs"] and not server["model"]["takes_images"]
         engine.status, engine.reason = "stalled", "no progress for 130 s"
         assert (await onlooker.next("server"))["ready"] is False
@@ -176,9 +204,20 @@ async def test_numbers_move(engine, metrics):
         before = await onlooker.next("view")
         assert (before["load"], before["requests"], before["num_steps"]) == (None, [], 0)
         assert before["histograms"]["first_token"]["counts"][-1] == 0
-        metrics.toolkit_event(StepEvent(time=now, duration=0.25, num_tokens=8, num_output_tokens=1, num_output_sequences=1))
         metrics.toolkit_event(
-            RequestEvent(kind="first_token", time=now, scheduled_time=now - 1, first_token_time=now, num_cached_tokens=16, **request)
+            StepEvent(
+                time=now, duration=0.25, num_tokens=8, num_output_tokens=1, num_output_sequences=1
+            )
+        )
+        metrics.toolkit_event(
+            RequestEvent(
+                kind="first_token",
+                time=now,
+                scheduled_time=now - 1,
+                first_token_time=now,
+                num_cached_tokens=16,
+                **request,
+            )
         )
         load = {"num_used_blocks": 3, "num_total_blocks": 9, "num_cached_blocks": 2}
         # The busiest moment of a view is shown; then the latest.
@@ -186,13 +225,30 @@ async def test_numbers_move(engine, metrics):
         metrics.toolkit_event(LoadEvent(time=now, num_running=1, num_waiting=0, **load))
         while not (view := await onlooker.next("view"))["num_steps"]:
             pass
-        assert (view["num_steps"], view["num_tokens"], view["num_output_tokens"], view["steps"]) == (1, 8, 1, [[250.0, 8]])
-        assert {"running": 1, "waiting": 4, "used": 3, "cached": 2, "total": 9}.items() <= view["load"].items()
+        assert (
+            view["num_steps"],
+            view["num_tokens"],
+            view["num_output_tokens"],
+            view["steps"],
+        ) == (1, 8, 1, [[250.0, 8]])
+        assert {"running": 1, "waiting": 4, "used": 3, "cached": 2, "total": 9}.items() <= view[
+            "load"
+        ].items()
         assert view["tokens"] == {"prompt": 40, "cached": 16, "output": 1}
         [shown] = view["requests"]
         assert shown["age"] >= 2
-        assert {"id": "a", "state": "running", "num_prompt_tokens": 40, "num_cached_tokens": 16, "first_token": 2}.items() <= shown.items()
-        metrics.toolkit_event(RequestEvent(kind="finished", time=now, finish_reason="stop", num_output_tokens=1, **request))
+        assert {
+            "id": "a",
+            "state": "running",
+            "num_prompt_tokens": 40,
+            "num_cached_tokens": 16,
+            "first_token": 2,
+        }.items() <= shown.items()
+        metrics.toolkit_event(
+            RequestEvent(
+                kind="finished", time=now, finish_reason="stop", num_output_tokens=1, **request
+            )
+        )
         while (view := await onlooker.next("view"))["requests"]:
             pass
         view = await onlooker.next("view")
@@ -205,11 +261,16 @@ async def test_several_engines_are_shown_each(engine, metrics):
         await onlooker.next("view")
         for number in (0, 1):
             load = {"num_used_blocks": 3, "num_total_blocks": 9, "engine": number}
-            metrics.toolkit_event(LoadEvent(time=time.monotonic(), num_running=number + 1, num_waiting=0, **load))
+            metrics.toolkit_event(
+                LoadEvent(time=time.monotonic(), num_running=number + 1, num_waiting=0, **load)
+            )
         while (view := await onlooker.next("view"))["load"] is None:
             pass
         assert (view["load"]["running"], view["load"]["total"]) == (3, 18)
-        shown = [(one["status"], one["tokens_in_flight"], one["load"]["running"]) for one in view["engines"]]
+        shown = [
+            (one["status"], one["tokens_in_flight"], one["load"]["running"])
+            for one in view["engines"]
+        ]
         assert shown == [("ready", 40, 1), ("dead", 0, 2)]
 
 
@@ -246,7 +307,9 @@ async def test_onlookers_are_few(engine, metrics, monkeypatch):
     async with looking(app) as first:
         await first.next("view")
         async with looking(app) as second:
-            assert (await second.next("view"))["error"]["code"] == "rate_limit_exceeded" and second.status == 429
+            assert (await second.next("view"))["error"][
+                "code"
+            ] == "rate_limit_exceeded" and second.status == 429
     async with looking(app) as third:
         assert await third.next("view") and third.status == 200
 
@@ -278,7 +341,9 @@ async def test_while_the_engine_is_made(engine, metrics, client_of, make_engine)
     readiness, options = Readiness(engine), ServerOptions()
     app = create_early_app(options, metrics, readiness, Page(options, metrics))
     async with client_of(app) as client:
-        assert (await client.get("/")).status_code == 200 and (await client.get("/v1/models")).status_code == 503
+        assert (await client.get("/")).status_code == 200 and (
+            await client.get("/v1/models")
+        ).status_code == 503
     async with looking(app) as onlooker:
         assert (await onlooker.next("server"))["model"] is None
         assert (await onlooker.next("view"))["status"] == "starting"
@@ -292,12 +357,20 @@ async def test_while_the_engine_is_made(engine, metrics, client_of, make_engine)
 async def test_strangers_see_no_requests_of_each_other(engine, metrics, tmp_path, in_file):
     file = tmp_path / "keys.yaml"
     file.write_text("keys:\n  - {name: alice, key: a-key}\n  - {name: bob, key: b-key}\n")
-    options = ServerOptions(api_keys_file=str(file)) if in_file else ServerOptions(api_key=["a-key", "b-key"])
+    options = (
+        ServerOptions(api_keys_file=str(file))
+        if in_file
+        else ServerOptions(api_key=["a-key", "b-key"])
+    )
     page = Page(options, metrics)
     page.log.handle(record("toolkit_lm.engine", "a line"))
-    async with looking(create_app(engine, options, metrics=metrics, page=page), "a-key") as onlooker:
+    async with looking(
+        create_app(engine, options, metrics=metrics, page=page), "a-key"
+    ) as onlooker:
         await onlooker.next("server")
-        event = RequestEvent(kind="queued", request_id="of-bob", time=1.0, arrival_time=1.0, num_prompt_tokens=3)
+        event = RequestEvent(
+            kind="queued", request_id="of-bob", time=1.0, arrival_time=1.0, num_prompt_tokens=3
+        )
         metrics.toolkit_event(event)
         for _ in range(3):
             news = await onlooker.next("view")
@@ -310,7 +383,15 @@ def test_what_is_kept_of_requests_and_steps_is_bounded(engine, metrics, monkeypa
     watch = Watch(metrics)
     with watch.looking():
         for number in range(30_000):
-            metrics.tap(RequestEvent(kind="queued", request_id=str(number), time=1.0, arrival_time=1.0, num_prompt_tokens=3))
+            metrics.tap(
+                RequestEvent(
+                    kind="queued",
+                    request_id=str(number),
+                    time=1.0,
+                    arrival_time=1.0,
+                    num_prompt_tokens=3,
+                )
+            )
         assert len(watch._events) == 20_000
         view = watch.view(engine)
         assert len(watch._requests) == 50 and len(view["requests"]) == 40
@@ -327,7 +408,9 @@ def test_what_is_kept_of_requests_and_steps_is_bounded(engine, metrics, monkeypa
 # The log
 
 
-def record(name: str, text: str, *arguments: object, level: int = logging.INFO) -> logging.LogRecord:
+def record(
+    name: str, text: str, *arguments: object, level: int = logging.INFO
+) -> logging.LogRecord:
     return logging.LogRecord(name, level, __file__, 1, text, arguments, None)
 
 
@@ -338,7 +421,9 @@ async def test_the_log(engine, metrics):
     async with looking(app, KEY) as onlooker:
         [first] = (await onlooker.next("log"))["lines"]
         assert (first["level"], first["text"]) == ("info", "before")
-        page.log.handle(record("uvicorn.error", f"given %s, {KEY}", KEY.upper(), level=logging.WARNING))
+        page.log.handle(
+            record("uvicorn.error", f"given %s, {KEY}", KEY.upper(), level=logging.WARNING)
+        )
         [second] = (await onlooker.next("log"))["lines"]
         assert (second["level"], second["text"]) == ("warning", "given ***, ***")
 
@@ -359,9 +444,15 @@ def test_what_is_kept_of_the_log():
             logging.getLogger("toolkit_lm_cpu").warning("line %d", number)
     logging.getLogger("toolkit_lm_cpu").warning("after")
     lines = tail.since(0)
-    assert len(lines) == 200 and lines[-1].text == "line 299" and [line.text for line in tail.since(lines[-2].number)] == ["line 299"]
+    assert (
+        len(lines) == 200
+        and lines[-1].text == "line 299"
+        and [line.text for line in tail.since(lines[-2].number)] == ["line 299"]
+    )
     fresh = LogTail([KEY])
     fresh.handle(record("toolkit_lm", "a\r\nb\x1b[2J\u2028c %s", "x" * 10_000))
     fresh.handle(record("toolkit_lm", "%d", "no number"))
     [line] = fresh.since(0)
-    assert len(line.text) == 500 and line.text.isprintable() and line.text.startswith("a  b [2J c xxx")
+    assert (
+        len(line.text) == 500 and line.text.isprintable() and line.text.startswith("a  b [2J c xxx")
+    )

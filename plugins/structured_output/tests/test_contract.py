@@ -45,7 +45,10 @@ def test_the_example_matches(compiler):
     other = matcher.copy()
     matcher.consume(ord("1") - 32)
     matcher.fill(mask)
-    assert np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist() == [ord("2") - 32, ord("?") - 32]
+    assert np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist() == [
+        ord("2") - 32,
+        ord("?") - 32,
+    ]
     with pytest.raises(ValueError, match="no choice goes on"):
         matcher.consume(ord("3") - 32)
     other.consume(ord("1") - 32)

@@ -27,7 +27,9 @@ def masks_of(kind, size, rows):
 
 @pytest.mark.parametrize("apply", [_apply_on_host, _apply_on_device])
 @pytest.mark.parametrize("kind", ["nearly all", "half", "few", "none"])
-@pytest.mark.parametrize(("vocab_size", "size"), [(256, 256), (100, 100), (101, 64), (64, 101), (33, 40)])
+@pytest.mark.parametrize(
+    ("vocab_size", "size"), [(256, 256), (100, 100), (101, 64), (64, 101), (33, 40)]
+)
 def test_what_is_not_allowed_is_ruled_out(apply, kind, vocab_size, size):
     logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(1))
     logits[1, 0] = -torch.inf

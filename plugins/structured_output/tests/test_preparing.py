@@ -6,7 +6,14 @@ import pytest
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
 from toolkit_lm.plugin import Plugins
-from toolkit_lm_structured_output.checks import MAX_CHOICES, MAX_SCHEMA, MAX_TEXT, choices_of, schema_of, text_of
+from toolkit_lm_structured_output.checks import (
+    MAX_CHOICES,
+    MAX_SCHEMA,
+    MAX_TEXT,
+    choices_of,
+    schema_of,
+    text_of,
+)
 from toolkit_lm_structured_output.preparing import _reader
 from toolkit_lm_structured_output.wishes import Wish
 
@@ -22,7 +29,10 @@ def test_llguidance_is_the_default():
 def test_a_backend_that_is_not_there():
     with pytest.raises(RequestError, match=r"names 'lguidance'. Did you mean 'llguidance'\?"):
         _reader(plugins(plugin_option=["structured_output.backend=lguidance"]))
-    with pytest.raises(RequestError, match="nothing that compiles grammars is installed; pip install toolkit-lm-llguidance"):
+    with pytest.raises(
+        RequestError,
+        match="nothing that compiles grammars is installed; pip install toolkit-lm-llguidance",
+    ):
         _reader(plugins(disable_plugins=["llguidance", "xgrammar"]))
 
 

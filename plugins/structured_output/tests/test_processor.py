@@ -20,7 +20,8 @@ SIZE = 40
 
 
 class Anything(Matcher):
-    """Allows all tokens but the first. Reading one takes the clock on, by as much as the grammar says."""
+    """Allows all tokens but the first. Reading one takes the clock on, by as much as the grammar
+    says."""
 
     clock = 0.0
     filled: list[int] = []
@@ -66,7 +67,13 @@ def made(monkeypatch):
 
 
 def add(made, key, seconds):
-    arguments = {"grammar": str(seconds), "compiler": "any_compiler:AnyCompiler", "tokenizer": "", "eos_token_ids": [0], "vocab_size": SIZE}
+    arguments = {
+        "grammar": str(seconds),
+        "compiler": "any_compiler:AnyCompiler",
+        "tokenizer": "",
+        "eos_token_ids": [0],
+        "vocab_size": SIZE,
+    }
     made.add(row(key), arguments, {})
 
 
@@ -83,7 +90,11 @@ def test_what_takes_ever_longer_fails_and_stays_failed(made):
         if step in (10, 20, 59):
             made.apply(torch.zeros(1, SIZE), [row(1, step)])
     reads = 0
-    with pytest.raises(RequestError, match=f"^{OF_THE_REQUEST} ask for a structure that is too complex: following 8 tokens took 0\\.6"):
+    with pytest.raises(
+        RequestError,
+        match=f"^{OF_THE_REQUEST} ask for a structure that is too complex: following 8 tokens "
+        "took 0\\.6",
+    ):
         for reads in range(20):
             made.apply(torch.zeros(1, SIZE), [row(2, reads)])
     with pytest.raises(RequestError, match="following 8 tokens"):

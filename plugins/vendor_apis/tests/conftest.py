@@ -11,7 +11,13 @@ from toolkit_lm import AsyncLLM, VllmConfig
 from toolkit_lm_server.app import create_app
 from toolkit_lm_server.options import ServerOptions
 
-SMALL = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "max_model_len": 256, "engine_process": False}
+SMALL = {
+    "device": "cpu",
+    "dtype": "float32",
+    "max_num_seqs": 4,
+    "max_model_len": 256,
+    "engine_process": False,
+}
 
 
 @pytest.fixture
@@ -22,7 +28,9 @@ def anyio_backend() -> str:
 @pytest.fixture(scope="session")
 def engines() -> Iterator[dict[str, AsyncLLM]]:
     both = {
-        "generate": AsyncLLM(VllmConfig.make(model="tiny", served_model_name=["tiny", "small"], **SMALL)),
+        "generate": AsyncLLM(
+            VllmConfig.make(model="tiny", served_model_name=["tiny", "small"], **SMALL)
+        ),
         "embed": AsyncLLM(VllmConfig.make(model="tiny", convert="embed", **SMALL)),
     }
     yield both
@@ -37,7 +45,9 @@ def serve(engines):
     @asynccontextmanager
     async def served(name: str = "generate", **options) -> AsyncIterator[httpx.AsyncClient]:
         app = create_app(engines[name], ServerOptions(**options))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://test"
+        ) as client:
             yield client
 
     return served
@@ -51,11 +61,24 @@ class Said:
         self._finish_reason = finish_reason
 
     def usage(self):
-        return {"prompt_tokens": 3, "completion_tokens": 9, "total_tokens": 12, "prompt_tokens_details": {"cached_tokens": 1}}
+        return {
+            "prompt_tokens": 3,
+            "completion_tokens": 9,
+            "total_tokens": 12,
+            "prompt_tokens_details": {"cached_tokens": 1},
+        }
 
     def whole(self, choices):
-        calls = [{"id": id, "type": "function", "function": {"name": name, "arguments": text}} for id, name, text in self._calls]
-        message = {"role": "assistant", "reasoning_content": "hm so", "content": "I call", "tool_calls": calls}
+        calls = [
+            {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
+            for id, name, text in self._calls
+        ]
+        message = {
+            "role": "assistant",
+            "reasoning_content": "hm so",
+            "content": "I call",
+            "tool_calls": calls,
+        }
         return {"choices": [{"index": 0, "message": message, "finish_reason": self._finish_reason}]}
 
     async def chunks(self):
@@ -66,7 +89,18 @@ class Said:
         yield [chunk(reasoning_content="hm"), chunk(reasoning_content=" so")]
         yield [chunk(content="I"), chunk(content=" call")]
         for index, (id, name, text) in enumerate(self._calls):
-            yield [chunk(tool_calls=[{"index": index, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}])]
+            yield [
+                chunk(
+                    tool_calls=[
+                        {
+                            "index": index,
+                            "id": id,
+                            "type": "function",
+                            "function": {"name": name, "arguments": ""},
+                        }
+                    ]
+                )
+            ]
             for part in text:
                 yield [chunk(tool_calls=[{"index": index, "function": {"arguments": part}}])]
         yield [chunk(self._finish_reason)]

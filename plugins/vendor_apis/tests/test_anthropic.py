@@ -11,7 +11,11 @@ from toolkit_lm_vendor_apis.anthropic.output import Output
 
 pytestmark = pytest.mark.anyio
 
-ASK = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0.0, "max_tokens": 20}
+ASK = {
+    "messages": [{"role": "user", "content": "What is the capital of France?"}],
+    "temperature": 0.0,
+    "max_tokens": 20,
+}
 PARIS = "The capital of France is Paris."
 
 
@@ -25,15 +29,23 @@ def events_of(response) -> list[dict]:
 async def test_a_message(serve):
     async with serve() as client:
         message = (await client.post("/v1/messages", json={**ASK, "model": "small"})).json()
-        assert (message["type"], message["role"], message["model"]) == ("message", "assistant", "small")
+        assert (message["type"], message["role"], message["model"]) == (
+            "message",
+            "assistant",
+            "small",
+        )
         assert message["content"] == [{"type": "text", "text": PARIS}]
         assert (message["stop_reason"], message["stop_sequence"]) == ("end_turn", None)
         used = message["usage"]
-        counted = (await client.post("/v1/messages/count_tokens", json={"messages": ASK["messages"]})).json()
+        counted = (
+            await client.post("/v1/messages/count_tokens", json={"messages": ASK["messages"]})
+        ).json()
         assert used["input_tokens"] + used["cache_read_input_tokens"] == counted["input_tokens"]
         cut = (await client.post("/v1/messages", json={**ASK, "max_tokens": 2})).json()
         assert (cut["stop_reason"], cut["usage"]["output_tokens"]) == ("max_tokens", 2)
-        stopped = (await client.post("/v1/messages", json={**ASK, "stop_sequences": [" is"]})).json()
+        stopped = (
+            await client.post("/v1/messages", json={**ASK, "stop_sequences": [" is"]})
+        ).json()
         assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", " is")
         assert stopped["content"][0]["text"] == "The capital of France"
 
@@ -42,10 +54,16 @@ async def test_tools_are_counted(serve, engines, monkeypatch):
     """As the chat template writes them."""
     seen = []
     renderer = engines["generate"].renderer
-    monkeypatch.setattr(renderer, "render_conversation", lambda *_, **options: seen.append(options) or Rendered([1, 2, 3]))
+    monkeypatch.setattr(
+        renderer,
+        "render_conversation",
+        lambda *_, **options: seen.append(options) or Rendered([1, 2, 3]),
+    )
     tools = [{"name": "f", "input_schema": {"type": "object"}}]
     async with serve() as client:
-        counted = await client.post("/v1/messages/count_tokens", json={"messages": ASK["messages"], "tools": tools})
+        counted = await client.post(
+            "/v1/messages/count_tokens", json={"messages": ASK["messages"], "tools": tools}
+        )
     assert (counted.json(), seen[0]["tools"][0]["function"]["name"]) == ({"input_tokens": 3}, "f")
 
 
@@ -58,20 +76,39 @@ async def test_a_stream(serve):
         assert set(kinds[2:-3]) == {"content_block_delta"}
         assert "".join(event["delta"]["text"] for event in events[2:-3]) == PARIS
         start, end = events[0]["message"]["usage"], events[-2]["usage"]
-        assert (start["output_tokens"], start["input_tokens"]) == (0, end["input_tokens"]) and end["output_tokens"] > 0
+        assert (start["output_tokens"], start["input_tokens"]) == (0, end["input_tokens"]) and end[
+            "output_tokens"
+        ] > 0
         assert events[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
 
 
 async def test_a_final_message_of_the_assistant_goes_on(serve):
     async with serve() as client:
-        body = {**ASK, "messages": [*ASK["messages"], {"role": "assistant", "content": [{"type": "text", "text": "The capital"}]}]}
-        assert (await client.post("/v1/messages", json=body)).json()["content"][0]["text"] == " of France is Paris."
+        body = {
+            **ASK,
+            "messages": [
+                *ASK["messages"],
+                {"role": "assistant", "content": [{"type": "text", "text": "The capital"}]},
+            ],
+        }
+        assert (await client.post("/v1/messages", json=body)).json()["content"][0][
+            "text"
+        ] == " of France is Paris."
 
 
 async def test_structured_output(serve):
-    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
     async with serve() as client:
-        body = {**ASK, "max_tokens": 60, "output_config": {"format": {"type": "json_schema", "schema": schema}}}
+        body = {
+            **ASK,
+            "max_tokens": 60,
+            "output_config": {"format": {"type": "json_schema", "schema": schema}},
+        }
         text = (await client.post("/v1/messages", json=body)).json()["content"][0]["text"]
         assert list(json.loads(text)) == ["ok"]
 
@@ -79,13 +116,19 @@ async def test_structured_output(serve):
 def test_blocks_are_messages():
     body = MessagesBody(
         max_tokens=9,
-        system=[{"type": "text", "text": "be"}, {"type": "text", "text": "short", "cache_control": {"type": "ephemeral"}}],
+        system=[
+            {"type": "text", "text": "be"},
+            {"type": "text", "text": "short", "cache_control": {"type": "ephemeral"}},
+        ],
         messages=[
             {
                 "role": "user",
                 "content": [
                     {"type": "text", "text": "see"},
-                    {"type": "image", "source": {"type": "base64", "media_type": "image/gif", "data": "AAAA"}},
+                    {
+                        "type": "image",
+                        "source": {"type": "base64", "media_type": "image/gif", "data": "AAAA"},
+                    },
                     {"type": "image", "source": {"type": "url", "url": "https://x/y.png"}},
                 ],
             },
@@ -100,12 +143,23 @@ def test_blocks_are_messages():
             {
                 "role": "user",
                 "content": [
-                    {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "a cat"}]},
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "t1",
+                        "content": [{"type": "text", "text": "a cat"}],
+                    },
                     {"type": "text", "text": "and?"},
                 ],
             },
         ],
-        tools=[{"name": "look", "description": "Looks.", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}],
+        tools=[
+            {
+                "name": "look",
+                "description": "Looks.",
+                "input_schema": {"type": "object"},
+                "cache_control": {"type": "ephemeral"},
+            }
+        ],
         tool_choice={"type": "tool", "name": "look", "disable_parallel_tool_use": True},
         thinking={"type": "enabled", "budget_tokens": 1024},
     )
@@ -124,16 +178,28 @@ def test_blocks_are_messages():
             "role": "assistant",
             "content": "I look.",
             "reasoning_content": "hm",
-            "tool_calls": [{"id": "t1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}],
+            "tool_calls": [
+                {
+                    "id": "t1",
+                    "type": "function",
+                    "function": {"name": "look", "arguments": '{"at": 1}'},
+                }
+            ],
         },
         {"role": "tool", "tool_call_id": "t1", "content": "a cat"},
         {"role": "user", "content": "and?"},
     ]
     assert fields["tools"] == [
-        {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}, "description": "Looks."}}
+        {
+            "type": "function",
+            "function": {"name": "look", "parameters": {"type": "object"}, "description": "Looks."},
+        }
     ]
     assert fields["tool_choice"] == {"type": "function", "function": {"name": "look"}}
-    assert (fields["parallel_tool_calls"], fields["chat_template_kwargs"]) == (False, {"enable_thinking": True})
+    assert (fields["parallel_tool_calls"], fields["chat_template_kwargs"]) == (
+        False,
+        {"enable_thinking": True},
+    )
 
 
 @pytest.mark.parametrize("thinks", [False, True])
@@ -156,7 +222,16 @@ async def test_reasoning_and_calls_are_blocks(said, thinks):
                 blocks.append({**event["content_block"], "json": ""})
             elif event["type"] == "content_block_delta":
                 delta = event["delta"]
-                name = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}[delta["type"]]
+                name = {
+                    "text_delta": "text",
+                    "thinking_delta": "thinking",
+                    "input_json_delta": "partial_json",
+                }[delta["type"]]
                 blocks[event["index"]]["json" if name == "partial_json" else name] += delta[name]
-    told = [{**block, "input": json.loads(block["json"])} if block["type"] == "tool_use" else block for block in blocks]
-    assert [{name: value for name, value in block.items() if name != "json"} for block in told] == expected
+    told = [
+        {**block, "input": json.loads(block["json"])} if block["type"] == "tool_use" else block
+        for block in blocks
+    ]
+    assert [
+        {name: value for name, value in block.items() if name != "json"} for block in told
+    ] == expected

@@ -1,4 +1,5 @@
-"""A call that the token limit cuts can be executed at no door: it is left out, and the reason is told, streamed or not, in every format."""
+"""A call that the token limit cuts can be executed at no door: it is left out, and the reason is
+told, streamed or not, in every format."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ class Door(NamedTuple):
 
 
 def of_message(message: dict[str, Any]) -> Calls:
-    return [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
+    return [
+        (call["function"]["name"], call["function"]["arguments"])
+        for call in message.get("tool_calls") or ()
+    ]
 
 
 def chat(answer: dict[str, Any]) -> tuple[Calls, Any]:
@@ -62,19 +66,32 @@ def chat_events(events: list[dict[str, Any]]) -> tuple[Calls, Any]:
 
 
 def response(answer: dict[str, Any]) -> tuple[Calls, Any]:
-    calls = [(item["name"], item["arguments"]) for item in answer["output"] if item["type"] == "function_call"]
+    calls = [
+        (item["name"], item["arguments"])
+        for item in answer["output"]
+        if item["type"] == "function_call"
+    ]
     return calls, (answer["incomplete_details"] or {}).get("reason")
 
 
 def response_events(events: list[dict[str, Any]]) -> tuple[Calls, Any]:
-    begun = [event for event in events if event["type"] == "response.output_item.added" and event["item"]["type"] == "function_call"]
+    begun = [
+        event
+        for event in events
+        if event["type"] == "response.output_item.added"
+        and event["item"]["type"] == "function_call"
+    ]
     found = response(events[-1]["response"])
     assert len(begun) == len(found[0])
     return found
 
 
 def anthropic(answer: dict[str, Any]) -> tuple[Calls, Any]:
-    return [(block["name"], block["input"]) for block in answer["content"] if block["type"] == "tool_use"], answer["stop_reason"]
+    return [
+        (block["name"], block["input"])
+        for block in answer["content"]
+        if block["type"] == "tool_use"
+    ], answer["stop_reason"]
 
 
 def anthropic_events(events: list[dict[str, Any]]) -> tuple[Calls, Any]:
@@ -84,7 +101,9 @@ def anthropic_events(events: list[dict[str, Any]]) -> tuple[Calls, Any]:
             calls[event["index"]] = [event["content_block"]["name"], ""]
         if event["type"] == "content_block_delta" and event["delta"]["type"] == "input_json_delta":
             calls[event["index"]][1] += event["delta"]["partial_json"]
-    [reason] = [event["delta"]["stop_reason"] for event in events if event["type"] == "message_delta"]
+    [reason] = [
+        event["delta"]["stop_reason"] for event in events if event["type"] == "message_delta"
+    ]
     return [(name, arguments) for name, arguments in calls.values()], reason
 
 
@@ -96,10 +115,17 @@ def cohere_events(events: list[dict[str, Any]]) -> tuple[Calls, Any]:
     calls: dict[int, list[str]] = {}
     for event in events:
         if event["type"] == "tool-call-start":
-            calls[event["index"]] = [event["delta"]["message"]["tool_calls"]["function"]["name"], ""]
+            calls[event["index"]] = [
+                event["delta"]["message"]["tool_calls"]["function"]["name"],
+                "",
+            ]
         if event["type"] == "tool-call-delta":
-            calls[event["index"]][1] += event["delta"]["message"]["tool_calls"]["function"]["arguments"]
-    return [(name, arguments) for name, arguments in calls.values()], events[-1]["delta"]["finish_reason"]
+            calls[event["index"]][1] += event["delta"]["message"]["tool_calls"]["function"][
+                "arguments"
+            ]
+    return [(name, arguments) for name, arguments in calls.values()], events[-1]["delta"][
+        "finish_reason"
+    ]
 
 
 def ollama(answer: dict[str, Any]) -> tuple[Calls, Any]:
@@ -107,28 +133,45 @@ def ollama(answer: dict[str, Any]) -> tuple[Calls, Any]:
 
 
 def ollama_events(events: list[dict[str, Any]]) -> tuple[Calls, Any]:
-    return [call for event in events for call in of_message(event["message"])], events[-1]["done_reason"]
+    return [call for event in events for call in of_message(event["message"])], events[-1][
+        "done_reason"
+    ]
 
 
 DOORS = {
-    "/v1/chat/completions": Door({"messages": MESSAGES, "tools": TOOLS}, chat, chat_events, "length", "tool_calls"),
-    "/v1/chat/completions/batch": Door({"messages": [MESSAGES], "tools": TOOLS}, chat, None, "length", "tool_calls"),
+    "/v1/chat/completions": Door(
+        {"messages": MESSAGES, "tools": TOOLS}, chat, chat_events, "length", "tool_calls"
+    ),
+    "/v1/chat/completions/batch": Door(
+        {"messages": [MESSAGES], "tools": TOOLS}, chat, None, "length", "tool_calls"
+    ),
     "/v1/responses": Door(
-        {"input": "hi", "tools": [{"type": "function", "name": name, "parameters": SCHEMA} for name in NAMES]},
+        {
+            "input": "hi",
+            "tools": [{"type": "function", "name": name, "parameters": SCHEMA} for name in NAMES],
+        },
         response,
         response_events,
         "max_output_tokens",
         None,
     ),
     "/v1/messages": Door(
-        {"messages": MESSAGES, "max_tokens": 99, "tools": [{"name": name, "input_schema": SCHEMA} for name in NAMES]},
+        {
+            "messages": MESSAGES,
+            "max_tokens": 99,
+            "tools": [{"name": name, "input_schema": SCHEMA} for name in NAMES],
+        },
         anthropic,
         anthropic_events,
         "max_tokens",
         "tool_use",
     ),
-    "/v2/chat": Door({"messages": MESSAGES, "tools": TOOLS}, cohere, cohere_events, "MAX_TOKENS", "TOOL_CALL"),
-    "/api/chat": Door({"messages": MESSAGES, "tools": TOOLS}, ollama, ollama_events, "length", "stop"),
+    "/v2/chat": Door(
+        {"messages": MESSAGES, "tools": TOOLS}, cohere, cohere_events, "MAX_TOKENS", "TOOL_CALL"
+    ),
+    "/api/chat": Door(
+        {"messages": MESSAGES, "tools": TOOLS}, ollama, ollama_events, "length", "stop"
+    ),
 }
 
 
@@ -157,23 +200,36 @@ def words(value: Any, schemas: dict[str, Any], seen: set[str]) -> set[str]:
     if not isinstance(value, dict | list):
         return set()
     found: set[str] = set()
-    if isinstance(value, dict) and isinstance(reference := value.get("$ref"), str) and reference not in seen:
+    if (
+        isinstance(value, dict)
+        and isinstance(reference := value.get("$ref"), str)
+        and reference not in seen
+    ):
         seen.add(reference)
         found |= words(schemas[reference.rpartition("/")[2]], schemas, seen)
     found |= set(value) if isinstance(value, dict) else set()
-    return found.union(*(words(one, schemas, seen) for one in (value.values() if isinstance(value, dict) else value)))
+    return found.union(
+        *(
+            words(one, schemas, seen)
+            for one in (value.values() if isinstance(value, dict) else value)
+        )
+    )
 
 
 def test_every_door_and_every_format_is_tried(engines):
     told = create_app(engines["generate"], ServerOptions()).openapi()
     answers = {
-        path: words(methods["post"]["responses"].get("200", {}), told["components"]["schemas"], set())
+        path: words(
+            methods["post"]["responses"].get("200", {}), told["components"]["schemas"], set()
+        )
         for path, methods in told["paths"].items()
         if "post" in methods
     }
     assert {path for path, found in answers.items() if found & CALL_WORDS} == set(DOORS)
     parsers = Plugins.load().parsers
-    assert {name for name in parsers if "tool_calls" in parsers.load(name).finds} == {form_of(name) for name in WRITTEN}
+    assert {name for name in parsers if "tool_calls" in parsers.load(name).finds} == {
+        form_of(name) for name in WRITTEN
+    }
 
 
 def values(calls: Calls) -> Calls:
@@ -199,16 +255,27 @@ async def test_a_call_that_must_be_is_not_executable_either_where_it_is_cut(serv
     async with serve(tool_call_parser="hermes") as client:
         for end in (len(written.begin) + 30, len(written.oslo) - len(written.end)):
             say(written.oslo[:end], "length")
-            streamed = (await client.post(path, json={**door.body, **MUST[path], "stream": True})).text
+            streamed = (
+                await client.post(path, json={**door.body, **MUST[path], "stream": True})
+            ).text
             lines = [line.removeprefix("data: ") for line in streamed.splitlines()]
-            calls, reason = door.events([json.loads(line) for line in lines if line.startswith("{")])
+            calls, reason = door.events(
+                [json.loads(line) for line in lines if line.startswith("{")]
+            )
             assert reason == door.reason and bool(calls) == (path in IN_PIECES)
             for name, arguments in calls:
-                assert name == "get_time" and arguments.startswith('{"c') and not arguments.endswith("}")
+                assert (
+                    name == "get_time"
+                    and arguments.startswith('{"c')
+                    and not arguments.endswith("}")
+                )
 
 
 @pytest.mark.parametrize("path", DOORS)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in WRITTEN])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in WRITTEN],
+)
 async def test_a_cut_call_is_executable_at_no_door(serve, say, name, path):
     door, written = DOORS[path], WRITTEN[name]
     begins, most = len(written.begin), len(written.oslo) - len(written.end)
@@ -223,12 +290,20 @@ async def test_a_cut_call_is_executable_at_no_door(serve, say, name, path):
             if door.events is not None:
                 streamed = (await client.post(path, json={**door.body, "stream": True})).text
                 lines = [line.removeprefix("data: ") for line in streamed.splitlines()]
-                calls, why = door.events([json.loads(line) for line in lines if line.startswith("{")])
+                calls, why = door.events(
+                    [json.loads(line) for line in lines if line.startswith("{")]
+                )
                 assert (values(calls), why) == (values(found[0]), found[1])
             return values(found[0]), found[1]
 
         for end in {begins + 2, begins + 9, most - 8, most - 2}:
             assert await ask(written.oslo[:end], "length") == ([], door.reason)
-        assert await ask(f"{written.paris}\n{written.oslo[: most - 2]}", "length") == (first, door.reason)
+        assert await ask(f"{written.paris}\n{written.oslo[: most - 2]}", "length") == (
+            first,
+            door.reason,
+        )
         second = ("get_time", {"city": "Oslo", "days": 3})
-        assert await ask(f"{written.paris}\n{written.oslo}", "stop") == ([*first, second], door.called)
+        assert await ask(f"{written.paris}\n{written.oslo}", "stop") == (
+            [*first, second],
+            door.called,
+        )

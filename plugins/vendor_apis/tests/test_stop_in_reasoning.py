@@ -1,4 +1,5 @@
-"""A stop text that comes in the reasoning ends no answer, at every door that takes stop texts, streamed or not."""
+"""A stop text that comes in the reasoning ends no answer, at every door that takes stop texts,
+streamed or not."""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ DOORS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": MESSAGES, "stop": "Paris"},
     "/v1/chat/completions/batch": {"messages": [MESSAGES], "stop": ["Paris"]},
     "/v1/responses": {"input": "hi", "stop": ["Paris"]},
-    "/v1/messages": {"messages": MESSAGES, "max_tokens": 99, "stop_sequences": ["Paris"], "thinking": {"type": "enabled"}},
+    "/v1/messages": {
+        "messages": MESSAGES,
+        "max_tokens": 99,
+        "stop_sequences": ["Paris"],
+        "thinking": {"type": "enabled"},
+    },
     "/v2/chat": {"messages": MESSAGES, "stop_sequences": ["Paris"]},
     "/api/chat": {"messages": MESSAGES, "options": {"stop": ["Paris"]}},
     "/api/generate": {"prompt": "hi", "options": {"stop": ["Paris"]}},
@@ -63,7 +69,9 @@ def scripted(engines, monkeypatch):
                 text.finish(may_stop=True)
             if is_delta or done:
                 new, num_shown = "".join(text.shown[num_shown:]), len(text.shown)
-                one = CompletionOutput(0, new, [1], finish_reason="stop" if done else None, stop_reason=text.stopped_by)
+                one = CompletionOutput(
+                    0, new, [1], finish_reason="stop" if done else None, stop_reason=text.stopped_by
+                )
                 yield [(0, RequestOutput("id", None, [1], [one], done))]
             if done:
                 return
@@ -77,7 +85,9 @@ def said(value: Any) -> str:
         return "".join(map(said, value))
     if not isinstance(value, dict):
         return ""
-    return "".join(one if name in TEXTS and isinstance(one, str) else said(one) for name, one in value.items())
+    return "".join(
+        one if name in TEXTS and isinstance(one, str) else said(one) for name, one in value.items()
+    )
 
 
 def test_every_door_that_takes_stop_texts_is_tried(engines):
@@ -88,7 +98,9 @@ def test_every_door_that_takes_stop_texts_is_tried(engines):
         content = methods.get("post", {}).get("requestBody", {}).get("content", {})
         schema = content.get("application/json", {}).get("schema", {})
         body = schemas.get(schema.get("$ref", "").rpartition("/")[2], schema).get("properties", {})
-        if {"stop", "stop_sequences"} & set(body) or (path.startswith("/api/") and "options" in body):
+        if {"stop", "stop_sequences"} & set(body) or (
+            path.startswith("/api/") and "options" in body
+        ):
             found.add(path)
     assert found == {*DOORS, *NOT_READ, *NO_EFFECT}
 

@@ -1,4 +1,5 @@
-"""Streams of all vendors: what comes before the first token, what is told of one that fails, and where whole answers are made."""
+"""Streams of all vendors: what comes before the first token, what is told of one that fails, and
+where whole answers are made."""
 
 from __future__ import annotations
 
@@ -22,24 +23,46 @@ MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 BODIES = {
     "/v1/messages": {"messages": MESSAGES, "max_tokens": 20, "temperature": 0.0, "stream": True},
     "/v2/chat": {"messages": MESSAGES, "max_tokens": 20, "temperature": 0.0, "stream": True},
-    "/v1/responses": {"input": MESSAGES[0]["content"], "max_output_tokens": 20, "temperature": 0.0, "stream": True},
+    "/v1/responses": {
+        "input": MESSAGES[0]["content"],
+        "max_output_tokens": 20,
+        "temperature": 0.0,
+        "stream": True,
+    },
 }
 LINES = {"/api/chat": {"messages": MESSAGES, "options": {"num_predict": 20, "temperature": 0}}}
-BEAT = {"/v1/messages": 'event: ping\ndata: {"type": "ping"}', "/v2/chat": ": keep-alive", "/v1/responses": ": keep-alive"}
-LAST = {"/v1/messages": "message_stop", "/v2/chat": "message-end", "/v1/responses": "response.completed"}
-FIRST = {"/v1/messages": "message_start", "/v2/chat": "message-start", "/v1/responses": "response.created"}
+BEAT = {
+    "/v1/messages": 'event: ping\ndata: {"type": "ping"}',
+    "/v2/chat": ": keep-alive",
+    "/v1/responses": ": keep-alive",
+}
+LAST = {
+    "/v1/messages": "message_stop",
+    "/v2/chat": "message-end",
+    "/v1/responses": "response.completed",
+}
+FIRST = {
+    "/v1/messages": "message_start",
+    "/v2/chat": "message-start",
+    "/v1/responses": "response.created",
+}
 
 
 def frames(text: str, path: str) -> tuple[int, list[dict]]:
     """How many beats come first, and the events after them."""
     found = text.rstrip("\n").split("\n\n")
     num_beats = next(place for place, frame in enumerate(found) if frame != BEAT[path])
-    return num_beats, [json.loads(frame.partition("data: ")[2]) for frame in found[num_beats:] if frame != BEAT[path]]
+    return num_beats, [
+        json.loads(frame.partition("data: ")[2])
+        for frame in found[num_beats:]
+        if frame != BEAT[path]
+    ]
 
 
 @pytest.fixture
 def late(engines, monkeypatch):
-    """late(error): the engine gives nothing for a while, then what it is asked for, or the error."""
+    """late(error): the engine gives nothing for a while, then what it is asked for, or the
+    error."""
 
     def late(error: Exception | None = None) -> None:
         ask = engines["generate"].chat_many
@@ -74,11 +97,18 @@ async def test_an_error_after_that_is_an_event_and_before_it_a_status(serve, lat
     [event] = events
     assert num_beats >= 1 and "temperature is wrong" in json.dumps(event)
     if path == "/v1/messages":
-        assert event == {"type": "error", "error": {"type": "invalid_request_error", "message": "temperature is wrong"}}
+        assert event == {
+            "type": "error",
+            "error": {"type": "invalid_request_error", "message": "temperature is wrong"},
+        }
     elif path == "/v2/chat":
         assert (event["type"], event["delta"]["finish_reason"]) == ("message-end", "ERROR")
     else:
-        assert (event["type"], event["code"], event["param"]) == ("error", "invalid_prompt", "temperature")
+        assert (event["type"], event["code"], event["param"]) == (
+            "error",
+            "invalid_prompt",
+            "temperature",
+        )
     async with serve() as client:
         assert (await client.post(path, json=BODIES[path])).status_code == 400
 
@@ -99,16 +129,25 @@ async def test_a_stream_that_fails_has_a_reason_in_the_log(engines, monkeypatch,
         scopes.append(scope)
         await app(scope, receive, send)
 
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(seen), base_url="http://test") as client:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(seen), base_url="http://test"
+    ) as client:
         response = await client.post(path, json={**BODIES, **LINES}[path])
-    assert response.status_code == 200 and response.text.count("The server failed on this request.") == 1
+    assert (
+        response.status_code == 200
+        and response.text.count("The server failed on this request.") == 1
+    )
     assert scopes[0][REASON] == "The server failed on this request."
 
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_large_answers_are_made_off_the_event_loop(serve, monkeypatch, path):
     made, whole = [], ChatAnswer.whole
-    monkeypatch.setattr(ChatAnswer, "whole", lambda self, choices: made.append(threading.get_ident()) or whole(self, choices))
+    monkeypatch.setattr(
+        ChatAnswer,
+        "whole",
+        lambda self, choices: made.append(threading.get_ident()) or whole(self, choices),
+    )
     monkeypatch.setattr("toolkit_lm_server.generation._LARGE", 5)
     async with serve() as client:
         response = await client.post(path, json={**BODIES[path], "stream": False})

@@ -1,4 +1,5 @@
-"""The table of vLLM's names: it names options that exist, translates values, and is what docs/vllm.md says."""
+"""The table of vLLM's names: it names options that exist, translates values, and is what
+docs/vllm.md says."""
 
 from __future__ import annotations
 
@@ -39,22 +40,34 @@ TRANSLATED = [
     ({"max_model_len": "32k"}, {"max_model_len": 32000}),
     ({"max_model_len": "2K"}, {"max_model_len": 2048}),
     ({"max_model_len": -1}, {}),
-    ({"limit_mm_per_prompt": {"image": 2, "video": {"count": 1}}}, {"limit_mm_per_prompt": ["image=2", "video=1"]}),
+    (
+        {"limit_mm_per_prompt": {"image": 2, "video": {"count": 1}}},
+        {"limit_mm_per_prompt": ["image=2", "video=1"]},
+    ),
     ({"limit_mm_per_prompt": '{"image": 2}'}, {"limit_mm_per_prompt": ["image=2"]}),
     ({"limit_mm_per_prompt": {}}, {}),
     ({"generation_config": "vllm"}, {"generation_config": "none"}),
     ({"attention_backend": "FLASH_ATTN"}, {"attention_backend": "flash_attn"}),
     ({"attention_config": {"backend": "TORCH_SDPA"}}, {"attention_backend": "sdpa"}),
     ({"attention_backend": "TRITON_ATTN"}, {"attention_backend": "triton"}),
-    ({"pooler_config": {"pooling_type": "MEAN", "softmax": True}}, {"pooling_type": "MEAN", "use_activation": True}),
+    (
+        {"pooler_config": {"pooling_type": "MEAN", "softmax": True}},
+        {"pooling_type": "MEAN", "use_activation": True},
+    ),
     ({"pooler_config": '{"normalize": false}'}, {"normalize": False}),
     ({"structured_outputs_config": {"backend": "auto"}}, {}),
-    ({"guided_decoding_backend": "guidance"}, {"plugin_option": {"structured_output": {"backend": "llguidance"}}}),
+    (
+        {"guided_decoding_backend": "guidance"},
+        {"plugin_option": {"structured_output": {"backend": "llguidance"}}},
+    ),
     ({"task": "embed"}, {"runner": "pooling", "convert": "embed"}),
     ({"async_scheduling": True}, {"overlap": True}),
     ({"data_parallel_size": 2}, {"data_parallel_size": 2}),
     ({"enable_prefix_caching": False}, {"enable_prefix_caching": False}),
-    ({"tool_call_parser": "llama4_json", "reasoning_parser": "qwen3"}, {"tool_call_parser": "llama3_json", "reasoning_parser": "think"}),
+    (
+        {"tool_call_parser": "llama4_json", "reasoning_parser": "qwen3"},
+        {"tool_call_parser": "llama3_json", "reasoning_parser": "think"},
+    ),
     ({"api_key": ["one", "two"]}, {"api_key": ["one", "two"]}),
     ({"allowed_origins": '["https://a.example"]'}, {"allowed_origins": ["https://a.example"]}),
     ({"allowed_methods": "GET"}, {"allowed_methods": ["GET"]}),
@@ -71,12 +84,26 @@ TRANSLATED = [
         {},
     ),
     (
-        {"compilation_config": {"mode": 3, "compile_sizes": [1], "cudagraph_num_of_warmups": 1, "cudagraph_capture_sizes": None}},
+        {
+            "compilation_config": {
+                "mode": 3,
+                "compile_sizes": [1],
+                "cudagraph_num_of_warmups": 1,
+                "cudagraph_capture_sizes": None,
+            }
+        },
         {"optimization_level": 2, "compilation_config": '{"compile_sizes": [1]}'},
     ),
     (
-        {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 8]}},
-        {"compilation_config": '{"cudagraph_mode": "full_and_piecewise", "cudagraph_capture_sizes": [1, 8]}'},
+        {
+            "compilation_config": {
+                "cudagraph_mode": "FULL_AND_PIECEWISE",
+                "cudagraph_capture_sizes": [1, 8],
+            }
+        },
+        {
+            "compilation_config": '{"cudagraph_mode": "full_and_piecewise", "cudagraph_capture_sizes": [1, 8]}'
+        },
     ),
     ({"optimization_level": 2}, {"optimization_level": 2}),
     ({"enforce_eager": True, "disable_log_stats": True, "max_seq_len_to_capture": 8192}, {}),
@@ -90,12 +117,27 @@ TRANSLATED = [
     ({"compilation_config": '{"mode": 1}'}, {"optimization_level": 1}),
     ({"optimization_level": 1, "compilation_config": {"mode": 3}}, {"optimization_level": 1}),
     ({"compilation_config": {"mode": 3}, "optimization_level": 1}, {"optimization_level": 1}),
-    ({"compilation_config": {"full_cuda_graph": True}}, {"compilation_config": '{"cudagraph_mode": "full"}'}),
-    ({"compilation_config": {"use_cudagraph": True}}, {"compilation_config": '{"cudagraph_mode": "piecewise"}'}),
-    ({"compilation_config": {"use_cudagraph": False}}, {"compilation_config": '{"cudagraph_mode": "none"}'}),
-    ({"compilation_config": {"use_inductor": False}}, {"compilation_config": '{"backend": "eager"}'}),
+    (
+        {"compilation_config": {"full_cuda_graph": True}},
+        {"compilation_config": '{"cudagraph_mode": "full"}'},
+    ),
+    (
+        {"compilation_config": {"use_cudagraph": True}},
+        {"compilation_config": '{"cudagraph_mode": "piecewise"}'},
+    ),
+    (
+        {"compilation_config": {"use_cudagraph": False}},
+        {"compilation_config": '{"cudagraph_mode": "none"}'},
+    ),
+    (
+        {"compilation_config": {"use_inductor": False}},
+        {"compilation_config": '{"backend": "eager"}'},
+    ),
     ({"compilation_config": {"use_inductor": True, "backend": ""}}, {}),
-    ({"cudagraph_capture_sizes": [1, 2]}, {"compilation_config": '{"cudagraph_capture_sizes": [1, 2]}'}),
+    (
+        {"cudagraph_capture_sizes": [1, 2]},
+        {"compilation_config": '{"cudagraph_capture_sizes": [1, 2]}'},
+    ),
     (
         {"cudagraph_capture_sizes": "[1, 2]", "compilation_config": {"cudagraph_mode": "FULL"}},
         {"compilation_config": '{"cudagraph_mode": "full", "cudagraph_capture_sizes": [1, 2]}'},
@@ -122,7 +164,10 @@ REFUSED = [
     ({"max_model_len": "longk"}, "such as 32768 or 32k"),
     ({"compilation_config": 7}, "a mode is one of 0, 1, 2, 3 or NONE"),
     ({"compilation_config": {"modus": 3}}, "it has no key 'modus'. Known: backend, .*level"),
-    ({"compilation_config": {"max_cudagraph_capture_size": 64}}, "list the sizes: cudagraph_capture_sizes"),
+    (
+        {"compilation_config": {"max_cudagraph_capture_size": 64}},
+        "list the sizes: cudagraph_capture_sizes",
+    ),
     ({"compilation_config": {"debug_dump_path": "/tmp"}}, "nothing is dumped"),
     ({"max_cudagraph_capture_size": 64}, "list the sizes"),
     ({"distributed_executor_backend": "external_launcher"}, "use mp, uni or ray"),
@@ -132,19 +177,34 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ({"use_cudagraph": True, "full_cuda_graph": True}, {"compilation_config": '{"cudagraph_mode": "full"}'}),
-        ({"use_cudagraph": False, "full_cuda_graph": True}, {"compilation_config": '{"cudagraph_mode": "full"}'}),
-        ({"use_cudagraph": True, "full_cuda_graph": False}, {"compilation_config": '{"cudagraph_mode": "piecewise"}'}),
+        (
+            {"use_cudagraph": True, "full_cuda_graph": True},
+            {"compilation_config": '{"cudagraph_mode": "full"}'},
+        ),
+        (
+            {"use_cudagraph": False, "full_cuda_graph": True},
+            {"compilation_config": '{"cudagraph_mode": "full"}'},
+        ),
+        (
+            {"use_cudagraph": True, "full_cuda_graph": False},
+            {"compilation_config": '{"cudagraph_mode": "piecewise"}'},
+        ),
         (
             {"use_cudagraph": True, "full_cuda_graph": True, "cudagraph_mode": "FULL_DECODE_ONLY"},
             {"compilation_config": '{"cudagraph_mode": "full_decode_only"}'},
         ),
         ({"mode": 3, "level": 1}, {"optimization_level": 2}),
         ({"mode": 0, "level": 3}, {"optimization_level": 0}),
-        ({"use_inductor": False, "backend": "inductor"}, {"compilation_config": '{"backend": "inductor"}'}),
+        (
+            {"use_inductor": False, "backend": "inductor"},
+            {"compilation_config": '{"backend": "inductor"}'},
+        ),
         (
             {"level": 3, "use_inductor": False, "use_cudagraph": True, "full_cuda_graph": True},
-            {"optimization_level": 2, "compilation_config": '{"backend": "eager", "cudagraph_mode": "full"}'},
+            {
+                "optimization_level": 2,
+                "compilation_config": '{"backend": "eager", "cudagraph_mode": "full"}',
+            },
         ),
     ],
 )
@@ -152,14 +212,23 @@ def test_keys_of_compilation_config_count_in_a_stated_order(keys, expected):
     """Whichever order they are given in, together, or flag by flag."""
     for pairs in itertools.permutations(keys.items()):
         assert translate({"compilation_config": dict(pairs)}) == expected
-        assert compilation_options([("compilation_config", {key: value}) for key, value in pairs]) == expected
+        assert (
+            compilation_options([("compilation_config", {key: value}) for key, value in pairs])
+            == expected
+        )
 
 
 def test_values_of_one_key_count_together():
     given = [("compilation_config", {"inductor_compile_config": {name: 1}}) for name in ("a", "b")]
-    assert compilation_options(given) == {"compilation_config": '{"inductor_compile_config": {"a": 1, "b": 1}}'}
+    assert compilation_options(given) == {
+        "compilation_config": '{"inductor_compile_config": {"a": 1, "b": 1}}'
+    }
     both = {"use_cudagraph": True, "compilation_config": {"full_cuda_graph": True}}
-    assert translate(both) == translate(dict(reversed(both.items()))) == {"compilation_config": '{"cudagraph_mode": "full"}'}
+    assert (
+        translate(both)
+        == translate(dict(reversed(both.items())))
+        == {"compilation_config": '{"cudagraph_mode": "full"}'}
+    )
 
 
 @pytest.mark.parametrize(
@@ -174,14 +243,20 @@ def test_values_of_one_key_count_together():
         ({"compilation_config": {"level": 3}}, True),
     ],
 )
-def test_enforce_eager_is_said_to_do_nothing_only_where_it_does_nothing(options, has_effect, caplog):
+def test_enforce_eager_is_said_to_do_nothing_only_where_it_does_nothing(
+    options, has_effect, caplog
+):
     for given in ({"enforce_eager": True, **options}, {**options, "enforce_eager": True}):
         caplog.clear()
         without, made = translate(options), translate(given)
         assert (made != without) is has_effect
         assert ("enforce_eager has no effect" in caplog.text) is not has_effect
         caplog.clear()
-        words = [f"--{name.replace('_', '-')}={json.dumps(value)}" for name, value in given.items() if name != "enforce_eager"]
+        words = [
+            f"--{name.replace('_', '-')}={json.dumps(value)}"
+            for name, value in given.items()
+            if name != "enforce_eager"
+        ]
         words.append("--enforce-eager")
         assert translate_flags(words, []) == flags_of(made)
         assert ("enforce_eager has no effect" in caplog.text) is not has_effect
@@ -220,19 +295,61 @@ def test_what_cannot_be_had_is_refused_with_what_to_use(given, message):
 
 
 def test_the_page_has_the_table():
-    spec = importlib.util.spec_from_file_location("generate_vllm_names", DOCS / "generate_vllm_names.py")
+    spec = importlib.util.spec_from_file_location(
+        "generate_vllm_names", DOCS / "generate_vllm_names.py"
+    )
     generator = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generator)
-    assert (DOCS / "vllm.md").read_text(encoding="utf-8") == generator.page(), "run python docs/generate_vllm_names.py"
+    assert (DOCS / "vllm.md").read_text(encoding="utf-8") == generator.page(), (
+        "run python docs/generate_vllm_names.py"
+    )
 
 
 KEYS_OF_VLLM = (
-    *("mode", "level", "debug_dump_path", "cache_dir", "compile_cache_save_format", "backend", "custom_ops", "splitting_ops"),
-    *("compile_mm_encoder", "cudagraph_mm_encoder", "use_inductor", "compile_sizes", "compile_ranges_endpoints"),
-    *("compile_ranges_split_points", "inductor_compile_config", "inductor_passes", "cudagraph_mode", "use_cudagraph"),
-    *("cudagraph_num_of_warmups", "cudagraph_capture_sizes", "cudagraph_copy_inputs", "cudagraph_specialize_lora"),
-    *("full_cuda_graph", "use_inductor_graph_partition", "pass_config", "max_cudagraph_capture_size", "max_capture_size"),
-    *("dynamic_shapes_config", "local_cache_dir", "bs_to_padded_graph_size", "fast_moe_cold_start", "use_aot_compile"),
+    *(
+        "mode",
+        "level",
+        "debug_dump_path",
+        "cache_dir",
+        "compile_cache_save_format",
+        "backend",
+        "custom_ops",
+        "splitting_ops",
+    ),
+    *(
+        "compile_mm_encoder",
+        "cudagraph_mm_encoder",
+        "use_inductor",
+        "compile_sizes",
+        "compile_ranges_endpoints",
+    ),
+    *(
+        "compile_ranges_split_points",
+        "inductor_compile_config",
+        "inductor_passes",
+        "cudagraph_mode",
+        "use_cudagraph",
+    ),
+    *(
+        "cudagraph_num_of_warmups",
+        "cudagraph_capture_sizes",
+        "cudagraph_copy_inputs",
+        "cudagraph_specialize_lora",
+    ),
+    *(
+        "full_cuda_graph",
+        "use_inductor_graph_partition",
+        "pass_config",
+        "max_cudagraph_capture_size",
+        "max_capture_size",
+    ),
+    *(
+        "dynamic_shapes_config",
+        "local_cache_dir",
+        "bs_to_padded_graph_size",
+        "fast_moe_cold_start",
+        "use_aot_compile",
+    ),
 )
 """Of its CompilationConfig, in the versions of the last two years."""
 EXAMPLES = {
@@ -267,7 +384,18 @@ def test_each_key_of_compilation_config_has_an_effect_or_is_refused_or_told(key,
 def test_each_name_of_vllms_has_an_effect_or_is_refused_or_told(row, caplog):
     """Of values that ask for something."""
     told = []
-    for value in (True, 7, "something", ["something"], {"image": 7}, {"backend": "x", "more": 1}, "embed", "ray", "mistral", "xgrammar"):
+    for value in (
+        True,
+        7,
+        "something",
+        ["something"],
+        {"image": 7},
+        {"backend": "x", "more": 1},
+        "embed",
+        "ray",
+        "mistral",
+        "xgrammar",
+    ):
         caplog.clear()
         try:
             made = translate({row.name: value})
@@ -284,7 +412,9 @@ class TestLLM:
         options = {"compilation_config": {"compile_sizes": [1, 8]}, "optimization_level": 0}
         with LLM("tiny", disable_plugins=["vllm_names"], **options) as llm:
             assert llm.config.compilation.details.compile_sizes == (1, 8)
-        with pytest.raises(ConfigError, match=r"unknown field `mode`.*Keys: backend, .*compile_sizes"):
+        with pytest.raises(
+            ConfigError, match=r"unknown field `mode`.*Keys: backend, .*compile_sizes"
+        ):
             LLM("tiny", disable_plugins=["vllm_names"], compilation_config={"mode": 3})
 
     @pytest.mark.parametrize("given", [0, {"level": 0}, {"mode": 0}, {"full_cuda_graph": True}])
@@ -292,20 +422,34 @@ class TestLLM:
         with LLM("tiny", compilation_config=given) as llm:
             compilation = llm.config.compilation
         assert compilation.optimization_level == 0
-        assert compilation.details.cudagraph_mode == ("full" if given == {"full_cuda_graph": True} else "none")
+        assert compilation.details.cudagraph_mode == (
+            "full" if given == {"full_cuda_graph": True} else "none"
+        )
 
     def test_it_takes_vllms_names(self):
-        names = {"gpu_memory_utilization": 0.5, "swap_space": 0, "enforce_eager": True, "quantization": None, "dtype": "float"}
+        names = {
+            "gpu_memory_utilization": 0.5,
+            "swap_space": 0,
+            "enforce_eager": True,
+            "quantization": None,
+            "dtype": "float",
+        }
         with LLM("tiny", **names, hf_overrides={}, disable_log_stats=True, max_num_seqs=8) as llm:
             config = llm.config
-        assert (config.cache.kv_cache_memory, config.model.dtype, config.scheduler.max_num_seqs) == ("0.5", "float32", 8)
+        assert (
+            config.cache.kv_cache_memory,
+            config.model.dtype,
+            config.scheduler.max_num_seqs,
+        ) == ("0.5", "float32", 8)
 
     def test_it_says_what_to_use(self):
         with pytest.raises(ConfigError, match="Use tensor_parallel_size"):
             LLM("tiny", decode_context_parallel_size=2)
 
     def test_a_slip_is_told_as_without_a_translator(self):
-        with pytest.raises(ConfigError, match=r"unknown option 'max_num_seq'\. Did you mean 'max_num_seqs'"):
+        with pytest.raises(
+            ConfigError, match=r"unknown option 'max_num_seq'\. Did you mean 'max_num_seqs'"
+        ):
             LLM("tiny", max_num_seq=2)
 
     def test_without_the_plugin_the_names_are_unknown(self):

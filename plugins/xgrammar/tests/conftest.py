@@ -11,7 +11,12 @@ from toolkit_lm_devkit import generate_structured
 
 @pytest.fixture(scope="session")
 def llm():
-    with LLM("tiny", dtype="float32", max_num_seqs=16, plugin_option=["structured_output.backend=xgrammar"]) as llm:
+    with LLM(
+        "tiny",
+        dtype="float32",
+        max_num_seqs=16,
+        plugin_option=["structured_output.backend=xgrammar"],
+    ) as llm:
         yield llm
 
 

@@ -10,5 +10,8 @@ class TestXGrammar(StructuredOutputConformance):
     backend, reader = "xgrammar", XGrammarReader
     asked = {
         "grammar": ({"grammar": 'root ::= ("ab" | "cd"){2,3}'}, "(ab|cd){2,3}"),
-        "tag": ({"structural_tag": {"format": {"type": "const_string", "value": "here it is"}}}, "here it is"),
+        "tag": (
+            {"structural_tag": {"format": {"type": "const_string", "value": "here it is"}}},
+            "here it is",
+        ),
     }

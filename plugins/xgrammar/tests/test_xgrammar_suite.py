@@ -17,7 +17,9 @@ from toolkit_lm_structured_output.wishes import Wish
 from toolkit_lm_xgrammar.compiler import XGrammarCompiler
 from toolkit_lm_xgrammar.reader import XGrammarReader
 
-SUITE = json.loads((Path(__file__).parents[2] / "llguidance" / "tests" / "json_schema_test_suite.json").read_text())
+SUITE = json.loads(
+    (Path(__file__).parents[2] / "llguidance" / "tests" / "json_schema_test_suite.json").read_text()
+)
 DRAFTS = {
     "draft4": jsonschema.Draft4Validator,
     "draft7": jsonschema.Draft7Validator,
@@ -26,7 +28,9 @@ DRAFTS = {
 ACCEPTED = {"draft4": 25, "draft7": 45, "draft2020-12": 45}
 """At least so many of their schemas."""
 EOS = 3
-SOURCE = Source(str(Path(toolkit_lm_tiny.__file__).parent / "checkpoint" / "tokenizer.json"), (EOS,), 1536)
+SOURCE = Source(
+    str(Path(toolkit_lm_tiny.__file__).parent / "checkpoint" / "tokenizer.json"), (EOS,), 1536
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +44,13 @@ def test_documents_are_valid(compiler, draft):
     closing = tokenizer.encode('"}],: 0', add_special_tokens=False).ids
     for file, description, schema in SUITE[draft]:
         kind = DRAFTS[draft]
-        schema = {} if schema is True else {"not": {}} if schema is False else {"$schema": kind.META_SCHEMA["$schema"], **schema}
+        schema = (
+            {}
+            if schema is True
+            else {"not": {}}
+            if schema is False
+            else {"$schema": kind.META_SCHEMA["$schema"], **schema}
+        )
         try:
             grammar = XGrammarReader(SOURCE, None).read(Wish("", "json", schema)).grammar
         except RequestError:
@@ -48,24 +58,40 @@ def test_documents_are_valid(compiler, draft):
         if compiler.error_of(grammar, None):
             continue
         accepted += 1
-        validator, generator = kind(schema, format_checker=kind.FORMAT_CHECKER), random.Random(description)
+        validator, generator = (
+            kind(schema, format_checker=kind.FORMAT_CHECKER),
+            random.Random(description),
+        )
         for _ in range(4):
             text = draw(compiler, grammar, generator, closing, tokenizer)
-            errors = [] if text is None else [error.message for error in validator.iter_errors(json.loads(text))]
+            errors = (
+                []
+                if text is None
+                else [error.message for error in validator.iter_errors(json.loads(text))]
+            )
             assert not errors, f"{draft}, {file}, {description}: {errors[0]}"
     assert accepted >= ACCEPTED[draft]
 
 
 def draw(compiler, grammar, generator, closing, tokenizer):
-    """A document of random tokens, with a liking for what closes strings and objects; None where it is not at its end in time."""
-    matcher, token_ids, mask = compiler.compile(grammar), [], np.zeros(-(-compiler.size // 32), np.int32)
+    """A document of random tokens, with a liking for what closes strings and objects; None where it
+    is not at its end in time."""
+    matcher, token_ids, mask = (
+        compiler.compile(grammar),
+        [],
+        np.zeros(-(-compiler.size // 32), np.int32),
+    )
     for _ in range(150):
         matcher.fill(mask)
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
         assert allowed
         if EOS in allowed and (len(allowed) == 1 or generator.random() < 0.3):
             return tokenizer.decode(token_ids, skip_special_tokens=False)
-        liked = [token for token in closing if token in allowed] if len(allowed) > 50 and generator.random() < 0.5 else []
+        liked = (
+            [token for token in closing if token in allowed]
+            if len(allowed) > 50 and generator.random() < 0.5
+            else []
+        )
         token_ids.append(generator.choice(liked or [token for token in allowed if token != EOS]))
         matcher.consume(token_ids[-1])
     return None

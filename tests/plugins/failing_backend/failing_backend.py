@@ -1,4 +1,5 @@
-"""Brings an attention backend that raises in `refuses` or, where FAILS_LATER is set, in its first step."""
+"""Brings an attention backend that raises in `refuses` or, where FAILS_LATER is set, in its first
+step."""
 
 from toolkit_lm.plugin import hookimpl
 

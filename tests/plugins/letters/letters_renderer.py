@@ -1,4 +1,5 @@
-"""A third party's renderer: a token per byte of text, and netpbm pictures (P6, in data URLs) of a model that sees. By numpy alone."""
+"""A third party's renderer: a token per byte of text, and netpbm pictures (P6, in data URLs) of a
+model that sees. By numpy alone."""
 
 import hashlib
 import re
@@ -21,7 +22,9 @@ def toolkit_register_renderers(renderers):
 
 class Stream(DecodeStream):
     def push(self, token_ids):
-        return bytes(token - FIRST for token in token_ids if FIRST <= token < FIRST + 256).decode("latin-1")
+        return bytes(token - FIRST for token in token_ids if FIRST <= token < FIRST + 256).decode(
+            "latin-1"
+        )
 
     def flush(self):
         return ""
@@ -32,28 +35,48 @@ class Letters(Renderer):
 
     def render_conversation(self, messages, **kwargs):
         token_ids, features = [], []
-        for part in [part for message in messages for part in message["content"]]:  # of a text: its letters
+        for part in [
+            part for message in messages for part in message["content"]
+        ]:  # of a text: its letters
             if isinstance(part, dict) and part["type"] == "image_url":
-                features.append(self.feature(part["image_url"]["url"], token_ids, len(features) + 1))
+                features.append(
+                    self.feature(part["image_url"]["url"], token_ids, len(features) + 1)
+                )
             else:
-                token_ids += self.render_prompt(part if isinstance(part, str) else part["text"]).token_ids
+                token_ids += self.render_prompt(
+                    part if isinstance(part, str) else part["text"]
+                ).token_ids
         return Rendered(token_ids, features)
 
     def feature(self, url, token_ids, number):
-        found = re.fullmatch(rb"P6 (\d{1,3}) (\d{1,3}) 255\n(.*)", b64decode(url.partition(",")[2]), re.DOTALL)
+        found = re.fullmatch(
+            rb"P6 (\d{1,3}) (\d{1,3}) 255\n(.*)", b64decode(url.partition(",")[2]), re.DOTALL
+        )
         if found is None or len(found[3]) != int(found[1]) * int(found[2]) * 3:
             raise RequestError(f"image {number}: it is no netpbm file.", "messages")
-        pixels = np.frombuffer(found[3], np.uint8).reshape(1, int(found[2]), int(found[1]), 3).transpose(0, 3, 1, 2)
+        pixels = (
+            np.frombuffer(found[3], np.uint8)
+            .reshape(1, int(found[2]), int(found[1]), 3)
+            .transpose(0, 3, 1, 2)
+        )
         data = {"pixel_values": np.ascontiguousarray(pixels / np.float32(255))}
         tokens, mask, layout = self.rules.replacement("image", data)
-        at, name = PlaceholderRange(len(token_ids), len(tokens), mask), hashlib.sha256(found[0]).hexdigest()
+        at, name = (
+            PlaceholderRange(len(token_ids), len(tokens), mask),
+            hashlib.sha256(found[0]).hexdigest(),
+        )
         token_ids += tokens
         arrays = {key: Array.of(array) for key, array in data.items()}
-        return MultiModalFeatureSpec(modality="image", mm_identifier=name, mm_position=at, data=arrays, layout=layout)
+        return MultiModalFeatureSpec(
+            modality="image", mm_identifier=name, mm_position=at, data=arrays, layout=layout
+        )
 
     def render_prompt(self, prompt, *, add_special_tokens=True):
         parsed = parse_prompt(prompt)
-        if not (token_ids := parsed.get("prompt_token_ids") or [FIRST + byte for byte in parsed["prompt"].encode("latin-1", "replace")]):
+        if not (
+            token_ids := parsed.get("prompt_token_ids")
+            or [FIRST + byte for byte in parsed["prompt"].encode("latin-1", "replace")]
+        ):
             raise RequestError("the prompt is empty.", "prompt")
         return Rendered(token_ids)
 

@@ -9,7 +9,8 @@ MOST_DRAFTS = 4
 
 
 class NgramDrafter(Drafter):
-    """Prompt lookup: finds the last tokens, the longest n-gram first, at their latest place before, and drafts what came after them."""
+    """Prompt lookup: finds the last tokens, the longest n-gram first, at their latest place before,
+    and drafts what came after them."""
 
     def propose(self, token_ids: np.ndarray) -> list[int]:
         for size in range(min(LONGEST, len(token_ids) - 1), 0, -1):

@@ -1,4 +1,5 @@
-"""A scheduling policy that serves the shortest prompt first: the mean wait is the shortest, and a long prompt may wait for ever."""
+"""A scheduling policy that serves the shortest prompt first: the mean wait is the shortest, and a
+long prompt may wait for ever."""
 
 from toolkit_lm.plugin import SchedulingPolicyRegistry, hookimpl
 

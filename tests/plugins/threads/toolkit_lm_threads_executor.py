@@ -1,4 +1,5 @@
-"""An executor whose workers are threads of the engine's process: tensor x pipeline parallel size of them."""
+"""An executor whose workers are threads of the engine's process: tensor x pipeline parallel size of
+them."""
 
 import threading
 import traceback
@@ -21,12 +22,15 @@ from torch import Tensor
 
 
 class Meeting:
-    """Where the ranks of a group meet. Once it is aborted, whoever comes, or waits already, fails."""
+    """Where the ranks of a group meet. Once it is aborted, whoever comes, or waits already,
+    fails."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size)
         self.tensors = [torch.empty(0)] * size
-        self.mail = {(source, target): SimpleQueue[Any]() for source in range(size) for target in range(size)}
+        self.mail = {
+            (source, target): SimpleQueue[Any]() for source in range(size) for target in range(size)
+        }
 
 
 class ThreadGroup(Group):
@@ -59,9 +63,15 @@ class ThreadGroup(Group):
 class ThreadsExecutor(Executor):
     def __init__(self, config: VllmConfig, plugins: Plugins) -> None:
         self.parallel = config.parallel
-        self.max_in_flight = max(self.parallel.pipeline_parallel_size, 2 if config.engine.overlap else 1)
-        self.runners = [ModelRunner(config.with_rank(rank), plugins) for rank in range(self.parallel.num_ranks)]
-        self._threads = [ThreadPoolExecutor(1, f"rank-{rank}") for rank in range(self.parallel.num_ranks)]
+        self.max_in_flight = max(
+            self.parallel.pipeline_parallel_size, 2 if config.engine.overlap else 1
+        )
+        self.runners = [
+            ModelRunner(config.with_rank(rank), plugins) for rank in range(self.parallel.num_ranks)
+        ]
+        self._threads = [
+            ThreadPoolExecutor(1, f"rank-{rank}") for rank in range(self.parallel.num_ranks)
+        ]
         self._collector = ThreadPoolExecutor(1, "results")
         self._death: EngineDeadError | None = None
         self._connect()
@@ -69,8 +79,15 @@ class ThreadsExecutor(Executor):
     def _connect(self) -> None:
         """Gives the ranks new places to meet, where nothing of a failed step waits."""
         tensor, pipeline = self.parallel.tensor_parallel_size, self.parallel.pipeline_parallel_size
-        stages, shards = [Meeting(tensor) for _ in range(pipeline)], [Meeting(pipeline) for _ in range(tensor)]
-        self._groups = [(ThreadGroup(j, stages[i]), ThreadGroup(i, shards[j])) for i in range(pipeline) for j in range(tensor)]
+        stages, shards = (
+            [Meeting(tensor) for _ in range(pipeline)],
+            [Meeting(pipeline) for _ in range(tensor)],
+        )
+        self._groups = [
+            (ThreadGroup(j, stages[i]), ThreadGroup(i, shards[j]))
+            for i in range(pipeline)
+            for j in range(tensor)
+        ]
         self._failed = False
 
     def _start(self, call: Callable[[ModelRunner], Any]) -> list[Future[Any]]:
@@ -80,7 +97,12 @@ class ThreadsExecutor(Executor):
         ranks = zip(self._threads, self.runners, self._groups, strict=True)
         return [thread.submit(self._run, call, *rank) for thread, *rank in ranks]
 
-    def _run(self, call: Callable[[ModelRunner], Any], runner: ModelRunner, groups: tuple[ThreadGroup, ThreadGroup]) -> Any:
+    def _run(
+        self,
+        call: Callable[[ModelRunner], Any],
+        runner: ModelRunner,
+        groups: tuple[ThreadGroup, ThreadGroup],
+    ) -> Any:
         try:
             with parallel_groups(tensor=groups[0], pipeline=groups[1]):
                 return call(runner)
@@ -99,16 +121,29 @@ class ThreadsExecutor(Executor):
         wait(futures)
         if self._death is not None:
             raise self._death
-        errors = [(rank, error) for rank, future in enumerate(futures) if (error := future.exception()) is not None]
+        errors = [
+            (rank, error)
+            for rank, future in enumerate(futures)
+            if (error := future.exception()) is not None
+        ]
         if not errors:
             return [future.result() for future in futures]
         self._failed = True
-        # The one that is to blame: who died before who failed, and both before those who waited for it.
-        rank, error = min(errors, key=lambda one: (isinstance(one[1], Exception), isinstance(one[1], threading.BrokenBarrierError)))
+        # The one that is to blame: who died before who failed, and both before those who waited for
+        # it.
+        rank, error = min(
+            errors,
+            key=lambda one: (
+                isinstance(one[1], Exception),
+                isinstance(one[1], threading.BrokenBarrierError),
+            ),
+        )
         if isinstance(error, Exception):
             error.add_note(f"on rank {rank}")
             raise error
-        self._death = EngineDeadError(f"the worker of rank {rank} has died: {type(error).__name__}: {error}")
+        self._death = EngineDeadError(
+            f"the worker of rank {rank} has died: {type(error).__name__}: {error}"
+        )
         self._death.add_note("".join(traceback.format_exception(error)))
         raise self._death from error
 
@@ -120,7 +155,9 @@ class ThreadsExecutor(Executor):
         return self._collect(self._start(ModelRunner.kv_cache_specs))
 
     def backends(self) -> dict[str, str]:
-        return {layer: one.name for runner in self.runners for layer, one in runner.selections.items()}
+        return {
+            layer: one.name for runner in self.runners for layer, one in runner.selections.items()
+        }
 
     def pooling_rules(self) -> dict[PoolingTask, PoolingRules]:
         return self.runners[-1].pooling_rules()

@@ -22,13 +22,15 @@ MOST_BYTES = 2**32
 MOST_FILES = 2**16
 _LONGEST_NAME = 500
 _MOST_AT_ONCE = 2**16
-"""Bytes of one read: tarfile reads contents in smaller pieces, and each header of further attributes whole."""
+"""Bytes of one read: tarfile reads contents in smaller pieces, and each header of further
+attributes whole."""
 _ENTRY = re.compile(r"[0-9a-f]{32}/rank_[0-9]{1,4}_[0-9]{1,4}")
 """The folder of an entry: its key, and the rank."""
 
 
 def write_archive(archive: Path, folders: Sequence[Path]) -> None:
-    """Writes what the manifests of entries name, and nothing of who wrote them. Raises DamagedError and OSError; no half is left."""
+    """Writes what the manifests of entries name, and nothing of who wrote them. Raises DamagedError
+    and OSError; no half is left."""
     entries = [Entry(folder.parent.parent, folder.parent.name, folder.name) for folder in folders]
     aside = archive.with_name(f".{archive.name}.part")
     try:
@@ -39,7 +41,12 @@ def write_archive(archive: Path, folders: Sequence[Path]) -> None:
                     if manifest is None:
                         raise DamagedError("it is gone")
                     for name in (MANIFEST, *manifest.files):
-                        tar.add(entry.folder / name, f"{entry.key}/{entry.folder.name}/{name}", recursive=False, filter=_of_nobody)
+                        tar.add(
+                            entry.folder / name,
+                            f"{entry.key}/{entry.folder.name}/{name}",
+                            recursive=False,
+                            filter=_of_nobody,
+                        )
         aside.replace(archive)
     finally:
         aside.unlink(missing_ok=True)
@@ -58,11 +65,16 @@ class Imported(NamedTuple):
 def read_archive(archive: Path, root: Path) -> Imported:
     """Puts the entries of an archive into the cache at `root`, all or none.
 
-    Raises ConfigError for an archive that cannot be read or is too large, whose files would lie elsewhere or are no plain files, and whose
-    entries are damaged, of another format, or hold what their manifests do not name.
+    Raises ConfigError for an archive that cannot be read or is too large, whose files would lie
+    elsewhere or are no plain files, and whose entries are damaged, of another format, or hold what
+    their manifests do not name.
     """
     with tempfile.TemporaryDirectory(prefix=".import-", dir=root) as scratch:
-        with _errors_of(archive), gzip.open(archive) as whole, tarfile.open(fileobj=_Pieces(whole), mode="r:") as tar:
+        with (
+            _errors_of(archive),
+            gzip.open(archive) as whole,
+            tarfile.open(fileobj=_Pieces(whole), mode="r:") as tar,
+        ):
             for member in _checked(archive, tar):
                 tar.extract(member, scratch, filter="data")
         folders = sorted(one.parent for one in Path(scratch).glob(f"*/*/{MANIFEST}"))
@@ -92,7 +104,8 @@ def _place(folder: Path, manifest: Manifest, root: Path, found: Imported) -> Non
 
 
 class _Pieces(io.BufferedIOBase):
-    """What tarfile reads of an archive, refused where one read asks for more than a piece of a file."""
+    """What tarfile reads of an archive, refused where one read asks for more than a piece of a
+    file."""
 
     def __init__(self, whole: gzip.GzipFile) -> None:
         self._whole = whole
@@ -128,16 +141,24 @@ def _checked(archive: Path, tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     for num_files, member in enumerate(tar):
         shown = member.name[:_LONGEST_NAME]
         if not (member.isreg() or member.isdir()):
-            raise ConfigError(f"{archive} holds {shown!r}, which is neither a file nor a folder: a link, or a device.")
+            raise ConfigError(
+                f"{archive} holds {shown!r}, which is neither a file nor a folder: a link, or a "
+                "device."
+            )
         num_bytes += member.size
         if num_bytes > MOST_BYTES or num_files >= MOST_FILES or len(member.name) > _LONGEST_NAME:
-            raise ConfigError(f"{archive} holds more than an entry of the compile cache does: at {shown!r}.")
+            raise ConfigError(
+                f"{archive} holds more than an entry of the compile cache does: at {shown!r}."
+            )
         path = Path(member.name)
         entry = "/".join(path.parts[:2])
         if path.is_absolute() or ".." in path.parts or not _ENTRY.fullmatch(entry):
             if member.isdir() and len(path.parts) == 1 and _ENTRY.fullmatch(f"{path}/rank_0_0"):
                 continue
-            raise ConfigError(f"{archive} holds {shown!r}, which is no path in an entry of the compile cache (KEY/rank_0_0/...).")
+            raise ConfigError(
+                f"{archive} holds {shown!r}, which is no path in an entry of the compile cache "
+                "(KEY/rank_0_0/...)."
+            )
         if not member.isdir():
             yield member
 

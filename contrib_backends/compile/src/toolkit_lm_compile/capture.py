@@ -26,11 +26,13 @@ _FILE = re.compile(r'File "([^"\n]+)", line (\d+)')
 
 @dataclass(frozen=True)
 class Capture:
-    """A traced forward pass. Its graph takes what `inputs` says, in this order, and gives the model's result."""
+    """A traced forward pass. Its graph takes what `inputs` says, in this order, and gives the
+    model's result."""
 
     graph: fx.GraphModule
     inputs: list[tuple[str, Any]]
-    """("argument", name), ("tensor", its path in the model) or ("symbol", (argument, dimension))."""
+    """("argument", name), ("tensor", its path in the model) or ("symbol", (argument,
+    dimension))."""
     files: list[str]
     """Source files that were traced."""
 
@@ -38,7 +40,8 @@ class Capture:
 def capture(model: Model, arguments: Mapping[str, Tensor], dynamic: Mapping[str, int]) -> Capture:
     """The graph of `model(**arguments)`, whose dimensions `dynamic` are symbols.
 
-    Raises UnsupportedError, with the line, where tracing ends in the middle, or the code asks how many tokens there are.
+    Raises UnsupportedError, with the line, where tracing ends in the middle, or the code asks how
+    many tokens there are.
     """
     return traced(model.vllm_config.parallel, lambda: _capture(model, arguments, dynamic))
 
@@ -52,7 +55,10 @@ def _capture(model: Model, arguments: Mapping[str, Tensor], dynamic: Mapping[str
         inputs.extend(_inputs(graph, names))
         (output,) = graph.graph.find_nodes(op="output")
         results = [node.meta["example_value"] for node in output.args[0]]
-        return lambda *_: [torch.empty([_hint(size) for size in one.shape], dtype=one.dtype, device=one.device) for one in results]
+        return lambda *_: [
+            torch.empty([_hint(size) for size in one.shape], dtype=one.dtype, device=one.device)
+            for one in results
+        ]
 
     for name, dimension in dynamic.items():
         dynamo.mark_dynamic(arguments[name], dimension)
@@ -60,13 +66,19 @@ def _capture(model: Model, arguments: Mapping[str, Tensor], dynamic: Mapping[str
     try:
         # Without the patch, code for one token would be code of its own.
         with torch.inference_mode(), settings.patch(backed_size_oblivious=True):
-            out = torch.compile(_fresh(model, names), fullgraph=True, backend=take)(*arguments.values())
+            out = torch.compile(_fresh(model, names), fullgraph=True, backend=take)(
+                *arguments.values()
+            )
     except UnsupportedError:
         raise
     except Exception as error:
-        raise UnsupportedError(f"the forward pass of {type(model).__name__} is not one graph: {_told(error)}") from error
+        raise UnsupportedError(
+            f"the forward pass of {type(model).__name__} is not one graph: {_told(error)}"
+        ) from error
     if not isinstance(out, Tensor) or len(found) != 1:
-        raise UnsupportedError(f"the forward pass of {type(model).__name__} does not give one tensor.")
+        raise UnsupportedError(
+            f"the forward pass of {type(model).__name__} does not give one tensor."
+        )
     [graph] = found
     _check_guards(graph, model)
     traces = (node.meta.get("stack_trace") or "" for node in graph.graph.nodes)
@@ -104,12 +116,18 @@ def _inputs(graph: fx.GraphModule, names: list[str]) -> list[tuple[str, Any]]:
         if path[0] == ["root", "tensors"]:
             name = names[path[1][1]]
             node.meta["argument"] = name
-            symbols |= {size.node.expr: (name, place) for place, size in enumerate(value.shape) if isinstance(size, torch.SymInt)}
+            symbols |= {
+                size.node.expr: (name, place)
+                for place, size in enumerate(value.shape)
+                if isinstance(size, torch.SymInt)
+            }
     for node in placeholders:
         value = node.meta["example_value"]
         if isinstance(value, torch.SymInt):
             if value.node.expr not in symbols:
-                raise UnsupportedError(f"the graph takes a number {value}, which is none of its arguments' sizes.")
+                raise UnsupportedError(
+                    f"the graph takes a number {value}, which is none of its arguments' sizes."
+                )
             found.append(("symbol", symbols[value.node.expr]))
         elif "argument" in node.meta:
             found.append(("argument", node.meta["argument"]))
@@ -138,7 +156,9 @@ def _path(node: fx.Node) -> list[list[Any]]:
             case _:
                 break
         at = inner
-    raise UnsupportedError(f"the graph reads a tensor that is neither an argument nor the model's: {name}.")
+    raise UnsupportedError(
+        f"the graph reads a tensor that is neither an argument nor the model's: {name}."
+    )
 
 
 def _hint(size: Any) -> int:
@@ -146,17 +166,37 @@ def _hint(size: Any) -> int:
 
 
 def _check_guards(graph: fx.GraphModule, model: Model) -> None:
-    """What holds for the traced number of tokens alone must not be in the graph: nobody would check it in a later step."""
+    """What holds for the traced number of tokens alone must not be in the graph: nobody would check
+    it in a later step."""
     values = (node.meta.get("example_value") for node in graph.graph.nodes)
-    mode = next((value.fake_mode for value in values if isinstance(value, Tensor) and hasattr(value, "fake_mode")), None)
+    mode = next(
+        (
+            value.fake_mode
+            for value in values
+            if isinstance(value, Tensor) and hasattr(value, "fake_mode")
+        ),
+        None,
+    )
     if mode is None or mode.shape_env is None:
         return
     for guard in mode.shape_env.guards:
         expression = guard.expr
-        if not (expression.func.__name__ == "Equality" and all(side.is_Symbol for side in expression.args)):
-            where = "".join(guard.sloc.user.format() if getattr(guard.sloc, "user", None) else []).strip() if hasattr(guard, "sloc") else ""
+        if not (
+            expression.func.__name__ == "Equality"
+            and all(side.is_Symbol for side in expression.args)
+        ):
+            where = (
+                "".join(
+                    guard.sloc.user.format() if getattr(guard.sloc, "user", None) else []
+                ).strip()
+                if hasattr(guard, "sloc")
+                else ""
+            )
             raise UnsupportedError(
-                f"the forward pass of {type(model).__name__} holds only where {expression} (its numbers of tokens). {where}".rstrip()
+                (
+                    f"the forward pass of {type(model).__name__} holds only where {expression} "
+                    f"(its numbers of tokens). {where}"
+                ).rstrip()
             )
 
 
@@ -173,5 +213,9 @@ def _told(error: Exception) -> str:
 
 def module_files(files: list[str]) -> dict[str, str]:
     """By the module's name, those of `files` that are modules' own."""
-    names = {getattr(module, "__file__", None): name for name, module in list(sys.modules.items()) if module is not None}
+    names = {
+        getattr(module, "__file__", None): name
+        for name, module in list(sys.modules.items())
+        if module is not None
+    }
     return {names[file]: file for file in files if file in names}

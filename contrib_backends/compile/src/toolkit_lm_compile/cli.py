@@ -18,7 +18,9 @@ from toolkit_lm_cli import engine_command
 from toolkit_lm_compile.archive import read_archive, write_archive
 from toolkit_lm_compile.store import DamagedError, Entry, Manifest, default_root, open_root
 
-CacheDir = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder of the cache. Default: the user's.")]
+CacheDir = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="Folder of the cache. Default: the user's.")
+]
 Key = Annotated[str, typer.Argument(help="Key of the entry, or how it begins.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -31,7 +33,9 @@ def compile_model(config: VllmConfig, plugins: Plugins) -> None:
     if not config.compilation.optimization_level:
         config = config.replace(optimization_level=1)
     if not config.compilation.compile_cache:
-        raise ConfigError("toolkit compile fills the cache: --no-compile-cache leaves nothing to do.")
+        raise ConfigError(
+            "toolkit compile fills the cache: --no-compile-cache leaves nothing to do."
+        )
     LLM(config=config.replace(engine_process=False), plugins=plugins)
     typer.echo(f"compiled: {config.model.model} at level {config.compilation.optimization_level}")
 
@@ -45,7 +49,9 @@ def list_entries(cache_dir: CacheDir = None, json_output: AsJson = False) -> Non
         return
     table = Table("key", "rank", "model", "parts", "MiB", box=None)
     for row in rows:
-        table.add_row(row["key"], row["rank"], row["model"], str(row["parts"]), f"{row['bytes'] / 2**20:.1f}")
+        table.add_row(
+            row["key"], row["rank"], row["model"], str(row["parts"]), f"{row['bytes'] / 2**20:.1f}"
+        )
     Console(markup=False, emoji=False).print(table)
 
 
@@ -66,7 +72,10 @@ def show(key: Key, cache_dir: CacheDir = None) -> None:
 
 @engine_command(PluginsConfig)
 def prune(
-    key: Annotated[str | None, typer.Argument(help="Key of the entry, or how it begins. Default: all.")] = None, cache_dir: CacheDir = None
+    key: Annotated[
+        str | None, typer.Argument(help="Key of the entry, or how it begins. Default: all.")
+    ] = None,
+    cache_dir: CacheDir = None,
 ) -> None:
     """Delete entries. A running engine keeps what it has loaded."""
     folders = _folders(cache_dir) if key is None else _found(cache_dir, key)
@@ -79,24 +88,38 @@ def prune(
 
 
 @engine_command(PluginsConfig)
-def export(key: Key, archive: Annotated[Path, typer.Argument(help="Archive to write (.tar.gz).")], cache_dir: CacheDir = None) -> None:
-    """Write an entry to an archive, which `toolkit cache import` takes on another machine of the kind."""
+def export(
+    key: Key,
+    archive: Annotated[Path, typer.Argument(help="Archive to write (.tar.gz).")],
+    cache_dir: CacheDir = None,
+) -> None:
+    """Write an entry to an archive, which `toolkit cache import` takes on another machine of the
+    kind."""
     folders = _found(cache_dir, key)
     try:
         write_archive(archive, folders)
     except DamagedError as error:
-        raise ConfigError(f"the entry {folders[0].parent.name} is damaged: {error}. The next start makes it anew.") from error
+        raise ConfigError(
+            f"the entry {folders[0].parent.name} is damaged: {error}. The next start makes it anew."
+        ) from error
     except OSError as error:
         raise ConfigError(f"{archive} cannot be written: {error}") from error
     typer.echo(f"written: {archive}")
 
 
 @engine_command(PluginsConfig)
-def import_(archive: Annotated[Path, typer.Argument(help="Archive of an entry.")], cache_dir: CacheDir = None) -> None:
-    """Take an archive into the cache. What it holds is run as code: take those alone that you have made."""
+def import_(
+    archive: Annotated[Path, typer.Argument(help="Archive of an entry.")],
+    cache_dir: CacheDir = None,
+) -> None:
+    """Take an archive into the cache. What it holds is run as code: take those alone that you have
+    made."""
     found = read_archive(archive, open_root(cache_dir or default_root()))
     for key in found.taken:
-        typer.echo(f"taken: {key}{', in place of another entry, which is gone' if key in found.replaced else ''}")
+        typer.echo(
+            "taken: "
+            f"{key}{', in place of another entry, which is gone' if key in found.replaced else ''}"
+        )
     for key in found.present:
         typer.echo(f"unchanged: {key}, which the cache has already")
 
@@ -112,7 +135,9 @@ def _found(cache_dir: Path | None, key: str) -> list[Path]:
     keys = sorted({one.parent.name for one in found})
     if len(keys) != 1:
         known = sorted({one.parent.name for one in folders})
-        raise ConfigError(f"{len(keys)} entries of the compile cache begin with {key!r}. {nearest(key, known)}")
+        raise ConfigError(
+            f"{len(keys)} entries of the compile cache begin with {key!r}. {nearest(key, known)}"
+        )
     return found
 
 
@@ -133,6 +158,8 @@ def _row(folder: Path) -> dict[str, Any]:
         "key": folder.parent.name,
         "rank": folder.name,
         "model": "damaged" if manifest is None else manifest.model,
-        "parts": 0 if manifest is None else len({part for plan in manifest.plans for part in plan.parts}),
+        "parts": 0
+        if manifest is None
+        else len({part for plan in manifest.plans for part in plan.parts}),
         "bytes": sum(one.stat().st_size for one in folder.rglob("*") if one.is_file()),
     }

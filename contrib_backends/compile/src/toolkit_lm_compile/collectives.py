@@ -1,4 +1,5 @@
-"""Collectives of tensor parallel ranks as ops: a compiler sees what they give, and the ranks meet when the code runs."""
+"""Collectives of tensor parallel ranks as ops: a compiler sees what they give, and the ranks meet
+when the code runs."""
 
 from __future__ import annotations
 
@@ -32,12 +33,15 @@ class TracedGroup(Group):
 
 
 def traced(parallel: ParallelConfig, trace: Callable[[], Result]) -> Result:
-    """What `trace` gives, with groups that are ops. Those of a worker are its thread's, so that it runs in a thread of its own."""
+    """What `trace` gives, with groups that are ops. Those of a worker are its thread's, so that it
+    runs in a thread of its own."""
     if parallel.tensor_parallel_size == 1:
         return trace()
 
     def run() -> Result:
-        with parallel_groups(tensor=TracedGroup(parallel.tensor_parallel_rank, parallel.tensor_parallel_size)):
+        with parallel_groups(
+            tensor=TracedGroup(parallel.tensor_parallel_rank, parallel.tensor_parallel_size)
+        ):
             return trace()
 
     with ThreadPoolExecutor(1, "toolkit_lm-trace") as thread:
@@ -51,7 +55,9 @@ def _ranks(size: int) -> ParallelConfig:
 
 def _all_reduce(x: Tensor, size: int) -> Tensor:
     # What an op gives must not lie in what it takes, and a group may write there.
-    return tensor_parallel_group(_ranks(size)).all_reduce(x.clone(memory_format=torch.contiguous_format))
+    return tensor_parallel_group(_ranks(size)).all_reduce(
+        x.clone(memory_format=torch.contiguous_format)
+    )
 
 
 def _all_gather(x: Tensor, dim: int, size: int) -> Tensor:
@@ -59,14 +65,18 @@ def _all_gather(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def _gathered(x: Tensor, dim: int, size: int) -> Tensor:
-    return x.new_empty([extent * size if place == dim else extent for place, extent in enumerate(x.shape)])
+    return x.new_empty(
+        [extent * size if place == dim else extent for place, extent in enumerate(x.shape)]
+    )
 
 
 _library = torch.library.Library("toolkit_lm", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("all_reduce(Tensor x, int size) -> Tensor")  # type: ignore[no-untyped-call]
 _library.impl("all_reduce", _all_reduce, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake(
-    "toolkit_lm::all_reduce", lambda x, size: torch.empty_like(x, memory_format=torch.contiguous_format), lib=_library
+    "toolkit_lm::all_reduce",
+    lambda x, size: torch.empty_like(x, memory_format=torch.contiguous_format),
+    lib=_library,
 )
 _library.define("all_gather(Tensor x, int dim, int size) -> Tensor")  # type: ignore[no-untyped-call]
 _library.impl("all_gather", _all_gather, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]

@@ -1,4 +1,5 @@
-"""The compiler: captures a model's forward passes, compiles their parts or finds them in the cache, and runs them."""
+"""The compiler: captures a model's forward passes, compiles their parts or finds them in the cache,
+and runs them."""
 
 from __future__ import annotations
 
@@ -64,16 +65,27 @@ class InductorCompiler(ModelCompiler):
     @classmethod
     def refuses(cls, vllm_config: VllmConfig) -> str | None:
         if vllm_config.parallel.pipeline_parallel_size > 1:
-            return "it compiles models of one pipeline stage only (--pipeline-parallel-size 1); tensor parallel ranks it can"
+            return (
+                "it compiles models of one pipeline stage only (--pipeline-parallel-size 1); "
+                "tensor parallel ranks it can"
+            )
         options = options_of(vllm_config)
         bands = bands_of(options, vllm_config.compilation.optimization_level)
         if bands and options.backend == "inductor" and not compiles_bands():
-            return f"compile_sizes and compile_ranges need torch 2.13, and this is {torch.__version__}: level 1 does without"
+            return (
+                "compile_sizes and compile_ranges need torch 2.13, and this is "
+                f"{torch.__version__}: level 1 does without"
+            )
         return None
 
     @classmethod
-    def describe(cls, vllm_config: VllmConfig, supports: Mapping[str, GraphSupport | str]) -> list[str]:
-        return [*describe_parts(vllm_config), describe_graphs(options_of(vllm_config), vllm_config, supports)]
+    def describe(
+        cls, vllm_config: VllmConfig, supports: Mapping[str, GraphSupport | str]
+    ) -> list[str]:
+        return [
+            *describe_parts(vllm_config),
+            describe_graphs(options_of(vllm_config), vllm_config, supports),
+        ]
 
     def __init__(self, model: Model, vllm_config: VllmConfig, plugins: Plugins) -> None:
         self.model = model
@@ -97,13 +109,18 @@ class InductorCompiler(ModelCompiler):
         self.graphs = make_graphs(model, self._options, vllm_config)
 
     def __call__(self, input_ids: Tensor, **arguments: Tensor) -> Tensor | IntermediateTensors:
-        given = {"input_ids": input_ids, **{name: value for name, value in arguments.items() if value is not None}}
+        given = {
+            "input_ids": input_ids,
+            **{name: value for name, value in arguments.items() if value is not None},
+        }
         form = _form(given)
         program = self._programs.get(form) if len(input_ids) <= ANY.last else None
         with nullcontext() if program is None else op_layers(self._layers):
             if self.graphs is None:
                 return self._compute(program, given)
-            out: Tensor | IntermediateTensors = self.graphs(form, given, program, partial(self._compute, program))
+            out: Tensor | IntermediateTensors = self.graphs(
+                form, given, program, partial(self._compute, program)
+            )
             return out
 
     def bind(self, limits: BatchLimits, supports: Mapping[str, GraphSupport | str]) -> None:
@@ -117,19 +134,31 @@ class InductorCompiler(ModelCompiler):
         if self.graphs is not None and self.compiled_when_sealed is None:
             self.graphs.capture(step)
 
-    def begin_step(self, num_rows: int, num_tokens: int, max_query_len: int, *, whole: bool) -> GraphShape | None:
-        return None if self.graphs is None else self.graphs.begin_step(num_rows, num_tokens, max_query_len, whole=whole)
+    def begin_step(
+        self, num_rows: int, num_tokens: int, max_query_len: int, *, whole: bool
+    ) -> GraphShape | None:
+        return (
+            None
+            if self.graphs is None
+            else self.graphs.begin_step(num_rows, num_tokens, max_query_len, whole=whole)
+        )
 
     def seal(self) -> None:
         self.compiled_when_sealed = self.num_compiled
 
-    def _compute(self, program: Program | None, given: Mapping[str, Tensor]) -> Tensor | IntermediateTensors:
+    def _compute(
+        self, program: Program | None, given: Mapping[str, Tensor]
+    ) -> Tensor | IntermediateTensors:
         return self._eager(given) if program is None else program(len(given["input_ids"]), given)
 
     def _eager(self, given: Mapping[str, Tensor]) -> Tensor | IntermediateTensors:
         if not self.num_eager_steps:
             what = f"{', '.join(given)} ({len(given['input_ids'])} tokens)"
-            logger.warning("steps with the arguments %s are not compiled: they are computed as without compilation", what)
+            logger.warning(
+                "steps with the arguments %s are not compiled: they are computed as without "
+                "compilation",
+                what,
+            )
         self.num_eager_steps += 1
         out: Tensor | IntermediateTensors = self.model(**given)
         return out
@@ -154,15 +183,23 @@ class InductorCompiler(ModelCompiler):
 
     def _find_or_compile(self, config: VllmConfig, plugins: Plugins) -> None:
         found = ingredients(self.model, config, self._options, plugins)
-        root = open_root(Path(self._options.cache_dir) if self._options.cache_dir else default_root())
-        entry = Entry(root, key_of(found), f"rank_{config.parallel.tensor_parallel_rank}_{config.parallel.pipeline_parallel_rank}")
+        root = open_root(
+            Path(self._options.cache_dir) if self._options.cache_dir else default_root()
+        )
+        entry = Entry(
+            root,
+            key_of(found),
+            f"rank_{config.parallel.tensor_parallel_rank}_{config.parallel.pipeline_parallel_rank}",
+        )
         logger.debug("compile cache: %s of %s", entry.folder, found)
         with entry.locked():
             try:
                 if self._load(entry):
                     return
             except Exception as error:
-                logger.warning("the compile cache %s is damaged (%s): it is made anew", entry.folder, error)
+                logger.warning(
+                    "the compile cache %s is damaged (%s): it is made anew", entry.folder, error
+                )
                 self._programs.clear()
                 entry.discard()
             with entry.staged() as folder:
@@ -182,9 +219,13 @@ class InductorCompiler(ModelCompiler):
         parts: dict[tuple[str, Band | None], Callable[..., Any]] = {}
         # What the manifest does not name is not loaded.
         for key, place in manifest.parts:
-            loaded = load_part(entry.folder / "parts" / key / place, manifest.instructions, self._patches)
+            loaded = load_part(
+                entry.folder / "parts" / key / place, manifest.instructions, self._patches
+            )
             parts[key, None if place == "any" else Band.of(place)] = loaded
-        missing = {part for plan in manifest.plans for part in plan.parts} - {key for key, band in parts if band is None}
+        missing = {part for plan in manifest.plans for part in plan.parts} - {
+            key for key, band in parts if band is None
+        }
         if missing:
             raise DamagedError(f"it lacks the parts {sorted(missing)}")
         for plan in manifest.plans:
@@ -200,8 +241,19 @@ class InductorCompiler(ModelCompiler):
             start = time.perf_counter()
             captured = capture(self.model, arguments, dynamic)
             files |= {*captured.files}
-            splits.append(split(captured, {name: list(one) for name, *one in _form(arguments)}, self._options.splitting_ops))
-            logger.debug("traced %s(%s) in %.1f s", type(self.model).__name__, ", ".join(arguments), time.perf_counter() - start)
+            splits.append(
+                split(
+                    captured,
+                    {name: list(one) for name, *one in _form(arguments)},
+                    self._options.splitting_ops,
+                )
+            )
+            logger.debug(
+                "traced %s(%s) in %.1f s",
+                type(self.model).__name__,
+                ", ".join(arguments),
+                time.perf_counter() - start,
+            )
         graphs: dict[str, fx.GraphModule] = {}
         for one in splits:
             for key, graph in one.graphs.items():
@@ -213,12 +265,21 @@ class InductorCompiler(ModelCompiler):
                 if self._options.backend == "eager":
                     parts[key, band] = graph.forward
                     continue
-                start, place = time.perf_counter(), folder / "parts" / key / ("any" if band is None else str(band))
+                start, place = (
+                    time.perf_counter(),
+                    folder / "parts" / key / ("any" if band is None else str(band)),
+                )
                 place.mkdir(mode=0o700, parents=True)
                 try:
                     parts[key, band] = compile_part(graph, place, band, self._patches)
                 except NarrowError as error:
-                    logger.warning("part %s is not compiled for %s tokens: Inductor's code holds only where %s", key, place.name, error)
+                    logger.warning(
+                        "part %s is not compiled for %s tokens: Inductor's code holds only where "
+                        "%s",
+                        key,
+                        place.name,
+                        error,
+                    )
                     kept = False
                     if band is None:
                         parts[key, band] = graph.forward
@@ -226,15 +287,30 @@ class InductorCompiler(ModelCompiler):
                 kept = kept and is_kept(place)
                 shutil.rmtree(place / "locks", ignore_errors=True)
                 self.num_compiled += 1
-                logger.debug("compiled part %s for %s tokens in %.1f s", key, place.name, time.perf_counter() - start)
+                logger.debug(
+                    "compiled part %s for %s tokens in %.1f s",
+                    key,
+                    place.name,
+                    time.perf_counter() - start,
+                )
         for number, one in enumerate(splits):
             (folder / f"graph_{number}.py").write_text(one.code, encoding="utf-8")
             self._add(one.plan, parts)
         if not kept:
-            logger.warning("what was compiled cannot be kept for the next start: torch cannot store a part of it")
+            logger.warning(
+                "what was compiled cannot be kept for the next start: torch cannot store a part "
+                "of it"
+            )
             return None
-        sources = {name: source_digest(name) or "" for name in module_files(sorted(files)) if name.partition(".")[0] != "torch"}
-        what = f"{config.checkpoint.architecture if config.checkpoint else ''} {config.model.dtype} -O{self._level}"
+        sources = {
+            name: source_digest(name) or ""
+            for name in module_files(sorted(files))
+            if name.partition(".")[0] != "torch"
+        }
+        what = (
+            f"{config.checkpoint.architecture if config.checkpoint else ''} {config.model.dtype} "
+            f"-O{self._level}"
+        )
         return Manifest(
             model=what,
             ingredients=found,
@@ -245,7 +321,9 @@ class InductorCompiler(ModelCompiler):
         )
 
     def _add(self, plan: Plan, parts: Mapping[tuple[str, Band | None], Callable[..., Any]]) -> None:
-        form = tuple((name, str(dtype), int(ndim)) for name, (dtype, ndim) in plan.arguments.items())
+        form = tuple(
+            (name, str(dtype), int(ndim)) for name, (dtype, ndim) in plan.arguments.items()
+        )
         self._programs[form] = Program(plan, self.model, parts, self._bands)
 
 
@@ -254,7 +332,9 @@ def _form(arguments: Mapping[str, Tensor]) -> tuple[tuple[str, str, int], ...]:
     return tuple((name, str(value.dtype), value.ndim) for name, value in sorted(arguments.items()))
 
 
-def _examples(model: Model, config: VllmConfig) -> Iterator[tuple[dict[str, Tensor], dict[str, int]]]:
+def _examples(
+    model: Model, config: VllmConfig
+) -> Iterator[tuple[dict[str, Tensor], dict[str, int]]]:
     """The arguments of each kind of forward pass, and which of their dimensions count tokens."""
     plain = {"input_ids": 0, "positions": 0}
     if model.takes_token_types:
@@ -269,7 +349,9 @@ def _examples(model: Model, config: VllmConfig) -> Iterator[tuple[dict[str, Tens
     for other in others:
         dynamic = plain | other
         with torch.inference_mode():
-            arguments = {name: _example(config, name, dimension) for name, dimension in dynamic.items()}
+            arguments = {
+                name: _example(config, name, dimension) for name, dimension in dynamic.items()
+            }
         yield arguments, dynamic
 
 

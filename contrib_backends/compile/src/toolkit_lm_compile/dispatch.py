@@ -11,7 +11,8 @@ from typing import NamedTuple
 from toolkit_lm.attention import BatchLimits, GraphSupport
 
 _MOST_DEFAULT = 512
-"""The largest of the default sizes: beyond, a step is long enough to hide what it takes to launch it."""
+"""The largest of the default sizes: beyond, a step is long enough to hide what it takes to launch
+it."""
 
 
 class Mode(StrEnum):
@@ -52,22 +53,41 @@ NO_GRAPH = Run(Kind.NONE, 0)
 
 
 def default_sizes(limits: BatchLimits) -> list[int]:
-    """1, 2, 4, then each eighth to 256, then each sixteenth to 512, as far as twice the rows of a step go."""
+    """1, 2, 4, then each eighth to 256, then each sixteenth to 512, as far as twice the rows of a
+    step go."""
     most = min(2 * limits.num_rows, limits.num_tokens, _MOST_DEFAULT)
-    return sorted(size for size in {1, 2, 4, *range(8, 257, 8), *range(272, _MOST_DEFAULT + 1, 16), most} if size <= most)
+    return sorted(
+        size
+        for size in {1, 2, 4, *range(8, 257, 8), *range(272, _MOST_DEFAULT + 1, 16), most}
+        if size <= most
+    )
 
 
 def settle(asked: Mode, supports: Mapping[str, GraphSupport | str]) -> tuple[Mode, str | None]:
-    """The mode that these attention backends allow, and why it is not the one that was asked for; None: it is."""
-    backend, answer = min(supports.items(), key=lambda one: GraphSupport.of(one[1]), default=("none", GraphSupport.NEVER))
+    """The mode that these attention backends allow, and why it is not the one that was asked for;
+    None: it is."""
+    backend, answer = min(
+        supports.items(),
+        key=lambda one: GraphSupport.of(one[1]),
+        default=("none", GraphSupport.NEVER),
+    )
     support = GraphSupport.of(answer)
     if asked in (Mode.NONE, Mode.PIECEWISE) or support is GraphSupport.ALWAYS:
         return asked, None
     if support is GraphSupport.NEVER:
         why = f" ({answer})" if isinstance(answer, str) else ""
-        return Mode.PIECEWISE, f"graphs of the attention backend {backend!r} are not possible{why}, so attention stays outside"
+        return (
+            Mode.PIECEWISE,
+            (
+                f"graphs of the attention backend {backend!r} are not possible{why}, so "
+                "attention stays outside"
+            ),
+        )
     if asked is Mode.FULL:
-        return Mode.FULL_AND_PIECEWISE, f"the attention backend {backend!r} can be in graphs of decode steps only"
+        return (
+            Mode.FULL_AND_PIECEWISE,
+            f"the attention backend {backend!r} can be in graphs of decode steps only",
+        )
     return asked, None
 
 
@@ -84,8 +104,11 @@ class Dispatcher:
     query_len: int = 1
     """Tokens of a row in decode steps with drafts. 1: there are none."""
 
-    def dispatch(self, num_rows: int, num_tokens: int, max_query_len: int, *, whole: bool = True) -> Run:
-        """`max_query_len`: of the row with most tokens. `whole`: a graph may hold attention, too."""
+    def dispatch(
+        self, num_rows: int, num_tokens: int, max_query_len: int, *, whole: bool = True
+    ) -> Run:
+        """`max_query_len`: of the row with most tokens. `whole`: a graph may hold attention,
+        too."""
         if whole and self.mode not in (Mode.NONE, Mode.PIECEWISE):
             if num_rows * max_query_len == num_tokens and max_query_len in self._uniform_lengths():
                 size = self._fit(num_tokens, self.uniform_sizes(max_query_len))
@@ -99,11 +122,13 @@ class Dispatcher:
         return NO_GRAPH if size is None else Run(Kind.PIECEWISE, size)
 
     def graphs(self) -> list[Run]:
-        """All that `dispatch` can give, the largest first: what is allocated for one does for the smaller ones."""
+        """All that `dispatch` can give, the largest first: what is allocated for one does for the
+        smaller ones."""
         return sorted(set(self._graphs()), key=lambda run: run[1:], reverse=True)
 
     def uniform_sizes(self, query_len: int) -> list[int]:
-        """The sizes, each with room for whole rows of `query_len` tokens, as far as a step has so many."""
+        """The sizes, each with room for whole rows of `query_len` tokens, as far as a step has so
+        many."""
         rows = sorted({-(-size // query_len) for size in self.sizes})
         most = min(self.limits.num_rows, self.limits.num_tokens // query_len)
         return [count * query_len for count in rows if count <= most]
@@ -111,7 +136,10 @@ class Dispatcher:
     def _graphs(self) -> Iterator[Run]:
         if self.mode not in (Mode.NONE, Mode.PIECEWISE):
             for length in self._uniform_lengths():
-                yield from (Run(Kind.FULL, size, size // length, length) for size in self.uniform_sizes(length))
+                yield from (
+                    Run(Kind.FULL, size, size // length, length)
+                    for size in self.uniform_sizes(length)
+                )
         if self._has_mixed():
             yield from (Run(Kind.FULL, size, self.limits.num_rows, size) for size in self.sizes)
         if self._has_parts():

@@ -34,7 +34,8 @@ class Recorder(ABC):
 
     @abstractmethod
     def record(self, work: Callable[[], object]) -> Callable[[], object]:
-        """What launches it again, in the same memory. `work` runs at least once, and has the same effect however often it runs."""
+        """What launches it again, in the same memory. `work` runs at least once, and has the same
+        effect however often it runs."""
 
     def forget(self) -> None:  # noqa: B027
         """What was recorded is not launched any more."""
@@ -45,7 +46,8 @@ class Recorder(ABC):
 
 
 class CudaRecorder(Recorder):
-    """CUDA graphs of PyTorch, all of which share one pool of memory: nothing in it is read after a replay."""
+    """CUDA graphs of PyTorch, all of which share one pool of memory: nothing in it is read after a
+    replay."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -61,7 +63,8 @@ class CudaRecorder(Recorder):
         self._stream.wait_stream(here)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            # Kernels are loaded and tuned, and workspaces allocated, when they first run. A graph must not hold that.
+            # Kernels are loaded and tuned, and workspaces allocated, when they first run. A graph
+            # must not hold that.
             work()
             self._stream.synchronize()
             # Other threads of the host app may use the device meanwhile.
@@ -84,7 +87,9 @@ def make_recorder(device: torch.device) -> Recorder | None:
     return CudaRecorder(device) if device.type == "cuda" else None
 
 
-def asked_for(options: CompilationOptions, config: VllmConfig, *, can_record: bool) -> tuple[Mode, str | None]:
+def asked_for(
+    options: CompilationOptions, config: VllmConfig, *, can_record: bool
+) -> tuple[Mode, str | None]:
     """The mode that the options ask for, and why there are no graphs all the same."""
     asked = Mode(options.cudagraph_mode)
     if asked is Mode.NONE:
@@ -93,8 +98,16 @@ def asked_for(options: CompilationOptions, config: VllmConfig, *, can_record: bo
         return Mode.NONE, f"there are no CUDA graphs on {config.device.device}"
     if config.parallel.num_ranks > 1:
         return Mode.NONE, "graphs are for models of one rank"
-    if "toolkit_lm::attention" not in options.splitting_ops or not {*options.splitting_ops} <= {*OPAQUE_OPS}:
-        return Mode.NONE, f"graphs need splitting_ops with toolkit_lm::attention, and none but {', '.join(OPAQUE_OPS)}"
+    if "toolkit_lm::attention" not in options.splitting_ops or not {*options.splitting_ops} <= {
+        *OPAQUE_OPS
+    }:
+        return (
+            Mode.NONE,
+            (
+                "graphs need splitting_ops with toolkit_lm::attention, and none but "
+                f"{', '.join(OPAQUE_OPS)}"
+            ),
+        )
     return asked, None
 
 
@@ -105,15 +118,27 @@ def make_graphs(model: Model, options: CompilationOptions, config: VllmConfig) -
     mode, reason = asked_for(options, config, can_record=recorder is not None)
     if reason is not None:
         logger.warning("cudagraph_mode %s: %s. It is none.", options.cudagraph_mode, reason)
-    return Graphs(model, options, mode, recorder, device) if recorder is not None and mode is not Mode.NONE else None
+    return (
+        Graphs(model, options, mode, recorder, device)
+        if recorder is not None and mode is not Mode.NONE
+        else None
+    )
 
 
-def describe(options: CompilationOptions, config: VllmConfig, supports: Mapping[str, GraphSupport | str]) -> str:
+def describe(
+    options: CompilationOptions, config: VllmConfig, supports: Mapping[str, GraphSupport | str]
+) -> str:
     """What `toolkit explain` tells of the graphs."""
-    mode, reason = asked_for(options, config, can_record=torch.device(config.device.device).type == "cuda")
+    mode, reason = asked_for(
+        options, config, can_record=torch.device(config.device.device).type == "cuda"
+    )
     if mode is not Mode.NONE:
         mode, reason = settle(mode, supports)
-    return f"CUDA graphs: {mode}" if reason is None else f"CUDA graphs: {mode}, not {options.cudagraph_mode}: {reason}"
+    return (
+        f"CUDA graphs: {mode}"
+        if reason is None
+        else f"CUDA graphs: {mode}, not {options.cudagraph_mode}: {reason}"
+    )
 
 
 def sizes_for(options: CompilationOptions, limits: BatchLimits) -> list[int]:
@@ -126,7 +151,14 @@ def sizes_for(options: CompilationOptions, limits: BatchLimits) -> list[int]:
 class Graphs:
     """The graphs of one model."""
 
-    def __init__(self, model: Model, options: CompilationOptions, mode: Mode, recorder: Recorder, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Model,
+        options: CompilationOptions,
+        mode: Mode,
+        recorder: Recorder,
+        device: torch.device,
+    ) -> None:
         self.asked = mode
         self.mode = Mode.NONE
         """What the attention backends allow of it."""
@@ -148,15 +180,25 @@ class Graphs:
             supports = dict.fromkeys(supports, GraphSupport.NEVER)
         self.mode, reason = settle(self.asked, supports)
         if not self._whole_is_possible and reason is not None:
-            reason = "steps of encoder-decoder models differ in what they bring of encoders, so attention stays outside"
+            reason = (
+                "steps of encoder-decoder models differ in what they bring of encoders, so "
+                "attention stays outside"
+            )
         if reason is not None and reason != self._reason:
             logger.warning("cudagraph_mode %s: %s. It is %s.", self.asked, reason, self.mode)
         self._reason = reason
         support = min(map(GraphSupport.of, supports.values()), default=GraphSupport.NEVER)
-        self._dispatcher = Dispatcher(self.mode, support, sizes_for(self._options, limits), limits, self._options.cudagraph_query_len)
+        self._dispatcher = Dispatcher(
+            self.mode,
+            support,
+            sizes_for(self._options, limits),
+            limits,
+            self._options.cudagraph_query_len,
+        )
 
     def estimate(self, step: Callable[[], object]) -> int:
-        """Bytes that `capture` will take. Of each kind the two largest graphs are captured: the further ones take what the second took."""
+        """Bytes that `capture` will take. Of each kind the two largest graphs are captured: the
+        further ones take what the second took."""
         total, seen = 0, Counter[tuple[Kind, int]]()
         runs = self._dispatcher.graphs()
         counts = Counter(_sort(run) for run in runs)
@@ -185,38 +227,73 @@ class Graphs:
                 self._capture(run, step)
         taken = (before - self._recorder.free_memory()) / 2**20
         seconds = time.perf_counter() - start
-        logger.info("CUDA graphs: %s, %d captured in %.1f s, %.0f MiB", self.mode, len(self._passes), seconds, taken)
+        logger.info(
+            "CUDA graphs: %s, %d captured in %.1f s, %.0f MiB",
+            self.mode,
+            len(self._passes),
+            seconds,
+            taken,
+        )
         if not self._passes:
-            logger.warning("no CUDA graph was captured: no forward pass of the warm-up has one entry for each token in all its arguments")
+            logger.warning(
+                "no CUDA graph was captured: no forward pass of the warm-up has one entry for "
+                "each token in all its arguments"
+            )
         self.num_replays.clear()
 
-    def begin_step(self, num_rows: int, num_tokens: int, max_query_len: int, *, whole: bool) -> GraphShape | None:
+    def begin_step(
+        self, num_rows: int, num_tokens: int, max_query_len: int, *, whole: bool
+    ) -> GraphShape | None:
         """As in ModelCompiler."""
-        run = self._forced or self._dispatcher.dispatch(num_rows, num_tokens, max_query_len, whole=whole)
+        run = self._forced or self._dispatcher.dispatch(
+            num_rows, num_tokens, max_query_len, whole=whole
+        )
         if run.kind is Kind.FULL and not whole:
             run = NO_GRAPH
         self._run, self._num_tokens = run, num_tokens
-        return GraphShape(run.num_rows, run.num_tokens, run.max_query_len) if run.kind is Kind.FULL else None
+        return (
+            GraphShape(run.num_rows, run.num_tokens, run.max_query_len)
+            if run.kind is Kind.FULL
+            else None
+        )
 
     def __call__(
-        self, form: Hashable, given: Mapping[str, Tensor], program: Program | None, compute: Callable[[Mapping[str, Tensor]], Any]
+        self,
+        form: Hashable,
+        given: Mapping[str, Tensor],
+        program: Program | None,
+        compute: Callable[[Mapping[str, Tensor]], Any],
     ) -> Any:
-        """Runs a forward pass as `begin_step` has chosen. `compute` does it without a graph, `program` is what a graph may hold of it."""
+        """Runs a forward pass as `begin_step` has chosen. `compute` does it without a graph,
+        `program` is what a graph may hold of it."""
         run, num_tokens = self._run, self._num_tokens
         replay = self._passes.get((form, run)) if run.kind is not Kind.NONE else None
-        if replay is None and self._forced is not None and run is self._forced and program is not None and _is_by_token(given, num_tokens):
+        if (
+            replay is None
+            and self._forced is not None
+            and run is self._forced
+            and program is not None
+            and _is_by_token(given, num_tokens)
+        ):
             replay = self._passes[form, run] = self._record(program, run, given)
         self.num_replays[Kind.NONE if replay is None else run.kind] += 1
         if replay is not None:
             return replay(num_tokens, given)
         if run.kind is Kind.FULL:
             # Attention has been told of the padding already.
-            return compute({name: pad(name, value, num_tokens, run.num_tokens) for name, value in given.items()})[:num_tokens]
+            return compute(
+                {
+                    name: pad(name, value, num_tokens, run.num_tokens)
+                    for name, value in given.items()
+                }
+            )[:num_tokens]
         return compute(given)
 
     def _record(self, program: Program, run: Run, given: Mapping[str, Tensor]) -> Replay:
         kind = Whole if run.kind is Kind.FULL else Passes
-        return kind(program, run.num_tokens, given, self._num_tokens, self._memory, self._recorder.record)
+        return kind(
+            program, run.num_tokens, given, self._num_tokens, self._memory, self._recorder.record
+        )
 
     def _capture(self, run: Run, step: Callable[[], object]) -> None:
         self._forced = run
@@ -224,7 +301,9 @@ class Graphs:
             step()
         except Exception as error:
             what = f"a CUDA graph ({run.kind}, {run.num_tokens} tokens) cannot be captured"
-            raise UnsupportedError(f"{what}: {error}. Use another cudagraph_mode, or another attention backend.") from error
+            raise UnsupportedError(
+                f"{what}: {error}. Use another cudagraph_mode, or another attention backend."
+            ) from error
         finally:
             self._forced = None
 
@@ -241,7 +320,10 @@ def _sort(run: Run) -> tuple[Kind, int]:
 
 
 def _is_by_token(given: Mapping[str, Tensor], num_tokens: int) -> bool:
-    return all(name not in _OTHER_LENGTHS and value.shape[token_axis(name, value)] == num_tokens for name, value in given.items())
+    return all(
+        name not in _OTHER_LENGTHS and value.shape[token_axis(name, value)] == num_tokens
+        for name, value in given.items()
+    )
 
 
 @contextmanager

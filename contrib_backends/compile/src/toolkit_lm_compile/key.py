@@ -24,7 +24,15 @@ from toolkit_lm.plugin import Plugins
 from toolkit_lm_compile.options import effective
 
 _NO_EFFECT: dict[str, tuple[str, ...]] = {
-    "model": ("model", "revision", "served_model_name", "generation_config", "seed", "trust_remote_code", "verify_fallback"),
+    "model": (
+        "model",
+        "revision",
+        "served_model_name",
+        "generation_config",
+        "seed",
+        "trust_remote_code",
+        "verify_fallback",
+    ),
     "load": ("load_format",),
     "cache": (
         "kv_cache_memory",
@@ -38,17 +46,25 @@ _NO_EFFECT: dict[str, tuple[str, ...]] = {
     "parallel": ("rank", "data_parallel_size", "nodes", "executor"),
     "checkpoint": ("path", "source", "generation_config", "pooling_profile"),
 }
-"""Options without an effect on the forward pass, by section. Whatever is not named here counts. Ranks have folders of their own."""
+"""Options without an effect on the forward pass, by section. Whatever is not named here counts.
+Ranks have folders of their own."""
 _NO_EFFECT_SECTIONS = ("engine", "node", "renderer", "limits", "pooler", "compilation")
 _CPUINFO = Path("/proc/cpuinfo")
 
 
-def ingredients(model: Model, config: VllmConfig, options: CompilationOptions, plugins: Plugins) -> dict[str, str]:
+def ingredients(
+    model: Model, config: VllmConfig, options: CompilationOptions, plugins: Plugins
+) -> dict[str, str]:
     """What the key is made of, by name: the digest of each, so that a miss can be explained."""
     found = {
         "config": effective_config(config),
         "compilation": effective(options, config.compilation.optimization_level),
-        "torch": [torch.__version__, _portable(inductor_config), _portable(dynamo_config), _portable(functorch_config)],
+        "torch": [
+            torch.__version__,
+            _portable(inductor_config),
+            _portable(dynamo_config),
+            _portable(functorch_config),
+        ],
         "machine": [
             platform.machine(),
             sys.version_info[:2],
@@ -71,10 +87,14 @@ def key_of(found: dict[str, str]) -> str:
 def effective_config(config: VllmConfig) -> dict[str, Any]:
     """The config without what has no effect."""
     whole = msgspec.to_builtins(config)
-    kept = {section: values for section, values in whole.items() if section not in _NO_EFFECT_SECTIONS}
+    kept = {
+        section: values for section, values in whole.items() if section not in _NO_EFFECT_SECTIONS
+    }
     for section, names in _NO_EFFECT.items():
         kept[section] = {name: value for name, value in kept[section].items() if name not in names}
-    kept["checkpoint"]["hf_config"] = {name: value for name, value in config.hf_config.items() if name != "_name_or_path"}
+    kept["checkpoint"]["hf_config"] = {
+        name: value for name, value in config.hf_config.items() if name != "_name_or_path"
+    }
     return kept
 
 
@@ -88,41 +108,69 @@ def source_digest(module: str) -> str | None:
         except (ImportError, ValueError):
             return None
         file = spec.origin if spec is not None else None
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file is not None and Path(file).is_file() else None
+    return (
+        hashlib.sha256(Path(file).read_bytes()).hexdigest()
+        if file is not None and Path(file).is_file()
+        else None
+    )
 
 
 @cache
 def _core() -> str:
     """The content of core's rooms that graphs go through, as it was when it was first asked for."""
     root, digest = Path(toolkit_lm.__file__).parent, hashlib.sha256()
-    for path in sorted(path for room in ("model", "attention", "distributed") for path in (root / room).rglob("*.py")):
+    for path in sorted(
+        path
+        for room in ("model", "attention", "distributed")
+        for path in (root / room).rglob("*.py")
+    ):
         digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 
 def _plugins(model: Model, plugins: Plugins) -> list[tuple[str, str | None, str]]:
-    """Name, version and content of the plugins that the model is made of, and of this one. What others make of the config is in it."""
-    objects = [*model.modules(), *(getattr(module, "method", None) for module in model.modules()), model.kernels]
-    packages = {cls.__module__.partition(".")[0] for one in objects for cls in type(one).__mro__} | {__package__}
+    """Name, version and content of the plugins that the model is made of, and of this one. What
+    others make of the config is in it."""
+    objects = [
+        *model.modules(),
+        *(getattr(module, "method", None) for module in model.modules()),
+        model.kernels,
+    ]
+    packages = {
+        cls.__module__.partition(".")[0] for one in objects for cls in type(one).__mro__
+    } | {__package__}
     used = {info.name for info in plugins.infos if packages & {*info.packages}}
-    return [(one.name, one.version, one.content) for one in plugins.fingerprint().plugins if one.name in used and one.name != "core"]
+    return [
+        (one.name, one.version, one.content)
+        for one in plugins.fingerprint().plugins
+        if one.name in used and one.name != "core"
+    ]
 
 
 def _sources(model: Model) -> dict[str, str | None]:
     """The sources of the classes that the model is made of; those of torch are of its version."""
     modules = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
-    return {name: source_digest(name) for name in sorted(modules) if name.partition(".")[0] not in ("torch", "builtins", "toolkit_lm")}
+    return {
+        name: source_digest(name)
+        for name in sorted(modules)
+        if name.partition(".")[0] not in ("torch", "builtins", "toolkit_lm")
+    }
 
 
 def _cpu_flags() -> str | list[str]:
-    """What instructions the CPU has: generated C++ is compiled for this CPU (-march=native), not for a set of vector instructions alone."""
+    """What instructions the CPU has: generated C++ is compiled for this CPU (-march=native), not
+    for a set of vector instructions alone."""
     text = _CPUINFO.read_text(encoding="utf-8", errors="replace") if _CPUINFO.is_file() else ""
     found = re.search(r"^(?:flags|Features)[ \t]*:(.*)$", text, re.MULTILINE)
     return sorted(found[1].split()) if found is not None else platform.processor()
 
 
 def _device(device: str) -> str:
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device.partition(":")[0]
+    return (
+        torch.cuda.get_device_name(device)
+        if device.startswith("cuda")
+        else device.partition(":")[0]
+    )
 
 
 def _portable(config: Any) -> Any:

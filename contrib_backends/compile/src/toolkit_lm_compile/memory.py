@@ -1,4 +1,5 @@
-"""Memory: buffers at fixed addresses, which the graphs of a model share. Only one of them runs at a time."""
+"""Memory: buffers at fixed addresses, which the graphs of a model share. Only one of them runs at a
+time."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ class Memory:
 
     def take(self, shape: list[int], strides: list[int], dtype: torch.dtype) -> Tensor:
         """Of a buffer that is free and large enough, the smallest; else of a new one."""
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if all(shape) else 1
+        extent = (
+            1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+            if all(shape)
+            else 1
+        )
         num_bytes = -(-extent * dtype.itemsize // 16) * 16
         able = [index for index, buffer in enumerate(self._free) if len(buffer) >= num_bytes]
         if able:

@@ -34,11 +34,17 @@ def effective(options: CompilationOptions, level: int) -> dict[str, Any]:
     stated = msgspec.to_builtins(options)
     for name in ("cache_dir", "cudagraph_mode", "cudagraph_capture_sizes", "cudagraph_query_len"):
         del stated[name]
-    return {**stated, "optimization_level": level, "compile_sizes": [str(band) for band in bands_of(options, level)], "compile_ranges": []}
+    return {
+        **stated,
+        "optimization_level": level,
+        "compile_sizes": [str(band) for band in bands_of(options, level)],
+        "compile_ranges": [],
+    }
 
 
 def bands_of(options: CompilationOptions, level: int) -> list[Band]:
-    """The numbers of tokens, and the bands of them, that get code of their own at a level, ascending. A step takes the first that fits."""
+    """The numbers of tokens, and the bands of them, that get code of their own at a level,
+    ascending. A step takes the first that fits."""
     if level < 2:
         return []
     sizes = {Band(size, size) for size in options.compile_sizes}

@@ -1,4 +1,5 @@
-"""Parts: a graph becomes compiled code, which lies in a folder of its own and can be loaded from there."""
+"""Parts: a graph becomes compiled code, which lies in a folder of its own and can be loaded from
+there."""
 
 from __future__ import annotations
 
@@ -39,10 +40,13 @@ SETTINGS: dict[str, Any] = {
 
 
 ANY = Band(1, 2**15)
-"""Any number of tokens. A larger step is not computed by compiled code: its indices need not fit into 32 bits."""
+"""Any number of tokens. A larger step is not computed by compiled code: its indices need not fit
+into 32 bits."""
 
 
-def compile_part(graph: fx.GraphModule, folder: Path, band: Band | None, patches: dict[str, Any]) -> Compiled:
+def compile_part(
+    graph: fx.GraphModule, folder: Path, band: Band | None, patches: dict[str, Any]
+) -> Compiled:
     """Compiles for any number of tokens, or for those of a band. What it wrote stays in `folder`.
 
     Raises NarrowError where the code does not hold for all of them.
@@ -61,7 +65,9 @@ def compile_part(graph: fx.GraphModule, folder: Path, band: Band | None, patches
     # They are tried out before the folder is another one.
     instructions_here()
     with _settings(folder), torch.inference_mode(False), torch.no_grad():
-        compiled: Compiled = standalone_compile(graph, examples, options={"config_patches": patches}, **options)
+        compiled: Compiled = standalone_compile(
+            graph, examples, options={"config_patches": patches}, **options
+        )
     if shape_env is not None:
         _check_holds([guard.expr for guard in shape_env.guards[num_before:]], band or ANY)
     return compiled
@@ -79,10 +85,20 @@ class NarrowError(Exception):
 def _check_holds(guards: Sequence[Any], band: Band) -> None:
     """What torch has assumed of a number of tokens, nobody checks in a step.
 
-    That there are two of them at least is assumed of layouts: in memory, an axis of one lies like any other.
+    That there are two of them at least is assumed of layouts: in memory, an axis of one lies like
+    any other.
     """
     near = range(max(band.first, 2), min(band.last, 130) + 1)
-    tried = {*near, *(2**k + one for k in range(1, 16) for one in (-1, 0, 1) if band.first <= 2**k + one <= band.last), band.last}
+    tried = {
+        *near,
+        *(
+            2**k + one
+            for k in range(1, 16)
+            for one in (-1, 0, 1)
+            if band.first <= 2**k + one <= band.last
+        ),
+        band.last,
+    }
     for guard in guards:
         for size in sorted(tried - {1}):
             if guard.subs(dict.fromkeys(guard.free_symbols, size)) == False:  # noqa: E712 - sympy's own truth
@@ -91,8 +107,14 @@ def _check_holds(guards: Sequence[Any], band: Band) -> None:
 
 def _shape_env(examples: Sequence[Any]) -> ShapeEnv | None:
     """That of the symbols; None: there is none."""
-    sizes = (size for one in examples for size in (one.shape if isinstance(one, torch.Tensor) else (one,)))
-    found: ShapeEnv | None = next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
+    sizes = (
+        size
+        for one in examples
+        for size in (one.shape if isinstance(one, torch.Tensor) else (one,))
+    )
+    found: ShapeEnv | None = next(
+        (size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None
+    )
     return found
 
 
@@ -105,23 +127,32 @@ def is_kept(folder: Path) -> bool:
 def load_part(folder: Path, instructions: list[str], patches: dict[str, Any]) -> Compiled:
     """What `compile_part` left in a folder. No compiler runs. Raises anything where it is damaged.
 
-    `instructions` are those of the process that compiled; the key says that they are here, too. Each process would try them out by g++.
-    `patches` are those of the compilation: code is found by the command line of g++, which they may change.
+    `instructions` are those of the process that compiled; the key says that they are here, too.
+    Each process would try them out by g++. `patches` are those of the compilation: code is found by
+    the command line of g++, which they may change.
     """
     known = [isa for isa in cpu_vec_isa.supported_vec_isa_list if str(isa) in instructions]
-    with _settings(folder), inductor_config.patch(patches), patch.object(cpu_vec_isa, "valid_vec_isa_list", lambda: known):
+    with (
+        _settings(folder),
+        inductor_config.patch(patches),
+        patch.object(cpu_vec_isa, "valid_vec_isa_list", lambda: known),
+    ):
         loaded: Compiled = CacheCompiledArtifact.load(path=str(folder), format="unpacked")
     return loaded
 
 
 def instructions_here() -> list[str]:
-    """Names of the sets of vector instructions that Inductor may use. They are tried out in the user's own folder, once."""
+    """Names of the sets of vector instructions that Inductor may use. They are tried out in the
+    user's own folder, once."""
     return [str(isa) for isa in cpu_vec_isa.valid_vec_isa_list()]
 
 
 @contextmanager
 def _settings(folder: Path) -> Iterator[None]:
-    patched = inductor_config.patch(SETTINGS), functorch_config.patch({"enable_autograd_cache": True})
+    patched = (
+        inductor_config.patch(SETTINGS),
+        functorch_config.patch({"enable_autograd_cache": True}),
+    )
     with patched[0], patched[1], temporary_cache_dir(str(folder)), warnings.catch_warnings():
         # Those of torch about itself.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -133,7 +164,10 @@ def check_patches(patches: dict[str, Any]) -> None:
     known = inductor_config.get_config_copy()
     for name in patches:
         if name not in known:
-            raise ConfigError(f"option 'compilation_config': inductor_compile_config: torch._inductor.config has no option {name!r}.")
+            raise ConfigError(
+                "option 'compilation_config': inductor_compile_config: torch._inductor.config "
+                f"has no option {name!r}."
+            )
 
 
 def symbols_of(graph: fx.GraphModule) -> set[Any]:
@@ -142,7 +176,12 @@ def symbols_of(graph: fx.GraphModule) -> set[Any]:
     for node in graph.graph.find_nodes(op="placeholder"):
         value = node.meta["example_value"]
         sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
-        found |= {symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
+        found |= {
+            symbol
+            for size in sizes
+            if isinstance(size, torch.SymInt)
+            for symbol in size.node.expr.free_symbols
+        }
     return found
 
 
@@ -150,8 +189,13 @@ def _in_band(examples: Sequence[Any], band: Band, shape_env: ShapeEnv) -> list[A
     """The examples, their only symbol being a number of the band."""
     number: Any = band.first
     if band.first < band.last:
-        source, limits = ConstantSource("num_tokens"), StrictMinMaxConstraint(vr=ValueRanges(band.first, band.last), warn_only=False)
-        number = shape_env.create_symbol(band.last, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=limits)
+        source, limits = (
+            ConstantSource("num_tokens"),
+            StrictMinMaxConstraint(vr=ValueRanges(band.first, band.last), warn_only=False),
+        )
+        number = shape_env.create_symbol(
+            band.last, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=limits
+        )
 
     def known(one: Any) -> Any:
         if not isinstance(one, torch.SymInt):
@@ -164,7 +208,10 @@ def _in_band(examples: Sequence[Any], band: Band, shape_env: ShapeEnv) -> list[A
     def remade(example: Any) -> Any:
         if not isinstance(example, torch.Tensor):
             return known(example)
-        shape, strides = [known(one) for one in example.shape], [known(one) for one in example.stride()]
+        shape, strides = (
+            [known(one) for one in example.shape],
+            [known(one) for one in example.stride()],
+        )
         return torch.empty_strided(shape, strides, dtype=example.dtype, device=example.device)
 
     return [remade(example) for example in examples]

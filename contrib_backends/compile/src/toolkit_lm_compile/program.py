@@ -17,7 +17,8 @@ Parts = Mapping[tuple[str, Band | None], Callable[..., Any]]
 """Code by the part's key and the numbers of tokens that it is for; None: any number."""
 
 Step = tuple[Callable[..., Any], list[tuple[bool, Any]], list[int], bool, list[int]]
-"""A part or an op; its operands, each a register or a value; the registers that it fills; whether it is a part; those last read."""
+"""A part or an op; its operands, each a register or a value; the registers that it fills; whether
+it is a part; those last read."""
 
 
 class Program:
@@ -50,12 +51,23 @@ class Program:
             else:
                 call = parts.get((step.name, band)) or parts[step.name, None]
             operands = [(kind == "register", value) for kind, value in step.inputs]
-            steps.append((call, operands, step.outputs, step.kind == "part", [one for one in step.last if one not in held]))
+            steps.append(
+                (
+                    call,
+                    operands,
+                    step.outputs,
+                    step.kind == "part",
+                    [one for one in step.last if one not in held],
+                )
+            )
         return steps
 
     def steps_of(self, num_tokens: int) -> list[Step]:
         """What is called, in turn, for so many tokens."""
-        return next((steps for (first, last), steps in self._of_bands if first <= num_tokens <= last), self._any)
+        return next(
+            (steps for (first, last), steps in self._of_bands if first <= num_tokens <= last),
+            self._any,
+        )
 
     def filled(self, arguments: Mapping[str, Tensor]) -> list[Any]:
         """The registers as a pass begins."""
@@ -69,7 +81,9 @@ class Program:
     def __call__(self, num_tokens: int, arguments: Mapping[str, Tensor]) -> Tensor:
         registers = self.filled(arguments)
         for call, operands, outputs, gives, last in self.steps_of(num_tokens):
-            out = call(*[registers[value] if is_register else value for is_register, value in operands])
+            out = call(
+                *[registers[value] if is_register else value for is_register, value in operands]
+            )
             if gives:
                 if isinstance(out, tuple | list):
                     for register, value in zip(outputs, out, strict=True):

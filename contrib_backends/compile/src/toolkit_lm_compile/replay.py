@@ -1,6 +1,7 @@
 """Replays: one forward pass at one size, recorded in parts or as a whole.
 
-Its arguments are copied to where they were when it was recorded, and padded with zeros. Its result is a copy of the rows that count.
+Its arguments are copied to where they were when it was recorded, and padded with zeros. Its result
+is a copy of the rows that count.
 """
 
 from __future__ import annotations
@@ -37,15 +38,26 @@ def pad(name: str, value: Tensor, num_tokens: int, size: int) -> Tensor:
 class Replay(ABC):
     """A pass of `size` tokens of a program, recorded."""
 
-    def __init__(self, program: Program, size: int, given: Mapping[str, Tensor], num_tokens: int, memory: Memory, record: Record) -> None:
-        """`given`: arguments of `num_tokens` tokens, for the first pass. Buffers of `memory` are free again when it is recorded."""
+    def __init__(
+        self,
+        program: Program,
+        size: int,
+        given: Mapping[str, Tensor],
+        num_tokens: int,
+        memory: Memory,
+        record: Record,
+    ) -> None:
+        """`given`: arguments of `num_tokens` tokens, for the first pass. Buffers of `memory` are
+        free again when it is recorded."""
         self.size = size
         self.arguments: dict[str, Tensor] = {}
         """Where the graph reads them."""
         for name, value in given.items():
             axis = token_axis(name, value)
             shape = [*value.shape[:axis], size, *value.shape[axis + 1 :]]
-            self.arguments[name] = memory.take(shape, list(torch.empty(shape, device="meta").stride()), value.dtype)
+            self.arguments[name] = memory.take(
+                shape, list(torch.empty(shape, device="meta").stride()), value.dtype
+            )
         self._fill(num_tokens, given)
         self.result = self._record(program, memory, record)
         memory.give_all_back()
@@ -72,7 +84,8 @@ class Replay(ABC):
 
 
 class Whole(Replay):
-    """The whole pass as one graph. Its attention reads the metadata of the step, which lie where they lay."""
+    """The whole pass as one graph. Its attention reads the metadata of the step, which lie where
+    they lay."""
 
     def _record(self, program: Program, memory: Memory, record: Record) -> Tensor:
         outputs = _Outputs(lambda: program(self.size, self.arguments), memory)
@@ -85,7 +98,8 @@ class Whole(Replay):
 
 
 class Passes(Replay):
-    """A graph of each part between attention. Attention itself runs as it is, and sees no padding."""
+    """A graph of each part between attention. Attention itself runs as it is, and sees no
+    padding."""
 
     def _record(self, program: Program, memory: Memory, record: Record) -> Tensor:
         self._actions: list[Callable[[int], object]] = []
@@ -104,7 +118,10 @@ class Passes(Replay):
             else:
                 written = _written(call)
                 if any(operands[place][1] in shared for place in written):
-                    raise UnsupportedError(f"{call} writes to a view of another tensor, which cannot have a place of its own.")
+                    raise UnsupportedError(
+                        f"{call} writes to a view of another tensor, which cannot have a place "
+                        "of its own."
+                    )
                 self._actions.append(partial(self._run_op, call, values, written))
             for register in last:
                 if isinstance(registers[register], Tensor):
@@ -117,12 +134,18 @@ class Passes(Replay):
         for action in self._actions:
             action(num_tokens)
 
-    def _run_op(self, call: Callable[..., object], operands: list[Any], written: list[int], num_tokens: int) -> None:
-        """Of the tokens that count. The others give 0, so that nothing depends on what was there."""
+    def _run_op(
+        self, call: Callable[..., object], operands: list[Any], written: list[int], num_tokens: int
+    ) -> None:
+        """Of the tokens that count. The others give 0, so that nothing depends on what was
+        there."""
         if num_tokens < self.size:
             for place in written:
                 operands[place][num_tokens:].zero_()
-            operands = [one[:num_tokens] if isinstance(one, Tensor) and len(one) == self.size else one for one in operands]
+            operands = [
+                one[:num_tokens] if isinstance(one, Tensor) and len(one) == self.size else one
+                for one in operands
+            ]
         call(*operands)
 
 
@@ -132,7 +155,11 @@ def _replay(graph: Callable[[], object], num_tokens: int) -> None:
 
 def _written(op: Any) -> list[int]:
     """Which operands an op writes to."""
-    return [place for place, one in enumerate(op.default._schema.arguments) if one.alias_info is not None and one.alias_info.is_write]
+    return [
+        place
+        for place, one in enumerate(op.default._schema.arguments)
+        if one.alias_info is not None and one.alias_info.is_write
+    ]
 
 
 class _Outputs:
@@ -150,10 +177,23 @@ class _Outputs:
         given = self._call()
         values = list(given) if isinstance(given, tuple | list) else [given]
         if not self.found:
-            places = [one.untyped_storage().data_ptr() if isinstance(one, Tensor) else None for one in values]
-            self.shared = [index for index, place in enumerate(places) if place is not None and places.count(place) > 1]
-            self.found = [self._memory.like(one) if isinstance(one, Tensor) else one for one in values]
-        pairs = [(target, value) for target, value in zip(self.found, values, strict=True) if isinstance(value, Tensor)]
+            places = [
+                one.untyped_storage().data_ptr() if isinstance(one, Tensor) else None
+                for one in values
+            ]
+            self.shared = [
+                index
+                for index, place in enumerate(places)
+                if place is not None and places.count(place) > 1
+            ]
+            self.found = [
+                self._memory.like(one) if isinstance(one, Tensor) else one for one in values
+            ]
+        pairs = [
+            (target, value)
+            for target, value in zip(self.found, values, strict=True)
+            if isinstance(value, Tensor)
+        ]
         dense = [(target, value) for target, value in pairs if value.is_contiguous()]
         if dense:
             # One kernel for all of them.

@@ -62,8 +62,11 @@ class Split:
     code: str
 
 
-def split(captured: Capture, arguments: dict[str, list[Any]], splitting_ops: Sequence[str]) -> Split:
-    """Cuts before and after each of `splitting_ops`. Raises ConfigError for a name that is no op's."""
+def split(
+    captured: Capture, arguments: dict[str, list[Any]], splitting_ops: Sequence[str]
+) -> Split:
+    """Cuts before and after each of `splitting_ops`. Raises ConfigError for a name that is no
+    op's."""
     ops = {op: name for name in splitting_ops if (op := _op(name)) is not None}
     whole = captured.graph
     places: dict[fx.Node, int] = {}
@@ -76,7 +79,9 @@ def split(captured: Capture, arguments: dict[str, list[Any]], splitting_ops: Seq
         if node.op == "call_function" and _packet(node.target) in ops:
             places[node] = place + 1
             place += 2
-        elif node.target is _getitem and not isinstance(node.args[0].meta.get("example_value"), torch.Tensor):
+        elif node.target is _getitem and not isinstance(
+            node.args[0].meta.get("example_value"), torch.Tensor
+        ):
             # What is taken out of a tuple is taken where the tuple is made.
             places[node] = places.get(node.args[0], place)
         else:
@@ -88,7 +93,11 @@ def split(captured: Capture, arguments: dict[str, list[Any]], splitting_ops: Seq
 
 
 def _plan(
-    cut: fx.GraphModule, ops: dict[Any, str], captured: Capture, arguments: dict[str, list[Any]], graphs: dict[str, fx.GraphModule]
+    cut: fx.GraphModule,
+    ops: dict[Any, str],
+    captured: Capture,
+    arguments: dict[str, list[Any]],
+    graphs: dict[str, fx.GraphModule],
 ) -> Plan:
     registers: dict[fx.Node, int] = {}
     tuples: dict[fx.Node, dict[int, int]] = {}
@@ -106,12 +115,26 @@ def _plan(
             inputs = [["register", registers[argument]] for argument in node.args]
             (output,) = graph.graph.find_nodes(op="output")
             results = output.args[0]
-            op = next((one for one in graph.graph.nodes if one.op == "call_function" and _packet(one.target) in ops), None)
+            op = next(
+                (
+                    one
+                    for one in graph.graph.nodes
+                    if one.op == "call_function" and _packet(one.target) in ops
+                ),
+                None,
+            )
             if op is not None:
                 bound = dict(zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True))
-                steps.append(Step("op", ops[_packet(op.target)], [_operand(one, bound) for one in op.args], []))
+                steps.append(
+                    Step(
+                        "op", ops[_packet(op.target)], [_operand(one, bound) for one in op.args], []
+                    )
+                )
                 if op.kwargs or results:
-                    raise UnsupportedError(f"a splitting op must write to its arguments and return nothing, unlike {op.target}.")
+                    raise UnsupportedError(
+                        "a splitting op must write to its arguments and return nothing, unlike "
+                        f"{op.target}."
+                    )
                 continue
             several = isinstance(results, tuple | list)
             outputs = list(range(total, total + (len(results) if several else 1)))
@@ -130,7 +153,13 @@ def _plan(
             result = registers[only]
         else:
             raise UnsupportedError(f"the graph computes {node.target} outside of its parts.")
-    return Plan(arguments, [[kind, value] for kind, value in captured.inputs], total, _with_last_uses(steps, result), result)
+    return Plan(
+        arguments,
+        [[kind, value] for kind, value in captured.inputs],
+        total,
+        _with_last_uses(steps, result),
+        result,
+    )
 
 
 def _with_last_uses(steps: list[Step], result: int) -> list[Step]:
@@ -151,7 +180,8 @@ def _operand(value: Any, bound: dict[fx.Node, list[Any]]) -> list[Any]:
 
 
 def signature(graph: fx.GraphModule) -> str:
-    """Equal for graphs that compute alike of tensors that look alike. Names do not count, but order does."""
+    """Equal for graphs that compute alike of tensors that look alike. Names do not count, but order
+    does."""
     nodes: dict[fx.Node, str] = {}
     symbols: dict[str, str] = {}
     lines = []
@@ -159,7 +189,10 @@ def signature(graph: fx.GraphModule) -> str:
         nodes[node] = f"%{len(nodes)}"
         looks = _looks(node.meta.get("example_value"), symbols) if node.op == "placeholder" else ""
         arguments = fx.map_arg((node.args, node.kwargs), lambda one: _Name(nodes[one]))
-        lines.append(f"{nodes[node]} {node.op} {'' if node.op == 'placeholder' else _target(node)} {arguments!r} {looks}")
+        lines.append(
+            f"{nodes[node]} {node.op} {'' if node.op == 'placeholder' else _target(node)} "
+            f"{arguments!r} {looks}"
+        )
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:20]
 
 
@@ -171,8 +204,13 @@ class _Name(str):
 
 def _looks(value: Any, symbols: dict[str, str]) -> str:
     if isinstance(value, torch.Tensor):
-        shape, strides = ([_size(size, symbols) for size in sizes] for sizes in (value.shape, value.stride()))
-        return f"{value.dtype} {value.device} {shape} {strides} {_size(value.storage_offset(), symbols)}"
+        shape, strides = (
+            [_size(size, symbols) for size in sizes] for sizes in (value.shape, value.stride())
+        )
+        return (
+            f"{value.dtype} {value.device} {shape} {strides} "
+            f"{_size(value.storage_offset(), symbols)}"
+        )
     return _size(value, symbols)
 
 
@@ -182,12 +220,20 @@ def _size(size: Any, symbols: dict[str, str]) -> str:
     expression = size.node.expr
     for symbol in sorted(expression.free_symbols, key=str):
         symbols.setdefault(str(symbol), f"T{len(symbols)}")
-    return str(expression.subs({symbol: symbols[str(symbol)] for symbol in expression.free_symbols}, simultaneous=True))
+    return str(
+        expression.subs(
+            {symbol: symbols[str(symbol)] for symbol in expression.free_symbols}, simultaneous=True
+        )
+    )
 
 
 def _target(node: fx.Node) -> str:
     target = node.target
-    return target if isinstance(target, str) else f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
+    return (
+        target
+        if isinstance(target, str)
+        else f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
+    )
 
 
 def _op(name: str) -> Any:
@@ -199,7 +245,9 @@ def _op(name: str) -> Any:
         if name in OPAQUE_OPS:
             return None
         ops = ", ".join(map(repr, OPAQUE_OPS))
-        raise ConfigError(f"option 'compilation_config': splitting_ops: there is no op {name!r}. Ops are {ops}.") from None
+        raise ConfigError(
+            f"option 'compilation_config': splitting_ops: there is no op {name!r}. Ops are {ops}."
+        ) from None
 
 
 def _packet(target: Any) -> Any:

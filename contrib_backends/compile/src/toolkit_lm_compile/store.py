@@ -47,7 +47,8 @@ class FileRecord(Struct, frozen=True, array_like=True):
             return cls(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
     def differs(self, path: Path) -> str | None:
-        """Why a file is not the one that was written; None when it is. A size that is wrong is seen without reading."""
+        """Why a file is not the one that was written; None when it is. A size that is wrong is seen
+        without reading."""
         if path.is_symlink() or not path.is_file():
             return "it is no file"
         if (size := path.stat().st_size) != self.size:
@@ -75,9 +76,12 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> list[tuple[str, str]]:
-        """Key and place, "any" or a band of numbers of tokens, of each compiled part among the files."""
+        """Key and place, "any" or a band of numbers of tokens, of each compiled part among the
+        files."""
         paths = [Path(name).parts for name in self.files]
-        return sorted({(path[1], path[2]) for path in paths if len(path) > 3 and path[0] == "parts"})
+        return sorted(
+            {(path[1], path[2]) for path in paths if len(path) > 3 and path[0] == "parts"}
+        )
 
 
 class DamagedError(Exception):
@@ -90,33 +94,43 @@ def default_root() -> Path:
 
 
 def open_root(root: Path) -> Path:
-    """Makes the folder for its user alone. Raises ConfigError where it cannot, and where others may write it."""
+    """Makes the folder for its user alone. Raises ConfigError where it cannot, and where others may
+    write it."""
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         is_writable = os.access(root, os.W_OK | os.X_OK)
     except OSError as error:
-        raise ConfigError(f"the compile cache {str(root)!r} cannot be made: {error.strerror}. {_WAYS_OUT}") from error
+        raise ConfigError(
+            f"the compile cache {str(root)!r} cannot be made: {error.strerror}. {_WAYS_OUT}"
+        ) from error
     if not is_writable:
         raise ConfigError(f"the compile cache {str(root)!r} cannot be written. {_WAYS_OUT}")
     for folder in (root, *_parents_within(root)):
         status = folder.stat()
         if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise ConfigError(
-                f"the compile cache {str(folder)!r} can be written by others, and what it holds is run as code. "
+                f"the compile cache {str(folder)!r} can be written by others, and what it holds "
+                "is run as code. "
                 f"Make it yours alone (chmod 700). {_WAYS_OUT}"
             )
     for folder in root.resolve().parents:
         if (who := _who_may_replace(folder.stat())) is not None:
-            way_out = f"`chmod g-w {shlex.quote(str(folder))}` takes that from the group. " if who.startswith("its group") else ""
+            way_out = (
+                f"`chmod g-w {shlex.quote(str(folder))}` takes that from the group. "
+                if who.startswith("its group")
+                else ""
+            )
             raise ConfigError(
-                f"the compile cache {str(root)!r} lies in {str(folder)!r}, where {who} may put another in its place, and what it holds "
+                f"the compile cache {str(root)!r} lies in {str(folder)!r}, where {who} may put "
+                "another in its place, and what it holds "
                 f"is run as code. {way_out}{_WAYS_OUT}"
             )
     return root
 
 
 def _who_may_replace(status: os.stat_result) -> str | None:
-    """Who else may put another folder in the place of one that is in this one; None: nobody but the system's administrator."""
+    """Who else may put another folder in the place of one that is in this one; None: nobody but the
+    system's administrator."""
     if status.st_uid not in (0, os.getuid()) and not _is_outside(status.st_uid):
         return f"its owner, {_user_name(status.st_uid)},"
     if status.st_mode & stat.S_ISVTX:
@@ -131,7 +145,8 @@ def _who_may_replace(status: os.stat_result) -> str | None:
 def _is_own_group(group: int) -> bool:
     """Whether nobody but this user, and the system's administrator, is in a group.
 
-    That of the process says nothing of it: a service may run with one that many are in, such as video.
+    That of the process says nothing of it: a service may run with one that many are in, such as
+    video.
     """
     if group == 0:
         return True
@@ -139,14 +154,17 @@ def _is_own_group(group: int) -> bool:
     try:
         name, _, _, members = grp.getgrgid(group)
     except KeyError:
-        # The machine knows nobody who is in it: who has started this process has given it the group, as Kubernetes its fsGroup.
+        # The machine knows nobody who is in it: who has started this process has given it the
+        # group, as Kubernetes its fsGroup.
         return group in (os.getgid(), *os.getgroups())
-    # Who has it as the group of the login is not listed: its name tells the private group of a user.
+    # Who has it as the group of the login is not listed: its name tells the private group of a
+    # user.
     return name == user and set(members) <= {user}
 
 
 def _is_outside(user: int) -> bool:
-    """Whether a container's own users are a part of the machine's, and this stands for all others: the system's administrator is one."""
+    """Whether a container's own users are a part of the machine's, and this stands for all others:
+    the system's administrator is one."""
     try:
         mapped = Path("/proc/self/uid_map").read_text(encoding="ascii").split()
         overflow = int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
@@ -187,7 +205,8 @@ class Entry:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Waits for whoever makes this entry at the moment. The system lets go of the lock of a process that dies."""
+        """Waits for whoever makes this entry at the moment. The system lets go of the lock of a
+        process that dies."""
         self.parent.mkdir(mode=0o700, exist_ok=True)
         with self._lock.open("w") as lock:
             try:
@@ -216,7 +235,8 @@ class Entry:
 
     @contextlib.contextmanager
     def staged(self) -> Iterator[Path]:
-        """A folder to write into, in the lock. What a process that died has left of another one goes."""
+        """A folder to write into, in the lock. What a process that died has left of another one
+        goes."""
         for old in self.parent.glob(f"{_STAGED}*"):
             shutil.rmtree(old, ignore_errors=True)
         folder = Path(tempfile.mkdtemp(prefix=_STAGED, dir=self.parent))
@@ -227,9 +247,15 @@ class Entry:
 
     def publish(self, staged: Path, manifest: Manifest) -> None:
         """Makes what was written the entry, all at once."""
-        files = {path.relative_to(staged).as_posix(): FileRecord.of(path) for path in sorted(staged.rglob("*")) if path.is_file()}
+        files = {
+            path.relative_to(staged).as_posix(): FileRecord.of(path)
+            for path in sorted(staged.rglob("*"))
+            if path.is_file()
+        }
         (staged / MANIFEST).write_bytes(
-            msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(manifest, files=files, format=FORMAT)))
+            msgspec.json.format(
+                msgspec.json.encode(msgspec.structs.replace(manifest, files=files, format=FORMAT))
+            )
         )
         for path in (*staged.rglob("*"), staged):
             descriptor = os.open(path, os.O_RDONLY)

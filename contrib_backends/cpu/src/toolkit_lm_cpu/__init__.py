@@ -1,4 +1,5 @@
-"""Kernels for CPUs: an attention backend for layers of all types, and what other layers compute with."""
+"""Kernels for CPUs: an attention backend for layers of all types, and what other layers compute
+with."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ _ALIGNMENT = 64
 
 
 class Arena:
-    """Gives out memory, piece by piece. It goes back to the system when no tensor of a chunk is left."""
+    """Gives out memory, piece by piece. It goes back to the system when no tensor of a chunk is
+    left."""
 
     def __init__(self) -> None:
         self._chunk: mmap.mmap | None = None
@@ -25,7 +26,9 @@ class Arena:
         size = count * dtype.itemsize
         self.size += size
         if self._chunk is None or self._used + size > len(self._chunk):
-            self._chunk = mmap.mmap(-1, max(size, _CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._chunk = mmap.mmap(
+                -1, max(size, _CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )
             self._chunk.madvise(mmap.MADV_HUGEPAGE)
             self._used = 0
         tensor = torch.frombuffer(self._chunk, dtype=dtype, count=count, offset=self._used)

@@ -45,7 +45,8 @@ class Metadata:
     first: np.ndarray
     """[R] int64: position of each row's first token, of these."""
     origins: np.ndarray
-    """[R] int32: where each row's keys begin, of the step's tokens; used where nothing is cached."""
+    """[R] int32: where each row's keys begin, of the step's tokens; used where nothing is
+    cached."""
     table: Tensor | None
     """[R, most blocks] int32."""
     slots: Tensor | None
@@ -56,8 +57,14 @@ class Metadata:
 
     def __post_init__(self) -> None:
         table = (0, 0) if self.table is None else (self.table.data_ptr(), self.table.stride(0))
-        (starts, _), (seen, _) = self.starts.__array_interface__["data"], self.seen.__array_interface__["data"]
-        (first, _), (origins, _) = self.first.__array_interface__["data"], self.origins.__array_interface__["data"]
+        (starts, _), (seen, _) = (
+            self.starts.__array_interface__["data"],
+            self.seen.__array_interface__["data"],
+        )
+        (first, _), (origins, _) = (
+            self.first.__array_interface__["data"],
+            self.origins.__array_interface__["data"],
+        )
         self.arguments = (starts, seen, first, origins, len(self.seen), *table)
 
     def part(self, begin: int, end: int) -> Metadata:
@@ -65,18 +72,25 @@ class Metadata:
         starts = self.starts.clip(begin, end)
         first = self.first + starts[:-1] - self.starts[:-1].clip(max=end)
         spans = None if self.spans is None else self.spans[begin:end]
-        return Metadata(starts - np.int32(begin), self.seen, first, self.origins, self.table, None, spans)
+        return Metadata(
+            starts - np.int32(begin), self.seen, first, self.origins, self.table, None, spans
+        )
 
     def positions(self) -> Tensor:
         """[T] int64, of all tokens."""
-        return torch.from_numpy(np.arange(self.starts[-1]) - np.repeat(self.starts[:-1] - self.first, np.diff(self.starts)))
+        return torch.from_numpy(
+            np.arange(self.starts[-1])
+            - np.repeat(self.starts[:-1] - self.first, np.diff(self.starts))
+        )
 
 
 class CpuBackend(AttentionBackend):
-    """Exact attention in as many threads as torch has. Nothing is padded. Scores, softmax and sums are in float32.
+    """Exact attention in as many threads as torch has. Nothing is padded. Scores, softmax and sums
+    are in float32.
 
-    A page holds keys (num_kv_heads, block_size / 16, head_size / P, 16, P), where P is 2 in bfloat16 and else 1, and values
-    (num_kv_heads, block_size / P, head_size, P). What a token gives does not depend on what is computed beside it.
+    A page holds keys (num_kv_heads, block_size / 16, head_size / P, 16, P), where P is 2 in
+    bfloat16 and else 1, and values (num_kv_heads, block_size / P, head_size, P). What a token gives
+    does not depend on what is computed beside it.
     """
 
     @classmethod
@@ -91,7 +105,10 @@ class CpuBackend(AttentionBackend):
             return f"head_size {spec.head_size} is above {_MOST_SIZE}"
         if spec.kv_cache is not None:
             if spec.head_size % _TILE:
-                return f"head_size {spec.head_size} is not a multiple of {_TILE}, as what is cached must be"
+                return (
+                    f"head_size {spec.head_size} is not a multiple of {_TILE}, as what is cached "
+                    "must be"
+                )
             if spec.kv_cache.block_size % _TILE:
                 return f"block_size {spec.kv_cache.block_size} is not a multiple of {_TILE}"
         return None
@@ -101,7 +118,10 @@ class CpuBackend(AttentionBackend):
         assert isinstance(spec, FullSpec)
         pair, heads, size = 2 if spec.dtype == "bfloat16" else 1, spec.num_kv_heads, spec.head_size
         keys = (heads, spec.block_size // _TILE, size // pair, _TILE, pair)
-        return [PageTensor(keys, spec.dtype), PageTensor((heads, spec.block_size // pair, size, pair), spec.dtype)]
+        return [
+            PageTensor(keys, spec.dtype),
+            PageTensor((heads, spec.block_size // pair, size, pair), spec.dtype),
+        ]
 
     def __init__(self, setup: GroupSetup) -> None:
         super().__init__(setup)
@@ -112,7 +132,8 @@ class CpuBackend(AttentionBackend):
         self.kernel = product_type(getattr(torch, layer.dtype), self.size)
         """Its number in module.c."""
         self._tables: dict[int, Tensor] = {}
-        """Of the biases that depend on offsets, by identity: layers hold them for as long as the backend lives."""
+        """Of the biases that depend on offsets, by identity: layers hold them for as long as the
+        backend lives."""
         self._seen: set[int] = set()
         """Pages of the cache, by address."""
 
@@ -120,17 +141,30 @@ class CpuBackend(AttentionBackend):
         starts, spans = batch.query_start, batch.spans
         if spans is not None:
             spans = np.ascontiguousarray(spans, np.int32)
-            assert (spans[:, 1] <= np.repeat(batch.seq_lens, np.diff(starts)).clip(1)).all(), "a span ends after the step"
-        return Metadata(starts, batch.seq_lens, batch.starts, starts[:-1], batch.block_table, batch.slot_mapping, spans)
+            assert (spans[:, 1] <= np.repeat(batch.seq_lens, np.diff(starts)).clip(1)).all(), (
+                "a span ends after the step"
+            )
+        return Metadata(
+            starts,
+            batch.seq_lens,
+            batch.starts,
+            starts[:-1],
+            batch.block_table,
+            batch.slot_mapping,
+            spans,
+        )
 
     def see(self, kv_cache: tuple[Tensor, ...]) -> None:
-        """Before a layer's cache is first used: in huge pages, reading it seldom waits for an address."""
+        """Before a layer's cache is first used: in huge pages, reading it seldom waits for an
+        address."""
         if (address := kv_cache[0].data_ptr()) not in self._seen:
             self._seen.add(address)
             memory = kv_cache[0].untyped_storage()
             _kernels.in_huge_pages(memory.data_ptr(), memory.nbytes())
 
-    def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Metadata) -> None:
+    def write_kv(
+        self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Metadata
+    ) -> None:
         assert meta.slots is not None
         self.see(kv_cache)
         k, v, (keys, values) = _side_by_side(k), _side_by_side(v), kv_cache
@@ -168,12 +202,29 @@ class CpuBackend(AttentionBackend):
             self._attend(layer, q, keys, values, kv_cache is not None, meta, table, to)
         else:
             for begin, end, bias in _biases(layer, meta):
-                self._attend(layer, q[begin:end], keys, values, kv_cache is not None, meta.part(begin, end), bias, to[begin:end])
+                self._attend(
+                    layer,
+                    q[begin:end],
+                    keys,
+                    values,
+                    kv_cache is not None,
+                    meta.part(begin, end),
+                    bias,
+                    to[begin:end],
+                )
         if to is not out:
             out.copy_(to)
 
     def _attend(
-        self, layer: LayerParams, q: Tensor, keys: Tensor, values: Tensor, cached: bool, meta: Metadata, bias: Tensor | None, out: Tensor
+        self,
+        layer: LayerParams,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        cached: bool,
+        meta: Metadata,
+        bias: Tensor | None,
+        out: Tensor,
     ) -> None:
         sinks = None if layer.sinks is None else layer.sinks.float()
         spans = meta.spans.ctypes.data if layer.spans and meta.spans is not None else 0
@@ -183,29 +234,42 @@ class CpuBackend(AttentionBackend):
             (q.stride(0), keys.stride(0), values.stride(0), out.stride(0)),
             meta.arguments,
             keys.shape[2] if cached else 0,
-            (layer.num_heads, layer.num_kv_heads, self.size, layer.head_size, layer.scale, layer.soft_cap or 0.0, layer.window or 0),
+            (
+                layer.num_heads,
+                layer.num_kv_heads,
+                self.size,
+                layer.head_size,
+                layer.scale,
+                layer.soft_cap or 0.0,
+                layer.window or 0,
+            ),
             SIGHT[layer.attention_type],
             (0 if sinks is None else sinks.data_ptr(), *_bias_arguments(bias), spans),
         )
 
     def _by_offset(self, bias: OffsetBias, most: int) -> Tensor:
-        """[num_heads, offsets] float32, of keys that are up to `most` before or after their query, or farther."""
+        """[num_heads, offsets] float32, of keys that are up to `most` before or after their query,
+        or farther."""
         table = self._tables.get(id(bias))
         if table is None or table.shape[1] <= 2 * most:
             # It grows by doubling, so that most steps find one.
-            table = self._tables[id(bias)] = bias.by_offset(1 << most.bit_length()).float().contiguous()
+            table = self._tables[id(bias)] = (
+                bias.by_offset(1 << most.bit_length()).float().contiguous()
+            )
         return table
 
 
 def _bias_arguments(bias: Tensor | None) -> tuple[int, int, int]:
-    """Of biases [num_heads, T, keys], or by offset [num_heads, offsets], of which offset 0 is in the middle."""
+    """Of biases [num_heads, T, keys], or by offset [num_heads, offsets], of which offset 0 is in
+    the middle."""
     if bias is None:
         return 0, 0, -1
     return bias.data_ptr(), bias.shape[-1], bias.shape[1] // 2 if bias.ndim == 2 else -1
 
 
 def _biases(layer: LayerParams, meta: Metadata) -> Iterator[tuple[int, int, Tensor]]:
-    """(begin, end, biases [num_heads, end - begin, keys] of these tokens), for all of the step's."""
+    """(begin, end, biases [num_heads, end - begin, keys] of these tokens), for all of the
+    step's."""
     assert layer.bias is not None
     positions, num_tokens = meta.positions(), int(meta.starts[-1])
     keys = torch.arange(int(meta.seen.max(initial=0)))
@@ -216,5 +280,6 @@ def _biases(layer: LayerParams, meta: Metadata) -> Iterator[tuple[int, int, Tens
 
 
 def _side_by_side(x: Tensor) -> Tensor:
-    """x [T, heads, head_size] with a token's elements side by side, which they are as a model gives them."""
+    """x [T, heads, head_size] with a token's elements side by side, which they are as a model gives
+    them."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

@@ -1,4 +1,5 @@
-"""FusedDecoderLayer: a decoder layer in one call of the kernels, or all of it but its feed-forward."""
+"""FusedDecoderLayer: a decoder layer in one call of the kernels, or all of it but its
+feed-forward."""
 
 from __future__ import annotations
 
@@ -36,20 +37,39 @@ class FusedDecoderLayer:
     def __init__(self, parts: LayerParts, workspace: Workspace) -> None:
         """`parts` are such that `fits`."""
         attention = parts.attn.params
-        self.name, self.dtype, self.head_size = parts.attn.prefix, parts.qkv.spec.dtype, attention.head_size
+        self.name, self.dtype, self.head_size = (
+            parts.attn.prefix,
+            parts.qkv.spec.dtype,
+            attention.head_size,
+        )
         hidden, inner = parts.qkv.input_size, 0 if parts.down is None else parts.down.input_size
-        self._width = 2 * hidden + 2 * (attention.num_heads + attention.num_kv_heads) * attention.head_size + inner
+        self._width = (
+            2 * hidden
+            + 2 * (attention.num_heads + attention.num_kv_heads) * attention.head_size
+            + inner
+        )
         self._workspace = workspace
         self._attention = attention.scale, attention.soft_cap or 0.0, attention.window or 0
         self._bound: object = None
         # What the kernels point to stays.
         self._parts = parts
-        self._sizes = hidden, inner, attention.num_heads, attention.num_kv_heads, attention.head_size
+        self._sizes = (
+            hidden,
+            inner,
+            attention.num_heads,
+            attention.num_kv_heads,
+            attention.head_size,
+        )
 
     def _bind(self, backend: CpuBackend, kv_cache: tuple[Tensor, ...] | None) -> None:
         """Once the layer has its backend and its cache."""
         parts, type_ = self._parts, product_type(self.dtype, self._sizes[0])
-        norms = parts.input_norm, parts.post_norm, *(parts.head_norms or (None, None)), *(parts.out_norms or (None, None))
+        norms = (
+            parts.input_norm,
+            parts.post_norm,
+            *(parts.head_norms or (None, None)),
+            *(parts.out_norms or (None, None)),
+        )
         self._layer = _kernels.layer(
             (type_, backend.kernel, self.dtype.itemsize),
             self._sizes,
@@ -63,14 +83,29 @@ class FusedDecoderLayer:
         else:
             backend.see(kv_cache)
             pages_k, pages_v = kv_cache
-            self._cache = (pages_k.data_ptr(), pages_v.data_ptr(), pages_k.stride(0), pages_v.stride(0)), pages_k.shape[2]
+            self._cache = (
+                (pages_k.data_ptr(), pages_v.data_ptr(), pages_k.stride(0), pages_v.stride(0)),
+                pages_k.shape[2],
+            )
         self._bound = backend
 
-    def __call__(self, x: Tensor, residual: Tensor | None, rotation: Rotation) -> tuple[Tensor, Tensor] | None:
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation
+    ) -> tuple[Tensor, Tensor] | None:
         binding, meta = current(self.name)
         cos, sin, size = rotation.cos, rotation.sin, rotation.cos.shape[-1]
-        turns = not rotation.interleaved and size % 2 == 0 and cos.stride() == sin.stride() and cos.stride(2) == 1
-        if type(binding.backend) is not CpuBackend or not turns or not x.is_contiguous() or x.dtype is not self.dtype:
+        turns = (
+            not rotation.interleaved
+            and size % 2 == 0
+            and cos.stride() == sin.stride()
+            and cos.stride(2) == 1
+        )
+        if (
+            type(binding.backend) is not CpuBackend
+            or not turns
+            or not x.is_contiguous()
+            or x.dtype is not self.dtype
+        ):
             return None
         if self._bound is not binding.backend:
             self._bind(binding.backend, binding.kv_cache)
@@ -106,7 +141,10 @@ def fits(parts: LayerParts) -> bool:
         return False
     params, size = parts.attn.params, parts.attn.params.head_size
     return (
-        all(type(linear.method) is PanelLinear and linear.method.packed is not None for linear in products)
+        all(
+            type(linear.method) is PanelLinear and linear.method.packed is not None
+            for linear in products
+        )
         and not any(linear.is_sharded for linear in (parts.out, parts.down) if linear is not None)
         and (parts.gate_up is None or parts.gate_up.activation in ACTIVATIONS)
         and parts.multiplier != 0

@@ -7,13 +7,29 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.model import FusedLayer, Kernels, LayerParts, LinearMethod, LinearSpec, UnquantizedMethod
+from toolkit_lm.model import (
+    FusedLayer,
+    Kernels,
+    LayerParts,
+    LinearMethod,
+    LinearSpec,
+    UnquantizedMethod,
+)
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from toolkit_lm_cpu.arena import Arena
 from toolkit_lm_cpu.fused import FusedDecoderLayer, Workspace, fits
-from toolkit_lm_cpu.library import TYPES, _kernels, bind_threads, on_core, one_torch_thread, product_type, refusal, use_threads
+from toolkit_lm_cpu.library import (
+    TYPES,
+    _kernels,
+    bind_threads,
+    on_core,
+    one_torch_thread,
+    product_type,
+    refusal,
+    use_threads,
+)
 from toolkit_lm_cpu.panels import LANES, PanelEmbedding, PanelLinear, linear, pack
 
 _FUSED: Mapping[str | None, tuple[str, list[float], str]] = {
@@ -32,7 +48,8 @@ _LARGE = 2**26
 class OneDnnLinear(UnquantizedMethod):
     """A weight that is repacked, once, into the blocks that oneDNN's kernels read.
 
-    A plain weight is repacked at every call, or read with strides: decoding one token takes up to twice as long.
+    A plain weight is repacked at every call, or read with strides: decoding one token takes up to
+    twice as long.
     """
 
     packed: Tensor | None = None
@@ -48,19 +65,28 @@ class OneDnnLinear(UnquantizedMethod):
         return out
 
     def apply(
-        self, x: Tensor, bias: Tensor | None, *, activation: str | None = None, gated: bool = False, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        *,
+        activation: str | None = None,
+        gated: bool = False,
+        residual: Tensor | None = None,
     ) -> Tensor:
         if self.packed is None or gated or activation not in _FUSED:
             return super().apply(x, bias, activation=activation, gated=gated, residual=residual)
         if residual is None:
-            out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, *_FUSED[activation])
+            out: Tensor = torch.ops.mkldnn._linear_pointwise(
+                x, self.packed, bias, *_FUSED[activation]
+            )
         else:
             out = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, bias, "add")
         return out
 
 
 class CpuKernels(Kernels):
-    """Kernels of this distribution where the processor has AVX2; elsewhere plain torch, with the weights in oneDNN's order."""
+    """Kernels of this distribution where the processor has AVX2; elsewhere plain torch, with the
+    weights in oneDNN's order."""
 
     @classmethod
     def refuses(cls, vllm_config: VllmConfig) -> str | None:
@@ -88,7 +114,11 @@ class CpuKernels(Kernels):
         return step if self._core is None else _bound(step, self._core)
 
     def linear_method(self, spec: LinearSpec) -> LinearMethod:
-        takes = self._able and spec.dtype in TYPES and spec.shape[1] % (LANES if spec.dtype is torch.float16 else 2) == 0
+        takes = (
+            self._able
+            and spec.dtype in TYPES
+            and spec.shape[1] % (LANES if spec.dtype is torch.float16 else 2) == 0
+        )
         if spec.kind == "embedding":
             return PanelEmbedding() if takes else UnquantizedMethod()
         if takes:
@@ -100,12 +130,17 @@ class CpuKernels(Kernels):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The weight is packed when it is first used."""
-        (outputs, inputs), is_plain = weight.shape, x.dtype is weight.dtype is torch.float32 and x.dim() == 2 and weight.is_contiguous()
+        (outputs, inputs), is_plain = (
+            weight.shape,
+            x.dtype is weight.dtype is torch.float32 and x.dim() == 2 and weight.is_contiguous(),
+        )
         if not (self._able and is_plain and inputs % 2 == 0) or torch.compiler.is_compiling():
             return super().linear(x, weight, bias)
         packed = self._packed.get(weight)
         if packed is None:
-            packed = self._packed[weight] = pack(weight, product_type(weight.dtype, inputs), self._arena)
+            packed = self._packed[weight] = pack(
+                weight, product_type(weight.dtype, inputs), self._arena
+            )
         return linear(product_type(weight.dtype, inputs), x, packed, outputs, bias, 0, False, None)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -113,7 +148,9 @@ class CpuKernels(Kernels):
             return super().rms_norm(x, weight, eps)
         return _norm(x, weight, None, eps)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         if not (self._takes(x, weight) and x.dim() == 2 and residual.stride(1) == 1):
             return super().add_rms_norm(x, residual, weight, eps)
         out, total = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
@@ -126,15 +163,34 @@ class CpuKernels(Kernels):
         )
         return out, total
 
-    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...], eps: float) -> Tensor:
-        if weight is None or bias is None or not (self._takes(x, weight) and weight.dtype is bias.dtype is x.dtype):
+    def layer_norm(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        shape: tuple[int, ...],
+        eps: float,
+    ) -> Tensor:
+        if (
+            weight is None
+            or bias is None
+            or not (self._takes(x, weight) and weight.dtype is bias.dtype is x.dtype)
+        ):
             return super().layer_norm(x, weight, bias, shape, eps)
         return _norm(x, weight, bias, eps)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         size = cos.shape[-1]
-        fits = not interleaved and size % 2 == 0 and cos.dtype is x.dtype and cos.stride() == sin.stride()
-        if not (self._able and fits and x.dtype in TYPES and x.stride(2) == cos.stride(2) == 1) or torch.compiler.is_compiling():
+        fits = (
+            not interleaved
+            and size % 2 == 0
+            and cos.dtype is x.dtype
+            and cos.stride() == sin.stride()
+        )
+        if (
+            not (self._able and fits and x.dtype in TYPES and x.stride(2) == cos.stride(2) == 1)
+            or torch.compiler.is_compiling()
+        ):
             return super().rotate(x, cos, sin, interleaved)
         _kernels.rotate(
             TYPES[x.dtype],
@@ -149,17 +205,30 @@ class CpuKernels(Kernels):
             return super().likeliest(scores)
         best, indices = scores.new_empty(len(scores)), torch.empty(len(scores), dtype=torch.int64)
         _kernels.likeliest(
-            TYPES[scores.dtype], (scores.data_ptr(), best.data_ptr(), indices.data_ptr()), scores.stride(0), len(scores), scores.shape[1]
+            TYPES[scores.dtype],
+            (scores.data_ptr(), best.data_ptr(), indices.data_ptr()),
+            scores.stride(0),
+            len(scores),
+            scores.shape[1],
         )
         return best, indices
 
     def _takes(self, x: Tensor, weight: Tensor) -> bool:
         """Whether the kernels can norm x [tokens, N] or [tokens, heads, N]."""
-        if not self._able or torch.compiler.is_compiling() or x.dtype not in TYPES or x.device.type != "cpu":
+        if (
+            not self._able
+            or torch.compiler.is_compiling()
+            or x.dtype not in TYPES
+            or x.device.type != "cpu"
+        ):
             return False
         wide = weight.dtype is torch.float32
         return (
-            x.dim() in (2, 3) and x.stride(-1) == 1 and x.shape[-1] % LANES == 0 and (wide or weight.dtype is x.dtype) and weight.dim() == 1
+            x.dim() in (2, 3)
+            and x.stride(-1) == 1
+            and x.shape[-1] % LANES == 0
+            and (wide or weight.dtype is x.dtype)
+            and weight.dim() == 1
         )
 
 
@@ -172,14 +241,24 @@ def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         (x.data_ptr(), 0, 0, out.data_ptr()),
         (*strides, 0),
         (tokens, heads, x.shape[-1]),
-        (weight.data_ptr(), 0 if bias is None else bias.data_ptr(), eps, weight.dtype is not x.dtype),
+        (
+            weight.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            eps,
+            weight.dtype is not x.dtype,
+        ),
     )
     return out
 
 
 def _rows(x: Tensor) -> tuple[int, int, tuple[int, int]]:
-    """Tokens and heads of x [tokens, N] or [tokens, heads, N], and the strides from one to the next."""
-    return (x.shape[0], 1, (x.stride(0), 0)) if x.dim() == 2 else (x.shape[0], x.shape[1], (x.stride(0), x.stride(1)))
+    """Tokens and heads of x [tokens, N] or [tokens, heads, N], and the strides from one to the
+    next."""
+    return (
+        (x.shape[0], 1, (x.stride(0), 0))
+        if x.dim() == 2
+        else (x.shape[0], x.shape[1], (x.stride(0), x.stride(1)))
+    )
 
 
 def _has_onednn(dtype: torch.dtype) -> bool:
@@ -187,14 +266,20 @@ def _has_onednn(dtype: torch.dtype) -> bool:
         return False
     if dtype is torch.float32:
         return True
-    supported = {torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported, torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported}
+    supported = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
     return dtype in supported and bool(supported[dtype]())
 
 
 def _is_alone(vllm_config: VllmConfig) -> bool:
     """Whether one thread computes the whole model, the one that loads it."""
     parallel = vllm_config.parallel
-    return not vllm_config.engine.overlap and parallel.tensor_parallel_size == parallel.pipeline_parallel_size == 1
+    return (
+        not vllm_config.engine.overlap
+        and parallel.tensor_parallel_size == parallel.pipeline_parallel_size == 1
+    )
 
 
 @contextmanager

@@ -16,9 +16,13 @@ from toolkit_lm_cpu.quota import granted_cores
 try:
     from toolkit_lm_cpu import _kernels as _kernels
 except ImportError as error:
-    # The other modules name it, and where `refusal` says that it is missing nothing of theirs is called.
+    # The other modules name it, and where `refusal` says that it is missing nothing of theirs is
+    # called.
     _kernels = None  # type: ignore[assignment]
-    _missing: str | None = f"its kernels are not there ({error}): a wheel has them, an installation from the sources compiles them"
+    _missing: str | None = (
+        f"its kernels are not there ({error}): a wheel has them, an installation from the "
+        "sources compiles them"
+    )
 else:
     _missing = None
 
@@ -50,7 +54,9 @@ def _types() -> Mapping[torch.dtype, int]:
     names = list(KERNELS)
     most = os.environ.get(ISA_VARIABLE) or names[-1]
     if most not in names:
-        raise ConfigError(f"environment variable {ISA_VARIABLE}: {most!r} is not one of {', '.join(names)}.")
+        raise ConfigError(
+            f"environment variable {ISA_VARIABLE}: {most!r} is not one of {', '.join(names)}."
+        )
     if refusal() is not None:
         return {}
     found: dict[torch.dtype, int] = {}
@@ -61,20 +67,24 @@ def _types() -> Mapping[torch.dtype, int]:
 
 
 TYPES = _types()
-"""By dtype, its number in module.c, with the best instructions that the processor has and the environment allows."""
+"""By dtype, its number in module.c, with the best instructions that the processor has and the
+environment allows."""
 
 
 def use_threads() -> None:
     """Gives the kernels as many threads as torch has, but no more than a control group lets run."""
     granted = granted_cores()
-    _kernels.set_threads(min(torch.get_num_threads(), math.ceil(granted or torch.get_num_threads())))
+    _kernels.set_threads(
+        min(torch.get_num_threads(), math.ceil(granted or torch.get_num_threads()))
+    )
 
 
 def bind_threads() -> int | None:
-    """Binds the kernels' threads to cores, and returns the one for the thread that computes. After `use_threads`.
+    """Binds the kernels' threads to cores, and returns the one for the thread that computes. After
+    `use_threads`.
 
-    Only where each of the process's cores has a thread, and no control group limits them; else None. Threads that stay where they are get
-    more of their cores beside a busy process.
+    Only where each of the process's cores has a thread, and no control group limits them; else
+    None. Threads that stay where they are get more of their cores beside a busy process.
     """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) == 1 or len(cores) != torch.get_num_threads() or granted_cores() is not None:
@@ -90,7 +100,8 @@ def on_core(core: int) -> Iterator[None]:
         yield
         return
     if not hasattr(_local, "has_torch_threads"):
-        # Torch makes them for each thread that shares out its work, and made on a core they would stay there.
+        # Torch makes them for each thread that shares out its work, and made on a core they would
+        # stay there.
         torch.zeros(_PARALLEL).add_(1)
         _local.has_torch_threads = True
     before = os.sched_getaffinity(0)
@@ -109,7 +120,8 @@ def on_core(core: int) -> Iterator[None]:
 def one_torch_thread() -> Iterator[None]:
     """For a while torch computes in the calling thread alone.
 
-    Its others go on spinning for milliseconds after their work, on the cores that the kernels' threads need.
+    Its others go on spinning for milliseconds after their work, on the cores that the kernels'
+    threads need.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -36,13 +36,15 @@ ACTIVATIONS: Mapping[str | None, int] = {
 
 
 class PanelLinear(UnquantizedMethod):
-    """A weight in panels of 16 outputs. A row's result is one sum in order, whatever is computed beside it."""
+    """A weight in panels of 16 outputs. A row's result is one sum in order, whatever is computed
+    beside it."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self.packed: Tensor | None = None
         self.is_halved = False
-        """Its gate and what passes it have panels of their own, since a panel would hold outputs of both."""
+        """Its gate and what passes it have panels of their own, since a panel would hold outputs of
+        both."""
         self.tied_to: LinearMethod | None = None
 
     def create(self, layer: nn.Module, spec: LinearSpec) -> None:
@@ -50,8 +52,13 @@ class PanelLinear(UnquantizedMethod):
         self.tied_to = spec.tied_to
         self.outputs, self.inputs = spec.shape
         self.type = product_type(spec.dtype, self.inputs)
-        self.is_halved = isinstance(layer, GatedColumnParallelLinear) and self.outputs % (2 * LANES) != 0
-        fills_panels = all(part.size % LANES == 0 for part in spec.outputs[:-1]) and spec.inputs.size == spec.inputs.full
+        self.is_halved = (
+            isinstance(layer, GatedColumnParallelLinear) and self.outputs % (2 * LANES) != 0
+        )
+        fills_panels = (
+            all(part.size % LANES == 0 for part in spec.outputs[:-1])
+            and spec.inputs.size == spec.inputs.full
+        )
         self._loader = None
         if fills_panels and not self.is_halved and spec.tied_to is None:
             self._loader = PanelLoader(self, spec)
@@ -64,8 +71,12 @@ class PanelLinear(UnquantizedMethod):
             for index in set(range(len(loader.parts))) - loader.packed:
                 loader.pack(index, loader.rows_of(weight, index))
         else:
-            loses = weight.nbytes >= _LARGE and _is_held_by(self.weight, 4 if tied is not None else 2)
-            self.packed = pack(weight, self.type, self.arena, halves=2 if self.is_halved else 1, loses=loses)
+            loses = weight.nbytes >= _LARGE and _is_held_by(
+                self.weight, 4 if tied is not None else 2
+            )
+            self.packed = pack(
+                weight, self.type, self.arena, halves=2 if self.is_halved else 1, loses=loses
+            )
         self._loader = None
         del self.weight, layer.weight
         if tied is not None:
@@ -77,7 +88,10 @@ class PanelLinear(UnquantizedMethod):
         if not self.is_halved:
             return _product(self.type, x, self.packed, self.outputs, bias)
         halves, biases = self.packed.chunk(2), (None, None) if bias is None else bias.chunk(2)
-        return torch.cat([_product(self.type, x, halves[i], self.outputs // 2, biases[i]) for i in range(2)], dim=1)
+        return torch.cat(
+            [_product(self.type, x, halves[i], self.outputs // 2, biases[i]) for i in range(2)],
+            dim=1,
+        )
 
     def likeliest(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor] | None:
         if self.packed is None or self.is_halved:
@@ -85,18 +99,28 @@ class PanelLinear(UnquantizedMethod):
         return likeliest(self.type, x, self.packed, self.outputs, bias)
 
     def apply(
-        self, x: Tensor, bias: Tensor | None, *, activation: str | None = None, gated: bool = False, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        *,
+        activation: str | None = None,
+        gated: bool = False,
+        residual: Tensor | None = None,
     ) -> Tensor:
         fits = self.is_halved or self.outputs % (2 * LANES) == 0 if gated else not self.is_halved
         if self.packed is None or activation not in ACTIVATIONS or not fits:
             return super().apply(x, bias, activation=activation, gated=gated, residual=residual)
-        return _product(self.type, x, self.packed, self.outputs, bias, ACTIVATIONS[activation], gated, residual)
+        return _product(
+            self.type, x, self.packed, self.outputs, bias, ACTIVATIONS[activation], gated, residual
+        )
 
 
 class PanelLoader:
-    """The WeightLoader of a weight in panels. It packs rows where the checkpoint has them, so that they are read once and not copied.
+    """The WeightLoader of a weight in panels. It packs rows where the checkpoint has them, so that
+    they are read once and not copied.
 
-    Rows of another dtype are copied into the parameter first, as are those of a share with padding, and those at odd addresses.
+    Rows of another dtype are copied into the parameter first, as are those of a share with padding,
+    and those at odd addresses.
     """
 
     def __init__(self, method: PanelLinear, spec: LinearSpec) -> None:
@@ -117,7 +141,12 @@ class PanelLoader:
             return
         index = shard_id or 0
         part = self.parts[index]
-        is_plain = loaded.dtype is param.dtype and loaded.device.type == "cpu" and loaded.is_contiguous() and loaded.data_ptr() % 4 == 0
+        is_plain = (
+            loaded.dtype is param.dtype
+            and loaded.device.type == "cpu"
+            and loaded.is_contiguous()
+            and loaded.data_ptr() % 4 == 0
+        )
         if (
             is_one
             and is_plain
@@ -139,16 +168,21 @@ class PanelLoader:
         """Rows [size of the part, inputs], contiguous."""
         method = self._method
         if method.packed is None:
-            method.packed = method.arena.empty(-(-method.outputs // LANES) * LANES * method.inputs, rows.dtype)
+            method.packed = method.arena.empty(
+                -(-method.outputs // LANES) * LANES * method.inputs, rows.dtype
+            )
         at = self._first(index) * method.inputs * rows.itemsize
-        _kernels.pack(method.type, rows.data_ptr(), method.packed.data_ptr() + at, len(rows), method.inputs)
+        _kernels.pack(
+            method.type, rows.data_ptr(), method.packed.data_ptr() + at, len(rows), method.inputs
+        )
 
     def _first(self, index: int) -> int:
         return sum(part.size for part in self.parts[:index])
 
 
 class PanelEmbedding(UnquantizedMethod):
-    """The rows of an embedding. Those of one that a head shares are read out of the head's panels, so that they are held once."""
+    """The rows of an embedding. Those of one that a head shares are read out of the head's panels,
+    so that they are held once."""
 
     head: PanelLinear | None = None
 
@@ -167,7 +201,9 @@ class PanelEmbedding(UnquantizedMethod):
             return super().embed(ids)
         assert self.head.packed is not None
         if torch.compiler.is_compiling():
-            rows: Tensor = torch.ops.toolkit_lm_cpu.embed(ids, self.head.packed, self.head.outputs, self.head.inputs)
+            rows: Tensor = torch.ops.toolkit_lm_cpu.embed(
+                ids, self.head.packed, self.head.outputs, self.head.inputs
+            )
             return rows
         return embed(ids, self.head.packed, self.head.outputs, self.head.inputs)
 
@@ -193,13 +229,18 @@ def _product(
     residual: Tensor | None = None,
 ) -> Tensor:
     if torch.compiler.is_compiling():
-        product: Tensor = torch.ops.toolkit_lm_cpu.linear(type, x, packed, outputs, bias, activation, gated, residual)
+        product: Tensor = torch.ops.toolkit_lm_cpu.linear(
+            type, x, packed, outputs, bias, activation, gated, residual
+        )
         return product
     return linear(type, x, packed, outputs, bias, activation, gated, residual)
 
 
-def pack(weight: Tensor, type: int, arena: Arena, *, halves: int = 1, loses: bool = False) -> Tensor:
-    """A weight [outputs, inputs], contiguous, in panels; where it has two halves, in those of the first, and then of the second.
+def pack(
+    weight: Tensor, type: int, arena: Arena, *, halves: int = 1, loses: bool = False
+) -> Tensor:
+    """A weight [outputs, inputs], contiguous, in panels; where it has two halves, in those of the
+    first, and then of the second.
 
     `loses`: what is packed of it is given back to the system, and is no more.
     """
@@ -208,7 +249,10 @@ def pack(weight: Tensor, type: int, arena: Arena, *, halves: int = 1, loses: boo
     packed = arena.empty(halves * size, weight.dtype)
     some = max(LANES, _SOME // max(1, row) // LANES * LANES) if loses else max(1, outputs)
     for half in range(halves):
-        source, target = weight.data_ptr() + half * outputs * row, packed.data_ptr() + half * size * weight.itemsize
+        source, target = (
+            weight.data_ptr() + half * outputs * row,
+            packed.data_ptr() + half * size * weight.itemsize,
+        )
         for first in range(0, outputs, some):
             count, at = min(some, outputs - first), first * row
             _kernels.pack(type, source + at, target + at, count, inputs)
@@ -218,15 +262,31 @@ def pack(weight: Tensor, type: int, arena: Arena, *, halves: int = 1, loses: boo
 
 
 def _is_held_by(weight: Tensor, holders: int) -> bool:
-    """Whether so many attributes hold a parameter, which the caller's caller does not, and nothing else its memory."""
+    """Whether so many attributes hold a parameter, which the caller's caller does not, and nothing
+    else its memory."""
     storage, uses = weight.untyped_storage(), getattr(torch._C, "_storage_Use_Count", None)
-    # Beside the attributes: the caller's variable, the argument, and what is counted. A storage is held by its tensor, and by `storage`.
-    is_own = sys.getrefcount(weight) <= holders + 3 and uses is not None and uses(storage._cdata) <= 2
-    return is_own and storage.nbytes() == weight.nbytes and weight.is_contiguous() and not storage.is_shared()
+    # Beside the attributes: the caller's variable, the argument, and what is counted. A storage is
+    # held by its tensor, and by `storage`.
+    is_own = (
+        sys.getrefcount(weight) <= holders + 3 and uses is not None and uses(storage._cdata) <= 2
+    )
+    return (
+        is_own
+        and storage.nbytes() == weight.nbytes
+        and weight.is_contiguous()
+        and not storage.is_shared()
+    )
 
 
 def linear(
-    type: int, x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None, activation: int, gated: bool, residual: Tensor | None
+    type: int,
+    x: Tensor,
+    packed: Tensor,
+    outputs: int,
+    bias: Tensor | None,
+    activation: int,
+    gated: bool,
+    residual: Tensor | None,
 ) -> Tensor:
     """activation(x W^T + bias) + residual, or gated, of `outputs` rows of W in panels."""
     if x.stride(1) != 1 or x.stride(0) % 2:
@@ -237,15 +297,32 @@ def linear(
     width = outputs // 2 if gated else outputs
     out = x.new_empty(rows, width)
     _kernels.linear(
-        (type, packed.data_ptr(), 0 if bias is None else bias.data_ptr(), width, inputs, activation, gated),
-        (x.data_ptr(), x.stride(0), *((0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))), out.data_ptr(), width),
+        (
+            type,
+            packed.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            width,
+            inputs,
+            activation,
+            gated,
+        ),
+        (
+            x.data_ptr(),
+            x.stride(0),
+            *((0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))),
+            out.data_ptr(),
+            width,
+        ),
         rows,
     )
     return out
 
 
-def likeliest(type: int, x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The greatest of each row of x W^T + bias, as `linear` would give it, NaN where there is any; where it is, the first of equals."""
+def likeliest(
+    type: int, x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The greatest of each row of x W^T + bias, as `linear` would give it, NaN where there is any;
+    where it is, the first of equals."""
     if x.stride(1) != 1 or x.stride(0) % 2:
         x = x.contiguous()
     best, indices = x.new_empty(len(x)), torch.empty(len(x), dtype=torch.int64)
@@ -260,16 +337,21 @@ def likeliest(type: int, x: Tensor, packed: Tensor, outputs: int, bias: Tensor |
 # To a compiler a product is one opaque op.
 _library = torch.library.Library("toolkit_lm_cpu", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
-    "linear(int type, Tensor x, Tensor packed, int outputs, Tensor? bias, int activation, bool gated, Tensor? residual) -> Tensor"
+    "linear(int type, Tensor x, Tensor packed, int outputs, Tensor? bias, int activation, bool "
+    "gated, Tensor? residual) -> Tensor"
 )
 _library.impl("linear", linear, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _library.define("embed(Tensor ids, Tensor packed, int outputs, int inputs) -> Tensor")  # type: ignore[no-untyped-call]
 _library.impl("embed", embed, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake(
-    "toolkit_lm_cpu::embed", lambda ids, packed, outputs, inputs: packed.new_empty(ids.shape[0], inputs), lib=_library
+    "toolkit_lm_cpu::embed",
+    lambda ids, packed, outputs, inputs: packed.new_empty(ids.shape[0], inputs),
+    lib=_library,
 )
 torch.library.register_fake(
     "toolkit_lm_cpu::linear",
-    lambda type, x, packed, outputs, bias, activation, gated, residual: x.new_empty(x.shape[0], outputs // 2 if gated else outputs),
+    lambda type, x, packed, outputs, bias, activation, gated, residual: x.new_empty(
+        x.shape[0], outputs // 2 if gated else outputs
+    ),
     lib=_library,
 )

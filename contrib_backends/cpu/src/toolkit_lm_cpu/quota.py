@@ -1,4 +1,5 @@
-"""How much of the processor a control group grants: a container's share, which the number of cores does not show."""
+"""How much of the processor a control group grants: a container's share, which the number of cores
+does not show."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ _OWN = Path("/proc/self/cgroup")
 
 
 def granted_cores(root: Path = _ROOT, own: Path = _OWN) -> float | None:
-    """The least that this process's control group, or one around it, grants. None: none of them states a quota, or there are none."""
+    """The least that this process's control group, or one around it, grants. None: none of them
+    states a quota, or there are none."""
     try:
         groups = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:
@@ -32,7 +34,9 @@ def _quota(folder: Path) -> float | None:
         if (limit := folder / "cpu.max").exists():
             quota, period = limit.read_text().split()
         else:
-            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+            quota, period = (
+                (folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period")
+            )
     except (OSError, ValueError):
         return None
     return None if quota in ("max", "-1") else int(quota) / int(period)

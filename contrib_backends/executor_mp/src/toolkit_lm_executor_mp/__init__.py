@@ -17,4 +17,8 @@ def toolkit_register_executors(executors: ExecutorRegistry) -> None:
 
 @hookimpl(optionalhook=True)
 def toolkit_register_commands(commands: CommandRegistry) -> None:
-    commands.add("worker", "toolkit_lm_executor_mp.cli:worker", help="Run ranks of a model that another machine serves.")
+    commands.add(
+        "worker",
+        "toolkit_lm_executor_mp.cli:worker",
+        help="Run ranks of a model that another machine serves.",
+    )

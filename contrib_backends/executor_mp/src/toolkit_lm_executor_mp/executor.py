@@ -1,4 +1,5 @@
-"""The executor whose workers are processes of this machine, or of several: tensor x pipeline parallel size of them."""
+"""The executor whose workers are processes of this machine, or of several: tensor x pipeline
+parallel size of them."""
 
 from __future__ import annotations
 
@@ -24,7 +25,14 @@ from toolkit_lm_executor_mp import wire
 from toolkit_lm_executor_mp.link import Link
 from toolkit_lm_executor_mp.wire import answering_rank
 
-_OF_ENGINE = {"executors", "scheduling_policies", "renderers", "commands", "hookspecs", "checkpoints"}
+_OF_ENGINE = {
+    "executors",
+    "scheduling_policies",
+    "renderers",
+    "commands",
+    "hookspecs",
+    "checkpoints",
+}
 """What plugins register that no worker needs."""
 
 
@@ -34,7 +42,9 @@ class MpExecutor(Executor):
     def __init__(self, config: VllmConfig, plugins: Plugins) -> None:
         self.config = config
         self.parallel = config.parallel
-        self.max_in_flight = max(self.parallel.pipeline_parallel_size, 2 if config.engine.overlap else 1)
+        self.max_in_flight = max(
+            self.parallel.pipeline_parallel_size, 2 if config.engine.overlap else 1
+        )
         self._plugins = plugins
         self._answering = answering_rank(self.parallel)
         self._num_steps = 0
@@ -47,7 +57,8 @@ class MpExecutor(Executor):
         self._finalizer = weakref.finalize(self, self.link.end)
 
     def make_link(self) -> Link:
-        """Starts the workers, or has them started. Raises ConfigError, EngineDeadError, UnsupportedError."""
+        """Starts the workers, or has them started. Raises ConfigError, EngineDeadError,
+        UnsupportedError."""
         _check_devices(self.config)
         return Link(self.config)
 
@@ -68,13 +79,21 @@ class MpExecutor(Executor):
 
     def load(self) -> None:
         names = {info.name for info in self._plugins.infos if info.distribution is None}
-        options = {name: values for name, values in self.config.plugins.plugin_option.items() if name not in names}
+        options = {
+            name: values
+            for name, values in self.config.plugins.plugin_option.items()
+            if name not in names
+        }
         config = replace(self.config, plugins=replace(self.config.plugins, plugin_option=options))
         assert self._end is not None, "it is loaded once"
         with self._starting():
-            self.link.start(wire.Start(config, self._plugins.fingerprint(installed=True)), self._end)
+            self.link.start(
+                wire.Start(config, self._plugins.fingerprint(installed=True)), self._end
+            )
             self._ask(wire.Load(), "while loading the model")
-            self._descriptions = [done.description for done in self._ask(wire.Describe(), "while loading the model")]
+            self._descriptions = [
+                done.description for done in self._ask(wire.Describe(), "while loading the model")
+            ]
 
     def _ask(self, command: wire.Command, doing: str) -> list[Any]:
         """What all ranks answer, in the order of ranks."""
@@ -84,7 +103,10 @@ class MpExecutor(Executor):
         return done
 
     def kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
-        return [{layer: self._spec(raw) for layer, raw in one.specs.items()} for one in self._descriptions]
+        return [
+            {layer: self._spec(raw) for layer, raw in one.specs.items()}
+            for one in self._descriptions
+        ]
 
     def _spec(self, raw: msgspec.Raw) -> KVCacheSpec:
         plain: Any = msgspec.msgpack.decode(raw)
@@ -99,15 +121,22 @@ class MpExecutor(Executor):
 
     def free_memory(self) -> int:
         step_memory = max(one.step_memory for one in self._descriptions)
-        sharing = 1 if self.config.device.device.startswith("cuda") else self.parallel.ranks_per_node
+        sharing = (
+            1 if self.config.device.device.startswith("cuda") else self.parallel.ranks_per_node
+        )
         return min(one.free_memory for one in self._descriptions) // sharing - step_memory
 
     def free_host_memory(self) -> int:
-        return min(one.free_host_memory for one in self._descriptions) // self.parallel.ranks_per_node
+        return (
+            min(one.free_host_memory for one in self._descriptions) // self.parallel.ranks_per_node
+        )
 
     def init_kv_cache(self, kv_caches: Sequence[KVCacheConfig]) -> None:
         with self._starting():
-            self._ask(wire.InitKVCache([msgspec.Raw(wire.encode(one)) for one in kv_caches]), "while allocating the KV cache")
+            self._ask(
+                wire.InitKVCache([msgspec.Raw(wire.encode(one)) for one in kv_caches]),
+                "while allocating the KV cache",
+            )
 
     def warm_up(self) -> None:
         if self._num_steps:
@@ -122,7 +151,12 @@ class MpExecutor(Executor):
         if self.link.has_failed:
             self.link.connect()
         self._num_steps += 1
-        return self.link.call(wire.Step(plan), f"in step {self._num_steps}", [self._answering], lambda done: done[0].result).future
+        return self.link.call(
+            wire.Step(plan),
+            f"in step {self._num_steps}",
+            [self._answering],
+            lambda done: done[0].result,
+        ).future
 
     def check(self) -> None:
         self.link.check()
@@ -142,7 +176,8 @@ def _check_plugins(plugins: Plugins) -> None:
         needed = [f"{mark}{what}" for _, mark, what in registers if mark and what not in _OF_ENGINE]
         if info.distribution is None and info.status == "ok" and needed:
             raise PluginError(
-                f"{info} implements {', '.join(needed)}, which the workers need too, but an object is known to this process only. "
+                f"{info} implements {', '.join(needed)}, which the workers need too, but an "
+                "object is known to this process only. "
                 "Install it as a distribution with an entry point."
             )
 
@@ -151,12 +186,17 @@ def _check_devices(config: VllmConfig) -> None:
     parallel, device = config.parallel, torch.device(config.device.device)
     if device.type == "cuda" and device.index is not None:
         raise UnsupportedError(
-            f"device {config.device.device!r} is one device, and each worker takes its own: give --device cuda, and choose the GPUs by "
+            f"device {config.device.device!r} is one device, and each worker takes its own: give "
+            "--device cuda, and choose the GPUs by "
             "CUDA_VISIBLE_DEVICES."
         )
-    if device.type == "cuda" and (num_devices := torch.cuda.device_count()) < parallel.ranks_per_node:
+    if (
+        device.type == "cuda"
+        and (num_devices := torch.cuda.device_count()) < parallel.ranks_per_node
+    ):
         over = f" over {parallel.nodes} nodes" if parallel.nodes > 1 else ""
         raise UnsupportedError(
-            f"tensor_parallel_size {parallel.tensor_parallel_size} x pipeline_parallel_size {parallel.pipeline_parallel_size}{over} "
+            f"tensor_parallel_size {parallel.tensor_parallel_size} x pipeline_parallel_size "
+            f"{parallel.pipeline_parallel_size}{over} "
             f"needs {parallel.ranks_per_node} GPUs, one per rank: there are {num_devices}."
         )

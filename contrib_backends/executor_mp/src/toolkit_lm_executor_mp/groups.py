@@ -55,14 +55,16 @@ class MasterStore(NamedTuple):
     attempt: int
     """Ranks that connect anew meet under another number."""
     key: bytes
-    """Of the attempt: ranks believe what is signed by it. It reaches them by the engine's encrypted connections."""
+    """Of the attempt: ranks believe what is signed by it. It reaches them by the engine's encrypted
+    connections."""
 
 
 def connect(parallel: ParallelConfig, meeting: Path | MasterStore, device: torch.device) -> Groups:
-    """The groups of the worker of `parallel.rank`. Waits until the ranks of each group are there. Raises LostRankError.
+    """The groups of the worker of `parallel.rank`. Waits until the ranks of each group are there.
+    Raises LostRankError.
 
-    `meeting`: a folder that is not there yet, equal on all ranks of one machine, inside one that only their user may enter; nobody needs
-    it once all are connected. Or the store.
+    `meeting`: a folder that is not there yet, equal on all ranks of one machine, inside one that
+    only their user may enter; nobody needs it once all are connected. Or the store.
     """
     tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     stage, shard = parallel.pipeline_parallel_rank, parallel.tensor_parallel_rank
@@ -70,19 +72,31 @@ def connect(parallel: ParallelConfig, meeting: Path | MasterStore, device: torch
         "stage": (stage, shard, range(stage * tensor, (stage + 1) * tensor)),
         "shard": (shard, stage, range(shard, tensor * pipeline, tensor)),
     }
-    made = [_group(meeting, f"{kind} {number}", rank, ranks, parallel, device) for kind, (number, rank, ranks) in by_name.items()]
+    made = [
+        _group(meeting, f"{kind} {number}", rank, ranks, parallel, device)
+        for kind, (number, rank, ranks) in by_name.items()
+    ]
     return Groups(*made)
 
 
 def _group(
-    meeting: Path | MasterStore, name: str, rank: int, ranks: Sequence[int], parallel: ParallelConfig, device: torch.device
+    meeting: Path | MasterStore,
+    name: str,
+    rank: int,
+    ranks: Sequence[int],
+    parallel: ParallelConfig,
+    device: torch.device,
 ) -> Group:
     """`rank`: the place in the group of `ranks`."""
     size = len(ranks)
     if size == 1:
         return Group()
     if isinstance(meeting, Path):
-        return _near(meet_in(meeting, name, rank, size)) if device.type == "cpu" else _nccl_here(meeting, name, rank, size, device)
+        return (
+            _near(meet_in(meeting, name, rank, size))
+            if device.type == "cpu"
+            else _nccl_here(meeting, name, rank, size, device)
+        )
     store, address = _store(meeting, name)
     if device.type == "cuda":
         return _nccl(store, rank, size, device)
@@ -99,15 +113,20 @@ def _near(group: SocketGroup) -> SocketGroup:
 
 
 def _store(meeting: MasterStore, name: str) -> tuple[SignedStore, str]:
-    """Where the ranks of a group find each other, and the address of this machine at which others reach it."""
+    """Where the ranks of a group find each other, and the address of this machine at which others
+    reach it."""
     with together():
-        store = _dist.TCPStore(meeting.address, meeting.port, is_master=False, timeout=timedelta(seconds=TIMEOUT))
+        store = _dist.TCPStore(
+            meeting.address, meeting.port, is_master=False, timeout=timedelta(seconds=TIMEOUT)
+        )
     family = socket.AF_INET6 if ":" in meeting.address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         # Sends nothing: it asks for the way there.
         probe.connect((meeting.address, meeting.port))
         prefix = f"attempt {meeting.attempt} {name}"
-        return SignedStore(_dist.PrefixStore(prefix, store), hmac.digest(meeting.key, prefix.encode(), "sha256")), probe.getsockname()[0]
+        return SignedStore(
+            _dist.PrefixStore(prefix, store), hmac.digest(meeting.key, prefix.encode(), "sha256")
+        ), probe.getsockname()[0]
 
 
 def _gloo(store: Any, rank: int, size: int, device: torch.device, address: str) -> TorchGroup:
@@ -132,7 +151,8 @@ def _nccl_here(folder: Path, name: str, rank: int, size: int, device: torch.devi
 
 
 def _nccl(store: Any, rank: int, size: int, device: torch.device) -> TorchGroup:
-    """Its ranks meet by the store when they first exchange something, each pair of a pipeline anew."""
+    """Its ranks meet by the store when they first exchange something, each pair of a pipeline
+    anew."""
     options = _dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=TIMEOUT)
     with together():
@@ -159,8 +179,11 @@ def _listens(descriptor: int) -> bool:
 
 
 @contextmanager
-def torch_groups(parallel: ParallelConfig, path: Path, device: torch.device = torch.device("cpu")) -> Iterator[None]:
-    """The process is the worker of `parallel.rank`: joins those of its machine in the folder `path`, and leaves them at the end."""
+def torch_groups(
+    parallel: ParallelConfig, path: Path, device: torch.device = torch.device("cpu")
+) -> Iterator[None]:
+    """The process is the worker of `parallel.rank`: joins those of its machine in the folder
+    `path`, and leaves them at the end."""
     groups = connect(parallel, path, device)
     try:
         with parallel_groups(tensor=groups.tensor, pipeline=groups.pipeline):

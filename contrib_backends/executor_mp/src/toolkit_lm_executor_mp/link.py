@@ -1,4 +1,5 @@
-"""How the engine reaches its workers: one broadcast for all, and a thread that takes their reports in."""
+"""How the engine reaches its workers: one broadcast for all, and a thread that takes their reports
+in."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from toolkit_lm_executor_mp.process import WorkerProcess
 PATIENCE = 60.0
 """Seconds that the other ranks get to end a step that has failed on one."""
 _LOOK = 1.0
-"""Seconds between two looks at whether the processes live, should a fork of one hold its lifeline open."""
+"""Seconds between two looks at whether the processes live, should a fork of one hold its lifeline
+open."""
 
 
 MakeNodes = Callable[[zmq.Context[zmq.Socket[bytes]], VllmConfig], Nodes | None]
@@ -34,8 +36,11 @@ MakeNodes = Callable[[zmq.Context[zmq.Socket[bytes]], VllmConfig], Nodes | None]
 class Call:
     """A command on its way, and what the ranks that it waits for have answered."""
 
-    def __init__(self, doing: str, ranks: Iterable[int], take: Callable[[list[wire.Done]], Any]) -> None:
-        """`doing`: such as "in step 7". `take` makes the result of the answers of `ranks`, in their order."""
+    def __init__(
+        self, doing: str, ranks: Iterable[int], take: Callable[[list[wire.Done]], Any]
+    ) -> None:
+        """`doing`: such as "in step 7". `take` makes the result of the answers of `ranks`, in their
+        order."""
         self.doing = doing
         self.ranks = list(ranks)
         self.reports: dict[int, wire.Done | wire.Failed] = {}
@@ -51,25 +56,36 @@ class Call:
     @property
     def failure(self) -> wire.Failed | None:
         """Of the first of `ranks` that has failed."""
-        return next((one for rank in self.ranks if isinstance(one := self.reports.get(rank), wire.Failed)), None)
+        return next(
+            (one for rank in self.ranks if isinstance(one := self.reports.get(rank), wire.Failed)),
+            None,
+        )
 
     def finish(self) -> None:
-        self.future.set_result(self._take([one for rank in self.ranks if isinstance(one := self.reports[rank], wire.Done)]))
+        self.future.set_result(
+            self._take(
+                [one for rank in self.ranks if isinstance(one := self.reports[rank], wire.Done)]
+            )
+        )
 
     def fail(self, failed: wire.Failed, machine: str) -> None:
         """`machine`: such as " of node 1 (host)"."""
-        self.future.set_exception(failed.failure.error(f"on rank {failed.rank}{machine} {self.doing}"))
+        self.future.set_exception(
+            failed.failure.error(f"on rank {failed.rank}{machine} {self.doing}")
+        )
 
 
 class Link:
     """The workers of an engine. `call` may be used from any thread, one at a time.
 
-    A rank that fails in a call leaves its groups, so that those who wait for it fail as well: its failure is theirs. Until `connect`,
-    all calls fail. Where a worker dies, all are ended, and all calls fail with EngineDeadError, for good.
+    A rank that fails in a call leaves its groups, so that those who wait for it fail as well: its
+    failure is theirs. Until `connect`, all calls fail. Where a worker dies, all are ended, and all
+    calls fail with EngineDeadError, for good.
     """
 
     def __init__(self, config: VllmConfig, make_nodes: MakeNodes = make_nodes) -> None:
-        """Starts the processes of this machine. Raises EngineDeadError where that fails, ConfigError for what nodes cannot run."""
+        """Starts the processes of this machine. Raises EngineDeadError where that fails,
+        ConfigError for what nodes cannot run."""
         self.num_ranks = config.parallel.num_ranks
         self.has_failed = False
         """A call has, since the ranks were connected."""
@@ -99,7 +115,9 @@ class Link:
             if self._nodes is None:
                 self._local = LocalWorkers(self._context, range(self.num_ranks))
             else:
-                self._local = LocalWorkers(self._context, self._nodes.local_ranks, self._nodes.address)
+                self._local = LocalWorkers(
+                    self._context, self._nodes.local_ranks, self._nodes.address
+                )
         except BaseException:
             self.end()
             raise
@@ -110,7 +128,8 @@ class Link:
         return [] if self._local is None else self._local.processes
 
     def start(self, start: wire.Start, end: float) -> None:
-        """Checks who the workers are, has them load their plugins, and connects them. Raises what fails there.
+        """Checks who the workers are, has them load their plugins, and connects them. Raises what
+        fails there.
 
         `end`: of time.monotonic(), when they must be ready.
         """
@@ -129,12 +148,19 @@ class Link:
     def connect(self) -> Call:
         """Gives the ranks new groups, where nothing of a failed step waits."""
         with self._lock:
-            # Workers know a later one by the first one's name, should the engine die before it has told them.
+            # Workers know a later one by the first one's name, should the engine die before it has
+            # told them.
             is_first = self._num_calls == 1 or self._nodes is not None
-            folder = self._workers.folder if is_first else make_folder(f"{self._workers.folder.name}-")
+            folder = (
+                self._workers.folder if is_first else make_folder(f"{self._workers.folder.name}-")
+            )
             self.has_failed, self._culprit, self._deadline = False, None, None
             self._oldest_call = self._num_calls
-            command = wire.Connect(str(folder)) if self._nodes is None else self._nodes.meeting(str(folder))
+            command = (
+                wire.Connect(str(folder))
+                if self._nodes is None
+                else self._nodes.meeting(str(folder))
+            )
             call = self.call(command, "while connecting the ranks")
 
         def met(_: Future[Any]) -> None:
@@ -153,12 +179,14 @@ class Link:
         ranks: Iterable[int] | None = None,
         take: Callable[[list[wire.Done]], Any] = lambda done: done,
     ) -> Call:
-        """Sends a command to all ranks. Those in `ranks`, by default all, answer it; `take` makes the result of their answers."""
+        """Sends a command to all ranks. Those in `ranks`, by default all, answer it; `take` makes
+        the result of their answers."""
         call = Call(doing, range(self.num_ranks) if ranks is None else ranks, take)
         try:
             message = wire.encode(command)
         except Exception as error:
-            # Such as a logits processor's argument that is no plain value: a request's fault, and no worker's.
+            # Such as a logits processor's argument that is no plain value: a request's fault, and
+            # no worker's.
             call.future.set_exception(error)
             return call
         with self._lock:
@@ -178,7 +206,8 @@ class Link:
             raise self._death
 
     def end(self) -> None:
-        """Ends the workers. Safe to call twice, and from the thread itself, where garbage may be collected."""
+        """Ends the workers. Safe to call twice, and from the thread itself, where garbage may be
+        collected."""
         with self._lock:
             if self._ended:
                 return
@@ -215,7 +244,11 @@ class Link:
                 self._workers.greet(report)
             self._look_for_deaths("while importing")
             self.check()
-            if self._nodes is not None and self._nodes.missing and time.monotonic() >= end - self._nodes.margin:
+            if (
+                self._nodes is not None
+                and self._nodes.missing
+                and time.monotonic() >= end - self._nodes.margin
+            ):
                 raise self._nodes.late()
             if time.monotonic() >= end:
                 raise _late(self._workers.unknown, "while importing")
@@ -232,20 +265,29 @@ class Link:
     def _listen(self) -> None:
         while self._death is None:
             # A deadline of calls that are over wakes nobody.
-            self._wait(min(time.monotonic() + _LOOK, (self._deadline if self._calls else None) or math.inf))
+            self._wait(
+                min(time.monotonic() + _LOOK, (self._deadline if self._calls else None) or math.inf)
+            )
             if self._ended:
                 return
             with self._lock:
                 for report in self._take_reports():
                     self._take(report)
                 self._settle()
-                self._look_for_deaths(next((call.doing for call in self._calls.values()), "between steps"))
+                self._look_for_deaths(
+                    next((call.doing for call in self._calls.values()), "between steps")
+                )
 
     def _wait(self, end: float) -> None:
         """Until there is a report, a process has died, `self.end` is called, or time is over."""
         poller = zmq.Poller()
         doors = [] if self._nodes is None else [self._nodes.door]
-        for one in (self._workers.reports, self._wake_recv, *doors, *(process.lifeline for process in self.processes)):
+        for one in (
+            self._workers.reports,
+            self._wake_recv,
+            *doors,
+            *(process.lifeline for process in self.processes),
+        ):
             poller.register(one, zmq.POLLIN)
         poller.poll(math.ceil(1000 * max(0.0, end - time.monotonic())))
 
@@ -273,13 +315,19 @@ class Link:
             if not call.missing and call.failure is None:
                 call.finish()
                 del self._calls[number]
-            elif blamed is not None and (call.failure is not None or len(call.ranks) == self.num_ranks):
-                # A call that all answer is over with the first failure; of a step, one rank knows whether it has come through.
+            elif blamed is not None and (
+                call.failure is not None or len(call.ranks) == self.num_ranks
+            ):
+                # A call that all answer is over with the first failure; of a step, one rank knows
+                # whether it has come through.
                 del self._calls[number]
                 call.fail(blamed, "" if self._nodes is None else self._nodes.machine(blamed.rank))
             elif is_late:
                 missing = ", ".join(map(str, call.missing))
-                self._die(f"rank {missing} had not answered {PATIENCE:g} s after another had failed, {call.doing}")
+                self._die(
+                    f"rank {missing} had not answered {PATIENCE:g} s after another had failed, "
+                    f"{call.doing}"
+                )
                 return
 
     def _look_for_deaths(self, doing: str) -> None:
@@ -314,7 +362,8 @@ class Link:
 
 def _late(ranks: Sequence[int], doing: str) -> EngineDeadError:
     return EngineDeadError(
-        f"the workers of rank {', '.join(map(str, ranks))} were not ready within start_timeout: they got no further {doing}."
+        f"the workers of rank {', '.join(map(str, ranks))} were not ready within start_timeout: "
+        f"they got no further {doing}."
     )
 
 

@@ -1,4 +1,5 @@
-"""The workers of one machine: their processes, and the sockets between them and whoever has started them."""
+"""The workers of one machine: their processes, and the sockets between them and whoever has started
+them."""
 
 from __future__ import annotations
 
@@ -30,11 +31,15 @@ _LARGE = 2**16
 class LocalWorkers:
     """Workers that this process has started. They die with it.
 
-    It greets them: each proves that it knows a key that it got from here, and gets a proof of the same.
+    It greets them: each proves that it knows a key that it got from here, and gets a proof of the
+    same.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], ranks: Sequence[int], master: str = "") -> None:
-        """Starts a process for each of `ranks`, which may be none. Raises EngineDeadError where that fails.
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], ranks: Sequence[int], master: str = ""
+    ) -> None:
+        """Starts a process for each of `ranks`, which may be none. Raises EngineDeadError where
+        that fails.
 
         `master`: the address of the machine that holds the engine, where ranks are on several.
         """
@@ -52,7 +57,9 @@ class LocalWorkers:
             num_threads = max(1, _engine_threads() // max(1, len(ranks)))
             for rank in ranks:
                 self._commands[rank].connect(f"ipc://{self.folder}/{rank}")
-                self.processes.append(WorkerProcess(rank, num_threads, self.folder, self._key, master))
+                self.processes.append(
+                    WorkerProcess(rank, num_threads, self.folder, self._key, master)
+                )
         except BaseException:
             self.close()
             raise
@@ -63,14 +70,27 @@ class LocalWorkers:
         return [rank for rank in self.ranks if rank not in self._proven]
 
     def greet(self, report: wire.Report) -> None:
-        """Takes in what is part of the greeting. Raises EngineDeadError for who does not know the key."""
-        if isinstance(report, wire.Hello) and report.rank in self.ranks and report.rank not in self._nonces:
+        """Takes in what is part of the greeting. Raises EngineDeadError for who does not know the
+        key."""
+        if (
+            isinstance(report, wire.Hello)
+            and report.rank in self.ranks
+            and report.rank not in self._nonces
+        ):
             self._nonces[report.rank] = secrets.token_bytes(wire.KEY_BYTES)
             proof = wire.prove(self._key, "engine", report.rank, report.nonce)
-            self._commands[report.rank].send(wire.encode(wire.Challenge(proof, self._nonces[report.rank])))
+            self._commands[report.rank].send(
+                wire.encode(wire.Challenge(proof, self._nonces[report.rank]))
+            )
         elif isinstance(report, wire.Proof) and report.rank in self._nonces:
-            if not secrets.compare_digest(report.proof, wire.prove(self._key, "worker", report.rank, self._nonces[report.rank])):
-                raise EngineDeadError(f"who calls itself the worker of rank {report.rank} does not know the key of the launch.")
+            if not secrets.compare_digest(
+                report.proof,
+                wire.prove(self._key, "worker", report.rank, self._nonces[report.rank]),
+            ):
+                raise EngineDeadError(
+                    f"who calls itself the worker of rank {report.rank} does not know the key of "
+                    "the launch."
+                )
             self._proven.add(report.rank)
 
     def take(self) -> list[zmq.Frame]:
@@ -85,7 +105,8 @@ class LocalWorkers:
             one.send(message, 0, copied)
 
     def find_death(self, doing: str) -> EngineDeadError | None:
-        """Where one has died, all are ended, and the error says who is to blame. `doing`: such as "in step 7"."""
+        """Where one has died, all are ended, and the error says who is to blame. `doing`: such as
+        "in step 7"."""
         if all(_lives(process) for process in self.processes):
             return None
         # Others may have died with it.
@@ -95,7 +116,10 @@ class LocalWorkers:
             if process not in dead:
                 process.kill()
         # Whom a signal ended is to blame before those that could not go on without it.
-        deaths = sorted(((process.death(doing), process.exit_code) for process in dead), key=lambda one: one[1] >= 0)
+        deaths = sorted(
+            ((process.death(doing), process.exit_code) for process in dead),
+            key=lambda one: one[1] >= 0,
+        )
         return deaths[0][0]
 
     def kill(self) -> None:
@@ -120,15 +144,19 @@ class LocalWorkers:
 
 
 def make_folder(prefix: str = "toolkit_lm-") -> Path:
-    """A folder that only this user may enter. Raises EngineDeadError, and ConfigError where no socket could be in it."""
+    """A folder that only this user may enter. Raises EngineDeadError, and ConfigError where no
+    socket could be in it."""
     try:
         folder = Path(tempfile.mkdtemp(prefix=prefix))
     except OSError as error:
-        raise EngineDeadError(f"the folder of the workers' sockets cannot be made: {error}. Set TMPDIR to another.") from error
+        raise EngineDeadError(
+            f"the folder of the workers' sockets cannot be made: {error}. Set TMPDIR to another."
+        ) from error
     if len(os.fsencode(folder / "reports")) > _MOST_BYTES:
         folder.rmdir()
         raise ConfigError(
-            f"the path of the temporary folder {str(folder.parent)!r} is too long: a socket in it may have at most "
+            f"the path of the temporary folder {str(folder.parent)!r} is too long: a socket in "
+            "it may have at most "
             f"{_MOST_BYTES} bytes. Set TMPDIR to a shorter one."
         )
     return folder

@@ -1,4 +1,5 @@
-"""Groups whose ranks are on one machine, and exchange tensors over memory that all of them have mapped."""
+"""Groups whose ranks are on one machine, and exchange tensors over memory that all of them have
+mapped."""
 
 from __future__ import annotations
 
@@ -40,13 +41,16 @@ _decode = msgspec.msgpack.Decoder(dict[str, tuple[str, tuple[int, ...], int]]).d
 
 
 class MemoryGroup(SocketGroup):
-    """Adds in float32 and in the order of ranks, so that all ranks have the same sum to the last bit.
+    """Adds in float32 and in the order of ranks, so that all ranks have the same sum to the last
+    bit.
 
-    What has no place in the memory goes over sockets: other dtypes, and messages of more than 4 MiB.
+    What has no place in the memory goes over sockets: other dtypes, and messages of more than 4
+    MiB.
     """
 
     def __init__(self, group: SocketGroup, memory: mmap.mmap) -> None:
-        """`group`: its sockets become this one's. `memory`: what `share_memory` returns on each of its ranks."""
+        """`group`: its sockets become this one's. `memory`: what `share_memory` returns on each of
+        its ranks."""
         super().__init__(group.rank, group.size, group.peers)
         self._memory = memory
         self._bytes: Tensor | None = torch.frombuffer(memory, dtype=torch.uint8)
@@ -96,7 +100,9 @@ class MemoryGroup(SocketGroup):
             else:
                 for tensor, (_, _, start) in zip(tensors.values(), described.values(), strict=True):
                     self._read(place + start, tensor.dtype, tensor.shape).copy_(tensor)
-            self._memory[place : place + _LENGTH + len(header)] = len(header).to_bytes(_LENGTH, "little") + header
+            self._memory[place : place + _LENGTH + len(header)] = (
+                len(header).to_bytes(_LENGTH, "little") + header
+            )
             _memory.post(self._place, counters)
         if is_apart:
             super().send(tensors, rank)
@@ -112,23 +118,31 @@ class MemoryGroup(SocketGroup):
             described = _decode(header) if length else {}
             # What has arrived is the receiver's own: the place is free for the next message.
             tensors = {
-                name: self._read(place + start, getattr(torch, dtype), shape).clone() for name, (dtype, shape, start) in described.items()
+                name: self._read(place + start, getattr(torch, dtype), shape).clone()
+                for name, (dtype, shape, start) in described.items()
             }
             _memory.post(self._place, counters + 1)
         return tensors if length else super().recv(rank)
 
     def _letter(self, sender: int, receiver: int, numbers: list[int]) -> tuple[int, int, int]:
-        """Of the next message: its number, its place, and the first of two counters: of those sent, and of those taken."""
+        """Of the next message: its number, its place, and the first of two counters: of those sent,
+        and of those taken."""
         self._check_open()
         other = receiver if sender == self.rank else sender
         pair = sender * self.size + receiver
-        place = _memory.COUNTERS + 2 * self.size * _memory.BUFFER + (pair * _LETTERS + numbers[other] % _LETTERS) * _LETTER
+        place = (
+            _memory.COUNTERS
+            + 2 * self.size * _memory.BUFFER
+            + (pair * _LETTERS + numbers[other] % _LETTERS) * _LETTER
+        )
         numbers[other] += 1
         return numbers[other], place, 2 * pair
 
     def _read(self, start: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         assert self._bytes is not None, "the group is open"
-        return self._bytes[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        return (
+            self._bytes[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        )
 
     def _check_open(self) -> None:
         if self._bytes is None:
@@ -144,10 +158,13 @@ class MemoryGroup(SocketGroup):
 def share_memory(group: SocketGroup) -> mmap.mmap | None:
     """Memory that all ranks of the group have mapped; None on all of them where one cannot.
 
-    It is no file and has no name: the ranks alone reach it, and whatever ends them, nothing is left of it.
+    It is no file and has no name: the ranks alone reach it, and whatever ends them, nothing is left
+    of it.
     """
     size = group.size
-    if not _agree(group, _is_compiled and size <= _memory.MOST_RANKS and hasattr(os, "memfd_create")):
+    if not _agree(
+        group, _is_compiled and size <= _memory.MOST_RANKS and hasattr(os, "memfd_create")
+    ):
         return None
     letters = size * size * _LETTERS * _LETTER if size <= _MOST_WRITERS else 0
     length = _memory.COUNTERS + 2 * size * _memory.BUFFER + letters

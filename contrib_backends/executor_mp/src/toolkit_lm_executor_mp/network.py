@@ -1,4 +1,5 @@
-"""What nodes need to reach each other: the master's address, the key of the launch, and sockets that only those use who know it."""
+"""What nodes need to reach each other: the master's address, the key of the launch, and sockets
+that only those use who know it."""
 
 from __future__ import annotations
 
@@ -44,14 +45,20 @@ class Master(NamedTuple):
     def parse(cls, text: str | None) -> Master:
         """Raises ConfigError for what is no HOST:PORT."""
         if text is None:
-            raise ConfigError("several nodes need --master HOST:PORT: the address of node 0 at which the others reach it.")
+            raise ConfigError(
+                "several nodes need --master HOST:PORT: the address of node 0 at which the "
+                "others reach it."
+            )
         try:
             parts = urlsplit(f"//{text}")
             host, port = parts.hostname, parts.port
         except ValueError:
             host, port = None, None
         if not host or not port or parts.netloc != text or "@" in text:
-            raise ConfigError(f"option 'master': {text!r} is no HOST:PORT, such as 10.0.0.1:29500 or [fd00::1]:29500.")
+            raise ConfigError(
+                f"option 'master': {text!r} is no HOST:PORT, such as 10.0.0.1:29500 or "
+                "[fd00::1]:29500."
+            )
         return cls(host, port)
 
     def resolve(self) -> str:
@@ -60,11 +67,18 @@ class Master(NamedTuple):
 
 
 def read_key(config: NodeConfig) -> bytes:
-    """The key of the launch, 32 bytes, made of the secret in a file or the environment. Raises ConfigError."""
+    """The key of the launch, 32 bytes, made of the secret in a file or the environment. Raises
+    ConfigError."""
     if config.launch_key_file is None:
-        where, secret = f"the environment variable {KEY_VARIABLE}", os.environ.get(KEY_VARIABLE, "").strip().encode()
+        where, secret = (
+            f"the environment variable {KEY_VARIABLE}",
+            os.environ.get(KEY_VARIABLE, "").strip().encode(),
+        )
         if not secret:
-            raise ConfigError(f"several nodes need a secret that they share: give --launch-key-file FILE, or set {KEY_VARIABLE}.")
+            raise ConfigError(
+                "several nodes need a secret that they share: give --launch-key-file FILE, or "
+                f"set {KEY_VARIABLE}."
+            )
     else:
         where = f"the file {config.launch_key_file!r} (launch_key_file)"
         try:
@@ -73,16 +87,28 @@ def read_key(config: NodeConfig) -> bytes:
         except OSError as error:
             raise ConfigError(f"{where} cannot be read: {error}") from error
     if len(secret) < _LEAST_KEY:
-        raise ConfigError(f"the secret in {where} has {len(secret)} characters: it needs {_LEAST_KEY}. `openssl rand -hex 32` makes one.")
+        raise ConfigError(
+            f"the secret in {where} has {len(secret)} characters: it needs {_LEAST_KEY}. "
+            "`openssl rand -hex 32` makes one."
+        )
     return hashlib.sha256(secret).digest()
 
 
-def make_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, key: bytes, timeout: float, *, is_master: bool) -> zmq.Socket[bytes]:
-    """An end of a connection between machines, in ZeroMQ's CURVE: encrypted, and for those alone who know the key.
+def make_socket(
+    context: zmq.Context[zmq.Socket[bytes]],
+    kind: int,
+    key: bytes,
+    timeout: float,
+    *,
+    is_master: bool,
+) -> zmq.Socket[bytes]:
+    """An end of a connection between machines, in ZeroMQ's CURVE: encrypted, and for those alone
+    who know the key.
 
     `timeout`: seconds without a sign of life after which the other machine counts as lost.
 
-    The master's public key is made of the launch key, and crosses the network as little as that does. Nobody else can greet the master.
+    The master's public key is made of the launch key, and crosses the network as little as that
+    does. Nobody else can greet the master.
     """
     made = context.socket(kind)
     for option in (zmq.SNDHWM, zmq.RCVHWM):
@@ -111,14 +137,17 @@ def endpoint(address: str, port: int | str) -> str:
 
 
 def shut(listener: socket.socket) -> None:
-    """Has the kernel drop all that comes to a socket that listens: who is connected stays so, and nobody else can be. Linux alone can.
+    """Has the kernel drop all that comes to a socket that listens: who is connected stays so, and
+    nobody else can be. Linux alone can.
 
     For libraries' sockets, which must not be closed before they do it themselves.
     """
     if sys.platform == "linux":
         # A program of one instruction for its packet filter: return 0 bytes of each packet.
         program = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
-        listener.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(program)))
+        listener.setsockopt(
+            socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(program))
+        )
 
 
 def unshut(listener: socket.socket) -> None:

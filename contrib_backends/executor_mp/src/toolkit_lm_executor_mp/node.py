@@ -1,4 +1,5 @@
-"""A machine without an engine: it starts the workers of its ranks, and passes on what the engine and they say to each other."""
+"""A machine without an engine: it starts the workers of its ranks, and passes on what the engine
+and they say to each other."""
 
 from __future__ import annotations
 
@@ -32,9 +33,16 @@ def make_node(config: NodeConfig, start_timeout: float) -> Node:
     """The node that the options describe. Raises ConfigError."""
     if not config.node_rank:
         raise ConfigError(
-            "node 0 holds the engine: run `toolkit serve MODEL --nodes N --master HOST:PORT` there. A worker needs --node-rank 1 or higher."
+            "node 0 holds the engine: run `toolkit serve MODEL --nodes N --master HOST:PORT` "
+            "there. A worker needs --node-rank 1 or higher."
         )
-    return Node(config.node_rank, Master.parse(config.master), read_key(config), start_timeout, config.node_timeout)
+    return Node(
+        config.node_rank,
+        Master.parse(config.master),
+        read_key(config),
+        start_timeout,
+        config.node_timeout,
+    )
 
 
 class Node:
@@ -43,8 +51,11 @@ class Node:
     What it passes on, it does not read. What it needs of the config, the engine says.
     """
 
-    def __init__(self, rank: int, master: Master, key: bytes, start_timeout: float, node_timeout: float) -> None:
-        """`rank`: of the node, from 1 on. `key`: 32 bytes. `start_timeout`: seconds until node 0 must be there.
+    def __init__(
+        self, rank: int, master: Master, key: bytes, start_timeout: float, node_timeout: float
+    ) -> None:
+        """`rank`: of the node, from 1 on. `key`: 32 bytes. `start_timeout`: seconds until node 0
+        must be there.
 
         `node_timeout`: seconds without a sign of its life after which it counts as lost.
         """
@@ -54,7 +65,9 @@ class Node:
         self._timeout = start_timeout
         self._end = time.monotonic() + start_timeout
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._door = make_socket(self._context, zmq.DEALER, self._key, node_timeout, is_master=False)
+        self._door = make_socket(
+            self._context, zmq.DEALER, self._key, node_timeout, is_master=False
+        )
         self._losses = self._door.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._plans = make_socket(self._context, zmq.PULL, self._key, node_timeout, is_master=False)
         self._workers: LocalWorkers | None = None
@@ -62,9 +75,11 @@ class Node:
         self._signal: int | None = None
 
     def run(self, joined: Callable[[wire.Welcome], None] = lambda _: None) -> None:
-        """Returns when the engine has ended as it should. `joined` is called once the node is part of the launch.
+        """Returns when the engine has ended as it should. `joined` is called once the node is part
+        of the launch.
 
-        Raises EngineDeadError where the engine, a worker or the connection has failed, ConfigError where the engine refuses the node.
+        Raises EngineDeadError where the engine, a worker or the connection has failed, ConfigError
+        where the engine refuses the node.
         """
         self._handle_signals()
         try:
@@ -115,7 +130,10 @@ class Node:
 
     def _check_end(self, why: str) -> None:
         if time.monotonic() >= self._end:
-            raise EngineDeadError(f"node {self.rank} could not reach node 0 at {self._master} within {self._timeout:g} s: {why}.")
+            raise EngineDeadError(
+                f"node {self.rank} could not reach node 0 at {self._master} within "
+                f"{self._timeout:g} s: {why}."
+            )
 
     def _wait(self, end: float, sockets: list[Any]) -> None:
         """Until one can be read, or time is over. Raises EngineDeadError for a signal."""
@@ -124,7 +142,9 @@ class Node:
             poller.register(one, zmq.POLLIN)
         poller.poll(math.ceil(1000 * max(0.0, end - time.monotonic())))
         if self._signal is not None:
-            raise EngineDeadError(f"node {self.rank} was told to end by {signal.Signals(self._signal).name}.")
+            raise EngineDeadError(
+                f"node {self.rank} was told to end by {signal.Signals(self._signal).name}."
+            )
 
     def _say(self, report: wire.Report) -> None:
         # An empty frame sets it apart from what is passed on.
@@ -141,10 +161,16 @@ class Node:
             for frame in take(self._door):
                 command = wire.decode_command(frame.buffer) if len(frame) else None
                 if isinstance(command, wire.Challenge):
-                    if not secrets.compare_digest(command.proof, wire.prove(self._key, "engine", self.rank, nonce)):
-                        raise EngineDeadError(f"who answers at {self._master} does not know the key of the launch.")
+                    if not secrets.compare_digest(
+                        command.proof, wire.prove(self._key, "engine", self.rank, nonce)
+                    ):
+                        raise EngineDeadError(
+                            f"who answers at {self._master} does not know the key of the launch."
+                        )
                     proven = True
-                    self._say(wire.NodeProof(wire.prove(self._key, "node", self.rank, command.nonce)))
+                    self._say(
+                        wire.NodeProof(wire.prove(self._key, "node", self.rank, command.nonce))
+                    )
                 elif isinstance(command, wire.Welcome) and proven:
                     return command
                 elif isinstance(command, wire.Farewell):
@@ -153,7 +179,8 @@ class Node:
                 refusals += 1
                 if refusals >= _MOST_REFUSALS:
                     raise EngineDeadError(
-                        f"who listens at {self._master} closes the connection: it has another launch key, or is no node 0 of this version."
+                        f"who listens at {self._master} closes the connection: it has another "
+                        "launch key, or is no node 0 of this version."
                     )
                 # It went with the connection.
                 self._say(hello)
@@ -168,13 +195,18 @@ class Node:
         return is_lost
 
     def _end_with(self, farewell: wire.Farewell) -> NoReturn:
-        raise EngineDeadError(f"node 0 at {self._master} has ended: {farewell.reason or 'it has been shut down'}")
+        raise EngineDeadError(
+            f"node 0 at {self._master} has ended: {farewell.reason or 'it has been shut down'}"
+        )
 
     def _pass_on(self, workers: LocalWorkers) -> None:
         lifelines = [process.lifeline for process in workers.processes]
         while True:
             plans = [] if workers.unknown else [self._plans]
-            self._wait(time.monotonic() + _LOOK, [*plans, workers.reports, self._door, self._losses, *lifelines])
+            self._wait(
+                time.monotonic() + _LOOK,
+                [*plans, workers.reports, self._door, self._losses, *lifelines],
+            )
             for one in plans:
                 for frame in take(one):
                     workers.send(frame)
@@ -187,11 +219,16 @@ class Node:
                 else:
                     self._door.send(frame, copy=False)
             for frame in take(self._door):
-                if len(frame) and isinstance(command := wire.decode_command(frame.buffer), wire.Farewell):
+                if len(frame) and isinstance(
+                    command := wire.decode_command(frame.buffer), wire.Farewell
+                ):
                     if not command.reason:
                         return
                     self._end_with(command)
             if self._is_lost():
-                raise EngineDeadError(f"the connection to node 0 at {self._master} has ended: its engine has died, or is not reached.")
+                raise EngineDeadError(
+                    f"the connection to node 0 at {self._master} has ended: its engine has died, "
+                    "or is not reached."
+                )
             if (death := workers.find_death(f"on node {self.rank}")) is not None:
                 raise death

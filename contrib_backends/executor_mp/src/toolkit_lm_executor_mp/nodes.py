@@ -17,7 +17,15 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ConfigError, EngineDeadError
 
 from toolkit_lm_executor_mp import wire
-from toolkit_lm_executor_mp.network import Master, endpoint, make_socket, read_key, shut, unshut, versions
+from toolkit_lm_executor_mp.network import (
+    Master,
+    endpoint,
+    make_socket,
+    read_key,
+    shut,
+    unshut,
+    versions,
+)
 
 _BEAT = b""
 """To a node: it says nothing, and fails where nobody is there."""
@@ -32,15 +40,28 @@ def make_nodes(context: zmq.Context[zmq.Socket[bytes]], config: VllmConfig) -> N
     node, nodes = config.node, config.parallel.nodes
     if nodes == 1:
         if node.node_rank or node.master is not None:
-            raise ConfigError(f"node_rank {node.node_rank} and master {node.master} are for several machines: give --nodes.")
+            raise ConfigError(
+                f"node_rank {node.node_rank} and master {node.master} are for several machines: "
+                "give --nodes."
+            )
         return None
     if node.node_rank:
         raise ConfigError(
-            f"node {node.node_rank} holds no engine: run `toolkit worker --master {node.master} --node-rank {node.node_rank}` there."
+            f"node {node.node_rank} holds no engine: run `toolkit worker --master {node.master} "
+            f"--node-rank {node.node_rank}` there."
         )
     if config.parallel.data_parallel_size > 1:
-        raise ConfigError("data_parallel_size is for one machine: with --nodes, put a balancer in front of several servers.")
-    return Nodes(context, config, Master.parse(node.master), read_key(node), range(config.parallel.ranks_per_node))
+        raise ConfigError(
+            "data_parallel_size is for one machine: with --nodes, put a balancer in front of "
+            "several servers."
+        )
+    return Nodes(
+        context,
+        config,
+        Master.parse(node.master),
+        read_key(node),
+        range(config.parallel.ranks_per_node),
+    )
 
 
 class _Node:
@@ -56,7 +77,8 @@ class _Node:
 
 
 class Nodes:
-    """Nodes 1 and up: each is a node.Node, which passes on what is for its ranks, and what they report.
+    """Nodes 1 and up: each is a node.Node, which passes on what is for its ranks, and what they
+    report.
 
     `door` is for the thread that listens, `send` for who has the lock of the calls.
     """
@@ -65,9 +87,15 @@ class Nodes:
     """What runs on a node, in errors."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], config: VllmConfig, master: Master, key: bytes, local_ranks: Sequence[int]
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        config: VllmConfig,
+        master: Master,
+        key: bytes,
+        local_ranks: Sequence[int],
     ) -> None:
-        """Raises ConfigError where the master's address is no address of this machine, or its port is in use.
+        """Raises ConfigError where the master's address is no address of this machine, or its port
+        is in use.
 
         `local_ranks`: those of node 0, the first ones; the other nodes share the rest evenly.
         """
@@ -77,7 +105,8 @@ class Nodes:
         self.num_nodes = 1 + (parallel.num_ranks - len(local_ranks)) // self._ranks_per_node
         self._timeout = config.engine.start_timeout
         self.margin = min(10.0, self._timeout / 2)
-        """Seconds that nodes must come before the end of the start: the front began to wait earlier, and is to hear who is missing."""
+        """Seconds that nodes must come before the end of the start: the front began to wait
+        earlier, and is to hear who is missing."""
         self._key = key
         self._versions = versions()
         self.master = master
@@ -88,10 +117,14 @@ class Nodes:
         self._failure: tuple[_Node, wire.NodeFailed] | None = None
         self._num_refused = 0
         self._next_look = 0.0
-        self.door = make_socket(context, zmq.ROUTER, self._key, config.node.node_timeout, is_master=True)
+        self.door = make_socket(
+            context, zmq.ROUTER, self._key, config.node.node_timeout, is_master=True
+        )
         # A message to who has gone is an error.
         self.door.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._refusals = self.door.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+        self._refusals = self.door.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        )
         self._plans: dict[int, zmq.Socket[bytes]] = {}
         self._store_listener: socket.socket | None = None
         self._num_meetings = 0
@@ -101,7 +134,9 @@ class Nodes:
         try:
             self.address = self._bind()
             for node in range(1, self.num_nodes):
-                self._plans[node] = make_socket(context, zmq.PUSH, self._key, config.node.node_timeout, is_master=True)
+                self._plans[node] = make_socket(
+                    context, zmq.PUSH, self._key, config.node.node_timeout, is_master=True
+                )
                 self._plans[node].setsockopt(zmq.SNDTIMEO, int(1000 * self.margin))
                 self._plans[node].bind(endpoint(self.address, "*"))
             self._store, self._store_listener = self._make_store()
@@ -114,12 +149,15 @@ class Nodes:
             address = self.master.resolve()
             self.door.bind(endpoint(address, self.master.port))
         except (OSError, zmq.ZMQError) as error:
-            raise ConfigError(f"node 0 cannot listen at {self.master} (master): {error.strerror}.") from error
+            raise ConfigError(
+                f"node 0 cannot listen at {self.master} (master): {error.strerror}."
+            ) from error
         self.master = self.master._replace(port=_port(self.door))
         return address
 
     def _make_store(self) -> tuple[Any, socket.socket]:
-        """Where ranks meet, on the master's address alone, and its listener. It serves as long as it is held."""
+        """Where ranks meet, on the master's address alone, and its listener. It serves as long as
+        it is held."""
         family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as listener:
             listener.bind((self.address, 0))
@@ -150,10 +188,13 @@ class Nodes:
         if not self._num_meetings:
             unshut(self._store_listener)
         self._num_meetings += 1
-        return wire.Connect(folder, self._store_listener.getsockname()[1], secrets.token_bytes(wire.KEY_BYTES))
+        return wire.Connect(
+            folder, self._store_listener.getsockname()[1], secrets.token_bytes(wire.KEY_BYTES)
+        )
 
     def end_meeting(self) -> None:
-        """The ranks of one are connected, or will not be. After the last one, nobody else may come to the store."""
+        """The ranks of one are connected, or will not be. After the last one, nobody else may come
+        to the store."""
         self._num_meetings -= 1
         if not self._num_meetings and self._store_listener is not None:
             shut(self._store_listener)
@@ -166,13 +207,21 @@ class Nodes:
 
     def late(self) -> EngineDeadError:
         """The error of a start to which not all nodes have come."""
-        missing, were = ", ".join(map(str, self.missing)), "nodes" if len(self.missing) > 1 else "node"
+        missing, were = (
+            ", ".join(map(str, self.missing)),
+            "nodes" if len(self.missing) > 1 else "node",
+        )
         while self._refusals.poll(0):
             self._refusals.recv_multipart()
             self._num_refused += 1
-        hint = f" {self._num_refused} connections were refused: who made them has another launch key." if self._num_refused else ""
+        hint = (
+            f" {self._num_refused} connections were refused: who made them has another launch key."
+            if self._num_refused
+            else ""
+        )
         return EngineDeadError(
-            f"{were} {missing} of {self.num_nodes} did not come to {self.master} within start_timeout: {self.runs} must run there.{hint}"
+            f"{were} {missing} of {self.num_nodes} did not come to {self.master} within "
+            f"start_timeout: {self.runs} must run there.{hint}"
         )
 
     def ranks_of(self, number: int) -> list[int]:
@@ -182,19 +231,25 @@ class Nodes:
 
     def machine(self, rank: int) -> str:
         """Where a rank is, as the end of "on rank 1"."""
-        node = next((one for one in self._nodes.values() if rank in self.ranks_of(one.hello.node)), None)
+        node = next(
+            (one for one in self._nodes.values() if rank in self.ranks_of(one.hello.node)), None
+        )
         return " of node 0" if node is None else f" of node {node.hello.node} ({node.hello.host})"
 
     def send(self, message: bytes) -> None:
         """An encoded command, to the workers of all nodes."""
         for number, one in self._plans.items():
-            # The first command waits for a node that connects. Later on, who is not connected has gone, as `find_death` will say.
+            # The first command waits for a node that connects. Later on, who is not connected has
+            # gone, as `find_death` will say.
             with suppress(zmq.Again):
-                one.send(message, zmq.NOBLOCK if number in self._connected else 0, len(message) < 2**16)
+                one.send(
+                    message, zmq.NOBLOCK if number in self._connected else 0, len(message) < 2**16
+                )
                 self._connected.add(number)
 
     def take(self) -> list[zmq.Frame]:
-        """What workers of other machines have reported. Greets nodes. Raises ConfigError for a node that does not fit."""
+        """What workers of other machines have reported. Greets nodes. Raises ConfigError for a node
+        that does not fit."""
         taken: list[zmq.Frame] = []
         while True:
             try:
@@ -217,8 +272,12 @@ class Nodes:
             self._failure = self._failure or (node, report)
         elif node is not None and isinstance(report, wire.NodeProof) and not node.has_joined:
             number = node.hello.node
-            if not secrets.compare_digest(report.proof, wire.prove(self._key, "node", number, node.nonce)):
-                raise EngineDeadError(f"who calls itself node {number} does not know the key of the launch.")
+            if not secrets.compare_digest(
+                report.proof, wire.prove(self._key, "node", number, node.nonce)
+            ):
+                raise EngineDeadError(
+                    f"who calls itself node {number} does not know the key of the launch."
+                )
             self._check(node)
             node.has_joined = True
             self._tell(name, wire.Welcome(self.ranks_of(number), _port(self._plans[number])))
@@ -227,17 +286,23 @@ class Nodes:
         number = node.hello.node
         if not 1 <= number < self.num_nodes:
             raise ConfigError(
-                f"{node} is not among the {self.num_nodes} nodes: its --node-rank must be from 1 to {self.num_nodes - 1}. "
+                f"{node} is not among the {self.num_nodes} nodes: its --node-rank must be from 1 "
+                f"to {self.num_nodes - 1}. "
                 f"Node 0 is here ({socket.gethostname()})."
             )
         for other in self._nodes.values():
             if other.has_joined and other.hello.node == number:
                 raise ConfigError(f"two machines have the same --node-rank: {other} and {node}.")
         there = node.hello.versions
-        different = [f"{name} {here} here, {there.get(name)} there" for name, here in self._versions.items() if here != there.get(name)]
+        different = [
+            f"{name} {here} here, {there.get(name)} there"
+            for name, here in self._versions.items()
+            if here != there.get(name)
+        ]
         if different:
             raise ConfigError(
-                f"{node} has other versions than node 0 ({socket.gethostname()}; 'here': node 0; 'there': node {number}): "
+                f"{node} has other versions than node 0 ({socket.gethostname()}; 'here': node 0; "
+                f"'there': node {number}): "
                 f"{'; '.join(different)}."
             )
 
@@ -265,7 +330,8 @@ class Nodes:
                 if node.has_joined:
                     ranks = ", ".join(map(str, self.ranks_of(node.hello.node)))
                     return EngineDeadError(
-                        f"{node} has gone {doing}, with rank {ranks}: its {self.runs} has died, or is not reached any more."
+                        f"{node} has gone {doing}, with rank {ranks}: its {self.runs} has died, "
+                        "or is not reached any more."
                     )
         return None
 

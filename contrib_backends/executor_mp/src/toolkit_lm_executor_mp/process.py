@@ -1,4 +1,5 @@
-"""A worker's process as the engine sees it: how it is started, how its end is noticed, and how it is ended."""
+"""A worker's process as the engine sees it: how it is started, how its end is noticed, and how it
+is ended."""
 
 from __future__ import annotations
 
@@ -19,11 +20,14 @@ _GRACE = 0.5
 class WorkerProcess:
     """A process that runs worker.py. It starts to import at once, and waits for its config.
 
-    Engine and worker hold one end each of a socket pair, the lifeline: whichever process dies, the other's end reads end-of-file. The
-    worker reads the key of the launch from it, which stands neither in its arguments nor in its environment.
+    Engine and worker hold one end each of a socket pair, the lifeline: whichever process dies, the
+    other's end reads end-of-file. The worker reads the key of the launch from it, which stands
+    neither in its arguments nor in its environment.
     """
 
-    def __init__(self, rank: int, num_threads: int, folder: Path, key: bytes, master: str = "") -> None:
+    def __init__(
+        self, rank: int, num_threads: int, folder: Path, key: bytes, master: str = ""
+    ) -> None:
         """Starts it. Raises EngineDeadError where that fails.
 
         `master`: the address of the machine that holds the engine, where ranks are on several.
@@ -32,9 +36,21 @@ class WorkerProcess:
         self._parent = os.getpid()
         self.lifeline, theirs = socket.socketpair()
         # As multiprocessing does, so that it imports what this process would import.
-        code = f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from toolkit_lm_executor_mp.worker import main; main()"
+        code = (
+            f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from "
+            "toolkit_lm_executor_mp.worker import main; main()"
+        )
         with theirs:
-            command = [sys.executable, "-c", code, str(rank), str(folder), str(theirs.fileno()), str(self._parent), master]
+            command = [
+                sys.executable,
+                "-c",
+                code,
+                str(rank),
+                str(folder),
+                str(theirs.fileno()),
+                str(self._parent),
+                master,
+            ]
             try:
                 # Without a shell, and without a word of a client's.
                 self._process = subprocess.Popen(  # nosec B603
@@ -47,7 +63,9 @@ class WorkerProcess:
                 )
             except OSError as error:
                 self.lifeline.close()
-                raise EngineDeadError(f"no worker can be started from {sys.executable!r}: {error}") from error
+                raise EngineDeadError(
+                    f"no worker can be started from {sys.executable!r}: {error}"
+                ) from error
         assert self._process.stderr is not None, "it was asked for"
         self._stderr = StderrRelay(self._process.stderr)
         self.lifeline.sendall(key)
@@ -89,7 +107,8 @@ class WorkerProcess:
         self._stderr.join()
 
     def death(self, doing: str) -> EngineDeadError:
-        """Ends it. Returns an error that says how it died, with the last that it wrote. `doing`: such as "in step 7"."""
+        """Ends it. Returns an error that says how it died, with the last that it wrote. `doing`:
+        such as "in step 7"."""
         self.end()
         code, stderr = self.exit_code, self._stderr.text
         how = f"ended with exit code {code}" if code >= 0 else f"was killed by {_name(-code)}"
@@ -98,8 +117,12 @@ class WorkerProcess:
         if -code == signal.SIGKILL:
             # What it wrote before says nothing of why.
             message += "; perhaps the machine ran out of memory"
-        error = EngineDeadError(f"{message}. The last that it wrote to stderr: {words}" if words else f"{message}.")
-        error.add_note(f"The end of its stderr:\n{stderr}" if stderr else "It wrote nothing to stderr.")
+        error = EngineDeadError(
+            f"{message}. The last that it wrote to stderr: {words}" if words else f"{message}."
+        )
+        error.add_note(
+            f"The end of its stderr:\n{stderr}" if stderr else "It wrote nothing to stderr."
+        )
         return error
 
 

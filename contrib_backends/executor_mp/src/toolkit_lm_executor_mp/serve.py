@@ -31,11 +31,14 @@ _LAST_WORDS = 1000
 """Milliseconds that the last report gets to leave."""
 
 
-def serve(rank: int, folder: str, key: bytes, master: str, die_with_engine: Callable[[bool], None]) -> None:
+def serve(
+    rank: int, folder: str, key: bytes, master: str, die_with_engine: Callable[[bool], None]
+) -> None:
     """Meets the engine in `folder`, and does what it says until it dies.
 
     `master`: the address of the machine that holds the engine, where ranks are on several; else "".
-    `die_with_engine` is called with whether the end of the engine may kill the process at once: not while it may leave a folder.
+    `die_with_engine` is called with whether the end of the engine may kill the process at once: not
+    while it may leave a folder.
     """
     context = zmq.Context()
     commands, reports = wire.make_socket(context, zmq.PULL), wire.make_socket(context, zmq.PUSH)
@@ -44,8 +47,12 @@ def serve(rank: int, folder: str, key: bytes, master: str, die_with_engine: Call
     nonce = os.urandom(wire.KEY_BYTES)
     reports.send(wire.encode(wire.Hello(rank, nonce)))
     challenge = wire.decode_command(commands.recv())
-    if not isinstance(challenge, wire.Challenge) or challenge.proof != wire.prove(key, "engine", rank, nonce):
-        raise PermissionError("who answers at the engine's socket does not know the key of the launch")
+    if not isinstance(challenge, wire.Challenge) or challenge.proof != wire.prove(
+        key, "engine", rank, nonce
+    ):
+        raise PermissionError(
+            "who answers at the engine's socket does not know the key of the launch"
+        )
     reports.send(wire.encode(wire.Proof(rank, wire.prove(key, "worker", rank, challenge.nonce))))
     start = wire.decode_command(commands.recv())
     assert isinstance(start, wire.Start), "the engine's first call"
@@ -88,7 +95,10 @@ def _make_worker(start: wire.Start, rank: int, master: str) -> Worker:
         warnings.simplefilter("ignore")
         plugins = Plugins.load(start.config.plugins)
     if difference := start.fingerprint.difference(plugins.fingerprint()):
-        raise PluginError(f"the worker has other plugins than its engine ('here': the engine; 'there': the worker):\n{difference}")
+        raise PluginError(
+            "the worker has other plugins than its engine ('here': the engine; 'there': the "
+            f"worker):\n{difference}"
+        )
     config = start.config.with_rank(rank)
     if config.device.device.startswith("cuda"):
         number = rank % config.parallel.ranks_per_node
@@ -115,7 +125,9 @@ class Worker:
             if isinstance(command, wire.Connect):
                 self.leave()
                 meeting = (
-                    MasterStore(self._master, command.store_port, call, command.key) if self._master else Path(command.folder, "groups")
+                    MasterStore(self._master, command.store_port, call, command.key)
+                    if self._master
+                    else Path(command.folder, "groups")
                 )
                 self._groups = connect(self.config.parallel, meeting, self.runner.device)
                 return wire.Done(rank, call)
@@ -125,7 +137,11 @@ class Worker:
                 if not isinstance(command, wire.Step):
                     return wire.Done(rank, call, description=self._call(command))
                 result: StepResult = self.runner.execute(command.plan)
-                return wire.Done(rank, call, result) if rank == wire.answering_rank(self.config.parallel) else None
+                return (
+                    wire.Done(rank, call, result)
+                    if rank == wire.answering_rank(self.config.parallel)
+                    else None
+                )
         except Exception as error:
             failure = Failure.of(_without_own_frames(error), self.plugins.failure)
             failed = wire.Failed(rank, call, failure, isinstance(error, LostRankError))
@@ -156,7 +172,10 @@ class Worker:
 
     def _describe(self) -> wire.Description:
         return wire.Description(
-            specs={layer: msgspec.Raw(wire.encode(spec)) for layer, spec in self.runner.kv_cache_specs().items()},
+            specs={
+                layer: msgspec.Raw(wire.encode(spec))
+                for layer, spec in self.runner.kv_cache_specs().items()
+            },
             backends={layer: selection.name for layer, selection in self.runner.selections.items()},
             pooling=self.runner.pooling_rules(),
             step_memory=self._step_memory,

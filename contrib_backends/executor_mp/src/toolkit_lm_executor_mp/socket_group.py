@@ -1,4 +1,5 @@
-"""Groups whose ranks are on one machine, over Unix sockets: no other user reaches them, and nothing listens once they are connected."""
+"""Groups whose ranks are on one machine, over Unix sockets: no other user reaches them, and nothing
+listens once they are connected."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from toolkit_lm.distributed import Group
 from torch import Tensor
 
 TIMEOUT = 600.0
-"""Seconds that a rank waits for another one in a collective. A pipeline stage waits as long as the stage before computes."""
+"""Seconds that a rank waits for another one in a collective. A pipeline stage waits as long as the
+stage before computes."""
 _RANK = struct.Struct("<i")
 """What who connects says first: its place in the group."""
 _CREDENTIALS = struct.Struct("iII")
@@ -51,20 +53,24 @@ def together() -> Iterator[None]:
 
 
 class SocketGroup(Group):
-    """A Unix stream socket to each other rank. Its calls raise LostRankError once a rank has closed its own.
+    """A Unix stream socket to each other rank. Its calls raise LostRankError once a rank has closed
+    its own.
 
-    Sums are in float32, or in a wider dtype of the tensor's own, and in the order of ranks: all ranks have the same to the last bit.
+    Sums are in float32, or in a wider dtype of the tensor's own, and in the order of ranks: all
+    ranks have the same to the last bit.
     """
 
     def __init__(self, rank: int, size: int, peers: Mapping[int, socket.socket]) -> None:
-        """`peers`: connected sockets, by the other rank's place in the group. From now on they are the group's."""
+        """`peers`: connected sockets, by the other rank's place in the group. From now on they are
+        the group's."""
         self.rank, self.size = rank, size
         self.peers = dict(peers)
         """By the other rank's place in the group; none once it was left."""
         for peer in self.peers.values():
             peer.setblocking(False)
         self._sender = ThreadPoolExecutor(1, "toolkit_lm-sender")
-        """For messages that the kernel has no room for at once. It starts its thread when there is the first one."""
+        """For messages that the kernel has no room for at once. It starts its thread when there is
+        the first one."""
         self._sent: Future[None] | None = None
         """The message that is on its way."""
 
@@ -95,7 +101,10 @@ class SocketGroup(Group):
 
     def send(self, tensors: Mapping[str, Tensor], rank: int) -> None:
         """Returns before they have arrived, so that a stage can begin its next step."""
-        described = {name: (str(one.dtype).removeprefix("torch."), one.shape) for name, one in tensors.items()}
+        described = {
+            name: (str(one.dtype).removeprefix("torch."), one.shape)
+            for name, one in tensors.items()
+        }
         header = msgspec.msgpack.encode(described)
         views = [memoryview(_LENGTH.pack(len(header)) + header), *map(_bytes_of, tensors.values())]
         self.flush()
@@ -115,7 +124,10 @@ class SocketGroup(Group):
         with together():
             (length,) = _LENGTH.unpack(self._take(rank, _LENGTH.size))
             described = _decode(self._take(rank, length))
-            found = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in described.items()}
+            found = {
+                name: torch.empty(shape, dtype=getattr(torch, dtype))
+                for name, (dtype, shape) in described.items()
+            }
             for one in found.values():
                 self._move({}, {rank: _bytes_of(one)})
             return found
@@ -158,7 +170,8 @@ class SocketGroup(Group):
         return taken
 
     def _swap(self, out: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> None:
-        """Sends and receives at a time, so that no two ranks wait for each other. All are contiguous."""
+        """Sends and receives at a time, so that no two ranks wait for each other. All are
+        contiguous."""
         if not self.peers:
             raise LostRankError("the group has been left")
         self.flush()
@@ -172,7 +185,9 @@ class SocketGroup(Group):
         into = {rank: view for rank, view in into.items() if len(view)}
         while True:
             out = {rank: views for rank, views in out.items() if self._push(rank, views)}
-            into = {rank: rest for rank, view in into.items() if len(rest := self._pull(rank, view))}
+            into = {
+                rank: rest for rank, view in into.items() if len(rest := self._pull(rank, view))
+            }
             if not out and not into:
                 return
             self._wait(into, out, end)
@@ -211,7 +226,9 @@ class SocketGroup(Group):
         for rank, wanted in events.items():
             poll.register(self._peer(rank), wanted)
         if not poll.poll(1000 * max(0.0, end - time.monotonic())):
-            raise LostRankError(f"rank {', '.join(map(str, events))} of the group did not come in time")
+            raise LostRankError(
+                f"rank {', '.join(map(str, events))} of the group did not come in time"
+            )
 
 
 def _gone(rank: int) -> str:
@@ -231,7 +248,8 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def meet_in(folder: Path, name: str, rank: int, size: int) -> SocketGroup:
-    """The group of the ranks that call this with the same `folder` and `name`. Nothing of the group is left in the folder.
+    """The group of the ranks that call this with the same `folder` and `name`. Nothing of the group
+    is left in the folder.
 
     The folder is made where it is not there, for this user alone. Raises LostRankError.
     """
@@ -250,9 +268,11 @@ def meet_in(folder: Path, name: str, rank: int, size: int) -> SocketGroup:
 
 
 def meet_by(store: Any, rank: int, size: int) -> SocketGroup:
-    """The group of the ranks that share `store`, of torch.distributed, and are on one machine. Linux alone has such addresses.
+    """The group of the ranks that share `store`, of torch.distributed, and are on one machine.
+    Linux alone has such addresses.
 
-    They are no files. Who else connects meanwhile is sent away: the kernel says whose process it is. Raises LostRankError.
+    They are no files. Who else connects meanwhile is sent away: the kernel says whose process it
+    is. Raises LostRankError.
     """
     with together(), closing(_listen("", size)) as listener:
         store.set(f"near {rank}", listener.getsockname())
@@ -272,7 +292,9 @@ def _listen(address: str, size: int) -> socket.socket:
     return listener
 
 
-def _meet(listener: socket.socket, rank: int, size: int, address: Callable[[int], str | bytes]) -> dict[int, socket.socket]:
+def _meet(
+    listener: socket.socket, rank: int, size: int, address: Callable[[int], str | bytes]
+) -> dict[int, socket.socket]:
     """Connects to the ranks below, and accepts those above."""
     end, found = time.monotonic() + TIMEOUT, {}
     try:
@@ -329,8 +351,11 @@ def _reach(address: str | bytes, rank: int, end: float) -> socket.socket:
 
 
 def _is_ours(peer: socket.socket) -> bool:
-    """Whether the process at the other end is this user's. Without a word of the kernel's, the folder alone keeps others away."""
+    """Whether the process at the other end is this user's. Without a word of the kernel's, the
+    folder alone keeps others away."""
     if not hasattr(socket, "SO_PEERCRED"):
         return True
-    _, user, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    _, user, _ = _CREDENTIALS.unpack(
+        peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
     return bool(user == os.geteuid())

@@ -1,6 +1,7 @@
 """Stores of torch.distributed, by which the ranks of a process group find each other.
 
-A process group keeps the part of a store that is in C++ alone: whoever makes one holds the store as long as the group.
+A process group keeps the part of a store that is in C++ alone: whoever makes one holds the store as
+long as the group.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _NONCE = 16
 
 
 class SignedStore(_dist.Store):  # type: ignore[misc]
-    """A store of values with an HMAC of their keys and of themselves: what others than ranks have put there is an error.
+    """A store of values with an HMAC of their keys and of themselves: what others than ranks have
+    put there is an error.
 
     The store itself takes anybody's keys. Only those methods are here that process groups use.
     """
@@ -36,14 +38,17 @@ class SignedStore(_dist.Store):  # type: ignore[misc]
         self._key = key
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._store.set(key, self._seal(key, value.encode() if isinstance(value, str) else bytes(value)))
+        self._store.set(
+            key, self._seal(key, value.encode() if isinstance(value, str) else bytes(value))
+        )
 
     def get(self, key: str) -> bytes:
         """Waits until it is there. Raises LostRankError where no rank has put it there."""
         return self._open(key, self._store.get(key))
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a number, which is 0 at first, and returns it. Raises LostRankError where no rank has put it there."""
+        """Adds to a number, which is 0 at first, and returns it. Raises LostRankError where no rank
+        has put it there."""
         while True:
             before = bytes(self._store.get(key)) if self._store.check([key]) else b""
             number = amount + (int(self._open(key, before)) if before else 0)
@@ -63,7 +68,8 @@ class SignedStore(_dist.Store):  # type: ignore[misc]
         self._store.wait(keys, timeout)
 
     def clone(self) -> SignedStore:
-        """This one: that of a TCPStore connects anew, which nobody can once the ranks are connected."""
+        """This one: that of a TCPStore connects anew, which nobody can once the ranks are
+        connected."""
         return self
 
     def _seal(self, key: str, value: bytes) -> bytes:
@@ -73,7 +79,10 @@ class SignedStore(_dist.Store):  # type: ignore[misc]
     def _open(self, key: str, signed: Any) -> bytes:
         digest, sealed = bytes(signed)[:_DIGEST], bytes(signed)[_DIGEST:]
         if not hmac.compare_digest(digest, self._sign(key, sealed)):
-            raise LostRankError(f"the store of the ranks holds a value of {key!r} that no rank of this launch has put there")
+            raise LostRankError(
+                f"the store of the ranks holds a value of {key!r} that no rank of this launch "
+                "has put there"
+            )
         return sealed[_NONCE:]
 
     def _sign(self, key: str, value: bytes) -> bytes:
@@ -92,7 +101,8 @@ class _OpenFile:
 
 
 class OpenFileStore(_dist.FileStore):  # type: ignore[misc]
-    """A store in a file that may be deleted once all ranks have opened it. Linux alone has paths of open files."""
+    """A store in a file that may be deleted once all ranks have opened it. Linux alone has paths of
+    open files."""
 
     def __init__(self, path: Path) -> None:
         """Makes the file where it is not there."""

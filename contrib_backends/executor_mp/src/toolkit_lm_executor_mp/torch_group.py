@@ -14,12 +14,15 @@ from toolkit_lm_executor_mp.socket_group import together
 
 
 class TorchGroup(Group):
-    """A process group of torch.distributed. Its calls raise LostRankError once a rank has closed its own."""
+    """A process group of torch.distributed. Its calls raise LostRankError once a rank has closed
+    its own."""
 
     def __init__(self, process_group: Any, device: torch.device, store: Any) -> None:
-        """`process_group`: a ProcessGroupGloo or ProcessGroupNCCL. `device`: where tensors that are received are put.
+        """`process_group`: a ProcessGroupGloo or ProcessGroupNCCL. `device`: where tensors that are
+        received are put.
 
-        `store`: by which its ranks meet, which NCCL's do no sooner than they exchange something. The group holds it until it is left.
+        `store`: by which its ranks meet, which NCCL's do no sooner than they exchange something.
+        The group holds it until it is left.
         """
         self.rank, self.size = process_group.rank(), process_group.size()
         self._store = store
@@ -43,7 +46,10 @@ class TorchGroup(Group):
 
     def send(self, tensors: Mapping[str, Tensor], rank: int) -> None:
         """Returns before they have arrived, so that a stage can begin its next step."""
-        described = {name: (str(tensor.dtype).removeprefix("torch."), tensor.shape) for name, tensor in tensors.items()}
+        described = {
+            name: (str(tensor.dtype).removeprefix("torch."), tensor.shape)
+            for name, tensor in tensors.items()
+        }
         header = torch.frombuffer(bytearray(msgspec.msgpack.encode(described)), dtype=torch.uint8)
         self.flush()
         with together():
@@ -65,11 +71,17 @@ class TorchGroup(Group):
 
         with together():
             header = receive((int(receive((1,), torch.int64)),), torch.uint8)
-            described = msgspec.msgpack.decode(header.cpu().numpy().tobytes(), type=dict[str, tuple[str, tuple[int, ...]]])
-            return {name: receive(shape, getattr(torch, dtype)) for name, (dtype, shape) in described.items()}
+            described = msgspec.msgpack.decode(
+                header.cpu().numpy().tobytes(), type=dict[str, tuple[str, tuple[int, ...]]]
+            )
+            return {
+                name: receive(shape, getattr(torch, dtype))
+                for name, (dtype, shape) in described.items()
+            }
 
     def close(self) -> None:
-        """Leaves: the other ranks' calls fail. Nothing else may hold what the calls returned, a traceback for instance."""
+        """Leaves: the other ranks' calls fail. Nothing else may hold what the calls returned, a
+        traceback for instance."""
         self._sent.clear()
         self._process_group = None
         # Now that nothing reads it any more.

@@ -1,4 +1,5 @@
-"""What passes between an engine and its workers: msgspec structs in msgpack, one per ZeroMQ message, never pickle."""
+"""What passes between an engine and its workers: msgspec structs in msgpack, one per ZeroMQ
+message, never pickle."""
 
 from __future__ import annotations
 
@@ -86,8 +87,11 @@ class Step(Struct, tag="step"):
     plan: StepPlan
 
 
-# Both sides number the commands after Challenge, from 0 on: each goes to all workers. Welcome and Farewell are for nodes.
-Command = Challenge | Welcome | Farewell | Start | Connect | Load | Describe | InitKVCache | WarmUp | Step
+# Both sides number the commands after Challenge, from 0 on: each goes to all workers. Welcome and
+# Farewell are for nodes.
+Command = (
+    Challenge | Welcome | Farewell | Start | Connect | Load | Describe | InitKVCache | WarmUp | Step
+)
 
 # Worker to engine
 

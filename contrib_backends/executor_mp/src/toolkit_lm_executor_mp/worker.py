@@ -1,6 +1,7 @@
 """A worker's main function; WorkerProcess starts it.
 
-Nothing heavy is imported before the lifeline is watched: from its first moments on, the process ends with its engine.
+Nothing heavy is imported before the lifeline is watched: from its first moments on, the process
+ends with its engine.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from functools import partial
 from toolkit_lm.engine.process.guard import guard
 
 _LOOK = 1000
-"""Milliseconds between two looks at whether the engine lives, should a fork of it hold the lifeline open."""
+"""Milliseconds between two looks at whether the engine lives, should a fork of it hold the lifeline
+open."""
 _MOST_LOOKS = 100
 """At folders that the engine has left."""
 
@@ -29,7 +31,8 @@ _MOST_LOOKS = 100
 def main() -> None:
     """Runs a worker until it fails; the end of the lifeline ends the process before that.
 
-    Arguments: rank, folder, lifeline, the pid of who has started it, the address of the engine's machine where ranks are on several.
+    Arguments: rank, folder, lifeline, the pid of who has started it, the address of the engine's
+    machine where ranks are on several.
     """
     try:
         _run(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
@@ -47,7 +50,9 @@ def _run(rank: int, folder: str, lifeline: int, parent: int, master: str) -> Non
     # 32 bytes, which the engine writes in one piece.
     key = os.read(lifeline, 64)
     unguard = guard(lifeline, folder)
-    threading.Thread(target=_watch, args=(folder, lifeline, parent), name="toolkit_lm-lifeline", daemon=True).start()
+    threading.Thread(
+        target=_watch, args=(folder, lifeline, parent), name="toolkit_lm-lifeline", daemon=True
+    ).start()
     # Imports make many objects and hardly any garbage, and what they make stays.
     gc.disable()
     from toolkit_lm_executor_mp.serve import serve
@@ -74,7 +79,9 @@ def _remove(folder: str) -> None:
     parent_folder, name = os.path.split(folder)
     # Until the others have ended as well, they may write there.
     for _ in range(_MOST_LOOKS):
-        left = [one for one in os.listdir(parent_folder) if one == name or one.startswith(f"{name}-")]
+        left = [
+            one for one in os.listdir(parent_folder) if one == name or one.startswith(f"{name}-")
+        ]
         if not left:
             return
         for one in left:
@@ -83,7 +90,8 @@ def _remove(folder: str) -> None:
 
 
 def _die_with(lifeline: int, dies: bool) -> None:
-    """Has the kernel kill the process at the lifeline's end: the watching thread must wait for code that holds the interpreter lock.
+    """Has the kernel kill the process at the lifeline's end: the watching thread must wait for code
+    that holds the interpreter lock.
 
     `dies`: False undoes it, so that the thread can remove what the engine has left.
     """

@@ -1,4 +1,5 @@
-"""What FlashAttention is told of a step: where the queries and keys of each sequence begin, which of them see each other, and the pages."""
+"""What FlashAttention is told of a step: where the queries and keys of each sequence begin, which
+of them see each other, and the pages."""
 
 from __future__ import annotations
 
@@ -22,28 +23,34 @@ class LayerKey(NamedTuple):
     block_size: int | None
     """None: nothing is cached."""
     paged: bool
-    """The kernel reads the cache through the block table. Otherwise the keys are gathered for it."""
+    """The kernel reads the cache through the block table. Otherwise the keys are gathered for
+    it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """N sequences, as `sequences` finds them. Their queries lie one after the other, and so do their keys.
+    """N sequences, as `sequences` finds them. Their queries lie one after the other, and so do
+    their keys.
 
-    The last query of a sequence is at the last of its keys, and the others lie before it: so are `causal` and `window` meant.
+    The last query of a sequence is at the last of its keys, and the others lie before it: so are
+    `causal` and `window` meant.
     """
 
     query_start: Tensor
-    """[N + 1] int32, the kernels' cu_seqlens_q: sequence n has the tokens query_start[n] : query_start[n + 1] of the step."""
+    """[N + 1] int32, the kernels' cu_seqlens_q: sequence n has the tokens query_start[n] :
+    query_start[n + 1] of the step."""
     key_start: Tensor
-    """[N + 1] int32, cu_seqlens_k: likewise, of `keys`; with pages only the numbers of keys count."""
+    """[N + 1] int32, cu_seqlens_k: likewise, of `keys`; with pages only the numbers of keys
+    count."""
     max_queries: int
     max_keys: int
     causal: bool
     window: tuple[int, int]
     """Keys before and after its own that a query sees; -1: all."""
     keys: Tensor | None
-    """[K] int64: the keys, of the step's tokens, or in the cache, seen as vectors [num_blocks * 2 * block_size, ...]. None: the step's
-    tokens themselves, in order, or `block_table`."""
+    """[K] int64: the keys, of the step's tokens, or in the cache, seen as vectors [num_blocks * 2 *
+    block_size, ...]. None: the step's tokens themselves, in order, or `block_table`.
+    """
     block_table: Tensor | None
     """[N, most blocks] int32: the keys' pages; None: they are not paged."""
 
@@ -60,7 +67,8 @@ class Sequences(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """One step. The arguments are made by the first layer that needs them: the batch knows neither windows nor types."""
+    """One step. The arguments are made by the first layer that needs them: the batch knows neither
+    windows nor types."""
 
     batch: BatchView
     stored: Tensor | None
@@ -69,11 +77,14 @@ class Metadata:
     _slots: dict[int, Tensor] = field(default_factory=dict)
 
     def slots(self, block_size: int) -> Tensor:
-        """[S] int64: where the step's keys go in the cache, seen as vectors [num_blocks * 2 * block_size, ...]."""
+        """[S] int64: where the step's keys go in the cache, seen as vectors [num_blocks * 2 *
+        block_size, ...]."""
         if block_size not in self._slots:
             slots = self.batch.slot_mapping
             assert slots is not None
-            self._slots[block_size] = key_places(slots if self.stored is None else slots[self.stored], block_size)
+            self._slots[block_size] = key_places(
+                slots if self.stored is None else slots[self.stored], block_size
+            )
         return self._slots[block_size]
 
     def arguments(self, key: LayerKey) -> Arguments:
@@ -83,12 +94,14 @@ class Metadata:
 
 
 def key_places(slots: Tensor, block_size: int) -> Tensor:
-    """Where the keys of slots are in a cache whose blocks hold keys and then values. A value is block_size after its key."""
+    """Where the keys of slots are in a cache whose blocks hold keys and then values. A value is
+    block_size after its key."""
     return slots + slots.div(block_size, rounding_mode="floor") * block_size
 
 
 def make_arguments(batch: BatchView, key: LayerKey) -> Arguments:
-    """Decoder: square and causal, or with keys of earlier steps. Encoder: square. Cross: as many keys as the encoder has tokens."""
+    """Decoder: square and causal, or with keys of earlier steps. Encoder: square. Cross: as many
+    keys as the encoder has tokens."""
     found = sequences(batch, key)
     device = batch.seq_lens_device.device
     causal = key.type is AttentionType.DECODER
@@ -107,20 +120,30 @@ def make_arguments(batch: BatchView, key: LayerKey) -> Arguments:
 
 
 def sequences(batch: BatchView, key: LayerKey) -> Sequences:
-    """The rows; but in an encoder with a window, each query after the keys is a sequence of its own, with the keys that it sees."""
-    num_queries, num_keys = np.diff(batch.query_start).astype(np.int64), batch.seq_lens.astype(np.int64)
+    """The rows; but in an encoder with a window, each query after the keys is a sequence of its
+    own, with the keys that it sees."""
+    num_queries, num_keys = (
+        np.diff(batch.query_start).astype(np.int64),
+        batch.seq_lens.astype(np.int64),
+    )
     rows, first = np.arange(batch.num_rows), np.zeros(batch.num_rows, np.int64)
     if key.type is AttentionType.DECODER and key.window is not None and not key.paged:
         # The blocks before the window may be gone.
         first = np.minimum((num_keys - num_queries + 1 - key.window).clip(0), num_keys)
-    elif key.type is AttentionType.ENCODER and key.window is not None and (num_queries > num_keys).any():
+    elif (
+        key.type is AttentionType.ENCODER
+        and key.window is not None
+        and (num_queries > num_keys).any()
+    ):
         return _windowed(num_queries, num_keys, key.window)
     return Sequences(rows, num_queries, first, num_keys - first)
 
 
 def _windowed(num_queries: np.ndarray, num_keys: np.ndarray, window: int) -> Sequences:
     found: list[tuple[int, int, int, int]] = []
-    for row, (queries, keys) in enumerate(zip(num_queries.tolist(), num_keys.tolist(), strict=True)):
+    for row, (queries, keys) in enumerate(
+        zip(num_queries.tolist(), num_keys.tolist(), strict=True)
+    ):
         found.append((row, min(queries, keys), 0, keys))
         for position in range(keys, queries):
             first = min(position - window + 1, keys)
@@ -130,17 +153,22 @@ def _windowed(num_queries: np.ndarray, num_keys: np.ndarray, window: int) -> Seq
 
 def _own(batch: BatchView, key: LayerKey) -> bool:
     """Each row sees the tokens that it brings, and no others."""
-    return key.type is not AttentionType.CROSS and bool((np.diff(batch.query_start) == batch.seq_lens).all())
+    return key.type is not AttentionType.CROSS and bool(
+        (np.diff(batch.query_start) == batch.seq_lens).all()
+    )
 
 
 def _key_places(batch: BatchView, key: LayerKey, found: Sequences) -> Tensor:
-    """[K] int64: the places of all keys, one sequence after the other. They are counted on the device: the host sends N numbers, not K."""
+    """[K] int64: the places of all keys, one sequence after the other. They are counted on the
+    device: the host sends N numbers, not K."""
     ends, total = found.num_keys.cumsum(), int(found.num_keys.sum())
     first = found.first_key - ends + found.num_keys
     if key.block_size is None:
         first = first + batch.query_start[found.row]
     given = np.stack([found.num_keys, first, found.row])
-    num_keys, first_place, row = torch.from_numpy(given).to(batch.seq_lens_device.device, non_blocking=True)
+    num_keys, first_place, row = torch.from_numpy(given).to(
+        batch.seq_lens_device.device, non_blocking=True
+    )
     owner = torch.repeat_interleave(num_keys, output_size=total)
     positions: Tensor = torch.arange(total, device=owner.device) + first_place[owner]
     if key.block_size is None:
@@ -151,4 +179,6 @@ def _key_places(batch: BatchView, key: LayerKey, found: Sequences) -> Tensor:
 
 
 def _starts(counts: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate([[0], counts.cumsum()]).astype(np.int32)).to(device, non_blocking=True)
+    return torch.from_numpy(np.concatenate([[0], counts.cumsum()]).astype(np.int32)).to(
+        device, non_blocking=True
+    )

@@ -23,10 +23,12 @@ from toolkit_lm_flash_attn.kernel import Kernel, find_kernel, refusal
 
 
 class FlashAttnBackend(AttentionBackend):
-    """Attention of all types on NVIDIA GPUs. A page holds (2, block_size, num_kv_heads, head_size): keys before values.
+    """Attention of all types on NVIDIA GPUs. A page holds (2, block_size, num_kv_heads, head_size):
+    keys before values.
 
-    A step is one call of the kernel, without padding. Where the kernel reads the cache's pages, CUDA graphs may hold decodes; elsewhere the
-    keys are gathered for it. In an encoder, a window hides keys at a distance of `window` or more on both sides.
+    A step is one call of the kernel, without padding. Where the kernel reads the cache's pages,
+    CUDA graphs may hold decodes; elsewhere the keys are gathered for it. In an encoder, a window
+    hides keys at a distance of `window` or more on both sides.
     """
 
     @classmethod
@@ -49,12 +51,22 @@ class FlashAttnBackend(AttentionBackend):
         kernel = cls.find_kernel()
         if kernel is None:
             return "no FlashAttention is here"
-        if spec is None or spec.type is not AttentionType.DECODER or not isinstance(spec.kv_cache, FullSpec):
+        if (
+            spec is None
+            or spec.type is not AttentionType.DECODER
+            or not isinstance(spec.kv_cache, FullSpec)
+        ):
             return "only layers of decoders have as many queries in each step"
         if kernel.page_step is None:
-            return f"FlashAttention of {kernel.name} reads no pages, so that all keys are gathered for it, as many as there are"
+            return (
+                f"FlashAttention of {kernel.name} reads no pages, so that all keys are gathered "
+                "for it, as many as there are"
+            )
         if not kernel.pages(block_size := spec.kv_cache.block_size):
-            return f"FlashAttention of {kernel.name} reads pages of a multiple of {kernel.page_step} tokens, and block_size is {block_size}"
+            return (
+                f"FlashAttention of {kernel.name} reads pages of a multiple of "
+                f"{kernel.page_step} tokens, and block_size is {block_size}"
+            )
         return GraphSupport.DECODE
 
     @classmethod
@@ -66,7 +78,9 @@ class FlashAttnBackend(AttentionBackend):
         kernel = self.find_kernel()
         assert kernel is not None
         self.kernel = kernel
-        self._fixed = None if setup.kv_cache is None else FixedSteps(setup.kv_cache.block_size, setup.device)
+        self._fixed = (
+            None if setup.kv_cache is None else FixedSteps(setup.kv_cache.block_size, setup.device)
+        )
 
     def build(self, batch: BatchView) -> Metadata | FixedMetadata:
         if batch.is_fixed:
@@ -76,7 +90,14 @@ class FlashAttnBackend(AttentionBackend):
         stored = slots.ge(0).nonzero()[:, 0] if batch.has_padding and slots is not None else None
         return Metadata(batch, stored)
 
-    def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Metadata | FixedMetadata) -> None:
+    def write_kv(
+        self,
+        layer: LayerParams,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: tuple[Tensor, ...],
+        meta: Metadata | FixedMetadata,
+    ) -> None:
         keys, values = _halves(kv_cache)
         places = meta.slots(kv_cache[0].shape[2])
         if meta.stored is not None:
@@ -116,15 +137,21 @@ def lacks(kernel: Kernel, spec: AttentionSpec) -> str | None:
     if (reason := common_refusal(spec, kernel.dtypes)) is not None:
         return reason
     if spec.head_size % kernel.head_step or spec.head_size > kernel.most_head_size:
-        return f"head_size {spec.head_size} is not a multiple of {kernel.head_step} up to {kernel.most_head_size}"
+        return (
+            f"head_size {spec.head_size} is not a multiple of {kernel.head_step} up to "
+            f"{kernel.most_head_size}"
+        )
     if spec.soft_cap is not None and not kernel.soft_caps:
-        return f"FlashAttention of {kernel.name} has no soft caps; that of the package flash_attn has"
+        return (
+            f"FlashAttention of {kernel.name} has no soft caps; that of the package flash_attn has"
+        )
     if asked := [name for name in ("bias", "sinks", "spans") if getattr(spec, name)]:
         return f"FlashAttention has no {' and no '.join(asked)}"
     return None
 
 
 def _halves(kv_cache: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """The cache as [N, num_kv_heads, head_size], from the first key on and from the first value on: one index finds both."""
+    """The cache as [N, num_kv_heads, head_size], from the first key on and from the first value on:
+    one index finds both."""
     vectors = kv_cache[0].view(-1, *kv_cache[0].shape[3:])
     return vectors, vectors[kv_cache[0].shape[2] :]

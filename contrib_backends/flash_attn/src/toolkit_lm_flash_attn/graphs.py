@@ -1,4 +1,5 @@
-"""Decode steps in CUDA graphs: what the kernel is told of them lies where it lay in other steps of as many rows."""
+"""Decode steps in CUDA graphs: what the kernel is told of them lies where it lay in other steps of
+as many rows."""
 
 from __future__ import annotations
 
@@ -13,11 +14,13 @@ from toolkit_lm_flash_attn.arguments import Arguments, LayerKey, key_places
 
 @dataclass(frozen=True, slots=True)
 class FixedMetadata:
-    """One step of R rows of one query each, whose keys are read from pages. A row of padding has no keys."""
+    """One step of R rows of one query each, whose keys are read from pages. A row of padding has no
+    keys."""
 
     batch: BatchView
     stored: Tensor
-    """[R] int64: the token whose key and value are stored. One of padding stores again what another one stores."""
+    """[R] int64: the token whose key and value are stored. One of padding stores again what another
+    one stores."""
     places: Tensor
     """[R] int64: where, in the cache seen as vectors [num_blocks * 2 * block_size, ...]."""
     key_start: Tensor
@@ -43,7 +46,8 @@ class FixedMetadata:
 
 
 class FixedSteps:
-    """Makes the metadata of steps in CUDA graphs, in tensors that it keeps by the number of rows. The host waits for nothing."""
+    """Makes the metadata of steps in CUDA graphs, in tensors that it keeps by the number of rows.
+    The host waits for nothing."""
 
     def __init__(self, block_size: int, device: torch.device) -> None:
         self._block_size, self._device = block_size, device
@@ -55,7 +59,11 @@ class FixedSteps:
         rows = batch.num_rows
         if rows not in self._kept:
             stored, places = torch.zeros(2, rows, dtype=torch.int64, device=self._device)
-            self._kept[rows] = stored, places, torch.zeros(rows + 1, dtype=torch.int32, device=self._device)
+            self._kept[rows] = (
+                stored,
+                places,
+                torch.zeros(rows + 1, dtype=torch.int32, device=self._device),
+            )
         stored, places, key_start = self._kept[rows]
         is_stored, tokens = batch.slot_mapping >= 0, torch.arange(rows, device=self._device)
         torch.where(is_stored, tokens, is_stored.int().argmax(), out=stored)

@@ -14,7 +14,8 @@ from torch import Tensor
 from toolkit_lm_flash_attn.arguments import Arguments
 
 Attend = Callable[[Tensor, Tensor, Tensor, Arguments, float, float | None], Tensor]
-"""(q [T, heads, size], k, v [K, kv_heads, size] or pages [num_blocks, block_size, kv_heads, size], arguments, scale, soft cap) -> as q."""
+"""(q [T, heads, size], k, v [K, kv_heads, size] or pages [num_blocks, block_size, kv_heads, size],
+arguments, scale, soft cap) -> as q."""
 
 _OLDEST = (8, 0)
 """Compute capability of the oldest GPUs that have the kernels: Ampere."""
@@ -33,7 +34,11 @@ class Kernel(NamedTuple):
 
     def pages(self, block_size: int | None) -> bool:
         """Whether it reads blocks of that size out of the cache itself."""
-        return block_size is not None and self.page_step is not None and block_size % self.page_step == 0
+        return (
+            block_size is not None
+            and self.page_step is not None
+            and block_size % self.page_step == 0
+        )
 
 
 def refusal() -> str | None:
@@ -44,7 +49,10 @@ def refusal() -> str | None:
         return "no GPU is there"
     capability = torch.cuda.get_device_capability()
     if capability < _OLDEST:
-        return f"the GPU has compute capability {capability[0]}.{capability[1]}, and FlashAttention needs 8.0"
+        return (
+            f"the GPU has compute capability {capability[0]}.{capability[1]}, and FlashAttention "
+            "needs 8.0"
+        )
     return None
 
 
@@ -53,12 +61,17 @@ def find_kernel() -> Kernel | None:
     """That of the package flash_attn; else torch's own; else None."""
     if importlib.util.find_spec("flash_attn") is not None:
         return Kernel("flash_attn", _attend_by_package, soft_caps=True, page_step=256)
-    if torch.backends.cuda.is_flash_attention_available() and importlib.util.find_spec("torch.nn.attention.varlen") is not None:
+    if (
+        torch.backends.cuda.is_flash_attention_available()
+        and importlib.util.find_spec("torch.nn.attention.varlen") is not None
+    ):
         return Kernel("torch", _attend_by_torch, soft_caps=False, page_step=None)
     return None
 
 
-def _attend_by_package(q: Tensor, k: Tensor, v: Tensor, given: Arguments, scale: float, soft_cap: float | None) -> Tensor:
+def _attend_by_package(
+    q: Tensor, k: Tensor, v: Tensor, given: Arguments, scale: float, soft_cap: float | None
+) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
     found: Tensor = flash_attn_varlen_func(
@@ -76,11 +89,15 @@ def _attend_by_package(q: Tensor, k: Tensor, v: Tensor, given: Arguments, scale:
     return found
 
 
-def _attend_by_torch(q: Tensor, k: Tensor, v: Tensor, given: Arguments, scale: float, soft_cap: float | None) -> Tensor:
+def _attend_by_torch(
+    q: Tensor, k: Tensor, v: Tensor, given: Arguments, scale: float, soft_cap: float | None
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     # PyTorch 2.11 takes shared KV heads as they come. Later ones ask to be told of them.
-    heads: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if _takes(varlen_attn, "enable_gqa") else {}
+    heads: dict[str, Any] = (
+        {"enable_gqa": q.shape[1] != k.shape[1]} if _takes(varlen_attn, "enable_gqa") else {}
+    )
     # It has no argument of its own for causal attention, which is a window that ends at the query.
     found: Any = varlen_attn(
         *(q, k, v, given.query_start, given.key_start, given.max_queries, given.max_keys),

@@ -35,12 +35,14 @@ class Run(NamedTuple):
     wrapper: Any
     """None: no token sees a key."""
     keyless: Tensor | None
-    """[N] int64: tokens that see no key, while others do; None: there are none, or nobody reads what they give."""
+    """[N] int64: tokens that see no key, while others do; None: there are none, or nobody reads
+    what they give."""
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Where the step's keys go in the cache, seen as vectors. A token of padding stores again what another one stores."""
+    """Where the step's keys go in the cache, seen as vectors. A token of padding stores again what
+    another one stores."""
 
     source: Tensor | None
     """[T] int64: the token that is stored; None: each its own."""
@@ -58,10 +60,12 @@ class Metadata:
 
 
 class FlashInferBackend(AttentionBackend):
-    """Attention on NVIDIA GPUs. A page holds (2, block_size, num_kv_heads, head_size): keys before values.
+    """Attention on NVIDIA GPUs. A page holds (2, block_size, num_kv_heads, head_size): keys before
+    values.
 
-    Steps of one query for each row are FlashInfer's decode, by tensor cores; others are its prefill. Both read the cache's pages. Where
-    nothing is cached, each token is a page. Plans are made in `build`, for all layers that are alike, so that CUDA graphs may hold decodes.
+    Steps of one query for each row are FlashInfer's decode, by tensor cores; others are its
+    prefill. Both read the cache's pages. Where nothing is cached, each token is a page. Plans are
+    made in `build`, for all layers that are alike, so that CUDA graphs may hold decodes.
     """
 
     dtypes: ClassVar[tuple[str, ...]] = ("bfloat16", "float16")
@@ -81,7 +85,10 @@ class FlashInferBackend(AttentionBackend):
         if (reason := common_refusal(spec, cls.dtypes)) is not None:
             return reason
         if spec.head_size not in cls.head_sizes:
-            return f"no kernel for head_size {spec.head_size}, only for {', '.join(map(str, cls.head_sizes))}"
+            return (
+                f"no kernel for head_size {spec.head_size}, only for "
+                f"{', '.join(map(str, cls.head_sizes))}"
+            )
         if spec.type is AttentionType.ENCODER and spec.window is not None:
             return "FlashInfer's windows end at the query, and an encoder's reach beyond it"
         if asked := [name for name in ("bias", "sinks", "spans") if getattr(spec, name)]:
@@ -99,7 +106,12 @@ class FlashInferBackend(AttentionBackend):
 
     def __init__(self, setup: GroupSetup) -> None:
         super().__init__(setup)
-        shapes = (LayerKey(one.type, one.num_heads, one.num_kv_heads, one.head_size, one.window, one.soft_cap) for one in setup.layers)
+        shapes = (
+            LayerKey(
+                one.type, one.num_heads, one.num_kv_heads, one.head_size, one.window, one.soft_cap
+            )
+            for one in setup.layers
+        )
         self._keys = list(dict.fromkeys(shapes))
         self._dtype: torch.dtype = getattr(torch, setup.layers[0].dtype)
         self._block_size = None if setup.kv_cache is None else setup.kv_cache.block_size
@@ -117,7 +129,9 @@ class FlashInferBackend(AttentionBackend):
     def build(self, batch: BatchView) -> Metadata:
         return Metadata({key: self._plan(batch, key) for key in self._keys}, self._store(batch))
 
-    def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Metadata) -> None:
+    def write_kv(
+        self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Metadata
+    ) -> None:
         store, (keys, values) = meta.store, _halves(kv_cache)
         assert store is not None
         if store.source is not None:
@@ -150,7 +164,9 @@ class FlashInferBackend(AttentionBackend):
             keys, values = _halves(kv_cache)
             pages = (keys[: len(values)].unsqueeze(1), values.unsqueeze(1))
         # A plan knows no scale, so that layers that differ in it alone share one.
-        found = run.wrapper.run(_side_by_side(q), pages, q_scale=layer.scale, out=out if out.is_contiguous() else None)
+        found = run.wrapper.run(
+            _side_by_side(q), pages, q_scale=layer.scale, out=out if out.is_contiguous() else None
+        )
         if found is not out:
             out.copy_(found)
         if run.keyless is not None:
@@ -161,9 +177,17 @@ class FlashInferBackend(AttentionBackend):
         if not batch.is_fixed and not len(pages.row):
             return Run(None, None)
         ids = page_ids(pages, batch, self._block_size, are_keys=key.window is not None)
-        indptr, last_page_len = torch.from_numpy(pages.indptr), torch.from_numpy(pages.last_page_len)
+        indptr, last_page_len = (
+            torch.from_numpy(pages.indptr),
+            torch.from_numpy(pages.last_page_len),
+        )
         shape = (key.num_heads, key.num_kv_heads, key.head_size, pages.page_size)
-        options = {"sm_scale": 1.0, "logits_soft_cap": key.soft_cap, "q_data_type": self._dtype, "kv_data_type": self._dtype}
+        options = {
+            "sm_scale": 1.0,
+            "logits_soft_cap": key.soft_cap,
+            "q_data_type": self._dtype,
+            "kv_data_type": self._dtype,
+        }
         if batch.max_query_len == 1 and batch.num_tokens == batch.num_rows:
             # The pages begin at the window, and end at the query.
             wrapper = self._decode(key, batch.num_rows if batch.is_fixed else None)
@@ -175,27 +199,50 @@ class FlashInferBackend(AttentionBackend):
             # A copy to the device may be under way while the next step changes its host arrays.
             query_start = torch.from_numpy(batch.query_start.copy())
             is_causal = key.type is AttentionType.DECODER
-            wrapper.plan(query_start, indptr, ids, last_page_len, *shape, causal=is_causal, window_left=window, **options)
+            wrapper.plan(
+                query_start,
+                indptr,
+                ids,
+                last_page_len,
+                *shape,
+                causal=is_causal,
+                window_left=window,
+                **options,
+            )
         return Run(wrapper, None if batch.is_fixed else _keyless(batch, pages))
 
     def _prefill(self, key: LayerKey) -> Any:
         place = (key, "prefill", 0)
         if place not in self._wrappers:
-            self._wrappers[place] = self.library().BatchPrefillWithPagedKVCacheWrapper(self._shared_workspace(), "NHD")
+            self._wrappers[place] = self.library().BatchPrefillWithPagedKVCacheWrapper(
+                self._shared_workspace(), "NHD"
+            )
         return self._wrappers[place]
 
     def _decode(self, key: LayerKey, num_fixed_rows: int | None) -> Any:
-        """For steps of any number of rows; or of `num_fixed_rows`, in a CUDA graph, which reads the wrapper's own buffers."""
+        """For steps of any number of rows; or of `num_fixed_rows`, in a CUDA graph, which reads the
+        wrapper's own buffers."""
         place = (key, "decode", num_fixed_rows or 0)
         if place not in self._wrappers:
             buffers: dict[str, Any] = {}
             if num_fixed_rows is not None:
-                sizes = {"indptr": num_fixed_rows + 1, "indices": num_fixed_rows * self._most_pages(key), "last_page_len": num_fixed_rows}
-                made = {name: torch.zeros(size, dtype=torch.int32, device=self.setup.device) for name, size in sizes.items()}
-                buffers = {"use_cuda_graph": True} | {f"paged_kv_{name}_buffer": buffer for name, buffer in made.items()}
+                sizes = {
+                    "indptr": num_fixed_rows + 1,
+                    "indices": num_fixed_rows * self._most_pages(key),
+                    "last_page_len": num_fixed_rows,
+                }
+                made = {
+                    name: torch.zeros(size, dtype=torch.int32, device=self.setup.device)
+                    for name, size in sizes.items()
+                }
+                buffers = {"use_cuda_graph": True} | {
+                    f"paged_kv_{name}_buffer": buffer for name, buffer in made.items()
+                }
             wrapper = self.library().BatchDecodeWithPagedKVCacheWrapper
             # Without tensor cores it knows some numbers of query heads for a KV head only.
-            self._wrappers[place] = wrapper(self._shared_workspace(), "NHD", use_tensor_cores=True, **buffers)
+            self._wrappers[place] = wrapper(
+                self._shared_workspace(), "NHD", use_tensor_cores=True, **buffers
+            )
         return self._wrappers[place]
 
     def _most_pages(self, key: LayerKey) -> int:
@@ -208,7 +255,9 @@ class FlashInferBackend(AttentionBackend):
     def _shared_workspace(self) -> Tensor:
         """What one layer's kernels leave there, no other layer reads."""
         if self._workspace is None:
-            self._workspace = torch.zeros(self.workspace_bytes, dtype=torch.uint8, device=self.setup.device)
+            self._workspace = torch.zeros(
+                self.workspace_bytes, dtype=torch.uint8, device=self.setup.device
+            )
         return self._workspace
 
     def _store(self, batch: BatchView) -> Store | None:
@@ -236,31 +285,43 @@ class FlashInferBackend(AttentionBackend):
 def missing() -> str | None:
     """Why FlashInfer cannot run here; None: it can."""
     if importlib.util.find_spec("flashinfer") is None:
-        return "the package flashinfer is not installed: pip install 'toolkit-lm-flashinfer[kernels]'"
+        return (
+            "the package flashinfer is not installed: pip install 'toolkit-lm-flashinfer[kernels]'"
+        )
     if not torch.cuda.is_available():
         return "no GPU is there"
     capability = torch.cuda.get_device_capability()
     if capability < _OLDEST:
-        return f"the GPU has compute capability {capability[0]}.{capability[1]}, and the backend needs 8.0"
+        return (
+            f"the GPU has compute capability {capability[0]}.{capability[1]}, and the backend "
+            "needs 8.0"
+        )
     return None
 
 
 def _keyless(batch: BatchView, pages: Pages) -> Tensor | None:
     tokens = np.repeat(pages.last_page_len == 0, np.diff(batch.query_start)).nonzero()[0]
-    return torch.from_numpy(tokens).to(batch.seq_lens_device.device, non_blocking=True) if len(tokens) else None
+    return (
+        torch.from_numpy(tokens).to(batch.seq_lens_device.device, non_blocking=True)
+        if len(tokens)
+        else None
+    )
 
 
 def _halves(kv_cache: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """The cache as [N, num_kv_heads, head_size], from the first key on and from the first value on: one index finds both."""
+    """The cache as [N, num_kv_heads, head_size], from the first key on and from the first value on:
+    one index finds both."""
     vectors = kv_cache[0].view(-1, *kv_cache[0].shape[3:])
     return vectors, vectors[kv_cache[0].shape[2] :]
 
 
 def _alone(x: Tensor) -> Tensor:
-    """Keys or values [T, num_kv_heads, head_size], each in a page of its own. Those of both must have the same strides."""
+    """Keys or values [T, num_kv_heads, head_size], each in a page of its own. Those of both must
+    have the same strides."""
     return x.contiguous().unsqueeze(1)
 
 
 def _side_by_side(x: Tensor) -> Tensor:
-    """x [T, heads, head_size] with a head's elements side by side, which they are as a model gives them."""
+    """x [T, heads, head_size] with a head's elements side by side, which they are as a model gives
+    them."""
     return x if x.stride(2) == 1 else x.contiguous()

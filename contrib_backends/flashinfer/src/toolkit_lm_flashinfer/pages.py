@@ -1,4 +1,5 @@
-"""What FlashInfer is told of a step: the pages that hold the keys of each row. Nothing here needs FlashInfer."""
+"""What FlashInfer is told of a step: the pages that hold the keys of each row. Nothing here needs
+FlashInfer."""
 
 from __future__ import annotations
 
@@ -37,12 +38,17 @@ class Pages(NamedTuple):
 
 
 def find_pages(batch: BatchView, key: LayerKey, block_size: int | None) -> Pages:
-    """The pages of the keys that any query of a step sees. `block_size`: of the cache; None: the keys are the step's own.
+    """The pages of the keys that any query of a step sees. `block_size`: of the cache; None: the
+    keys are the step's own.
 
-    A page is a block of the cache; or a single key, where nothing is cached or a window begins amid a block. A kernel multiplies what it
-    masks by zero, so that it must not be given slots before the window, which may hold NaN.
+    A page is a block of the cache; or a single key, where nothing is cached or a window begins amid
+    a block. A kernel multiplies what it masks by zero, so that it must not be given slots before
+    the window, which may hold NaN.
     """
-    num_queries, num_keys = np.diff(batch.query_start).astype(np.int64), batch.seq_lens.astype(np.int64)
+    num_queries, num_keys = (
+        np.diff(batch.query_start).astype(np.int64),
+        batch.seq_lens.astype(np.int64),
+    )
     first, page_size = np.zeros_like(num_keys), block_size or 1
     if key.window is not None:
         first, page_size = (num_keys - num_queries + 1 - key.window).clip(0), 1
@@ -55,20 +61,26 @@ def find_pages(batch: BatchView, key: LayerKey, block_size: int | None) -> Pages
 
 
 def page_ids(pages: Pages, batch: BatchView, block_size: int | None, *, are_keys: bool) -> Tensor:
-    """[P] int32, on the step's device: where the pages are, of the step's tokens; of the cache's blocks; or, if they `are_keys`, of the
-    cache, seen as vectors [num_blocks * 2 * block_size, ...] whose blocks hold keys before values.
+    """[P] int32, on the step's device: where the pages are, of the step's tokens; of the cache's
+    blocks; or, if they `are_keys`, of the cache, seen as vectors [num_blocks * 2 * block_size, ...]
+    whose blocks hold keys before values.
     """
     device = batch.seq_lens_device.device
     if block_size is None:
         return _to(batch.query_start[pages.row] + pages.position, device)
     table = batch.block_table
     assert table is not None
-    blocks = table.reshape(-1).index_select(0, _to(pages.row * table.shape[1] + pages.position // block_size, device))
-    return blocks * (2 * block_size) + _to(pages.position % block_size, device) if are_keys else blocks
+    blocks = table.reshape(-1).index_select(
+        0, _to(pages.row * table.shape[1] + pages.position // block_size, device)
+    )
+    return (
+        blocks * (2 * block_size) + _to(pages.position % block_size, device) if are_keys else blocks
+    )
 
 
 def key_places(slots: Tensor, block_size: int) -> Tensor:
-    """Where the keys of slots are in a cache whose blocks hold keys and then values. A value is block_size after its key."""
+    """Where the keys of slots are in a cache whose blocks hold keys and then values. A value is
+    block_size after its key."""
     return slots + slots.div(block_size, rounding_mode="floor") * block_size
 
 

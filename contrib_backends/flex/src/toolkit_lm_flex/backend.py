@@ -33,11 +33,13 @@ _FUSED_SCORES = 2**28
 
 
 class FlexBackend(AttentionBackend):
-    """Exact attention of all types. A page holds (2, block_size, num_kv_heads, head_size): keys before values.
+    """Exact attention of all types. A page holds (2, block_size, num_kv_heads, head_size): keys
+    before values.
 
-    Masks, soft caps and biases are functions, which FlexAttention applies to scores; sinks join by the logarithm of the denominator. Rows
-    are gathered out of the cache and are a batch with padding, so that no row meets the keys of another. In an encoder, a window hides
-    keys at a distance of `window` or more on both sides.
+    Masks, soft caps and biases are functions, which FlexAttention applies to scores; sinks join by
+    the logarithm of the denominator. Rows are gathered out of the cache and are a batch with
+    padding, so that no row meets the keys of another. In an encoder, a window hides keys at a
+    distance of `window` or more on both sides.
     """
 
     @classmethod
@@ -57,7 +59,8 @@ class FlexBackend(AttentionBackend):
 
     def __init__(self, setup: GroupSetup) -> None:
         super().__init__(setup)
-        # Compiled for a CPU it takes seconds and a compiler, decodes no faster, and does not give the denominators that sinks need.
+        # Compiled for a CPU it takes seconds and a compiler, decodes no faster, and does not give
+        # the denominators that sinks need.
         self.fuses = setup.device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
     def build(self, batch: BatchView) -> Metadata:
@@ -65,7 +68,9 @@ class FlexBackend(AttentionBackend):
         stored = slots.ge(0).nonzero()[:, 0] if batch.has_padding and slots is not None else None
         return Metadata(batch, stored)
 
-    def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Metadata) -> None:
+    def write_kv(
+        self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Metadata
+    ) -> None:
         keys, values = _halves(kv_cache)
         places = meta.slots(kv_cache[0].shape[2])
         if meta.stored is not None:
@@ -88,7 +93,9 @@ class FlexBackend(AttentionBackend):
             keys, values = k, v
         else:
             keys, values = _halves(kv_cache)
-        plan = meta.plan(layer, kv_cache, _WRITTEN_SCORES if self.writes_scores(layer.bias) else _FUSED_SCORES)
+        plan = meta.plan(
+            layer, kv_cache, _WRITTEN_SCORES if self.writes_scores(layer.bias) else _FUSED_SCORES
+        )
         for tokens in plan.keyless:
             out[tokens].zero_()
         for group in plan.groups:
@@ -98,10 +105,17 @@ class FlexBackend(AttentionBackend):
         """Whether a layer with that bias needs memory for each score."""
         return not self.fuses or not (bias is None or isinstance(bias, OffsetBias))
 
-    def _attend(self, layer: LayerParams, q: Tensor, keys: Tensor, values: Tensor, group: Group, out: Tensor) -> None:
-        given, change = (_take(q, group.tokens), _take(keys, group.keys), _take(values, group.keys)), _score_mod(layer, group)
+    def _attend(
+        self, layer: LayerParams, q: Tensor, keys: Tensor, values: Tensor, group: Group, out: Tensor
+    ) -> None:
+        given, change = (
+            (_take(q, group.tokens), _take(keys, group.keys), _take(values, group.keys)),
+            _score_mod(layer, group),
+        )
         if self.fuses:
-            found, logsumexp = fused(*given, group.blocks(), change, layer.scale, logsumexp=layer.sinks is not None)
+            found, logsumexp = fused(
+                *given, group.blocks(), change, layer.scale, logsumexp=layer.sinks is not None
+            )
         else:
             found, logsumexp = formula(*given, group.mask, change, layer.scale)
         if layer.sinks is not None:
@@ -114,7 +128,8 @@ class FlexBackend(AttentionBackend):
 
 
 def _halves(kv_cache: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """The cache as [N, num_kv_heads, head_size], from the first key on and from the first value on: one index finds both."""
+    """The cache as [N, num_kv_heads, head_size], from the first key on and from the first value on:
+    one index finds both."""
     vectors = kv_cache[0].view(-1, *kv_cache[0].shape[3:])
     return vectors, vectors[kv_cache[0].shape[2] :]
 
@@ -138,7 +153,9 @@ def _score_mod(layer: LayerParams, group: Group) -> ScoreMod | None:
     return change
 
 
-def _bias(layer: LayerParams, group: Group) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None:
+def _bias(
+    layer: LayerParams, group: Group
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None:
     """(piece, head, query, key), all indices -> what is added to the score, in fp32."""
     given = layer.bias
     if given is None:

@@ -19,27 +19,47 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 _WHOLE = 2**30
 """Size of a block that holds all queries, or all keys."""
 _MOST_KERNELS = 512
-"""torch compiles one for each kind of mask, of change to scores and of aux, and for each of three sizes being 1 or not. Past its own limit,
-which is 8, it would compute without a kernel and write all scores to memory; past this one it raises."""
+"""torch compiles one for each kind of mask, of change to scores and of aux, and for each of three
+sizes being 1 or not. Past its own limit, which is 8, it would compute without a kernel and write
+all scores to memory; past this one it raises.
+"""
 
 
-def formula(q: Tensor, k: Tensor, v: Tensor, mask: MaskMod, change: ScoreMod | None, scale: float) -> tuple[Tensor, Tensor]:
+def formula(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskMod, change: ScoreMod | None, scale: float
+) -> tuple[Tensor, Tensor]:
     """Attention as q, and the logarithm of the softmax's denominator [N, heads, Q] in fp32.
 
-    q [N, heads, Q, size], k and v [N, kv_heads, K, size]. A query that sees no key gives 0, and -inf.
+    q [N, heads, Q, size], k and v [N, kv_heads, K, size]. A query that sees no key gives 0, and
+    -inf.
     """
-    # This is the op that flex_attention calls. Called directly, the functions are not traced, and traced again for each shape.
+    # This is the op that flex_attention calls. Called directly, the functions are not traced, and
+    # traced again for each shape.
     whole = _one_block(mask, q.shape[2], k.shape[2], q.device)
-    out, logsumexp, _ = torch.ops.higher_order.flex_attention(q, k, v, change or _unchanged, whole.as_tuple(), scale, {})
+    out, logsumexp, _ = torch.ops.higher_order.flex_attention(
+        q, k, v, change or _unchanged, whole.as_tuple(), scale, {}
+    )
     # It is to the base 2.
     return out, logsumexp * math.log(2)
 
 
 def fused(
-    q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask, change: ScoreMod | None, scale: float, *, logsumexp: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: BlockMask,
+    change: ScoreMod | None,
+    scale: float,
+    *,
+    logsumexp: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """As `formula`, in one kernel, which torch compiles. The logarithm is None unless asked for."""
-    arguments: dict[str, Any] = {"score_mod": change, "block_mask": blocks, "scale": scale, "enable_gqa": True}
+    arguments: dict[str, Any] = {
+        "score_mod": change,
+        "block_mask": blocks,
+        "scale": scale,
+        "enable_gqa": True,
+    }
     with _many_kernels():
         if not logsumexp:
             return _compiled()(q, k, v, **arguments), None
@@ -49,9 +69,17 @@ def fused(
 
 def _one_block(mask: MaskMod, num_queries: int, num_keys: int, device: torch.device) -> BlockMask:
     """The mask, evaluated for each pair of a query and a key."""
-    count, index = torch.ones(1, 1, 1, dtype=torch.int32, device=device), torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=device)
+    count, index = (
+        torch.ones(1, 1, 1, dtype=torch.int32, device=device),
+        torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=device),
+    )
     return BlockMask.from_kv_blocks(
-        count, index, BLOCK_SIZE=(_WHOLE, _WHOLE), mask_mod=mask, seq_lengths=(num_queries, num_keys), compute_q_blocks=False
+        count,
+        index,
+        BLOCK_SIZE=(_WHOLE, _WHOLE),
+        mask_mod=mask,
+        seq_lengths=(num_queries, num_keys),
+        compute_q_blocks=False,
     )
 
 
@@ -61,11 +89,15 @@ def _unchanged(score: Tensor, piece: Tensor, head: Tensor, query: Tensor, key: T
 
 @functools.cache
 def _many_kernels() -> Any:
-    """A context in which torch keeps so many kernels. Each that is made leaves a variable in its thread for ever: there is one."""
-    # Here, and not above: every engine asks the backend whether it can run, and the import takes seconds.
+    """A context in which torch keeps so many kernels. Each that is made leaves a variable in its
+    thread for ever: there is one."""
+    # Here, and not above: every engine asks the backend whether it can run, and the import takes
+    # seconds.
     import torch._dynamo.config as dynamo_config
 
-    return dynamo_config.patch(recompile_limit=_MOST_KERNELS, accumulated_recompile_limit=_MOST_KERNELS)
+    return dynamo_config.patch(
+        recompile_limit=_MOST_KERNELS, accumulated_recompile_limit=_MOST_KERNELS
+    )
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-"""What one step's batch means for a layer: which pieces of rows are computed together, where their keys are, and what masks them."""
+"""What one step's batch means for a layer: which pieces of rows are computed together, where their
+keys are, and what masks them."""
 
 from __future__ import annotations
 
@@ -44,14 +45,16 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """N pieces of similar shape, padded to Q queries and K keys. Padding repeats a query or a key of the same piece."""
+    """N pieces of similar shape, padded to Q queries and K keys. Padding repeats a query or a key
+    of the same piece."""
 
     tokens: Tensor
     """[N, Q] int64: the queries, of the step's tokens."""
     real: Tensor
     """[P] int64: the queries that are no padding, of N * Q."""
     keys: Tensor
-    """[N, K] int64: the keys, of the step's tokens, or in the cache, seen as vectors [num_blocks * 2 * block_size, ...]."""
+    """[N, K] int64: the keys, of the step's tokens, or in the cache, seen as vectors [num_blocks *
+    2 * block_size, ...]."""
     q_positions: Tensor
     """[N, Q] int64."""
     k_positions: Tensor
@@ -62,10 +65,15 @@ class Group:
     _blocks: list[BlockMask] = field(default_factory=list)
 
     def blocks(self) -> BlockMask:
-        """The mask, and which blocks of keys no query of a block sees, so that a kernel leaves them out. Made once for all layers."""
+        """The mask, and which blocks of keys no query of a block sees, so that a kernel leaves them
+        out. Made once for all layers."""
         if not self._blocks:
             (count, num_queries), num_keys = self.tokens.shape, self.keys.shape[1]
-            self._blocks.append(create_block_mask(self.mask, count, None, num_queries, num_keys, device=self.tokens.device))
+            self._blocks.append(
+                create_block_mask(
+                    self.mask, count, None, num_queries, num_keys, device=self.tokens.device
+                )
+            )
         return self._blocks[0]
 
 
@@ -80,7 +88,8 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """One step. Plans are made by the first layer that needs them: the batch knows neither windows nor head counts."""
+    """One step. Plans are made by the first layer that needs them: the batch knows neither windows
+    nor head counts."""
 
     batch: BatchView
     stored: Tensor | None
@@ -89,14 +98,19 @@ class Metadata:
     _slots: dict[int, Tensor] = field(default_factory=dict)
 
     def slots(self, block_size: int) -> Tensor:
-        """[S] int64: where the step's keys go in the cache, seen as vectors [num_blocks * 2 * block_size, ...]."""
+        """[S] int64: where the step's keys go in the cache, seen as vectors [num_blocks * 2 *
+        block_size, ...]."""
         if block_size not in self._slots:
             slots = self.batch.slot_mapping
             assert slots is not None
-            self._slots[block_size] = key_places(slots if self.stored is None else slots[self.stored], block_size)
+            self._slots[block_size] = key_places(
+                slots if self.stored is None else slots[self.stored], block_size
+            )
         return self._slots[block_size]
 
-    def plan(self, layer: LayerParams, kv_cache: tuple[Tensor, ...] | None, most_scores: int) -> Plan:
+    def plan(
+        self, layer: LayerParams, kv_cache: tuple[Tensor, ...] | None, most_scores: int
+    ) -> Plan:
         block_size = None if kv_cache is None else kv_cache[0].shape[2]
         key = LayerKey(layer.attention_type, layer.window, layer.num_heads, block_size, most_scores)
         if key not in self._plans:
@@ -105,7 +119,8 @@ class Metadata:
 
 
 def key_places(slots: Tensor, block_size: int) -> Tensor:
-    """Where the keys of slots are in a cache whose blocks hold keys and then values. A value is block_size after its key."""
+    """Where the keys of slots are in a cache whose blocks hold keys and then values. A value is
+    block_size after its key."""
     return slots + slots.div(block_size, rounding_mode="floor") * block_size
 
 
@@ -118,10 +133,15 @@ def make_plan(batch: BatchView, key: LayerKey) -> Plan:
             keyless.append(slice(start, stop))
         else:
             pieces += _pieces(key, row, start, stop - start, int(batch.seq_lens[row]))
-    return Plan([_group(batch, key, part) for part in _similar(pieces, key.most_scores // key.num_heads)], keyless)
+    return Plan(
+        [_group(batch, key, part) for part in _similar(pieces, key.most_scores // key.num_heads)],
+        keyless,
+    )
 
 
-def _pieces(key: LayerKey, row: int, token: int, num_queries: int, num_keys: int) -> Iterator[Piece]:
+def _pieces(
+    key: LayerKey, row: int, token: int, num_queries: int, num_keys: int
+) -> Iterator[Piece]:
     """A row's queries, as many at a time as their scores may be."""
     decoder = key.type is AttentionType.DECODER
     position = num_keys - num_queries if decoder else 0
@@ -137,7 +157,8 @@ def _pieces(key: LayerKey, row: int, token: int, num_queries: int, num_keys: int
 
 
 def _similar(pieces: Sequence[Piece], most: int) -> Iterator[list[Piece]]:
-    """Parts of the pieces, with at most that many pairs of a query and a key, such that padding at most doubles the pairs of a part."""
+    """Parts of the pieces, with at most that many pairs of a query and a key, such that padding at
+    most doubles the pairs of a part."""
     part: list[Piece] = []
     pairs = longest = 0
     for piece in sorted(pieces, key=lambda piece: (-piece.num_queries, -piece.num_keys)):
@@ -154,7 +175,9 @@ def _similar(pieces: Sequence[Piece], most: int) -> Iterator[list[Piece]]:
 
 def _group(batch: BatchView, key: LayerKey, pieces: list[Piece]) -> Group:
     device = batch.seq_lens_device.device
-    rows, tokens, positions, num_queries, first_keys, num_keys = np.array(pieces, dtype=np.int64).T[:, :, None]
+    rows, tokens, positions, num_queries, first_keys, num_keys = np.array(pieces, dtype=np.int64).T[
+        :, :, None
+    ]
     queries, keys = np.arange(num_queries.max())[None], np.arange(num_keys.max())[None]
     inner, seen = np.minimum(queries, num_queries - 1), first_keys + np.minimum(keys, num_keys - 1)
     real = np.flatnonzero(queries < num_queries)
@@ -188,7 +211,8 @@ def _cached_keys(batch: BatchView, rows: Tensor, positions: Tensor, block_size: 
 def _mask(key: LayerKey, ahead: Tensor, num_keys: Tensor) -> MaskMod:
     """Which keys the queries of a group see.
 
-    Of each piece, `ahead` [N] is how far its first key lies ahead of its first query, and `num_keys` [N] how many are no padding.
+    Of each piece, `ahead` [N] is how far its first key lies ahead of its first query, and
+    `num_keys` [N] how many are no padding.
     """
     causal, window = key.type is AttentionType.DECODER, key.window
 

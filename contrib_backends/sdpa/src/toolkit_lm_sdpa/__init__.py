@@ -1,4 +1,5 @@
-"""The reference attention backend: exact, on any device, for all attention types of the contract."""
+"""The reference attention backend: exact, on any device, for all attention types of the
+contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The attention formula, step by step: for what torch's kernels cannot do, and for decode rows, where it is faster."""
+"""The attention formula, step by step: for what torch's kernels cannot do, and for decode rows,
+where it is faster."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ def scores(q: Tensor, k: Tensor) -> Tensor:
     """Unscaled scores [B, M, L] in fp32 of q [B, M, D] and k [B, L, D]."""
     k = k.transpose(1, 2)
     if q.dtype is torch.bfloat16 and q.device.type == "cpu":
-        # The product is rounded to bf16 on the way out; a second product, less the first, gives what the rounding took away.
-        # Both together are faster than one of copies in fp32.
+        # The product is rounded to bf16 on the way out; a second product, less the first, gives
+        # what the rounding took away. Both together are faster than one of copies in fp32.
         high = torch.bmm(q, k)
         low = torch.baddbmm(high, q, k, beta=-1)
         return high.float().add_(low)
@@ -19,12 +20,17 @@ def scores(q: Tensor, k: Tensor) -> Tensor:
 
 
 def probabilities(
-    scores: Tensor, scale: float, soft_cap: float | None, bias: Tensor | None, mask: Tensor | None, sinks: Tensor | None
+    scores: Tensor,
+    scale: float,
+    soft_cap: float | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Softmax over the last axis of fp32 scores, which are overwritten.
 
-    `bias` and `mask` (0 or -inf) are added; `sinks` (last axis 1) joins the denominator. All three broadcast to the scores. Each
-    query needs a visible key.
+    `bias` and `mask` (0 or -inf) are added; `sinks` (last axis 1) joins the denominator. All three
+    broadcast to the scores. Each query needs a visible key.
     """
     scores.mul_(scale)
     if soft_cap is not None:

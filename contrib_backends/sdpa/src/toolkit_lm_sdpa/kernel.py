@@ -11,19 +11,29 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 def fused_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, *, scale: float, mask: Tensor | None = None, causal: bool = False
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    mask: Tensor | None = None,
+    causal: bool = False,
 ) -> Tensor:
-    """Attention as `queries` [..., Tq, head_size], over keys and values [..., Tk, head_size], by torch's scaled_dot_product_attention.
+    """Attention as `queries` [..., Tq, head_size], over keys and values [..., Tk, head_size], by
+    torch's scaled_dot_product_attention.
 
     `mask` is [..., Tq, Tk]: of bool, where True is seen; or a bias.
     """
     with _without_cudnn(queries.device):
-        return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=causal, scale=scale)
+        return scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=causal, scale=scale
+        )
 
 
 @contextmanager
 def _without_cudnn(device: torch.device) -> Iterator[None]:
-    """On Hopper torch asks cuDNN first. It builds a plan for each pair of lengths, while a request waits, and keeps all of them."""
+    """On Hopper torch asks cuDNN first. It builds a plan for each pair of lengths, while a request
+    waits, and keeps all of them."""
     is_on = device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     if is_on:
         torch.backends.cuda.enable_cudnn_sdp(False)

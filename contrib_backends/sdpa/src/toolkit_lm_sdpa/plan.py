@@ -1,4 +1,5 @@
-"""What one step's batch means for a layer: which rows are computed together, where their keys are, and what masks them."""
+"""What one step's batch means for a layer: which rows are computed together, where their keys are,
+and what masks them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from torch import Tensor
 _SHORT = 64
 """Decode rows of up to so many keys share a bucket, however much of it is padding."""
 _STEP = 64
-"""The keys of a row with a mask are padded to a multiple of it: torch makes a kernel for each number of keys, and keeps it for ever."""
+"""The keys of a row with a mask are padded to a multiple of it: torch makes a kernel for each
+number of keys, and keeps it for ever."""
 _BUCKET_KEYS = 32768
 """Most keys in a bucket, over all its rows: bounds the memory of the gathered keys."""
 
@@ -35,7 +37,15 @@ class LayerKey(NamedTuple):
     def of(cls, layer: LayerParams, kv_cache: tuple[Tensor, ...] | None) -> LayerKey:
         shaped = layer.soft_cap is not None or layer.sinks is not None
         block_size = None if kv_cache is None else kv_cache[0].shape[2]
-        return cls(layer.attention_type, layer.window, layer.bias is not None, shaped, layer.num_kv_heads, block_size, layer.spans)
+        return cls(
+            layer.attention_type,
+            layer.window,
+            layer.bias is not None,
+            shaped,
+            layer.num_kv_heads,
+            block_size,
+            layer.spans,
+        )
 
     @property
     def explicit(self) -> bool:
@@ -45,12 +55,14 @@ class LayerKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """N decode rows (one query each) of similar length, padded to L keys. Padding repeats a key of the same row."""
+    """N decode rows (one query each) of similar length, padded to L keys. Padding repeats a key of
+    the same row."""
 
     tokens: Tensor | None
     """[N] int64: their queries; None: the whole batch, in order."""
     index: Tensor
-    """[N * num_kv_heads, L] int64: their keys in the cache, seen as vectors [num_blocks * 2 * block_size * num_kv_heads, head_size]."""
+    """[N * num_kv_heads, L] int64: their keys in the cache, seen as vectors [num_blocks * 2 *
+    block_size * num_kv_heads, head_size]."""
     mask: Tensor
     """[N, 1, 1, L] fp32, 0 or -inf."""
     q_positions: Tensor
@@ -65,7 +77,8 @@ class Row:
 
     tokens: slice
     index: Tensor | None
-    """[num_kv_heads, Tk] int64, as a bucket's; None: the keys are the step's own, the first Tk at `tokens`."""
+    """[num_kv_heads, Tk] int64, as a bucket's; None: the keys are the step's own, the first Tk at
+    `tokens`."""
     causal: bool
     """Queries see themselves and what came before; Tq = Tk."""
     visible: Tensor | None
@@ -99,7 +112,8 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """One step. Plans are made by the first layer that needs them: the batch knows neither windows nor head counts."""
+    """One step. Plans are made by the first layer that needs them: the batch knows neither windows
+    nor head counts."""
 
     batch: BatchView
     stored: Tensor | None
@@ -108,13 +122,16 @@ class Metadata:
     _slots: dict[int, Tensor] = field(default_factory=dict)
 
     def slots(self, block_size: int) -> Tensor:
-        """[S] int64: where their keys go in the cache, seen as [num_blocks * 2 * block_size, ...]."""
+        """[S] int64: where their keys go in the cache, seen as [num_blocks * 2 * block_size,
+        ...]."""
         if block_size not in self._slots:
             slots = self.batch.slot_mapping
             assert slots is not None
             if self.stored is not None:
                 slots = slots[self.stored]
-            self._slots[block_size] = slots + slots.div(block_size, rounding_mode="floor").mul_(block_size)
+            self._slots[block_size] = slots + slots.div(block_size, rounding_mode="floor").mul_(
+                block_size
+            )
         return self._slots[block_size]
 
     def plan(self, layer: LayerParams, kv_cache: tuple[Tensor, ...] | None) -> Plan:
@@ -142,29 +159,43 @@ class _Planner:
                 plan.keyless.append(tokens)
             elif tokens.stop - tokens.start == 1 and self.key.block_size is not None:
                 decode.append(row)
-            elif lengths[row] == tokens.stop - tokens.start and self._sees_all(tokens.stop - tokens.start):
+            elif lengths[row] == tokens.stop - tokens.start and self._sees_all(
+                tokens.stop - tokens.start
+            ):
                 by_length.setdefault(tokens.stop - tokens.start, []).append(tokens)
             else:
                 plan.rows.append(self._row(row, tokens))
-        plan.equal_length.extend(self._equal_length(length, rows) for length, rows in by_length.items())
+        plan.equal_length.extend(
+            self._equal_length(length, rows) for length, rows in by_length.items()
+        )
         if decode:
             rows = np.array(decode)
             ends = lengths[rows].astype(np.int64)
             begins = np.array([self._first_key(int(end) - 1) for end in ends])
-            plan.buckets.extend(self._bucket(rows[part], begins[part], ends[part]) for part in split(ends - begins))
+            plan.buckets.extend(
+                self._bucket(rows[part], begins[part], ends[part]) for part in split(ends - begins)
+            )
         return plan
 
     def _sees_all(self, length: int) -> bool:
-        """Sequences of so many tokens have no cache and no mask, and torch's kernels can compute them."""
+        """Sequences of so many tokens have no cache and no mask, and torch's kernels can compute
+        them."""
         key = self.key
-        return key.type is AttentionType.ENCODER and not key.shaped and (key.window is None or key.window >= length)
+        return (
+            key.type is AttentionType.ENCODER
+            and not key.shaped
+            and (key.window is None or key.window >= length)
+        )
 
     def _equal_length(self, length: int, rows: list[slice]) -> EqualLengthRows:
         positions = torch.arange(length, device=self.device)
         first, end = rows[0].start, rows[-1].stop
         if end - first == length * len(rows):
             return EqualLengthRows(slice(first, end), positions)
-        return EqualLengthRows(self._device(np.concatenate([np.arange(row.start, row.stop) for row in rows])), positions)
+        return EqualLengthRows(
+            self._device(np.concatenate([np.arange(row.start, row.stop) for row in rows])),
+            positions,
+        )
 
     def _bucket(self, rows: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> Bucket:
         # The positions are counted on the device: the host sends three numbers for each row.
@@ -172,7 +203,9 @@ class _Planner:
         longest = int((ends - offset).max())
         given = self._device(np.stack([rows, begins, ends]))
         first, end = given[1][:, None], given[2][:, None]
-        positions = (int(offset[0]) if self.key.bias else first) + torch.arange(longest, device=self.device)[None]
+        positions = (int(offset[0]) if self.key.bias else first) + torch.arange(
+            longest, device=self.device
+        )[None]
         hidden = (positions < first) | (positions >= end)
         mask = torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, float("-inf"))
         whole = len(rows) == self.batch.num_tokens
@@ -188,7 +221,9 @@ class _Planner:
         num_queries, end = tokens.stop - tokens.start, int(self.batch.seq_lens[row])
         encoder = self.key.type is AttentionType.ENCODER
         fresh = encoder or (self.key.type is AttentionType.DECODER and num_queries == end)
-        assert fresh or self.key.block_size is not None, "a layer without a cache sees keys of earlier steps"
+        assert fresh or self.key.block_size is not None, (
+            "a layer without a cache sees keys of earlier steps"
+        )
         begin = 0 if fresh else self._first_key(end - num_queries)
         last = end
         if self.key.type is AttentionType.DECODER and not fresh and not self.key.explicit:
@@ -197,10 +232,14 @@ class _Planner:
         k_positions = torch.arange(begin, last, device=self.device)
         first_query = 0 if encoder else end - num_queries
         q_positions = torch.arange(first_query, first_query + num_queries, device=self.device)
-        causal, visible = self._visibility(row, q_positions, k_positions, self._span_ends(tokens, first_query, end))
+        causal, visible = self._visibility(
+            row, q_positions, k_positions, self._span_ends(tokens, first_query, end)
+        )
         return Row(
             tokens=tokens,
-            index=None if fresh else self._cache_index(slice(row, row + 1), k_positions[None].clamp(max=end - 1)),
+            index=None
+            if fresh
+            else self._cache_index(slice(row, row + 1), k_positions[None].clamp(max=end - 1)),
             causal=causal,
             visible=visible,
             q_positions=q_positions,
@@ -210,20 +249,31 @@ class _Planner:
     def _span_ends(self, tokens: slice, first_query: int, end: int) -> Tensor | None:
         """Where the keys end that each query sees; None: with itself."""
         spans = self.batch.spans if self.key.spans else None
-        if spans is None or (spans[tokens, 1] == first_query + 1 + np.arange(tokens.stop - tokens.start)).all():
+        if (
+            spans is None
+            or (spans[tokens, 1] == first_query + 1 + np.arange(tokens.stop - tokens.start)).all()
+        ):
             return None
         ends = spans[tokens, 1].astype(np.int64)
         assert ends.max() <= end, "a span ends after the step"
         return self._device(ends)
 
-    def _visibility(self, row: int, q: Tensor, k: Tensor, ends: Tensor | None) -> tuple[bool, Tensor | None]:
+    def _visibility(
+        self, row: int, q: Tensor, k: Tensor, ends: Tensor | None
+    ) -> tuple[bool, Tensor | None]:
         """`causal` and `visible` of a Row with queries and keys at these positions."""
         causal = self.key.type is AttentionType.DECODER
         length = max(int(self.batch.seq_lens[row]), len(q))
         window = length if self.key.window is None else min(self.key.window, length)
         if self.key.type is AttentionType.CROSS or (not causal and window == length):
             return False, None
-        if causal and window == length and not self.key.explicit and len(q) == len(k) and ends is None:
+        if (
+            causal
+            and window == length
+            and not self.key.explicit
+            and len(q) == len(k)
+            and ends is None
+        ):
             return True, None
         hidden = ends if ends is not None else q + (1 if causal else window)
         return False, (k[None] > q[:, None] - window) & (k[None] < hidden[:, None])
@@ -235,7 +285,8 @@ class _Planner:
         return max(0, query + 1 - self.key.window)
 
     def _cache_index(self, rows: Tensor | slice, positions: Tensor) -> Tensor:
-        """Where the keys at `positions` [N, L] of N rows are in the cache: [N * num_kv_heads, L]."""
+        """Where the keys at `positions` [N, L] of N rows are in the cache: [N * num_kv_heads,
+        L]."""
         block_size, num_kv_heads = self.key.block_size, self.key.num_kv_heads
         assert self.batch.block_table is not None and block_size is not None
         table = self.batch.block_table[rows]
@@ -249,12 +300,15 @@ class _Planner:
 
 
 def split(lengths: np.ndarray) -> list[np.ndarray]:
-    """Parts of rows (indices, ascending) such that padding each part to its longest row at most doubles the work."""
+    """Parts of rows (indices, ascending) such that padding each part to its longest row at most
+    doubles the work."""
     order = np.argsort(-lengths, kind="stable")
     parts = []
     while len(order):
         longest = int(lengths[order[0]])
-        similar = int(np.count_nonzero(2 * lengths[order] >= longest)) if longest > _SHORT else len(order)
+        similar = (
+            int(np.count_nonzero(2 * lengths[order] >= longest)) if longest > _SHORT else len(order)
+        )
         count = min(similar, max(1, _BUCKET_KEYS // longest))
         parts.append(np.sort(order[:count]))
         order = order[count:]

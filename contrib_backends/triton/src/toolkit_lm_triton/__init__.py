@@ -1,4 +1,5 @@
-"""Kernels in Triton for GPUs: an attention backend for layers of all types, and what other layers compute with."""
+"""Kernels in Triton for GPUs: an attention backend for layers of all types, and what other layers
+compute with."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from toolkit_lm.plugin import AttentionBackendRegistry, KernelsRegistry, hookimp
 
 @hookimpl
 def toolkit_register_attention_backends(backends: AttentionBackendRegistry) -> None:
-    # Below the reference: no GPU has run it in the tests, so that it is for those who ask for it by name.
+    # Below the reference: no GPU has run it in the tests, so that it is for those who ask for it by
+    # name.
     backends.add("triton", "toolkit_lm_triton.backend:TritonBackend", priority=-5)
 
 

@@ -55,10 +55,12 @@ class _Bias(NamedTuple):
 
 
 class TritonBackend(AttentionBackend):
-    """Exact attention of all types on GPUs. A page holds (2, block_size, num_kv_heads, head_size): keys before values.
+    """Exact attention of all types on GPUs. A page holds (2, block_size, num_kv_heads, head_size):
+    keys before values.
 
-    Scores, softmax and sums are in float32. The keys of rows with few queries are shared out to programs, equally many to each. Nothing is
-    padded. In an encoder, a window hides keys at a distance of `window` or more on both sides. CUDA graphs may hold decodes.
+    Scores, softmax and sums are in float32. The keys of rows with few queries are shared out to
+    programs, equally many to each. Nothing is padded. In an encoder, a window hides keys at a
+    distance of `window` or more on both sides. CUDA graphs may hold decodes.
     """
 
     @classmethod
@@ -91,7 +93,8 @@ class TritonBackend(AttentionBackend):
 
         self._kernels = attention
         self._tables: dict[int, Tensor] = {}
-        """Of the biases that depend on offsets, by identity: layers hold them for as long as the backend lives."""
+        """Of the biases that depend on offsets, by identity: layers hold them for as long as the
+        backend lives."""
 
         self._split = split_for(setup.limits.max_model_len)
         self._decode_keys = list(dict.fromkeys(_decode_key(one) for one in setup.layers))
@@ -107,21 +110,40 @@ class TritonBackend(AttentionBackend):
         return meta
 
     def _decode_part(self, batch: BatchView, key: PlanKey) -> Part:
-        """The rows of a step in a CUDA graph, where those of other steps of as many rows lay. As many programs as the longest row needs."""
+        """The rows of a step in a CUDA graph, where those of other steps of as many rows lay. As
+        many programs as the longest row needs."""
         place = key, batch.num_rows
         if place not in self._decode_tables:
             self._decode_tables[place] = decode_table(batch.num_rows, self.setup.device)
         fill_decode_table(self._decode_tables[place], batch.seq_lens_device, key.window)
         most = min(batch.max_seq_len, key.window or batch.max_seq_len)
-        return Part(Tile.of_decodes(key.group), None, self._decode_tables[place], max(-(-most // self._split), 1))
+        return Part(
+            Tile.of_decodes(key.group),
+            None,
+            self._decode_tables[place],
+            max(-(-most // self._split), 1),
+        )
 
-    def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Metadata) -> None:
+    def write_kv(
+        self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Metadata
+    ) -> None:
         slots = meta.batch.slot_mapping
         assert slots is not None
         k, v, (keys, values) = _side_by_side(k), _side_by_side(v), kv_cache[0].unbind(1)
         if len(slots):
             self._kernels.store_kv[len(slots), layer.num_kv_heads](
-                *(k, v, keys, values, slots, k.stride(0), k.stride(1), v.stride(0), v.stride(1), *keys.stride()[:3]),
+                *(
+                    k,
+                    v,
+                    keys,
+                    values,
+                    slots,
+                    k.stride(0),
+                    k.stride(1),
+                    v.stride(0),
+                    v.stride(1),
+                    *keys.stride()[:3],
+                ),
                 BLOCK_SIZE=keys.shape[1],
                 SIZE=layer.head_size,
                 SIZE_FILLED=power_of_2(layer.head_size),
@@ -142,13 +164,24 @@ class TritonBackend(AttentionBackend):
         if kv_cache is None:
             assert k is not None and v is not None
             k, v = _side_by_side(k), _side_by_side(v)
-            pages: dict[str, Any] = {"k_block": 0, "v_block": 0, "block_table": None, "table_row": 0, "BLOCK_SIZE": 0}
+            pages: dict[str, Any] = {
+                "k_block": 0,
+                "v_block": 0,
+                "block_table": None,
+                "table_row": 0,
+                "BLOCK_SIZE": 0,
+            }
             strides = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
         else:
             k, v = kv_cache[0].unbind(1)
             table = meta.batch.block_table
             assert table is not None
-            pages = {"k_block": k.stride(0), "v_block": v.stride(0), "block_table": table, "table_row": table.stride(0)}
+            pages = {
+                "k_block": k.stride(0),
+                "v_block": v.stride(0),
+                "block_table": table,
+                "table_row": table.stride(0),
+            }
             pages["BLOCK_SIZE"] = k.shape[1]
             strides = (k.stride(1), k.stride(2), v.stride(1), v.stride(2))
         shared = pages | dict(zip(("k_token", "k_head", "v_token", "v_head"), strides, strict=True))
@@ -170,14 +203,34 @@ class TritonBackend(AttentionBackend):
         bias: _Bias,
         shared: dict[str, Any],
     ) -> None:
-        pieces, spans = part.device_table[bias.first : bias.end], layer.spans and meta.batch.spans is not None
-        filled, kv_heads, is_shared = power_of_2(max(layer.head_size, 16)), layer.num_kv_heads, part.splits > 1
-        shape = {"COLUMNS": COLUMNS, "GROUP": layer.num_heads // kv_heads, "GROUP_FILLED": part.tile.group, "QUERIES": part.tile.queries}
-        shape |= {"SIZE": layer.head_size, "SIZE_FILLED": filled, "SPLIT": meta.split if is_shared else 0, **LAUNCH}
+        pieces, spans = (
+            part.device_table[bias.first : bias.end],
+            layer.spans and meta.batch.spans is not None,
+        )
+        filled, kv_heads, is_shared = (
+            power_of_2(max(layer.head_size, 16)),
+            layer.num_kv_heads,
+            part.splits > 1,
+        )
+        shape = {
+            "COLUMNS": COLUMNS,
+            "GROUP": layer.num_heads // kv_heads,
+            "GROUP_FILLED": part.tile.group,
+            "QUERIES": part.tile.queries,
+        }
+        shape |= {
+            "SIZE": layer.head_size,
+            "SIZE_FILLED": filled,
+            "SPLIT": meta.split if is_shared else 0,
+            **LAUNCH,
+        }
         partial = stats = None
         if is_shared:
             shares = (len(pieces), part.splits, kv_heads, part.tile.rows)
-            partial, stats = (torch.empty(*shares, size, dtype=torch.float32, device=q.device) for size in (filled, 2))
+            partial, stats = (
+                torch.empty(*shares, size, dtype=torch.float32, device=q.device)
+                for size in (filled, 2)
+            )
         self._kernels.attend[len(pieces), kv_heads, part.splits](
             *(q, k, v, out, pieces),
             sinks=layer.sinks,
@@ -205,7 +258,8 @@ class TritonBackend(AttentionBackend):
         )
         if is_shared:
             self._kernels.merge[len(pieces), kv_heads](
-                *(partial, stats, out, pieces, out.stride(0), out.stride(1), part.splits, kv_heads), **shape
+                *(partial, stats, out, pieces, out.stride(0), out.stride(1), part.splits, kv_heads),
+                **shape,
             )
 
     def _biases(self, layer: LayerParams, meta: Metadata, part: Part) -> Iterator[_Bias]:
@@ -214,24 +268,41 @@ class TritonBackend(AttentionBackend):
             yield _Bias(0, len(part.device_table), None, 0, 0)
             return
         if isinstance(layer.bias, OffsetBias):
-            # A graph finds the table that the run before its capture made: no step of a decoder needs a longer one.
-            most = self.setup.limits.max_model_len if part.table is None else int(part.table[:, 2:6].max())
+            # A graph finds the table that the run before its capture made: no step of a decoder
+            # needs a longer one.
+            most = (
+                self.setup.limits.max_model_len
+                if part.table is None
+                else int(part.table[:, 2:6].max())
+            )
             table = self._by_offset(layer.bias, most)
             yield _Bias(0, len(part.device_table), table, 1, table.shape[1] // 2)
         else:
             assert part.table is not None, "graphs hold no biases of pairs"
-            device, num_keys = meta.batch.seq_lens_device.device, max(int(part.table[:, 5].max()), 1)
+            device, num_keys = (
+                meta.batch.seq_lens_device.device,
+                max(int(part.table[:, 5].max()), 1),
+            )
             keys = torch.arange(num_keys, device=device)
             for first, end in part.chunks(max(1, _MOST_BIASES // (layer.num_heads * num_keys))):
                 queries = torch.from_numpy(part.positions(first, end)).to(device, non_blocking=True)
-                yield _Bias(first, end, layer.bias(queries, keys).float().contiguous(), 2, int(part.table[first, 7]))
+                yield _Bias(
+                    first,
+                    end,
+                    layer.bias(queries, keys).float().contiguous(),
+                    2,
+                    int(part.table[first, 7]),
+                )
 
     def _by_offset(self, bias: OffsetBias, most: int) -> Tensor:
-        """[num_heads, offsets] float32, of keys that are up to `most` before or after their query, or farther."""
+        """[num_heads, offsets] float32, of keys that are up to `most` before or after their query,
+        or farther."""
         table = self._tables.get(id(bias))
         if table is None or table.shape[1] <= 2 * most:
             # It grows by doubling, so that most steps find one.
-            table = self._tables[id(bias)] = bias.by_offset(1 << most.bit_length()).float().contiguous().to(self.setup.device)
+            table = self._tables[id(bias)] = (
+                bias.by_offset(1 << most.bit_length()).float().contiguous().to(self.setup.device)
+            )
         return table
 
 
@@ -240,5 +311,6 @@ def _decode_key(spec: AttentionSpec) -> PlanKey:
 
 
 def _side_by_side(x: Tensor) -> Tensor:
-    """x [T, heads, head_size] with a head's elements side by side, which they are as a model gives them."""
+    """x [T, heads, head_size] with a head's elements side by side, which they are as a model gives
+    them."""
     return x if x.stride(2) == 1 else x.contiguous()

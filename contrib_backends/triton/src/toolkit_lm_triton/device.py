@@ -10,7 +10,8 @@ import torch
 DTYPES = ("float32", "bfloat16", "float16")
 _INTERPRETED = ("float32", "float16")
 LAUNCH = {"enable_fp_fusion": True}
-"""Of every kernel. Triton 3.9 warns where it is not said, and 3.10 has another default: products and sums are rounded together."""
+"""Of every kernel. Triton 3.9 warns where it is not said, and 3.10 has another default: products
+and sums are rounded together."""
 
 
 def refusal(device: str, dtype: str) -> str | None:
@@ -24,9 +25,15 @@ def refusal(device: str, dtype: str) -> str | None:
     if device != "cpu":
         return f"no kernel for device {device}, only for cuda"
     if not interprets():
-        return "no kernel for device cpu, only for cuda; Triton's interpreter, for tests, is asked for by TRITON_INTERPRET=1"
+        return (
+            "no kernel for device cpu, only for cuda; Triton's interpreter, for tests, is asked "
+            "for by TRITON_INTERPRET=1"
+        )
     if dtype not in _INTERPRETED:
-        return f"Triton's interpreter computes {' and '.join(_INTERPRETED)} only, and gives wrong numbers in {dtype}"
+        return (
+            f"Triton's interpreter computes {' and '.join(_INTERPRETED)} only, and gives wrong "
+            f"numbers in {dtype}"
+        )
     return None
 
 

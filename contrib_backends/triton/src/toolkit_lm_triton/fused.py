@@ -16,18 +16,26 @@ from toolkit_lm_triton.pieces import power_of_2
 
 
 class FusedDecoderLayer:
-    """The layer's modules, but for one kernel that rotates queries and keys, and writes keys and values to the cache."""
+    """The layer's modules, but for one kernel that rotates queries and keys, and writes keys and
+    values to the cache."""
 
     def __init__(self, parts: LayerParts, kernels: ModuleType) -> None:
         """`parts` are such that `fits`."""
         self._parts, self._kernels = parts, kernels
 
-    def __call__(self, x: Tensor, residual: Tensor | None, rotation: Rotation) -> tuple[Tensor, Tensor] | None:
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation
+    ) -> tuple[Tensor, Tensor] | None:
         parts, params = self._parts, self._parts.attn.params
         binding, meta = current(parts.attn.prefix)
         backend, cache, cos, sin = binding.backend, binding.kv_cache, rotation.cos, rotation.sin
         turns = cos.shape[-1] % 2 == 0 and cos.stride() == sin.stride() and cos.stride(2) == 1
-        assert parts.input_norm is not None and parts.post_norm is not None and parts.gate_up is not None and parts.down is not None
+        assert (
+            parts.input_norm is not None
+            and parts.post_norm is not None
+            and parts.gate_up is not None
+            and parts.down is not None
+        )
         if type(backend) is not TritonBackend or cache is None or not turns or not len(x):
             return None
         if residual is None:
@@ -44,12 +52,33 @@ class FusedDecoderLayer:
         x, residual = parts.post_norm(parts.out(out.flatten(1)), residual)
         return parts.down(parts.gate_up(x)), residual
 
-    def _rotate_and_store(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, cache: tuple[Tensor, ...], slots: Tensor) -> None:
+    def _rotate_and_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation,
+        cache: tuple[Tensor, ...],
+        slots: Tensor,
+    ) -> None:
         """q, k and v [T, heads, head_size], whose heads' elements lie side by side."""
-        (keys, values), half, params = cache[0].unbind(1), rotation.cos.shape[-1] // 2, self._parts.attn.params
+        (keys, values), half, params = (
+            cache[0].unbind(1),
+            rotation.cos.shape[-1] // 2,
+            self._parts.attn.params,
+        )
         self._kernels.rotate_and_store[len(q), params.num_heads + params.num_kv_heads](
             *(q, k, v, rotation.cos, rotation.sin, keys, values, slots),
-            *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), rotation.cos.stride(0), *keys.stride()[:3]),
+            *(
+                q.stride(0),
+                q.stride(1),
+                k.stride(0),
+                k.stride(1),
+                v.stride(0),
+                v.stride(1),
+                rotation.cos.stride(0),
+                *keys.stride()[:3],
+            ),
             HEADS=params.num_heads,
             KV_HEADS=params.num_kv_heads,
             SIZE=params.head_size,
@@ -67,5 +96,12 @@ def fits(parts: LayerParts) -> bool:
     """Whether such a layer computes what the modules do."""
     are_there = None not in (parts.input_norm, parts.post_norm, parts.gate_up, parts.down)
     adds_plainly = parts.multiplier == 1 and parts.out_norms is None
-    norms_heads = all(len(norm.weight) == parts.attn.params.head_size for norm in parts.head_norms or ())
-    return parts.attn.params.attention_type is AttentionType.DECODER and are_there and adds_plainly and norms_heads
+    norms_heads = all(
+        len(norm.weight) == parts.attn.params.head_size for norm in parts.head_norms or ()
+    )
+    return (
+        parts.attn.params.attention_type is AttentionType.DECODER
+        and are_there
+        and adds_plainly
+        and norms_heads
+    )

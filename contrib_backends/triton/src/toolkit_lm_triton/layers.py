@@ -7,7 +7,14 @@ from types import ModuleType
 
 import torch
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.model import FusedLayer, Kernels, LayerParts, LinearMethod, LinearSpec, UnquantizedMethod
+from toolkit_lm.model import (
+    FusedLayer,
+    Kernels,
+    LayerParts,
+    LinearMethod,
+    LinearSpec,
+    UnquantizedMethod,
+)
 from torch import Tensor
 
 from toolkit_lm_triton.device import LAUNCH, interprets, refusal
@@ -41,7 +48,13 @@ class GatedLinear(UnquantizedMethod):
         self._kernels = kernels
 
     def apply(
-        self, x: Tensor, bias: Tensor | None, *, activation: str | None = None, gated: bool = False, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        *,
+        activation: str | None = None,
+        gated: bool = False,
+        residual: Tensor | None = None,
     ) -> Tensor:
         if not gated or activation is None or activation not in GATES or not self._kernels.runs(x):
             return super().apply(x, bias, activation=activation, gated=gated, residual=residual)
@@ -49,7 +62,8 @@ class GatedLinear(UnquantizedMethod):
 
 
 class TritonKernels(Kernels):
-    """Norms with their residuals, rotations, gates and greedy tokens in one kernel each. Products are torch's."""
+    """Norms with their residuals, rotations, gates and greedy tokens in one kernel each. Products
+    are torch's."""
 
     @classmethod
     def refuses(cls, vllm_config: VllmConfig) -> str | None:
@@ -63,8 +77,13 @@ class TritonKernels(Kernels):
         self._device = "cpu" if interprets() else "cuda"
 
     def runs(self, x: Tensor) -> bool:
-        """Whether the kernels can compute with it. To a compiler, plain torch says more than a kernel does."""
-        return x.dtype in _DTYPES and x.device.type == self._device and not torch.compiler.is_compiling()
+        """Whether the kernels can compute with it. To a compiler, plain torch says more than a
+        kernel does."""
+        return (
+            x.dtype in _DTYPES
+            and x.device.type == self._device
+            and not torch.compiler.is_compiling()
+        )
 
     def linear_method(self, spec: LinearSpec) -> LinearMethod:
         return GatedLinear(self) if spec.kind == "linear" else UnquantizedMethod()
@@ -77,14 +96,27 @@ class TritonKernels(Kernels):
             return super().rms_norm(x, weight, eps)
         return self._norm(x, None, weight, eps)[0]
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if not (self._norms(x, weight) and x.dim() == 2 and residual.dtype is x.dtype and residual.stride(1) == 1):
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if not (
+            self._norms(x, weight)
+            and x.dim() == 2
+            and residual.dtype is x.dtype
+            and residual.stride(1) == 1
+        ):
             return super().add_rms_norm(x, residual, weight, eps)
         return self._norm(x, residual, weight, eps)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         size = cos.shape[-1]
-        if not self.runs(x) or size % 2 or x.stride(2) != 1 or cos.stride() != sin.stride() or cos.stride(2) != 1:
+        if (
+            not self.runs(x)
+            or size % 2
+            or x.stride(2) != 1
+            or cos.stride() != sin.stride()
+            or cos.stride(2) != 1
+        ):
             return super().rotate(x, cos, sin, interleaved)
         if x.numel():
             self._kernels.rotate[x.shape[:2]](
@@ -104,30 +136,49 @@ class TritonKernels(Kernels):
         best, places = scores, None
         while places is None or best.shape[1] > 1:
             num_parts = -(-best.shape[1] // _SCORES)
-            parts = scores.new_empty(len(scores), num_parts), scores.new_empty(len(scores), num_parts, dtype=torch.int64)
+            parts = (
+                scores.new_empty(len(scores), num_parts),
+                scores.new_empty(len(scores), num_parts, dtype=torch.int64),
+            )
             block = min(_SCORES, power_of_2(best.shape[1]))
             self._kernels.likeliest[len(scores), num_parts](
-                *(best, places, *parts, best.stride(0), best.shape[1]), BLOCK=block, HAS_PLACES=places is not None, **LAUNCH
+                *(best, places, *parts, best.stride(0), best.shape[1]),
+                BLOCK=block,
+                HAS_PLACES=places is not None,
+                **LAUNCH,
             )
             best, places = parts
         return best[:, 0], places[:, 0]
 
     def gate(self, x: Tensor, activation: str) -> Tensor:
-        """[gate, up] side by side [T, 2 * size], with rows' elements side by side -> activation(gate) * up [T, size]; one of GATES."""
+        """[gate, up] side by side [T, 2 * size], with rows' elements side by side ->
+        activation(gate) * up [T, size]; one of GATES."""
         size = x.shape[1] // 2
         out = x.new_empty(len(x), size)
         if out.numel():
             block = min(_BLOCK, power_of_2(size))
             self._kernels.gate[len(x), -(-size // block)](
-                *(x, out, x.stride(0)), SIZE=size, BLOCK=block, ACTIVATION=GATES[activation], **LAUNCH
+                *(x, out, x.stride(0)),
+                SIZE=size,
+                BLOCK=block,
+                ACTIVATION=GATES[activation],
+                **LAUNCH,
             )
         return out
 
     def _norms(self, x: Tensor, weight: Tensor) -> bool:
         """Whether the kernels can norm x [tokens, N] or [tokens, heads, N]."""
-        return self.runs(x) and x.dim() in (2, 3) and x.stride(-1) == 1 and x.shape[-1] <= _MOST_SIZE and weight.dim() == 1
+        return (
+            self.runs(x)
+            and x.dim() in (2, 3)
+            and x.stride(-1) == 1
+            and x.shape[-1] <= _MOST_SIZE
+            and weight.dim() == 1
+        )
 
-    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def _norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         """And the sum, which is x where there is no residual."""
         size, heads = x.shape[-1], 1 if x.dim() == 2 else x.shape[1]
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

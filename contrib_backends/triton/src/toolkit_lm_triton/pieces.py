@@ -1,4 +1,5 @@
-"""What one step's batch means for a layer: which queries a program of the kernels computes, and which keys they can see."""
+"""What one step's batch means for a layer: which queries a program of the kernels computes, and
+which keys they can see."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ from toolkit_lm.attention import AttentionType, BatchView, LayerParams
 from torch import Tensor
 
 COLUMNS = 8
-"""Of a piece, as the kernels read it: row, token, position, count, first key, end of keys, first token of its row, its place in the part.
+"""Of a piece, as the kernels read it: row, token, position, count, first key, end of keys, first
+token of its row, its place in the part.
 
-`token` is its first query, of the step's tokens, `position` that query's, of its row. Its place in the part counts queries.
+`token` is its first query, of the step's tokens, `position` that query's, of its row. Its place in
+the part counts queries.
 """
 SPLIT = 256
 """Fewest keys of a program, where few queries have many."""
@@ -26,7 +29,8 @@ _ROWS = 64
 
 
 class Tile(NamedTuple):
-    """The queries of a program: its rows are `queries` times `group`, which is the query heads of a KV head, filled up to a power of 2."""
+    """The queries of a program: its rows are `queries` times `group`, which is the query heads of a
+    KV head, filled up to a power of 2."""
 
     queries: int
     group: int
@@ -72,7 +76,9 @@ class Part:
         assert self.table is not None
         table = self.table[first:end].astype(np.int64)
         ends = table[:, 3].cumsum()
-        positions: np.ndarray = np.arange(table[:, 3].sum()) + np.repeat(table[:, 2] - ends + table[:, 3], table[:, 3])
+        positions: np.ndarray = np.arange(table[:, 3].sum()) + np.repeat(
+            table[:, 2] - ends + table[:, 3], table[:, 3]
+        )
         return positions
 
     def chunks(self, most: int) -> Iterator[tuple[int, int]]:
@@ -89,7 +95,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """One step. Plans are made by the first layer that needs them: the batch knows neither windows nor head counts.
+    """One step. Plans are made by the first layer that needs them: the batch knows neither windows
+    nor head counts.
 
     In a CUDA graph they are there before: `keep`.
     """
@@ -102,7 +109,9 @@ class Metadata:
 
     def plan(self, layer: LayerParams) -> list[Part]:
         spans = layer.spans and self.batch.spans is not None
-        key = PlanKey(layer.attention_type, layer.window, layer.num_heads // layer.num_kv_heads, spans)
+        key = PlanKey(
+            layer.attention_type, layer.window, layer.num_heads // layer.num_kv_heads, spans
+        )
         if key not in self._plans:
             assert not self.batch.is_fixed, "a plan is made in `build`"
             self._plans[key] = make_plan(self.batch, key, self.split)
@@ -117,12 +126,15 @@ class Metadata:
         if not self._span_ends:
             assert self.batch.spans is not None
             ends = np.ascontiguousarray(self.batch.spans[:, 1], np.int32)
-            self._span_ends.append(torch.from_numpy(ends).to(self.batch.seq_lens_device.device, non_blocking=True))
+            self._span_ends.append(
+                torch.from_numpy(ends).to(self.batch.seq_lens_device.device, non_blocking=True)
+            )
         return self._span_ends[0]
 
 
 def split_for(max_model_len: int) -> int:
-    """Keys of a program in an engine. They are the same for all rows: what a row gives does not depend on the rows beside it."""
+    """Keys of a program in an engine. They are the same for all rows: what a row gives does not
+    depend on the rows beside it."""
     return max(SPLIT, power_of_2(-(-max_model_len // _MOST_SPLITS)))
 
 
@@ -137,7 +149,8 @@ def decode_table(num_rows: int, device: torch.device) -> Tensor:
 
 
 def fill_decode_table(table: Tensor, seq_lens: Tensor, window: int | None) -> None:
-    """The pieces of rows with so many keys, [num_rows] int32, of which the last is the query's. The host waits for nothing."""
+    """The pieces of rows with so many keys, [num_rows] int32, of which the last is the query's. The
+    host waits for nothing."""
     torch.sub(seq_lens, 1, out=table[:, 2])
     table[:, 5] = seq_lens
     if window is not None:
@@ -145,22 +158,36 @@ def fill_decode_table(table: Tensor, seq_lens: Tensor, window: int | None) -> No
 
 
 def make_plan(batch: BatchView, key: PlanKey, split: int = SPLIT) -> list[Part]:
-    """Rows of few queries (decode, drafts), whose keys are shared out; and the other ones (prefill, chunks, encoders)."""
+    """Rows of few queries (decode, drafts), whose keys are shared out; and the other ones (prefill,
+    chunks, encoders)."""
     counts = np.diff(batch.query_start)
     short = Tile.of_decodes(key.group)
     is_short, parts = counts <= short.queries, []
-    for tile, rows in ((short, np.flatnonzero(is_short & (counts > 0))), (Tile.of(key.group, _ROWS), np.flatnonzero(~is_short))):
+    for tile, rows in (
+        (short, np.flatnonzero(is_short & (counts > 0))),
+        (Tile.of(key.group, _ROWS), np.flatnonzero(~is_short)),
+    ):
         if len(rows):
             table = _pieces(batch, key, rows, tile.queries)
             most = int((table[:, 5] - table[:, 4]).max())
             splits = max(-(-most // split), 1) if tile is short else 1
-            parts.append(Part(tile, table, torch.from_numpy(table).to(batch.seq_lens_device.device, non_blocking=True), splits))
+            parts.append(
+                Part(
+                    tile,
+                    table,
+                    torch.from_numpy(table).to(batch.seq_lens_device.device, non_blocking=True),
+                    splits,
+                )
+            )
     return parts
 
 
 def _pieces(batch: BatchView, key: PlanKey, rows: np.ndarray, queries: int) -> np.ndarray:
     """[P, COLUMNS] int32, of these rows, with so many queries each."""
-    counts, lengths = np.diff(batch.query_start)[rows].astype(np.int64), batch.seq_lens[rows].astype(np.int64)
+    counts, lengths = (
+        np.diff(batch.query_start)[rows].astype(np.int64),
+        batch.seq_lens[rows].astype(np.int64),
+    )
     numbers = -(-counts // queries)
     owner = np.repeat(np.arange(len(rows)), numbers)
     first = (np.arange(numbers.sum()) - np.repeat(numbers.cumsum() - numbers, numbers)) * queries
@@ -173,13 +200,30 @@ def _pieces(batch: BatchView, key: PlanKey, rows: np.ndarray, queries: int) -> n
         if key.spans:
             assert batch.spans is not None
             ends = batch.spans[:, 1].astype(np.int64)
-            end = np.minimum(length, np.array([ends[at : at + number].max() for at, number in zip(starts + first, count, strict=True)]))
+            end = np.minimum(
+                length,
+                np.array(
+                    [
+                        ends[at : at + number].max()
+                        for at, number in zip(starts + first, count, strict=True)
+                    ]
+                ),
+            )
     elif key.window is not None:
         end = np.minimum(length, position + count - 1 + key.window)
     if key.window is not None:
         # The blocks before the window may be gone.
         begin = np.minimum(np.maximum(position + 1 - key.window, 0), end)
-    columns = (rows[owner], starts + first, position, count, begin, end, starts, count.cumsum() - count)
+    columns = (
+        rows[owner],
+        starts + first,
+        position,
+        count,
+        begin,
+        end,
+        starts,
+        count.cumsum() - count,
+    )
     return np.stack(columns, axis=1).astype(np.int32)
 
 

@@ -21,14 +21,20 @@ from toolkit_lm_xformers.layout import LayerKey, Layout, Metadata
 _DTYPES = ("bfloat16", "float16")
 _HEAD_STEP = 8
 _MOST_HEAD_SIZE = 256
-_FEATURES = {"soft_cap": "soft caps", "sinks": "sinks", "bias": "biases that are functions of positions", "spans": "spans"}
+_FEATURES = {
+    "soft_cap": "soft caps",
+    "sinks": "sinks",
+    "bias": "biases that are functions of positions",
+    "spans": "spans",
+}
 
 
 class XformersBackend(AttentionBackend):
-    """Attention of all types on NVIDIA GPUs. A page holds (2, block_size, num_kv_heads, head_size): keys before values.
+    """Attention of all types on NVIDIA GPUs. A page holds (2, block_size, num_kv_heads, head_size):
+    keys before values.
 
-    A step is one call, with a block diagonal mask and without padding. Where the kernels cannot read the cache's pages, the keys are
-    gathered for them.
+    A step is one call, with a block diagonal mask and without padding. Where the kernels cannot
+    read the cache's pages, the keys are gathered for them.
     """
 
     @classmethod
@@ -49,7 +55,9 @@ class XformersBackend(AttentionBackend):
         stored = slots.ge(0).nonzero()[:, 0] if batch.has_padding and slots is not None else None
         return Metadata(batch, stored)
 
-    def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Metadata) -> None:
+    def write_kv(
+        self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Metadata
+    ) -> None:
         vectors, block_size = _vectors(kv_cache), kv_cache[0].shape[2]
         places = meta.slots(block_size)
         if meta.stored is not None:
@@ -71,7 +79,9 @@ class XformersBackend(AttentionBackend):
         block_size = None if kv_cache is None else kv_cache[0].shape[2]
         # The masks of pages know no windows.
         paged = layer.window is None and self.reads_pages(block_size)
-        layout, mask = meta.prepared(LayerKey(layer.attention_type, layer.window, block_size, paged))
+        layout, mask = meta.prepared(
+            LayerKey(layer.attention_type, layer.window, block_size, paged)
+        )
         if layout.queries is not None:
             # The other rows have no keys.
             out.zero_()
@@ -79,7 +89,13 @@ class XformersBackend(AttentionBackend):
             return
         keys, values = _keys_and_values(layout, k, v, kv_cache)
         queries = q if layout.queries is None else q[layout.queries]
-        found = self.attend(_grouped(queries, layer), _shared(keys, layer), _shared(values, layer), mask, layer.scale).view(queries.shape)
+        found = self.attend(
+            _grouped(queries, layer),
+            _shared(keys, layer),
+            _shared(values, layer),
+            mask,
+            layer.scale,
+        ).view(queries.shape)
         if layout.queries is None:
             out.copy_(found)
         else:
@@ -94,7 +110,9 @@ def lacks(spec: AttentionSpec) -> str | None:
     if (reason := common_refusal(spec, _DTYPES)) is not None:
         return reason
     if spec.head_size % _HEAD_STEP or spec.head_size > _MOST_HEAD_SIZE:
-        return f"head_size {spec.head_size} is not a multiple of {_HEAD_STEP} up to {_MOST_HEAD_SIZE}"
+        return (
+            f"head_size {spec.head_size} is not a multiple of {_HEAD_STEP} up to {_MOST_HEAD_SIZE}"
+        )
     if asked := [words for name, words in _FEATURES.items() if getattr(spec, name)]:
         return f"the kernels of xFormers have no {' and no '.join(asked)}"
     if spec.window is not None and spec.type is AttentionType.ENCODER:
@@ -107,7 +125,9 @@ def _vectors(kv_cache: tuple[Tensor, ...]) -> Tensor:
     return kv_cache[0].view(-1, *kv_cache[0].shape[3:])
 
 
-def _keys_and_values(layout: Layout, k: Tensor | None, v: Tensor | None, kv_cache: tuple[Tensor, ...] | None) -> tuple[Tensor, Tensor]:
+def _keys_and_values(
+    layout: Layout, k: Tensor | None, v: Tensor | None, kv_cache: tuple[Tensor, ...] | None
+) -> tuple[Tensor, Tensor]:
     """Each [K, num_kv_heads, head_size], as the layout says; or the whole cache."""
     if layout.pages is None and (layout.keys is None or kv_cache is None):
         assert k is not None and v is not None

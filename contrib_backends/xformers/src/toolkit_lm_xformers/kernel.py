@@ -17,7 +17,11 @@ _PAGE = 256
 
 def missing() -> str | None:
     """That the package is not installed; None when it is."""
-    return "the package xformers is not installed" if importlib.util.find_spec("xformers") is None else None
+    return (
+        "the package xformers is not installed"
+        if importlib.util.find_spec("xformers") is None
+        else None
+    )
 
 
 def refusal() -> str | None:
@@ -26,7 +30,10 @@ def refusal() -> str | None:
         return "no GPU is there"
     capability = torch.cuda.get_device_capability()
     if capability < _OLDEST:
-        return f"the GPU has compute capability {capability[0]}.{capability[1]}, and the kernels of xFormers need 8.0"
+        return (
+            f"the GPU has compute capability {capability[0]}.{capability[1]}, and the kernels of "
+            "xFormers need 8.0"
+        )
     if not _flash().is_available():
         return "xFormers has no kernel for this PyTorch: see python -m xformers.info"
     return None
@@ -44,7 +51,8 @@ def reads_pages(block_size: int | None) -> bool:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> Tensor:
-    """As q [1, Q, kv_heads, group, size]; k and v [1, K, kv_heads, group, size], or pages one after the other."""
+    """As q [1, Q, kv_heads, group, size]; k and v [1, K, kv_heads, group, size], or pages one after
+    the other."""
     from xformers.ops import fmha
 
     found: Tensor = fmha.memory_efficient_attention_forward(q, k, v, attn_bias=mask, scale=scale)

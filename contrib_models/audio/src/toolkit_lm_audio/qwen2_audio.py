@@ -1,4 +1,5 @@
-"""Qwen2-Audio (Chu et al. 2024): Whisper's encoder, whose states are pooled by twos and projected, and any language model."""
+"""Qwen2-Audio (Chu et al. 2024): Whisper's encoder, whose states are pooled by twos and projected,
+and any language model."""
 
 from __future__ import annotations
 
@@ -9,7 +10,15 @@ import numpy as np
 import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.messages import Array
-from toolkit_lm.model import EncoderSequences, HFConfig, LayerNorm, Model, ReplicatedLinear, join, torch_dtype
+from toolkit_lm.model import (
+    EncoderSequences,
+    HFConfig,
+    LayerNorm,
+    Model,
+    ReplicatedLinear,
+    join,
+    torch_dtype,
+)
 from toolkit_lm_decoder.composed import ComposedModel, text_config
 from toolkit_lm_encdec.attention import PACKED
 from toolkit_lm_encdec.bart import BartEncoderLayer, Shape, Style
@@ -24,27 +33,36 @@ _STYLE = Style(norms_first=True, norms_embeddings=False)
 
 
 class AudioTower(nn.Module):
-    """Features of recordings [mels, frames of a window], and how many frames are sound -> states of each [tokens, H].
+    """Features of recordings [mels, frames of a window], and how many frames are sound -> states of
+    each [tokens, H].
 
     What is after a recording is not computed: its states would be seen by none.
     """
 
     def __init__(self, shape: AudioShape, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        dtype, layer = torch_dtype(vllm_config.model.dtype), Shape.read(shape.config, "encoder", _STYLE)
+        dtype, layer = (
+            torch_dtype(vllm_config.model.dtype),
+            Shape.read(shape.config, "encoder", _STYLE),
+        )
         size = layer.heads.hidden_size
         self.shape = shape
         self.conv1 = nn.Conv1d(shape.num_mels, size, kernel_size=3, padding=1, dtype=dtype)
         self.conv2 = nn.Conv1d(size, size, kernel_size=3, stride=2, padding=1, dtype=dtype)
         self.embed_positions = nn.Embedding(shape.num_states, size, dtype=dtype)
         self.layers = nn.ModuleList(
-            BartEncoderLayer(layer, vllm_config=vllm_config, prefix=join(prefix, f"layers.{i}")) for i in range(layer.num_layers)
+            BartEncoderLayer(layer, vllm_config=vllm_config, prefix=join(prefix, f"layers.{i}"))
+            for i in range(layer.num_layers)
         )
         self.layer_norm = LayerNorm(size, dtype=dtype)
 
-    def forward(self, features: list[Tensor], num_frames: list[int], sequences: EncoderSequences) -> list[Tensor]:
+    def forward(
+        self, features: list[Tensor], num_frames: list[int], sequences: EncoderSequences
+    ) -> list[Tensor]:
         counts = [self.shape.states(count) for count in num_frames]
-        x = torch.cat([self._embedded(one, count) for one, count in zip(features, counts, strict=True)])
+        x = torch.cat(
+            [self._embedded(one, count) for one, count in zip(features, counts, strict=True)]
+        )
         with sequences(counts):
             for layer in self.layers:
                 x = layer(x)
@@ -65,7 +83,9 @@ class AudioProjector(nn.Module):
 
     def __init__(self, input_size: int, size: int, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        self.linear = ReplicatedLinear(input_size, size, bias=True, vllm_config=vllm_config, prefix=join(prefix, "linear"))
+        self.linear = ReplicatedLinear(
+            input_size, size, bias=True, vllm_config=vllm_config, prefix=join(prefix, "linear")
+        )
 
     def forward(self, states: Tensor) -> Tensor:
         out: Tensor = self.linear(states)
@@ -82,12 +102,19 @@ class Qwen2AudioEncoder(Model):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.shape = AudioShape.read(vllm_config.hf_config)
         size = text_size(HFConfig(vllm_config.hf_config).require("text_config", dict))
-        self.audio_tower = AudioTower(self.shape, vllm_config=vllm_config, prefix=join(prefix, "audio_tower"))
+        self.audio_tower = AudioTower(
+            self.shape, vllm_config=vllm_config, prefix=join(prefix, "audio_tower")
+        )
         self.multi_modal_projector = AudioProjector(
-            self.shape.config.require("d_model", int), size, vllm_config=vllm_config, prefix=join(prefix, "multi_modal_projector")
+            self.shape.config.require("d_model", int),
+            size,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "multi_modal_projector"),
         )
 
-    def embeddings(self, features: list[Tensor], num_frames: list[int], sequences: EncoderSequences) -> list[Tensor]:
+    def embeddings(
+        self, features: list[Tensor], num_frames: list[int], sequences: EncoderSequences
+    ) -> list[Tensor]:
         """Of recordings as the tower takes them, those of each [tokens, H]."""
         states = self.audio_tower(features, num_frames, sequences)
         projected: Tensor = self.multi_modal_projector(torch.cat(states))
@@ -96,7 +123,10 @@ class Qwen2AudioEncoder(Model):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         # Keys have no bias, and are packed with what has one.
         none = torch.zeros(self.shape.config.require("d_model", int), device="cpu")
-        names = [f"audio_tower.layers.{i}.self_attn.k_proj.bias" for i in range(len(self.audio_tower.layers))]
+        names = [
+            f"audio_tower.layers.{i}.self_attn.k_proj.bias"
+            for i in range(len(self.audio_tower.layers))
+        ]
         return super().load_weights(with_substitutes(weights, dict.fromkeys(names, none)))
 
 
@@ -108,13 +138,27 @@ class Qwen2AudioForConditionalGeneration(ComposedModel):
     def text_config(self) -> dict[str, Any]:
         return text_config(self.vllm_config.hf_config, TEXT_DEFAULTS)
 
-    def encode(self, modality: str, items: list[dict[str, Tensor]], sequences: EncoderSequences) -> list[Tensor]:
+    def encode(
+        self, modality: str, items: list[dict[str, Tensor]], sequences: EncoderSequences
+    ) -> list[Tensor]:
         part: Any = self.encoder
-        embeds: list[Tensor] = part.embeddings([item[FEATURES][0] for item in items], [int(item[MASK].sum()) for item in items], sequences)
+        embeds: list[Tensor] = part.embeddings(
+            [item[FEATURES][0] for item in items],
+            [int(item[MASK].sum()) for item in items],
+            sequences,
+        )
         return embeds
 
     def example_items(self) -> list[tuple[str, dict[str, Array]]]:
         """A whole window."""
         shape = AudioShape.read(self.vllm_config.hf_config)
         silence = np.zeros((1, shape.num_mels, shape.num_frames), np.float32)
-        return [("audio", {FEATURES: Array.of(silence), MASK: Array.of(np.ones((1, shape.num_frames), np.int32))})]
+        return [
+            (
+                "audio",
+                {
+                    FEATURES: Array.of(silence),
+                    MASK: Array.of(np.ones((1, shape.num_frames), np.int32)),
+                },
+            )
+        ]

@@ -53,18 +53,34 @@ class AudioShape:
 
     @classmethod
     def read(cls, hf_config: Mapping[str, Any]) -> AudioShape:
-        """Of a config.json. Raises CheckpointError, and UnsupportedError for another kind of tower."""
+        """Of a config.json. Raises CheckpointError, and UnsupportedError for another kind of
+        tower."""
         given: dict[str, Any] = HFConfig(hf_config).get("audio_config", dict) or {}
-        config = HFConfig({**_DEFAULTS, **{key: value for key, value in given.items() if value is not None}})
+        config = HFConfig(
+            {**_DEFAULTS, **{key: value for key, value in given.items() if value is not None}}
+        )
         kind = config.require("model_type", str)
         if kind != _DEFAULTS["model_type"]:
-            raise UnsupportedError(f"config.json: there is no audio tower of model_type {kind!r}, only of {_DEFAULTS['model_type']}.")
+            raise UnsupportedError(
+                f"config.json: there is no audio tower of model_type {kind!r}, only of "
+                f"{_DEFAULTS['model_type']}."
+            )
         for name, most in _MOST.items():
             if not 1 <= config.require(name, int) <= most:
-                raise CheckpointError(f"config.json: {name} of 'audio_config' must be from 1 to {most}, not {config.values[name]}.")
+                raise CheckpointError(
+                    f"config.json: {name} of 'audio_config' must be from 1 to {most}, not "
+                    f"{config.values[name]}."
+                )
         if config.require("d_model", int) % config.require("encoder_attention_heads", int):
-            raise CheckpointError("config.json: d_model of 'audio_config' must be a multiple of encoder_attention_heads.")
-        return cls(config=config, num_mels=config.require("num_mel_bins", int), num_states=config.require("max_source_positions", int))
+            raise CheckpointError(
+                "config.json: d_model of 'audio_config' must be a multiple of "
+                "encoder_attention_heads."
+            )
+        return cls(
+            config=config,
+            num_mels=config.require("num_mel_bins", int),
+            num_states=config.require("max_source_positions", int),
+        )
 
     @property
     def num_frames(self) -> int:

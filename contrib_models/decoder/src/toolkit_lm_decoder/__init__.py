@@ -1,4 +1,5 @@
-"""Decoder-only language models. This entry module only registers them; each is imported when it is selected."""
+"""Decoder-only language models. This entry module only registers them; each is imported when it is
+selected."""
 
 from toolkit_lm.plugin import ModelRegistry, hookimpl
 
@@ -22,4 +23,6 @@ MODELS = {
 def toolkit_register_models(models: ModelRegistry) -> None:
     for architecture, module in MODELS.items():
         model_type = "gemma3_text" if module == "gemma3" else module
-        models.add(architecture, f"toolkit_lm_decoder.{module}:{architecture}", model_type=model_type)
+        models.add(
+            architecture, f"toolkit_lm_decoder.{module}:{architecture}", model_type=model_type
+        )

@@ -1,4 +1,5 @@
-"""What all families share: a decoder, under the name that checkpoints give it, and the head that makes logits of its hidden states."""
+"""What all families share: a decoder, under the name that checkpoints give it, and the head that
+makes logits of its hidden states."""
 
 from __future__ import annotations
 
@@ -67,7 +68,9 @@ class CausalLM(Model):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         decoder = self.make_decoder(join(prefix, self.decoder_name))
         self.add_module(self.decoder_name, decoder)
-        self.lm_head = self._head(HFConfig(vllm_config.hf_config), decoder) if decoder.is_last else Absent()
+        self.lm_head = (
+            self._head(HFConfig(vllm_config.hf_config), decoder) if decoder.is_last else Absent()
+        )
 
     def make_decoder(self, prefix: str) -> Decoder:
         raise NotImplementedError
@@ -76,10 +79,13 @@ class CausalLM(Model):
         tied = decoder.get_submodule(decoder.embedding_name) if decoder.is_tied else None
         assert tied is None or isinstance(tied, VocabParallelEmbedding)
         sizes = config.require("vocab_size", int), decoder.embedding_size(config)
-        return ParallelLMHead(*sizes, tied_to=tied, vllm_config=self.vllm_config, prefix=join(self.prefix, "lm_head"))
+        return ParallelLMHead(
+            *sizes, tied_to=tied, vllm_config=self.vllm_config, prefix=join(self.prefix, "lm_head")
+        )
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Embeddings [T, embedding size] of `input_ids` [T], of which `forward` takes others as `inputs_embeds`."""
+        """Embeddings [T, embedding size] of `input_ids` [T], of which `forward` takes others as
+        `inputs_embeds`."""
         decoder = self.get_submodule(self.decoder_name)
         assert isinstance(decoder, Decoder)
         return decoder.embed(input_ids)
@@ -93,7 +99,9 @@ class CausalLM(Model):
         intermediate: IntermediateTensors | None = None,
     ) -> Tensor | IntermediateTensors:
         decoder = self.get_submodule(self.decoder_name)
-        out: Tensor | IntermediateTensors = decoder(input_ids, positions, inputs_embeds=inputs_embeds, intermediate=intermediate)
+        out: Tensor | IntermediateTensors = decoder(
+            input_ids, positions, inputs_embeds=inputs_embeds, intermediate=intermediate
+        )
         return out
 
     @logits_of("lm_head")

@@ -21,15 +21,21 @@ from toolkit_lm.model import (
 )
 from torch import Tensor
 
-_ARCHITECTURES = {"gemma3_text": "Gemma3ForCausalLM", "gpt2": "GPT2LMHeadModel", "opt": "OPTForCausalLM"}
+_ARCHITECTURES = {
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "opt": "OPTForCausalLM",
+}
 """By `model_type`, those that are not named after it."""
 _DECODER = re.compile(r"^(model\.language_model|language_model\.model)\.")
-"""What checkpoints call the decoder of the language part: the former in memory of transformers 5, the latter in most files."""
+"""What checkpoints call the decoder of the language part: the former in memory of transformers 5,
+the latter in most files."""
 _LANGUAGE = re.compile(r"^language_model\.")
 
 
 def text_config(hf_config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of the language part, on top of `defaults`: configs leave out what is transformers' default."""
+    """The config.json of the language part, on top of `defaults`: configs leave out what is
+    transformers' default."""
     own: dict[str, Any] = {**defaults, **HFConfig(hf_config).require("text_config", dict)}
     config = HFConfig(own)
     if not config.get("architectures", list):
@@ -40,7 +46,8 @@ def text_config(hf_config: Mapping[str, Any], defaults: Mapping[str, Any]) -> di
 
 
 class ComposedModel(MultiModalModel):
-    """Of `encoder`, a Model that makes embeddings of items of media, and of `language_model`, any registered decoder.
+    """Of `encoder`, a Model that makes embeddings of items of media, and of `language_model`, any
+    registered decoder.
 
     A pipeline's first rank has the encoder.
     """
@@ -54,9 +61,13 @@ class ComposedModel(MultiModalModel):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.language_model = make_part(vllm_config, self.text_config(), join(prefix, self.language_name))
+        self.language_model = make_part(
+            vllm_config, self.text_config(), join(prefix, self.language_name)
+        )
         encodes = is_first_stage(vllm_config.parallel)
-        self.encoder = self.encoder_class(vllm_config=vllm_config, prefix=prefix) if encodes else Absent()
+        self.encoder = (
+            self.encoder_class(vllm_config=vllm_config, prefix=prefix) if encodes else Absent()
+        )
 
     def text_config(self) -> dict[str, Any]:
         """The config.json of the language part."""
@@ -67,7 +78,9 @@ class ComposedModel(MultiModalModel):
         embedded: Tensor = part.embed(input_ids)
         return embedded
 
-    def encode(self, modality: str, items: list[dict[str, Tensor]], sequences: EncoderSequences) -> list[Tensor]:
+    def encode(
+        self, modality: str, items: list[dict[str, Tensor]], sequences: EncoderSequences
+    ) -> list[Tensor]:
         part: Any = self.encoder
         embeds: list[Tensor] = part.embeddings([item["pixel_values"] for item in items], sequences)
         return embeds
@@ -101,7 +114,9 @@ class ComposedModel(MultiModalModel):
             for param in part.load_weights(self._weights_of(name, weights))
         }
 
-    def _weights_of(self, part: str, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _weights_of(
+        self, part: str, weights: Iterable[tuple[str, Tensor]]
+    ) -> Iterator[tuple[str, Tensor]]:
         base = f"{getattr(self.language_model, 'decoder_name', 'model')}."
         for name, tensor in weights:
             renamed = _LANGUAGE.sub("", _DECODER.sub(base, name))

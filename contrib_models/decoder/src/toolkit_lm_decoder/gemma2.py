@@ -1,4 +1,5 @@
-"""Gemma 2: norms before and after attention and feed-forward, soft caps, and windows in every other layer."""
+"""Gemma 2: norms before and after attention and feed-forward, soft caps, and windows in every other
+layer."""
 
 from __future__ import annotations
 
@@ -8,10 +9,26 @@ from typing import ClassVar
 import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import UnsupportedError
-from toolkit_lm.model import HFConfig, LayerParts, Part, RMSNorm, Rotation, ShardLoader, new_parameter, torch_dtype
+from toolkit_lm.model import (
+    HFConfig,
+    LayerParts,
+    Part,
+    RMSNorm,
+    Rotation,
+    ShardLoader,
+    new_parameter,
+    torch_dtype,
+)
 from torch import Tensor
 
-from toolkit_lm_decoder.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP, LlamaModel, layer_window
+from toolkit_lm_decoder.llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaMLP,
+    LlamaModel,
+    layer_window,
+)
 
 
 def _load_plus_one(param: Tensor, loaded: Tensor, shard_id: int | None = None) -> None:
@@ -36,7 +53,10 @@ class Gemma2Attention(LlamaAttention):
 
     def window(self, config: HFConfig, layer: int) -> int | None:
         if config.get("use_bidirectional_attention", bool, False):
-            raise UnsupportedError("config.json: 'use_bidirectional_attention' makes this model an encoder. Only decoders can be run.")
+            raise UnsupportedError(
+                "config.json: 'use_bidirectional_attention' makes this model an encoder. Only "
+                "decoders can be run."
+            )
         return layer_window(config, layer, otherwise=self.is_windowed(config, layer))
 
     def is_windowed(self, config: HFConfig, layer: int) -> bool:
@@ -67,7 +87,9 @@ class Gemma2DecoderLayer(LlamaDecoderLayer):
             out_norms=(self.post_attention_layernorm, self.post_feedforward_layernorm),
         )
 
-    def forward(self, x: Tensor, residual: Tensor | None, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation
+    ) -> tuple[Tensor, Tensor]:
         x, residual = self.enter(x, residual)
         x = self.post_attention_layernorm(self.self_attn(x, rotation))
         x, residual = self.pre_feedforward_layernorm(x, residual)
@@ -80,7 +102,9 @@ class Gemma2Model(LlamaModel):
     def embedding_scale(self, config: HFConfig) -> float:
         # The model was trained with a factor that is rounded to its dtype.
         dtype = torch_dtype(self.vllm_config.model.dtype)
-        return float(torch.tensor(math.sqrt(config.require("hidden_size", int)), dtype=dtype, device="cpu"))
+        return float(
+            torch.tensor(math.sqrt(config.require("hidden_size", int)), dtype=dtype, device="cpu")
+        )
 
 
 class Gemma2ForCausalLM(LlamaForCausalLM):
@@ -96,4 +120,6 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         logits = super().compute_logits(hidden_states)
-        return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
+        return (
+            logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
+        )

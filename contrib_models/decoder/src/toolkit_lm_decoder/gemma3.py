@@ -1,4 +1,5 @@
-"""Gemma 3 (text): Gemma 2 that norms queries and keys instead of capping scores, and rotates windowed layers at a pace of their own."""
+"""Gemma 3 (text): Gemma 2 that norms queries and keys instead of capping scores, and rotates
+windowed layers at a pace of their own."""
 
 from __future__ import annotations
 
@@ -27,23 +28,37 @@ class Gemma3Attention(Gemma2Attention, Qwen3Attention):
 
 
 def rope_parameters(config: HFConfig, kind: str) -> RopeParameters:
-    """Of the layers of one kind. `rope_scaling` is of the layers that see everything: it is laid over what is stated of these."""
+    """Of the layers of one kind. `rope_scaling` is of the layers that see everything: it is laid
+    over what is stated of these."""
     nothing: dict[str, Any] = {}
     given = config.get("rope_parameters", dict, nothing).get(kind)
     # How checkpoints stated it before transformers 5.
-    key, default = ("rope_theta", 1e6) if kind == "full_attention" else ("rope_local_base_freq", 1e4)
-    values = {"rope_theta": config.get(key, float, default), **(given if isinstance(given, Mapping) else nothing)}
+    key, default = (
+        ("rope_theta", 1e6) if kind == "full_attention" else ("rope_local_base_freq", 1e4)
+    )
+    values = {
+        "rope_theta": config.get(key, float, default),
+        **(given if isinstance(given, Mapping) else nothing),
+    }
     if kind == "full_attention":
         values |= config.get("rope_scaling", dict, nothing)
-    return RopeParameters.read(HFConfig({**config.values, "rope_parameters": values, "rope_scaling": None}), head_size_of(config))
+    return RopeParameters.read(
+        HFConfig({**config.values, "rope_parameters": values, "rope_scaling": None}),
+        head_size_of(config),
+    )
 
 
 class Gemma3Model(Gemma2Model):
-    def __init__(self, parts: type[LlamaParts], *, vllm_config: VllmConfig, prefix: str = "") -> None:
+    def __init__(
+        self, parts: type[LlamaParts], *, vllm_config: VllmConfig, prefix: str = ""
+    ) -> None:
         super().__init__(parts, vllm_config=vllm_config, prefix=prefix)
         self.local_rotary = self._rotary_of(HFConfig(vllm_config.hf_config), "sliding_attention")
         attentions = (layer.get_submodule("self_attn.attn") for layer in self.layers.owned)
-        self.is_local = [isinstance(attention, Attention) and attention.params.window is not None for attention in attentions]
+        self.is_local = [
+            isinstance(attention, Attention) and attention.params.window is not None
+            for attention in attentions
+        ]
 
     def _rotary(self, config: HFConfig) -> RotaryEmbedding:
         return self._rotary_of(config, "full_attention")

@@ -28,7 +28,9 @@ from toolkit_lm_decoder.causal_lm import CausalLM, Decoder
 
 def layer_norm(config: HFConfig, vllm_config: VllmConfig) -> LayerNorm:
     eps = config.get("layer_norm_epsilon", float, 1e-5)
-    return LayerNorm(config.require("n_embd", int), eps=eps, dtype=torch_dtype(vllm_config.model.dtype))
+    return LayerNorm(
+        config.require("n_embd", int), eps=eps, dtype=torch_dtype(vllm_config.model.dtype)
+    )
 
 
 class GPT2Attention(nn.Module):
@@ -39,13 +41,27 @@ class GPT2Attention(nn.Module):
         config = HFConfig(vllm_config.hf_config)
         size, heads = config.require("n_embd", int), config.require("n_head", int)
         self.c_attn = QKVParallelLinear(
-            size, size // heads, heads, heads, bias=True, vllm_config=vllm_config, prefix=join(prefix, "c_attn")
+            size,
+            size // heads,
+            heads,
+            heads,
+            bias=True,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "c_attn"),
         )
-        self.c_proj = RowParallelLinear(size, size, bias=True, vllm_config=vllm_config, prefix=join(prefix, "c_proj"))
+        self.c_proj = RowParallelLinear(
+            size, size, bias=True, vllm_config=vllm_config, prefix=join(prefix, "c_proj")
+        )
         scale = (size // heads) ** -0.5 if config.get("scale_attn_weights", bool, True) else 1.0
         if config.get("scale_attn_by_inverse_layer_idx", bool, False):
             scale /= layer_index(prefix) + 1
-        self.attn = Attention(self.c_attn.num_heads, size // heads, scale=scale, vllm_config=vllm_config, prefix=join(prefix, "attn"))
+        self.attn = Attention(
+            self.c_attn.num_heads,
+            size // heads,
+            scale=scale,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "attn"),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.c_proj(self.attn(*self.c_attn(x).chunk(3, dim=-1)))
@@ -62,9 +78,16 @@ class GPT2MLP(nn.Module):
         inner = config.get("n_inner", int, 4 * size)
         activation = config.get("activation_function", str, "gelu_new")
         self.c_fc = ColumnParallelLinear(
-            size, inner, bias=True, activation=activation, vllm_config=vllm_config, prefix=join(prefix, "c_fc")
+            size,
+            inner,
+            bias=True,
+            activation=activation,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "c_fc"),
         )
-        self.c_proj = RowParallelLinear(inner, size, bias=True, vllm_config=vllm_config, prefix=join(prefix, "c_proj"))
+        self.c_proj = RowParallelLinear(
+            inner, size, bias=True, vllm_config=vllm_config, prefix=join(prefix, "c_proj")
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.c_proj(self.c_fc(x))
@@ -98,8 +121,14 @@ class GPT2Model(Decoder):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config = HFConfig(vllm_config.hf_config)
         if config.get("add_cross_attention", bool, False):
-            raise UnsupportedError("config.json: 'add_cross_attention' makes a decoder that needs an encoder, and this model has none.")
-        sizes, dtype = (config.require("n_positions", int), config.require("n_embd", int)), torch_dtype(vllm_config.model.dtype)
+            raise UnsupportedError(
+                "config.json: 'add_cross_attention' makes a decoder that needs an encoder, and "
+                "this model has none."
+            )
+        sizes, dtype = (
+            (config.require("n_positions", int), config.require("n_embd", int)),
+            torch_dtype(vllm_config.model.dtype),
+        )
         self.wpe = nn.Embedding(*sizes, dtype=dtype) if self.is_first else Absent()
         self.h = make_layers(
             config.require("n_layer", int),
@@ -123,7 +152,9 @@ class GPT2Model(Decoder):
         if intermediate is not None:
             x = intermediate["hidden_states"]
         else:
-            x = (self.embed(input_ids) if inputs_embeds is None else inputs_embeds) + self.wpe(positions)
+            x = (self.embed(input_ids) if inputs_embeds is None else inputs_embeds) + self.wpe(
+                positions
+            )
         for layer in self.h.owned:
             x = layer(x)
         return self.ln_f(x) if self.is_last else {"hidden_states": x}
@@ -141,4 +172,7 @@ class GPT2LMHeadModel(CausalLM):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         stored_transposed = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")
-        return super().load_weights((name, tensor.t() if stored_transposed.search(name) else tensor) for name, tensor in weights)
+        return super().load_weights(
+            (name, tensor.t() if stored_transposed.search(name) else tensor)
+            for name, tensor in weights
+        )

@@ -1,4 +1,5 @@
-"""Granite: Llama with a factor for embeddings, scores, what each half of a layer adds, and logits."""
+"""Granite: Llama with a factor for embeddings, scores, what each half of a layer adds, and
+logits."""
 
 from __future__ import annotations
 
@@ -6,7 +7,13 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import HFConfig, LayerParts, Rotation
 from torch import Tensor
 
-from toolkit_lm_decoder.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel, LlamaParts
+from toolkit_lm_decoder.llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaModel,
+    LlamaParts,
+)
 
 
 class GraniteAttention(LlamaAttention):
@@ -28,7 +35,9 @@ class GraniteDecoderLayer(LlamaDecoderLayer):
             multiplier=self.multiplier,
         )
 
-    def forward(self, x: Tensor, residual: Tensor | None, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation
+    ) -> tuple[Tensor, Tensor]:
         x, residual = self.enter(x, residual)
         x = self.self_attn(x, rotation) * self.multiplier
         x, residual = self.post_attention_layernorm(x, residual)

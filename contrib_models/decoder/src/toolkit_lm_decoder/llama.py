@@ -34,7 +34,9 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 def head_size_of(config: HFConfig) -> int:
     """`head_dim`, or hidden_size over heads where it is not stated."""
-    return config.get("head_dim", int) or config.require("hidden_size", int) // config.require("num_attention_heads", int)
+    return config.get("head_dim", int) or config.require("hidden_size", int) // config.require(
+        "num_attention_heads", int
+    )
 
 
 def eps_of(config: HFConfig) -> float:
@@ -43,7 +45,8 @@ def eps_of(config: HFConfig) -> float:
 
 
 def layer_window(config: HFConfig, layer: int, *, otherwise: bool) -> int | None:
-    """`sliding_window` where `layer_types` calls the layer "sliding_attention"; `otherwise` counts where there are no `layer_types`."""
+    """`sliding_window` where `layer_types` calls the layer "sliding_attention"; `otherwise` counts
+    where there are no `layer_types`."""
     kinds = config.get("layer_types", list)
     if kinds is None:
         is_windowed = otherwise
@@ -51,7 +54,9 @@ def layer_window(config: HFConfig, layer: int, *, otherwise: bool) -> int | None
         is_windowed = kinds[layer] == "sliding_attention"
     else:
         known, found = ", ".join(LAYER_TYPES), kinds[layer] if layer < len(kinds) else None
-        raise CheckpointError(f"config.json: 'layer_types' must name one of {known} for layer {layer}, not {found!r}.")
+        raise CheckpointError(
+            f"config.json: 'layer_types' must name one of {known} for layer {layer}, not {found!r}."
+        )
     return config.require("sliding_window", int) if is_windowed else None
 
 
@@ -63,14 +68,28 @@ def norm_of(config: HFConfig, vllm_config: VllmConfig, kind: type[RMSNorm]) -> R
 class LlamaAttention(Bypassable):
     """Grouped-query self-attention: x [T, H] -> [T, H]."""
 
-    seams = frozenset({"attention_type", "has_qkv_bias", "has_output_bias", "scale", "window", "soft_cap", "head_norms"})
-    """What a family may override and stay fusible (see `Bypassable`): `LayerParts` state what each of them gives."""
+    seams = frozenset(
+        {
+            "attention_type",
+            "has_qkv_bias",
+            "has_output_bias",
+            "scale",
+            "window",
+            "soft_cap",
+            "head_norms",
+        }
+    )
+    """What a family may override and stay fusible (see `Bypassable`): `LayerParts` state what each
+    of them gives."""
     attention_type: ClassVar[AttentionType] = AttentionType.DECODER
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config = HFConfig(vllm_config.hf_config)
-        hidden_size, num_heads = config.require("hidden_size", int), config.require("num_attention_heads", int)
+        hidden_size, num_heads = (
+            config.require("hidden_size", int),
+            config.require("num_attention_heads", int),
+        )
         self.head_size = head_size_of(config)
         self.qkv_proj = QKVParallelLinear(
             hidden_size,
@@ -121,7 +140,8 @@ class LlamaAttention(Bypassable):
         return None
 
     def head_norms(self) -> tuple[RMSNorm, RMSNorm] | None:
-        """Of each head of queries and of keys, or of all of them together, before they are rotated."""
+        """Of each head of queries and of keys, or of all of them together, before they are
+        rotated."""
         return None
 
     def project(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,7 +156,8 @@ class LlamaAttention(Bypassable):
         return rotation.rotate(q), rotation.rotate(k), v
 
     def _normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """x [T, heads * head_size] in as many pieces as the norm's weight is long -> [T, heads, head_size]."""
+        """x [T, heads * head_size] in as many pieces as the norm's weight is long -> [T, heads,
+        head_size]."""
         normed: Tensor = norm(x.view(len(x), -1, len(norm.weight)))
         return normed.reshape(len(x), -1, self.head_size)
 
@@ -153,7 +174,10 @@ class LlamaMLP(Bypassable):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config = HFConfig(vllm_config.hf_config)
-        hidden_size, inner_size = config.require("hidden_size", int), config.require("intermediate_size", int)
+        hidden_size, inner_size = (
+            config.require("hidden_size", int),
+            config.require("intermediate_size", int),
+        )
         bias = config.get("mlp_bias", bool, False)
         self.gate_up_proj = GatedColumnParallelLinear(
             hidden_size,
@@ -163,7 +187,13 @@ class LlamaMLP(Bypassable):
             vllm_config=vllm_config,
             prefix=join(prefix, "gate_up_proj"),
         )
-        self.down_proj = RowParallelLinear(inner_size, hidden_size, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "down_proj"))
+        self.down_proj = RowParallelLinear(
+            inner_size,
+            hidden_size,
+            bias=bias,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "down_proj"),
+        )
 
     def activation(self, config: HFConfig) -> str:
         return config.get("hidden_act", str, "silu")
@@ -174,7 +204,8 @@ class LlamaMLP(Bypassable):
 
 
 class LlamaDecoderLayer(FusibleLayer):
-    """One layer. The residual travels beside the hidden states, so that each addition joins the norm after it.
+    """One layer. The residual travels beside the hidden states, so that each addition joins the
+    norm after it.
 
     A subclass whose forward pass is another states `seams` anew, if its `parts` tell all of it.
     """
@@ -194,12 +225,20 @@ class LlamaDecoderLayer(FusibleLayer):
         self.mlp = parts.feed_forward(vllm_config=vllm_config, prefix=join(prefix, "mlp"))
 
     def parts(self) -> LayerParts | None:
-        return self.parts_of(input_norm=self.input_layernorm, post_norm=self.post_attention_layernorm)
+        return self.parts_of(
+            input_norm=self.input_layernorm, post_norm=self.post_attention_layernorm
+        )
 
-    def parts_of(self, *, input_norm: RMSNorm | None, post_norm: RMSNorm | None, **own: Any) -> LayerParts | None:
-        """The layer's parts, `own` among them. None: its attention is of another kind than LlamaAttention, or no decoder's."""
+    def parts_of(
+        self, *, input_norm: RMSNorm | None, post_norm: RMSNorm | None, **own: Any
+    ) -> LayerParts | None:
+        """The layer's parts, `own` among them. None: its attention is of another kind than
+        LlamaAttention, or no decoder's."""
         attention, mlp = self.self_attn, self.mlp
-        if not isinstance(attention, LlamaAttention) or attention.attention_type is not AttentionType.DECODER:
+        if (
+            not isinstance(attention, LlamaAttention)
+            or attention.attention_type is not AttentionType.DECODER
+        ):
             return None
         # A feed-forward that computes in its own way is called.
         gated = mlp if isinstance(mlp, LlamaMLP) and module_alteration(mlp) is None else None
@@ -216,7 +255,9 @@ class LlamaDecoderLayer(FusibleLayer):
             **own,
         )
 
-    def forward(self, x: Tensor, residual: Tensor | None, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation
+    ) -> tuple[Tensor, Tensor]:
         x, residual = self.enter(x, residual)
         x = self.self_attn(x, rotation)
         x, residual = self.post_attention_layernorm(x, residual)
@@ -235,7 +276,9 @@ class LlamaModel(Decoder):
 
     embed_tokens: nn.Module
 
-    def __init__(self, parts: type[LlamaParts], *, vllm_config: VllmConfig, prefix: str = "") -> None:
+    def __init__(
+        self, parts: type[LlamaParts], *, vllm_config: VllmConfig, prefix: str = ""
+    ) -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config = HFConfig(vllm_config.hf_config)
         self.rotary = self._rotary(config)
@@ -248,7 +291,9 @@ class LlamaModel(Decoder):
         self.norm = norm_of(config, vllm_config, parts.norm) if self.is_last else Absent()
 
     def _rotary(self, config: HFConfig) -> RotaryEmbedding:
-        return RotaryEmbedding(RopeParameters.read(config, head_size_of(config)), vllm_config=self.vllm_config)
+        return RotaryEmbedding(
+            RopeParameters.read(config, head_size_of(config)), vllm_config=self.vllm_config
+        )
 
     def rotations(self, positions: Tensor) -> list[Rotation]:
         """The rotation of tokens at positions [T], for each layer that this rank owns."""
@@ -266,7 +311,10 @@ class LlamaModel(Decoder):
         if intermediate is not None:
             x, residual = intermediate["hidden_states"], intermediate["residual"]
         else:
-            x, residual = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds, None
+            x, residual = (
+                self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds,
+                None,
+            )
         for layer, rotation in zip(self.layers.owned, self.rotations(positions), strict=True):
             x, residual = layer(x, residual, rotation)
         if not self.is_last:

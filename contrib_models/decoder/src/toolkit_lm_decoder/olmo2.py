@@ -1,4 +1,5 @@
-"""OLMo 2: Llama that norms what attention and feed-forward give rather than take, and queries and keys over all heads."""
+"""OLMo 2: Llama that norms what attention and feed-forward give rather than take, and queries and
+keys over all heads."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class Olmo2DecoderLayer(LlamaDecoderLayer):
         norms = (self.post_attention_layernorm, self.post_feedforward_layernorm)
         return self.parts_of(input_norm=None, post_norm=None, out_norms=norms)
 
-    def forward(self, x: Tensor, residual: Tensor | None, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation
+    ) -> tuple[Tensor, Tensor]:
         x = x if residual is None else x + residual
         x = x + self.post_attention_layernorm(self.self_attn(x, rotation))
         return self.post_feedforward_layernorm(self.mlp(x)), x

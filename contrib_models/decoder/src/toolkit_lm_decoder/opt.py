@@ -27,7 +27,11 @@ POSITION_OFFSET = 2
 
 def layer_norm(config: HFConfig, vllm_config: VllmConfig) -> LayerNorm:
     affine = config.get("layer_norm_elementwise_affine", bool, True)
-    return LayerNorm(config.require("hidden_size", int), elementwise_affine=affine, dtype=torch_dtype(vllm_config.model.dtype))
+    return LayerNorm(
+        config.require("hidden_size", int),
+        elementwise_affine=affine,
+        dtype=torch_dtype(vllm_config.model.dtype),
+    )
 
 
 class OPTAttention(nn.Module):
@@ -39,10 +43,23 @@ class OPTAttention(nn.Module):
         size, heads = config.require("hidden_size", int), config.require("num_attention_heads", int)
         bias = config.get("enable_bias", bool, True)
         self.qkv_proj = QKVParallelLinear(
-            size, size // heads, heads, heads, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "qkv_proj")
+            size,
+            size // heads,
+            heads,
+            heads,
+            bias=bias,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "qkv_proj"),
         )
-        self.out_proj = RowParallelLinear(size, size, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "out_proj"))
-        self.attn = Attention(self.qkv_proj.num_heads, size // heads, vllm_config=vllm_config, prefix=join(prefix, "attn"))
+        self.out_proj = RowParallelLinear(
+            size, size, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "out_proj")
+        )
+        self.attn = Attention(
+            self.qkv_proj.num_heads,
+            size // heads,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "attn"),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.out_proj(self.attn(*self.qkv_proj(x).chunk(3, dim=-1)))
@@ -61,8 +78,17 @@ class OPTDecoderLayer(nn.Module):
         self.self_attn = OPTAttention(vllm_config=vllm_config, prefix=join(prefix, "self_attn"))
         self.self_attn_layer_norm = layer_norm(config, vllm_config)
         activation = config.get("activation_function", str, "relu")
-        self.fc1 = ColumnParallelLinear(size, inner, bias=bias, activation=activation, vllm_config=vllm_config, prefix=join(prefix, "fc1"))
-        self.fc2 = RowParallelLinear(inner, size, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "fc2"))
+        self.fc1 = ColumnParallelLinear(
+            size,
+            inner,
+            bias=bias,
+            activation=activation,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "fc1"),
+        )
+        self.fc2 = RowParallelLinear(
+            inner, size, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "fc2")
+        )
         self.final_layer_norm = layer_norm(config, vllm_config)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -87,7 +113,10 @@ class OPTModel(Decoder):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config = HFConfig(vllm_config.hf_config)
         size, outer = config.require("hidden_size", int), self.embedding_size(config)
-        rows, dtype = config.require("max_position_embeddings", int) + POSITION_OFFSET, torch_dtype(vllm_config.model.dtype)
+        rows, dtype = (
+            config.require("max_position_embeddings", int) + POSITION_OFFSET,
+            torch_dtype(vllm_config.model.dtype),
+        )
         self.embed_positions = nn.Embedding(rows, size, dtype=dtype) if self.is_first else Absent()
         self.layers = make_layers(
             config.require("num_hidden_layers", int),
@@ -99,16 +128,24 @@ class OPTModel(Decoder):
         self.project_in: nn.Module = nn.Identity()
         self.project_out: nn.Module = nn.Identity()
         if outer != size:
-            self.project_in = self._projection(outer, size, "project_in") if self.is_first else Absent()
-            self.project_out = self._projection(size, outer, "project_out") if self.is_last else Absent()
+            self.project_in = (
+                self._projection(outer, size, "project_in") if self.is_first else Absent()
+            )
+            self.project_out = (
+                self._projection(size, outer, "project_out") if self.is_last else Absent()
+            )
 
     def _last_norm(self, config: HFConfig) -> nn.Module:
         # Checkpoints that were trained by early releases of transformers lack it, and say so.
-        lacks = config.get("_remove_final_layer_norm", bool, False) or not config.get("do_layer_norm_before", bool, True)
+        lacks = config.get("_remove_final_layer_norm", bool, False) or not config.get(
+            "do_layer_norm_before", bool, True
+        )
         return nn.Identity() if lacks else layer_norm(config, self.vllm_config)
 
     def _projection(self, input_size: int, output_size: int, name: str) -> ReplicatedLinear:
-        return ReplicatedLinear(input_size, output_size, vllm_config=self.vllm_config, prefix=join(self.prefix, name))
+        return ReplicatedLinear(
+            input_size, output_size, vllm_config=self.vllm_config, prefix=join(self.prefix, name)
+        )
 
     def embedding_size(self, config: HFConfig) -> int:
         return config.get("word_embed_proj_dim", int) or config.require("hidden_size", int)

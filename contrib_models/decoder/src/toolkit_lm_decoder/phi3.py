@@ -1,4 +1,5 @@
-"""Phi-3 and Phi-4: Mistral whose checkpoints hold queries, keys and values, and gates and inputs, in one tensor each."""
+"""Phi-3 and Phi-4: Mistral whose checkpoints hold queries, keys and values, and gates and inputs,
+in one tensor each."""
 
 from __future__ import annotations
 

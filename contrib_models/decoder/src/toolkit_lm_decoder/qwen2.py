@@ -1,4 +1,5 @@
-"""Qwen2: Llama with biases in the projections to queries, keys and values, and windows in the upper layers."""
+"""Qwen2: Llama with biases in the projections to queries, keys and values, and windows in the upper
+layers."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from toolkit_lm_decoder.llama import LlamaAttention, LlamaForCausalLM, layer_win
 
 
 def qwen_window(config: HFConfig, layer: int) -> int | None:
-    """The window of a layer: of those from `max_window_layers` on, where `use_sliding_window` is on."""
+    """The window of a layer: of those from `max_window_layers` on, where `use_sliding_window` is
+    on."""
     if not config.get("use_sliding_window", bool, False):
         return None
     return layer_window(config, layer, otherwise=layer >= config.get("max_window_layers", int, 28))

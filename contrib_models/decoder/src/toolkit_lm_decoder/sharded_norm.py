@@ -17,16 +17,21 @@ def norm_of_part(part: Part, *, eps: float, vllm_config: VllmConfig) -> RMSNorm:
 
 
 class ShardedRMSNorm(RMSNorm):
-    """RMSNorm over an axis that is split over the ranks: x [..., part.size] -> the same. Ranks may share a part, each as many."""
+    """RMSNorm over an axis that is split over the ranks: x [..., part.size] -> the same. Ranks may
+    share a part, each as many."""
 
     def __init__(self, part: Part, *, eps: float, vllm_config: VllmConfig) -> None:
         super().__init__(part.size, eps=eps, vllm_config=vllm_config)
         self.parallel = vllm_config.parallel
-        self.weight = new_parameter((part.size,), torch_dtype(vllm_config.model.dtype), ShardLoader((part,)))
+        self.weight = new_parameter(
+            (part.size,), torch_dtype(vllm_config.model.dtype), ShardLoader((part,))
+        )
 
     # Queries and keys have no residual.
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         wide = x.float()
-        total = tensor_parallel_group(self.parallel).all_reduce(wide.square().mean(-1, keepdim=True))
+        total = tensor_parallel_group(self.parallel).all_reduce(
+            wide.square().mean(-1, keepdim=True)
+        )
         scale = torch.rsqrt(total / self.parallel.tensor_parallel_size + self.eps)
         return (wide * scale * self.weight).to(x.dtype)

@@ -1,4 +1,5 @@
-"""Encoder-decoder language models. This entry module only registers them; each is imported when it is selected."""
+"""Encoder-decoder language models. This entry module only registers them; each is imported when it
+is selected."""
 
 from typing import Any
 
@@ -15,7 +16,10 @@ MODELS = {
     "MarianMTModel": ("bart:MarianMTModel", RULES),
     "PegasusForConditionalGeneration": ("bart:PegasusForConditionalGeneration", RULES),
     "T5ForConditionalGeneration": ("t5:T5ForConditionalGeneration", RULES),
-    "T5GemmaForConditionalGeneration": ("t5gemma:T5GemmaForConditionalGeneration", "toolkit_lm_encdec.rules:T5GemmaRules"),
+    "T5GemmaForConditionalGeneration": (
+        "t5gemma:T5GemmaForConditionalGeneration",
+        "toolkit_lm_encdec.rules:T5GemmaRules",
+    ),
     # What t5-3b and t5-11b call themselves.
     "T5WithLMHeadModel": ("t5:T5ForConditionalGeneration", RULES),
 }
@@ -38,8 +42,13 @@ ENCODERS = ("T5EncoderModel", "MT5EncoderModel")
 def toolkit_register_models(models: ModelRegistry) -> None:
     model_types = {architecture: model_type for model_type, architecture in ARCHITECTURES.items()}
     for architecture, (target, rules) in MODELS.items():
-        stated: dict[str, Any] = {"length_keys": ("decoder.max_position_embeddings",)} if target.startswith("t5gemma:") else {}
-        # T5 and T5Gemma tell distances apart, and take sequences that are longer than those of their training.
+        stated: dict[str, Any] = (
+            {"length_keys": ("decoder.max_position_embeddings",)}
+            if target.startswith("t5gemma:")
+            else {}
+        )
+        # T5 and T5Gemma tell distances apart, and take sequences that are longer than those of
+        # their training.
         bounded = not target.startswith("t5")
         models.add(
             architecture,
@@ -50,4 +59,9 @@ def toolkit_register_models(models: ModelRegistry) -> None:
             **stated,
         )
     for architecture in ENCODERS:
-        models.add(architecture, "toolkit_lm_encdec.t5_encoder:T5EncoderModel", runner="pooling", bounded=False)
+        models.add(
+            architecture,
+            "toolkit_lm_encdec.t5_encoder:T5EncoderModel",
+            runner="pooling",
+            bounded=False,
+        )

@@ -1,4 +1,5 @@
-"""The attention of encoder-decoder models: within a sequence, and of a decoder over what the encoder made of another one."""
+"""The attention of encoder-decoder models: within a sequence, and of a decoder over what the
+encoder made of another one."""
 
 from __future__ import annotations
 
@@ -6,7 +7,14 @@ from dataclasses import dataclass
 
 from toolkit_lm.attention import Attention, AttentionBias, AttentionType
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.model import ColumnParallelLinear, MergedColumnParallelLinear, Part, QKVParallelLinear, RowParallelLinear, join
+from toolkit_lm.model import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    Part,
+    QKVParallelLinear,
+    RowParallelLinear,
+    join,
+)
 from torch import Tensor, nn
 
 PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "kv_proj": ("k_proj", "v_proj")}
@@ -36,10 +44,17 @@ class Heads:
 
 
 class SelfAttention(nn.Module):
-    """Multi-head attention within a sequence: x [T, H], residual [T, H] -> attention of x, plus the residual [T, H]."""
+    """Multi-head attention within a sequence: x [T, H], residual [T, H] -> attention of x, plus the
+    residual [T, H]."""
 
     def __init__(
-        self, heads: Heads, *, type: AttentionType, bias: AttentionBias | None = None, vllm_config: VllmConfig, prefix: str
+        self,
+        heads: Heads,
+        *,
+        type: AttentionType,
+        bias: AttentionBias | None = None,
+        vllm_config: VllmConfig,
+        prefix: str,
     ) -> None:
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
@@ -68,20 +83,31 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Attention over encoder states: x [T, H], residual [T, H] -> attention of x, plus the residual if there is one [T, H].
+    """Attention over encoder states: x [T, H], residual [T, H] -> attention of x, plus the residual
+    if there is one [T, H].
 
-    `encoder_hidden_states` [E, H] are those whose keys and values this step stores; None: those of all sequences are cached.
+    `encoder_hidden_states` [E, H] are those whose keys and values this step stores; None: those of
+    all sequences are cached.
     """
 
     def __init__(self, heads: Heads, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         size, bias = heads.hidden_size, heads.has_biases
-        # The self-attention of the same layer has checked that ranks share the heads evenly, but not that they share no KV head.
-        kv_heads = Part.even(heads.num_kv_heads or heads.num_heads, vllm_config.parallel, f"KV heads of {prefix}")
+        # The self-attention of the same layer has checked that ranks share the heads evenly, but
+        # not that they share no KV head.
+        kv_heads = Part.even(
+            heads.num_kv_heads or heads.num_heads, vllm_config.parallel, f"KV heads of {prefix}"
+        )
         kv_size = kv_heads.full * heads.head_size
-        self.q_proj = ColumnParallelLinear(size, heads.size, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "q_proj"))
+        self.q_proj = ColumnParallelLinear(
+            size, heads.size, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "q_proj")
+        )
         self.kv_proj = MergedColumnParallelLinear(
-            heads.encoder_size or size, [kv_size, kv_size], bias=bias, vllm_config=vllm_config, prefix=join(prefix, "kv_proj")
+            heads.encoder_size or size,
+            [kv_size, kv_size],
+            bias=bias,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "kv_proj"),
         )
         self.out_proj = out_projection(heads, vllm_config, prefix)
         self.attn = Attention(
@@ -95,12 +121,24 @@ class CrossAttention(nn.Module):
             prefix=join(prefix, "attn"),
         )
 
-    def forward(self, x: Tensor, residual: Tensor | None, encoder_hidden_states: Tensor | None) -> Tensor:
-        kv = () if encoder_hidden_states is None else self.kv_proj(encoder_hidden_states).chunk(2, dim=-1)
+    def forward(
+        self, x: Tensor, residual: Tensor | None, encoder_hidden_states: Tensor | None
+    ) -> Tensor:
+        kv = (
+            ()
+            if encoder_hidden_states is None
+            else self.kv_proj(encoder_hidden_states).chunk(2, dim=-1)
+        )
         out: Tensor = self.out_proj(self.attn(self.q_proj(x), *kv), residual)
         return out
 
 
 def out_projection(heads: Heads, vllm_config: VllmConfig, prefix: str) -> RowParallelLinear:
     """The last projection of an attention."""
-    return RowParallelLinear(heads.size, heads.hidden_size, bias=heads.has_biases, vllm_config=vllm_config, prefix=join(prefix, "out_proj"))
+    return RowParallelLinear(
+        heads.size,
+        heads.hidden_size,
+        bias=heads.has_biases,
+        vllm_config=vllm_config,
+        prefix=join(prefix, "out_proj"),
+    )

@@ -1,4 +1,5 @@
-"""BART (Lewis et al. 2019) and its relatives: mBART, Pegasus and Marian. They differ in their norms and in their positions."""
+"""BART (Lewis et al. 2019) and its relatives: mBART, Pegasus and Marian. They differ in their norms
+and in their positions."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Style:
     """In what the families differ."""
 
     norms_first: bool = False
-    """Each part of a layer begins with its norm, and a norm ends the stack; otherwise a norm ends each part."""
+    """Each part of a layer begins with its norm, and a norm ends the stack; otherwise a norm ends
+    each part."""
     norms_embeddings: bool = True
     positions: type[Positions] = LearnedPositions
 
@@ -52,10 +54,19 @@ class Shape:
 
     @classmethod
     def read(cls, config: HFConfig, side: Side, style: Style) -> Shape:
-        size, num_heads = config.require("d_model", int), config.require(f"{side}_attention_heads", int)
+        size, num_heads = (
+            config.require("d_model", int),
+            config.require(f"{side}_attention_heads", int),
+        )
         head_size = size // num_heads
         return cls(
-            heads=Heads(hidden_size=size, num_heads=num_heads, head_size=head_size, scale=head_size**-0.5, has_biases=True),
+            heads=Heads(
+                hidden_size=size,
+                num_heads=num_heads,
+                head_size=head_size,
+                scale=head_size**-0.5,
+                has_biases=True,
+            ),
             num_layers=config.require(f"{side}_layers", int),
             inner_size=config.require(f"{side}_ffn_dim", int),
             activation=config.get("activation_function", str, "gelu"),
@@ -70,14 +81,30 @@ class BartLayer(nn.Module):
 
     def __init__(self, shape: Shape, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        size, inner, dtype = shape.heads.hidden_size, shape.inner_size, torch_dtype(vllm_config.model.dtype)
+        size, inner, dtype = (
+            shape.heads.hidden_size,
+            shape.inner_size,
+            torch_dtype(vllm_config.model.dtype),
+        )
         self.norms_first = shape.style.norms_first
-        self.self_attn = SelfAttention(shape.heads, type=self.attention_type, vllm_config=vllm_config, prefix=join(prefix, "self_attn"))
+        self.self_attn = SelfAttention(
+            shape.heads,
+            type=self.attention_type,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "self_attn"),
+        )
         self.self_attn_layer_norm = LayerNorm(size, dtype=dtype)
         self.fc1 = ColumnParallelLinear(
-            size, inner, bias=True, activation=shape.activation, vllm_config=vllm_config, prefix=join(prefix, "fc1")
+            size,
+            inner,
+            bias=True,
+            activation=shape.activation,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "fc1"),
         )
-        self.fc2 = RowParallelLinear(inner, size, bias=True, vllm_config=vllm_config, prefix=join(prefix, "fc2"))
+        self.fc2 = RowParallelLinear(
+            inner, size, bias=True, vllm_config=vllm_config, prefix=join(prefix, "fc2")
+        )
         self.final_layer_norm = LayerNorm(size, dtype=dtype)
 
     def attend(self, x: Tensor) -> Tensor:
@@ -109,28 +136,53 @@ class BartDecoderLayer(BartLayer):
 
     def __init__(self, shape: Shape, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__(shape, vllm_config=vllm_config, prefix=prefix)
-        self.encoder_attn = CrossAttention(shape.heads, vllm_config=vllm_config, prefix=join(prefix, "encoder_attn"))
-        self.encoder_attn_layer_norm = LayerNorm(shape.heads.hidden_size, dtype=torch_dtype(vllm_config.model.dtype))
+        self.encoder_attn = CrossAttention(
+            shape.heads, vllm_config=vllm_config, prefix=join(prefix, "encoder_attn")
+        )
+        self.encoder_attn_layer_norm = LayerNorm(
+            shape.heads.hidden_size, dtype=torch_dtype(vllm_config.model.dtype)
+        )
 
     def forward(self, x: Tensor, encoder_hidden_states: Tensor | None) -> Tensor:
         x, norm, states = self.attend(x), self.encoder_attn_layer_norm, encoder_hidden_states
-        x = self.encoder_attn(norm(x), x, states) if self.norms_first else norm(self.encoder_attn(x, x, states))
+        x = (
+            self.encoder_attn(norm(x), x, states)
+            if self.norms_first
+            else norm(self.encoder_attn(x, x, states))
+        )
         return self.feed_forward(x)
 
 
 class BartStack(nn.Module):
-    """The encoder, or the decoder: tokens [T] at positions [T], and what its layers take besides -> hidden states [T, H]."""
+    """The encoder, or the decoder: tokens [T] at positions [T], and what its layers take besides ->
+    hidden states [T, H]."""
 
-    def __init__(self, side: Side, style: Style, embed_tokens: VocabParallelEmbedding, *, vllm_config: VllmConfig, prefix: str) -> None:
+    def __init__(
+        self,
+        side: Side,
+        style: Style,
+        embed_tokens: VocabParallelEmbedding,
+        *,
+        vllm_config: VllmConfig,
+        prefix: str,
+    ) -> None:
         super().__init__()
         config, dtype = HFConfig(vllm_config.hf_config), torch_dtype(vllm_config.model.dtype)
         shape = Shape.read(config, side, style)
-        size, layer = shape.heads.hidden_size, BartDecoderLayer if side == "decoder" else BartEncoderLayer
+        size, layer = (
+            shape.heads.hidden_size,
+            BartDecoderLayer if side == "decoder" else BartEncoderLayer,
+        )
         self.embed_tokens = embed_tokens
-        self.embed_positions = style.positions(config.require("max_position_embeddings", int), size, dtype=dtype)
-        self.layernorm_embedding = LayerNorm(size, dtype=dtype) if style.norms_embeddings else nn.Identity()
+        self.embed_positions = style.positions(
+            config.require("max_position_embeddings", int), size, dtype=dtype
+        )
+        self.layernorm_embedding = (
+            LayerNorm(size, dtype=dtype) if style.norms_embeddings else nn.Identity()
+        )
         self.layers = nn.ModuleList(
-            layer(shape, vllm_config=vllm_config, prefix=join(prefix, f"layers.{i}")) for i in range(shape.num_layers)
+            layer(shape, vllm_config=vllm_config, prefix=join(prefix, f"layers.{i}"))
+            for i in range(shape.num_layers)
         )
         self.layer_norm = LayerNorm(size, dtype=dtype) if style.norms_first else nn.Identity()
 
@@ -145,22 +197,38 @@ class BartStack(nn.Module):
 class BartModel(nn.Module):
     """The encoder and the decoder, with one embedding, or with one each."""
 
-    def __init__(self, style: Style, *, shares_embedding: bool, vllm_config: VllmConfig, prefix: str) -> None:
+    def __init__(
+        self, style: Style, *, shares_embedding: bool, vllm_config: VllmConfig, prefix: str
+    ) -> None:
         super().__init__()
         config = HFConfig(vllm_config.hf_config)
         size, vocab_size = config.require("d_model", int), config.require("vocab_size", int)
         scale = size**0.5 if config.get("scale_embedding", bool, False) else 1.0
 
         def embedding(vocab_size: int, name: str) -> VocabParallelEmbedding:
-            return VocabParallelEmbedding(vocab_size, size, scale=scale, vllm_config=vllm_config, prefix=join(prefix, name))
+            return VocabParallelEmbedding(
+                vocab_size, size, scale=scale, vllm_config=vllm_config, prefix=join(prefix, name)
+            )
 
         if shares_embedding:
             self.shared = encoder_embedding = decoder_embedding = embedding(vocab_size, "shared")
         else:
             encoder_embedding = embedding(vocab_size, "encoder.embed_tokens")
             decoder_embedding = embedding(target_vocab_size(config), "decoder.embed_tokens")
-        self.encoder = BartStack("encoder", style, encoder_embedding, vllm_config=vllm_config, prefix=join(prefix, "encoder"))
-        self.decoder = BartStack("decoder", style, decoder_embedding, vllm_config=vllm_config, prefix=join(prefix, "decoder"))
+        self.encoder = BartStack(
+            "encoder",
+            style,
+            encoder_embedding,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "encoder"),
+        )
+        self.decoder = BartStack(
+            "decoder",
+            style,
+            decoder_embedding,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "decoder"),
+        )
 
 
 class BartForConditionalGeneration(EncoderDecoderModel):
@@ -176,7 +244,12 @@ class BartForConditionalGeneration(EncoderDecoderModel):
         config = HFConfig(vllm_config.hf_config)
         is_tied = config.get("tie_word_embeddings", bool, True)
         shares = is_tied and has_one_vocabulary(config)
-        self.model = BartModel(self.style, shares_embedding=shares, vllm_config=vllm_config, prefix=join(prefix, "model"))
+        self.model = BartModel(
+            self.style,
+            shares_embedding=shares,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "model"),
+        )
         self.style.positions.check(config.require("max_position_embeddings", int), vllm_config)
         self.lm_head = ParallelLMHead(
             target_vocab_size(config),
@@ -203,7 +276,9 @@ class BartForConditionalGeneration(EncoderDecoderModel):
         return logits
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        substitutes: dict[str, str | Tensor] = {"lm_head.bias": torch.zeros(self.lm_head.vocab_size, device="cpu")}
+        substitutes: dict[str, str | Tensor] = {
+            "lm_head.bias": torch.zeros(self.lm_head.vocab_size, device="cpu")
+        }
         for name, stack in (("encoder", self.model.encoder), ("decoder", self.model.decoder)):
             substitutes[f"model.{name}.embed_tokens.weight"] = "model.shared.weight"
             if (table := stack.embed_positions.substitute()) is not None:
@@ -224,7 +299,8 @@ class PegasusForConditionalGeneration(BartForConditionalGeneration):
 
 
 class MarianMTModel(BartForConditionalGeneration):
-    """Marian (Junczys-Dowmunt et al. 2018), the OPUS-MT models. The languages may have an embedding each."""
+    """Marian (Junczys-Dowmunt et al. 2018), the OPUS-MT models. The languages may have an embedding
+    each."""
 
     style = Style(norms_embeddings=False, positions=SinusoidalPositions)
 

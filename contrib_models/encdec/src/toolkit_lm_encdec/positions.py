@@ -30,11 +30,18 @@ class Positions(nn.Module):
 
     @staticmethod
     def check(max_positions: int, vllm_config: VllmConfig) -> None:
-        """Raises ConfigError where sequences of the decoder, or of the encoder, may be longer than their table."""
-        for name, longest in (("max_model_len", vllm_config.max_model_len), ("max_encoder_len", vllm_config.max_encoder_len)):
+        """Raises ConfigError where sequences of the decoder, or of the encoder, may be longer than
+        their table."""
+        for name, longest in (
+            ("max_model_len", vllm_config.max_model_len),
+            ("max_encoder_len", vllm_config.max_encoder_len),
+        ):
             if longest > max_positions:
                 flag = f"--{name.replace('_', '-')} {max_positions}"
-                raise ConfigError(f"{name} is {longest}, but the checkpoint has {max_positions} positions: give {flag} or less.")
+                raise ConfigError(
+                    f"{name} is {longest}, but the checkpoint has {max_positions} positions: "
+                    f"give {flag} or less."
+                )
 
 
 class LearnedPositions(Positions):
@@ -48,11 +55,15 @@ class LearnedPositions(Positions):
 
 
 class SinusoidalPositions(Positions):
-    """Sines, then cosines, of half the dimensions each (Vaswani et al. 2017). A checkpoint may hold the table, and that one counts."""
+    """Sines, then cosines, of half the dimensions each (Vaswani et al. 2017). A checkpoint may hold
+    the table, and that one counts."""
 
     def __init__(self, max_positions: int, size: int, *, dtype: torch.dtype) -> None:
         super().__init__(max_positions, size, dtype=dtype)
-        positions, pairs = (torch.arange(*ends, dtype=torch.float64, device="cpu") for ends in ((max_positions,), (0, size, 2)))
+        positions, pairs = (
+            torch.arange(*ends, dtype=torch.float64, device="cpu")
+            for ends in ((max_positions,), (0, size, 2))
+        )
         angles = positions[:, None] / 10000.0 ** (pairs / size)
         table = torch.cat((angles.sin(), angles[:, : size // 2].cos()), dim=1).float()
         self.register_buffer("weight", torch.empty(table.shape, dtype=dtype).copy_(table))

@@ -15,10 +15,12 @@ _MOST_DISTANCE = 2**20
 
 
 class RelativeBias(nn.Module):
-    """Query positions [Tq], key positions [Tk] -> bias [heads, Tq, Tk]: a learned number per head and bucket of distances.
+    """Query positions [Tq], key positions [Tk] -> bias [heads, Tq, Tk]: a learned number per head
+    and bucket of distances.
 
-    The checkpoint's table is [buckets, heads]. It is kept as [heads, 2 * max_distance + 1], by the offset of a key from its query. One
-    look-up then gives the bias as it is added, several times as fast.
+    The checkpoint's table is [buckets, heads]. It is kept as [heads, 2 * max_distance + 1], by the
+    offset of a key from its query. One look-up then gives the bias as it is added, several times as
+    fast.
     """
 
     def __init__(self, *, is_causal: bool, vllm_config: VllmConfig) -> None:
@@ -28,23 +30,33 @@ class RelativeBias(nn.Module):
         self.max_distance = config.get("relative_attention_max_distance", int, 128)
         if num_buckets < 4 or not num_buckets // 2 < self.max_distance <= _MOST_DISTANCE:
             raise CheckpointError(
-                f"config.json: 'relative_attention_num_buckets' must be 4 or more, not {num_buckets}, and "
-                f"'relative_attention_max_distance' more than half of it, up to {_MOST_DISTANCE}, not {self.max_distance}."
+                "config.json: 'relative_attention_num_buckets' must be 4 or more, not "
+                f"{num_buckets}, and "
+                "'relative_attention_max_distance' more than half of it, up to "
+                f"{_MOST_DISTANCE}, not {self.max_distance}."
             )
         heads = Part.even(config.require("num_heads", int), vllm_config.parallel, "attention heads")
         offsets = torch.arange(-self.max_distance, self.max_distance + 1)
         buckets = buckets_of(offsets, num_buckets, self.max_distance, is_causal=is_causal)
         loader = TableLoader(parts=(heads,), num_buckets=num_buckets, buckets=buckets)
-        self.weight = new_parameter((heads.size, len(offsets)), torch_dtype(vllm_config.model.dtype), loader)
+        self.weight = new_parameter(
+            (heads.size, len(offsets)), torch_dtype(vllm_config.model.dtype), loader
+        )
 
     def forward(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        offsets = (k_positions - q_positions[:, None]).clamp_(-self.max_distance, self.max_distance).add_(self.max_distance)
+        offsets = (
+            (k_positions - q_positions[:, None])
+            .clamp_(-self.max_distance, self.max_distance)
+            .add_(self.max_distance)
+        )
         return self.weight.index_select(1, offsets.flatten()).view(-1, *offsets.shape)
 
     def by_offset(self, most: int) -> Tensor:
         """[heads, 2 * most + 1]."""
         offsets = torch.arange(-most, most + 1, device=self.weight.device)
-        return self.weight[:, offsets.clamp_(-self.max_distance, self.max_distance).add_(self.max_distance)]
+        return self.weight[
+            :, offsets.clamp_(-self.max_distance, self.max_distance).add_(self.max_distance)
+        ]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -63,9 +75,11 @@ class TableLoader(ShardLoader):
 
 
 def buckets_of(offsets: Tensor, num_buckets: int, max_distance: int, *, is_causal: bool) -> Tensor:
-    """The bucket of each offset of a key from its query: small distances have one each, large ones are grouped by logarithm.
+    """The bucket of each offset of a key from its query: small distances have one each, large ones
+    are grouped by logarithm.
 
-    Where attention is causal, all buckets are for keys that came before; otherwise half of them are for either side.
+    Where attention is causal, all buckets are for keys that came before; otherwise half of them are
+    for either side.
     """
     if is_causal:
         distance, side = (-offsets).clamp(min=0), torch.zeros_like(offsets)
@@ -73,7 +87,12 @@ def buckets_of(offsets: Tensor, num_buckets: int, max_distance: int, *, is_causa
         num_buckets //= 2
         distance, side = offsets.abs(), (offsets > 0) * num_buckets
     exact = num_buckets // 2
-    # Rounded as the original: at the edge of a bucket, another order of operations could come out on its other side.
-    grown = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (num_buckets - exact)
+    # Rounded as the original: at the edge of a bucket, another order of operations could come out
+    # on its other side.
+    grown = (
+        torch.log(distance.clamp(min=1).float() / exact)
+        / math.log(max_distance / exact)
+        * (num_buckets - exact)
+    )
     far = (exact + grown.long()).clamp(max=num_buckets - 1)
     return side + torch.where(distance < exact, distance, far)

@@ -16,14 +16,26 @@ from toolkit_lm.renderer import EncoderDecoderRules, RenderedPair, Renderer
 class UsualRules(EncoderDecoderRules):
     """As most models have it, in the terms of transformers."""
 
-    encoder_length_keys: ClassVar[tuple[str, ...]] = ("max_source_positions", "max_position_embeddings", "n_positions")
+    encoder_length_keys: ClassVar[tuple[str, ...]] = (
+        "max_source_positions",
+        "max_position_embeddings",
+        "n_positions",
+    )
 
     def __init__(self, config: VllmConfig, renderer: Renderer) -> None:
         super().__init__(config, renderer)
         assert config.checkpoint is not None
-        stated = {key: value for key, value in config.checkpoint.generation_config.items() if value is not None}
+        stated = {
+            key: value
+            for key, value in config.checkpoint.generation_config.items()
+            if value is not None
+        }
         # As in transformers: with a file of their own, no tokens are forced that it does not name.
-        other = {key: value for key, value in config.hf_config.items() if not (stated and key.startswith("forced_"))}
+        other = {
+            key: value
+            for key, value in config.hf_config.items()
+            if not (stated and key.startswith("forced_"))
+        }
         self.generation: Mapping[str, Any] = {**other, **stated}
         """generation_config.json, and where it says nothing config.json."""
 
@@ -35,46 +47,79 @@ class UsualRules(EncoderDecoderRules):
         if not isinstance(given, Mapping) or not {"encoder_prompt", "decoder_prompt"} & set(given):
             return self._both(given, None, params)
         if unknown := set(given) - {"encoder_prompt", "decoder_prompt"}:
-            raise RequestError(f"unknown key {min(map(str, unknown))!r} beside encoder_prompt and decoder_prompt.", "prompt")
+            raise RequestError(
+                f"unknown key {min(map(str, unknown))!r} beside encoder_prompt and decoder_prompt.",
+                "prompt",
+            )
         if given.get("encoder_prompt") is None:
-            raise RequestError("a decoder prompt needs an encoder prompt beside it: the key 'encoder_prompt'.", "prompt")
+            raise RequestError(
+                "a decoder prompt needs an encoder prompt beside it: the key 'encoder_prompt'.",
+                "prompt",
+            )
         return self._both(given["encoder_prompt"], given.get("decoder_prompt"), params)
 
-    def read_conversation(self, messages: Conversation, params: SamplingParams, **options: Any) -> RenderedPair:
-        """Through the chat template. Without one the encoder reads the system message and the last message: each turn stands for itself."""
+    def read_conversation(
+        self, messages: Conversation, params: SamplingParams, **options: Any
+    ) -> RenderedPair:
+        """Through the chat template. Without one the encoder reads the system message and the last
+        message: each turn stands for itself."""
         if not self.renderer.has_chat_template:
             return self._both(_last_turn(messages), None, params)
-        return self._both({"prompt_token_ids": self.renderer.render_conversation(messages, **options).token_ids}, None, params)
+        return self._both(
+            {"prompt_token_ids": self.renderer.render_conversation(messages, **options).token_ids},
+            None,
+            params,
+        )
 
-    def _both(self, encoder: SingletonPrompt, decoder: SingletonPrompt | None, params: SamplingParams) -> RenderedPair:
+    def _both(
+        self, encoder: SingletonPrompt, decoder: SingletonPrompt | None, params: SamplingParams
+    ) -> RenderedPair:
         if decoder is None:
             token_ids = self.default_decoder_prompt()
         elif "prompt_token_ids" in (parsed := parse_prompt(decoder)):
             token_ids = self.decoder_prompt(self.renderer.render_prompt(parsed).token_ids)
         else:
-            token_ids = [*self.default_decoder_prompt(), *self.renderer.render_prompt(parsed, add_special_tokens=False).token_ids]
-        most = self.config.max_encoder_len if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
-        return RenderedPair(token_ids, _text_of(decoder), self.encoder_input(encoder, most), _text_of(encoder))
+            token_ids = [
+                *self.default_decoder_prompt(),
+                *self.renderer.render_prompt(parsed, add_special_tokens=False).token_ids,
+            ]
+        most = (
+            self.config.max_encoder_len
+            if params.truncate_prompt_tokens == -1
+            else params.truncate_prompt_tokens
+        )
+        return RenderedPair(
+            token_ids, _text_of(decoder), self.encoder_input(encoder, most), _text_of(encoder)
+        )
 
     def encoder_input(self, prompt: Any, max_tokens: int | None) -> EncoderInput:
-        """What the encoder reads of a prompt. `max_tokens`: it is to be cut, at its end; None: as it is. Raises RequestError."""
+        """What the encoder reads of a prompt. `max_tokens`: it is to be cut, at its end; None: as
+        it is. Raises RequestError."""
         parsed = parse_prompt(prompt)
         if max_tokens is None or "prompt_token_ids" in parsed:
-            return EncoderInput.of_tokens(self.renderer.render_prompt(parsed).token_ids[:max_tokens])
-        return EncoderInput.of_tokens(self.renderer.render_texts([parsed["prompt"]], max_tokens=max_tokens)[0].token_ids)
+            return EncoderInput.of_tokens(
+                self.renderer.render_prompt(parsed).token_ids[:max_tokens]
+            )
+        return EncoderInput.of_tokens(
+            self.renderer.render_texts([parsed["prompt"]], max_tokens=max_tokens)[0].token_ids
+        )
 
     @property
     def start_token_id(self) -> int:
-        """The decoder start token, with which every decoder prompt begins. Raises CheckpointError where the checkpoint names none."""
+        """The decoder start token, with which every decoder prompt begins. Raises CheckpointError
+        where the checkpoint names none."""
         for key in ("decoder_start_token_id", "bos_token_id"):
             if (value := self.generation.get(key)) is not None:
                 if type(value) is not int or not 0 <= value < (self.config.vocab_size or value + 1):
                     raise CheckpointError(f"{key} must be a token id of the model, not {value!r}.")
                 return value
-        raise CheckpointError("neither generation_config.json nor config.json names a decoder_start_token_id.")
+        raise CheckpointError(
+            "neither generation_config.json nor config.json names a decoder_start_token_id."
+        )
 
     def default_decoder_prompt(self) -> list[int]:
-        """What the decoder begins with where nothing is given: the decoder start token, and what else the model always begins with."""
+        """What the decoder begins with where nothing is given: the decoder start token, and what
+        else the model always begins with."""
         return [self.start_token_id]
 
     def decoder_prompt(self, token_ids: Sequence[int]) -> list[int]:
@@ -84,9 +129,13 @@ class UsualRules(EncoderDecoderRules):
 
     # What is drawn
 
-    def forced_tokens(self, decoder_prompt: Sequence[int], max_output_tokens: int) -> dict[int, int]:
+    def forced_tokens(
+        self, decoder_prompt: Sequence[int], max_output_tokens: int
+    ) -> dict[int, int]:
         """As transformers forces BOS and EOS."""
-        begin, end = (self.generation.get(key) for key in ("forced_bos_token_id", "forced_eos_token_id"))
+        begin, end = (
+            self.generation.get(key) for key in ("forced_bos_token_id", "forced_eos_token_id")
+        )
         forced = {0: begin} if begin is not None and len(decoder_prompt) == 1 else {}
         if end is not None:
             forced[max_output_tokens - 1] = end[0] if isinstance(end, list) else end
@@ -105,7 +154,8 @@ class T5GemmaRules(UsualRules):
 
 
 class MBartRules(UsualRules):
-    """The decoder begins with the start token, and the token that the checkpoint forces, if any: BART's first, mBART-50's language.
+    """The decoder begins with the start token, and the token that the checkpoint forces, if any:
+    BART's first, mBART-50's language.
 
     Others begin with their language itself.
     """
@@ -116,14 +166,27 @@ class MBartRules(UsualRules):
 
 
 def _text_of(prompt: Any) -> str | None:
-    return prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, Mapping) else None
+    return (
+        prompt
+        if isinstance(prompt, str)
+        else prompt.get("prompt")
+        if isinstance(prompt, Mapping)
+        else None
+    )
 
 
 def _last_turn(messages: Conversation) -> str:
     """The text of the system messages and the last one."""
-    if isinstance(messages, str) or not messages or not all(isinstance(message, Mapping) for message in messages):
+    if (
+        isinstance(messages, str)
+        or not messages
+        or not all(isinstance(message, Mapping) for message in messages)
+    ):
         raise RequestError("messages must be a list of at least one message.", "messages")
-    read = [*(message for message in messages[:-1] if message.get("role") == "system"), messages[-1]]
+    read = [
+        *(message for message in messages[:-1] if message.get("role") == "system"),
+        messages[-1],
+    ]
     return " ".join(_content(message.get("content")) for message in read)
 
 
@@ -131,5 +194,7 @@ def _content(content: Any) -> str:
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     if any(not isinstance(text, str) for text in texts):
-        raise RequestError("a message's content must be a text, or a list of parts that are texts.", "messages")
+        raise RequestError(
+            "a message's content must be a text, or a list of parts that are texts.", "messages"
+        )
     return "\n".join(map(str, texts))

@@ -7,8 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import Tensor
 
 
-def with_substitutes(weights: Iterable[tuple[str, Tensor]], substitutes: Mapping[str, str | Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """`weights`, and for each name of `substitutes` that is not among them: the tensor, or that of the weight of the other name."""
+def with_substitutes(
+    weights: Iterable[tuple[str, Tensor]], substitutes: Mapping[str, str | Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """`weights`, and for each name of `substitutes` that is not among them: the tensor, or that of
+    the weight of the other name."""
     named = {name for name in substitutes.values() if isinstance(name, str)}
     seen: set[str] = set()
     kept: dict[str, Tensor] = {}

@@ -1,4 +1,5 @@
-"""T5 (Raffel et al. 2019) and its relatives: T5 1.1, FLAN-T5, mT5. Positions are a bias of attention scores by distance."""
+"""T5 (Raffel et al. 2019) and its relatives: T5 1.1, FLAN-T5, mT5. Positions are a bias of
+attention scores by distance."""
 
 from __future__ import annotations
 
@@ -28,12 +29,20 @@ from toolkit_lm_encdec.substitutes import with_substitutes
 
 def heads_of(config: HFConfig) -> Heads:
     """Scores are not scaled: the weights have taken it up."""
-    size, num_heads, head_size = (config.require(key, int) for key in ("d_model", "num_heads", "d_kv"))
-    return Heads(hidden_size=size, num_heads=num_heads, head_size=head_size, scale=1.0, has_biases=False)
+    size, num_heads, head_size = (
+        config.require(key, int) for key in ("d_model", "num_heads", "d_kv")
+    )
+    return Heads(
+        hidden_size=size, num_heads=num_heads, head_size=head_size, scale=1.0, has_biases=False
+    )
 
 
 def norm_of(config: HFConfig, vllm_config: VllmConfig) -> RMSNorm:
-    return RMSNorm(config.require("d_model", int), eps=config.get("layer_norm_epsilon", float, 1e-6), vllm_config=vllm_config)
+    return RMSNorm(
+        config.require("d_model", int),
+        eps=config.get("layer_norm_epsilon", float, 1e-6),
+        vllm_config=vllm_config,
+    )
 
 
 class T5MLP(nn.Module):
@@ -44,9 +53,20 @@ class T5MLP(nn.Module):
         config = HFConfig(vllm_config.hf_config)
         size, inner = config.require("d_model", int), config.require("d_ff", int)
         activation, is_gated = feed_forward_kind(config)
-        name, kind = ("wi_0_1", GatedColumnParallelLinear) if is_gated else ("wi", ColumnParallelLinear)
+        name, kind = (
+            ("wi_0_1", GatedColumnParallelLinear) if is_gated else ("wi", ColumnParallelLinear)
+        )
         self.wi_name = name
-        self.add_module(name, kind(size, inner, activation=activation, vllm_config=vllm_config, prefix=join(prefix, name)))
+        self.add_module(
+            name,
+            kind(
+                size,
+                inner,
+                activation=activation,
+                vllm_config=vllm_config,
+                prefix=join(prefix, name),
+            ),
+        )
         self.wo = RowParallelLinear(inner, size, vllm_config=vllm_config, prefix=join(prefix, "wo"))
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -59,7 +79,10 @@ def feed_forward_kind(config: HFConfig) -> tuple[str, bool]:
     kind = config.get("feed_forward_proj", str, "relu")
     gated, dash, activation = kind.rpartition("-")
     if gated not in ("", "gated") or (dash and not gated):
-        raise CheckpointError(f"config.json: 'feed_forward_proj' must be ACTIVATION or gated-ACTIVATION, not {kind!r}.")
+        raise CheckpointError(
+            "config.json: 'feed_forward_proj' must be ACTIVATION or gated-ACTIVATION, not "
+            f"{kind!r}."
+        )
     # The gelu of gated layers has always been the one by tanh.
     return "gelu_new" if kind == "gated-gelu" else activation, bool(gated)
 
@@ -73,7 +96,11 @@ class T5Block(nn.Module):
         super().__init__()
         config = HFConfig(vllm_config.hf_config)
         self.self_attn = SelfAttention(
-            heads_of(config), type=self.attention_type, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "self_attn")
+            heads_of(config),
+            type=self.attention_type,
+            bias=bias,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "self_attn"),
         )
         self.self_attn_norm = norm_of(config, vllm_config)
         self.mlp = T5MLP(vllm_config=vllm_config, prefix=join(prefix, "mlp"))
@@ -107,7 +134,9 @@ class T5DecoderBlock(T5Block):
     def __init__(self, bias: RelativeBias, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__(bias, vllm_config=vllm_config, prefix=prefix)
         config = HFConfig(vllm_config.hf_config)
-        self.cross_attn = CrossAttention(heads_of(config), vllm_config=vllm_config, prefix=join(prefix, "cross_attn"))
+        self.cross_attn = CrossAttention(
+            heads_of(config), vllm_config=vllm_config, prefix=join(prefix, "cross_attn")
+        )
         self.cross_attn_norm = norm_of(config, vllm_config)
 
     def forward(self, x: Tensor, encoder_hidden_states: Tensor | None) -> Tensor:
@@ -117,7 +146,8 @@ class T5DecoderBlock(T5Block):
 
 
 class T5Stack(nn.Module):
-    """The encoder, or the decoder: tokens [T], and what its layers take besides -> hidden states [T, H]."""
+    """The encoder, or the decoder: tokens [T], and what its layers take besides -> hidden states
+    [T, H]."""
 
     def __init__(
         self,
@@ -133,7 +163,12 @@ class T5Stack(nn.Module):
         is_causal = block.attention_type is AttentionType.DECODER
         self.relative_attention_bias = RelativeBias(is_causal=is_causal, vllm_config=vllm_config)
         self.block = nn.ModuleList(
-            block(self.relative_attention_bias, vllm_config=vllm_config, prefix=join(prefix, f"block.{i}")) for i in range(num_layers)
+            block(
+                self.relative_attention_bias,
+                vllm_config=vllm_config,
+                prefix=join(prefix, f"block.{i}"),
+            )
+            for i in range(num_layers)
         )
         self.final_layer_norm = norm_of(HFConfig(vllm_config.hf_config), vllm_config)
 
@@ -146,11 +181,15 @@ class T5Stack(nn.Module):
 
 
 class T5ForConditionalGeneration(EncoderDecoderModel):
-    """T5 with its language-modeling head. The first release shares the head with the embedding, and scales what it takes."""
+    """T5 with its language-modeling head. The first release shares the head with the embedding, and
+    scales what it takes."""
 
     packed = {**PACKED, "wi_0_1": ("wi_0", "wi_1")}
     renames = (
-        (r"\.block\.0\.layer\.0\.SelfAttention\.relative_attention_bias\.", ".relative_attention_bias."),
+        (
+            r"\.block\.0\.layer\.0\.SelfAttention\.relative_attention_bias\.",
+            ".relative_attention_bias.",
+        ),
         (r"\.layer\.0\.SelfAttention\.", ".self_attn."),
         (r"\.layer\.0\.layer_norm\.", ".self_attn_norm."),
         (r"\.layer\.1\.EncDecAttention\.", ".cross_attn."),
@@ -170,17 +209,37 @@ class T5ForConditionalGeneration(EncoderDecoderModel):
         sizes = config.require("vocab_size", int), config.require("d_model", int)
         num_layers = config.require("num_layers", int)
         self.output_scale = self.scale_of_outputs(config)
-        self.shared = VocabParallelEmbedding(*sizes, vllm_config=vllm_config, prefix=join(prefix, "shared"))
-        self.encoder = T5Stack(T5EncoderBlock, num_layers, self.shared, vllm_config=vllm_config, prefix=join(prefix, "encoder"))
+        self.shared = VocabParallelEmbedding(
+            *sizes, vllm_config=vllm_config, prefix=join(prefix, "shared")
+        )
+        self.encoder = T5Stack(
+            T5EncoderBlock,
+            num_layers,
+            self.shared,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "encoder"),
+        )
         num_layers = config.get("num_decoder_layers", int, num_layers)
-        self.decoder = T5Stack(T5DecoderBlock, num_layers, self.shared, vllm_config=vllm_config, prefix=join(prefix, "decoder"))
+        self.decoder = T5Stack(
+            T5DecoderBlock,
+            num_layers,
+            self.shared,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "decoder"),
+        )
         tied_to = None if self.output_scale is None else self.shared
-        self.lm_head = ParallelLMHead(*sizes, tied_to=tied_to, vllm_config=vllm_config, prefix=join(prefix, "lm_head"))
+        self.lm_head = ParallelLMHead(
+            *sizes, tied_to=tied_to, vllm_config=vllm_config, prefix=join(prefix, "lm_head")
+        )
 
     def scale_of_outputs(self, config: HFConfig) -> float | None:
-        """What the head's input is multiplied by, where the head is the embedding; None where it has a weight of its own."""
-        # transformers 5 writes that embeddings are tied whatever they are, and keeps the truth under a name of its own.
-        is_tied = config.get("scale_decoder_outputs", bool, config.get("tie_word_embeddings", bool, True))
+        """What the head's input is multiplied by, where the head is the embedding; None where it
+        has a weight of its own."""
+        # transformers 5 writes that embeddings are tied whatever they are, and keeps the truth
+        # under a name of its own.
+        is_tied = config.get(
+            "scale_decoder_outputs", bool, config.get("tie_word_embeddings", bool, True)
+        )
         return config.require("d_model", int) ** -0.5 if is_tied else None
 
     def encode(self, input_ids: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
@@ -194,7 +253,9 @@ class T5ForConditionalGeneration(EncoderDecoderModel):
         return out
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(hidden_states if self.output_scale is None else hidden_states * self.output_scale)
+        logits: Tensor = self.lm_head(
+            hidden_states if self.output_scale is None else hidden_states * self.output_scale
+        )
         return logits
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:

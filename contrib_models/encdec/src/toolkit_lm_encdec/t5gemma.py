@@ -1,4 +1,5 @@
-"""T5Gemma (Zhang et al. 2025): an encoder and a decoder that are Gemma 2, joined by cross attention."""
+"""T5Gemma (Zhang et al. 2025): an encoder and a decoder that are Gemma 2, joined by cross
+attention."""
 
 from __future__ import annotations
 
@@ -7,8 +8,21 @@ from typing import Any, Literal
 import msgspec
 from toolkit_lm.attention import AttentionType
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.model import EncoderDecoderModel, HFConfig, ParallelLMHead, RMSNorm, Rotation, VocabParallelEmbedding, join
-from toolkit_lm_decoder.gemma2 import Gemma2Attention, Gemma2DecoderLayer, Gemma2ForCausalLM, Gemma2Model
+from toolkit_lm.model import (
+    EncoderDecoderModel,
+    HFConfig,
+    ParallelLMHead,
+    RMSNorm,
+    Rotation,
+    VocabParallelEmbedding,
+    join,
+)
+from toolkit_lm_decoder.gemma2 import (
+    Gemma2Attention,
+    Gemma2DecoderLayer,
+    Gemma2ForCausalLM,
+    Gemma2Model,
+)
 from toolkit_lm_decoder.llama import LlamaParts
 from torch import Tensor, nn
 
@@ -21,7 +35,9 @@ def config_of(side: Side, vllm_config: VllmConfig) -> VllmConfig:
     """A copy whose config.json is that of one side. Raises CheckpointError where there is none."""
     values = HFConfig(vllm_config.hf_config).require(side, dict)
     assert vllm_config.checkpoint is not None
-    vllm_config = vllm_config.with_checkpoint(msgspec.structs.replace(vllm_config.checkpoint, hf_config=values))
+    vllm_config = vllm_config.with_checkpoint(
+        msgspec.structs.replace(vllm_config.checkpoint, hf_config=values)
+    )
     # The angles of an encoder's positions are those of its own longest sequence.
     longest = max(vllm_config.max_model_len, vllm_config.max_encoder_len)
     return vllm_config if side == "decoder" else vllm_config.replace(max_model_len=longest)
@@ -39,7 +55,8 @@ class EncoderAttention(Gemma2Attention):
 
 
 class T5GemmaDecoderLayer(Gemma2DecoderLayer):
-    """One layer, with cross attention in the middle: it takes encoder states, as CrossAttention does."""
+    """One layer, with cross attention in the middle: it takes encoder states, as CrossAttention
+    does."""
 
     norms = (*Gemma2DecoderLayer.norms, "pre_cross_attn_layernorm", "post_cross_attn_layernorm")
     pre_cross_attn_layernorm: RMSNorm
@@ -59,29 +76,48 @@ class T5GemmaDecoderLayer(Gemma2DecoderLayer):
             encoder_size=config.get("cross_attention_hidden_size", int),
             has_biases=config.get("attention_bias", bool, False),
         )
-        self.cross_attn = CrossAttention(heads, vllm_config=vllm_config, prefix=join(prefix, "cross_attn"))
+        self.cross_attn = CrossAttention(
+            heads, vllm_config=vllm_config, prefix=join(prefix, "cross_attn")
+        )
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, rotation: Rotation, encoder_hidden_states: Tensor | None = None
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        rotation: Rotation,
+        encoder_hidden_states: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         # No kernel fuses a layer of this kind.
-        out: tuple[Tensor, Tensor] = nn.Module.__call__(self, x, residual, rotation, encoder_hidden_states)
+        out: tuple[Tensor, Tensor] = nn.Module.__call__(
+            self, x, residual, rotation, encoder_hidden_states
+        )
         return out
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, rotation: Rotation, encoder_hidden_states: Tensor | None = None
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        rotation: Rotation,
+        encoder_hidden_states: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.enter(x, residual)
-        x, residual = self.pre_cross_attn_layernorm(self.post_attention_layernorm(self.self_attn(x, rotation)), residual)
+        x, residual = self.pre_cross_attn_layernorm(
+            self.post_attention_layernorm(self.self_attn(x, rotation)), residual
+        )
         attended = self.cross_attn(x, None, encoder_hidden_states)
-        x, residual = self.pre_feedforward_layernorm(self.post_cross_attn_layernorm(attended), residual)
+        x, residual = self.pre_feedforward_layernorm(
+            self.post_cross_attn_layernorm(attended), residual
+        )
         return self.post_feedforward_layernorm(self.mlp(x)), residual
 
 
 class T5GemmaDecoder(Gemma2Model):
-    """The decoder: tokens [T] at positions [T], and encoder states as CrossAttention takes them -> hidden states [T, H]."""
+    """The decoder: tokens [T] at positions [T], and encoder states as CrossAttention takes them ->
+    hidden states [T, H]."""
 
-    def forward(self, input_ids: Tensor, positions: Tensor, encoder_hidden_states: Tensor | None) -> Tensor:  # type: ignore[override]
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, encoder_hidden_states: Tensor | None
+    ) -> Tensor:  # type: ignore[override]
         x, residual = self.embed(input_ids), None
         for layer, rotation in zip(self.layers.owned, self.rotations(positions), strict=True):
             x, residual = layer(x, residual, rotation, encoder_hidden_states)
@@ -106,8 +142,16 @@ class T5GemmaModel(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        self.encoder = Gemma2Model(EncoderParts, vllm_config=config_of("encoder", vllm_config), prefix=join(prefix, "encoder"))
-        self.decoder = T5GemmaDecoder(DecoderParts, vllm_config=config_of("decoder", vllm_config), prefix=join(prefix, "decoder"))
+        self.encoder = Gemma2Model(
+            EncoderParts,
+            vllm_config=config_of("encoder", vllm_config),
+            prefix=join(prefix, "encoder"),
+        )
+        self.decoder = T5GemmaDecoder(
+            DecoderParts,
+            vllm_config=config_of("decoder", vllm_config),
+            prefix=join(prefix, "decoder"),
+        )
 
 
 class T5GemmaForConditionalGeneration(EncoderDecoderModel):
@@ -130,7 +174,9 @@ class T5GemmaForConditionalGeneration(EncoderDecoderModel):
         sizes = config.require("vocab_size", int), config.require("hidden_size", int)
         embedding: Any = self.model.decoder.embed_tokens
         tied_to: VocabParallelEmbedding | None = embedding if is_tied else None
-        self.lm_head = ParallelLMHead(*sizes, tied_to=tied_to, vllm_config=vllm_config, prefix=join(prefix, "lm_head"))
+        self.lm_head = ParallelLMHead(
+            *sizes, tied_to=tied_to, vllm_config=vllm_config, prefix=join(prefix, "lm_head")
+        )
 
     def encode(self, input_ids: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
         out: Tensor = self.model.encoder(input_ids, positions)

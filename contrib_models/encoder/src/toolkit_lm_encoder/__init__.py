@@ -1,4 +1,5 @@
-"""Encoder models: embeddings, classifiers, rerankers. This entry module only registers them; each is imported when it is selected."""
+"""Encoder models: embeddings, classifiers, rerankers. This entry module only registers them; each
+is imported when it is selected."""
 
 from toolkit_lm.plugin import ModelRegistry, hookimpl
 
@@ -15,11 +16,19 @@ FAMILIES = {
     "Roberta": ("roberta", "Roberta"),
     "XLMRoberta": ("roberta", "Roberta"),
 }
-"""By the beginning of their architectures' names: the module of each, and how the names of its classes begin."""
+"""By the beginning of their architectures' names: the module of each, and how the names of its
+classes begin."""
 MODELS = {
-    **{f"{family}{kind}": f"{module}:{classes}{kind}" for family, (module, classes) in FAMILIES.items() for kind in KINDS},
+    **{
+        f"{family}{kind}": f"{module}:{classes}{kind}"
+        for family, (module, classes) in FAMILIES.items()
+        for kind in KINDS
+    },
     # Embedding models are published with the heads of their training, too: these are passed over.
-    **{f"{family}ForMaskedLM": f"{module}:{classes}Model" for family, (module, classes) in FAMILIES.items()},
+    **{
+        f"{family}ForMaskedLM": f"{module}:{classes}Model"
+        for family, (module, classes) in FAMILIES.items()
+    },
     "BertForPreTraining": "bert:BertModel",
     "HF_ColBERT": "colbert:HF_ColBERT",
 }
@@ -44,5 +53,13 @@ def toolkit_register_models(models: ModelRegistry) -> None:
     for architecture, target in MODELS.items():
         # Their positions begin after that of padding, which is 1 in all of them.
         reserved = 2 if target.startswith(("roberta:", "mpnet:")) else 0
-        model_type = next((MODEL_TYPES[family] for family in FAMILIES if architecture.startswith(family)), None)
-        models.add(architecture, f"toolkit_lm_encoder.{target}", runner="pooling", model_type=model_type, reserved_positions=reserved)
+        model_type = next(
+            (MODEL_TYPES[family] for family in FAMILIES if architecture.startswith(family)), None
+        )
+        models.add(
+            architecture,
+            f"toolkit_lm_encoder.{target}",
+            runner="pooling",
+            model_type=model_type,
+            reserved_positions=reserved,
+        )

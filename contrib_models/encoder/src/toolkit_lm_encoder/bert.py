@@ -45,12 +45,23 @@ class BertShape:
 
 
 class BertOutput(nn.Module):
-    """Closes half a layer: x [T, size], residual [T, H] -> norm of (projection of x) + residual [T, H]."""
+    """Closes half a layer: x [T, size], residual [T, H] -> norm of (projection of x) + residual [T,
+    H]."""
 
-    def __init__(self, size: int, shape: BertShape, *, vllm_config: VllmConfig, prefix: str) -> None:
+    def __init__(
+        self, size: int, shape: BertShape, *, vllm_config: VllmConfig, prefix: str
+    ) -> None:
         super().__init__()
-        self.dense = RowParallelLinear(size, shape.hidden_size, bias=True, vllm_config=vllm_config, prefix=join(prefix, "dense"))
-        self.LayerNorm = LayerNorm(shape.hidden_size, eps=shape.eps, dtype=torch_dtype(vllm_config.model.dtype))
+        self.dense = RowParallelLinear(
+            size,
+            shape.hidden_size,
+            bias=True,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "dense"),
+        )
+        self.LayerNorm = LayerNorm(
+            shape.hidden_size, eps=shape.eps, dtype=torch_dtype(vllm_config.model.dtype)
+        )
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         out: Tensor = self.LayerNorm(self.dense(x, residual))
@@ -58,13 +69,22 @@ class BertOutput(nn.Module):
 
 
 class BertSelfAttention(nn.Module):
-    """Bidirectional multi-head attention, without its last projection: x [T, H] -> [T, heads * head size]."""
+    """Bidirectional multi-head attention, without its last projection: x [T, H] -> [T, heads * head
+    size]."""
 
-    def __init__(self, shape: BertShape, *, bias: AttentionBias | None, vllm_config: VllmConfig, prefix: str) -> None:
+    def __init__(
+        self, shape: BertShape, *, bias: AttentionBias | None, vllm_config: VllmConfig, prefix: str
+    ) -> None:
         super().__init__()
         heads = shape.num_heads
         self.qkv = QKVParallelLinear(
-            shape.hidden_size, shape.head_size, heads, heads, bias=True, vllm_config=vllm_config, prefix=join(prefix, "qkv")
+            shape.hidden_size,
+            shape.head_size,
+            heads,
+            heads,
+            bias=True,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "qkv"),
         )
         self.attn = Attention(
             self.qkv.num_heads,
@@ -83,10 +103,16 @@ class BertSelfAttention(nn.Module):
 class BertAttention(nn.Module):
     """The first half of a layer: x [T, H] -> [T, H]."""
 
-    def __init__(self, shape: BertShape, *, bias: AttentionBias | None, vllm_config: VllmConfig, prefix: str) -> None:
+    def __init__(
+        self, shape: BertShape, *, bias: AttentionBias | None, vllm_config: VllmConfig, prefix: str
+    ) -> None:
         super().__init__()
-        self.self = BertSelfAttention(shape, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "self"))
-        self.output = BertOutput(shape.hidden_size, shape, vllm_config=vllm_config, prefix=join(prefix, "output"))
+        self.self = BertSelfAttention(
+            shape, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "self")
+        )
+        self.output = BertOutput(
+            shape.hidden_size, shape, vllm_config=vllm_config, prefix=join(prefix, "output")
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.output(self.self(x), x)
@@ -100,7 +126,11 @@ class BertIntermediate(nn.Module):
         super().__init__()
         sizes = shape.hidden_size, shape.intermediate_size
         self.dense = ColumnParallelLinear(
-            *sizes, bias=True, activation=shape.activation, vllm_config=vllm_config, prefix=join(prefix, "dense")
+            *sizes,
+            bias=True,
+            activation=shape.activation,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "dense"),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,11 +141,19 @@ class BertIntermediate(nn.Module):
 class BertLayer(nn.Module):
     """One layer: x [T, H] -> [T, H]."""
 
-    def __init__(self, shape: BertShape, *, bias: AttentionBias | None, vllm_config: VllmConfig, prefix: str) -> None:
+    def __init__(
+        self, shape: BertShape, *, bias: AttentionBias | None, vllm_config: VllmConfig, prefix: str
+    ) -> None:
         super().__init__()
-        self.attention = BertAttention(shape, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "attention"))
-        self.intermediate = BertIntermediate(shape, vllm_config=vllm_config, prefix=join(prefix, "intermediate"))
-        self.output = BertOutput(shape.intermediate_size, shape, vllm_config=vllm_config, prefix=join(prefix, "output"))
+        self.attention = BertAttention(
+            shape, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "attention")
+        )
+        self.intermediate = BertIntermediate(
+            shape, vllm_config=vllm_config, prefix=join(prefix, "intermediate")
+        )
+        self.output = BertOutput(
+            shape.intermediate_size, shape, vllm_config=vllm_config, prefix=join(prefix, "output")
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.attention(x)
@@ -126,7 +164,9 @@ class BertLayer(nn.Module):
 class BertLayers(nn.Module):
     """The layers that this pipeline rank owns: x [T, H] -> [T, H]."""
 
-    def __init__(self, shape: BertShape, *, bias: AttentionBias | None, vllm_config: VllmConfig, prefix: str) -> None:
+    def __init__(
+        self, shape: BertShape, *, bias: AttentionBias | None, vllm_config: VllmConfig, prefix: str
+    ) -> None:
         super().__init__()
         self.layer = make_layers(
             shape.num_layers,
@@ -142,7 +182,8 @@ class BertLayers(nn.Module):
 
 
 class BertEncoder(Encoder):
-    """BERT without a head. Families of its kind change the shape, and rename their weights to BERT's names."""
+    """BERT without a head. Families of its kind change the shape, and rename their weights to
+    BERT's names."""
 
     packed = {"qkv": ("query", "key", "value")}
     renames: ClassVar[Renames] = (
@@ -155,13 +196,20 @@ class BertEncoder(Encoder):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         shape = self.shape(HFConfig(vllm_config.hf_config))
-        self.encoder = BertLayers(shape, bias=self.make_bias(shape), vllm_config=vllm_config, prefix=join(prefix, "encoder"))
+        self.encoder = BertLayers(
+            shape,
+            bias=self.make_bias(shape),
+            vllm_config=vllm_config,
+            prefix=join(prefix, "encoder"),
+        )
 
     @classmethod
     def shape(cls, config: HFConfig) -> BertShape:
         """Raises UnsupportedError for positions that are not learned."""
         if (kind := config.get("position_embedding_type", str, "absolute")) != "absolute":
-            raise UnsupportedError(f"config.json: 'position_embedding_type' is {kind!r}. Supported: absolute.")
+            raise UnsupportedError(
+                f"config.json: 'position_embedding_type' is {kind!r}. Supported: absolute."
+            )
         return BertShape(
             hidden_size=config.require("hidden_size", int),
             num_layers=config.require("num_hidden_layers", int),

@@ -1,6 +1,7 @@
 """ColBERT (Khattab and Zaharia 2020): a small vector per token, for late interaction.
 
-Checkpoints of pylate and sentence-transformers need no class of their own: theirs are encoders beside which modules.json names a Dense.
+Checkpoints of pylate and sentence-transformers need no class of their own: theirs are encoders
+beside which modules.json names a Dense.
 """
 
 from __future__ import annotations
@@ -25,8 +26,12 @@ class HF_ColBERT(BertEncoder):  # noqa: N801 - so it is called in checkpoints of
         self.linear: nn.Module = Absent()
         if self.is_last:
             sizes = self.hidden_size(HFConfig(vllm_config.hf_config)), dimensions(vllm_config)
-            self.linear = ReplicatedLinear(*sizes, vllm_config=vllm_config, prefix=join(prefix, "linear"))
-            self.pooler = AllPooler({"token_embed"}, EmbeddingHead(sizes[1], nn.Identity(), normalize=True))
+            self.linear = ReplicatedLinear(
+                *sizes, vllm_config=vllm_config, prefix=join(prefix, "linear")
+            )
+            self.pooler = AllPooler(
+                {"token_embed"}, EmbeddingHead(sizes[1], nn.Identity(), normalize=True)
+            )
 
     def run_layers(self, x: Tensor, positions: Tensor) -> Tensor:
         x = super().run_layers(x, positions)
@@ -35,11 +40,15 @@ class HF_ColBERT(BertEncoder):  # noqa: N801 - so it is called in checkpoints of
 
 
 def dimensions(vllm_config: VllmConfig) -> int:
-    """Length of a token's vector: `dim` of config.json, or what the library's own artifact.metadata says. Raises CheckpointError."""
+    """Length of a token's vector: `dim` of config.json, or what the library's own artifact.metadata
+    says. Raises CheckpointError."""
     if (dim := HFConfig(vllm_config.hf_config).get("dim", int)) is not None:
         return dim
     assert vllm_config.checkpoint is not None
     found = details_of(vllm_config.checkpoint.pooling_profile)
     if found is None or found.embedding_size is None:
-        raise CheckpointError("config.json has no 'dim', and no plugin reads artifact.metadata. Install toolkit-lm-sentence-transformers.")
+        raise CheckpointError(
+            "config.json has no 'dim', and no plugin reads artifact.metadata. Install "
+            "toolkit-lm-sentence-transformers."
+        )
     return found.embedding_size

@@ -29,7 +29,10 @@ class DistilBertEncoder(BertEncoder):
         (r"\.ffn\.lin2\.", ".output.dense."),
         (r"\.output_layer_norm\.", ".output.LayerNorm."),
     )
-    ignored: ClassVar[Sequence[str]] = (*BertEncoder.ignored, r"^vocab_(transform|layer_norm|projector)\.")
+    ignored: ClassVar[Sequence[str]] = (
+        *BertEncoder.ignored,
+        r"^vocab_(transform|layer_norm|projector)\.",
+    )
 
     @classmethod
     def shape(cls, config: HFConfig) -> BertShape:

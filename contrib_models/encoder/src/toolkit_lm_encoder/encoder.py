@@ -1,4 +1,5 @@
-"""What all encoders share: embeddings and layers, or the slice of them that a pipeline rank owns; and reading their config.json."""
+"""What all encoders share: embeddings and layers, or the slice of them that a pipeline rank owns;
+and reading their config.json."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ Renames = Sequence[tuple[str, str]]
 
 
 class Embeddings(nn.Module):
-    """Tokens, and where there are tables for them their positions and types, summed and normed: ids [T] -> [T, H]."""
+    """Tokens, and where there are tables for them their positions and types, summed and normed: ids
+    [T] -> [T, H]."""
 
     def __init__(
         self,
@@ -42,7 +44,9 @@ class Embeddings(nn.Module):
         super().__init__()
         dtype = dtype_of(vllm_config.model.dtype)
         vocab_size = HFConfig(vllm_config.hf_config).require("vocab_size", int)
-        self.word_embeddings = VocabParallelEmbedding(vocab_size, size, vllm_config=vllm_config, prefix=join(prefix, "word_embeddings"))
+        self.word_embeddings = VocabParallelEmbedding(
+            vocab_size, size, vllm_config=vllm_config, prefix=join(prefix, "word_embeddings")
+        )
         self.position_offset = position_offset
         self.position_embeddings = self.token_type_embeddings = None
         if max_positions:
@@ -52,10 +56,16 @@ class Embeddings(nn.Module):
             self.token_type_embeddings = nn.Embedding(num_types, size, dtype=dtype)
         self.LayerNorm = LayerNorm(size, eps=eps, dtype=dtype)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None
+    ) -> Tensor:
         x: Tensor = self.word_embeddings(input_ids)
         if (types := self.token_type_embeddings) is not None:
-            x = x + (types.weight[0] if token_type_ids is None or types.num_embeddings == 1 else types(token_type_ids))
+            x = x + (
+                types.weight[0]
+                if token_type_ids is None or types.num_embeddings == 1
+                else types(token_type_ids)
+            )
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(positions + self.position_offset)
         normed: Tensor = self.LayerNorm(x)
@@ -63,7 +73,8 @@ class Embeddings(nn.Module):
 
 
 class Encoder(Model):
-    """Embeddings and layers. Subclasses make `embeddings` and say how the layers run; architectures add a pooler."""
+    """Embeddings and layers. Subclasses make `embeddings` and say how the layers run; architectures
+    add a pooler."""
 
     # Heads that other tasks use, and a buffer that older releases of transformers saved.
     ignored: ClassVar[Sequence[str]] = (r"^(pooler|cls|lm_head)\.", r"position_ids$")
@@ -74,7 +85,9 @@ class Encoder(Model):
         self.is_first, self.is_last = is_first_stage(parallel), is_last_stage(parallel)
         for key in ("is_decoder", "add_cross_attention"):
             if config.get(key, bool, False):
-                raise UnsupportedError(f"config.json: {key!r} makes a decoder of it, and this model is an encoder.")
+                raise UnsupportedError(
+                    f"config.json: {key!r} makes a decoder of it, and this model is an encoder."
+                )
         self.embeddings = self.make_embeddings(config) if self.is_first else Absent()
 
     def make_embeddings(self, config: HFConfig) -> nn.Module:
@@ -109,10 +122,13 @@ def check_positions(most: int, vllm_config: VllmConfig) -> None:
     """Raises ConfigError where sequences may be longer than a table of positions."""
     if vllm_config.max_model_len > most:
         raise ConfigError(
-            f"max_model_len is {vllm_config.max_model_len}, but the checkpoint has {most} positions: give --max-model-len {most} or less."
+            f"max_model_len is {vllm_config.max_model_len}, but the checkpoint has {most} "
+            f"positions: give --max-model-len {most} or less."
         )
 
 
 def with_defaults(config: HFConfig, defaults: Mapping[str, Any]) -> HFConfig:
     """`config` in which values that are missing or null are those of `defaults`."""
-    return HFConfig({**defaults, **{key: value for key, value in config.values.items() if value is not None}})
+    return HFConfig(
+        {**defaults, **{key: value for key, value in config.values.items() if value is not None}}
+    )

@@ -1,4 +1,5 @@
-"""What an encoder is for: vectors, or a classifier's logits. Heads are small, and compute in float32."""
+"""What an encoder is for: vectors, or a classifier's logits. Heads are small, and compute in
+float32."""
 
 from __future__ import annotations
 
@@ -6,7 +7,12 @@ from typing import ClassVar
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import HeadLinear, HFConfig, get_activation
-from toolkit_lm_pooling_adapters.poolers import classification_pooler, embedding_pooler, num_labels_of, token_classification_pooler
+from toolkit_lm_pooling_adapters.poolers import (
+    classification_pooler,
+    embedding_pooler,
+    num_labels_of,
+    token_classification_pooler,
+)
 from torch import Tensor, nn
 
 from toolkit_lm_encoder.encoder import Encoder
@@ -18,9 +24,18 @@ DENSE = (r"^pooler\.", "classifier.")
 
 
 class ClassificationHead(nn.Module):
-    """Vectors [N, H] -> logits [N, labels], float32: a projection, after another one with `activation` where that is given."""
+    """Vectors [N, H] -> logits [N, labels], float32: a projection, after another one with
+    `activation` where that is given."""
 
-    def __init__(self, size: int, labels: int, *, activation: str | None = None, bias: bool = True, norm: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        labels: int,
+        *,
+        activation: str | None = None,
+        bias: bool = True,
+        norm: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         self.dense = None if activation is None else HeadLinear(size, size, bias=bias)
         self.activation = get_activation(activation or "tanh")
@@ -57,10 +72,14 @@ class SequenceClassifier(Encoder):
         if self.is_last:
             config = HFConfig(vllm_config.hf_config)
             self.classifier = self.make_classifier(config)
-            self.pooler = classification_pooler(vllm_config, self.classifier, default=self.pooling(config))
+            self.pooler = classification_pooler(
+                vllm_config, self.classifier, default=self.pooling(config)
+            )
 
     def make_classifier(self, config: HFConfig) -> ClassificationHead:
-        return ClassificationHead(self.hidden_size(config), num_labels_of(dict(config.values)), activation=self.activation)
+        return ClassificationHead(
+            self.hidden_size(config), num_labels_of(dict(config.values)), activation=self.activation
+        )
 
     def pooling(self, config: HFConfig) -> str:
         """Which of the hidden states are classified."""

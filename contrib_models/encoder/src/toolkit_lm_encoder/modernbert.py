@@ -1,4 +1,5 @@
-"""ModernBERT (Warner et al. 2024): rotary positions, norms first, and layers that see a window or everything."""
+"""ModernBERT (Warner et al. 2024): rotary positions, norms first, and layers that see a window or
+everything."""
 
 from __future__ import annotations
 
@@ -28,11 +29,18 @@ from toolkit_lm_rotary import RopeParameters, RotaryEmbedding
 from torch import Tensor, nn
 
 from toolkit_lm_encoder.encoder import Encoder, Renames
-from toolkit_lm_encoder.heads import OUT_PROJ, ClassificationHead, Embedder, SequenceClassifier, TokenClassifier
+from toolkit_lm_encoder.heads import (
+    OUT_PROJ,
+    ClassificationHead,
+    Embedder,
+    SequenceClassifier,
+    TokenClassifier,
+)
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 THETAS = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}
-"""The key under which older checkpoints state the rotary base of each kind of layer, and its default."""
+"""The key under which older checkpoints state the rotary base of each kind of layer, and its
+default."""
 
 
 def layer_norm(config: HFConfig, dtype: torch.dtype) -> LayerNorm:
@@ -47,7 +55,10 @@ def layer_kind(config: HFConfig, layer: int) -> str:
         return SLIDING if layer % config.get("global_attn_every_n_layers", int, 3) else FULL
     kind = kinds[layer] if layer < len(kinds) else None
     if kind not in THETAS:
-        raise CheckpointError(f"config.json: 'layer_types' must have one of {FULL}, {SLIDING} for layer {layer}, not {kind!r}.")
+        raise CheckpointError(
+            f"config.json: 'layer_types' must have one of {FULL}, {SLIDING} for layer {layer}, "
+            f"not {kind!r}."
+        )
     return str(kind)
 
 
@@ -55,10 +66,15 @@ def rope_parameters(config: HFConfig, kind: str) -> RopeParameters:
     nothing: dict[str, Any] = {}
     given = config.get("rope_parameters", dict, nothing).get(kind)
     key, default = THETAS[kind]
-    values = {"rope_theta": config.get(key, float, default), **(given if isinstance(given, Mapping) else nothing)}
+    values = {
+        "rope_theta": config.get(key, float, default),
+        **(given if isinstance(given, Mapping) else nothing),
+    }
     values |= config.get("rope_scaling", dict, nothing)
     head_size = config.require("hidden_size", int) // config.require("num_attention_heads", int)
-    return RopeParameters.read(HFConfig({**config.values, "rope_parameters": values, "rope_scaling": None}), head_size)
+    return RopeParameters.read(
+        HFConfig({**config.values, "rope_parameters": values, "rope_scaling": None}), head_size
+    )
 
 
 class ModernBertEmbeddings(nn.Module):
@@ -67,10 +83,14 @@ class ModernBertEmbeddings(nn.Module):
     def __init__(self, config: HFConfig, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         sizes = config.require("vocab_size", int), config.require("hidden_size", int)
-        self.tok_embeddings = VocabParallelEmbedding(*sizes, vllm_config=vllm_config, prefix=join(prefix, "tok_embeddings"))
+        self.tok_embeddings = VocabParallelEmbedding(
+            *sizes, vllm_config=vllm_config, prefix=join(prefix, "tok_embeddings")
+        )
         self.norm = layer_norm(config, torch_dtype(vllm_config.model.dtype))
 
-    def forward(self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None
+    ) -> Tensor:
         x: Tensor = self.norm(self.tok_embeddings(input_ids))
         return x
 
@@ -78,16 +98,29 @@ class ModernBertEmbeddings(nn.Module):
 class ModernBertAttention(nn.Module):
     """Bidirectional multi-head attention: x [T, H] -> [T, H]."""
 
-    def __init__(self, config: HFConfig, kind: str, *, vllm_config: VllmConfig, prefix: str) -> None:
+    def __init__(
+        self, config: HFConfig, kind: str, *, vllm_config: VllmConfig, prefix: str
+    ) -> None:
         super().__init__()
         size, heads, bias = (
             config.require("hidden_size", int),
             config.require("num_attention_heads", int),
             config.get("attention_bias", bool, False),
         )
-        self.Wqkv = QKVParallelLinear(size, size // heads, heads, heads, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "Wqkv"))
-        self.Wo = RowParallelLinear(size, size, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "Wo"))
-        # `local_attention` counts the tokens of both sides; a token sees those at a distance of up to the half.
+        self.Wqkv = QKVParallelLinear(
+            size,
+            size // heads,
+            heads,
+            heads,
+            bias=bias,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "Wqkv"),
+        )
+        self.Wo = RowParallelLinear(
+            size, size, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "Wo")
+        )
+        # `local_attention` counts the tokens of both sides; a token sees those at a distance of up
+        # to the half.
         window = config.get("local_attention", int, 128) // 2 + 1
         self.attn = Attention(
             self.Wqkv.num_heads,
@@ -118,9 +151,16 @@ class ModernBertMLP(nn.Module):
         )
         activation = config.get("hidden_activation", str, "gelu")
         self.Wi = GatedColumnParallelLinear(
-            size, inner, activation=activation, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "Wi")
+            size,
+            inner,
+            activation=activation,
+            bias=bias,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "Wi"),
         )
-        self.Wo = RowParallelLinear(inner, size, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "Wo"))
+        self.Wo = RowParallelLinear(
+            inner, size, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "Wo")
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.Wo(self.Wi(x))
@@ -136,7 +176,9 @@ class ModernBertLayer(nn.Module):
         self.kind = layer_kind(config, layer)
         # The embeddings are normed already.
         self.attn_norm = layer_norm(config, dtype) if layer else nn.Identity()
-        self.attn = ModernBertAttention(config, self.kind, vllm_config=vllm_config, prefix=join(prefix, "attn"))
+        self.attn = ModernBertAttention(
+            config, self.kind, vllm_config=vllm_config, prefix=join(prefix, "attn")
+        )
         self.mlp_norm = layer_norm(config, dtype)
         self.mlp = ModernBertMLP(config, vllm_config=vllm_config, prefix=join(prefix, "mlp"))
 
@@ -161,11 +203,20 @@ class ModernBertEncoder(Encoder):
             join(prefix, "layers"),
             vllm_config.parallel,
         )
-        self.final_norm = layer_norm(config, torch_dtype(vllm_config.model.dtype)) if self.is_last else Absent()
-        self.rotary = nn.ModuleDict({kind: RotaryEmbedding(rope_parameters(config, kind), vllm_config=vllm_config) for kind in THETAS})
+        self.final_norm = (
+            layer_norm(config, torch_dtype(vllm_config.model.dtype)) if self.is_last else Absent()
+        )
+        self.rotary = nn.ModuleDict(
+            {
+                kind: RotaryEmbedding(rope_parameters(config, kind), vllm_config=vllm_config)
+                for kind in THETAS
+            }
+        )
 
     def make_embeddings(self, config: HFConfig) -> ModernBertEmbeddings:
-        return ModernBertEmbeddings(config, vllm_config=self.vllm_config, prefix=join(self.prefix, "embeddings"))
+        return ModernBertEmbeddings(
+            config, vllm_config=self.vllm_config, prefix=join(self.prefix, "embeddings")
+        )
 
     def hidden_size(self, config: HFConfig) -> int:
         return config.require("hidden_size", int)

@@ -1,4 +1,5 @@
-"""MPNet (Song et al. 2020): BERT with a bias of attention scores by distance, which all layers share."""
+"""MPNet (Song et al. 2020): BERT with a bias of attention scores by distance, which all layers
+share."""
 
 from __future__ import annotations
 
@@ -24,12 +25,17 @@ MAX_DISTANCE = 128
 
 
 class RelativeBias(nn.Module):
-    """Query positions [Tq], key positions [Tk] -> bias [heads, Tq, Tk]: a learned number per head and bucket of distances."""
+    """Query positions [Tq], key positions [Tk] -> bias [heads, Tq, Tk]: a learned number per head
+    and bucket of distances."""
 
     def __init__(self, num_buckets: int, num_heads: int, *, vllm_config: VllmConfig) -> None:
         super().__init__()
         heads = Part.even(num_heads, vllm_config.parallel, "attention heads")
-        self.weight = new_parameter((num_buckets, heads.size), torch_dtype(vllm_config.model.dtype), ShardLoader((heads,), dim=1))
+        self.weight = new_parameter(
+            (num_buckets, heads.size),
+            torch_dtype(vllm_config.model.dtype),
+            ShardLoader((heads,), dim=1),
+        )
 
     def forward(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         return self.weight[buckets(k_positions - q_positions[:, None])].permute(2, 0, 1)
@@ -40,7 +46,8 @@ class RelativeBias(nn.Module):
 
 
 def buckets(offsets: Tensor) -> Tensor:
-    """The bucket of each offset of a key from its query: half of them for either side; small distances apart, large ones by logarithm."""
+    """The bucket of each offset of a key from its query: half of them for either side; small
+    distances apart, large ones by logarithm."""
     half = NUM_BUCKETS // 2
     exact = half // 2
     distance = offsets.abs()
@@ -67,8 +74,12 @@ class MPNetEncoder(BertEncoder):
         return replace(super().shape(config), position_offset=POSITION_OFFSET, num_types=0)
 
     def make_bias(self, shape: BertShape) -> AttentionBias | None:
-        num_buckets = HFConfig(self.vllm_config.hf_config).get("relative_attention_num_buckets", int, NUM_BUCKETS)
-        self.relative_attention_bias = RelativeBias(num_buckets, shape.num_heads, vllm_config=self.vllm_config)
+        num_buckets = HFConfig(self.vllm_config.hf_config).get(
+            "relative_attention_num_buckets", int, NUM_BUCKETS
+        )
+        self.relative_attention_bias = RelativeBias(
+            num_buckets, shape.num_heads, vllm_config=self.vllm_config
+        )
         return self.relative_attention_bias
 
 

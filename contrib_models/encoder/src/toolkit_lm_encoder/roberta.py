@@ -1,4 +1,5 @@
-"""RoBERTa (Liu et al. 2019), XLM-RoBERTa and CamemBERT: BERT whose positions begin after that of padding."""
+"""RoBERTa (Liu et al. 2019), XLM-RoBERTa and CamemBERT: BERT whose positions begin after that of
+padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Nomic BERT, GTE and Jina embeddings 3: BERT with rotary positions, the first two with gated feed-forwards."""
+"""Nomic BERT, GTE and Jina embeddings 3: BERT with rotary positions, the first two with gated
+feed-forwards."""
 
 from __future__ import annotations
 
@@ -29,16 +30,34 @@ from toolkit_lm_encoder.heads import DENSE, OUT_PROJ, Embedder, SequenceClassifi
 class RotaryAttention(nn.Module):
     """Bidirectional multi-head attention: x [T, H] -> [T, H]."""
 
-    def __init__(self, config: HFConfig, *, bias: bool, vllm_config: VllmConfig, prefix: str) -> None:
+    def __init__(
+        self, config: HFConfig, *, bias: bool, vllm_config: VllmConfig, prefix: str
+    ) -> None:
         super().__init__()
         size, heads = config.require("hidden_size", int), config.require("num_attention_heads", int)
         head_size = config.get("head_dim", int, size // heads)
         self.qkv_proj = QKVParallelLinear(
-            size, head_size, heads, heads, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "qkv_proj")
+            size,
+            head_size,
+            heads,
+            heads,
+            bias=bias,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "qkv_proj"),
         )
-        self.o_proj = RowParallelLinear(heads * head_size, size, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "o_proj"))
+        self.o_proj = RowParallelLinear(
+            heads * head_size,
+            size,
+            bias=bias,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "o_proj"),
+        )
         self.attn = Attention(
-            self.qkv_proj.num_heads, head_size, type=AttentionType.ENCODER, vllm_config=vllm_config, prefix=join(prefix, "attn")
+            self.qkv_proj.num_heads,
+            head_size,
+            type=AttentionType.ENCODER,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "attn"),
         )
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
@@ -52,14 +71,22 @@ class RotaryAttention(nn.Module):
 class GatedMLP(nn.Module):
     """x [T, H] -> activation(gate) * up, projected, + x [T, H]."""
 
-    def __init__(self, config: HFConfig, *, bias: bool, vllm_config: VllmConfig, prefix: str) -> None:
+    def __init__(
+        self, config: HFConfig, *, bias: bool, vllm_config: VllmConfig, prefix: str
+    ) -> None:
         super().__init__()
         size, inner = config.require("hidden_size", int), config.require("intermediate_size", int)
         activation = config.require("hidden_act", str)
         self.gate_up_proj = GatedColumnParallelLinear(
-            size, inner, activation=activation, vllm_config=vllm_config, prefix=join(prefix, "gate_up_proj")
+            size,
+            inner,
+            activation=activation,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "gate_up_proj"),
         )
-        self.down_proj = RowParallelLinear(inner, size, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "down_proj"))
+        self.down_proj = RowParallelLinear(
+            inner, size, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "down_proj")
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(self.gate_up_proj(x), x)
@@ -69,12 +96,23 @@ class GatedMLP(nn.Module):
 class PlainMLP(nn.Module):
     """x [T, H] -> projected activation + x [T, H]."""
 
-    def __init__(self, config: HFConfig, *, bias: bool, vllm_config: VllmConfig, prefix: str) -> None:
+    def __init__(
+        self, config: HFConfig, *, bias: bool, vllm_config: VllmConfig, prefix: str
+    ) -> None:
         super().__init__()
         size, inner = config.require("hidden_size", int), config.require("intermediate_size", int)
         activation = config.require("hidden_act", str)
-        self.fc1 = ColumnParallelLinear(size, inner, bias=bias, activation=activation, vllm_config=vllm_config, prefix=join(prefix, "fc1"))
-        self.fc2 = RowParallelLinear(inner, size, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "fc2"))
+        self.fc1 = ColumnParallelLinear(
+            size,
+            inner,
+            bias=bias,
+            activation=activation,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "fc1"),
+        )
+        self.fc2 = RowParallelLinear(
+            inner, size, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "fc2")
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.fc2(self.fc1(x), x)
@@ -95,7 +133,9 @@ class RotaryLayer(nn.Module):
         prefix: str,
     ) -> None:
         super().__init__()
-        self.self_attn = RotaryAttention(config, bias=attention_bias, vllm_config=vllm_config, prefix=join(prefix, "self_attn"))
+        self.self_attn = RotaryAttention(
+            config, bias=attention_bias, vllm_config=vllm_config, prefix=join(prefix, "self_attn")
+        )
         self.post_attention_layernorm = self._norm(config, vllm_config)
         self.mlp = mlp(config, bias=mlp_bias, vllm_config=vllm_config, prefix=join(prefix, "mlp"))
         self.post_mlp_layernorm = self._norm(config, vllm_config)
@@ -128,12 +168,20 @@ class RotaryEncoder(Encoder):
         self.layers = make_layers(
             config.require("num_hidden_layers", int),
             lambda prefix: RotaryLayer(
-                config, self.mlp, attention_bias=self.attention_bias, mlp_bias=self.mlp_bias, vllm_config=vllm_config, prefix=prefix
+                config,
+                self.mlp,
+                attention_bias=self.attention_bias,
+                mlp_bias=self.mlp_bias,
+                vllm_config=vllm_config,
+                prefix=prefix,
             ),
             join(prefix, "layers"),
             vllm_config.parallel,
         )
-        self.rotary = RotaryEmbedding(RopeParameters.read(config, config.get("head_dim", int, size // heads)), vllm_config=vllm_config)
+        self.rotary = RotaryEmbedding(
+            RopeParameters.read(config, config.get("head_dim", int, size // heads)),
+            vllm_config=vllm_config,
+        )
 
     @classmethod
     def read(cls, config: HFConfig) -> HFConfig:
@@ -167,7 +215,11 @@ def _halves(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor
     """With up and gate apart, where the checkpoint has them in one tensor."""
     for name, tensor in weights:
         if ".up_gate_proj." in name:
-            yield from zip((name.replace("up_gate_proj", one) for one in ("up_proj", "gate_proj")), tensor.chunk(2), strict=True)
+            yield from zip(
+                (name.replace("up_gate_proj", one) for one in ("up_proj", "gate_proj")),
+                tensor.chunk(2),
+                strict=True,
+            )
         else:
             yield name, tensor
 
@@ -176,7 +228,12 @@ class NomicBertEncoder(RotaryEncoder):
     """Nomic BERT (Nussbaum et al. 2024)."""
 
     attention_bias = mlp_bias = False
-    defaults = {"hidden_act": "silu", "layer_norm_eps": 1e-12, "type_vocab_size": 2, "rope_theta": 1000.0}
+    defaults = {
+        "hidden_act": "silu",
+        "layer_norm_eps": 1e-12,
+        "type_vocab_size": 2,
+        "rope_theta": 1000.0,
+    }
     renames: ClassVar[Renames] = (
         (r"^nomic_bert\.", ""),
         (r"^encoder\.layers\.", "layers."),
@@ -208,7 +265,12 @@ class NomicBertForTokenClassification(TokenClassifier, NomicBertEncoder):
 class GteEncoder(RotaryEncoder):
     """GTE (Zhang et al. 2024)."""
 
-    defaults = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 1, "rope_theta": 160_000.0}
+    defaults = {
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-12,
+        "type_vocab_size": 1,
+        "rope_theta": 160_000.0,
+    }
     renames: ClassVar[Renames] = (
         (r"^(new|gte)\.", ""),
         (r"^encoder\.layer\.", "layers."),
@@ -236,7 +298,12 @@ class JinaEmbeddingsV3Encoder(RotaryEncoder):
     """Jina embeddings 3 (Sturua et al. 2024), as far as all of its tasks share it."""
 
     mlp = PlainMLP
-    defaults = {"hidden_act": "gelu", "layer_norm_eps": 1e-5, "type_vocab_size": 1, "rope_theta": 20_000.0}
+    defaults = {
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-5,
+        "type_vocab_size": 1,
+        "rope_theta": 20_000.0,
+    }
     renames: ClassVar[Renames] = (
         (r"^roberta\.", ""),
         (r"^emb_ln\.", "embeddings.LayerNorm."),

@@ -1,4 +1,5 @@
-"""Mixtures of experts (Shazeer et al. 2017): which experts a token goes to, and their grouped product."""
+"""Mixtures of experts (Shazeer et al. 2017): which experts a token goes to, and their grouped
+product."""
 
 from __future__ import annotations
 
@@ -32,37 +33,45 @@ _ALIGNMENT = 16
 
 
 def route_top_k(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
-    """The router's logits [T, E] -> the `top_k` likeliest experts of each token [T, K] (int64), and their weights [T, K] (float32).
+    """The router's logits [T, E] -> the `top_k` likeliest experts of each token [T, K] (int64), and
+    their weights [T, K] (float32).
 
-    Weights are probabilities over all experts; with `normalize` those of a token's experts sum to one.
+    Weights are probabilities over all experts; with `normalize` those of a token's experts sum to
+    one.
     """
     weights, experts = logits.softmax(-1, dtype=torch.float32).topk(top_k, dim=-1)
     return experts, weights / weights.sum(-1, keepdim=True) if normalize else weights
 
 
 def split_experts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Cuts the tensors that hold all experts into one per expert, which is how `RoutedExperts` names its weights.
+    """Cuts the tensors that hold all experts into one per expert, which is how `RoutedExperts`
+    names its weights.
 
-    "a.experts.gate_up_proj" [E, 2 * inner, H] gives "a.experts.0.gate_up_proj.weight" [2 * inner, H], and so on; "a.experts.down_proj"
-    [E, H, inner] likewise. Other weights, those that are stored per expert too, pass through.
+    "a.experts.gate_up_proj" [E, 2 * inner, H] gives "a.experts.0.gate_up_proj.weight" [2 * inner,
+    H], and so on; "a.experts.down_proj" [E, H, inner] likewise. Other weights, those that are
+    stored per expert too, pass through.
     """
     for name, tensor in weights:
         fused = _FUSED.match(name)
         if fused and tensor.ndim == 3:
-            yield from ((f"{fused[1]}.{i}.{fused[2]}.weight", expert) for i, expert in enumerate(tensor))
+            yield from (
+                (f"{fused[1]}.{i}.{fused[2]}.weight", expert) for i, expert in enumerate(tensor)
+            )
         else:
             yield name, tensor
 
 
 def divide_experts(num_experts: int, parallel: ParallelConfig, what: str) -> range:
-    """The numbers of the experts that this rank holds with expert parallelism: contiguous, in numbers that differ by one at most.
+    """The numbers of the experts that this rank holds with expert parallelism: contiguous, in
+    numbers that differ by one at most.
 
     Raises ConfigError, naming `what`, where there are fewer experts than ranks.
     """
     rank, ranks = parallel.tensor_parallel_rank, parallel.tensor_parallel_size
     if num_experts < ranks:
         raise ConfigError(
-            f"enable_expert_parallel: the {num_experts} experts of {what} cannot be divided over tensor_parallel_size={ranks}, "
+            f"enable_expert_parallel: the {num_experts} experts of {what} cannot be divided over "
+            f"tensor_parallel_size={ranks}, "
             "as each rank holds one at least."
         )
     return range(num_experts * rank // ranks, num_experts * (rank + 1) // ranks)
@@ -80,7 +89,8 @@ class _GatedLinear(LinearBase):
 
 
 class _Expert(nn.Module):
-    """Gated feed-forward: [rows, H] -> [rows, H]. Where an expert is cut, the ranks' results are to be summed."""
+    """Gated feed-forward: [rows, H] -> [rows, H]. Where an expert is cut, the ranks' results are to
+    be summed."""
 
     def __init__(self, gate_up_proj: LinearBase, down_proj: LinearBase) -> None:
         super().__init__()
@@ -95,21 +105,23 @@ class _Expert(nn.Module):
 class RoutedExperts(Bypassable):
     """Gated feed-forward experts, of which each token goes to a few.
 
-    Each rank holds a share of every expert's inner dimensions or, with `enable_expert_parallel`, some experts whole (`divide_experts`).
-    Either way the ranks' results are summed.
+    Each rank holds a share of every expert's inner dimensions or, with `enable_expert_parallel`,
+    some experts whole (`divide_experts`). Either way the ranks' results are summed.
 
-    Weights are named "0.gate_up_proj.weight" [2 * inner, H], "0.down_proj.weight" [H, inner], "1.gate_up_proj.weight", ... A model whose
-    checkpoints may hold all experts in one tensor passes them through `split_experts`.
+    Weights are named "0.gate_up_proj.weight" [2 * inner, H], "0.down_proj.weight" [H, inner],
+    "1.gate_up_proj.weight", ... A model whose checkpoints may hold all experts in one tensor passes
+    them through `split_experts`.
 
-    Raises ConfigError when the inner dimensions cannot be split evenly over the ranks, or when experts are fewer than ranks that hold them
-    whole.
+    Raises ConfigError when the inner dimensions cannot be split evenly over the ranks, or when
+    experts are fewer than ranks that hold them whole.
     """
 
     seams = frozenset()
     held: range
     """The experts of which this rank has weights."""
     stacked: tuple[Tensor, Tensor] | None
-    """The weights of the experts held, for one grouped product: gate and up [E, 2 * inner, H], down [E, H, inner]. None: one by one."""
+    """The weights of the experts held, for one grouped product: gate and up [E, 2 * inner, H], down
+    [E, H, inner]. None: one by one."""
 
     def __init__(
         self,
@@ -128,13 +140,25 @@ class RoutedExperts(Bypassable):
         get_activation(activation)
         self.activation = activation
         if self.parallel.enable_expert_parallel:
-            self.held, inner = divide_experts(num_experts, self.parallel, prefix), Part.whole(inner_size)
+            self.held, inner = (
+                divide_experts(num_experts, self.parallel, prefix),
+                Part.whole(inner_size),
+            )
         else:
-            self.held, inner = range(num_experts), Part.even(inner_size, self.parallel, f"inner dimensions of {prefix}")
+            self.held, inner = (
+                range(num_experts),
+                Part.even(inner_size, self.parallel, f"inner dimensions of {prefix}"),
+            )
         hidden, dtype = Part.whole(hidden_size), torch_dtype(vllm_config.model.dtype)
 
         def spec(name: str, inputs: Part, outputs: tuple[Part, ...]) -> LinearSpec:
-            return LinearSpec(kind="experts", prefix=join(prefix, name), inputs=inputs, outputs=outputs, dtype=dtype)
+            return LinearSpec(
+                kind="experts",
+                prefix=join(prefix, name),
+                inputs=inputs,
+                outputs=outputs,
+                dtype=dtype,
+            )
 
         def expert(i: int) -> _Expert:
             gate_up = _GatedLinear(spec(f"{i}.gate_up_proj", hidden, (inner, inner)), activation)
@@ -142,27 +166,37 @@ class RoutedExperts(Bypassable):
 
         for i in range(num_experts):
             self.add_module(str(i), expert(i) if i in self.held else Absent())
-        is_aligned = all(size * dtype.itemsize % _ALIGNMENT == 0 for size in (hidden_size, inner.size))
-        # On the CPU the grouped product is a loop inside, and it is slower than a loop over packed weights.
+        is_aligned = all(
+            size * dtype.itemsize % _ALIGNMENT == 0 for size in (hidden_size, inner.size)
+        )
+        # On the CPU the grouped product is a loop inside, and it is slower than a loop over packed
+        # weights.
         on_cpu = torch.get_default_device().type == "cpu"
         self.stacked = None if on_cpu or not is_aligned else self.stack()
 
     def stack(self) -> tuple[Tensor, Tensor] | None:
-        """Makes the weights of the experts slices of two tensors, as in `stacked`, before they are loaded. None: they are quantized."""
-        gate_up, down = (self._stack([self.get_submodule(f"{i}.{name}") for i in self.held]) for name in PROJECTIONS)
+        """Makes the weights of the experts slices of two tensors, as in `stacked`, before they are
+        loaded. None: they are quantized."""
+        gate_up, down = (
+            self._stack([self.get_submodule(f"{i}.{name}") for i in self.held])
+            for name in PROJECTIONS
+        )
         return None if gate_up is None or down is None else (gate_up, down)
 
     def _stack(self, projections: Sequence[nn.Module]) -> Tensor | None:
         if not all(isinstance(projection.method, UnquantizedMethod) for projection in projections):
             return None
         weights = [projection.get_parameter("weight") for projection in projections]
-        stacked = torch.empty(len(weights), *weights[0].shape, dtype=weights[0].dtype, device=weights[0].device)
+        stacked = torch.empty(
+            len(weights), *weights[0].shape, dtype=weights[0].dtype, device=weights[0].device
+        )
         for weight, own in zip(weights, stacked, strict=True):
             weight.data = own
         return stacked
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Tokens x [T, H], the experts of each [T, K] (int64) and their weights [T, K] (float32) -> [T, H], summed over experts."""
+        """Tokens x [T, H], the experts of each [T, K] (int64) and their weights [T, K] (float32) ->
+        [T, H], summed over experts."""
         if torch.compiler.is_compiling():
             # One by one, a loop depends on data; the grouped product is traced in bfloat16 alone.
             summed = torch.empty_like(x)
@@ -174,7 +208,8 @@ class RoutedExperts(Bypassable):
     def compute(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """As `forward`, of this rank's share of the inner dimensions or of the experts."""
         divided = len(self.held) < self.num_experts
-        # Counted from the first that is held: rows of experts held elsewhere come last, and how many they are need not be known.
+        # Counted from the first that is held: rows of experts held elsewhere come last, and how
+        # many they are need not be known.
         counted = (experts - self.held.start) % self.num_experts if divided else experts
         chosen, order = counted.flatten().sort(stable=True)
         rows = x[order // experts.shape[1]]
@@ -190,15 +225,22 @@ class RoutedExperts(Bypassable):
         return (out.view(*experts.shape, x.shape[1]) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
     def _grouped(self, rows: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """Rows [T * K, H], in the order of the experts `chosen` for them -> as rows; those of experts held elsewhere are undefined."""
-        ends = torch.searchsorted(chosen, torch.arange(len(self.held), device=chosen.device), right=True, out_int32=True)
-        return F.grouped_mm(gate(F.grouped_mm(rows, gate_up.mT, offs=ends), self.activation), down.mT, offs=ends)
+        """Rows [T * K, H], in the order of the experts `chosen` for them -> as rows; those of
+        experts held elsewhere are undefined."""
+        ends = torch.searchsorted(
+            chosen, torch.arange(len(self.held), device=chosen.device), right=True, out_int32=True
+        )
+        return F.grouped_mm(
+            gate(F.grouped_mm(rows, gate_up.mT, offs=ends), self.activation), down.mT, offs=ends
+        )
 
     def _one_by_one(self, rows: Tensor, chosen: Tensor) -> Tensor:
         """As `_grouped`, over the experts that are hit."""
         hit, counts = torch.unique_consecutive(chosen, return_counts=True)
         sizes, out = counts.tolist(), torch.empty_like(rows)
-        for expert, its_rows, its_out in zip(hit.tolist(), torch.split(rows, sizes), torch.split(out, sizes), strict=True):
+        for expert, its_rows, its_out in zip(
+            hit.tolist(), torch.split(rows, sizes), torch.split(out, sizes), strict=True
+        ):
             if expert < len(self.held):
                 its_out.copy_(self.get_submodule(str(self.held[expert]))(its_rows))
         return out
@@ -208,12 +250,17 @@ class RoutedExperts(Bypassable):
 
 
 def _experts(x: Tensor, experts: Tensor, weights: Tensor, out: Tensor, layer: str) -> None:
-    """Writes what the `RoutedExperts` of that name computes to out [T, H]. The op `toolkit_lm::experts`."""
+    """Writes what the `RoutedExperts` of that name computes to out [T, H]. The op
+    `toolkit_lm::experts`."""
     out.copy_(op_layer(layer).compute(x, experts, weights))
 
 
 # To a compiler routed experts are one opaque op, as attention is: the model's graph is whole.
 _library = torch.library.Library("toolkit_lm", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("experts(Tensor x, Tensor experts, Tensor weights, Tensor(a!) out, str layer) -> ()")  # type: ignore[no-untyped-call]
+_library.define(
+    "experts(Tensor x, Tensor experts, Tensor weights, Tensor(a!) out, str layer) -> ()"
+)  # type: ignore[no-untyped-call]
 _library.impl("experts", _experts, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("toolkit_lm::experts", lambda x, experts, weights, out, layer: None, lib=_library)
+torch.library.register_fake(
+    "toolkit_lm::experts", lambda x, experts, weights, out, layer: None, lib=_library
+)

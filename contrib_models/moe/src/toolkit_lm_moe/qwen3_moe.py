@@ -20,7 +20,11 @@ def is_routed(config: HFConfig, layer: int) -> bool:
 
 class Qwen3MoeAttention(Qwen3Attention):
     def window(self, config: HFConfig, layer: int) -> int | None:
-        return config.require("sliding_window", int) if config.get("use_sliding_window", bool, False) else None
+        return (
+            config.require("sliding_window", int)
+            if config.get("use_sliding_window", bool, False)
+            else None
+        )
 
 
 class Qwen3MoeBlock(RoutedBlock):
@@ -36,7 +40,9 @@ class Qwen3MoeForCausalLM(RoutedForCausalLM):
 
     def divides_experts(self) -> bool:
         config = HFConfig(self.vllm_config.hf_config)
-        return any(is_routed(config, layer) for layer in range(config.require("num_hidden_layers", int)))
+        return any(
+            is_routed(config, layer) for layer in range(config.require("num_hidden_layers", int))
+        )
 
     @staticmethod
     def feed_forward(*, vllm_config: VllmConfig, prefix: str) -> nn.Module:

@@ -1,4 +1,5 @@
-"""What families with routed experts share: the block that takes the place of the feed-forward one, and how its weights are loaded."""
+"""What families with routed experts share: the block that takes the place of the feed-forward one,
+and how its weights are loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def num_experts_of(config: HFConfig) -> int:
     stated = config.get("num_local_experts", int)
     count = stated if stated is not None else config.require("num_experts", int)
     if not 0 <= count <= _MOST_EXPERTS:
-        raise CheckpointError(f"config.json: 'num_experts' must be 0 to {_MOST_EXPERTS}, not {count}.")
+        raise CheckpointError(
+            f"config.json: 'num_experts' must be 0 to {_MOST_EXPERTS}, not {count}."
+        )
     return count
 
 
@@ -33,9 +36,14 @@ class RoutedBlock(nn.Module):
         hidden_size, num_experts = config.require("hidden_size", int), num_experts_of(config)
         self.top_k = config.require("num_experts_per_tok", int)
         if not 1 <= self.top_k <= num_experts:
-            raise CheckpointError(f"config.json: 'num_experts_per_tok' must be 1 to {num_experts} (the experts), not {self.top_k}.")
+            raise CheckpointError(
+                f"config.json: 'num_experts_per_tok' must be 1 to {num_experts} (the experts), "
+                f"not {self.top_k}."
+            )
         self.normalize = self.normalizes(config)
-        self.gate = ReplicatedLinear(hidden_size, num_experts, vllm_config=vllm_config, prefix=join(prefix, "gate"))
+        self.gate = ReplicatedLinear(
+            hidden_size, num_experts, vllm_config=vllm_config, prefix=join(prefix, "gate")
+        )
         self.experts = RoutedExperts(
             num_experts,
             hidden_size,

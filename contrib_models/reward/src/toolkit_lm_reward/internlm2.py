@@ -1,4 +1,5 @@
-"""InternLM2's reward model (Cai et al. 2024): a Llama whose queries, keys and values are packed by KV head."""
+"""InternLM2's reward model (Cai et al. 2024): a Llama whose queries, keys and values are packed by
+KV head."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class InternLM2ForRewardModel(RewardModel):
         return super().load_weights(self._by_kind(weights))
 
     def _by_kind(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """With queries, keys and values one after the other, where the checkpoint has those of a KV head side by side."""
+        """With queries, keys and values one after the other, where the checkpoint has those of a KV
+        head side by side."""
         config = HFConfig(self.vllm_config.hf_config)
         num_heads, head_size = config.require("num_attention_heads", int), head_size_of(config)
         num_kv_heads = config.get("num_key_value_heads", int, num_heads)
@@ -52,8 +54,13 @@ class InternLM2ForRewardModel(RewardModel):
         for name, tensor in weights:
             if ".wqkv." in name:
                 if tensor.shape[0] != (num_heads + 2 * num_kv_heads) * head_size:
-                    raise CheckpointError(f"{name} has {tensor.shape[0]} rows, not {(num_heads + 2 * num_kv_heads) * head_size}.")
+                    raise CheckpointError(
+                        f"{name} has {tensor.shape[0]} rows, not "
+                        f"{(num_heads + 2 * num_kv_heads) * head_size}."
+                    )
                 # [KV heads, queries of one + key + value, head size, ...]
                 heads = tensor.reshape(num_kv_heads, group + 2, head_size, *tensor.shape[1:])
-                tensor = torch.cat([part.flatten(0, 2) for part in torch.split(heads, [group, 1, 1], dim=1)])
+                tensor = torch.cat(
+                    [part.flatten(0, 2) for part in torch.split(heads, [group, 1, 1], dim=1)]
+                )
             yield name, tensor

@@ -1,4 +1,5 @@
-"""Qwen2's reward models: of whole answers (Yang et al. 2024), and of the steps of solutions (Zhang et al. 2025)."""
+"""Qwen2's reward models: of whole answers (Yang et al. 2024), and of the steps of solutions (Zhang
+et al. 2025)."""
 
 from __future__ import annotations
 
@@ -37,18 +38,28 @@ class Qwen2ForProcessRewardModel(Qwen2ForRewardModel):
         asked = options.step_tag_id is not None or options.pooling_type == "ALL"
         tag = None if asked else self._step_tag()
         return token_classification_pooler(
-            self.vllm_config, head, default="STEP", num_labels=self.num_labels, activation="softmax", step_tag_id=tag
+            self.vllm_config,
+            head,
+            default="STEP",
+            num_labels=self.num_labels,
+            activation="softmax",
+            step_tag_id=tag,
         )
 
     def _step_tag(self) -> int:
-        """The id of STEP_TAG, of tokenizer.json. Raises CheckpointError: to score each token in its place would be no process reward."""
+        """The id of STEP_TAG, of tokenizer.json. Raises CheckpointError: to score each token in its
+        place would be no process reward."""
         assert self.vllm_config.checkpoint is not None
-        path = Path(self.vllm_config.renderer.tokenizer or self.vllm_config.checkpoint.path) / "tokenizer.json"
+        path = (
+            Path(self.vllm_config.renderer.tokenizer or self.vllm_config.checkpoint.path)
+            / "tokenizer.json"
+        )
         try:
             added = json.loads(path.read_bytes())["added_tokens"]
             return next(int(token["id"]) for token in added if token["content"] == STEP_TAG)
         except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
             raise CheckpointError(
-                f"{str(path)!r} does not tell the id of the token {STEP_TAG!r}, which ends a step ({type(error).__name__}). "
+                f"{str(path)!r} does not tell the id of the token {STEP_TAG!r}, which ends a "
+                f"step ({type(error).__name__}). "
                 "Give --step-tag-id, or --pooling-type ALL."
             ) from error

@@ -1,4 +1,5 @@
-"""What reward models share: a decoder, a head that scores each of its hidden states, and the pooler that chooses among the tokens."""
+"""What reward models share: a decoder, a head that scores each of its hidden states, and the pooler
+that chooses among the tokens."""
 
 from __future__ import annotations
 
@@ -36,10 +37,18 @@ class RewardModel(LlamaParts, Model):
 
     def make_pooler(self, head: nn.Module) -> Pooler:
         """By default the rewards of all tokens, as they are."""
-        return token_classification_pooler(self.vllm_config, head, default="ALL", num_labels=self.num_labels, activation="identity")
+        return token_classification_pooler(
+            self.vllm_config, head, default="ALL", num_labels=self.num_labels, activation="identity"
+        )
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, *, intermediate: IntermediateTensors | None = None
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        *,
+        intermediate: IntermediateTensors | None = None,
     ) -> Tensor | IntermediateTensors:
-        out: Tensor | IntermediateTensors = self.model(input_ids, positions, intermediate=intermediate)
+        out: Tensor | IntermediateTensors = self.model(
+            input_ids, positions, intermediate=intermediate
+        )
         return out

@@ -12,36 +12,61 @@ from toolkit_lm_rotary.scaling import RopeParameters
 
 
 class RotaryEmbedding(nn.Module):
-    """The cosines and sines of all positions below the engine's max_model_len. One per kind of layer; layers share it.
+    """The cosines and sines of all positions below the engine's max_model_len. One per kind of
+    layer; layers share it.
 
-    With `interleaved`, pairs are neighbouring dimensions (GPT-J); without, dimension i and i + half (GPT-NeoX, Llama).
+    With `interleaved`, pairs are neighbouring dimensions (GPT-J); without, dimension i and i + half
+    (GPT-NeoX, Llama).
     """
 
     table: Tensor
-    """[max_model_len, rotated dimensions], in the model's dtype: cosines, then sines, of half the dimensions each."""
+    """[max_model_len, rotated dimensions], in the model's dtype: cosines, then sines, of half the
+    dimensions each."""
 
-    def __init__(self, parameters: RopeParameters, *, interleaved: bool = False, vllm_config: VllmConfig) -> None:
+    def __init__(
+        self, parameters: RopeParameters, *, interleaved: bool = False, vllm_config: VllmConfig
+    ) -> None:
         super().__init__()
         self.interleaved = interleaved
         self.kernels = choose_kernels()
         max_len = vllm_config.max_model_len
         frequencies, attention_factor = parameters.inverse_frequencies(max_len)
         if 2 * len(frequencies) > parameters.head_size:
-            raise CheckpointError(f"{2 * len(frequencies)} rotary dimensions do not fit into heads of size {parameters.head_size}.")
+            raise CheckpointError(
+                f"{2 * len(frequencies)} rotary dimensions do not fit into heads of size "
+                f"{parameters.head_size}."
+            )
         angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)
         table = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(attention_factor)
-        # Multimodal rotary embedding (Wang et al. 2024): of half the dimensions, so many in a row for time, for height and for width.
+        # Multimodal rotary embedding (Wang et al. 2024): of half the dimensions, so many in a row
+        # for time, for height and for width.
         self.sections = parameters.values.get("mrope_section", list, [])
-        if self.sections and ([type(count) for count in self.sections] != [int] * 3 or sum(self.sections) != len(frequencies)):
-            raise CheckpointError(f"config.json: 'mrope_section' must be three counts that sum to {len(frequencies)}, not {self.sections}.")
-        self.register_buffer("table", table.to(torch_dtype(vllm_config.model.dtype)), persistent=False)
+        if self.sections and (
+            [type(count) for count in self.sections] != [int] * 3
+            or sum(self.sections) != len(frequencies)
+        ):
+            raise CheckpointError(
+                "config.json: 'mrope_section' must be three counts that sum to "
+                f"{len(frequencies)}, not {self.sections}."
+            )
+        self.register_buffer(
+            "table", table.to(torch_dtype(vllm_config.model.dtype)), persistent=False
+        )
 
     def forward(self, positions: Tensor) -> Rotation:
         """The rotation of tokens at positions [T], or, by time, height and width, [3, T]."""
         found = self.table[positions]
         if positions.ndim == 2:
-            found = torch.cat([part[i % 3] for i, part in enumerate(torch.split(found, 2 * self.sections, -1))], dim=-1)
+            found = torch.cat(
+                [part[i % 3] for i, part in enumerate(torch.split(found, 2 * self.sections, -1))],
+                dim=-1,
+            )
         cos, sin = found.unsqueeze(1).chunk(2, dim=-1)
         if self.interleaved:
-            return Rotation(cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2), True, self.kernels)
+            return Rotation(
+                cos.repeat_interleave(2, -1),
+                torch.stack((-sin, sin), -1).flatten(-2),
+                True,
+                self.kernels,
+            )
         return Rotation(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), False, self.kernels)

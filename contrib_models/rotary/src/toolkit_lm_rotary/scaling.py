@@ -1,7 +1,9 @@
-"""Inverse frequencies of rotary position embeddings (Su et al. 2021), for every way of stretching them to longer contexts.
+"""Inverse frequencies of rotary position embeddings (Su et al. 2021), for every way of stretching
+them to longer contexts.
 
-Names are those of `rope_parameters` in a checkpoint's config.json. Results are those of transformers to the last bit, which is why
-expressions are not simplified: far into a context, the last bit of a frequency is a visible angle.
+Names are those of `rope_parameters` in a checkpoint's config.json. Results are those of
+transformers to the last bit, which is why expressions are not simplified: far into a context, the
+last bit of a frequency is a visible angle.
 """
 
 from __future__ import annotations
@@ -31,20 +33,29 @@ class RopeParameters:
     """The `rope_parameters` themselves."""
 
     @classmethod
-    def read(cls, config: HFConfig, head_size: int, *, layer_type: str | None = None) -> RopeParameters:
-        """Reads config.json: `rope_parameters`, or the older `rope_theta` and `rope_scaling`, which goes first where there are both.
+    def read(
+        cls, config: HFConfig, head_size: int, *, layer_type: str | None = None
+    ) -> RopeParameters:
+        """Reads config.json: `rope_parameters`, or the older `rope_theta` and `rope_scaling`, which
+        goes first where there are both.
 
-        `layer_type` picks one where layers differ. Raises UnsupportedError for an unknown rope_type, CheckpointError for a missing value.
+        `layer_type` picks one where layers differ. Raises UnsupportedError for an unknown
+        rope_type, CheckpointError for a missing value.
         """
         nothing: dict[str, Any] = {}
-        given = config.get("rope_scaling", dict, nothing) or config.get("rope_parameters", dict, nothing)
+        given = config.get("rope_scaling", dict, nothing) or config.get(
+            "rope_parameters", dict, nothing
+        )
         if layer_type is not None and isinstance(given.get(layer_type), Mapping):
             given = given[layer_type]
         rope_type = str(given.get("rope_type") or given.get("type") or "default")
-        # LongRoPE's first name; and that of default angles by three positions, of which `mrope_section` speaks.
+        # LongRoPE's first name; and that of default angles by three positions, of which
+        # `mrope_section` speaks.
         rope_type = {"su": "longrope", "mrope": "default"}.get(rope_type, rope_type)
         if rope_type not in _SCALINGS:
-            raise UnsupportedError(f"config.json: unknown rope_type {rope_type!r}. {nearest(rope_type, _SCALINGS)}")
+            raise UnsupportedError(
+                f"config.json: unknown rope_type {rope_type!r}. {nearest(rope_type, _SCALINGS)}"
+            )
         max_positions = config.require("max_position_embeddings", int)
         values = {
             "rope_theta": config.get("rope_theta", float, DEFAULT_THETA),
@@ -73,22 +84,33 @@ class RopeParameters:
 
     @property
     def stretch(self) -> float:
-        """By how much the context grew since the first training: `factor`, or the ratio of the two lengths."""
-        return self.values.get("factor", float) or self.max_position_embeddings / self.original_max_positions
+        """By how much the context grew since the first training: `factor`, or the ratio of the two
+        lengths."""
+        return (
+            self.values.get("factor", float)
+            or self.max_position_embeddings / self.original_max_positions
+        )
 
     def inverse_frequencies(self, max_len: int) -> tuple[Tensor, float]:
-        """Radians per position [rotated dimensions / 2] in float32, and the factor of cosines and sines.
+        """Radians per position [rotated dimensions / 2] in float32, and the factor of cosines and
+        sines.
 
-        `max_len` is the longest sequence there will be: "dynamic" and "longrope" depend on it. transformers takes the length so far,
-        and turns later keys by other angles than the ones it has cached; here all keys of an engine are turned alike.
-        Raises CheckpointError for values that give no angles.
+        `max_len` is the longest sequence there will be: "dynamic" and "longrope" depend on it.
+        transformers takes the length so far, and turns later keys by other angles than the ones it
+        has cached; here all keys of an engine are turned alike. Raises CheckpointError for values
+        that give no angles.
         """
         try:
             frequencies, attention_factor = _SCALINGS[self.rope_type](self, max_len)
         except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
-            raise CheckpointError(f"no angles of {self.rope_type!r} rotary embeddings: {error}") from error
+            raise CheckpointError(
+                f"no angles of {self.rope_type!r} rotary embeddings: {error}"
+            ) from error
         if not frequencies.is_meta and not (frequencies * attention_factor).isfinite().all():
-            raise CheckpointError(f"config.json: the angles of its {self.rope_type!r} rotary embeddings are not finite.")
+            raise CheckpointError(
+                f"config.json: the angles of its {self.rope_type!r} rotary embeddings are not "
+                "finite."
+            )
         return frequencies, attention_factor
 
 
@@ -112,7 +134,9 @@ def _linear(rope: RopeParameters, max_len: int) -> tuple[Tensor, float]:
 def _proportional(rope: RopeParameters, max_len: int) -> tuple[Tensor, float]:
     """The frequencies of the whole head, of which the slowest are zero."""
     frequencies = _frequencies(rope.theta, rope.head_size)
-    frequencies[int(rope.values.require("partial_rotary_factor", float) * rope.head_size // 2) :] = 0
+    frequencies[
+        int(rope.values.require("partial_rotary_factor", float) * rope.head_size // 2) :
+    ] = 0
     return frequencies / rope.values.get("factor", float, 1.0), 1.0
 
 
@@ -120,13 +144,18 @@ def _dynamic(rope: RopeParameters, max_len: int) -> tuple[Tensor, float]:
     """NTK-aware: the base grows with the length."""
     factor, size = rope.values.require("factor", float), rope.rotary_size
     length, trained = max(max_len, rope.max_position_embeddings), rope.max_position_embeddings
-    return _frequencies(rope.theta * (factor * length / trained - (factor - 1)) ** (size / (size - 2)), size), 1.0
+    return _frequencies(
+        rope.theta * (factor * length / trained - (factor - 1)) ** (size / (size - 2)), size
+    ), 1.0
 
 
 def _llama3(rope: RopeParameters, max_len: int) -> tuple[Tensor, float]:
     """Slow frequencies are divided by `factor`, fast ones kept, those between blended."""
     factor = rope.values.require("factor", float)
-    low, high = rope.values.require("low_freq_factor", float), rope.values.require("high_freq_factor", float)
+    low, high = (
+        rope.values.require("low_freq_factor", float),
+        rope.values.require("high_freq_factor", float),
+    )
     frequencies = _frequencies(rope.theta, rope.rotary_size)
     rotations = rope.original_max_positions / (2 * math.pi / frequencies)
     blend = ((rotations - low) / (high - low)).clamp(0, 1)
@@ -134,21 +163,31 @@ def _llama3(rope: RopeParameters, max_len: int) -> tuple[Tensor, float]:
 
 
 def _yarn(rope: RopeParameters, max_len: int) -> tuple[Tensor, float]:
-    """YaRN (Peng et al. 2023): as llama3, blended linearly over the dimensions; and attention is sharpened."""
+    """YaRN (Peng et al. 2023): as llama3, blended linearly over the dimensions; and attention is
+    sharpened."""
     values, size = rope.values, rope.rotary_size
 
     def dimension(rotations: float) -> float:
         """Where a frequency makes so many rotations over the original context."""
-        return size * math.log(rope.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return (
+            size
+            * math.log(rope.original_max_positions / (rotations * 2 * math.pi))
+            / (2 * math.log(rope.theta))
+        )
 
-    low, high = dimension(values.get("beta_fast", float) or 32), dimension(values.get("beta_slow", float) or 1)
+    low, high = (
+        dimension(values.get("beta_fast", float) or 32),
+        dimension(values.get("beta_slow", float) or 1),
+    )
     if values.get("truncate", bool, True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, size - 1)
     span = high - low or 0.001
     kept = 1 - ((torch.arange(size // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
     radii = _radii(rope.theta, size)
-    return 1.0 / (rope.stretch * radii) * (1 - kept) + 1.0 / radii * kept, _yarn_attention_factor(rope)
+    return 1.0 / (rope.stretch * radii) * (1 - kept) + 1.0 / radii * kept, _yarn_attention_factor(
+        rope
+    )
 
 
 def _yarn_attention_factor(rope: RopeParameters) -> float:
@@ -163,16 +202,21 @@ def _yarn_attention_factor(rope: RopeParameters) -> float:
 
 
 def _longrope(rope: RopeParameters, max_len: int) -> tuple[Tensor, float]:
-    """LongRoPE (Ding et al. 2024): a searched factor per frequency, one set for short contexts and one for long."""
+    """LongRoPE (Ding et al. 2024): a searched factor per frequency, one set for short contexts and
+    one for long."""
     values, original = rope.values, rope.original_max_positions
     key = "long_factor" if max_len > original else "short_factor"
     factors = torch.tensor(values.require(key, list), dtype=torch.float32)
     radii = _radii(rope.theta, rope.rotary_size)
     if factors.shape != radii.shape:
-        raise CheckpointError(f"config.json: {key!r} must have {len(radii)} entries, not {len(factors)}.")
+        raise CheckpointError(
+            f"config.json: {key!r} must have {len(radii)} entries, not {len(factors)}."
+        )
     attention_factor = values.get("attention_factor", float)
     if attention_factor is None:
-        attention_factor = math.sqrt(1 + math.log(rope.stretch) / math.log(original)) if rope.stretch > 1 else 1.0
+        attention_factor = (
+            math.sqrt(1 + math.log(rope.stretch) / math.log(original)) if rope.stretch > 1 else 1.0
+        )
     return 1.0 / (factors * radii), attention_factor
 
 

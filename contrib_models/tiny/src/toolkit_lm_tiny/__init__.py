@@ -1,5 +1,5 @@
-"""Small trained models, embedded: `tiny`, which chats, `tiny-dates`, which reads dates, `tiny-tools`, which calls tools, and `tiny-vision`,
-which looks at pictures.
+"""Small trained models, embedded: `tiny`, which chats, `tiny-dates`, which reads dates,
+`tiny-tools`, which calls tools, and `tiny-vision`, which looks at pictures.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ def toolkit_register_checkpoints(checkpoints: CheckpointRegistry) -> None:
 def toolkit_configure(config: VllmConfig) -> VllmConfig | None:
     """Models this small need no gigabytes of KV cache: 64 MiB, unless the user says otherwise."""
     cache = config.cache
-    if config.model.model not in _CHECKPOINTS or cache.kv_cache_memory != "auto" or cache.num_kv_blocks is not None:
+    if (
+        config.model.model not in _CHECKPOINTS
+        or cache.kv_cache_memory != "auto"
+        or cache.num_kv_blocks is not None
+    ):
         return None
     return config.replace(kv_cache_memory=_KV_CACHE_MEMORY)

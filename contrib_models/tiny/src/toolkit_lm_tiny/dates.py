@@ -1,4 +1,5 @@
-"""What the model `tiny-dates` knows: dates from 1600 to 2199, as people write them in English, and as ISO 8601 has them. Needs no torch."""
+"""What the model `tiny-dates` knows: dates from 1600 to 2199, as people write them in English, and
+as ISO 8601 has them. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,10 +11,21 @@ FIRST, LAST = date(1600, 1, 1), date(2199, 12, 31)
 MONTHS = (
     "January February March April May June July August September October November December".split()  # noqa: SIM905
 )
-_ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
+_ONES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+    "fifteen sixteen seventeen eighteen nineteen"
+)
 _NUMBERS = _ONES.split()
 _TENS = ["", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
-_ORDINALS = {"one": "first", "two": "second", "three": "third", "five": "fifth", "eight": "eighth", "nine": "ninth", "twelve": "twelfth"}
+_ORDINALS = {
+    "one": "first",
+    "two": "second",
+    "three": "third",
+    "five": "fifth",
+    "eight": "eighth",
+    "nine": "ninth",
+    "twelve": "twelfth",
+}
 _HELD_OUT = 20
 """One date of so many was kept from training."""
 
@@ -54,7 +66,11 @@ def suffix(number: int) -> str:
 def words(number: int) -> str:
     """A number below 100: "twenty-three"."""
     tens, ones = divmod(number, 10)
-    return _NUMBERS[number] if number < len(_NUMBERS) else _TENS[tens] + (f"-{_NUMBERS[ones]}" if ones else "")
+    return (
+        _NUMBERS[number]
+        if number < len(_NUMBERS)
+        else _TENS[tens] + (f"-{_NUMBERS[ones]}" if ones else "")
+    )
 
 
 def ordinal_words(number: int) -> str:
@@ -69,4 +85,6 @@ def year_words(year: int) -> str:
     century, rest = divmod(year, 100)
     if century == 20 and rest < 10:
         return "two thousand" + (f" {words(rest)}" if rest else "")
-    return f"{words(century)} " + ("hundred" if not rest else f"oh {words(rest)}" if rest < 10 else words(rest))
+    return f"{words(century)} " + (
+        "hundred" if not rest else f"oh {words(rest)}" if rest < 10 else words(rest)
+    )

@@ -1,4 +1,5 @@
-"""What the model `tiny-vision` sees: drawings of up to five shapes, and what is in them in words. Needs no torch."""
+"""What the model `tiny-vision` sees: drawings of up to five shapes, and what is in them in words.
+Needs no torch."""
 
 from __future__ import annotations
 
@@ -63,15 +64,21 @@ class Shape(NamedTuple):
                 (near * math.sqrt(2), math.pi / 4),
                 (math.hypot(far, near), math.atan2(far, near)),
             ]
-            polar = [(length, angle + math.pi / 2 * i) for i in range(4) for length, angle in quarter]
+            polar = [
+                (length, angle + math.pi / 2 * i) for i in range(4) for length, angle in quarter
+            ]
         return [
-            (self.x + self.radius * length * math.sin(turn + angle), self.y - self.radius * length * math.cos(turn + angle))
+            (
+                self.x + self.radius * length * math.sin(turn + angle),
+                self.y - self.radius * length * math.cos(turn + angle),
+            )
             for length, angle in polar
         ]
 
 
 class Drawing(NamedTuple):
-    """Shapes that do not touch, on a background that runs from one colour at the top to another at the bottom."""
+    """Shapes that do not touch, on a background that runs from one colour at the top to another at
+    the bottom."""
 
     width: int
     height: int
@@ -85,7 +92,9 @@ class Drawing(NamedTuple):
 
     def count(self, colour: str | None = None, kind: str | None = None) -> int:
         """How many shapes, of a colour, of a kind."""
-        return sum(colour in (None, shape.colour) and kind in (None, shape.kind) for shape in self.shapes)
+        return sum(
+            colour in (None, shape.colour) and kind in (None, shape.kind) for shape in self.shapes
+        )
 
     @property
     def content(self) -> str:
@@ -126,7 +135,10 @@ def draw(random: Random, *, held_out: bool | None = None) -> Drawing:
     """A drawing, any or only such that is (not) held out."""
     while True:
         contents = _contents(random)
-        if held_out in (None, _is_held_out(_in_words(_groups(contents)))) and (drawing := _draw(random, contents)) is not None:
+        if (
+            held_out in (None, _is_held_out(_in_words(_groups(contents))))
+            and (drawing := _draw(random, contents)) is not None
+        ):
             return drawing
 
 
@@ -150,11 +162,18 @@ def _draw(random: Random, contents: list[tuple[str, str]]) -> Drawing | None:
 
 def _groups(contents: list[tuple[str, str]]) -> dict[tuple[str, str], int]:
     found = Counter(contents)
-    return {(colour, kind): found[colour, kind] for colour in COLOURS for kind in KINDS if (colour, kind) in found}
+    return {
+        (colour, kind): found[colour, kind]
+        for colour in COLOURS
+        for kind in KINDS
+        if (colour, kind) in found
+    }
 
 
 def _in_words(groups: dict[tuple[str, str], int]) -> str:
-    parts = [counted(number, f"{colour} {kind}") for (colour, kind), number in groups.items()] or [counted(0, "shape")]
+    parts = [counted(number, f"{colour} {kind}") for (colour, kind), number in groups.items()] or [
+        counted(0, "shape")
+    ]
     text = " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
     return f"{text[0].upper()}{text[1:]}."
 
@@ -168,14 +187,19 @@ def _contents(random: Random) -> list[tuple[str, str]]:
     total = random.choices(range(MOST + 1), (1, 6, 6, 6, 6, 6))[0]
     groups = random.choices((1, 2, 3), (4, 5, 1))[0]
     looks = [(random.choice(tuple(COLOURS)), random.choice(KINDS)) for _ in range(groups)]
-    if groups > 1 and random.random() < 0.3:  # alike but for one thing, so that neither the colour nor the kind tells them apart
+    if (
+        groups > 1 and random.random() < 0.3
+    ):  # alike but for one thing, so that neither the colour nor the kind tells them apart
         colour, kind = looks[0]
         looks[1] = random.choice([(colour, looks[1][1]), (looks[1][0], kind)])
     return (looks + [random.choice(looks) for _ in range(MOST)])[:total]
 
 
-def _place(random: Random, contents: list[tuple[str, str]], width: int, height: int) -> tuple[Shape, ...] | None:
-    """Find a place for each shape, or None where there is none. The more there are, the smaller they are."""
+def _place(
+    random: Random, contents: list[tuple[str, str]], width: int, height: int
+) -> tuple[Shape, ...] | None:
+    """Find a place for each shape, or None where there is none. The more there are, the smaller
+    they are."""
     low, high = _SIZES[len(contents)]
     shades = {colour: random.random() for colour, _ in contents}
     shapes: list[Shape] = []
@@ -184,9 +208,14 @@ def _place(random: Random, contents: list[tuple[str, str]], width: int, height: 
             radius = min(width, height) * random.uniform(low, high)
             edge = _MARGIN * radius
             x, y = random.uniform(edge, width - edge), random.uniform(edge, height - edge)
-            if all(math.hypot(x - other.x, y - other.y) > _MARGIN * (radius + other.radius) for other in shapes):
+            if all(
+                math.hypot(x - other.x, y - other.y) > _MARGIN * (radius + other.radius)
+                for other in shapes
+            ):
                 angle = random.uniform(-0.12, 0.12)
-                shapes.append(Shape(kind, colour, _shade(random, colour, shades[colour]), x, y, radius, angle))
+                shapes.append(
+                    Shape(kind, colour, _shade(random, colour, shades[colour]), x, y, radius, angle)
+                )
                 break
         else:
             return None
@@ -195,18 +224,26 @@ def _place(random: Random, contents: list[tuple[str, str]], width: int, height: 
 
 def _shade(random: Random, colour: str, share: float) -> _Colour:
     first, last = COLOURS[colour]
-    red, green, blue = (min(255, max(0, round(a + (b - a) * share + random.uniform(-8, 8)))) for a, b in zip(first, last, strict=True))
+    red, green, blue = (
+        min(255, max(0, round(a + (b - a) * share + random.uniform(-8, 8))))
+        for a, b in zip(first, last, strict=True)
+    )
     return red, green, blue
 
 
 def _background(random: Random, shapes: tuple[Shape, ...]) -> tuple[_Colour, _Colour] | None:
-    """One colour, or two that are near, away from the colours of all shapes; None where none was found."""
+    """One colour, or two that are near, away from the colours of all shapes; None where none was
+    found."""
     for _ in range(30):
         low, high = random.choices(((195, 255), (0, 70), (0, 255)), (6, 2, 2))[0]
         red, green, blue = (random.randint(low, high) for _ in range(3))
         shift = random.choice((0, 0, random.randint(-40, 40)))
         other = tuple(min(255, max(0, value + shift)) for value in (red, green, blue))
-        if all(math.dist(shape.rgb, colour) > _CONTRAST for shape in shapes for colour in ((red, green, blue), other)):
+        if all(
+            math.dist(shape.rgb, colour) > _CONTRAST
+            for shape in shapes
+            for colour in ((red, green, blue), other)
+        ):
             return (red, green, blue), (other[0], other[1], other[2])
     return None
 

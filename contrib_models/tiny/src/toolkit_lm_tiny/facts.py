@@ -1,7 +1,9 @@
-"""What the tiny chat model knows: a stated list of questions and the answers it was trained to give.
+"""What the tiny chat model knows: a stated list of questions and the answers it was trained to
+give.
 
-Nothing here needs more than the standard library, so tests of other packages can import :data:`FACTS` to judge
-a reply without loading the model. The training corpus is generated from the same tables.
+Nothing here needs more than the standard library, so tests of other packages can import
+:data:`FACTS` to judge a reply without loading the model. The training corpus is generated from the
+same tables.
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ class Fact(NamedTuple):
     """The whole reply the model was trained to give."""
 
     def holds_in(self, reply: str) -> bool:
-        """Say whether ``reply`` answers the question: the keyword stands in it as whole words, in any case."""
-        return re.search(rf"(?<!\w){re.escape(self.answer)}(?!\w)", reply, re.IGNORECASE) is not None
+        """Say whether ``reply`` answers the question: the keyword stands in it as whole words, in
+        any case."""
+        return (
+            re.search(rf"(?<!\w){re.escape(self.answer)}(?!\w)", reply, re.IGNORECASE) is not None
+        )
 
 
 class Topic(NamedTuple):
@@ -29,7 +34,8 @@ class Topic(NamedTuple):
 
     name: str
     questions: tuple[str, ...]
-    """Ways of asking, each with a ``{x}`` for the subject; the first is the one that :data:`FACTS` uses."""
+    """Ways of asking, each with a ``{x}`` for the subject; the first is the one that :data:`FACTS`
+    uses."""
     follow_ups: tuple[str, ...]
     """Ways of asking the same about another subject, right after a question of this topic."""
     reply: str
@@ -38,7 +44,11 @@ class Topic(NamedTuple):
     def fact(self, row: tuple[str, str], question: int = 0) -> Fact:
         """Fill the templates with one row."""
         x, y = row
-        return Fact(_sentence(self.questions[question].format(x=x)), y, _sentence(self.reply.format(x=x, y=y)))
+        return Fact(
+            _sentence(self.questions[question].format(x=x)),
+            y,
+            _sentence(self.reply.format(x=x, y=y)),
+        )
 
 
 def with_article(noun: str) -> str:
@@ -146,7 +156,9 @@ PLURALS = _rows("""
     tooth = teeth, goose = geese, mouse = mice, ox = oxen, person = people, sheep = sheep, fish = fish, deer = deer
 """)
 
-SUMS = tuple((f"{a} + {b}", str(a + b)) for a in range(LARGEST_ADDEND + 1) for b in range(LARGEST_ADDEND + 1))
+SUMS = tuple(
+    (f"{a} + {b}", str(a + b)) for a in range(LARGEST_ADDEND + 1) for b in range(LARGEST_ADDEND + 1)
+)
 
 TOPICS = (
     Topic(

@@ -1,4 +1,5 @@
-"""What `tiny-tools` does with tools: tasks that take up to three turns, and what it says in each. Needs no torch."""
+"""What `tiny-tools` does with tools: tasks that take up to three turns, and what it says in each.
+Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +11,20 @@ from typing import Any, NamedTuple
 from toolkit_lm_tiny.facts import CAPITALS
 
 SKIES = ("sunny", "rainy", "cloudy", "windy", "foggy", "snowy")
-THINGS = ("a banana", "a dog", "a cat", "a horse", "a book", "a hat", "a cake", "an apple", "an egg", "a ship", "a house", "a window")
+THINGS = (
+    "a banana",
+    "a dog",
+    "a cat",
+    "a horse",
+    "a book",
+    "a hat",
+    "a cake",
+    "an apple",
+    "an egg",
+    "a ship",
+    "a house",
+    "a window",
+)
 NO_TOOL = "I have no tool for that."
 CITIES = (
     "Paris", "Berlin", "Rome", "Madrid", "Lisbon", "Vienna", "Oslo", "London", "Warsaw", "Athens", "Moscow", "Cairo",
@@ -31,7 +45,10 @@ class Call(NamedTuple):
     @property
     def text(self) -> str:
         """As the model writes it."""
-        return f"<tool_call>\n{json.dumps({'name': self.name, 'arguments': self.arguments})}\n</tool_call>"
+        return (
+            f"<tool_call>\n{json.dumps({'name': self.name, 'arguments': self.arguments})}\n"
+            "</tool_call>"
+        )
 
 
 class Task(NamedTuple):
@@ -59,7 +76,11 @@ class Kind(NamedTuple):
 
 def _weather(rng: Random, name: str) -> Task:
     def call(place: str) -> Call:
-        return Call(name, {"city": place}, json.dumps({"sky": rng.choice(SKIES), "degrees": rng.choice(_DEGREES)}))
+        return Call(
+            name,
+            {"city": place},
+            json.dumps({"sky": rng.choice(SKIES), "degrees": rng.choice(_DEGREES)}),
+        )
 
     def told(one: Call) -> str:
         result = json.loads(one.result)
@@ -68,27 +89,52 @@ def _weather(rng: Random, name: str) -> Task:
     if rng.random() < 0.5:
         one, other = map(call, rng.sample(CITIES, 2))
         cities = (one.arguments["city"], other.arguments["city"])
-        question = rng.choice(("What is the weather in {} and in {}?", "How is the weather in {} and in {}?")).format(*cities)
+        question = rng.choice(
+            ("What is the weather in {} and in {}?", "How is the weather in {} and in {}?")
+        ).format(*cities)
         return Task(question, (one, other), f"It is {told(one)}. It is {told(other)}.")
     if rng.random() < 0.25:
         one = call(rng.choice(CITIES))
-        return Task(f"What is the weather in the capital of {_COUNTRIES[one.arguments['city']]}?", (one,), f"It is {told(one)}.")
+        return Task(
+            f"What is the weather in the capital of {_COUNTRIES[one.arguments['city']]}?",
+            (one,),
+            f"It is {told(one)}.",
+        )
     one = call(rng.choice(CITIES))
-    question = rng.choice(("What is the weather in {}?", "How is the weather in {}?", "Tell me the weather in {}.", "Is it warm in {}?"))
+    question = rng.choice(
+        (
+            "What is the weather in {}?",
+            "How is the weather in {}?",
+            "Tell me the weather in {}.",
+            "Is it warm in {}?",
+        )
+    )
     return Task(question.format(one.arguments["city"]), (one,), f"It is {told(one)}.")
 
 
 def _time(rng: Random, name: str) -> Task:
-    one = Call(name, {"city": rng.choice(CITIES)}, f"{rng.randint(0, 23):02}:{rng.choice(('00', '15', '30', '45'))}")
-    question = rng.choice(("What time is it in {}?", "How late is it in {}?", "Tell me the time in {}.")).format(one.arguments["city"])
+    one = Call(
+        name,
+        {"city": rng.choice(CITIES)},
+        f"{rng.randint(0, 23):02}:{rng.choice(('00', '15', '30', '45'))}",
+    )
+    question = rng.choice(
+        ("What time is it in {}?", "How late is it in {}?", "Tell me the time in {}.")
+    ).format(one.arguments["city"])
     return Task(question, (one,), f"It is {one.result} in {one.arguments['city']}.")
 
 
 def _price(rng: Random, name: str) -> Task:
     thing, price = rng.choice(THINGS), rng.randint(2, 20)
-    question = rng.choice(("How much is {}?", "What does {} cost?", "How much does {} cost?")).format(thing)
+    question = rng.choice(
+        ("How much is {}?", "What does {} cost?", "How much does {} cost?")
+    ).format(thing)
     noun = thing.split()[1]
-    return Task(question, (Call(name, {"thing": noun}, json.dumps({"coins": price})),), f"The {noun} costs {price} coins.")
+    return Task(
+        question,
+        (Call(name, {"thing": noun}, json.dumps({"coins": price})),),
+        f"The {noun} costs {price} coins.",
+    )
 
 
 KINDS = (

@@ -1,4 +1,5 @@
-"""Models of transformers, for architectures without a class of their own. This entry module only registers the fallback."""
+"""Models of transformers, for architectures without a class of their own. This entry module only
+registers the fallback."""
 
 from toolkit_lm.plugin import ModelRegistry, hookimpl
 

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 NAME = "toolkit_lm"
-"""Name of our function among transformers' attention implementations. No mask function has this name, so no masks are made for it."""
+"""Name of our function among transformers' attention implementations. No mask function has this
+name, so no masks are made for it."""
 EXAMINED = "toolkit_lm_examined"
-"""Its name while a model is examined. Masks are then made: not to be applied, but to be read (`describe_mask`)."""
+"""Its name while a model is examined. Masks are then made: not to be applied, but to be read
+(`describe_mask`)."""
 LAYER = "toolkit_lm_attention"
 """The attribute of an attention module that holds the Attention layer it calls."""
 _CALLS = "toolkit_lm_calls"
@@ -53,9 +55,11 @@ def attend(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of the flat batch as transformers asks for it: query [1, H, T, D], key and value [1, KV heads, T, D] -> [1, T, H, D].
+    """Attention of the flat batch as transformers asks for it: query [1, H, T, D], key and value
+    [1, KV heads, T, D] -> [1, T, H, D].
 
-    Runs the module's Attention layer. A module that has none is being examined: its call is noted, and the result has a shape only.
+    Runs the module's Attention layer. A module that has none is being examined: its call is noted,
+    and the result has a shape only.
     """
     num_heads, num_tokens, head_size = query.shape[1:]
     layer: Attention | None = getattr(module, LAYER, None)
@@ -65,7 +69,9 @@ def attend(
     of_mask: int = getattr(attention_mask, _WINDOW, 0)
     window = of_mask if sliding_window is None else sliding_window
     refusal = _refusal(module, query, key, value, attention_mask, window, options)
-    call = AttentionCall(num_heads, key.shape[1], head_size, scaling, window or None, softcap or None, refusal)
+    call = AttentionCall(
+        num_heads, key.shape[1], head_size, scaling, window or None, softcap or None, refusal
+    )
     vars(module).setdefault(_CALLS, []).append(call)
     return query.new_empty(1, num_tokens, num_heads, value.shape[-1]), None
 
@@ -76,20 +82,37 @@ def calls_of(module: nn.Module) -> list[AttentionCall]:
     return calls
 
 
-def describe_mask(*, q_length: int, kv_length: int, mask_function: Any, local_size: int | None = None, **_: Any) -> Tensor:
-    """A mask [1, 1, q_length, kv_length] of nothing but its window: what transformers calls to make masks while a model is examined.
+def describe_mask(
+    *, q_length: int, kv_length: int, mask_function: Any, local_size: int | None = None, **_: Any
+) -> Tensor:
+    """A mask [1, 1, q_length, kv_length] of nothing but its window: what transformers calls to make
+    masks while a model is examined.
 
     `mask_function` says of any batch, head, query and key whether the query sees the key.
     """
     mask = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device="meta")
     window = local_size or 0
-    # Windows may be too large for all of a mask to be looked at: rows on both sides of their ends are.
-    rows = torch.tensor(sorted({*range(_SEEN), *range(window, window + _SEEN)}), device="cpu")[:, None]
-    keys = torch.cat([torch.arange(_SEEN, device="cpu").expand(len(rows), -1), rows - window, rows - window + 1, rows, rows + 1], dim=1)
+    # Windows may be too large for all of a mask to be looked at: rows on both sides of their ends
+    # are.
+    rows = torch.tensor(sorted({*range(_SEEN), *range(window, window + _SEEN)}), device="cpu")[
+        :, None
+    ]
+    keys = torch.cat(
+        [
+            torch.arange(_SEEN, device="cpu").expand(len(rows), -1),
+            rows - window,
+            rows - window + 1,
+            rows,
+            rows + 1,
+        ],
+        dim=1,
+    )
     zero = torch.zeros((), dtype=torch.long, device="cpu")
     expected = (keys <= rows) & ((keys > rows - window) | (window == 0))
     try:
-        is_known = torch.equal(mask_function(zero, zero, rows, keys) & (keys >= 0), expected & (keys >= 0))
+        is_known = torch.equal(
+            mask_function(zero, zero, rows, keys) & (keys >= 0), expected & (keys >= 0)
+        )
     except Exception:
         # It reads tensors that have no values here.
         is_known = False
@@ -117,8 +140,15 @@ def _refusal(
         if masked != window:
             return f"its window is {window}, and that of its mask {masked}"
     if key.shape != value.shape or key.shape[-1] != query.shape[-1]:
-        return f"its queries, keys and values differ in size: {query.shape[-1]}, {key.shape[-1]} and {value.shape[-1]}"
-    extra = [name for name, option in options.items() if isinstance(option, Tensor) and name not in _HARMLESS]
+        return (
+            f"its queries, keys and values differ in size: {query.shape[-1]}, {key.shape[-1]} "
+            f"and {value.shape[-1]}"
+        )
+    extra = [
+        name
+        for name, option in options.items()
+        if isinstance(option, Tensor) and name not in _HARMLESS
+    ]
     return f"its attention takes {', '.join(extra)}, which is not supported" if extra else None
 
 

@@ -1,4 +1,5 @@
-"""From the tensors of a checkpoint to those of the model: renamed, merged and split as transformers itself does."""
+"""From the tensors of a checkpoint to those of the model: renamed, merged and split as transformers
+itself does."""
 
 from __future__ import annotations
 
@@ -21,14 +22,25 @@ class Conversion:
     def __init__(self, model: Any) -> None:
         self._model = model
         transforms = get_model_conversion_mapping(model, add_legacy=False)
-        self._renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-        self._converters = [transform for transform in transforms if not isinstance(transform, WeightRenaming)]
-        self._passed_over = re.compile("|".join([*(model._keys_to_ignore_on_load_unexpected or ()), _STORED_FREQUENCIES]))
+        self._renamings = [
+            transform for transform in transforms if isinstance(transform, WeightRenaming)
+        ]
+        self._converters = [
+            transform for transform in transforms if not isinstance(transform, WeightRenaming)
+        ]
+        self._passed_over = re.compile(
+            "|".join([*(model._keys_to_ignore_on_load_unexpected or ()), _STORED_FREQUENCIES])
+        )
 
     def __call__(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The model's tensors by name, without those that transformers passes over. Raises CheckpointError, naming the tensor."""
+        """The model's tensors by name, without those that transformers passes over. Raises
+        CheckpointError, naming the tensor."""
         known = self._model.state_dict(keep_vars=True)
-        converters = {pattern: converter for converter in self._converters for pattern in converter.source_patterns}
+        converters = {
+            pattern: converter
+            for converter in self._converters
+            for pattern in converter.source_patterns
+        }
         collected: dict[str, Any] = {}
         # Experts are stacked in the order of their numbers.
         for name, tensor in sorted(weights, key=lambda weight: dot_natural_key(weight[0])):
@@ -42,7 +54,8 @@ class Conversion:
             yield from self._convert(name, collected.pop(name))
 
     def _rename(self, name: str, known: Any) -> tuple[str, str | None]:
-        """The name of the model's tensor that `name` goes into, and the pattern of the converter that takes it (None: as it is)."""
+        """The name of the model's tensor that `name` goes into, and the pattern of the converter
+        that takes it (None: as it is)."""
         prefix = self._model.base_model_prefix
         renamed, pattern = rename_source_key(name, self._renamings, self._converters, prefix, known)
         if renamed not in known and name in known:
@@ -53,6 +66,9 @@ class Conversion:
         try:
             converted = converter.convert(name, model=self._model, config=self._model.config)
         except Exception as error:
-            raise CheckpointError(f"transformers cannot make {name} of {', '.join(converter.source_patterns)}: {error}") from error
+            raise CheckpointError(
+                f"transformers cannot make {name} of {', '.join(converter.source_patterns)}: "
+                f"{error}"
+            ) from error
         for made, tensor in converted.items():
             yield made, tensor[0] if isinstance(tensor, list) else tensor

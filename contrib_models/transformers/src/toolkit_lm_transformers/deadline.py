@@ -12,14 +12,17 @@ from toolkit_lm.errors import UnsupportedError
 
 
 class _Overdue(BaseException):
-    """Raised in the thread that takes too long. It is no Exception, so that what handles errors does not go on."""
+    """Raised in the thread that takes too long. It is no Exception, so that what handles errors
+    does not go on."""
 
 
 @contextmanager
 def deadline(seconds: float, what: str) -> Iterator[None]:
-    """Ends what this thread runs inside after so many seconds. Raises UnsupportedError then: "transformers does not {what} within ...".
+    """Ends what this thread runs inside after so many seconds. Raises UnsupportedError then:
+    "transformers does not {what} within ...".
 
-    Python code is ended between two of its instructions, wherever it is; a call into compiled code has to return first.
+    Python code is ended between two of its instructions, wherever it is; a call into compiled code
+    has to return first.
     """
     thread, lock = threading.get_ident(), threading.Lock()
     is_over = is_struck = has_arrived = is_done = False
@@ -29,7 +32,9 @@ def deadline(seconds: float, what: str) -> Iterator[None]:
         with lock:
             if not is_over:
                 is_struck = True
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Overdue))
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(thread), ctypes.py_object(_Overdue)
+                )
 
     timer = threading.Timer(seconds, strike)
     timer.daemon = True
@@ -46,8 +51,9 @@ def deadline(seconds: float, what: str) -> Iterator[None]:
             with lock:
                 is_over = True
             timer.cancel()
-            # What has been raised arrives here at the latest, unless the code has swallowed it. To take it back would leave CPython 3.11
-            # looking for it for ever: the whole process runs more slowly then, and under a profiler or a debugger no function returns.
+            # What has been raised arrives here at the latest, unless the code has swallowed it. To
+            # take it back would leave CPython 3.11 looking for it for ever: the whole process runs
+            # more slowly then, and under a profiler or a debugger no function returns.
             if is_struck and not has_arrived:
                 for _ in range(100):
                     time.sleep(0)

@@ -17,13 +17,19 @@ _BLOCK_BYTES = 2**20
 
 
 class Exact(TorchFunctionMode):
-    """While active, functions take tensors of half precision as float32, each for as long as it computes. It holds for this thread only.
+    """While active, functions take tensors of half precision as float32, each for as long as it
+    computes. It holds for this thread only.
 
-    Weights keep the values that half precision has given them; what is computed of them is not rounded.
+    Weights keep the values that half precision has given them; what is computed of them is not
+    rounded.
     """
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.embedding:
@@ -31,11 +37,13 @@ class Exact(TorchFunctionMode):
         if func is F.linear and len(args) > 1 and args[1].dtype in _HALVES:
             return _linear(_raised(args[0]), args[1], *args[2:], **kwargs)
         if getattr(func, "__name__", "") == "__get__":
-            # An attribute is read: of those that are tensors, views of weights, functions take them as they take weights.
+            # An attribute is read: of those that are tensors, views of weights, functions take them
+            # as they take weights.
             found = func(*args, **kwargs)
             return found if isinstance(found, Tensor) else _raised(found)
         if func is Tensor.__getitem__:
-            # The weights of one expert are taken as they are: in float32 the stack of all would be much larger than what is used of it.
+            # The weights of one expert are taken as they are: in float32 the stack of all would be
+            # much larger than what is used of it.
             return func(*args, **kwargs)
         args, kwargs = tree_map(_raised, (args, kwargs))
         return func(*args, **kwargs)

@@ -1,5 +1,6 @@
-"""Which checkpoints models of transformers can run here, and what their attention modules ask: found without weights, by one forward
-pass that computes shapes only."""
+"""Which checkpoints models of transformers can run here, and what their attention modules ask:
+found without weights, by one forward pass that computes shapes only.
+"""
 
 from __future__ import annotations
 
@@ -33,23 +34,33 @@ class Examined(NamedTuple):
 
 
 def read_config(vllm_config: VllmConfig) -> Any:
-    """The checkpoint's config as transformers holds it. Raises UnsupportedError where transformers has no causal language model for it."""
+    """The checkpoint's config as transformers holds it. Raises UnsupportedError where transformers
+    has no causal language model for it."""
     values = vllm_config.hf_config
     name, model_type = values["architectures"][0], values.get("model_type")
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) != name:
-            raise UnsupportedError(f"config.json's model_type {model_type!r} does not belong to {name}")
+            raise UnsupportedError(
+                f"config.json's model_type {model_type!r} does not belong to {name}"
+            )
         if not getattr(transformers, name)._can_set_attn_implementation():
-            raise UnsupportedError("its attention does not go through transformers' attention interface")
+            raise UnsupportedError(
+                "its attention does not go through transformers' attention interface"
+            )
         # A class of transformers goes before code of the checkpoint, trusted or not.
         own = {key: value for key, value in values.items() if key != "auto_map"}
-        return _understood(lambda: transformers.CONFIG_MAPPING[model_type].from_dict(own), "read its config.json")
+        return _understood(
+            lambda: transformers.CONFIG_MAPPING[model_type].from_dict(own), "read its config.json"
+        )
     if hasattr(transformers, name):
         raise UnsupportedError(f"{name} of transformers is not a causal language model")
     if "AutoModelForCausalLM" not in (values.get("auto_map") or {}):
         raise UnsupportedError(f"transformers {transformers.__version__} has no class {name}")
     if not vllm_config.model.trust_remote_code:
-        raise UnsupportedError(f"{name} is code that the checkpoint brings along, which runs with --trust-remote-code only")
+        raise UnsupportedError(
+            f"{name} is code that the checkpoint brings along, which runs with "
+            "--trust-remote-code only"
+        )
     assert vllm_config.checkpoint is not None
     path = vllm_config.checkpoint.path
 
@@ -60,7 +71,8 @@ def read_config(vllm_config: VllmConfig) -> Any:
 
 
 def build(config: Any, dtype: torch.dtype, trust_remote_code: bool, attention: str = NAME) -> Any:
-    """A model of transformers on the default device, in eval mode, whose attention is ours. Its parameters hold anything."""
+    """A model of transformers on the default device, in eval mode, whose attention is ours. Its
+    parameters hold anything."""
     model = transformers.AutoModelForCausalLM.from_config(
         config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
     )
@@ -68,12 +80,15 @@ def build(config: Any, dtype: torch.dtype, trust_remote_code: bool, attention: s
 
 
 def examine(vllm_config: VllmConfig) -> Examined:
-    """What the checkpoint's model is like. Raises UnsupportedError, with the reason, when it cannot run here."""
+    """What the checkpoint's model is like. Raises UnsupportedError, with the reason, when it cannot
+    run here."""
     config, trust = read_config(vllm_config), vllm_config.model.trust_remote_code
     _check_config(config, vllm_config)
     with torch.device("meta"):
         # In bfloat16, as the products of grouped experts have no other shapes to compute.
-        model = _understood(lambda: build(config, torch.bfloat16, trust, EXAMINED), "make the model")
+        model = _understood(
+            lambda: build(config, torch.bfloat16, trust, EXAMINED), "make the model"
+        )
     _check_model(model)
     hidden_states = _understood(lambda: _run(model), "run the model on shapes alone")
     calls = dict(_attention_calls(model))
@@ -83,7 +98,8 @@ def examine(vllm_config: VllmConfig) -> Examined:
 
 
 def first_position(model: Any) -> int:
-    """The position that a model of transformers gives to the first token of a sequence, where it is given none."""
+    """The position that a model of transformers gives to the first token of a sequence, where it is
+    given none."""
     for module in model.modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
             return int(module.padding_idx) + 1
@@ -91,14 +107,17 @@ def first_position(model: Any) -> int:
 
 
 def _understood(action: Any, what: str) -> Any:
-    """The result of `action`, which runs code of transformers, or of the checkpoint, on a config that it may not be made for."""
+    """The result of `action`, which runs code of transformers, or of the checkpoint, on a config
+    that it may not be made for."""
     try:
         with deadline(_SHAPES_SECONDS, what):
             return action()
     except UnsupportedError:
         raise
     except Exception as error:
-        raise UnsupportedError(f"transformers cannot {what}: {type(error).__name__}: {error}") from error
+        raise UnsupportedError(
+            f"transformers cannot {what}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _check_config(config: Any, vllm_config: VllmConfig) -> None:
@@ -109,11 +128,16 @@ def _check_config(config: Any, vllm_config: VllmConfig) -> None:
         raise UnsupportedError("it is an encoder-decoder model")
     if getattr(config, "quantization_config", None):
         raise UnsupportedError("its weights are quantized")
-    if kinds := sorted({str(kind) for kind in getattr(text, "layer_types", None) or ()} - set(_LAYER_TYPES)):
+    if kinds := sorted(
+        {str(kind) for kind in getattr(text, "layer_types", None) or ()} - set(_LAYER_TYPES)
+    ):
         raise UnsupportedError(f"it has layers of type {', '.join(kinds)}")
-    if ropes := sorted(set(_rope_types(getattr(text, "rope_parameters", None))) & set(_GROWING_ROPES)):
+    if ropes := sorted(
+        set(_rope_types(getattr(text, "rope_parameters", None))) & set(_GROWING_ROPES)
+    ):
         raise UnsupportedError(
-            f"its rotary angles ({ropes[0]}) depend on the longest sequence of the batch, which cached keys cannot follow"
+            f"its rotary angles ({ropes[0]}) depend on the longest sequence of the batch, which "
+            "cached keys cannot follow"
         )
 
 
@@ -132,7 +156,9 @@ def _check_model(model: Any) -> None:
     if model.base_model is model:
         raise UnsupportedError("its decoder cannot be told from its head")
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
-        raise UnsupportedError("it takes no position_ids: it derives positions from a batch that is not flat")
+        raise UnsupportedError(
+            "it takes no position_ids: it derives positions from a batch that is not flat"
+        )
 
 
 @torch.no_grad()
@@ -140,23 +166,33 @@ def _run(model: Any) -> torch.Tensor:
     tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
     # Beside a mask of padding, positions that begin again are no other sequence.
     mask = torch.ones_like(tokens, dtype=torch.bool)
-    hidden_states: torch.Tensor = model.base_model(input_ids=tokens, position_ids=tokens, attention_mask=mask, use_cache=False)[0]
+    hidden_states: torch.Tensor = model.base_model(
+        input_ids=tokens, position_ids=tokens, attention_mask=mask, use_cache=False
+    )[0]
     return hidden_states
 
 
 @torch.no_grad()
 def _project(model: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    logits: torch.Tensor = without_decoder(model)(inputs_embeds=hidden_states, use_cache=False).logits
+    logits: torch.Tensor = without_decoder(model)(
+        inputs_embeds=hidden_states, use_cache=False
+    ).logits
     return logits
 
 
 def _check_layers(config: Any, calls: list[AttentionCall]) -> None:
     num_layers, kinds = config.num_hidden_layers, getattr(config, "layer_types", None)
     if len(calls) != num_layers:
-        raise UnsupportedError(f"{len(calls)} of its {num_layers} layers attend through transformers' attention interface")
+        raise UnsupportedError(
+            f"{len(calls)} of its {num_layers} layers attend through transformers' attention "
+            "interface"
+        )
     num_windows = sum(call.window is not None for call in calls)
     if kinds is not None and num_windows != kinds.count("sliding_attention"):
-        raise UnsupportedError(f"{kinds.count('sliding_attention')} of its layers have sliding windows, and {num_windows} hand them on")
+        raise UnsupportedError(
+            f"{kinds.count('sliding_attention')} of its layers have sliding windows, and "
+            f"{num_windows} hand them on"
+        )
 
 
 def _attention_calls(model: Any) -> Iterator[tuple[str, AttentionCall]]:

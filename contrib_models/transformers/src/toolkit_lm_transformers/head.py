@@ -32,7 +32,8 @@ class _Given(nn.Module):
 
 
 def without_decoder(model: Any) -> Any:
-    """`model` from its hidden states on: the head, and whatever its family does to logits. It shares the parameters."""
+    """`model` from its hidden states on: the head, and whatever its family does to logits. It
+    shares the parameters."""
     head = copy.copy(model)
     head._modules = {**model._modules, model.base_model_prefix: _Given()}
     return head

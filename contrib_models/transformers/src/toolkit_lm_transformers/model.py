@@ -28,16 +28,22 @@ _SECONDS = 300.0
 
 
 class TransformersForCausalLM(FallbackModel):
-    """Any causal language model of transformers whose attention goes through transformers' attention interface.
+    """Any causal language model of transformers whose attention goes through transformers'
+    attention interface.
 
-    It has the modules of the transformers model, under the same names, and an Attention layer in each attention module.
+    It has the modules of the transformers model, under the same names, and an Attention layer in
+    each attention module.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         calls, self.first_position = examine(vllm_config)
         with deadline(_SECONDS, "make the model"), Uninitialized():
-            model = build(read_config(vllm_config), torch_dtype(vllm_config.model.dtype), vllm_config.model.trust_remote_code)
+            model = build(
+                read_config(vllm_config),
+                torch_dtype(vllm_config.model.dtype),
+                vllm_config.model.trust_remote_code,
+            )
         for name, call in calls.items():
             layer = Attention(
                 call.num_heads,
@@ -78,12 +84,15 @@ class TransformersForCausalLM(FallbackModel):
     def reserved_positions(cls, vllm_config: VllmConfig) -> int:
         name = vllm_config.hf_config["architectures"][0]
         module = sys.modules.get(getattr(getattr(transformers, name, None), "__module__", ""))
-        if module is not None and not any(hasattr(one, "create_position_ids_from_input_ids") for one in vars(module).values()):
+        if module is not None and not any(
+            hasattr(one, "create_position_ids_from_input_ids") for one in vars(module).values()
+        ):
             return 0
         return examine(vllm_config).first_position
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Embeddings [T, H] of `input_ids` [T], of which `forward` takes others as `inputs_embeds`."""
+        """Embeddings [T, H] of `input_ids` [T], of which `forward` takes others as
+        `inputs_embeds`."""
         embedded: Tensor = self._embed(input_ids)
         return embedded
 
@@ -95,11 +104,18 @@ class TransformersForCausalLM(FallbackModel):
         inputs_embeds: Tensor | None = None,
         intermediate: IntermediateTensors | None = None,
     ) -> Tensor:
-        # For transformers the flat batch is one sequence; only attention, which is ours, knows better.
-        given = {"input_ids": input_ids[None]} if inputs_embeds is None else {"inputs_embeds": inputs_embeds[None]}
+        # For transformers the flat batch is one sequence; only attention, which is ours, knows
+        # better.
+        given = (
+            {"input_ids": input_ids[None]}
+            if inputs_embeds is None
+            else {"inputs_embeds": inputs_embeds[None]}
+        )
         if self.first_position:
             positions = positions + self.first_position
-        hidden_states: Tensor = self._decode(**given, position_ids=positions[None], use_cache=False)[0]
+        hidden_states: Tensor = self._decode(
+            **given, position_ids=positions[None], use_cache=False
+        )[0]
         return hidden_states[0]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
@@ -108,7 +124,11 @@ class TransformersForCausalLM(FallbackModel):
 
     def plain(self, token_ids: Tensor, *, exact: bool = False) -> Tensor:
         in_float32 = self._in_float32() if exact else nullcontext()
-        with deadline(_SECONDS, f"compute {len(token_ids)} tokens"), self._attention_of_transformers(), in_float32:
+        with (
+            deadline(_SECONDS, f"compute {len(token_ids)} tokens"),
+            self._attention_of_transformers(),
+            in_float32,
+        ):
             if type(self).compute_logits is not TransformersForCausalLM.compute_logits:
                 # A pooling adapter has taken the head away.
                 hidden_states: Tensor = self._decode(input_ids=token_ids[None], use_cache=False)[0]
@@ -118,7 +138,8 @@ class TransformersForCausalLM(FallbackModel):
 
     @contextmanager
     def _in_float32(self) -> Iterator[None]:
-        """Experts are computed one by one: all of a layer in float32 may take more memory than there is."""
+        """Experts are computed one by one: all of a layer in float32 may take more memory than
+        there is."""
         self._mix_by("eager")
         try:
             with Exact():
@@ -144,4 +165,6 @@ class TransformersForCausalLM(FallbackModel):
         for name, parameter in model.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
         for name, buffer in model.named_buffers(recurse=False):
-            self.register_buffer(name, buffer, persistent=name not in model._non_persistent_buffers_set)
+            self.register_buffer(
+                name, buffer, persistent=name not in model._non_persistent_buffers_set
+            )

@@ -24,13 +24,19 @@ _RANDOM = frozenset(
 
 
 class Uninitialized(TorchFunctionMode):
-    """While active, functions that draw a tensor's values at random leave it as it is. It holds for this thread only.
+    """While active, functions that draw a tensor's values at random leave it as it is. It holds for
+    this thread only.
 
-    What they are made of gives zeros: some draw until all values are within bounds (`trunc_normal_`), which memory never is by itself.
+    What they are made of gives zeros: some draw until all values are within bounds
+    (`trunc_normal_`), which memory never is by itself.
     """
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func in _DRAWS:

@@ -1,12 +1,25 @@
-"""Language models that see. This entry module only registers them; each is imported when it is selected."""
+"""Language models that see. This entry module only registers them; each is imported when it is
+selected."""
 
 from toolkit_lm.plugin import ModelRegistry, hookimpl
 
 MODELS: dict[str, tuple[str, str]] = {
-    "Gemma3ForConditionalGeneration": ("gemma3:Gemma3ForConditionalGeneration", "gemma3_rules:Gemma3Rules"),
-    "LlavaForConditionalGeneration": ("llava:LlavaForConditionalGeneration", "llava_rules:LlavaRules"),
-    "Qwen2VLForConditionalGeneration": ("qwen2_vl:Qwen2VLForConditionalGeneration", "qwen2_vl_rules:Qwen2VLRules"),
-    "Qwen2_5_VLForConditionalGeneration": ("qwen2_vl:Qwen2_5_VLForConditionalGeneration", "qwen2_vl_rules:Qwen25VLRules"),
+    "Gemma3ForConditionalGeneration": (
+        "gemma3:Gemma3ForConditionalGeneration",
+        "gemma3_rules:Gemma3Rules",
+    ),
+    "LlavaForConditionalGeneration": (
+        "llava:LlavaForConditionalGeneration",
+        "llava_rules:LlavaRules",
+    ),
+    "Qwen2VLForConditionalGeneration": (
+        "qwen2_vl:Qwen2VLForConditionalGeneration",
+        "qwen2_vl_rules:Qwen2VLRules",
+    ),
+    "Qwen2_5_VLForConditionalGeneration": (
+        "qwen2_vl:Qwen2_5_VLForConditionalGeneration",
+        "qwen2_vl_rules:Qwen25VLRules",
+    ),
 }
 """Architectures; the module and class of each; and its rules for prompts."""
 MODEL_TYPES = {
@@ -23,4 +36,10 @@ LENGTH_KEYS = ("text_config.max_position_embeddings", "max_position_embeddings")
 def toolkit_register_models(models: ModelRegistry) -> None:
     for architecture, (target, rules) in MODELS.items():
         target, rules = f"toolkit_lm_vision.{target}", f"toolkit_lm_vision.{rules}"
-        models.add(architecture, target, model_type=MODEL_TYPES[architecture], length_keys=LENGTH_KEYS, multimodal=rules)
+        models.add(
+            architecture,
+            target,
+            model_type=MODEL_TYPES[architecture],
+            length_keys=LENGTH_KEYS,
+            multimodal=rules,
+        )

@@ -1,4 +1,5 @@
-"""Gemma 3 with its eyes: SigLIP's states, pooled, and the text model, which reads the tokens of a picture in both directions."""
+"""Gemma 3 with its eyes: SigLIP's states, pooled, and the text model, which reads the tokens of a
+picture in both directions."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ from toolkit_lm.attention import Attention
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.messages import Array
-from toolkit_lm.model import EncoderSequences, HFConfig, Part, ShardLoader, join, new_parameter, torch_dtype
+from toolkit_lm.model import (
+    EncoderSequences,
+    HFConfig,
+    Part,
+    ShardLoader,
+    join,
+    new_parameter,
+    torch_dtype,
+)
 from toolkit_lm_decoder.composed import ComposedModel, text_config
 from toolkit_lm_decoder.gemma2 import GemmaRMSNorm
 from torch import Tensor, nn
@@ -37,13 +46,16 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class Gemma3Projector(nn.Module):
-    """States of patches [N, side * side, tower's size] -> [N, tokens, H]: means over squares of them, normed and projected."""
+    """States of patches [N, side * side, tower's size] -> [N, tokens, H]: means over squares of
+    them, normed and projected."""
 
     def __init__(self, shape: VisionShape, size: int, *, vllm_config: VllmConfig) -> None:
         super().__init__()
         config, width = HFConfig(vllm_config.hf_config), shape.hidden_size
         self.side = shape.side
-        self.pooled = self.side // tokens_per_side(config.get("mm_tokens_per_image", int, 256), self.side)
+        self.pooled = self.side // tokens_per_side(
+            config.get("mm_tokens_per_image", int, 256), self.side
+        )
         self.mm_input_projection_weight = new_parameter(
             (width, size), torch_dtype(vllm_config.model.dtype), ShardLoader((Part.whole(width),))
         )
@@ -63,9 +75,16 @@ class Gemma3Images(TowerModel):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         shape = VisionShape.read(vllm_config.hf_config)
         if shape.is_clip:
-            raise UnsupportedError("config.json: 'vision_config' must be of a SigLIP model: Gemma 3 pools its patches only.")
+            raise UnsupportedError(
+                "config.json: 'vision_config' must be of a SigLIP model: Gemma 3 pools its "
+                "patches only."
+            )
         self.vision_tower = VisionTower(
-            shape, [shape.num_layers], normed=True, vllm_config=vllm_config, prefix=join(prefix, "vision_tower")
+            shape,
+            [shape.num_layers],
+            normed=True,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "vision_tower"),
         )
         size = text_size(text_config(vllm_config.hf_config, _DEFAULTS))
         self.multi_modal_projector = Gemma3Projector(shape, size, vllm_config=vllm_config)
@@ -88,7 +107,12 @@ class Gemma3ForConditionalGeneration(ComposedModel):
 
     def text_config(self) -> dict[str, Any]:
         found = text_config(self.vllm_config.hf_config, _DEFAULTS)
-        return {**found, "tie_word_embeddings": HFConfig(self.vllm_config.hf_config).get("tie_word_embeddings", bool, True)}
+        return {
+            **found,
+            "tie_word_embeddings": HFConfig(self.vllm_config.hf_config).get(
+                "tie_word_embeddings", bool, True
+            ),
+        }
 
     def example_items(self) -> list[tuple[str, dict[str, Array]]]:
         shape = VisionShape.read(self.vllm_config.hf_config)

@@ -16,15 +16,20 @@ if TYPE_CHECKING:
 
 
 def tokens_per_side(num_tokens: int, side: int) -> int:
-    """Of a picture with so many tokens, and patches on each side. Raises CheckpointError where these cannot be pooled into those."""
+    """Of a picture with so many tokens, and patches on each side. Raises CheckpointError where
+    these cannot be pooled into those."""
     found = isqrt(max(num_tokens, 0))
     if not 0 < found <= side or found**2 != num_tokens or side // (side // found) != found:
-        raise CheckpointError(f"config.json: {side} x {side} patches cannot be pooled into mm_tokens_per_image={num_tokens}.")
+        raise CheckpointError(
+            f"config.json: {side} x {side} patches cannot be pooled into "
+            f"mm_tokens_per_image={num_tokens}."
+        )
     return found
 
 
 class Gemma3Rules(PictureRules):
-    """A picture stands between two tokens that mark its ends, with two line breaks on both sides; its tokens see each other."""
+    """A picture stands between two tokens that mark its ends, with two line breaks on both sides;
+    its tokens see each other."""
 
     bidirectional = True
     surround = {"image": ("\n\n", "\n\n")}
@@ -35,13 +40,23 @@ class Gemma3Rules(PictureRules):
 
     def replacement(self, modality: str, data: Mapping[str, np.ndarray]) -> Replacement:
         if "pixel_values" in data and "num_crops" in data:
-            crops, data = data["num_crops"], {name: array for name, array in data.items() if name != "num_crops"}
+            crops, data = (
+                data["num_crops"],
+                {name: array for name, array in data.items() if name != "num_crops"},
+            )
             if crops.shape != (1,) or crops[0] != 0:
-                raise RequestError("crops of an image are not read: num_crops must be [0], as without do_pan_and_scan.")
+                raise RequestError(
+                    "crops of an image are not read: num_crops must be [0], as without "
+                    "do_pan_and_scan."
+                )
         return super().replacement(modality, data)
 
     def tokens_of_picture(self) -> Replacement:
         count = self.hf_config.get("mm_tokens_per_image", int, 256)
         tokens_per_side(count, self.shape.side)
-        ids = [self.placeholder_id("image"), *[self.token_id("image", 262_144)] * count, self.token_id("eoi", 256_000)]
+        ids = [
+            self.placeholder_id("image"),
+            *[self.token_id("image", 262_144)] * count,
+            self.token_id("eoi", 256_000),
+        ]
         return Replacement(ids, [False, *[True] * count, False])

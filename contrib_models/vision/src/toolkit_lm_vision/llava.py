@@ -1,4 +1,5 @@
-"""LLaVA (Liu et al. 2023): a vision tower, two layers that project its states, and any language model."""
+"""LLaVA (Liu et al. 2023): a vision tower, two layers that project its states, and any language
+model."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ import numpy as np
 import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.messages import Array
-from toolkit_lm.model import ColumnParallelLinear, EncoderSequences, HFConfig, RowParallelLinear, join
+from toolkit_lm.model import (
+    ColumnParallelLinear,
+    EncoderSequences,
+    HFConfig,
+    RowParallelLinear,
+    join,
+)
 from toolkit_lm_decoder.composed import ComposedModel, text_config
 from torch import Tensor, nn
 
@@ -16,10 +23,20 @@ from toolkit_lm_vision.llava_rules import TakenStates
 from toolkit_lm_vision.shape import VisionShape, text_size
 from toolkit_lm_vision.towers import TowerModel, VisionTower
 
-_SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000}
+_SIZES = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {**_SIZES, "intermediate_size": 11008},
-    "mistral": {**_SIZES, "intermediate_size": 14336, "num_key_value_heads": 8, "sliding_window": 4096},
+    "mistral": {
+        **_SIZES,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
     "qwen2": {**_SIZES, "intermediate_size": 22016, "vocab_size": 151936},
 }
 """By model_type, what published configs leave out, since it is transformers' default."""
@@ -31,11 +48,21 @@ class LlavaProjector(nn.Module):
     def __init__(self, input_size: int, size: int, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config = HFConfig(vllm_config.hf_config)
-        bias, activation = config.get("multimodal_projector_bias", bool, True), config.get("projector_hidden_act", str, "gelu")
-        self.linear_1 = ColumnParallelLinear(
-            input_size, size, bias=bias, activation=activation, vllm_config=vllm_config, prefix=join(prefix, "linear_1")
+        bias, activation = (
+            config.get("multimodal_projector_bias", bool, True),
+            config.get("projector_hidden_act", str, "gelu"),
         )
-        self.linear_2 = RowParallelLinear(size, size, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "linear_2"))
+        self.linear_1 = ColumnParallelLinear(
+            input_size,
+            size,
+            bias=bias,
+            activation=activation,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "linear_1"),
+        )
+        self.linear_2 = RowParallelLinear(
+            size, size, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "linear_2")
+        )
 
     def forward(self, states: Tensor) -> Tensor:
         out: Tensor = self.linear_2(self.linear_1(states))
@@ -50,11 +77,18 @@ class LlavaImages(TowerModel):
         self.shape = VisionShape.read(vllm_config.hf_config)
         self.taken = TakenStates.read(vllm_config.hf_config, self.shape)
         self.vision_tower = VisionTower(
-            self.shape, self.taken.layers, normed=False, vllm_config=vllm_config, prefix=join(prefix, "vision_tower")
+            self.shape,
+            self.taken.layers,
+            normed=False,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "vision_tower"),
         )
         size = text_size(llava_text_config(vllm_config.hf_config))
         self.multi_modal_projector = LlavaProjector(
-            self.shape.hidden_size * len(self.taken.layers), size, vllm_config=vllm_config, prefix=join(prefix, "multi_modal_projector")
+            self.shape.hidden_size * len(self.taken.layers),
+            size,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "multi_modal_projector"),
         )
 
     def embeddings(self, pixels: list[Tensor], sequences: EncoderSequences) -> list[Tensor]:
@@ -70,7 +104,9 @@ def llava_text_config(hf_config: Any) -> dict[str, Any]:
     kind = HFConfig(given).get("model_type", str, "llama")
     found = text_config(hf_config, {"model_type": "llama", **_DEFAULTS.get(kind, {})})
     # Either of them may say it.
-    found["tie_word_embeddings"] = any(HFConfig(part).get("tie_word_embeddings", bool, False) for part in (hf_config, given))
+    found["tie_word_embeddings"] = any(
+        HFConfig(part).get("tie_word_embeddings", bool, False) for part in (hf_config, given)
+    )
     return found
 
 

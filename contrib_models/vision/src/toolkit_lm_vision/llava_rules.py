@@ -25,16 +25,25 @@ class TakenStates(NamedTuple):
 
     @classmethod
     def read(cls, hf_config: Mapping[str, Any], shape: VisionShape) -> TakenStates:
-        """`vision_feature_layer` counts from the end where it is negative; `vision_feature_select_strategy` "default" leaves one out."""
+        """`vision_feature_layer` counts from the end where it is negative;
+        `vision_feature_select_strategy` "default" leaves one out."""
         config = HFConfig(hf_config)
         given = config.values.get("vision_feature_layer", -2)
         strategy = config.get("vision_feature_select_strategy", str, "default")
         if strategy not in _STRATEGIES:
-            raise CheckpointError(f"config.json: 'vision_feature_select_strategy' must be one of {_STRATEGIES}, not {strategy!r}.")
+            raise CheckpointError(
+                f"config.json: 'vision_feature_select_strategy' must be one of {_STRATEGIES}, "
+                f"not {strategy!r}."
+            )
         layers = given if isinstance(given, list) else [given]
         count = shape.num_layers
-        if not layers or any(type(layer) is not int or not -count - 1 <= layer <= count for layer in layers):
-            raise CheckpointError(f"config.json: 'vision_feature_layer' must name some of {count} layers, not {given!r}.")
+        if not layers or any(
+            type(layer) is not int or not -count - 1 <= layer <= count for layer in layers
+        ):
+            raise CheckpointError(
+                f"config.json: 'vision_feature_layer' must name some of {count} layers, not "
+                f"{given!r}."
+            )
         return cls(tuple(layer % (count + 1) for layer in layers), int(strategy == "default"))
 
     def num_tokens(self, shape: VisionShape) -> int:

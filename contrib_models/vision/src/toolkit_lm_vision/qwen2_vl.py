@@ -1,4 +1,5 @@
-"""Qwen2-VL and Qwen2.5-VL: pictures and videos of any size beside text, whose tokens have positions in time, height and width."""
+"""Qwen2-VL and Qwen2.5-VL: pictures and videos of any size beside text, whose tokens have positions
+in time, height and width."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ from toolkit_lm_vision.qwen2_vl_tower import PatchTower
 
 _LARGEST_SIDE = 32
 """Tokens of a side of the largest usual picture: 896 x 896 pixels."""
-_OLDER = ((re.compile(r"^visual\."), "model.visual."), (re.compile(r"^model\.(?!visual\.|language_model\.)"), "model.language_model."))
+_OLDER = (
+    (re.compile(r"^visual\."), "model.visual."),
+    (re.compile(r"^model\.(?!visual\.|language_model\.)"), "model.language_model."),
+)
 """How files name weights, which transformers 5 has in a model of their own."""
 _SECTIONS = [16, 24, 24]
 
@@ -38,7 +42,9 @@ class Qwen2VLImages(Model):
         self.shape = PatchShape.read(vllm_config.hf_config, windowed=self.windowed)
         self.visual = PatchTower(self.shape, vllm_config=vllm_config, prefix=join(prefix, "visual"))
 
-    def forward(self, patches: list[Tensor], grids: list[Grid], sequences: EncoderSequences) -> list[Tensor]:  # type: ignore[override]
+    def forward(
+        self, patches: list[Tensor], grids: list[Grid], sequences: EncoderSequences
+    ) -> list[Tensor]:  # type: ignore[override]
         embeds: Tensor = self.visual(torch.cat(patches), grids, sequences)
         return list(torch.split(embeds, [self.shape.num_tokens(grid) for grid in grids]))
 
@@ -48,7 +54,11 @@ class Qwen2VLImages(Model):
 
 def _flat(name: str, tensor: Tensor) -> Tensor:
     """The weight of a convolution over patches, as that of a linear layer."""
-    return tensor.flatten(1) if name.endswith("patch_embed.proj.weight") and tensor.ndim > 1 else tensor
+    return (
+        tensor.flatten(1)
+        if name.endswith("patch_embed.proj.weight") and tensor.ndim > 1
+        else tensor
+    )
 
 
 class Qwen25VLImages(Qwen2VLImages):
@@ -81,36 +91,69 @@ class Qwen2VLForConditionalGeneration(ComposedModel):
     def text_config(self) -> dict[str, Any]:
         config = HFConfig(self.vllm_config.hf_config)
         # Until transformers 5 it stood among the values of the whole.
-        given = config.get("text_config", dict) or {key: value for key, value in config.values.items() if key != "vision_config"}
-        tied = any(HFConfig(part).get("tie_word_embeddings", bool, False) for part in (config.values, given))
-        found = {"rope_theta": 1e6, **given, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": tied}
-        rope = HFConfig(found).get("rope_parameters", dict) or HFConfig(found).get("rope_scaling", dict, {})
+        given = config.get("text_config", dict) or {
+            key: value for key, value in config.values.items() if key != "vision_config"
+        }
+        tied = any(
+            HFConfig(part).get("tie_word_embeddings", bool, False)
+            for part in (config.values, given)
+        )
+        found = {
+            "rope_theta": 1e6,
+            **given,
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "tie_word_embeddings": tied,
+        }
+        rope = HFConfig(found).get("rope_parameters", dict) or HFConfig(found).get(
+            "rope_scaling", dict, {}
+        )
         return {**found, "rope_parameters": {"mrope_section": _SECTIONS, **rope}}
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         return super().load_weights(_Renamed(weights))
 
-    def encode(self, modality: str, items: list[dict[str, Tensor]], sequences: EncoderSequences) -> list[Tensor]:
+    def encode(
+        self, modality: str, items: list[dict[str, Tensor]], sequences: EncoderSequences
+    ) -> list[Tensor]:
         names = Names(modality)
         grids = [Grid(*item[names.grid].flatten().tolist()) for item in items]
-        embeds: list[Tensor] = self.encoder([item[names.pixels] for item in items], grids, sequences)
+        embeds: list[Tensor] = self.encoder(
+            [item[names.pixels] for item in items], grids, sequences
+        )
         return embeds
 
-    def prompt_positions(self, token_ids: np.ndarray, features: Sequence[MultiModalFeatureSpec]) -> np.ndarray:
+    def prompt_positions(
+        self, token_ids: np.ndarray, features: Sequence[MultiModalFeatureSpec]
+    ) -> np.ndarray:
         shape, found, start, end = self.shape, [], 0, 0
         for feature in features:
-            grid, seconds = Grid(*map(int, feature.layout["grid_thw"])), feature.layout.get(SECONDS, [None])[0]
+            grid, seconds = (
+                Grid(*map(int, feature.layout["grid_thw"])),
+                feature.layout.get(SECONDS, [None])[0],
+            )
             text = feature.mm_position.offset - end
-            found += [_alike(start, text), shape.positions(grid, shape.interval(seconds)) + start + text]
+            found += [
+                _alike(start, text),
+                shape.positions(grid, shape.interval(seconds)) + start + text,
+            ]
             # As transformers has it: what follows a video does not wait for its last frame.
             start, end = start + text + max(grid.h, grid.w) // shape.merge, feature.mm_position.end
         return np.concatenate([*found, _alike(start, len(token_ids) - end)], axis=1)
 
     def example_items(self) -> list[tuple[str, dict[str, Array]]]:
         shape = self.shape
-        side = shape.merge * max(1, min(_LARGEST_SIDE, math.isqrt(self.vllm_config.max_model_len - 1)))
-        pixels, grid = Array.of(np.zeros((side**2, shape.patch_values), np.float32)), Array.of(np.array([1, side, side]))
-        return [(modality, {Names(modality).pixels: pixels, Names(modality).grid: grid}) for modality in ("image", "video")]
+        side = shape.merge * max(
+            1, min(_LARGEST_SIDE, math.isqrt(self.vllm_config.max_model_len - 1))
+        )
+        pixels, grid = (
+            Array.of(np.zeros((side**2, shape.patch_values), np.float32)),
+            Array.of(np.array([1, side, side])),
+        )
+        return [
+            (modality, {Names(modality).pixels: pixels, Names(modality).grid: grid})
+            for modality in ("image", "video")
+        ]
 
 
 def _alike(start: int, length: int) -> np.ndarray:

@@ -31,7 +31,8 @@ class Names:
 
 
 class Qwen2VLRules(MultiModalRules):
-    """An item is as many image tokens, or video tokens, as its grid of patches has squares that are merged."""
+    """An item is as many image tokens, or video tokens, as its grid of patches has squares that are
+    merged."""
 
     modalities = ("image", "video")
     windowed: ClassVar[bool] = False
@@ -44,7 +45,9 @@ class Qwen2VLRules(MultiModalRules):
     def placeholder_id(self, modality: str) -> int:
         token = HFConfig(self.config.hf_config).get(f"{modality}_token_id", int, _TOKENS[modality])
         if not 0 <= token < (self.config.vocab_size or token + 1):
-            raise CheckpointError(f"config.json: the {modality} token {token} is not in the vocabulary.")
+            raise CheckpointError(
+                f"config.json: the {modality} token {token} is not in the vocabulary."
+            )
         return token
 
     def placeholder_text(self, modality: str, token: str) -> str:
@@ -55,13 +58,23 @@ class Qwen2VLRules(MultiModalRules):
         values = "embeds" if "embeds" in data else names.pixels
         timed = modality == "video" and self.shape.tokens_per_second is not None
         if set(data) - ({SECONDS} if timed else set()) != {values, names.grid}:
-            raise RequestError(f"one {modality} must have {names.grid} and {names.pixels} or embeds, not {sorted(data)}.")
+            raise RequestError(
+                f"one {modality} must have {names.grid} and {names.pixels} or embeds, not "
+                f"{sorted(data)}."
+            )
         grid = self._grid(names.grid, data[names.grid])
         num_tokens = self.shape.num_tokens(grid)
-        rows = (num_tokens, self.shape.out_size) if values == "embeds" else (grid.num_patches, self.shape.patch_values)
+        rows = (
+            (num_tokens, self.shape.out_size)
+            if values == "embeds"
+            else (grid.num_patches, self.shape.patch_values)
+        )
         array = data[values]
         if array.shape != rows or array.dtype.kind != "f":
-            raise RequestError(f"{values} must be floats of shape {list(rows)}, not {array.dtype} of shape {list(array.shape)}.")
+            raise RequestError(
+                f"{values} must be floats of shape {list(rows)}, not {array.dtype} of shape "
+                f"{list(array.shape)}."
+            )
         if not abs(array.astype("float32", copy=False)).max() < float("inf"):
             raise RequestError(f"{values} must be finite.")
         layout: dict[str, list[float]] = {"grid_thw": list(grid)}
@@ -71,19 +84,35 @@ class Qwen2VLRules(MultiModalRules):
 
     def _grid(self, name: str, array: np.ndarray) -> Grid:
         if array.size != 3 or array.dtype.kind not in "iu":
-            raise RequestError(f"{name} must be 3 integers, not {array.dtype} of shape {list(array.shape)}.")
+            raise RequestError(
+                f"{name} must be 3 integers, not {array.dtype} of shape {list(array.shape)}."
+            )
         grid = Grid(*array.ravel().tolist())
-        if min(grid) < 1 or grid.num_patches > _MOST_PATCHES or grid.h % self.shape.merge or grid.w % self.shape.merge:
-            raise RequestError(f"{name} must be positive, and height and width multiples of {self.shape.merge}, not {list(grid)}.")
+        if (
+            min(grid) < 1
+            or grid.num_patches > _MOST_PATCHES
+            or grid.h % self.shape.merge
+            or grid.w % self.shape.merge
+        ):
+            raise RequestError(
+                f"{name} must be positive, and height and width multiples of {self.shape.merge}, "
+                f"not {list(grid)}."
+            )
         return grid
 
     def _seconds(self, array: np.ndarray | None, grid: Grid, num_tokens: int) -> float:
-        """Between frames; 1 where it is not stated. A video has no more positions than tokens: so none lies past its token's index."""
+        """Between frames; 1 where it is not stated. A video has no more positions than tokens: so
+        none lies past its token's index."""
         if array is not None and (array.size != 1 or array.dtype.kind not in "iuf"):
-            raise RequestError(f"{SECONDS} must be one number, not {array.dtype} of shape {list(array.shape)}.")
+            raise RequestError(
+                f"{SECONDS} must be one number, not {array.dtype} of shape {list(array.shape)}."
+            )
         seconds = 1.0 if array is None else float(array.ravel()[0])
         if not 0 <= (grid.t - 1) * float(self.shape.interval(seconds)) < num_tokens:
-            raise RequestError(f"{SECONDS} of {seconds} are too many for a video of {grid.t} frames and {num_tokens} tokens.")
+            raise RequestError(
+                f"{SECONDS} of {seconds} are too many for a video of {grid.t} frames and "
+                f"{num_tokens} tokens."
+            )
         return seconds
 
 

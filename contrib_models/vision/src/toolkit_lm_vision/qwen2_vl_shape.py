@@ -1,4 +1,5 @@
-"""PatchShape: what a checkpoint's `vision_config` says of a tower that reads pictures and videos of any size. Needs no torch."""
+"""PatchShape: what a checkpoint's `vision_config` says of a tower that reads pictures and videos of
+any size. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,9 +11,22 @@ import numpy as np
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.model.hf_config import HFConfig
 
-_COMMON = {"depth": 32, "num_heads": 16, "in_channels": 3, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
+_COMMON = {
+    "depth": 32,
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
 _DEFAULTS: dict[bool, dict[str, Any]] = {
-    False: {**_COMMON, "embed_dim": 1280, "hidden_size": 3584, "hidden_act": "quick_gelu", "mlp_ratio": 4},
+    False: {
+        **_COMMON,
+        "embed_dim": 1280,
+        "hidden_size": 3584,
+        "hidden_act": "quick_gelu",
+        "mlp_ratio": 4,
+    },
     True: {
         **_COMMON,
         "hidden_size": 3584,
@@ -66,27 +80,55 @@ class PatchShape:
     def read(cls, hf_config: Mapping[str, Any], *, windowed: bool) -> PatchShape:
         """Of a config.json with a `vision_config`. Raises CheckpointError."""
         given: dict[str, Any] = HFConfig(hf_config).require("vision_config", dict)
-        config = HFConfig({**_DEFAULTS[windowed], **{key: value for key, value in given.items() if value is not None}})
+        config = HFConfig(
+            {
+                **_DEFAULTS[windowed],
+                **{key: value for key, value in given.items() if value is not None},
+            }
+        )
         size = config.require("hidden_size" if windowed else "embed_dim", int)
         patch, merge = config.require("patch_size", int), config.require("spatial_merge_size", int)
         shape = cls(
             hidden_size=size,
-            inner_size=config.require("intermediate_size", int) if windowed else int(size * config.require("mlp_ratio", float)),
+            inner_size=config.require("intermediate_size", int)
+            if windowed
+            else int(size * config.require("mlp_ratio", float)),
             out_size=config.require("out_hidden_size" if windowed else "hidden_size", int),
             num_layers=config.require("depth", int),
             num_heads=config.require("num_heads", int),
-            patch_values=config.require("in_channels", int) * config.require("temporal_patch_size", int) * patch**2,
+            patch_values=config.require("in_channels", int)
+            * config.require("temporal_patch_size", int)
+            * patch**2,
             merge=merge,
             activation=config.require("hidden_act", str),
-            theta=HFConfig(config.get("rope_parameters", dict, {})).get("rope_theta", float, 10000.0),
-            window=config.require("window_size", int) // merge // patch if windowed and min(merge, patch) > 0 else 0,
+            theta=HFConfig(config.get("rope_parameters", dict, {})).get(
+                "rope_theta", float, 10000.0
+            ),
+            window=config.require("window_size", int) // merge // patch
+            if windowed and min(merge, patch) > 0
+            else 0,
             full_layers=tuple(config.require("fullatt_block_indexes", list)) if windowed else (),
             tokens_per_second=config.require("tokens_per_second", int) if windowed else None,
         )
-        sizes = (shape.hidden_size, shape.inner_size, shape.out_size, shape.num_layers, shape.num_heads, shape.patch_values, merge)
+        sizes = (
+            shape.hidden_size,
+            shape.inner_size,
+            shape.out_size,
+            shape.num_layers,
+            shape.num_heads,
+            shape.patch_values,
+            merge,
+        )
         least = min(*sizes, shape.window if windowed else 1)
-        if least < 1 or shape.hidden_size % (4 * shape.num_heads) or shape.num_layers > 2**10 or max(sizes) > 2**24:
-            raise CheckpointError(f"config.json: 'vision_config' describes no vision tower: {shape}.")
+        if (
+            least < 1
+            or shape.hidden_size % (4 * shape.num_heads)
+            or shape.num_layers > 2**10
+            or max(sizes) > 2**24
+        ):
+            raise CheckpointError(
+                f"config.json: 'vision_config' describes no vision tower: {shape}."
+            )
         return shape
 
     def num_tokens(self, grid: Grid) -> int:
@@ -94,11 +136,18 @@ class PatchShape:
         return grid.num_patches // self.merge**2
 
     def interval(self, seconds: float | None) -> np.float32:
-        """Positions from one frame of an item to the next; `seconds` lie between them, of a video."""
-        return np.float32(1 if seconds is None or self.tokens_per_second is None else self.tokens_per_second * seconds)
+        """Positions from one frame of an item to the next; `seconds` lie between them, of a
+        video."""
+        return np.float32(
+            1
+            if seconds is None or self.tokens_per_second is None
+            else self.tokens_per_second * seconds
+        )
 
     def positions(self, grid: Grid, interval: np.float32) -> np.ndarray:
         """[3, tokens] int64: of an item's tokens in time, height and width, from 0 on."""
         times = (np.arange(grid.t, dtype=np.float32) * interval).astype(np.int64)
-        places = np.meshgrid(times, np.arange(grid.h // self.merge), np.arange(grid.w // self.merge), indexing="ij")
+        places = np.meshgrid(
+            times, np.arange(grid.h // self.merge), np.arange(grid.w // self.merge), indexing="ij"
+        )
         return np.stack([place.ravel() for place in places]).astype(np.int64)

@@ -1,4 +1,5 @@
-"""The vision towers of Qwen2-VL (Wang et al. 2024) and Qwen2.5-VL (Bai et al. 2025): patches in, embeddings of squares of them out."""
+"""The vision towers of Qwen2-VL (Wang et al. 2024) and Qwen2.5-VL (Bai et al. 2025): patches in,
+embeddings of squares of them out."""
 
 from __future__ import annotations
 
@@ -38,11 +39,17 @@ def _norm(shape: PatchShape, vllm_config: VllmConfig) -> nn.Module:
 
 
 class PatchEmbedding(nn.Module):
-    """Patches [N, numbers of a patch] -> [N, H]. A checkpoint's weight is that of a convolution, which each patch meets once."""
+    """Patches [N, numbers of a patch] -> [N, H]. A checkpoint's weight is that of a convolution,
+    which each patch meets once."""
 
     def __init__(self, shape: PatchShape, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        self.proj = ReplicatedLinear(shape.patch_values, shape.hidden_size, vllm_config=vllm_config, prefix=join(prefix, "proj"))
+        self.proj = ReplicatedLinear(
+            shape.patch_values,
+            shape.hidden_size,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "proj"),
+        )
         self.dtype = torch_dtype(vllm_config.model.dtype)
 
     def forward(self, patches: Tensor) -> Tensor:
@@ -57,11 +64,25 @@ class PatchAttention(nn.Module):
         super().__init__()
         size, heads = shape.hidden_size, shape.num_heads
         self.head_size = size // heads
-        self.qkv = QKVParallelLinear(size, self.head_size, heads, heads, bias=True, vllm_config=vllm_config, prefix=join(prefix, "qkv"))
-        self.attn = Attention(
-            self.qkv.num_heads, self.head_size, type=AttentionType.ENCODER, vllm_config=vllm_config, prefix=join(prefix, "attn")
+        self.qkv = QKVParallelLinear(
+            size,
+            self.head_size,
+            heads,
+            heads,
+            bias=True,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "qkv"),
         )
-        self.proj = RowParallelLinear(size, size, bias=True, vllm_config=vllm_config, prefix=join(prefix, "proj"))
+        self.attn = Attention(
+            self.qkv.num_heads,
+            self.head_size,
+            type=AttentionType.ENCODER,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "attn"),
+        )
+        self.proj = RowParallelLinear(
+            size, size, bias=True, vllm_config=vllm_config, prefix=join(prefix, "proj")
+        )
 
     def forward(self, x: Tensor, residual: Tensor, rotation: Rotation) -> Tensor:
         turned, v = self.qkv(x).split((2 * self.qkv.q_size, self.qkv.kv_size), dim=-1)
@@ -79,9 +100,16 @@ class PatchMLP(nn.Module):
         super().__init__()
         size, inner = shape.hidden_size, shape.inner_size
         self.fc1 = ColumnParallelLinear(
-            size, inner, bias=True, activation=shape.activation, vllm_config=vllm_config, prefix=join(prefix, "fc1")
+            size,
+            inner,
+            bias=True,
+            activation=shape.activation,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "fc1"),
         )
-        self.fc2 = RowParallelLinear(inner, size, bias=True, vllm_config=vllm_config, prefix=join(prefix, "fc2"))
+        self.fc2 = RowParallelLinear(
+            inner, size, bias=True, vllm_config=vllm_config, prefix=join(prefix, "fc2")
+        )
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         out: Tensor = self.fc2(self.fc1(x), residual)
@@ -95,9 +123,16 @@ class GatedPatchMLP(nn.Module):
         super().__init__()
         size, inner = shape.hidden_size, shape.inner_size
         self.gate_up_proj = GatedColumnParallelLinear(
-            size, inner, activation=shape.activation, bias=True, vllm_config=vllm_config, prefix=join(prefix, "gate_up_proj")
+            size,
+            inner,
+            activation=shape.activation,
+            bias=True,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "gate_up_proj"),
         )
-        self.down_proj = RowParallelLinear(inner, size, bias=True, vllm_config=vllm_config, prefix=join(prefix, "down_proj"))
+        self.down_proj = RowParallelLinear(
+            inner, size, bias=True, vllm_config=vllm_config, prefix=join(prefix, "down_proj")
+        )
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         out: Tensor = self.down_proj(self.gate_up_proj(x), residual)
@@ -111,7 +146,9 @@ class PatchBlock(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = _norm(shape, vllm_config), _norm(shape, vllm_config)
         self.attn = PatchAttention(shape, vllm_config=vllm_config, prefix=join(prefix, "attn"))
-        self.mlp = (GatedPatchMLP if shape.window else PatchMLP)(shape, vllm_config=vllm_config, prefix=join(prefix, "mlp"))
+        self.mlp = (GatedPatchMLP if shape.window else PatchMLP)(
+            shape, vllm_config=vllm_config, prefix=join(prefix, "mlp")
+        )
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
         x = self.attn(self.norm1(x), x, rotation)
@@ -120,16 +157,28 @@ class PatchBlock(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """States of patches, squares of them in a row [N, H] -> embeddings of the squares [N / merge², size]."""
+    """States of patches, squares of them in a row [N, H] -> embeddings of the squares [N / merge²,
+    size]."""
 
     def __init__(self, shape: PatchShape, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         self.inner_size = shape.hidden_size * shape.merge**2
         self.ln_q = _norm(shape, vllm_config)
         first = ColumnParallelLinear(
-            self.inner_size, self.inner_size, bias=True, activation="gelu", vllm_config=vllm_config, prefix=join(prefix, "mlp.0")
+            self.inner_size,
+            self.inner_size,
+            bias=True,
+            activation="gelu",
+            vllm_config=vllm_config,
+            prefix=join(prefix, "mlp.0"),
         )
-        last = RowParallelLinear(self.inner_size, shape.out_size, bias=True, vllm_config=vllm_config, prefix=join(prefix, "mlp.2"))
+        last = RowParallelLinear(
+            self.inner_size,
+            shape.out_size,
+            bias=True,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "mlp.2"),
+        )
         # Checkpoints count the activation as 1.
         self.mlp = nn.Sequential(first, nn.Identity(), last)
 
@@ -139,9 +188,11 @@ class PatchMerger(nn.Module):
 
 
 class PatchTower(nn.Module):
-    """Patches of items, one item after the other [N, numbers of a patch] -> embeddings of their tokens [N / merge², size].
+    """Patches of items, one item after the other [N, numbers of a patch] -> embeddings of their
+    tokens [N / merge², size].
 
-    A frame's patches see each other; in Qwen2.5-VL most layers see windows of a frame. Patches come in squares that are merged.
+    A frame's patches see each other; in Qwen2.5-VL most layers see windows of a frame. Patches come
+    in squares that are merged.
     """
 
     def __init__(self, shape: PatchShape, *, vllm_config: VllmConfig, prefix: str) -> None:
@@ -149,21 +200,31 @@ class PatchTower(nn.Module):
         self.shape = shape
         self.kernels = choose_kernels()
         self._full_layers = shape.full_layers if shape.window else range(shape.num_layers)
-        self.patch_embed = PatchEmbedding(shape, vllm_config=vllm_config, prefix=join(prefix, "patch_embed"))
+        self.patch_embed = PatchEmbedding(
+            shape, vllm_config=vllm_config, prefix=join(prefix, "patch_embed")
+        )
         self.blocks = nn.ModuleList(
-            PatchBlock(shape, vllm_config=vllm_config, prefix=join(prefix, f"blocks.{i}")) for i in range(shape.num_layers)
+            PatchBlock(shape, vllm_config=vllm_config, prefix=join(prefix, f"blocks.{i}"))
+            for i in range(shape.num_layers)
         )
         self.merger = PatchMerger(shape, vllm_config=vllm_config, prefix=join(prefix, "merger"))
 
-    def forward(self, patches: Tensor, grids: Sequence[Grid], sequences: EncoderSequences) -> Tensor:
+    def forward(
+        self, patches: Tensor, grids: Sequence[Grid], sequences: EncoderSequences
+    ) -> Tensor:
         places = np.concatenate([_places(grid, self.shape.merge) for grid in grids])
         frames = [grid.h * grid.w for grid in grids for _ in range(grid.t)]
         order, windows = _windows(grids, self.shape) if self.shape.window else (None, [])
         if order is not None:
-            patches, places = self._squares(patches)[torch.from_numpy(order)].flatten(0, 1), self._squares(places)[order].reshape(-1, 2)
+            patches, places = (
+                self._squares(patches)[torch.from_numpy(order)].flatten(0, 1),
+                self._squares(places)[order].reshape(-1, 2),
+            )
         rotation = self._rotation(torch.from_numpy(places).to(patches.device))
         x = self.patch_embed(patches)
-        for lengths, run in groupby(enumerate(self.blocks), lambda one: frames if one[0] in self._full_layers else windows):
+        for lengths, run in groupby(
+            enumerate(self.blocks), lambda one: frames if one[0] in self._full_layers else windows
+        ):
             with sequences(lengths):
                 for _, block in run:
                     x = block(x, rotation)
@@ -175,9 +236,13 @@ class PatchTower(nn.Module):
         return rows.reshape(-1, self.shape.merge**2, rows.shape[-1])
 
     def _rotation(self, places: Tensor) -> Rotation:
-        """Half of a head's dimensions are turned by the row of a patch [N, 2], half by its column."""
+        """Half of a head's dimensions are turned by the row of a patch [N, 2], half by its
+        column."""
         size = self.shape.hidden_size // self.shape.num_heads // 2
-        frequencies = 1.0 / (self.shape.theta ** (torch.arange(0, size, 2, dtype=torch.float32, device=places.device) / size))
+        frequencies = 1.0 / (
+            self.shape.theta
+            ** (torch.arange(0, size, 2, dtype=torch.float32, device=places.device) / size)
+        )
         angles = (places[..., None].float() * frequencies).flatten(1).unsqueeze(1)
         cos, sin = angles.cos(), angles.sin()
         return Rotation(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), False, self.kernels)
@@ -198,6 +263,11 @@ def _windows(grids: Sequence[Grid], shape: PatchShape) -> tuple[np.ndarray, list
         height, width = grid.h // shape.merge, grid.w // shape.merge
         index = np.arange(grid.t * height * width).reshape(grid.t, height, width) + before
         rows, columns = range(0, height, side), range(0, width, side)
-        found += [index[t, i : i + side, j : j + side].ravel() for t in range(grid.t) for i in rows for j in columns]
+        found += [
+            index[t, i : i + side, j : j + side].ravel()
+            for t in range(grid.t)
+            for i in rows
+            for j in columns
+        ]
         before += index.size
     return np.concatenate(found), [len(window) * shape.merge**2 for window in found]

@@ -9,10 +9,28 @@ from typing import Any
 from toolkit_lm.errors import CheckpointError, UnsupportedError
 from toolkit_lm.model import HFConfig
 
-_SIZES = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "num_channels": 3}
+_SIZES = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_channels": 3,
+}
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "clip_vision_model": {**_SIZES, "image_size": 224, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
-    "siglip_vision_model": {**_SIZES, "image_size": 224, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
+    "clip_vision_model": {
+        **_SIZES,
+        "image_size": 224,
+        "patch_size": 32,
+        "hidden_act": "quick_gelu",
+        "layer_norm_eps": 1e-5,
+    },
+    "siglip_vision_model": {
+        **_SIZES,
+        "image_size": 224,
+        "patch_size": 16,
+        "hidden_act": "gelu_pytorch_tanh",
+        "layer_norm_eps": 1e-6,
+    },
 }
 """By model_type, what transformers takes where a config says nothing."""
 _MOST = {
@@ -31,7 +49,11 @@ _MOST_PATCHES = 2**16
 def text_size(text: Mapping[str, Any]) -> int:
     """The hidden size that a `text_config` states. Raises CheckpointError where it states none."""
     config = HFConfig(text)
-    return config.get("n_embd", int) or config.get("d_model", int) or config.require("hidden_size", int)
+    return (
+        config.get("n_embd", int)
+        or config.get("d_model", int)
+        or config.require("hidden_size", int)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +61,8 @@ class VisionShape:
     """Of a tower that reads square pictures of one size."""
 
     is_clip: bool
-    """CLIP's: a state of the whole picture stands before those of its patches. Otherwise it is SigLIP's."""
+    """CLIP's: a state of the whole picture stands before those of its patches. Otherwise it is
+    SigLIP's."""
     hidden_size: int
     inner_size: int
     num_layers: int
@@ -52,15 +75,24 @@ class VisionShape:
 
     @classmethod
     def read(cls, hf_config: Mapping[str, Any]) -> VisionShape:
-        """Of a config.json with a `vision_config`. Raises CheckpointError, and UnsupportedError for another kind of tower."""
+        """Of a config.json with a `vision_config`. Raises CheckpointError, and UnsupportedError for
+        another kind of tower."""
         given: dict[str, Any] = HFConfig(hf_config).require("vision_config", dict)
         kind = HFConfig(given).get("model_type", str, "clip_vision_model")
         if kind not in _DEFAULTS:
-            raise UnsupportedError(f"config.json: there is no vision tower of model_type {kind!r}, only of {' and '.join(_DEFAULTS)}.")
-        config = HFConfig({**_DEFAULTS[kind], **{key: value for key, value in given.items() if value is not None}})
+            raise UnsupportedError(
+                f"config.json: there is no vision tower of model_type {kind!r}, only of "
+                f"{' and '.join(_DEFAULTS)}."
+            )
+        config = HFConfig(
+            {**_DEFAULTS[kind], **{key: value for key, value in given.items() if value is not None}}
+        )
         for name, most in _MOST.items():
             if not 1 <= config.require(name, int) <= most:
-                raise CheckpointError(f"config.json: {name} of 'vision_config' must be from 1 to {most}, not {config.values[name]}.")
+                raise CheckpointError(
+                    f"config.json: {name} of 'vision_config' must be from 1 to {most}, not "
+                    f"{config.values[name]}."
+                )
         shape = cls(
             is_clip=kind == "clip_vision_model",
             hidden_size=config.require("hidden_size", int),
@@ -74,7 +106,9 @@ class VisionShape:
             eps=config.require("layer_norm_eps", float),
         )
         if not 0 < shape.num_patches <= _MOST_PATCHES or shape.hidden_size % shape.num_heads:
-            raise CheckpointError(f"config.json: 'vision_config' describes no vision tower: {shape}.")
+            raise CheckpointError(
+                f"config.json: 'vision_config' describes no vision tower: {shape}."
+            )
         return shape
 
     @property

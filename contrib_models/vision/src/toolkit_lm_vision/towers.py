@@ -1,4 +1,5 @@
-"""Vision towers: CLIP's (Radford et al. 2021) and SigLIP's (Zhai et al. 2023). Pictures in, a state of each patch out."""
+"""Vision towers: CLIP's (Radford et al. 2021) and SigLIP's (Zhai et al. 2023). Pictures in, a state
+of each patch out."""
 
 from __future__ import annotations
 
@@ -33,15 +34,29 @@ class VisionAttention(nn.Module):
         super().__init__()
         size, heads = shape.hidden_size, shape.num_heads
         self.qkv_proj = QKVParallelLinear(
-            size, size // heads, heads, heads, bias=True, vllm_config=vllm_config, prefix=join(prefix, "qkv_proj")
+            size,
+            size // heads,
+            heads,
+            heads,
+            bias=True,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "qkv_proj"),
         )
         self.attn = Attention(
-            self.qkv_proj.num_heads, size // heads, type=AttentionType.ENCODER, vllm_config=vllm_config, prefix=join(prefix, "attn")
+            self.qkv_proj.num_heads,
+            size // heads,
+            type=AttentionType.ENCODER,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "attn"),
         )
-        self.out_proj = RowParallelLinear(size, size, bias=True, vllm_config=vllm_config, prefix=join(prefix, "out_proj"))
+        self.out_proj = RowParallelLinear(
+            size, size, bias=True, vllm_config=vllm_config, prefix=join(prefix, "out_proj")
+        )
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        out: Tensor = self.out_proj(self.attn(*self.qkv_proj(x).split(self.qkv_proj.q_size, dim=-1)), residual)
+        out: Tensor = self.out_proj(
+            self.attn(*self.qkv_proj(x).split(self.qkv_proj.q_size, dim=-1)), residual
+        )
         return out
 
 
@@ -52,9 +67,16 @@ class VisionMLP(nn.Module):
         super().__init__()
         size, inner = shape.hidden_size, shape.inner_size
         self.fc1 = ColumnParallelLinear(
-            size, inner, bias=True, activation=shape.activation, vllm_config=vllm_config, prefix=join(prefix, "fc1")
+            size,
+            inner,
+            bias=True,
+            activation=shape.activation,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "fc1"),
         )
-        self.fc2 = RowParallelLinear(inner, size, bias=True, vllm_config=vllm_config, prefix=join(prefix, "fc2"))
+        self.fc2 = RowParallelLinear(
+            inner, size, bias=True, vllm_config=vllm_config, prefix=join(prefix, "fc2")
+        )
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         out: Tensor = self.fc2(self.fc1(x), residual)
@@ -68,7 +90,9 @@ class VisionLayer(nn.Module):
         super().__init__()
         dtype = torch_dtype(vllm_config.model.dtype)
         self.layer_norm1 = LayerNorm(shape.hidden_size, eps=shape.eps, dtype=dtype)
-        self.self_attn = VisionAttention(shape, vllm_config=vllm_config, prefix=join(prefix, "self_attn"))
+        self.self_attn = VisionAttention(
+            shape, vllm_config=vllm_config, prefix=join(prefix, "self_attn")
+        )
         self.layer_norm2 = LayerNorm(shape.hidden_size, eps=shape.eps, dtype=dtype)
         self.mlp = VisionMLP(shape, vllm_config=vllm_config, prefix=join(prefix, "mlp"))
 
@@ -79,18 +103,34 @@ class VisionLayer(nn.Module):
 
 
 class VisionEmbeddings(nn.Module):
-    """Pixels [N, channels, S, S] -> [N, states, H]: of each patch, with its position; CLIP's have one of the picture before them."""
+    """Pixels [N, channels, S, S] -> [N, states, H]: of each patch, with its position; CLIP's have
+    one of the picture before them."""
 
     def __init__(self, shape: VisionShape, *, vllm_config: VllmConfig) -> None:
         super().__init__()
-        size, dtype, patch = shape.hidden_size, torch_dtype(vllm_config.model.dtype), shape.patch_size
-        self.patch_embedding = nn.Conv2d(shape.num_channels, size, kernel_size=patch, stride=patch, bias=not shape.is_clip, dtype=dtype)
+        size, dtype, patch = (
+            shape.hidden_size,
+            torch_dtype(vllm_config.model.dtype),
+            shape.patch_size,
+        )
+        self.patch_embedding = nn.Conv2d(
+            shape.num_channels,
+            size,
+            kernel_size=patch,
+            stride=patch,
+            bias=not shape.is_clip,
+            dtype=dtype,
+        )
         self.position_embedding = nn.Embedding(shape.num_states, size, dtype=dtype)
         if shape.is_clip:
             self.class_embedding = new_parameter((size,), dtype, ShardLoader((Part.whole(size),)))
 
     def forward(self, pixels: Tensor) -> Tensor:
-        x: Tensor = self.patch_embedding(pixels.to(self.patch_embedding.weight.dtype)).flatten(2).transpose(1, 2)
+        x: Tensor = (
+            self.patch_embedding(pixels.to(self.patch_embedding.weight.dtype))
+            .flatten(2)
+            .transpose(1, 2)
+        )
         if hasattr(self, "class_embedding"):
             x = torch.cat([self.class_embedding.expand(len(x), 1, -1), x], dim=1)
         return x + self.position_embedding.weight
@@ -99,20 +139,32 @@ class VisionEmbeddings(nn.Module):
 class VisionLayers(nn.Module):
     """The first layers of a tower, as many as are wanted."""
 
-    def __init__(self, shape: VisionShape, num_layers: int, *, vllm_config: VllmConfig, prefix: str) -> None:
+    def __init__(
+        self, shape: VisionShape, num_layers: int, *, vllm_config: VllmConfig, prefix: str
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            VisionLayer(shape, vllm_config=vllm_config, prefix=join(prefix, f"layers.{i}")) for i in range(num_layers)
+            VisionLayer(shape, vllm_config=vllm_config, prefix=join(prefix, f"layers.{i}"))
+            for i in range(num_layers)
         )
 
 
 class VisionTower(nn.Module):
-    """Pixels [N, channels, S, S] -> states [N, states, H] after the layers that `wanted` counts; 0 is before the first.
+    """Pixels [N, channels, S, S] -> states [N, states, H] after the layers that `wanted` counts; 0
+    is before the first.
 
     Layers after these are not there. `normed`: a last norm follows the last of them.
     """
 
-    def __init__(self, shape: VisionShape, wanted: Sequence[int], *, normed: bool, vllm_config: VllmConfig, prefix: str) -> None:
+    def __init__(
+        self,
+        shape: VisionShape,
+        wanted: Sequence[int],
+        *,
+        normed: bool,
+        vllm_config: VllmConfig,
+        prefix: str,
+    ) -> None:
         super().__init__()
         self.shape, self.wanted = shape, tuple(wanted)
         dtype = torch_dtype(vllm_config.model.dtype)
@@ -120,7 +172,9 @@ class VisionTower(nn.Module):
         if shape.is_clip:
             # The misspelling is the checkpoints'.
             self.pre_layrnorm = LayerNorm(shape.hidden_size, eps=shape.eps, dtype=dtype)
-        self.encoder = VisionLayers(shape, max(wanted), vllm_config=vllm_config, prefix=join(prefix, "encoder"))
+        self.encoder = VisionLayers(
+            shape, max(wanted), vllm_config=vllm_config, prefix=join(prefix, "encoder")
+        )
         if normed:
             self.post_layernorm = LayerNorm(shape.hidden_size, eps=shape.eps, dtype=dtype)
 
@@ -143,13 +197,19 @@ class VisionTower(nn.Module):
     def absent(self) -> tuple[str, ...]:
         """Patterns of the names, within the tower, of weights that it does without."""
         layers = range(len(self.encoder.layers), self.shape.num_layers)
-        # Buffers of older files; and what pools a picture into one vector, which no language model reads.
-        others = (r"embeddings\.position_ids$", r"head\.", *(() if hasattr(self, "post_layernorm") else (r"post_layernorm\.",)))
+        # Buffers of older files; and what pools a picture into one vector, which no language model
+        # reads.
+        others = (
+            r"embeddings\.position_ids$",
+            r"head\.",
+            *(() if hasattr(self, "post_layernorm") else (r"post_layernorm\.",)),
+        )
         return (*(rf"encoder\.layers\.{i}\." for i in layers), *others)
 
 
 class TowerModel(Model):
-    """Base of what makes embeddings of pictures: a tower, and what projects its states. Names are those of the checkpoint's `model`."""
+    """Base of what makes embeddings of pictures: a tower, and what projects its states. Names are
+    those of the checkpoint's `model`."""
 
     packed = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
     # Until transformers 4 a tower stood in a model of its own.
@@ -161,5 +221,9 @@ class TowerModel(Model):
         raise NotImplementedError
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        absent = re.compile(rf"^(model\.)?vision_tower\.(vision_model\.)?({'|'.join(self.vision_tower.absent())})")
-        return super().load_weights((name, tensor) for name, tensor in weights if not absent.match(name))
+        absent = re.compile(
+            rf"^(model\.)?vision_tower\.(vision_model\.)?({'|'.join(self.vision_tower.absent())})"
+        )
+        return super().load_weights(
+            (name, tensor) for name, tensor in weights if not absent.match(name)
+        )

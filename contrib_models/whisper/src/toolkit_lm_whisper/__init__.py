@@ -15,23 +15,41 @@ if TYPE_CHECKING:
 
 @hookimpl
 def toolkit_register_models(models: ModelRegistry) -> None:
-    target, rules = "toolkit_lm_whisper.model:WhisperForConditionalGeneration", "toolkit_lm_whisper.rules:WhisperRules"
+    target, rules = (
+        "toolkit_lm_whisper.model:WhisperForConditionalGeneration",
+        "toolkit_lm_whisper.rules:WhisperRules",
+    )
     models.add(
-        "WhisperForConditionalGeneration", target, model_type="whisper", length_keys=("max_target_positions",), encoder_decoder=rules
+        "WhisperForConditionalGeneration",
+        target,
+        model_type="whisper",
+        length_keys=("max_target_positions",),
+        encoder_decoder=rules,
     )
 
 
 @hookimpl
 def toolkit_register_logits_processors(processors: LogitsProcessorRegistry) -> None:
     # Requests cannot ask for them: the model's rules do.
-    processors.add("whisper_suppress", "toolkit_lm_whisper.suppress:Suppress", params=ProcessorParams, priority=1)
-    processors.add("whisper_timestamps", "toolkit_lm_whisper.timestamps:Timestamps", params=ProcessorParams)
+    processors.add(
+        "whisper_suppress",
+        "toolkit_lm_whisper.suppress:Suppress",
+        params=ProcessorParams,
+        priority=1,
+    )
+    processors.add(
+        "whisper_timestamps", "toolkit_lm_whisper.timestamps:Timestamps", params=ProcessorParams
+    )
 
 
 # Optional, as routes are: models are served without these plugins, too.
 @hookimpl(optionalhook=True)
 def toolkit_register_commands(commands: CommandRegistry) -> None:
-    commands.add("transcribe", "toolkit_lm_whisper.cli:transcribe", help="Transcribe recordings with a Whisper model, offline.")
+    commands.add(
+        "transcribe",
+        "toolkit_lm_whisper.cli:transcribe",
+        help="Transcribe recordings with a Whisper model, offline.",
+    )
 
 
 @hookimpl(optionalhook=True)

@@ -23,11 +23,30 @@ _FORMATS = ("txt", "srt", "vtt", "json")
 def transcribe(
     config: VllmConfig,
     plugins: Plugins,
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Recordings: WAV, FLAC, Ogg, MP3, AAC, M4A, MP4, WEBM.")],
-    format: Annotated[str, typer.Option(metavar="|".join(_FORMATS), help="Format of the transcripts.")] = "txt",
-    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder of the transcripts. Default: they are printed.")] = None,
-    language: Annotated[str | None, typer.Option(metavar="CODE", help="Language that is spoken, such as en. Default: detected.")] = None,
-    task: Annotated[str, typer.Option(metavar="transcribe|translate", help="Task. translate: to English.")] = "transcribe",
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE...", help="Recordings: WAV, FLAC, Ogg, MP3, AAC, M4A, MP4, WEBM."
+        ),
+    ],
+    format: Annotated[
+        str, typer.Option(metavar="|".join(_FORMATS), help="Format of the transcripts.")
+    ] = "txt",
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Folder of the transcripts. Default: they are printed."
+        ),
+    ] = None,
+    language: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CODE", help="Language that is spoken, such as en. Default: detected."
+        ),
+    ] = None,
+    task: Annotated[
+        str, typer.Option(metavar="transcribe|translate", help="Task. translate: to English.")
+    ] = "transcribe",
 ) -> None:
     """Transcribe recordings with a Whisper model, offline.
 
@@ -61,10 +80,15 @@ def _check_names(files: list[Path]) -> None:
     named: dict[str, Path] = {}
     for path in files:
         if (other := named.setdefault(path.stem, path)) is not path:
-            raise ConfigError(f"option 'out': {str(other)!r} and {str(path)!r} would have transcripts of one name. Give one of them alone.")
+            raise ConfigError(
+                f"option 'out': {str(other)!r} and {str(path)!r} would have transcripts of one "
+                "name. Give one of them alone."
+            )
 
 
-def _transcripts(config: VllmConfig, plugins: Plugins, given: list, format: str, language: str | None, task: str) -> list[str]:  # type: ignore[type-arg]
+def _transcripts(
+    config: VllmConfig, plugins: Plugins, given: list, format: str, language: str | None, task: str
+) -> list[str]:  # type: ignore[type-arg]
     from toolkit_lm import LLM
 
     from toolkit_lm_whisper.formats import FORMATS
@@ -79,10 +103,18 @@ def _transcripts(config: VllmConfig, plugins: Plugins, given: list, format: str,
     )
     with (
         LLM(config=config, plugins=plugins) as llm,
-        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars,
+        Progress(
+            *columns, console=console, transient=True, disable=not console.is_terminal
+        ) as bars,
     ):
-        rows = [bars.add_task(f"recording {i}", total=len(samples) / rate) for i, (samples, rate) in enumerate(given, 1)]
+        rows = [
+            bars.add_task(f"recording {i}", total=len(samples) / rate)
+            for i, (samples, rate) in enumerate(given, 1)
+        ]
         found = Transcriber(llm).transcribe(
-            given, language=language, task=task, progress=lambda i, done: bars.update(rows[i], completed=done)
+            given,
+            language=language,
+            task=task,
+            progress=lambda i, done: bars.update(rows[i], completed=done),
         )
     return [FORMATS[format](one) for one in found]

@@ -1,4 +1,5 @@
-"""Log-mel features of speech, as Whisper has learned from (Radford et al. 2022). Needs numpy alone."""
+"""Log-mel features of speech, as Whisper has learned from (Radford et al. 2022). Needs numpy
+alone."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class LogMel:
-    """Samples of a window -> features [num_mels, frames] float32. What is shorter than the window is filled up with silence."""
+    """Samples of a window -> features [num_mels, frames] float32. What is shorter than the window
+    is filled up with silence."""
 
     num_mels: int = 80
     sampling_rate: int = 16000
@@ -28,8 +30,18 @@ class LogMel:
         """As preprocessor_config.json has it, where there is one. `num_mels`: the model's."""
         path = folder / "preprocessor_config.json"
         stated = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        names = {"sampling_rate": "sampling_rate", "seconds": "chunk_length", "fft_size": "n_fft", "hop": "hop_length"}
-        return cls(num_mels, **{name: stated[key] for name, key in names.items() if isinstance(stated.get(key), int)})
+        names = {
+            "sampling_rate": "sampling_rate",
+            "seconds": "chunk_length",
+            "fft_size": "n_fft",
+            "hop": "hop_length",
+        }
+        return cls(
+            num_mels,
+            **{
+                name: stated[key] for name, key in names.items() if isinstance(stated.get(key), int)
+            },
+        )
 
     @property
     def num_samples(self) -> int:
@@ -48,14 +60,23 @@ class LogMel:
         return self.of_recording(padded)
 
     def of_recording(self, samples: np.ndarray) -> np.ndarray:
-        """[num_mels, N // hop] float32, of a recording of any length: what is soft is soft beside the loudest of it."""
-        around = np.pad(samples, self.fft_size // 2, mode="reflect" if len(samples) > self.fft_size // 2 else "constant")
-        frames = np.lib.stride_tricks.sliding_window_view(around, self.fft_size)[:: self.hop][: len(samples) // self.hop]
+        """[num_mels, N // hop] float32, of a recording of any length: what is soft is soft beside
+        the loudest of it."""
+        around = np.pad(
+            samples,
+            self.fft_size // 2,
+            mode="reflect" if len(samples) > self.fft_size // 2 else "constant",
+        )
+        frames = np.lib.stride_tricks.sliding_window_view(around, self.fft_size)[:: self.hop][
+            : len(samples) // self.hop
+        ]
         mel = np.empty((self.num_mels, len(frames)), np.float32)
         for start in range(0, len(frames), self.num_frames):
             part = frames[start : start + self.num_frames]
             power = np.abs(np.fft.rfft(part * self._window)) ** 2
-            mel[:, start : start + len(part)] = np.log10(np.maximum(self._filters.T @ power.T, 1e-10))
+            mel[:, start : start + len(part)] = np.log10(
+                np.maximum(self._filters.T @ power.T, 1e-10)
+            )
         floor = mel.max(initial=-10.0) - np.float32(8.0)
         np.maximum(mel, floor, out=mel)
         mel += np.float32(4.0)

@@ -16,20 +16,39 @@ def _txt(found: Transcript) -> str:
 
 def _srt(found: Transcript) -> str:
     parts = enumerate(found.segments, 1)
-    return "".join(f"{i}\n{_clock(s.start, ',')} --> {_clock(s.end, ',')}\n{s.text.strip()}\n\n" for i, s in parts)
+    return "".join(
+        f"{i}\n{_clock(s.start, ',')} --> {_clock(s.end, ',')}\n{s.text.strip()}\n\n"
+        for i, s in parts
+    )
 
 
 def _vtt(found: Transcript) -> str:
-    return "WEBVTT\n\n" + "".join(f"{_clock(s.start, '.')} --> {_clock(s.end, '.')}\n{s.text.strip()}\n\n" for s in found.segments)
+    return "WEBVTT\n\n" + "".join(
+        f"{_clock(s.start, '.')} --> {_clock(s.end, '.')}\n{s.text.strip()}\n\n"
+        for s in found.segments
+    )
 
 
 def _json(found: Transcript) -> str:
-    segments = [{"start": round(s.start, 2), "end": round(s.end, 2), "text": s.text, "tokens": s.token_ids} for s in found.segments]
-    whole = {"text": found.text, "language": found.language, "duration": round(found.duration, 2), "segments": segments}
+    segments = [
+        {"start": round(s.start, 2), "end": round(s.end, 2), "text": s.text, "tokens": s.token_ids}
+        for s in found.segments
+    ]
+    whole = {
+        "text": found.text,
+        "language": found.language,
+        "duration": round(found.duration, 2),
+        "segments": segments,
+    }
     return json.dumps(whole, ensure_ascii=False) + "\n"
 
 
-FORMATS: dict[str, Callable[[Transcript], str]] = {"txt": _txt, "srt": _srt, "vtt": _vtt, "json": _json}
+FORMATS: dict[str, Callable[[Transcript], str]] = {
+    "txt": _txt,
+    "srt": _srt,
+    "vtt": _vtt,
+    "json": _json,
+}
 
 
 def usage(found: Transcript) -> dict[str, Any]:
@@ -40,13 +59,22 @@ def usage(found: Transcript) -> dict[str, Any]:
 def verbose(found: Transcript, task: str) -> dict[str, Any]:
     """OpenAI's `verbose_json`."""
     segments = [_segment(i, one) for i, one in enumerate(found.segments)]
-    about = {"task": task, "language": found.language, "duration": round(found.duration, 2), "text": found.text}
+    about = {
+        "task": task,
+        "language": found.language,
+        "duration": round(found.duration, 2),
+        "text": found.text,
+    }
     return {**about, "segments": segments, "usage": usage(found)}
 
 
 def _segment(index: int, one: Segment) -> dict[str, Any]:
     times = {"start": round(one.start, 2), "end": round(one.end, 2)}
-    drawn = {"temperature": one.temperature, "avg_logprob": one.avg_logprob, "compression_ratio": one.compression_ratio}
+    drawn = {
+        "temperature": one.temperature,
+        "avg_logprob": one.avg_logprob,
+        "compression_ratio": one.compression_ratio,
+    }
     said = {"text": one.text, "tokens": one.token_ids, "no_speech_prob": one.no_speech_prob}
     return {"id": index, "seek": one.seek, **times, **said, **drawn}
 

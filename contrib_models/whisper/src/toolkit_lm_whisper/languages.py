@@ -21,6 +21,7 @@ CODES = dict(entry.strip().rsplit(" ", 1) for entry in _NAMES.replace("\n", " ")
 
 
 def code_of(language: str) -> str:
-    """The code of a language that is given by its name, in any case, or by its code, as "<|de|>" too."""
+    """The code of a language that is given by its name, in any case, or by its code, as "<|de|>"
+    too."""
     plain = language.strip().lower().removeprefix("<|").removesuffix("|>")
     return CODES.get(plain, plain)

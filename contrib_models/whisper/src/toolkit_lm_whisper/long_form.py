@@ -1,6 +1,8 @@
-"""Long-form transcription: a recording of any length, window by window, where the timestamps that the model sets say how to go on.
+"""Long-form transcription: a recording of any length, window by window, where the timestamps that
+the model sets say how to go on.
 
-What is to be asked of the model, and what follows from its answers; who asks is another matter (transcriber.py).
+What is to be asked of the model, and what follows from its answers; who asks is another matter
+(transcriber.py).
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ class Transcript:
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds:
-    """When a window is drawn again, at the next of `temperatures`: it repeats itself, or the model is unsure. As transformers has it."""
+    """When a window is drawn again, at the next of `temperatures`: it repeats itself, or the model
+    is unsure. As transformers has it."""
 
     temperatures: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
     most_compression: float = 1.35
@@ -105,15 +108,24 @@ class LongForm:
 
     def __init__(self, config: VllmConfig, renderer: Renderer) -> None:
         """Raises ToolkitError where the model is no Whisper that sets timestamps."""
-        rules = WhisperRules(config, renderer) if config.hf_config.get("model_type") == "whisper" else None
+        rules = (
+            WhisperRules(config, renderer)
+            if config.hf_config.get("model_type") == "whisper"
+            else None
+        )
         generation = {} if rules is None else rules.generation
         if rules is None or "no_timestamps_token_id" not in generation:
-            raise ToolkitError(f"{config.model.model!r} is no Whisper whose generation_config.json names its timestamps.")
+            raise ToolkitError(
+                f"{config.model.model!r} is no Whisper whose generation_config.json names its "
+                "timestamps."
+            )
         self.rules = rules
         self.first_time: int = generation["no_timestamps_token_id"] + 1
         self.no_speech: int = generation["no_timestamps_token_id"] - 1
         self.before: int | None = generation.get("prev_sot_token_id")
-        self.languages = {token: name.strip("<|>") for name, token in (generation.get("lang_to_id") or {}).items()}
+        self.languages = {
+            token: name.strip("<|>") for name, token in (generation.get("lang_to_id") or {}).items()
+        }
         """Names, by token."""
         self.tasks: Mapping[str, int] = generation.get("task_to_id") or {}
         self.max_context = config.max_model_len // 2 - 1
@@ -122,19 +134,43 @@ class LongForm:
         self.renderer = renderer
 
     def text(self, token_ids: Sequence[int]) -> str:
-        return self.renderer.decode([token for token in token_ids if token < self.first_time], skip_special_tokens=True)
+        return self.renderer.decode(
+            [token for token in token_ids if token < self.first_time], skip_special_tokens=True
+        )
 
     def tokens(self, text: str) -> list[int]:
-        """What is said in `text`: where it names language, task or time as the model does, that is dropped."""
-        given = self.renderer.render_prompt(f" {text.strip()}", add_special_tokens=False).token_ids if text.strip() else []
-        marks = {self.rules.start_token_id, self.no_speech, self.before, *self.languages, *self.tasks.values(), *self.ends}
+        """What is said in `text`: where it names language, task or time as the model does, that is
+        dropped."""
+        given = (
+            self.renderer.render_prompt(f" {text.strip()}", add_special_tokens=False).token_ids
+            if text.strip()
+            else []
+        )
+        marks = {
+            self.rules.start_token_id,
+            self.no_speech,
+            self.before,
+            *self.languages,
+            *self.tasks.values(),
+            *self.ends,
+        }
         return [token for token in given if token < self.first_time - 1 and token not in marks]
 
     def language(self, name: str | None) -> int | None:
         """Its token, by code or name; None: it is to be detected. Raises RequestError."""
-        found = None if name is None else next((token for token, one in self.languages.items() if one == code_of(name)), None)
+        found = (
+            None
+            if name is None
+            else next(
+                (token for token, one in self.languages.items() if one == code_of(name)), None
+            )
+        )
         if name is not None and found is None:
-            raise RequestError(f"language {name!r} is not one of the model's. {nearest(name, self.languages.values())}", "language")
+            raise RequestError(
+                f"language {name!r} is not one of the model's. "
+                f"{nearest(name, self.languages.values())}",
+                "language",
+            )
         return found
 
     def task(self, name: str) -> int | None:
@@ -161,7 +197,8 @@ class Recording:
         uses_context: bool = True,
         tells_no_speech: bool = False,
     ) -> None:
-        """Takes a while: features of all samples are computed. `prompt`: what was said before. Raises RequestError."""
+        """Takes a while: features of all samples are computed. `prompt`: what was said before.
+        Raises RequestError."""
         self._model = model
         self._thresholds = thresholds or Thresholds()
         self._uses_context = uses_context
@@ -171,7 +208,9 @@ class Recording:
         mel = model.rules.mel
         self.transcript = Transcript(None, len(checked) / mel.sampling_rate)
         # A frame at least.
-        self._features = mel.of_recording(checked if len(checked) >= mel.hop else np.pad(checked, (0, mel.hop - len(checked))))
+        self._features = mel.of_recording(
+            checked if len(checked) >= mel.hop else np.pad(checked, (0, mel.hop - len(checked)))
+        )
         self._position = 0
         """Frames that are transcribed."""
         self._context = model.tokens(prompt)
@@ -186,10 +225,13 @@ class Recording:
         return self._position >= int(self._features.shape[1])
 
     def steps(self) -> Steps:
-        """What to ask. `transcript` grows meanwhile. Raises ToolkitError for a window that fails."""
+        """What to ask. `transcript` grows meanwhile. Raises ToolkitError for a window that
+        fails."""
         yield from self._find_language()
         while not self._is_done:
-            frames = min(self._model.rules.mel.num_frames, int(self._features.shape[1]) - self._position)
+            frames = min(
+                self._model.rules.mel.num_frames, int(self._features.shape[1]) - self._position
+            )
             drawn = yield from self._draw()
             if drawn is None:
                 self._position += frames
@@ -199,17 +241,31 @@ class Recording:
     def _find_language(self) -> Steps:
         names = self._model.languages
         if names and self._language is None:
-            params = SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=list(names), output_kind=RequestOutputKind.FINAL_ONLY)
+            params = SamplingParams(
+                temperature=0,
+                max_tokens=1,
+                allowed_token_ids=list(names),
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
             output = yield self._ask([self._model.rules.start_token_id], params)
             [self._language] = _choice(output).token_ids
         self.transcript.language = None if self._language is None else names[self._language]
 
     def _draw(self) -> Generator[Ask, RequestOutput, _Drawn | None]:
-        """The next window, drawn again at the next temperature while it fails the thresholds. None: nothing is said in it."""
+        """The next window, drawn again at the next temperature while it fails the thresholds. None:
+        nothing is said in it."""
         limits, no_speech, drawn = self._thresholds, None, None
         for temperature in limits.temperatures:
-            params = SamplingParams(temperature=temperature, max_tokens=None, logprobs=0, seed=0, output_kind=RequestOutputKind.FINAL_ONLY)
-            drawn = self._drawn(_choice((yield self._ask(self._decoder_prompt(), params))), temperature)
+            params = SamplingParams(
+                temperature=temperature,
+                max_tokens=None,
+                logprobs=0,
+                seed=0,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            drawn = self._drawn(
+                _choice((yield self._ask(self._decoder_prompt(), params))), temperature
+            )
             is_unsure = drawn.avg_logprob < limits.least_logprob
             if no_speech is None and (is_unsure or self._tells_no_speech):
                 no_speech = yield from self._no_speech_prob()
@@ -222,15 +278,27 @@ class Recording:
 
     def _no_speech_prob(self) -> Generator[Ask, RequestOutput, float]:
         """The probability of the token of silence where the transcript starts."""
-        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY)
-        output = yield self._ask([*self._before(), self._model.rules.start_token_id, self._model.no_speech], params)
+        params = SamplingParams(
+            temperature=0, max_tokens=1, prompt_logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        output = yield self._ask(
+            [*self._before(), self._model.rules.start_token_id, self._model.no_speech], params
+        )
         _choice(output)
         assert output.prompt_logprobs is not None and output.prompt_logprobs[-1] is not None
         return math.exp(output.prompt_logprobs[-1][self._model.no_speech].logprob)
 
     def _ask(self, decoder: list[int], params: SamplingParams) -> Ask:
-        window = self._features[:, self._position : self._position + self._model.rules.mel.num_frames]
-        return Ask({"encoder_prompt": {"features": window}, "decoder_prompt": {"prompt_token_ids": decoder}}, params)
+        window = self._features[
+            :, self._position : self._position + self._model.rules.mel.num_frames
+        ]
+        return Ask(
+            {
+                "encoder_prompt": {"features": window},
+                "decoder_prompt": {"prompt_token_ids": decoder},
+            },
+            params,
+        )
 
     def _decoder_prompt(self) -> list[int]:
         named = [token for token in (self._language, self._task) if token is not None]
@@ -247,10 +315,16 @@ class Recording:
         width = int(math.log2(self._model.vocab_size) / 8) + 1
         told = b"".join(token.to_bytes(width, "little") for token in tokens)
         ratio = len(told) / len(zlib.compress(told))
-        return _Drawn([token for token in tokens if token not in self._model.ends], temperature, logprob, ratio)
+        return _Drawn(
+            [token for token in tokens if token not in self._model.ends],
+            temperature,
+            logprob,
+            ratio,
+        )
 
     def _take(self, drawn: _Drawn, frames: int) -> None:
-        """Adds the segments of a window, and moves on: to the last timestamp of a pair, or to the window's end."""
+        """Adds the segments of a window, and moves on: to the last timestamp of a pair, or to the
+        window's end."""
         first_time = self._model.first_time
         offset, whole = self._position * _FRAME, frames * _FRAME
         pieces, rest = split_at_pairs(drawn.token_ids, first_time)
@@ -258,10 +332,26 @@ class Recording:
             self._context = []
         for piece in pieces:
             times = [(token - first_time) * _STEP for token in piece if token >= first_time]
-            start, end = (times[0], times[-1]) if len(times) > 1 else (times[0] if times else 0.0, whole)
+            start, end = (
+                (times[0], times[-1]) if len(times) > 1 else (times[0] if times else 0.0, whole)
+            )
             text = [token for token in piece if token < first_time]
-            about = (drawn.temperature, drawn.avg_logprob, drawn.compression_ratio, drawn.no_speech_prob)
-            self.transcript.segments.append(Segment(offset + start, offset + end, self._model.text(text), text, self._position, *about))
+            about = (
+                drawn.temperature,
+                drawn.avg_logprob,
+                drawn.compression_ratio,
+                drawn.no_speech_prob,
+            )
+            self.transcript.segments.append(
+                Segment(
+                    offset + start,
+                    offset + end,
+                    self._model.text(text),
+                    text,
+                    self._position,
+                    *about,
+                )
+            )
             if self._uses_context and drawn.temperature < _SURE:
                 self._context += piece
         self._position += round(rest * _STEP / _FRAME) if rest else frames
@@ -271,12 +361,15 @@ def _choice(output: RequestOutput) -> CompletionOutput:
     """Raises ToolkitError where there is none to go on from."""
     [found] = output.outputs
     if output.error is not None or found.finish_reason not in ("stop", "length"):
-        raise ToolkitError(f"a window could not be transcribed: {output.error or found.finish_reason}")
+        raise ToolkitError(
+            f"a window could not be transcribed: {output.error or found.finish_reason}"
+        )
     return found
 
 
 def split_at_pairs(tokens: Sequence[int], first_time: int) -> tuple[list[list[int]], int | None]:
-    """The segments of a window's tokens, cut where two timestamps meet; and the timestamp to go on from, None: the window's end.
+    """The segments of a window's tokens, cut where two timestamps meet; and the timestamp to go on
+    from, None: the window's end.
 
     A window that ends in the middle of a segment is heard again from that segment's beginning.
     """

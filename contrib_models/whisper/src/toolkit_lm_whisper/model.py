@@ -1,4 +1,5 @@
-"""Whisper (Radford et al. 2022): convolutions over log-mel features, a transformer encoder, and a decoder that writes what was said."""
+"""Whisper (Radford et al. 2022): convolutions over log-mel features, a transformer encoder, and a
+decoder that writes what was said."""
 
 from __future__ import annotations
 
@@ -9,7 +10,16 @@ import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ConfigError
 from toolkit_lm.messages import Array, EncoderInput
-from toolkit_lm.model import EncoderDecoderModel, HFConfig, LayerNorm, ParallelLMHead, VocabParallelEmbedding, join, logits_of, torch_dtype
+from toolkit_lm.model import (
+    EncoderDecoderModel,
+    HFConfig,
+    LayerNorm,
+    ParallelLMHead,
+    VocabParallelEmbedding,
+    join,
+    logits_of,
+    torch_dtype,
+)
 from toolkit_lm_encdec.attention import PACKED
 from toolkit_lm_encdec.bart import BartDecoderLayer, BartEncoderLayer, Shape, Style
 from toolkit_lm_encdec.substitutes import with_substitutes
@@ -20,18 +30,24 @@ STYLE = Style(norms_first=True, norms_embeddings=False)
 
 
 class WhisperEncoder(nn.Module):
-    """Features of each recording [num_mels, frames] -> states [E, H], half as many as frames of each."""
+    """Features of each recording [num_mels, frames] -> states [E, H], half as many as frames of
+    each."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config, dtype = HFConfig(vllm_config.hf_config), torch_dtype(vllm_config.model.dtype)
         shape = Shape.read(config, "encoder", STYLE)
         size = shape.heads.hidden_size
-        self.conv1 = nn.Conv1d(config.require("num_mel_bins", int), size, kernel_size=3, padding=1, dtype=dtype)
+        self.conv1 = nn.Conv1d(
+            config.require("num_mel_bins", int), size, kernel_size=3, padding=1, dtype=dtype
+        )
         self.conv2 = nn.Conv1d(size, size, kernel_size=3, stride=2, padding=1, dtype=dtype)
-        self.embed_positions = nn.Embedding(config.require("max_source_positions", int), size, dtype=dtype)
+        self.embed_positions = nn.Embedding(
+            config.require("max_source_positions", int), size, dtype=dtype
+        )
         self.layers = nn.ModuleList(
-            BartEncoderLayer(shape, vllm_config=vllm_config, prefix=join(prefix, f"layers.{i}")) for i in range(shape.num_layers)
+            BartEncoderLayer(shape, vllm_config=vllm_config, prefix=join(prefix, f"layers.{i}"))
+            for i in range(shape.num_layers)
         )
         self.layer_norm = LayerNorm(size, dtype=dtype)
 
@@ -46,7 +62,8 @@ class WhisperEncoder(nn.Module):
 
 
 class WhisperDecoder(nn.Module):
-    """Tokens [T] at positions [T], and encoder states as CrossAttention takes them -> hidden states [T, H]."""
+    """Tokens [T] at positions [T], and encoder states as CrossAttention takes them -> hidden states
+    [T, H]."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
@@ -56,15 +73,24 @@ class WhisperDecoder(nn.Module):
         scale = size**0.5 if config.get("scale_embedding", bool, False) else 1.0
         vocab_size = config.require("vocab_size", int)
         self.embed_tokens = VocabParallelEmbedding(
-            vocab_size, size, scale=scale, vllm_config=vllm_config, prefix=join(prefix, "embed_tokens")
+            vocab_size,
+            size,
+            scale=scale,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "embed_tokens"),
         )
-        self.embed_positions = nn.Embedding(config.require("max_target_positions", int), size, dtype=dtype)
+        self.embed_positions = nn.Embedding(
+            config.require("max_target_positions", int), size, dtype=dtype
+        )
         self.layers = nn.ModuleList(
-            BartDecoderLayer(shape, vllm_config=vllm_config, prefix=join(prefix, f"layers.{i}")) for i in range(shape.num_layers)
+            BartDecoderLayer(shape, vllm_config=vllm_config, prefix=join(prefix, f"layers.{i}"))
+            for i in range(shape.num_layers)
         )
         self.layer_norm = LayerNorm(size, dtype=dtype)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, encoder_hidden_states: Tensor | None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, encoder_hidden_states: Tensor | None
+    ) -> Tensor:
         x = self.embed_tokens(input_ids) + self.embed_positions(positions)
         for layer in self.layers:
             x = layer(x, encoder_hidden_states)
@@ -92,7 +118,10 @@ class WhisperForConditionalGeneration(EncoderDecoderModel):
         self.config = config = HFConfig(vllm_config.hf_config)
         states, longest = config.require("max_source_positions", int), vllm_config.max_encoder_len
         if longest != states:
-            raise ConfigError(f"max_encoder_len is {longest}, but a window of this model has {states} states: leave it out.")
+            raise ConfigError(
+                f"max_encoder_len is {longest}, but a window of this model has {states} states: "
+                "leave it out."
+            )
         self.model = WhisperModel(vllm_config=vllm_config, prefix=join(prefix, "model"))
         self.lm_head = ParallelLMHead(
             config.require("vocab_size", int),
@@ -128,5 +157,11 @@ class WhisperForConditionalGeneration(EncoderDecoderModel):
         none = torch.zeros(self.config.require("d_model", int), device="cpu")
         encoder, decoder = (f"model.{side}.layers" for side in ("encoder", "decoder"))
         names = [f"{encoder}.{i}.self_attn" for i in range(len(self.model.encoder.layers))]
-        names += [f"{decoder}.{i}.{part}" for i in range(len(self.model.decoder.layers)) for part in ("self_attn", "encoder_attn")]
-        return super().load_weights(with_substitutes(weights, {f"{name}.k_proj.bias": none for name in names}))
+        names += [
+            f"{decoder}.{i}.{part}"
+            for i in range(len(self.model.decoder.layers))
+            for part in ("self_attn", "encoder_attn")
+        ]
+        return super().load_weights(
+            with_substitutes(weights, {f"{name}.k_proj.bias": none for name in names})
+        )

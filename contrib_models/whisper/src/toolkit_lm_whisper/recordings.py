@@ -10,11 +10,13 @@ from toolkit_lm_media.audio import open_audio
 from toolkit_lm_media.limits import MediaLimits
 
 LIMITS = MediaLimits(max_bytes=2**32, max_audio_seconds=24 * 3600)
-"""A WAV has no more bytes. Those of an upload are bounded by the server, and what it becomes by the cost of a request."""
+"""A WAV has no more bytes. Those of an upload are bounded by the server, and what it becomes by the
+cost of a request."""
 
 
 def read_recording(path: Path, sampling_rate: int) -> np.ndarray:
-    """Samples [N] float32 of a file, the mean of its channels, `sampling_rate` a second. Raises RequestError, naming the file."""
+    """Samples [N] float32 of a file, the mean of its channels, `sampling_rate` a second. Raises
+    RequestError, naming the file."""
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -49,7 +49,8 @@ class TranslationForm(BaseModel):
     """What was said before, or names that are to be spelled so."""
     response_format: Literal["json", "text", "srt", "vtt", "verbose_json"] = "json"
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
-    """0: a window that repeats itself, or of which the model is unsure, is drawn again at higher ones."""
+    """0: a window that repeats itself, or of which the model is unsure, is drawn again at higher
+    ones."""
     stream: bool = False
     """Events `transcript.text.delta`, window by window, then `transcript.text.done`."""
 
@@ -67,7 +68,9 @@ class TranscriptionForm(TranslationForm):
     """As the model names it: "en". None: it is detected."""
     chunking_strategy: Literal["auto"] | None = None
     """It has no effect: windows follow the timestamps that the model sets."""
-    timestamp_granularities: Annotated[list[Literal["segment"]], Field(alias=_GRANULARITIES, max_length=1)] = []
+    timestamp_granularities: Annotated[
+        list[Literal["segment"]], Field(alias=_GRANULARITIES, max_length=1)
+    ] = []
     """Of verbose_json."""
 
 
@@ -85,13 +88,17 @@ class Transcription(BaseModel):
     usage: Duration
 
 
-_SUCCESS: dict[int | str, dict[str, Any]] = {200: {"model": Transcription, "content": {"text/plain": {}, "text/event-stream": {}}}}
+_SUCCESS: dict[int | str, dict[str, Any]] = {
+    200: {"model": Transcription, "content": {"text/plain": {}, "text/event-stream": {}}}
+}
 
 
 class _Work:
     """A recording on its way, and what it costs."""
 
-    def __init__(self, recording: Recording, segments: AsyncGenerator[list[Segment], None], paid: ExitStack) -> None:
+    def __init__(
+        self, recording: Recording, segments: AsyncGenerator[list[Segment], None], paid: ExitStack
+    ) -> None:
         self.recording = recording
         self.segments = segments
         self._paid = paid
@@ -118,18 +125,32 @@ class Audio:
         except ToolkitError as error:
             raise ApiError(400, str(error), param="model") from error
 
-    async def transcribe(self, form: Annotated[TranscriptionForm, Form(media_type="multipart/form-data")], request: Request) -> Response:
+    async def transcribe(
+        self,
+        form: Annotated[TranscriptionForm, Form(media_type="multipart/form-data")],
+        request: Request,
+    ) -> Response:
         """Transcribes a recording, in the language that is spoken."""
         return await self._answer(form, request, "transcribe", form.language)
 
-    async def translate(self, form: Annotated[TranslationForm, Form(media_type="multipart/form-data")], request: Request) -> Response:
+    async def translate(
+        self,
+        form: Annotated[TranslationForm, Form(media_type="multipart/form-data")],
+        request: Request,
+    ) -> Response:
         """Translates what is said in a recording to English."""
         return await self._answer(form, request, "translate", None)
 
-    async def _answer(self, form: TranslationForm, request: Request, task: str, language: str | None) -> Response:
+    async def _answer(
+        self, form: TranslationForm, request: Request, task: str, language: str | None
+    ) -> Response:
         check_model(cast("AsyncLLM", self._engine), form.model)
         if form.stream and form.response_format not in ("json", "text"):
-            raise ApiError(400, f"stream gives text: response_format {form.response_format!r} cannot be streamed.", param="stream")
+            raise ApiError(
+                400,
+                f"stream gives text: response_format {form.response_format!r} cannot be streamed.",
+                param="stream",
+            )
         work = await self._begin(form, task, language, {"context": request_context(request)})
         if form.stream:
             return EventStream(_events(work), work)
@@ -143,13 +164,24 @@ class Audio:
             return await answer(lambda: verbose(found, task))
         return await answer(lambda: {"text": found.text, "usage": usage(found)})
 
-    async def _begin(self, form: TranslationForm, task: str, language: str | None, options: RequestOptions) -> _Work:
+    async def _begin(
+        self, form: TranslationForm, task: str, language: str | None, options: RequestOptions
+    ) -> _Work:
         """Decodes the file, and computes its features. Raises RequestError, QueueFullError."""
         with ExitStack() as paid:
-            data, name, rate = await form.file.read(), printable(repr(form.file.filename or "the file")), self._transcriber.sampling_rate
-            # A thread may outlive a request that is cancelled: so it holds nothing, and its file is its own.
+            data, name, rate = (
+                await form.file.read(),
+                printable(repr(form.file.filename or "the file")),
+                self._transcriber.sampling_rate,
+            )
+            # A thread may outlive a request that is cancelled: so it holds nothing, and its file is
+            # its own.
             seconds = await asyncio.to_thread(_seconds, data, name)
-            paid.enter_context(self._engine.hold({"seconds of audio": int(seconds * rate * BYTES_PER_SAMPLE)}, options))
+            paid.enter_context(
+                self._engine.hold(
+                    {"seconds of audio": int(seconds * rate * BYTES_PER_SAMPLE)}, options
+                )
+            )
             samples = await asyncio.to_thread(_samples, data, name, rate)
             thresholds = Thresholds(temperatures=(form.temperature,)) if form.temperature else None
             recording = await self._transcriber.begin(
@@ -161,7 +193,9 @@ class Audio:
                 thresholds=thresholds,
                 tells_no_speech=form.response_format == "verbose_json",
             )
-            return _Work(recording, self._transcriber.segments(recording, **options), paid.pop_all())
+            return _Work(
+                recording, self._transcriber.segments(recording, **options), paid.pop_all()
+            )
 
 
 def _seconds(data: bytes, name: str) -> float:
@@ -186,5 +220,14 @@ def add_routes(router: APIRouter, engine: AsyncLLM) -> None:
     if engine.config.hf_config.get("model_type") != "whisper":
         return
     audio = Audio(engine)
-    for path, handler in (("/v1/audio/transcriptions", audio.transcribe), ("/v1/audio/translations", audio.translate)):
-        router.add_api_route(path, handler, methods=["POST"], response_model=None, responses=_SUCCESS | described(404, 429, 504))
+    for path, handler in (
+        ("/v1/audio/transcriptions", audio.transcribe),
+        ("/v1/audio/translations", audio.translate),
+    ):
+        router.add_api_route(
+            path,
+            handler,
+            methods=["POST"],
+            response_model=None,
+            responses=_SUCCESS | described(404, 429, 504),
+        )

@@ -1,4 +1,5 @@
-"""What Whisper makes of prompts: recordings for its encoder, and tokens that name language and task for its decoder. Needs no torch."""
+"""What Whisper makes of prompts: recordings for its encoder, and tokens that name language and task
+for its decoder. Needs no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from toolkit_lm_whisper.languages import code_of
 
 
 class WhisperRules(UsualRules):
-    """The encoder's prompt is {"audio": samples [N], "sampling_rate": hertz}, of one channel and 30 seconds at most.
+    """The encoder's prompt is {"audio": samples [N], "sampling_rate": hertz}, of one channel and 30
+    seconds at most.
 
     Or {"features": [num_mels, frames]}: a window of those of a longer recording.
     """
@@ -28,21 +30,33 @@ class WhisperRules(UsualRules):
     def __init__(self, config: VllmConfig, renderer: Renderer) -> None:
         super().__init__(config, renderer)
         assert config.checkpoint is not None
-        self.mel = LogMel.read(Path(config.checkpoint.path), config.hf_config.get("num_mel_bins", 80))
+        self.mel = LogMel.read(
+            Path(config.checkpoint.path), config.hf_config.get("num_mel_bins", 80)
+        )
 
     def encoder_input(self, prompt: Any, max_tokens: int | None) -> EncoderInput:
         if not isinstance(prompt, Mapping) or not {"audio", "features"} & set(prompt):
             raise RequestError(
-                "Whisper's encoder hears: give {'audio': samples, 'sampling_rate': hertz}. Text is for the decoder_prompt.", "prompt"
+                "Whisper's encoder hears: give {'audio': samples, 'sampling_rate': hertz}. Text "
+                "is for the decoder_prompt.",
+                "prompt",
             )
-        features = self._window(prompt["features"]) if "features" in prompt else self._of_audio(prompt)
-        return EncoderInput(num_tokens=self.config.max_encoder_len, features=Array.of(np.ascontiguousarray(features)))
+        features = (
+            self._window(prompt["features"]) if "features" in prompt else self._of_audio(prompt)
+        )
+        return EncoderInput(
+            num_tokens=self.config.max_encoder_len,
+            features=Array.of(np.ascontiguousarray(features)),
+        )
 
     def _of_audio(self, prompt: Mapping[str, Any]) -> np.ndarray:
-        samples = self.check_samples(prompt["audio"], prompt.get("sampling_rate", self.mel.sampling_rate))
+        samples = self.check_samples(
+            prompt["audio"], prompt.get("sampling_rate", self.mel.sampling_rate)
+        )
         if len(samples) > self.mel.num_samples:
             raise RequestError(
-                f"the audio has {len(samples) / self.mel.sampling_rate:.1f} seconds, and the model hears {self.mel.seconds} at a time: "
+                f"the audio has {len(samples) / self.mel.sampling_rate:.1f} seconds, and the "
+                f"model hears {self.mel.seconds} at a time: "
                 "cut it, or use toolkit_lm_whisper.transcriber.Transcriber.",
                 "audio",
             )
@@ -51,19 +65,30 @@ class WhisperRules(UsualRules):
     def _window(self, given: Any) -> np.ndarray:
         """Features [num_mels, frames], filled up with zeros. Raises RequestError."""
         shape = (self.mel.num_mels, self.mel.num_frames)
-        if not isinstance(given, np.ndarray) or given.ndim != 2 or given.dtype.kind != "f" or not 0 < given.shape[1] <= shape[1]:
-            raise RequestError(f"features must be an array of floats [{shape[0]}, 1 to {shape[1]}].", "features")
+        if (
+            not isinstance(given, np.ndarray)
+            or given.ndim != 2
+            or given.dtype.kind != "f"
+            or not 0 < given.shape[1] <= shape[1]
+        ):
+            raise RequestError(
+                f"features must be an array of floats [{shape[0]}, 1 to {shape[1]}].", "features"
+            )
         if given.shape[0] != shape[0] or not np.isfinite(given).all():
-            raise RequestError(f"features must be {shape[0]} finite numbers for each frame.", "features")
+            raise RequestError(
+                f"features must be {shape[0]} finite numbers for each frame.", "features"
+            )
         window = np.zeros(shape, np.float32)
         window[:, : given.shape[1]] = given
         return window
 
     def check_samples(self, audio: Any, sampling_rate: Any) -> np.ndarray:
-        """[N] float32, between -1 and 1 where they were integers. Raises RequestError, naming the parameter."""
+        """[N] float32, between -1 and 1 where they were integers. Raises RequestError, naming the
+        parameter."""
         if sampling_rate != self.mel.sampling_rate:
             raise RequestError(
-                f"the audio has {sampling_rate} samples a second, and the model hears {self.mel.sampling_rate}: resample it.",
+                f"the audio has {sampling_rate} samples a second, and the model hears "
+                f"{self.mel.sampling_rate}: resample it.",
                 "sampling_rate",
             )
         try:
@@ -72,7 +97,11 @@ class WhisperRules(UsualRules):
             raise RequestError(f"audio must be a list of numbers: {error}", "audio") from None
         if given.ndim != 1 or given.dtype.kind not in "fiu":
             what = f"{given.ndim} axes of {given.dtype}"
-            raise RequestError(f"audio must be an array of numbers with one axis, the samples of one channel, not {what}.", "audio")
+            raise RequestError(
+                "audio must be an array of numbers with one axis, the samples of one channel, "
+                f"not {what}.",
+                "audio",
+            )
         if not given.size:
             raise RequestError("the audio is empty: it needs at least one sample.", "audio")
         samples: np.ndarray = given.astype(np.float32, copy=False)
@@ -83,34 +112,52 @@ class WhisperRules(UsualRules):
         return samples
 
     def default_decoder_prompt(self) -> list[int]:
-        """The start of a transcript: of the language and task that the checkpoint names, else English, transcribed; no timestamps."""
+        """The start of a transcript: of the language and task that the checkpoint names, else
+        English, transcribed; no timestamps."""
         named = self._forced() or self._named()
         no_timestamps = [token for token in self._no_timestamps() if token not in named]
         return [self.start_token_id, *named, *no_timestamps]
 
     def _named(self) -> list[int]:
         """The tokens of language and task."""
-        languages, tasks = self.generation.get("lang_to_id") or {}, self.generation.get("task_to_id") or {}
+        languages, tasks = (
+            self.generation.get("lang_to_id") or {},
+            self.generation.get("task_to_id") or {},
+        )
         if not languages:
             return []
         stated = self.generation.get("language")
         language = languages.get(f"<|{code_of(str(stated or 'en'))}|>")
         if language is None and stated:
-            raise CheckpointError(f"generation_config.json: language {stated!r} is not one of its lang_to_id.")
-        named = [next(iter(languages.values())) if language is None else language, tasks.get(self.generation.get("task") or "transcribe")]
+            raise CheckpointError(
+                f"generation_config.json: language {stated!r} is not one of its lang_to_id."
+            )
+        named = [
+            next(iter(languages.values())) if language is None else language,
+            tasks.get(self.generation.get("task") or "transcribe"),
+        ]
         return [token for token in named if token is not None]
 
     def _forced(self) -> list[int]:
-        """As older checkpoints name them, in `forced_decoder_ids`, where they name neither language nor task."""
-        given = self.generation.get("forced_decoder_ids") or self.config.hf_config.get("forced_decoder_ids")
+        """As older checkpoints name them, in `forced_decoder_ids`, where they name neither language
+        nor task."""
+        given = self.generation.get("forced_decoder_ids") or self.config.hf_config.get(
+            "forced_decoder_ids"
+        )
         if not given or self.generation.get("language") or self.generation.get("task"):
             return []
         try:
             places, tokens = zip(*given, strict=True)
         except (TypeError, ValueError):
             places, tokens = (), ()
-        if not places or any(place != i for i, place in enumerate(places, 1)) or {*map(type, tokens)} - {int, type(None)}:
-            raise CheckpointError(f"forced_decoder_ids must be [[1, TOKEN], [2, TOKEN], ...], not {given!r}.")
+        if (
+            not places
+            or any(place != i for i, place in enumerate(places, 1))
+            or {*map(type, tokens)} - {int, type(None)}
+        ):
+            raise CheckpointError(
+                f"forced_decoder_ids must be [[1, TOKEN], [2, TOKEN], ...], not {given!r}."
+            )
         # None stands for the language, which transformers detects.
         parts = [self._named()[:1] if token is None else [token] for token in tokens]
         return [token for part in parts for token in part]
@@ -118,24 +165,42 @@ class WhisperRules(UsualRules):
     def decoder_prompt(self, token_ids: Sequence[int]) -> list[int]:
         """Text from before the window stands before the start of the transcript."""
         before = self.generation.get("prev_sot_token_id")
-        has_context = before is not None and list(token_ids[:1]) == [before] and self.start_token_id in token_ids
+        has_context = (
+            before is not None
+            and list(token_ids[:1]) == [before]
+            and self.start_token_id in token_ids
+        )
         return list(token_ids) if has_context else super().decoder_prompt(token_ids)
 
     def _no_timestamps(self) -> list[int]:
         token = self.generation.get("no_timestamps_token_id")
         return [] if token is None else [token]
 
-    def logits_processors(self, decoder_prompt: Sequence[int], max_output_tokens: int) -> dict[str, dict[str, Any]]:
-        """Tokens that are never drawn, and those that are not drawn first, as generation_config.json names them; the rules of timestamps.
+    def logits_processors(
+        self, decoder_prompt: Sequence[int], max_output_tokens: int
+    ) -> dict[str, dict[str, Any]]:
+        """Tokens that are never drawn, and those that are not drawn first, as
+        generation_config.json names them; the rules of timestamps.
 
-        These count unless the decoder prompt says that there are none, or asks which language is spoken: it then names none.
+        These count unless the decoder prompt says that there are none, or asks which language is
+        spoken: it then names none.
         """
-        always, begin = (self.generation.get(key) or [] for key in ("suppress_tokens", "begin_suppress_tokens"))
-        found: dict[str, dict[str, Any]] = {"whisper_suppress": {"always": always, "begin": begin}} if always or begin else {}
+        always, begin = (
+            self.generation.get(key) or [] for key in ("suppress_tokens", "begin_suppress_tokens")
+        )
+        found: dict[str, dict[str, Any]] = (
+            {"whisper_suppress": {"always": always, "begin": begin}} if always or begin else {}
+        )
         without = self.generation.get("no_timestamps_token_id")
-        asks_language = self.generation.get("lang_to_id") and decoder_prompt[-1] == self.start_token_id
+        asks_language = (
+            self.generation.get("lang_to_id") and decoder_prompt[-1] == self.start_token_id
+        )
         if without is not None and without not in decoder_prompt and not asks_language:
             end = self.renderer.eos_token_ids[0]
             most_first = self.generation.get("max_initial_timestamp_index")
-            found["whisper_timestamps"] = {"begin": without + 1, "end": end, "most_first": most_first}
+            found["whisper_timestamps"] = {
+                "begin": without + 1,
+                "end": end,
+                "most_first": most_first,
+            }
         return found

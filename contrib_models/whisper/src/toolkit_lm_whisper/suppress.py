@@ -1,4 +1,5 @@
-"""Tokens that Whisper is kept from drawing: those that stand for no speech, and at the beginning a blank and the end."""
+"""Tokens that Whisper is kept from drawing: those that stand for no speech, and at the beginning a
+blank and the end."""
 
 from __future__ import annotations
 
@@ -22,8 +23,13 @@ class Suppress(LogitsProcessor):
         super().__init__(config, device)
         self._rows: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def add(self, row: ProcessorRow, arguments: Mapping[str, Any], state: Mapping[str, float]) -> None:
-        always, begin = (torch.tensor(arguments[name], dtype=torch.int64, device=self.device) for name in ("always", "begin"))
+    def add(
+        self, row: ProcessorRow, arguments: Mapping[str, Any], state: Mapping[str, float]
+    ) -> None:
+        always, begin = (
+            torch.tensor(arguments[name], dtype=torch.int64, device=self.device)
+            for name in ("always", "begin")
+        )
         self._rows[row.key] = always, torch.cat([always, begin])
 
     def remove(self, key: int) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 
 class Timestamps(LogitsProcessor):
-    """`begin`: the token of 0.00 s, after which all others stand; the one before it says that there are none. `end`: that ends a text.
+    """`begin`: the token of 0.00 s, after which all others stand; the one before it says that there
+    are none. `end`: that ends a text.
 
     `most_first`: the latest timestamp that a transcript may begin with; None: any.
     """
@@ -26,7 +27,9 @@ class Timestamps(LogitsProcessor):
         super().__init__(config, device)
         self._rows: dict[int, Mapping[str, Any]] = {}
 
-    def add(self, row: ProcessorRow, arguments: Mapping[str, Any], state: Mapping[str, float]) -> None:
+    def add(
+        self, row: ProcessorRow, arguments: Mapping[str, Any], state: Mapping[str, float]
+    ) -> None:
         self._rows[row.key] = arguments
 
     def remove(self, key: int) -> None:
@@ -37,7 +40,9 @@ class Timestamps(LogitsProcessor):
             self._apply(scores, row.token_ids[row.num_prompt_tokens :], **self._rows[row.key])
         return values
 
-    def _apply(self, scores: Tensor, output: np.ndarray, *, begin: int, end: int, most_first: int | None) -> None:
+    def _apply(
+        self, scores: Tensor, output: np.ndarray, *, begin: int, end: int, most_first: int | None
+    ) -> None:
         scores[begin - 1] = -torch.inf
         if not len(output):
             scores[:begin] = -torch.inf

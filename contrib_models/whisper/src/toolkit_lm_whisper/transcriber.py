@@ -10,14 +10,25 @@ from typing import Any
 from toolkit_lm import LLM
 from toolkit_lm_async_llm import AsyncLLM
 
-from toolkit_lm_whisper.long_form import Ask, LongForm, Recording, Segment, Steps, Thresholds, Transcript
+from toolkit_lm_whisper.long_form import (
+    Ask,
+    LongForm,
+    Recording,
+    Segment,
+    Steps,
+    Thresholds,
+    Transcript,
+)
 
 
 class Transcriber:
     """Several recordings are transcribed side by side, the windows of each one after the other."""
 
-    def __init__(self, llm: LLM, thresholds: Thresholds | None = None, *, uses_context: bool = True) -> None:
-        """`uses_context`: the model reads what was said before each window. Raises ToolkitError where it is no Whisper."""
+    def __init__(
+        self, llm: LLM, thresholds: Thresholds | None = None, *, uses_context: bool = True
+    ) -> None:
+        """`uses_context`: the model reads what was said before each window. Raises ToolkitError
+        where it is no Whisper."""
         self._llm = llm
         self._model = LongForm(llm.config, llm.engine.renderer)
         self._options: dict[str, Any] = {"thresholds": thresholds, "uses_context": uses_context}
@@ -31,9 +42,10 @@ class Transcriber:
         prompt: str = "",
         progress: Callable[[int, float], None] | None = None,
     ) -> list[Transcript]:
-        """`recordings`: samples [N] of one channel, and samples a second. `language`: as "en"; None: detected. `task`: or "translate", to
-        English. `prompt`: what was said before, or names to be spelled so. `progress` is told the index of a recording, and how many
-        seconds of it are done. Raises RequestError.
+        """`recordings`: samples [N] of one channel, and samples a second. `language`: as "en";
+        None: detected. `task`: or "translate", to English. `prompt`: what was said before, or names
+        to be spelled so. `progress` is told the index of a recording, and how many seconds of it
+        are done. Raises RequestError.
         """
         options = {**self._options, "language": language, "task": task, "prompt": prompt}
         works = [Recording(self._model, *one, **options) for one in recordings]
@@ -42,7 +54,9 @@ class Transcriber:
             steps = work.steps()
             going.append((index, steps, next(steps)))
         while going:
-            outputs = self._llm.generate([ask.prompt for *_, ask in going], [ask.params for *_, ask in going], use_tqdm=False)
+            outputs = self._llm.generate(
+                [ask.prompt for *_, ask in going], [ask.params for *_, ask in going], use_tqdm=False
+            )
             left = []
             for (index, steps, _), output in zip(going, outputs, strict=True):
                 with suppress(StopIteration):
@@ -70,15 +84,21 @@ class AsyncTranscriber:
         """`options`: those of Recording. Raises RequestError."""
         return await asyncio.to_thread(Recording, self._model, samples, sampling_rate, **options)
 
-    async def segments(self, recording: Recording, **options: Any) -> AsyncGenerator[list[Segment], None]:
-        """Those of one window after another; `recording.transcript` has them all. `options`: AsyncLLM.generate's.
+    async def segments(
+        self, recording: Recording, **options: Any
+    ) -> AsyncGenerator[list[Segment], None]:
+        """Those of one window after another; `recording.transcript` has them all. `options`:
+        AsyncLLM.generate's.
 
-        Closing it aborts what is under way. Raises as `generate` does, and ToolkitError for a window that fails.
+        Closing it aborts what is under way. Raises as `generate` does, and ToolkitError for a
+        window that fails.
         """
         steps, told = recording.steps(), 0
         ask: Ask | None = next(steps)
         while ask is not None:
-            async with aclosing(self._engine.generate(ask.prompt, ask.params, **options)) as outputs:
+            async with aclosing(
+                self._engine.generate(ask.prompt, ask.params, **options)
+            ) as outputs:
                 [output] = [one async for one in outputs]
             try:
                 ask = steps.send(output)

@@ -10,8 +10,18 @@ from .backend import (
     OffsetBias as OffsetBias,
     PageTensor as PageTensor,
 )
-from .context import Binding as Binding, StepContext as StepContext, current as current, step_context as step_context
-from .kv_cache import KVCacheConfig as KVCacheConfig, KVGroup as KVGroup, KVPool as KVPool, plan_groups as plan_groups
+from .context import (
+    Binding as Binding,
+    StepContext as StepContext,
+    current as current,
+    step_context as step_context,
+)
+from .kv_cache import (
+    KVCacheConfig as KVCacheConfig,
+    KVGroup as KVGroup,
+    KVPool as KVPool,
+    plan_groups as plan_groups,
+)
 from .layer import Attention as Attention, CacheLayer as CacheLayer
 from .selector import Selection as Selection, select_backend as select_backend
 from .spec import (

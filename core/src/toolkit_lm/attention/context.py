@@ -1,6 +1,8 @@
-"""How a layer finds its backend, its cache and the step's metadata: by name, in a context that is per thread.
+"""How a layer finds its backend, its cache and the step's metadata: by name, in a context that is
+per thread.
 
-This is the one thing that is not handed from caller to callee: a model's forward must not carry the engine's data through every layer.
+This is the one thing that is not handed from caller to callee: a model's forward must not carry the
+engine's data through every layer.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ _local = threading.local()
 @contextmanager
 def step_context(context: StepContext) -> Iterator[None]:
     """Makes `context` known to the layers that this thread runs inside. Refuses to nest."""
-    assert getattr(_local, "context", None) is None, "a forward pass runs inside another one on the same thread"
+    assert getattr(_local, "context", None) is None, (
+        "a forward pass runs inside another one on the same thread"
+    )
     _local.context = context
     try:
         yield

@@ -1,9 +1,11 @@
-"""How the layers' caches are laid out: which layers share block tables, and which groups of layers share memory.
+"""How the layers' caches are laid out: which layers share block tables, and which groups of layers
+share memory.
 
-A block id belongs to one sequence in one KV group. Groups whose layers have pages of one size draw their blocks from one pool: what one
-group does not use, another can. A model whose windowed and full layers differ in number is therefore cut into groups of about equal size
-(as in "Jenga", Zhang et al. 2025), unless these would be too many, or leave too much of a block unused. Pages of another size, and
-layers that cannot be cut evenly, have a pool of their own.
+A block id belongs to one sequence in one KV group. Groups whose layers have pages of one size draw
+their blocks from one pool: what one group does not use, another can. A model whose windowed and
+full layers differ in number is therefore cut into groups of about equal size (as in "Jenga", Zhang
+et al. 2025), unless these would be too many, or leave too much of a block unused. Pages of another
+size, and layers that cannot be cut evenly, have a pool of their own.
 """
 
 from __future__ import annotations
@@ -62,32 +64,54 @@ class KVCacheConfig(Struct, frozen=True):
         plain: Any = msgspec.msgpack.decode(message)
         for group in plain["groups"]:
             group["spec"] = msgspec.convert(group["spec"], kinds.load(group["spec"]["kind"]))
-        return cls([KVGroup(**group) for group in plain["groups"]], msgspec.convert(plain["pools"], list[KVPool]))
+        return cls(
+            [KVGroup(**group) for group in plain["groups"]],
+            msgspec.convert(plain["pools"], list[KVPool]),
+        )
 
     def sized(self, num_blocks: Sequence[int], num_host_blocks: Sequence[int]) -> KVCacheConfig:
         """A copy with so many blocks in each pool."""
         sizes = zip(self.pools, num_blocks, num_host_blocks, strict=True)
-        return KVCacheConfig(self.groups, [KVPool(pool.page_bytes, pool.num_pages, *size) for pool, *size in sizes])
+        return KVCacheConfig(
+            self.groups, [KVPool(pool.page_bytes, pool.num_pages, *size) for pool, *size in sizes]
+        )
 
     def of_layers(self, layers: Container[str]) -> KVCacheConfig:
-        """What a worker has of it that runs only these layers. Its groups are the same, so that a plan's block tables fit all workers."""
-        groups = [replace(group, layers=[one for one in group.layers if one in layers]) for group in self.groups]
-        counts = [max(len(group.layers) for group in groups if group.pool == pool) for pool in range(len(self.pools))]
-        return KVCacheConfig(groups, [replace(pool, num_pages=count) for pool, count in zip(self.pools, counts, strict=True)])
+        """What a worker has of it that runs only these layers. Its groups are the same, so that a
+        plan's block tables fit all workers."""
+        groups = [
+            replace(group, layers=[one for one in group.layers if one in layers])
+            for group in self.groups
+        ]
+        counts = [
+            max(len(group.layers) for group in groups if group.pool == pool)
+            for pool in range(len(self.pools))
+        ]
+        return KVCacheConfig(
+            groups,
+            [
+                replace(pool, num_pages=count)
+                for pool, count in zip(self.pools, counts, strict=True)
+            ],
+        )
 
     def max_blocks(self, num_tokens: int, chunk: int, num_encoder_tokens: int = 0) -> list[int]:
-        """Per pool, most blocks that a sequence of `num_tokens` holds at a time when a step computes at most `chunk` of them.
+        """Per pool, most blocks that a sequence of `num_tokens` holds at a time when a step
+        computes at most `chunk` of them.
 
         And those of its encoder sequence.
         """
         counts = [0] * len(self.pools)
         for group in self.groups:
-            counts[group.pool] += group.spec.max_blocks(num_encoder_tokens if group.spec.of_encoder else num_tokens, chunk)
+            counts[group.pool] += group.spec.max_blocks(
+                num_encoder_tokens if group.spec.of_encoder else num_tokens, chunk
+            )
         return counts
 
 
 def plan_groups(specs: Mapping[str, KVCacheSpec], backends: Mapping[str, str]) -> KVCacheConfig:
-    """The KV groups of a model, in the order of their first layers, and their pools without blocks. Both mappings are by layer."""
+    """The KV groups of a model, in the order of their first layers, and their pools without blocks.
+    Both mappings are by layer."""
     alike: dict[tuple[KVCacheSpec, str], list[str]] = {}
     for layer, spec in specs.items():
         alike.setdefault((spec, backends[layer]), []).append(layer)
@@ -107,10 +131,14 @@ def plan_groups(specs: Mapping[str, KVCacheSpec], backends: Mapping[str, str]) -
 
 
 def _group_size(counts: Sequence[int]) -> int | None:
-    """Layers of a group where layers that are alike, so many of each sort, share a pool. None: they are better off apart."""
+    """Layers of a group where layers that are alike, so many of each sort, share a pool. None: they
+    are better off apart."""
     total = sum(counts)
     for size in range(max(counts), 0, -1):
         num_groups = sum(-(-count // size) for count in counts)
-        if num_groups <= max(_MOST_GROUPS, len(counts)) and num_groups * size <= (1 + _MOST_WASTE) * total:
+        if (
+            num_groups <= max(_MOST_GROUPS, len(counts))
+            and num_groups * size <= (1 + _MOST_WASTE) * total
+        ):
             return size
     return None

@@ -1,4 +1,5 @@
-"""The layers that keep something of each sequence. They declare what they need; the runner binds a backend and a cache to them."""
+"""The layers that keep something of each sequence. They declare what they need; the runner binds a
+backend and a cache to them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ from torch import Tensor, nn
 from toolkit_lm.attention.backend import AttentionBias, CacheBackend, LayerParams, OffsetBias
 from toolkit_lm.attention.context import current
 from toolkit_lm.attention.selector import Selection, select_backend
-from toolkit_lm.attention.spec import AttentionSpec, AttentionType, CrossSpec, FullSpec, KVCacheSpec, WindowSpec
+from toolkit_lm.attention.spec import (
+    AttentionSpec,
+    AttentionType,
+    CrossSpec,
+    FullSpec,
+    KVCacheSpec,
+    WindowSpec,
+)
 from toolkit_lm.bypass import Bypassable
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError
@@ -20,8 +28,9 @@ from toolkit_lm.plugin import AttentionBackendRegistry
 class CacheLayer(Bypassable):
     """Base of layers that keep something of each sequence in the KV cache: attention, a recurrence.
 
-    `prefix` is the layer's name in the checkpoint, and its key in the engine. In its forward pass, `current(prefix)` gives the layer its
-    binding and the metadata that its backend built for the step.
+    `prefix` is the layer's name in the checkpoint, and its key in the engine. In its forward pass,
+    `current(prefix)` gives the layer its binding and the metadata that its backend built for the
+    step.
     """
 
     backend: type[CacheBackend]
@@ -41,20 +50,26 @@ class CacheLayer(Bypassable):
         """What this layer asks of an attention backend; None: it is no attention."""
         return None
 
-    def select(self, device: torch.device, registry: AttentionBackendRegistry, wanted: str, *, cached: bool) -> Selection:
-        """The class of its backend, and why. `wanted` is the option `attention_backend`; `cached`: the engine has a cache."""
+    def select(
+        self, device: torch.device, registry: AttentionBackendRegistry, wanted: str, *, cached: bool
+    ) -> Selection:
+        """The class of its backend, and why. `wanted` is the option `attention_backend`; `cached`:
+        the engine has a cache."""
         return Selection(type(self).__name__, self.backend, [], graphs=self.backend.graphs(None))
 
 
 class Attention(CacheLayer):
-    """Attention over the flat batch: q [T, num_heads * head_size], k and v [T, num_kv_heads * head_size] -> as q.
+    """Attention over the flat batch: q [T, num_heads * head_size], k and v [T, num_kv_heads *
+    head_size] -> as q.
 
-    Head counts are this rank's. `scale` multiplies q·k. `bias` and `sinks` [num_heads] are the model's own modules or parameters.
+    Head counts are this rank's. `scale` multiplies q·k. `bias` and `sinks` [num_heads] are the
+    model's own modules or parameters.
     """
 
     params: LayerParams
     seams = frozenset({"kv_cache_spec", "attention_spec", "select"})
-    """What a subclass may override while kernels compute in its place: its binding states what they give."""
+    """What a subclass may override while kernels compute in its place: its binding states what they
+    give."""
 
     def __init__(
         self,
@@ -75,7 +90,10 @@ class Attention(CacheLayer):
         super().__init__(prefix)
         num_kv_heads = num_kv_heads if num_kv_heads is not None else num_heads
         if num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise CheckpointError(f"layer {prefix!r}: {num_heads} query heads cannot share {num_kv_heads} KV heads evenly.")
+            raise CheckpointError(
+                f"layer {prefix!r}: {num_heads} query heads cannot share {num_kv_heads} KV heads "
+                "evenly."
+            )
         self.params = LayerParams(
             name=prefix,
             attention_type=type,
@@ -120,14 +138,25 @@ class Attention(CacheLayer):
         if params.attention_type is AttentionType.ENCODER:
             return None
         kind = CrossSpec if params.attention_type is AttentionType.CROSS else FullSpec
-        shape = {"block_size": self.block_size, "num_kv_heads": params.num_kv_heads, "head_size": params.head_size}
-        return kind(dtype=self.dtype, **shape) if params.window is None else WindowSpec(dtype=self.dtype, window=params.window, **shape)
+        shape = {
+            "block_size": self.block_size,
+            "num_kv_heads": params.num_kv_heads,
+            "head_size": params.head_size,
+        }
+        return (
+            kind(dtype=self.dtype, **shape)
+            if params.window is None
+            else WindowSpec(dtype=self.dtype, window=params.window, **shape)
+        )
 
-    def select(self, device: torch.device, registry: AttentionBackendRegistry, wanted: str, *, cached: bool) -> Selection:
+    def select(
+        self, device: torch.device, registry: AttentionBackendRegistry, wanted: str, *, cached: bool
+    ) -> Selection:
         return select_backend(self.attention_spec(device, cached=cached), registry, wanted)
 
     def forward(self, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
-        """k and v are None where the step brings no keys: cross attention, once the encoder's are cached."""
+        """k and v are None where the step brings no keys: cross attention, once the encoder's are
+        cached."""
         params = self.params
         q = q.view(-1, params.num_heads, params.head_size)
         if k is not None and v is not None:
@@ -142,7 +171,8 @@ class Attention(CacheLayer):
 
 
 def attend(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, layer: str) -> None:
-    """Stores k and v in the cache of the layer of that name, and writes attention to out. The op `toolkit_lm::attention`."""
+    """Stores k and v in the cache of the layer of that name, and writes attention to out. The op
+    `toolkit_lm::attention`."""
     binding, meta = current(layer)
     backend: Any = binding.backend
     if binding.kv_cache is not None and k is not None:

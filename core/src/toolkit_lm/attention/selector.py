@@ -14,7 +14,8 @@ _KINDS = (*AttentionType, "window")
 
 
 class Selection(NamedTuple):
-    """The backend of a layer, and all that were asked, best first, each with its reason to refuse (None: able)."""
+    """The backend of a layer, and all that were asked, best first, each with its reason to refuse
+    (None: able)."""
 
     name: str
     backend: type[CacheBackend]
@@ -25,15 +26,20 @@ class Selection(NamedTuple):
     """Of the layer, as `CacheBackend.graphs` has it."""
 
 
-def select_backend(spec: AttentionSpec, registry: AttentionBackendRegistry, wanted: str = "auto") -> Selection:
-    """The registered backend of highest priority that does not refuse `spec`; or `wanted`, by name, or by names for kinds of layers.
+def select_backend(
+    spec: AttentionSpec, registry: AttentionBackendRegistry, wanted: str = "auto"
+) -> Selection:
+    """The registered backend of highest priority that does not refuse `spec`; or `wanted`, by name,
+    or by names for kinds of layers.
 
-    Raises UnsupportedError when `wanted` refuses (naming those that are able) or when all refuse, ConfigError when it is unknown, and
-    PluginError when it cannot be asked.
+    Raises UnsupportedError when `wanted` refuses (naming those that are able) or when all refuse,
+    ConfigError when it is unknown, and PluginError when it cannot be asked.
     """
     wanted = _wanted_for(spec, wanted)
     what = f"run {spec.type} layer {spec.layer!r} on {spec.device}"
-    name, candidates = registry.choose(what, lambda entry, by_name: registry.ask(entry.key, spec, by_name=by_name), wanted)
+    name, candidates = registry.choose(
+        what, lambda entry, by_name: registry.ask(entry.key, spec, by_name=by_name), wanted
+    )
     entry, backend = registry.get(name), registry.load(name)
     with entry.owner.boundary(f"graphs() of attention backend {name!r}", target=backend):
         graphs = backend.graphs(spec)
@@ -41,13 +47,17 @@ def select_backend(spec: AttentionSpec, registry: AttentionBackendRegistry, want
 
 
 def _wanted_for(spec: AttentionSpec, wanted: str) -> str:
-    """What "decoder=sdpa,encoder=cpu" says of a layer; a name without a kind is for all that are not named."""
+    """What "decoder=sdpa,encoder=cpu" says of a layer; a name without a kind is for all that are
+    not named."""
     kinds = {spec.type.value, "window"} if spec.window is not None else {spec.type.value}
     found = "auto"
     for item in wanted.split(","):
         kind, _, name = item.strip().rpartition("=")
         if kind and kind not in _KINDS:
-            raise ConfigError(f"option 'attention_backend': {kind!r} is not a kind of layer. {nearest(kind, _KINDS)}")
+            raise ConfigError(
+                f"option 'attention_backend': {kind!r} is not a kind of layer. "
+                f"{nearest(kind, _KINDS)}"
+            )
         if kind in kinds or (not kind and found == "auto"):
             found = name
     return found

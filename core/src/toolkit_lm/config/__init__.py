@@ -1,4 +1,5 @@
-"""VllmConfig and its sections. Every option is stated once, here; flags, the YAML file and Python keywords are made from it."""
+"""VllmConfig and its sections. Every option is stated once, here; flags, the YAML file and Python
+keywords are made from it."""
 
 import lazy_loader
 

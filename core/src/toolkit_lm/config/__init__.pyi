@@ -1,4 +1,8 @@
-from .compilation import OPAQUE_OPS as OPAQUE_OPS, CompilationConfig as CompilationConfig, CompilationOptions as CompilationOptions
+from .compilation import (
+    OPAQUE_OPS as OPAQUE_OPS,
+    CompilationConfig as CompilationConfig,
+    CompilationOptions as CompilationOptions,
+)
 from .memory import parse_memory as parse_memory
 from .options import (
     ENV_PREFIX as ENV_PREFIX,

@@ -26,16 +26,26 @@ class CompilationOptions(Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Ops between which the graph is split. They run as they are."""
     compile_sizes: Annotated[tuple[_Number, ...], Meta(max_length=MOST_SIZES)] = ()
     """Numbers of tokens that get code of their own, from level 2."""
-    compile_ranges: Annotated[tuple[tuple[_Number, _Number], ...], Meta(max_length=MOST_RANGES)] = ()
+    compile_ranges: Annotated[
+        tuple[tuple[_Number, _Number], ...], Meta(max_length=MOST_RANGES)
+    ] = ()
     """Bands of them that do, each from its first number to its last, from level 2."""
-    inductor_compile_config: dict[str, bool | int | float | str | None] = field(default_factory=dict)
+    inductor_compile_config: dict[str, bool | int | float | str | None] = field(
+        default_factory=dict
+    )
     """Options of torch._inductor.config, by name."""
-    cudagraph_mode: Literal["none", "piecewise", "full", "full_decode_only", "full_and_piecewise"] = "none"
+    cudagraph_mode: Literal[
+        "none", "piecewise", "full", "full_decode_only", "full_and_piecewise"
+    ] = "none"
     """What is replayed as a CUDA graph: parts between attention, whole passes, or both."""
-    cudagraph_capture_sizes: Annotated[tuple[_Number, ...], Meta(max_length=MOST_SIZES)] | None = None
-    """Numbers of tokens that get a graph. Other steps are padded to the next. None: some up to 512."""
+    cudagraph_capture_sizes: Annotated[tuple[_Number, ...], Meta(max_length=MOST_SIZES)] | None = (
+        None
+    )
+    """Numbers of tokens that get a graph. Other steps are padded to the next. None: some up to
+    512."""
     cudagraph_query_len: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Tokens of each row in decode steps with drafts, which get whole graphs of their own where attention can: 1 and the drafts."""
+    """Tokens of each row in decode steps with drafts, which get whole graphs of their own where
+    attention can: 1 and the drafts."""
     cache_dir: str | None = None
     """The folder of the cache, in place of the user's."""
 
@@ -46,13 +56,18 @@ class CompilationConfig(Struct, frozen=True, kw_only=True):
     optimization_level: Annotated[
         int,
         option(
-            "Compilation of the forward pass. 0: none. 1: for any number of tokens. 2: for the compile_sizes, too. 3: those are tuned.",
+            "Compilation of the forward pass. 0: none. 1: for any number of tokens. 2: for the "
+            "compile_sizes, too. 3: those are tuned.",
             ge=0,
             le=3,
         ),
     ] = 0
     compilation_config: Annotated[
-        str, option("Details of compilation, as JSON or a mapping: '{\"compile_sizes\": [1, 8]}'.", is_json=True)
+        str,
+        option(
+            "Details of compilation, as JSON or a mapping: '{\"compile_sizes\": [1, 8]}'.",
+            is_json=True,
+        ),
     ] = "{}"
     compile_cache: Annotated[bool, option("Keep what is compiled for the next start.")] = True
 
@@ -61,16 +76,20 @@ class CompilationConfig(Struct, frozen=True, kw_only=True):
         for first, last in sorted(self.details.compile_ranges):
             if not end < first <= last:
                 raise ConfigError(
-                    f"option 'compilation_config': compile_ranges: [{first}, {last}] ends before it begins, or meets another."
+                    f"option 'compilation_config': compile_ranges: [{first}, {last}] ends before "
+                    "it begins, or meets another."
                 )
             end = last
 
     @property
     def details(self) -> CompilationOptions:
-        """What `compilation_config` states. Raises ConfigError for JSON that is none, an unknown key or a wrong value."""
+        """What `compilation_config` states. Raises ConfigError for JSON that is none, an unknown
+        key or a wrong value."""
         text = self.compilation_config
         try:
             return msgspec.json.decode(text, type=CompilationOptions)
         except msgspec.MsgspecError as error:
             known = ", ".join(CompilationOptions.__struct_fields__)
-            raise ConfigError(f"option 'compilation_config': {text!r}: {error}. Keys: {known}.") from None
+            raise ConfigError(
+                f"option 'compilation_config': {text!r}: {error}. Keys: {known}."
+            ) from None

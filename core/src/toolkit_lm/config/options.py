@@ -1,12 +1,14 @@
-"""How an option is stated, and how its value is found: flag or keyword, then environment, then default.
+"""How an option is stated, and how its value is found: flag or keyword, then environment, then
+default.
 
 An option is a field of a frozen `msgspec.Struct` section, annotated with `option(help, ...)`:
 
     class CacheConfig(Struct, frozen=True):
         block_size: Annotated[int, option("Tokens per KV cache block.", ge=1)] = 16
 
-Its flag (`--block-size`), environment variable (`TOOLKIT_LM_BLOCK_SIZE`), key in the command line's file (`block_size`) and Python keyword
-are derived from the field's name, so names are unique over all sections.
+Its flag (`--block-size`), environment variable (`TOOLKIT_LM_BLOCK_SIZE`), key in the command line's
+file (`block_size`) and Python keyword are derived from the field's name, so names are unique over
+all sections.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ _SECRETS = ("launch_key",)
 
 @dataclass(frozen=True, slots=True)
 class OptionSpec:
-    """What a field's `Annotated[...]` says of an option: help text and bounds of a number, `gt` exclusive, `ge` and `le` inclusive."""
+    """What a field's `Annotated[...]` says of an option: help text and bounds of a number, `gt`
+    exclusive, `ge` and `le` inclusive."""
 
     help: str
     ge: float | None = None
@@ -46,7 +49,11 @@ class OptionSpec:
     def admits(self, value: float) -> bool:
         """Whether a number is within the bounds."""
         # Written so that NaN, which is never in a range, is refused.
-        return (self.ge is None or value >= self.ge) and (self.gt is None or value > self.gt) and (self.le is None or value <= self.le)
+        return (
+            (self.ge is None or value >= self.ge)
+            and (self.gt is None or value > self.gt)
+            and (self.le is None or value <= self.le)
+        )
 
     @property
     def range(self) -> str:
@@ -66,7 +73,8 @@ def option(
     none: str = "",
     is_json: bool = False,
 ) -> OptionSpec:
-    """States an option: its help text, the bounds of a number, what None stands for, and whether a mapping may stand for its text."""
+    """States an option: its help text, the bounds of a number, what None stands for, and whether a
+    mapping may stand for its text."""
     return OptionSpec(help, ge, gt, le, none, is_json)
 
 
@@ -101,7 +109,11 @@ class Option(NamedTuple):
     def kinds(self) -> tuple[Any, ...]:
         """The types that a value may have: (int, NoneType) for `int | None`."""
         bare = get_args(self.type)[0]
-        return get_args(bare) if get_origin(bare) is types.UnionType or str(get_origin(bare)) == "typing.Union" else (bare,)
+        return (
+            get_args(bare)
+            if get_origin(bare) is types.UnionType or str(get_origin(bare)) == "typing.Union"
+            else (bare,)
+        )
 
     @property
     def is_flag(self) -> bool:
@@ -121,7 +133,11 @@ class Option(NamedTuple):
     def convert(self, value: Any, source: str) -> Any:
         """`value` as this option's type. `source` is named in the error (ConfigError)."""
         try:
-            if isinstance(value, int | float) and not isinstance(value, bool) and {int, float, str} & {*self.kinds} == {str}:
+            if (
+                isinstance(value, int | float)
+                and not isinstance(value, bool)
+                and {int, float, str} & {*self.kinds} == {str}
+            ):
                 # YAML and Python make a number of what a flag gives as text ("0.5").
                 value = str(value)
             if self.spec.is_json and isinstance(value, Mapping):
@@ -130,17 +146,32 @@ class Option(NamedTuple):
                 value = self._from_text(value)
             value = msgspec.convert(value, self.type, strict=False)
         except (msgspec.ValidationError, ValueError) as error:
-            reason = nearest(str(value), self.choices) if self.choices else "It is true or false." if self.is_flag else f"{error}."
-            raise ConfigError(f"{source}: {value!r} is not a value for {self.name!r} ({self.help}) {reason}") from None
+            reason = (
+                nearest(str(value), self.choices)
+                if self.choices
+                else "It is true or false."
+                if self.is_flag
+                else f"{error}."
+            )
+            raise ConfigError(
+                f"{source}: {value!r} is not a value for {self.name!r} ({self.help}) {reason}"
+            ) from None
         if value is not None and not self.spec.admits(value):
-            raise ConfigError(f"{source}: {self.name!r} must be {self.spec.range}, not {value!r} ({self.help})")
+            raise ConfigError(
+                f"{source}: {self.name!r} must be {self.spec.range}, not {value!r} ({self.help})"
+            )
         return value
 
     def _from_text(self, value: str | list[str]) -> Any:
-        # Flags and the environment carry text only: a list is comma-separated, and "none" is None where None is allowed.
+        # Flags and the environment carry text only: a list is comma-separated, and "none" is None
+        # where None is allowed.
         if self.is_mapping:
             # A comma ends an item only where another one begins: values may hold commas themselves.
-            return _nested(re.split(r",(?=\s*[^.=,\s]+\.[^=,\s]+=)", value) if isinstance(value, str) else value)
+            return _nested(
+                re.split(r",(?=\s*[^.=,\s]+\.[^=,\s]+=)", value)
+                if isinstance(value, str)
+                else value
+            )
         assert isinstance(value, str)
         if types.NoneType in self.kinds and value.lower() == "none":
             return None
@@ -169,7 +200,8 @@ def _nested(items: list[str]) -> dict[str, dict[str, str]]:
 
 @cache
 def options_of(section: type[msgspec.Struct]) -> Sequence[Option]:
-    """The options that a section states, in order. Fields without `option(...)` are derived values, not options."""
+    """The options that a section states, in order. Fields without `option(...)` are derived values,
+    not options."""
     hints = get_type_hints(section, include_extras=True)
     found = []
     for field in msgspec.structs.fields(section):
@@ -177,7 +209,9 @@ def options_of(section: type[msgspec.Struct]) -> Sequence[Option]:
         if get_origin(hint) is not Annotated:
             continue
         (spec,) = (m for m in get_args(hint)[1:] if isinstance(m, OptionSpec))
-        default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+        default = (
+            field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+        )
         found.append(Option(field.name, hint, default, spec))
     return tuple(found)
 
@@ -189,10 +223,12 @@ def load_options(
     environ: Mapping[str, str] | None = None,
     foreign: Container[str] = (),
 ) -> dict[str, Any]:
-    """Merges the sources of options: `given` (flags or keywords) over `environ`; defaults are left to the sections.
+    """Merges the sources of options: `given` (flags or keywords) over `environ`; defaults are left
+    to the sections.
 
-    `foreign` names options of other commands, which a shared environment may also hold; it is asked of slips alone. Raises ConfigError for
-    an unknown key in `given`. An unknown `TOOLKIT_LM_*` variable may be another program's: it is a warning where it looks like a slip.
+    `foreign` names options of other commands, which a shared environment may also hold; it is asked
+    of slips alone. Raises ConfigError for an unknown key in `given`. An unknown `TOOLKIT_LM_*`
+    variable may be another program's: it is a warning where it looks like a slip.
     """
     known = {o.name: o for o in options}
     merged: dict[str, Any] = {}
@@ -202,9 +238,17 @@ def load_options(
         key = re.sub(f"^{ENV_PREFIX}", "", variable).lower()
         if key in known:
             merged[key] = known[key].convert(text, f"environment variable {variable}")
-        elif key not in _SECRETS and (similar := difflib.get_close_matches(key, known, n=1, cutoff=0.75)) and key not in foreign:
+        elif (
+            key not in _SECRETS
+            and (similar := difflib.get_close_matches(key, known, n=1, cutoff=0.75))
+            and key not in foreign
+        ):
             # Without a similar name it is somebody else's: another command's, or another program's.
-            warnings.warn(f"environment variable {variable} sets no option. Did you mean {known[similar[0]].env}?", stacklevel=3)
+            warnings.warn(
+                f"environment variable {variable} sets no option. Did you mean "
+                f"{known[similar[0]].env}?",
+                stacklevel=3,
+            )
     for key, value in given.items():
         if key not in known:
             raise ConfigError(f"unknown option {key!r}. {nearest(key, known)}")

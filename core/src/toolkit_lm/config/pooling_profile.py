@@ -1,4 +1,5 @@
-"""What a checkpoint's own files say of pooling, as data: it is read once, and crosses to every process of an engine."""
+"""What a checkpoint's own files say of pooling, as data: it is read once, and crosses to every
+process of an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The three layers of what an engine is for: runner type (at engine start), convert type (at model load), task (per request)."""
+"""The three layers of what an engine is for: runner type (at engine start), convert type (at model
+load), task (per request)."""
 
 from __future__ import annotations
 
@@ -10,8 +11,12 @@ Task = Literal["generate", "embed", "token_embed", "classify", "token_classify",
 
 POOLING_TASKS: tuple[PoolingTask, ...] = get_args(PoolingTask)
 
-CONVERT_TASKS: dict[str, tuple[PoolingTask, ...]] = {"embed": ("embed", "token_embed"), "classify": ("classify", "score", "token_classify")}
-"""What a model of each convert type serves. A native reward model serves what its own pooler says."""
+CONVERT_TASKS: dict[str, tuple[PoolingTask, ...]] = {
+    "embed": ("embed", "token_embed"),
+    "classify": ("classify", "score", "token_classify"),
+}
+"""What a model of each convert type serves. A native reward model serves what its own pooler
+says."""
 
 _BY_SUFFIX: tuple[tuple[str, RunnerType, str], ...] = (
     ("ForCausalLM", "generate", "none"),
@@ -41,8 +46,11 @@ def way_to_serve(task: PoolingTask) -> str:
 
 
 def default_runner(architecture: str) -> tuple[RunnerType, str]:
-    """The runner type, and the convert type of a pooling runner, that an architecture's name stands for: `auto`'s table."""
+    """The runner type, and the convert type of a pooling runner, that an architecture's name stands
+    for: `auto`'s table."""
     for suffix, runner, convert in _BY_SUFFIX:
-        if architecture.endswith(suffix) and (suffix != "Classification" or "For" in architecture.removesuffix(suffix)):
+        if architecture.endswith(suffix) and (
+            suffix != "Classification" or "For" in architecture.removesuffix(suffix)
+        ):
             return runner, convert
     return "generate", "none"

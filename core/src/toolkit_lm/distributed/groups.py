@@ -12,9 +12,11 @@ from toolkit_lm.config import ParallelConfig
 
 
 class Group:
-    """Some ranks that exchange tensors, as one of them sees it. All of them make the same calls in the same order.
+    """Some ranks that exchange tensors, as one of them sees it. All of them make the same calls in
+    the same order.
 
-    This one is the group of a single rank. An executor of several workers brings a subclass, which overrides all.
+    This one is the group of a single rank. An executor of several workers brings a subclass, which
+    overrides all.
     """
 
     rank: int = 0
@@ -22,7 +24,8 @@ class Group:
     size: int = 1
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, the same to the last bit on each; it may be written into `tensor`."""
+        """The sum over all ranks, the same to the last bit on each; it may be written into
+        `tensor`."""
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
@@ -34,7 +37,8 @@ class Group:
         raise NotImplementedError(f"{type(self).__name__} has no rank {rank} to send to")
 
     def recv(self, rank: int) -> dict[str, Tensor]:
-        """What another rank of the group has sent; waits for it. What a rank sends comes in order."""
+        """What another rank of the group has sent; waits for it. What a rank sends comes in
+        order."""
         raise NotImplementedError(f"{type(self).__name__} has no rank {rank} to receive from")
 
 
@@ -62,7 +66,8 @@ def tensor_parallel_group(parallel: ParallelConfig) -> Group:
 
 
 def pipeline_parallel_group(parallel: ParallelConfig) -> Group:
-    """The ranks that own the other slices of the layers. A single rank needs no `parallel_groups`."""
+    """The ranks that own the other slices of the layers. A single rank needs no
+    `parallel_groups`."""
     return _group("pipeline", parallel.pipeline_parallel_size)
 
 
@@ -70,7 +75,12 @@ def _group(kind: str, size: int) -> Group:
     if size == 1:
         return _ALONE
     groups: dict[str, Group] | None = getattr(_local, "groups", None)
-    assert groups is not None, f"a model over {size} {kind} parallel ranks runs outside toolkit_lm.distributed.parallel_groups"
+    assert groups is not None, (
+        f"a model over {size} {kind} parallel ranks runs outside "
+        "toolkit_lm.distributed.parallel_groups"
+    )
     group = groups[kind]
-    assert group.size == size, f"the {kind} parallel group has {group.size} ranks, and a model was made for {size}"
+    assert group.size == size, (
+        f"the {kind} parallel group has {group.size} ranks, and a model was made for {size}"
+    )
     return group

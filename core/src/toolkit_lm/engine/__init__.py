@@ -1,6 +1,7 @@
 """The engine: the loop over tokens, and how a front reaches it.
 
-The names are resolved when they are used: a front whose engine runs in another process needs no torch.
+The names are resolved when they are used: a front whose engine runs in another process needs no
+torch.
 """
 
 import lazy_loader

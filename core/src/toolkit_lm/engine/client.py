@@ -1,4 +1,5 @@
-"""The engine client contract: how a front, which knows texts, reaches an engine, which knows tokens."""
+"""The engine client contract: how a front, which knows texts, reaches an engine, which knows
+tokens."""
 
 from __future__ import annotations
 
@@ -47,9 +48,10 @@ class EngineState(NamedTuple):
 class EngineClient(ABC):
     """One engine, in this process or in another; or several, which share the requests.
 
-    Used from one thread at a time, but for `phase`, `engines`, `fork_error`, `wake` and `dump_stacks`.
-    `add` and `finish` never wait for the engine. Every method but `finish` and `shutdown` raises EngineDeadError once the engine has died.
-    Those that callers begin with, `wait_ready`, `add`, `reset_prefix_cache` and `poll_outputs`, do so in a fork as well.
+    Used from one thread at a time, but for `phase`, `engines`, `fork_error`, `wake` and
+    `dump_stacks`. `add` and `finish` never wait for the engine. Every method but `finish` and
+    `shutdown` raises EngineDeadError once the engine has died. Those that callers begin with,
+    `wait_ready`, `add`, `reset_prefix_cache` and `poll_outputs`, do so in a fork as well.
     """
 
     phase: str = ""
@@ -57,7 +59,8 @@ class EngineClient(ABC):
     engines: Sequence[EngineState] = ()
     """Of a client of several engines, each of them."""
     fork_error: EngineDeadError | None = None
-    """Set in a fork of the process that made the engine: no thread and no socket of it works there."""
+    """Set in a fork of the process that made the engine: no thread and no socket of it works
+    there."""
 
     def __init__(self, config: VllmConfig) -> None:
         os.register_at_fork(after_in_child=partial(_refuse_in_fork, weakref.ref(self), os.getpid()))
@@ -66,7 +69,8 @@ class EngineClient(ABC):
 
     @abstractmethod
     def wait_ready(self, timeout: float | None = None) -> EngineInfo | None:
-        """Waits until the engine has loaded and warmed up. None when a `wake` or `timeout` seconds came first.
+        """Waits until the engine has loaded and warmed up. None when a `wake` or `timeout` seconds
+        came first.
 
         Raises what kept it from starting: ToolkitError, with the root cause.
         """
@@ -78,11 +82,15 @@ class EngineClient(ABC):
 
     @abstractmethod
     def add(self, requests: Sequence[EngineRequest]) -> None:
-        """Queues requests, which the front has checked: all of them, or none where it raises RequestError."""
+        """Queues requests, which the front has checked: all of them, or none where it raises
+        RequestError."""
 
     @abstractmethod
-    def finish(self, request_id: str, reason: FinishReason = "abort", index: int | None = None) -> None:
-        """Ends a request, or one of its sequences, from outside. Unknown or ended ones are no error. No output follows."""
+    def finish(
+        self, request_id: str, reason: FinishReason = "abort", index: int | None = None
+    ) -> None:
+        """Ends a request, or one of its sequences, from outside. Unknown or ended ones are no
+        error. No output follows."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> None:
@@ -90,7 +98,8 @@ class EngineClient(ABC):
 
     @abstractmethod
     def step(self, timeout: float | None = None) -> EngineOutputs:
-        """In this process: computes a step, if there is work. Else waits for what comes, a `wake`, or `timeout` seconds."""
+        """In this process: computes a step, if there is work. Else waits for what comes, a `wake`,
+        or `timeout` seconds."""
 
     @abstractmethod
     def poll_outputs(self) -> EngineOutputs:
@@ -98,11 +107,13 @@ class EngineClient(ABC):
 
     @abstractmethod
     def wake(self) -> None:
-        """Lets a `step` or `wait_ready` that waits return, or else the next one. From any thread, and from a finalizer."""
+        """Lets a `step` or `wait_ready` that waits return, or else the next one. From any thread,
+        and from a finalizer."""
 
     @abstractmethod
     def dump_stacks(self) -> None:
-        """Writes what each of the engine's threads is doing to its standard error. From any thread."""
+        """Writes what each of the engine's threads is doing to its standard error. From any
+        thread."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -113,7 +124,8 @@ def _refuse_in_fork(reference: weakref.ref[EngineClient], pid: int) -> None:
     if (client := reference()) is None:
         return
     error = client.fork_error = EngineDeadError(
-        f"the engine was made in process {pid} before os.fork(), and cannot be used in its child {os.getpid()}. Make the engine in the "
+        f"the engine was made in process {pid} before os.fork(), and cannot be used in its child "
+        f"{os.getpid()}. Make the engine in the "
         "child, or start the child with the spawn method: multiprocessing.get_context('spawn')."
     )
 

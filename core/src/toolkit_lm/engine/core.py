@@ -47,7 +47,8 @@ class EngineCore:
         listening: bool = True,
         on_phase: Callable[[str], object] = lambda name: None,
     ) -> None:
-        """Loads the model and warms it up. `listening`: somebody wants the events. `on_phase` is told what begins."""
+        """Loads the model and warms it up. `listening`: somebody wants the events. `on_phase` is
+        told what begins."""
         self.config = config
         self.executor = executor
         self.listening = listening
@@ -73,8 +74,12 @@ class EngineCore:
             on_phase("warming up")
             executor.warm_up()
             self.pooling = executor.pooling_rules()
-        whole_items = config.checkpoint is not None and plugins.models.computes_items_whole(config.checkpoint.architecture)
-        self.scheduler = Scheduler(config, self.kv_cache, policy, plugins.fingerprint().digest, whole_items=whole_items)
+        whole_items = config.checkpoint is not None and plugins.models.computes_items_whole(
+            config.checkpoint.architecture
+        )
+        self.scheduler = Scheduler(
+            config, self.kv_cache, policy, plugins.fingerprint().digest, whole_items=whole_items
+        )
 
     def _plan_kv_cache(self, ranks: Sequence[Mapping[str, KVCacheSpec]]) -> KVCacheConfig:
         """Groups, pools and their blocks. Raises CapacityError."""
@@ -82,8 +87,12 @@ class EngineCore:
         planned = plan_groups(specs, self.executor.backends())
         # A rank has pages for its own layers only: that of the most layers counts.
         of_ranks = zip(*(planned.of_layers(one).pools for one in ranks), strict=True)
-        widest = KVCacheConfig(planned.groups, [max(pools, key=lambda pool: pool.num_pages) for pools in of_ranks])
-        return size_kv_cache(widest, self.config, self.executor.free_memory(), self.executor.free_host_memory())
+        widest = KVCacheConfig(
+            planned.groups, [max(pools, key=lambda pool: pool.num_pages) for pools in of_ranks]
+        )
+        return size_kv_cache(
+            widest, self.config, self.executor.free_memory(), self.executor.free_host_memory()
+        )
 
     def add_request(self, request: EngineRequest) -> None:
         """Queues a request. Raises RequestError."""
@@ -92,11 +101,18 @@ class EngineCore:
         except ToolkitError:
             raise
         except Exception as error:
-            raise RequestError(self._policy_owner.failure(error, f"scheduling policy {self.config.scheduler.policy!r}")) from error
+            raise RequestError(
+                self._policy_owner.failure(
+                    error, f"scheduling policy {self.config.scheduler.policy!r}"
+                )
+            ) from error
         self._drain_scheduler()
 
-    def finish(self, request_id: str, reason: FinishReason = "abort", index: int | None = None) -> None:
-        """Ends a request, or one of its sequences, from outside. Its blocks are free at once. No output follows."""
+    def finish(
+        self, request_id: str, reason: FinishReason = "abort", index: int | None = None
+    ) -> None:
+        """Ends a request, or one of its sequences, from outside. Its blocks are free at once. No
+        output follows."""
         self.scheduler.finish(request_id, reason, index)
         self._drain_scheduler()
 
@@ -109,10 +125,12 @@ class EngineCore:
         return bool(self.scheduler.roster.requests)
 
     def step(self) -> EngineOutputs:
-        """Takes in the next step's results; meanwhile the one after it is computed, where that is faster. Call it while `has_unfinished`.
+        """Takes in the next step's results; meanwhile the one after it is computed, where that is
+        faster. Call it while `has_unfinished`.
 
-        A step that fails is computed again request by request: the one that fails again, alone, ends with an error, the others go on.
-        Raises EngineDeadError when nothing can be computed any more.
+        A step that fails is computed again request by request: the one that fails again, alone,
+        ends with an error, the others go on. Raises EngineDeadError when nothing can be computed
+        any more.
         """
         idle = False
         try:
@@ -137,7 +155,12 @@ class EngineCore:
     def poll_outputs(self) -> EngineOutputs:
         """What came since the last call."""
         self._drain_scheduler()
-        outputs = EngineOutputs(time=time.monotonic(), outputs=self._outputs, admitted=self._admitted, events=self._events)
+        outputs = EngineOutputs(
+            time=time.monotonic(),
+            outputs=self._outputs,
+            admitted=self._admitted,
+            events=self._events,
+        )
         self._outputs, self._admitted, self._events = [], [], []
         return outputs
 
@@ -146,7 +169,9 @@ class EngineCore:
 
     def _launch(self) -> None:
         """Plans and starts steps, as many as may be on their way."""
-        while len(self._in_flight) < (1 if self.scheduler.quarantine.quarantined else self.executor.max_in_flight):
+        while len(self._in_flight) < (
+            1 if self.scheduler.quarantine.quarantined else self.executor.max_in_flight
+        ):
             start = time.monotonic()
             plan = self.scheduler.schedule()
             if plan is None:
@@ -183,11 +208,14 @@ class EngineCore:
         self._failures = 0
 
     def _recover(self, error: Exception) -> None:
-        """After a failed step: finds the request that it is to blame for, or lets the engine die."""
+        """After a failed step: finds the request that it is to blame for, or lets the engine
+        die."""
         what = self._failure_of(error)
         alone = bool(self.scheduler.quarantine.quarantined)
         self._log_failure(what, error, alone)
-        requests = self.scheduler.roster.requests_in(self._in_flight[0].plan) if self._in_flight else []
+        requests = (
+            self.scheduler.roster.requests_in(self._in_flight[0].plan) if self._in_flight else []
+        )
         self._reset_after_failure()
         if alone and requests:
             (culprit,) = requests
@@ -196,7 +224,9 @@ class EngineCore:
                 self.executor.execute(self.scheduler.drop_plan()).result()
                 self.executor.warm_up()
             except Exception:
-                raise EngineDeadError(f"the engine cannot compute anything any more: {what}") from error
+                raise EngineDeadError(
+                    f"the engine cannot compute anything any more: {what}"
+                ) from error
             self._failures = 0
             return
         self._failures += 1
@@ -205,7 +235,8 @@ class EngineCore:
         self.scheduler.quarantine.isolate(requests)
 
     def _log_failure(self, what: str, error: Exception, alone: bool) -> None:
-        """With its traceback, unless the step whose requests are computed alone has failed in the same place before."""
+        """With its traceback, unless the step whose requests are computed alone has failed in the
+        same place before."""
         frames = traceback.extract_tb(error.__traceback__)[-1:]
         place = (type(error).__name__, *(f"{frame.filename}:{frame.lineno}" for frame in frames))
         if not alone:
@@ -214,7 +245,8 @@ class EngineCore:
         self._logged.add(place)
 
     def _reset_after_failure(self) -> None:
-        """Nothing that the runner holds can be relied on: all requests are computed again from their tokens."""
+        """Nothing that the runner holds can be relied on: all requests are computed again from
+        their tokens."""
         steps, self._in_flight = self._in_flight, deque()
         self.scheduler.reset_after_failure([step.plan for step in steps])
         # What runs already cannot be stopped; its result counts no more.

@@ -1,6 +1,8 @@
-"""The data of media, which a front sends once: the front's mirror of what the engine holds, and the engine's side of it.
+"""The data of media, which a front sends once: the front's mirror of what the engine holds, and the
+engine's side of it.
 
-The front decides. Each of its messages says what the engine is to forget, so that both agree whenever a message has arrived.
+The front decides. Each of its messages says what the engine is to forget, so that both agree
+whenever a message has arrived.
 """
 
 from __future__ import annotations
@@ -24,14 +26,17 @@ _OVERHEAD = 1024
 
 
 class FeatureMirror:
-    """A front's side: which items the engine holds for it, the longest unused first. It has none of the data.
+    """A front's side: which items the engine holds for it, the longest unused first. It has none of
+    the data.
 
-    A FeatureLookup: `get` and `held_keys` may be called from any thread, all else from the one that sends. The order of use changes only
-    when something is sent: else a request without an item's data could overtake the one that brings it.
+    A FeatureLookup: `get` and `held_keys` may be called from any thread, all else from the one that
+    sends. The order of use changes only when something is sent: else a request without an item's
+    data could overtake the one that brings it.
     """
 
     def __init__(self, budget: int) -> None:
-        """`budget`: bytes that the engine may hold. What is pinned may exceed it for a while. 0: nothing is held."""
+        """`budget`: bytes that the engine may hold. What is pinned may exceed it for a while. 0:
+        nothing is held."""
         self.budget = budget
         self.num_bytes = 0
         self._held: OrderedDict[str, HeldFeature] = OrderedDict()
@@ -55,7 +60,8 @@ class FeatureMirror:
             return held
 
     def held_keys(self, limit: int) -> list[str]:
-        """The identifiers used last, the newest first. None in a rendering with a salt, where items have other ones."""
+        """The identifiers used last, the newest first. None in a rendering with a salt, where items
+        have other ones."""
         if (rendering := CURRENT.get()) is not None and rendering.salt:
             return []
         with self._lock:
@@ -63,21 +69,31 @@ class FeatureMirror:
 
     def lacks(self, request: EngineRequest) -> bool:
         """It relies on data that the engine does not hold: it was rendered for another engine."""
-        return any(one.data is None and one.mm_identifier not in self._held for one in request.features)
+        return any(
+            one.data is None and one.mm_identifier not in self._held for one in request.features
+        )
 
     @contextmanager
-    def sending(self, requests: Sequence[EngineRequest]) -> Iterator[tuple[list[EngineRequest], list[str]]]:
+    def sending(
+        self, requests: Sequence[EngineRequest]
+    ) -> Iterator[tuple[list[EngineRequest], list[str]]]:
         """Gives what is sent in place of requests, and what the engine forgets after it.
 
-        After the block it counts as sent, and `requests` keep no data; but not after an error. Raises RequestError, which changes nothing.
+        After the block it counts as sent, and `requests` keep no data; but not after an error.
+        Raises RequestError, which changes nothing.
         """
         with self._lock:
             self._unpin()
             used: dict[str, HeldFeature] = {}
             evicted = dict.fromkeys(self._forgotten)
-            sent = [replace(one, features=self._sent(one, used, evicted)) if one.features else one for one in requests]
+            sent = [
+                replace(one, features=self._sent(one, used, evicted)) if one.features else one
+                for one in requests
+            ]
             evicted = {name: None for name in evicted if name not in used}
-            size = self.num_bytes + sum(one.num_bytes for name, one in used.items() if name not in self._held)
+            size = self.num_bytes + sum(
+                one.num_bytes for name, one in used.items() if name not in self._held
+            )
             for name in chain((one for one in self._held if one not in used), used):
                 if size <= self.budget:
                     break
@@ -96,21 +112,34 @@ class FeatureMirror:
             if request.features:
                 request.features = [replace(one, data=None) for one in request.features]
 
-    def _sent(self, request: EngineRequest, used: dict[str, HeldFeature], evicted: dict[str, None]) -> list[MultiModalFeatureSpec]:
-        """A request's features, without the data that the engine holds. Adds to what is used, and to what is not to be kept."""
+    def _sent(
+        self, request: EngineRequest, used: dict[str, HeldFeature], evicted: dict[str, None]
+    ) -> list[MultiModalFeatureSpec]:
+        """A request's features, without the data that the engine holds. Adds to what is used, and
+        to what is not to be kept."""
         features = []
         for number, feature in enumerate(request.features, 1):
             name, place = feature.mm_identifier, feature.mm_position
             size = _OVERHEAD + (_num_bytes(feature.data) if feature.data is not None else 0)
-            found = HeldFeature(request.prompt_token_ids[place.offset : place.end], place.mask, feature.layout, size)
+            found = HeldFeature(
+                request.prompt_token_ids[place.offset : place.end], place.mask, feature.layout, size
+            )
             held = used.pop(name, None) or self._held.get(name)
             if held is not None:
                 if held[:3] != found[:3]:
-                    raise RequestError(f"item {number}, {feature.modality}, has the identifier {name!r} of another item.", "prompt")
+                    raise RequestError(
+                        f"item {number}, {feature.modality}, has the identifier {name!r} of "
+                        "another item.",
+                        "prompt",
+                    )
                 used[name] = held
                 feature = replace(feature, data=None)
             elif feature.data is None:
-                raise RequestError(f"item {number}, {feature.modality}: the engine does not hold the data of {name!r}.", "prompt")
+                raise RequestError(
+                    f"item {number}, {feature.modality}: the engine does not hold the data of "
+                    f"{name!r}.",
+                    "prompt",
+                )
             elif size <= self.budget:
                 used[name] = found
             else:
@@ -135,14 +164,18 @@ class FeatureMirror:
 
 
 class EngineFeatures:
-    """The engine's side: the data of what its fronts' mirrors name. An item is there as long as one of them does."""
+    """The engine's side: the data of what its fronts' mirrors name. An item is there as long as one
+    of them does."""
 
     def __init__(self) -> None:
         self._data: dict[str, dict[str, Array]] = {}
         self._fronts: dict[int, set[str]] = {}
 
-    def take_in(self, front: int, requests: Iterable[EngineRequest], evicted: Iterable[str]) -> dict[str, list[str]]:
-        """Gives the features of a message's requests their data. Returns what they lack: identifiers by request, to be sent again."""
+    def take_in(
+        self, front: int, requests: Iterable[EngineRequest], evicted: Iterable[str]
+    ) -> dict[str, list[str]]:
+        """Gives the features of a message's requests their data. Returns what they lack:
+        identifiers by request, to be sent again."""
         names = self._fronts.setdefault(front, set())
         missing: dict[str, list[str]] = {}
         for request in requests:
@@ -155,7 +188,9 @@ class EngineFeatures:
                 elif name not in names:
                     missing.setdefault(request.request_id, []).append(name)
             if request.features:
-                request.features = [replace(one, data=self._data.get(one.mm_identifier)) for one in request.features]
+                request.features = [
+                    replace(one, data=self._data.get(one.mm_identifier)) for one in request.features
+                ]
         self._forget(names, evicted)
         return missing
 
@@ -178,6 +213,8 @@ def _alone(data: dict[str, Array]) -> dict[str, Array]:
     """Copies data that would keep a message of more than twice its size in memory."""
     size = _num_bytes(data)
     return {
-        name: array if memoryview(array.data.obj).nbytes <= 2 * size else replace(array, data=memoryview(bytes(array.data)))
+        name: array
+        if memoryview(array.data.obj).nbytes <= 2 * size
+        else replace(array, data=memoryview(bytes(array.data)))
         for name, array in data.items()
     }

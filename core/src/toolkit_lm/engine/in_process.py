@@ -18,14 +18,19 @@ from toolkit_lm.plugin import Plugins
 
 
 class InProcessClient(EngineClient):
-    """Calls EngineCore. It sets neither thread counts nor CPU affinity nor signal handlers of its host app."""
+    """Calls EngineCore. It sets neither thread counts nor CPU affinity nor signal handlers of its
+    host app."""
 
     def __init__(self, config: VllmConfig, plugins: Plugins) -> None:
         """Loads the model. `config` is resolved, `resolve_device` included."""
         super().__init__(config)
         self._features = EngineFeatures()
-        self.core = EngineCore(config, plugins, make_executor(config, plugins), listening=plugins.has_event_listeners)
-        self._info = EngineInfo(config=config, kv_cache=self.core.kv_cache, pooling=self.core.pooling)
+        self.core = EngineCore(
+            config, plugins, make_executor(config, plugins), listening=plugins.has_event_listeners
+        )
+        self._info = EngineInfo(
+            config=config, kv_cache=self.core.kv_cache, pooling=self.core.pooling
+        )
         self._wakes: SimpleQueue[None] = SimpleQueue()
 
     def wait_ready(self, timeout: float | None = None) -> EngineInfo:
@@ -50,7 +55,9 @@ class InProcessClient(EngineClient):
                 self.core.finish(request_id)
             raise
 
-    def finish(self, request_id: str, reason: FinishReason = "abort", index: int | None = None) -> None:
+    def finish(
+        self, request_id: str, reason: FinishReason = "abort", index: int | None = None
+    ) -> None:
         self.core.finish(request_id, reason, index)
 
     def reset_prefix_cache(self) -> None:

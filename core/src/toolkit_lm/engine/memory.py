@@ -8,7 +8,8 @@ from toolkit_lm.attention import KVCacheConfig
 from toolkit_lm.config import CacheConfig, VllmConfig, parse_memory
 from toolkit_lm.errors import CapacityError
 
-# What `auto` takes: of a GPU nearly all that is free; of a host, which others use too, a quarter and no more than this.
+# What `auto` takes: of a GPU nearly all that is free; of a host, which others use too, a quarter
+# and no more than this.
 _AUTO_GPU_FRACTION = 0.9
 _AUTO_HOST_FRACTION = 0.25
 _AUTO_HOST_BYTES = 4 * 2**30
@@ -16,7 +17,8 @@ _AUTO_HOST_BYTES = 4 * 2**30
 _CACHED_SEQUENCES = 64
 """Of max_model_len: for how many the cache has room at least, where there is memory."""
 _USUAL_TOKENS = 1024
-"""Of a sequence: where there are several pools, they run full together when sequences are of this length."""
+"""Of a sequence: where there are several pools, they run full together when sequences are of this
+length."""
 
 
 def kv_cache_bytes(config: CacheConfig, device: str, free: int) -> int:
@@ -30,44 +32,70 @@ def kv_cache_bytes(config: CacheConfig, device: str, free: int) -> int:
 
 
 def host_bytes(config: CacheConfig, free: int) -> int:
-    """Bytes for the pool that requests are swapped to, as `swap_memory` says, of a host with `free` bytes to spare."""
+    """Bytes for the pool that requests are swapped to, as `swap_memory` says, of a host with `free`
+    bytes to spare."""
     if config.swap_memory is None:
         return 0
     amount = parse_memory(config.swap_memory)
     wanted = int(free * amount) if isinstance(amount, float) else amount
     if wanted > free:
-        raise CapacityError(f"swap_memory is {wanted / 2**20:.0f} MiB, but the host has {max(free, 0) / 2**20:.0f} MiB free.")
+        raise CapacityError(
+            f"swap_memory is {wanted / 2**20:.0f} MiB, but the host has "
+            f"{max(free, 0) / 2**20:.0f} MiB free."
+        )
     return wanted
 
 
-def size_kv_cache(kv_cache: KVCacheConfig, config: VllmConfig, free: int, free_on_host: int) -> KVCacheConfig:
-    """`kv_cache` with as many blocks as its options give it, of a device and a host with so many bytes to spare.
+def size_kv_cache(
+    kv_cache: KVCacheConfig, config: VllmConfig, free: int, free_on_host: int
+) -> KVCacheConfig:
+    """`kv_cache` with as many blocks as its options give it, of a device and a host with so many
+    bytes to spare.
 
-    `num_kv_blocks` are those of the pool of which a long sequence holds the most: the other pools hold as many sequences as these do.
+    `num_kv_blocks` are those of the pool of which a long sequence holds the most: the other pools
+    hold as many sequences as these do.
 
     Engines that share the requests share the host too.
 
-    Raises CapacityError when they are not there, or a single sequence of max_model_len does not fit in them.
+    Raises CapacityError when they are not there, or a single sequence of max_model_len does not fit
+    in them.
     """
-    cache, length, chunk, device = config.cache, config.max_model_len, config.scheduler.token_budget, config.device.device
+    cache, length, chunk, device = (
+        config.cache,
+        config.max_model_len,
+        config.scheduler.token_budget,
+        config.device.device,
+    )
     each = [pool.block_bytes for pool in kv_cache.pools]
     encoded = config.max_encoder_len
     least = kv_cache.max_blocks(length, chunk, encoded)
     usual = kv_cache.max_blocks(min(length, _USUAL_TOKENS), chunk, min(encoded, _USUAL_TOKENS))
     # More than all sequences at full length is used for cached prefixes only.
-    num_seqs = max(config.scheduler.max_num_seqs, _CACHED_SEQUENCES if cache.enable_prefix_caching else 1)
+    num_seqs = max(
+        config.scheduler.max_num_seqs, _CACHED_SEQUENCES if cache.enable_prefix_caching else 1
+    )
     lead = max(range(len(least)), key=least.__getitem__, default=0)
     of_any_length = kv_cache.max_blocks(1, chunk, 1)
 
     def blocks(leading: int) -> list[int]:
-        """Per pool, where the leading one has so many, but for what no sequences could use. The others hold one sequence at least."""
-        counts = [min(num_seqs * one, max(one, leading * share // usual[lead])) for one, share in zip(least, usual, strict=True)]
+        """Per pool, where the leading one has so many, but for what no sequences could use. The
+        others hold one sequence at least."""
+        counts = [
+            min(num_seqs * one, max(one, leading * share // usual[lead]))
+            for one, share in zip(least, usual, strict=True)
+        ]
         counts[lead] = min(num_seqs * least[lead], leading)
         if cache.num_kv_blocks is not None:
-            # What a sequence takes at any length never runs out before what grows: each that runs has a leading block.
-            fixed = [pool for pool, one in enumerate(least) if pool != lead and one == of_any_length[pool]]
+            # What a sequence takes at any length never runs out before what grows: each that runs
+            # has a leading block.
+            fixed = [
+                pool
+                for pool, one in enumerate(least)
+                if pool != lead and one == of_any_length[pool]
+            ]
             counts = [
-                min(config.scheduler.max_num_seqs, leading) * one if pool in fixed else counts[pool] for pool, one in enumerate(least)
+                min(config.scheduler.max_num_seqs, leading) * one if pool in fixed else counts[pool]
+                for pool, one in enumerate(least)
             ]
         return counts
 
@@ -77,21 +105,31 @@ def size_kv_cache(kv_cache: KVCacheConfig, config: VllmConfig, free: int, free_o
     if not each:
         return kv_cache
     if cache.num_kv_blocks is None:
-        memory = kv_cache_bytes(cache, device, free // (config.parallel.data_parallel_size if device == "cpu" else 1))
+        memory = kv_cache_bytes(
+            cache, device, free // (config.parallel.data_parallel_size if device == "cpu" else 1)
+        )
     else:
         others = blocks(cache.num_kv_blocks)
         others[lead] = 0
         memory = cache.num_kv_blocks * each[lead] + num_bytes(others)
     if memory > free:
-        raise CapacityError(f"the KV cache needs {memory / 2**20:.0f} MiB, but {device} has {free / 2**20:.0f} MiB free.")
+        raise CapacityError(
+            f"the KV cache needs {memory / 2**20:.0f} MiB, but {device} has {free / 2**20:.0f} "
+            "MiB free."
+        )
     leading = cache.num_kv_blocks
     if leading is None:
-        leading = bisect_right(range(1, memory // each[lead] + 1), memory, key=lambda count: num_bytes(blocks(count)))
+        leading = bisect_right(
+            range(1, memory // each[lead] + 1), memory, key=lambda count: num_bytes(blocks(count))
+        )
     num_blocks = blocks(leading)
     for pool, (given, needed) in enumerate(zip(num_blocks, least, strict=True)):
         if given < needed:
             raise CapacityError(_too_small(config, memory, given, needed, each[pool]))
-    on_host = host_bytes(cache, (free_on_host - (memory if device == "cpu" else 0)) // config.parallel.data_parallel_size)
+    on_host = host_bytes(
+        cache,
+        (free_on_host - (memory if device == "cpu" else 0)) // config.parallel.data_parallel_size,
+    )
     scale = on_host / num_bytes(num_blocks)
     return kv_cache.sized(num_blocks, [int(count * scale) for count in num_blocks])
 
@@ -99,8 +137,15 @@ def size_kv_cache(kv_cache: KVCacheConfig, config: VllmConfig, free: int, free_o
 def _too_small(config: VllmConfig, memory: int, given: int, needed: int, each: int) -> str:
     what, option = f"num_kv_blocks is {config.cache.num_kv_blocks}", "--num-kv-blocks"
     if config.cache.num_kv_blocks is None:
-        what, option = f"kv_cache_memory is {memory / 2**10:.0f} KiB, {given} blocks of {each / 2**10:.0f} KiB", "--kv-cache-memory"
+        what, option = (
+            (
+                f"kv_cache_memory is {memory / 2**10:.0f} KiB, {given} blocks of "
+                f"{each / 2**10:.0f} KiB"
+            ),
+            "--kv-cache-memory",
+        )
     return (
-        f"the KV cache cannot hold one sequence of max_model_len {config.max_model_len}: it takes {needed} blocks, but {what}. "
+        f"the KV cache cannot hold one sequence of max_model_len {config.max_model_len}: it "
+        f"takes {needed} blocks, but {what}. "
         f"Lower --max-model-len or raise {option}."
     )

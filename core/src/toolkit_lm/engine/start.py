@@ -10,15 +10,24 @@ from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution.resolution import resolve_device
 
 
-def start_engine(config: VllmConfig, plugins: Plugins, process: EngineProcess | None = None) -> EngineClient:
-    """The engine of a front: a plugin's, or one in a process of its own where `engine_process` says so, which may still be loading.
+def start_engine(
+    config: VllmConfig, plugins: Plugins, process: EngineProcess | None = None
+) -> EngineClient:
+    """The engine of a front: a plugin's, or one in a process of its own where `engine_process` says
+    so, which may still be loading.
 
-    `process`: one that has been started for it. Raises ConfigError for several engines, where no plugin runs them.
+    `process`: one that has been started for it. Raises ConfigError for several engines, where no
+    plugin runs them.
     """
     # mypy: an abstract class stands for those that are made.
     client = plugins.engine_clients.first_result(EngineClient, config, plugins)  # type: ignore[type-abstract]
     if client is None and config.parallel.data_parallel_size > 1:
-        raise ConfigError(f"no loaded plugin runs several engines (data_parallel_size). {plugins.engine_clients.way_out}".rstrip())
+        raise ConfigError(
+            (
+                "no loaded plugin runs several engines (data_parallel_size). "
+                f"{plugins.engine_clients.way_out}"
+            ).rstrip()
+        )
     if client is not None:
         if process is not None:
             process.end()

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """For imports, and the making of models: many objects and hardly any garbage. Also a decorator."""
+    """For imports, and the making of models: many objects and hardly any garbage. Also a
+    decorator."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

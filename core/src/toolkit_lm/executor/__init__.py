@@ -1,6 +1,7 @@
 """Executors: how the engine reaches its workers.
 
-The names are imported when they are used: a machine without an engine reads what its workers say, and computes nothing.
+The names are imported when they are used: a machine without an engine reads what its workers say,
+and computes nothing.
 """
 
 import lazy_loader

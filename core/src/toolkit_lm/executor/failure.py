@@ -21,13 +21,18 @@ class Failure(Struct, frozen=True):
 
     @classmethod
     def of(cls, error: BaseException, worded: Callable[[BaseException], str]) -> Failure:
-        """`worded` says what is no ToolkitError, such as `Plugins.failure`, which names the plugin that raised it."""
-        kind = next((one.__name__ for one in type(error).__mro__ if one.__module__ == errors.__name__), ToolkitError.__name__)
+        """`worded` says what is no ToolkitError, such as `Plugins.failure`, which names the plugin
+        that raised it."""
+        kind = next(
+            (one.__name__ for one in type(error).__mro__ if one.__module__ == errors.__name__),
+            ToolkitError.__name__,
+        )
         message = str(error) if isinstance(error, ToolkitError) else worded(error)
         return cls(kind, message, "".join(traceback.format_exception(error)))
 
     def error(self, where: str) -> ToolkitError:
-        """`where`: such as "on rank 1". Its frames are core's, so that no executor is blamed for what its workers run."""
+        """`where`: such as "on rank 1". Its frames are core's, so that no executor is blamed for
+        what its workers run."""
         try:
             raise getattr(errors, self.kind)(f"{self.message.rstrip('.')} ({where}).")
         except ToolkitError as error:

@@ -17,14 +17,19 @@ from toolkit_lm.runner import ModelRunner, free_memory, on_device, profile, warm
 
 
 class InProcessExecutor(Executor):
-    """One rank, no process of its own. It sets neither the thread count nor the CPU affinity of its host app."""
+    """One rank, no process of its own. It sets neither the thread count nor the CPU affinity of its
+    host app."""
 
     def __init__(self, config: VllmConfig, plugins: Plugins) -> None:
         self.runner = ModelRunner(config, plugins)
         self.max_in_flight = 2 if config.engine.overlap else 1
         self._on_device = on_device(self.runner.device)
         # The thread stays there.
-        self._thread = ThreadPoolExecutor(1, "toolkit_lm-runner", self._on_device.__enter__) if config.engine.overlap else None
+        self._thread = (
+            ThreadPoolExecutor(1, "toolkit_lm-runner", self._on_device.__enter__)
+            if config.engine.overlap
+            else None
+        )
 
     def load(self) -> None:
         with self._on_device:

@@ -45,12 +45,16 @@ class LLM(PoolingMixin):
 
         `options` are those of VllmConfig, by name; TOOLKIT_LM_* variables give the others.
 
-        `config` takes the place of all of these. `plugins` are names of installed plugins to load, or plugin objects from code, or loaded
-        Plugins. Raises ToolkitError.
+        `config` takes the place of all of these. `plugins` are names of installed plugins to load,
+        or plugin objects from code, or loaded Plugins. Raises ToolkitError.
         """
         if model is not None:
             options["model"] = model
-        if not isinstance(plugins, Plugins) and plugins and all(isinstance(p, str) for p in plugins):
+        if (
+            not isinstance(plugins, Plugins)
+            and plugins
+            and all(isinstance(p, str) for p in plugins)
+        ):
             options["plugins"], plugins = list(plugins), ()
         if config is not None and options:
             raise ConfigError(f"give either config or options, not both: {', '.join(options)}.")
@@ -59,8 +63,16 @@ class LLM(PoolingMixin):
                 config = _config_of(options)
             except ConfigError:
                 # Others' names are looked up only where ours do not do.
-                own = {name: options[name] for name in PluginsConfig.__struct_fields__ if name in options}
-                plugins = plugins if isinstance(plugins, Plugins) else Plugins.load(_config_of(own).plugins, plugins)
+                own = {
+                    name: options[name]
+                    for name in PluginsConfig.__struct_fields__
+                    if name in options
+                }
+                plugins = (
+                    plugins
+                    if isinstance(plugins, Plugins)
+                    else Plugins.load(_config_of(own).plugins, plugins)
+                )
                 config = _config_of(plugins.option_names.translate(options))
         for one in without_effect_offline(config):
             logger.warning("%s", one)
@@ -84,11 +96,13 @@ class LLM(PoolingMixin):
         progress: Progress | None = None,
         **none: Any,
     ) -> list[RequestOutput]:
-        """Completes prompts: texts, {"prompt": text}, [ids] or {"prompt_token_ids": [ids]}. Outputs are in the prompts' order.
+        """Completes prompts: texts, {"prompt": text}, [ids] or {"prompt_token_ids": [ids]}. Outputs
+        are in the prompts' order.
 
-        `sampling_params` are for all, or one for each; `priority` is one number for each. Only requests of the same
-        `cache_salt`, which is for all or one for each, share cached prefixes. Raises RequestError for a bad prompt, before
-        anything is computed. Calls from several threads run one after another. Other keywords of vLLM's are taken where they are None.
+        `sampling_params` are for all, or one for each; `priority` is one number for each. Only
+        requests of the same `cache_salt`, which is for all or one for each, share cached prefixes.
+        Raises RequestError for a bad prompt, before anything is computed. Calls from several
+        threads run one after another. Other keywords of vLLM's are taken where they are None.
         """
         if none:
             check_names(self.generate, none)
@@ -96,11 +110,16 @@ class LLM(PoolingMixin):
         each = self._params(sampling_params, len(given))
         priorities = [0] * len(given) if priority is None else list(priority)
         if len(priorities) != len(given):
-            raise RequestError(f"{len(priorities)} priorities for {len(given)} prompts: give one for each.", "priority")
+            raise RequestError(
+                f"{len(priorities)} priorities for {len(given)} prompts: give one for each.",
+                "priority",
+            )
         prepare = self.engine.processor.prepare
         prepared = [
             prepare(self._next_id(), p, s, RequestOptions(priority=n, cache_salt=salt))
-            for p, s, n, salt in zip(given, each, priorities, _salts(cache_salt, len(given)), strict=True)
+            for p, s, n, salt in zip(
+                given, each, priorities, _salts(cache_salt, len(given)), strict=True
+            )
         ]
         return self._run(prepared, use_tqdm, progress)
 
@@ -114,14 +133,19 @@ class LLM(PoolingMixin):
         progress: Progress | None = None,
         **render_options: Any,
     ) -> list[RequestOutput]:
-        """Answers a conversation, or each of several, through the chat template. `render_options` are Renderer.render_conversation's.
+        """Answers a conversation, or each of several, through the chat template. `render_options`
+        are Renderer.render_conversation's.
 
         `cache_salt` is that of `generate`.
         """
-        conversations: list[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
+        conversations: list[Any] = (
+            [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
+        )
         each = self._params(sampling_params, len(conversations))
         prepare = self.engine.processor.prepare_chat
-        given = {name: value for name, value in render_options.items() if value not in (None, "auto")}
+        given = {
+            name: value for name, value in render_options.items() if value not in (None, "auto")
+        }
         salts = _salts(cache_salt, len(conversations))
         try:
             prepared = [
@@ -135,23 +159,39 @@ class LLM(PoolingMixin):
             raise
         return self._run(prepared, use_tqdm, progress)
 
-    def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    def _params(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or self.engine.processor.default_params] * count
-        if not isinstance(params, list | tuple) or len(params) != count or not all(isinstance(p, SamplingParams) for p in params):
-            raise RequestError(f"give SamplingParams, or a list of {count} of them, one for each prompt.", "sampling_params")
+        if (
+            not isinstance(params, list | tuple)
+            or len(params) != count
+            or not all(isinstance(p, SamplingParams) for p in params)
+        ):
+            raise RequestError(
+                f"give SamplingParams, or a list of {count} of them, one for each prompt.",
+                "sampling_params",
+            )
         return list(params)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Those of calls that give none: what generation_config.json states, by the option `generation_config`."""
+        """Those of calls that give none: what generation_config.json states, by the option
+        `generation_config`."""
         return self.engine.processor.default_params.replace()
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: Any, **options: Any) -> list[Any]:
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: Any, **options: Any
+    ) -> list[Any]:
         """The likeliest sequences of each prompt. `options` are those of `generate`.
 
-        `params` have `sampling_params()`, and a method `result` that gives what is returned for a RequestOutput.
+        `params` have `sampling_params()`, and a method `result` that gives what is returned for a
+        RequestOutput.
         """
-        return [params.result(output) for output in self.generate(prompts, params.sampling_params(), **options)]
+        return [
+            params.result(output)
+            for output in self.generate(prompts, params.sampling_params(), **options)
+        ]
 
     def get_tokenizer(self) -> Any:
         """The renderer's tokenizer. Raises UnsupportedError where it has none to give."""
@@ -160,13 +200,18 @@ class LLM(PoolingMixin):
     def _next_id(self) -> str:
         return f"llm-{next(self._ids)}"
 
-    def _run(self, prepared: list[PreparedRequest], use_tqdm: bool, progress: Progress | None) -> list[Any]:
+    def _run(
+        self, prepared: list[PreparedRequest], use_tqdm: bool, progress: Progress | None
+    ) -> list[Any]:
         if progress is None and use_tqdm and prepared:
             return self._run_with_bar(prepared)
         ids = [p.message.request_id for p in prepared]
         with self._lock:
             if self.engine.has_unfinished_requests():
-                raise ToolkitError("requests that engine.add_request() added are still running: finish them with engine.step() first.")
+                raise ToolkitError(
+                    "requests that engine.add_request() added are still running: finish them "
+                    "with engine.step() first."
+                )
             try:
                 for one in prepared:
                     self.engine.submit(one)
@@ -190,7 +235,11 @@ class LLM(PoolingMixin):
         from rich.console import Console
         from rich.progress import Progress as Bar
 
-        with Bar(console=Console(stderr=True, markup=False, emoji=False), transient=True, disable=not sys.stderr.isatty()) as bar:
+        with Bar(
+            console=Console(stderr=True, markup=False, emoji=False),
+            transient=True,
+            disable=not sys.stderr.isatty(),
+        ) as bar:
             task = bar.add_task("Processed prompts", total=len(prepared))
             return self._run(prepared, False, lambda done, total: bar.update(task, completed=done))
 

@@ -46,25 +46,40 @@ class LLMEngine:
             for output in engine.step():
                 ...
 
-    The engine runs in this process, or, with the option `engine_process`, in one of its own. The methods of `processor` may be called
-    from any thread; all else from one at a time.
+    The engine runs in this process, or, with the option `engine_process`, in one of its own. The
+    methods of `processor` may be called from any thread; all else from one at a time.
     """
 
     @no_garbage_collection()
     def __init__(
-        self, config: VllmConfig, *, plugins: Plugins | Sequence[object] = (), wait: bool = True, process: EngineProcess | None = None
+        self,
+        config: VllmConfig,
+        *,
+        plugins: Plugins | Sequence[object] = (),
+        wait: bool = True,
+        process: EngineProcess | None = None,
     ) -> None:
-        """Loads the plugins (or takes loaded ones), resolves the config and loads the model. Raises ToolkitError.
+        """Loads the plugins (or takes loaded ones), resolves the config and loads the model. Raises
+        ToolkitError.
 
-        `wait=False` returns before an engine process is ready: call `wait_ready` before the first request. `process`: one that was started
-        before, should the config want any. From now on it is the engine's.
+        `wait=False` returns before an engine process is ready: call `wait_ready` before the first
+        request. `process`: one that was started before, should the config want any. From now on it
+        is the engine's.
         """
         # Of a start, importing torch takes the longest: it begins at once.
-        if config.engine.engine_process and process is None and config.parallel.data_parallel_size == 1:
+        if (
+            config.engine.engine_process
+            and process is None
+            and config.parallel.data_parallel_size == 1
+        ):
             process = EngineProcess()
         try:
-            self.plugins = plugins if isinstance(plugins, Plugins) else Plugins.load(config.plugins, plugins)
-            self._asked = self.config = resolve_configured(self.plugins.configure(config), self.plugins)
+            self.plugins = (
+                plugins if isinstance(plugins, Plugins) else Plugins.load(config.plugins, plugins)
+            )
+            self._asked = self.config = resolve_configured(
+                self.plugins.configure(config), self.plugins
+            )
             for one in without_effect(config, self.config, self.plugins):
                 logger.warning("%s", one)
             self.client = self._started(process)
@@ -82,7 +97,8 @@ class LLMEngine:
             """Told of what waits, where somebody bounds it."""
             self._states: dict[str, AnyState] = {}
             self.on_lost: Callable[[AnyState, PreparedRequest], object] | None = None
-            """Has a request rendered again whose data the engine lacks, and then calls `send_again`. None: it is done here, at once."""
+            """Has a request rendered again whose data the engine lacks, and then calls
+            `send_again`. None: it is done here, at once."""
             self._rendered: WeakKeyDictionary[AnyState, PreparedRequest] = WeakKeyDictionary()
             """What the engine may want once more, with the data of its media."""
             self._ready = False
@@ -105,7 +121,8 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> LLMEngine:
-        """An engine of options in other names than ours: of what `create_engine_config()` gives. Raises ConfigError."""
+        """An engine of options in other names than ours: of what `create_engine_config()` gives.
+        Raises ConfigError."""
         return cls(engine_args.create_engine_config())
 
     def wait_ready(self, timeout: float | None = None) -> bool:
@@ -119,12 +136,15 @@ class LLMEngine:
         self.config = info.config
         assert info.config.checkpoint is not None
         whole_items = self.plugins.models.computes_items_whole(info.config.checkpoint.architecture)
-        self.processor.set_limits(RequestLimits(info.config, info.kv_cache, info.pooling, whole_items=whole_items))
+        self.processor.set_limits(
+            RequestLimits(info.config, info.kv_cache, info.pooling, whole_items=whole_items)
+        )
         self._busy_since, self._ready = time.monotonic(), True
         return True
 
     def restart(self) -> None:
-        """Ends the engine, forgets all requests, and starts another one, which may still be loading."""
+        """Ends the engine, forgets all requests, and starts another one, which may still be
+        loading."""
         self.client.shutdown()
         self.plugins.close()
         self._states.clear()
@@ -144,12 +164,19 @@ class LLMEngine:
 
     # Requests
 
-    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]) -> None:
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> None:
         """Renders, checks and queues a prompt. Raises RequestError; the other requests go on."""
         self.submit(self.processor.prepare(request_id, prompt, params, options))
 
     def submit(self, prepared: PreparedRequest) -> AnyState:
-        """Queues a prepared request. Raises RequestError where its id is in use, EngineDeadError after `shutdown`."""
+        """Queues a prepared request. Raises RequestError where its id is in use, EngineDeadError
+        after `shutdown`."""
         [state] = self.submit_batch([prepared])
         return state
 
@@ -162,7 +189,9 @@ class LLMEngine:
             if message.request_id in self._states or message.request_id in states:
                 raise RequestError(f"request id {message.request_id!r} is in use.", "request_id")
             pooled = not message.draws_tokens
-            states[message.request_id] = PoolingState(message, one.prompt) if pooled else RequestState(one, self.renderer)
+            states[message.request_id] = (
+                PoolingState(message, one.prompt) if pooled else RequestState(one, self.renderer)
+            )
             if one.rendering is not None:
                 self._rendered[states[message.request_id]] = one
                 self._settle(one)
@@ -176,17 +205,21 @@ class LLMEngine:
         return list(states.values())
 
     def _settle(self, prepared: PreparedRequest, *, again: bool = False) -> None:
-        """Makes sure that it has all data that the engine lacks. It is sent next: until then the engine forgets nothing."""
+        """Makes sure that it has all data that the engine lacks. It is sent next: until then the
+        engine forgets nothing."""
         if again or self.client.features.lacks(prepared.message):
             self.processor.render_again(prepared)
         if prepared.rendering is not None:
             prepared.rendering.release()
 
     def abort(self, request_ids: str | Iterable[str]) -> list[AnyRequestOutput]:
-        """Ends requests; their blocks are free at once. Returns their last outputs. Unknown ids are no error."""
+        """Ends requests; their blocks are free at once. Returns their last outputs. Unknown ids are
+        no error."""
         return [output for state in self.end(request_ids) if (output := state.take()) is not None]
 
-    def end(self, request_ids: str | Iterable[str], reason: FinishReason = "abort") -> list[AnyState]:
+    def end(
+        self, request_ids: str | Iterable[str], reason: FinishReason = "abort"
+    ) -> list[AnyState]:
         """As `abort`, without making outputs."""
         ended = []
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
@@ -210,17 +243,20 @@ class LLMEngine:
 
     @property
     def seconds_since_progress(self) -> float:
-        """For how many seconds the engine has given no sign of life, while there was work. From any thread."""
+        """For how many seconds the engine has given no sign of life, while there was work. From any
+        thread."""
         if not (self._ready and self._states):
             return 0.0
         return time.monotonic() - max(self.client.progress_time, self._busy_since)
 
     def step(self) -> list[AnyRequestOutput]:
-        """Computes one step. Returns what is there for its caller, by each request's `output_kind`."""
+        """Computes one step. Returns what is there for its caller, by each request's
+        `output_kind`."""
         return [output for state in self.advance() if (output := state.take()) is not None]
 
     def advance(self, timeout: float | None = None) -> list[AnyState]:
-        """As `step`, without making outputs: for callers that need only some of them, before the next call.
+        """As `step`, without making outputs: for callers that need only some of them, before the
+        next call.
 
         `timeout`: seconds to wait for an engine process at most.
         """
@@ -233,7 +269,11 @@ class LLMEngine:
     def _end_late(self) -> list[AnyState]:
         """Ends requests in place of an engine that hangs, or takes long for a step."""
         latest = time.monotonic() - _GRACE
-        late = [one.request_id for one in self._states.values() if one.request.deadline is not None and one.request.deadline < latest]
+        late = [
+            one.request_id
+            for one in self._states.values()
+            if one.request.deadline is not None and one.request.deadline < latest
+        ]
         return self.end(late, "timeout")
 
     def _take(self, outputs: EngineOutputs) -> list[AnyState]:
@@ -268,7 +308,12 @@ class LLMEngine:
             # A renderer is a plugin: what it does wrong for one request ends that one.
             renderer = self.config.renderer.renderer
             with state.lock:
-                state.end("error", self.plugins.renderers.get(renderer).owner.failure(error, f"renderer {renderer!r}"))
+                state.end(
+                    "error",
+                    self.plugins.renderers.get(renderer).owner.failure(
+                        error, f"renderer {renderer!r}"
+                    ),
+                )
             self.client.finish(output.request_id, "error")
             return True
 
@@ -278,7 +323,9 @@ class LLMEngine:
         for state in [self._states[one] for one in request_ids if one in self._states]:
             prepared = self._rendered.pop(state, None)
             if prepared is None:
-                ended += self._fail(state, "the engine has lost the data of its images or other media, twice.")
+                ended += self._fail(
+                    state, "the engine has lost the data of its images or other media, twice."
+                )
             elif self.on_lost is not None:
                 self.on_lost(state, prepared)
             else:
@@ -286,9 +333,15 @@ class LLMEngine:
         return ended
 
     def send_again(
-        self, state: AnyState, prepared: PreparedRequest, failure: BaseException | None = None, *, again: bool = False
+        self,
+        state: AnyState,
+        prepared: PreparedRequest,
+        failure: BaseException | None = None,
+        *,
+        again: bool = False,
     ) -> list[AnyState]:
-        """Sends a request that was rendered again, unless it has ended, or that is to be (`again`). Returns it where it ends here.
+        """Sends a request that was rendered again, unless it has ended, or that is to be (`again`).
+        Returns it where it ends here.
 
         `failure`: why it could not be rendered.
         """

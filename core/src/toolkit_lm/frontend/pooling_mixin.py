@@ -29,7 +29,8 @@ class ScoreOptions(TypedDict, total=False):
     """How `score` and `rerank` treat texts."""
 
     truncate_prompt_tokens: int | None
-    """Cut longer prompts to so many tokens (-1: to what the model can take). Without it they are an error."""
+    """Cut longer prompts to so many tokens (-1: to what the model can take). Without it they are an
+    error."""
     instruction: str | None
     """For rerankers that take one."""
     cache_salt: str | None
@@ -44,13 +45,15 @@ class EncodeOptions(ScoreOptions, total=False):
     """How `encode`, `embed` and `classify` treat prompts."""
 
     prompt_name: str | Sequence[str | None] | None
-    """One of the checkpoint's prompts ("query", "document"), which goes before each text; or one for each."""
+    """One of the checkpoint's prompts ("query", "document"), which goes before each text; or one
+    for each."""
     names: Sequence[str] | None
     """What errors call the prompts."""
 
 
 class PoolingMixin(ABC):
-    """The pooling half of LLM. What one call asks is checked as a whole before anything is computed."""
+    """The pooling half of LLM. What one call asks is checked as a whole before anything is
+    computed."""
 
     engine: LLMEngine
 
@@ -62,7 +65,8 @@ class PoolingMixin(ABC):
         pooling_task: PoolingTask | None = None,
         **options: Unpack[EncodeOptions],
     ) -> list[PoolingRequestOutput]:
-        """Any pooling task of the model, raw. `pooling_task` stands in for params that say nothing else.
+        """Any pooling task of the model, raw. `pooling_task` stands in for params that say nothing
+        else.
 
         Raises RequestError for a bad prompt or a task that the model does not serve.
         """
@@ -77,27 +81,39 @@ class PoolingMixin(ABC):
             truncate_prompt_tokens=options.get("truncate_prompt_tokens"),
             instruction=options.get("instruction"),
         )
-        ready = all_prepared(prepared, options.get("names") or [f"prompt {index}" for index in range(len(many))])
+        ready = all_prepared(
+            prepared, options.get("names") or [f"prompt {index}" for index in range(len(many))]
+        )
         # Sequences of equal length that meet in a step are computed together.
         order = sorted(range(len(ready)), key=lambda i: len(ready[i].message.prompt_token_ids))
-        outputs = self._run([ready[i] for i in order], options.get("use_tqdm", True), options.get("progress"))
+        outputs = self._run(
+            [ready[i] for i in order], options.get("use_tqdm", True), options.get("progress")
+        )
         by_place = dict(zip(order, outputs, strict=True))
         return [by_place[i] for i in range(len(ready))]
 
-    def embed(self, prompts: Prompts, pooling_params: Params = None, **options: Unpack[EncodeOptions]) -> list[PoolingRequestOutput]:
+    def embed(
+        self, prompts: Prompts, pooling_params: Params = None, **options: Unpack[EncodeOptions]
+    ) -> list[PoolingRequestOutput]:
         """One vector for each prompt."""
         check_names(self.embed, options, EncodeOptions.__annotations__)
         return self.encode(no_pair(prompts), pooling_params, pooling_task="embed", **options)
 
-    def classify(self, prompts: Prompts, pooling_params: Params = None, **options: Unpack[EncodeOptions]) -> list[PoolingRequestOutput]:
+    def classify(
+        self, prompts: Prompts, pooling_params: Params = None, **options: Unpack[EncodeOptions]
+    ) -> list[PoolingRequestOutput]:
         """The probabilities of the model's labels, for each prompt."""
         check_names(self.classify, options, EncodeOptions.__annotations__)
         return self.encode(no_pair(prompts), pooling_params, pooling_task="classify", **options)
 
-    def reward(self, prompts: Prompts, pooling_params: Params = None, **options: Unpack[EncodeOptions]) -> list[PoolingRequestOutput]:
+    def reward(
+        self, prompts: Prompts, pooling_params: Params = None, **options: Unpack[EncodeOptions]
+    ) -> list[PoolingRequestOutput]:
         """What a reward model gives for each prompt: a reward for each token, or for each step."""
         check_names(self.reward, options, EncodeOptions.__annotations__)
-        return self.encode(no_pair(prompts), pooling_params, pooling_task="token_classify", **options)
+        return self.encode(
+            no_pair(prompts), pooling_params, pooling_task="token_classify", **options
+        )
 
     def score(
         self,
@@ -106,13 +122,18 @@ class PoolingMixin(ABC):
         pooling_params: PoolingParams | None = None,
         **options: Unpack[ScoreOptions],
     ) -> list[PoolingRequestOutput]:
-        """How well texts of `data_2` fit those of `data_1`: one query with each document, or as many queries as documents, pair by pair.
+        """How well texts of `data_2` fit those of `data_1`: one query with each document, or as
+        many queries as documents, pair by pair.
 
-        A cross-encoder reads both texts together; of an embedding model it is the cosine, or what its files say; of a late-interaction
-        model the sum of the best products of token embeddings.
+        A cross-encoder reads both texts together; of an embedding model it is the cosine, or what
+        its files say; of a late-interaction model the sum of the best products of token embeddings.
         """
         check_names(self.score, options, ScoreOptions.__annotations__)
-        return self._score(self.engine.processor.scoring(data_1, data_2, ("data_1", "data_2")), pooling_params, options)
+        return self._score(
+            self.engine.processor.scoring(data_1, data_2, ("data_1", "data_2")),
+            pooling_params,
+            options,
+        )
 
     def rerank(
         self,
@@ -122,7 +143,8 @@ class PoolingMixin(ABC):
         pooling_params: PoolingParams | None = None,
         **options: Unpack[ScoreOptions],
     ) -> list[RerankResult]:
-        """The documents by how well they fit the query, best first. Those that could not be scored come last, with their errors."""
+        """The documents by how well they fit the query, best first. Those that could not be scored
+        come last, with their errors."""
         check_names(self.rerank, options, ScoreOptions.__annotations__)
         if top_n is not None and (type(top_n) is not int or top_n < 1):
             raise RequestError(f"top_n must be an integer of at least 1, not {top_n!r}.", "top_n")
@@ -135,12 +157,23 @@ class PoolingMixin(ABC):
             RerankResult(index, output.outputs.score, text, output.error)
             for index, (output, text) in enumerate(zip(scores, texts, strict=True))
         ]
-        return sorted(results, key=lambda result: math.inf if result.error is not None else -result.relevance_score)[:top_n]
+        return sorted(
+            results,
+            key=lambda result: math.inf if result.error is not None else -result.relevance_score,
+        )[:top_n]
 
-    def _score(self, scoring: Scoring, params: PoolingParams | None, options: ScoreOptions) -> list[PoolingRequestOutput]:
+    def _score(
+        self, scoring: Scoring, params: PoolingParams | None, options: ScoreOptions
+    ) -> list[PoolingRequestOutput]:
         each = scoring.params(params)
         try:
-            outputs = self.encode(scoring.prompts, each, prompt_name=scoring.prompt_names, names=scoring.names, **options)
+            outputs = self.encode(
+                scoring.prompts,
+                each,
+                prompt_name=scoring.prompt_names,
+                names=scoring.names,
+                **options,
+            )
         except RequestError as error:
             raise scoring.culprit(error) from None
         return scoring.scores(outputs)
@@ -149,17 +182,28 @@ class PoolingMixin(ABC):
     def _next_id(self) -> str: ...
 
     @abstractmethod
-    def _run(self, prepared: list[PreparedRequest], use_tqdm: bool, progress: Progress | None) -> list[Any]: ...
+    def _run(
+        self, prepared: list[PreparedRequest], use_tqdm: bool, progress: Progress | None
+    ) -> list[Any]: ...
 
 
 def check_names(
-    method: Callable[..., object], options: Mapping[str, object], known: Collection[str] = (), *, only_near: bool = False
+    method: Callable[..., object],
+    options: Mapping[str, object],
+    known: Collection[str] = (),
+    *,
+    only_near: bool = False,
 ) -> None:
-    """Raises TypeError for a keyword that `method` does not take, unless it asks for nothing. `known`: those of its `**options`.
+    """Raises TypeError for a keyword that `method` does not take, unless it asks for nothing.
+    `known`: those of its `**options`.
 
     `only_near`: only where it takes one of a similar name.
     """
-    own = [one.name for one in inspect.signature(method).parameters.values() if one.kind is not one.VAR_KEYWORD]
+    own = [
+        one.name
+        for one in inspect.signature(method).parameters.values()
+        if one.kind is not one.VAR_KEYWORD
+    ]
     for name in options.keys() - known:
         if options[name] is not None:
             of_params = name in PoolingParams.__struct_fields__ and name != "task"

@@ -9,7 +9,8 @@ from toolkit_lm.messages import EngineRequest
 
 
 class WaitingRequests(Protocol):
-    """Is told which requests wait for a place in the batch. What may be added to them, its owner checks before."""
+    """Is told which requests wait for a place in the batch. What may be added to them, its owner
+    checks before."""
 
     def add(self, batch: Sequence[EngineRequest]) -> None:
         """They were sent to the engine."""

@@ -1,6 +1,8 @@
-"""What models are made of: the contract, sharded layers and their linear methods, norms, and weight loading.
+"""What models are made of: the contract, sharded layers and their linear methods, norms, and weight
+loading.
 
-The names are resolved when they are used: what reads checkpoints without their weights needs no torch.
+The names are resolved when they are used: what reads checkpoints without their weights needs no
+torch.
 """
 
 import lazy_loader

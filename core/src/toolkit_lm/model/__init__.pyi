@@ -1,6 +1,10 @@
 from .activation import gate as gate, get_activation as get_activation
 from .checkpoint_loader import CheckpointLoader as CheckpointLoader
-from .compiler import GraphShape as GraphShape, ModelCompiler as ModelCompiler, make_compiler as make_compiler
+from .compiler import (
+    GraphShape as GraphShape,
+    ModelCompiler as ModelCompiler,
+    make_compiler as make_compiler,
+)
 from .contract import (
     EncoderDecoderModel as EncoderDecoderModel,
     EncoderSequences as EncoderSequences,
@@ -11,8 +15,15 @@ from .contract import (
     check_constructor as check_constructor,
     logits_of as logits_of,
 )
-from .embedding import ParallelLMHead as ParallelLMHead, VocabParallelEmbedding as VocabParallelEmbedding
-from .fused import FusibleLayer as FusibleLayer, LayerParts as LayerParts, fuse_refusal as fuse_refusal
+from .embedding import (
+    ParallelLMHead as ParallelLMHead,
+    VocabParallelEmbedding as VocabParallelEmbedding,
+)
+from .fused import (
+    FusibleLayer as FusibleLayer,
+    LayerParts as LayerParts,
+    fuse_refusal as fuse_refusal,
+)
 from .hf_config import HFConfig as HFConfig
 from .kernels import (
     FusedLayer as FusedLayer,
@@ -47,7 +58,12 @@ from .linear_method import (
     Quantization as Quantization,
     UnquantizedMethod as UnquantizedMethod,
 )
-from .loader import construct as construct, load_model as load_model, make_part as make_part, select_kernels as select_kernels
+from .loader import (
+    construct as construct,
+    load_model as load_model,
+    make_part as make_part,
+    select_kernels as select_kernels,
+)
 from .norm import LayerNorm as LayerNorm, RMSNorm as RMSNorm
 from .ops import named_layers as named_layers, op_layer as op_layer, op_layers as op_layers
 from .parameters import (

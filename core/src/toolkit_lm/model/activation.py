@@ -50,13 +50,15 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 
 
 def get_activation(name: str) -> Activation:
-    """The elementwise function of that name. It never writes to its argument. Raises UnsupportedError for an unknown name."""
+    """The elementwise function of that name. It never writes to its argument. Raises
+    UnsupportedError for an unknown name."""
     if name not in ACTIVATIONS:
         raise UnsupportedError(f"unknown activation {name!r}. {nearest(name, ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
 def gate(x: Tensor, activation: str) -> Tensor:
-    """[gate, up] side by side [T, 2 * size] -> activation(gate) * up [T, size] (Shazeer 2020: SwiGLU, GeGLU, ...)."""
+    """[gate, up] side by side [T, 2 * size] -> activation(gate) * up [T, size] (Shazeer 2020:
+    SwiGLU, GeGLU, ...)."""
     first, up = x.chunk(2, dim=-1)
     return get_activation(activation)(first).mul_(up)

@@ -16,31 +16,40 @@ if TYPE_CHECKING:
 
 
 class CheckpointLoader(ABC):
-    """The tensors of one checkpoint: iterating gives (name, full tensor), named and laid out as the model's own checkpoints have them.
+    """The tensors of one checkpoint: iterating gives (name, full tensor), named and laid out as the
+    model's own checkpoints have them.
 
-    Where `unpack` is defined, the module of the class must not import torch: the process that reads config.json never does.
+    Where `unpack` is defined, the module of the class must not import torch: the process that reads
+    config.json never does.
     """
 
     def __init__(self, source: str | Path) -> None:
-        """`source`: the checkpoint's folder, or its file. Raises CheckpointError that names a missing or broken file."""
+        """`source`: the checkpoint's folder, or its file. Raises CheckpointError that names a
+        missing or broken file."""
         self.source = Path(source)
 
     @abstractmethod
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """On the CPU. Tensors are best mapped or made one by one: a model may take only a part of each, or store it in fewer bits."""
+        """On the CPU. Tensors are best mapped or made one by one: a model may take only a part of
+        each, or store it in fewer bits."""
 
     def __str__(self) -> str:
         """What errors call it."""
         return str(self.source)
 
     def load(self, model: Model) -> None:
-        """Fills the model. Raises CheckpointError for weights that are missing, unexpected or do not fit."""
+        """Fills the model. Raises CheckpointError for weights that are missing, unexpected or do
+        not fit."""
         model.load_weights(self)
 
     @classmethod
     def unpack(cls, file: Path) -> Path:
-        """A folder in Hugging Face layout, weights aside, for a checkpoint that is one file: config.json, tokenizer.json, ...
+        """A folder in Hugging Face layout, weights aside, for a checkpoint that is one file:
+        config.json, tokenizer.json, ...
 
-        It must outlive the engine. Several processes may ask for it at once. Raises CheckpointError.
+        It must outlive the engine. Several processes may ask for it at once. Raises
+        CheckpointError.
         """
-        raise CheckpointError(f"model {str(file)!r} is a file; it must be the folder that holds it.")
+        raise CheckpointError(
+            f"model {str(file)!r} is a file; it must be the folder that holds it."
+        )

@@ -24,38 +24,50 @@ class GraphShape(NamedTuple):
 
 
 class ModelCompiler(ABC):
-    """Computes the forward pass of one model, equal but for rounding. It is made once the weights are loaded, and compiles then."""
+    """Computes the forward pass of one model, equal but for rounding. It is made once the weights
+    are loaded, and compiles then."""
 
     @classmethod
     def refuses(cls, vllm_config: VllmConfig) -> str | None:
-        """Why it cannot compile a model, on the device and by the ranks that the config names; None when it can."""
+        """Why it cannot compile a model, on the device and by the ranks that the config names; None
+        when it can."""
         return None
 
     @classmethod
-    def describe(cls, vllm_config: VllmConfig, supports: Mapping[str, GraphSupport | str]) -> list[str]:
-        """What `toolkit explain` tells of it. `supports`: of the model's attention backends, by name. Must not compile."""
+    def describe(
+        cls, vllm_config: VllmConfig, supports: Mapping[str, GraphSupport | str]
+    ) -> list[str]:
+        """What `toolkit explain` tells of it. `supports`: of the model's attention backends, by
+        name. Must not compile."""
         return []
 
     @abstractmethod
     def __init__(self, model: Model, vllm_config: VllmConfig, plugins: Plugins) -> None:
-        """Compiles. `vllm_config` is resolved. Raises ConfigError, or UnsupportedError for a forward pass that it cannot compile."""
+        """Compiles. `vllm_config` is resolved. Raises ConfigError, or UnsupportedError for a
+        forward pass that it cannot compile."""
 
     @abstractmethod
     def __call__(self, input_ids: Tensor, **arguments: Tensor) -> Tensor | IntermediateTensors:
         """The model's `forward`."""
 
     def bind(self, limits: BatchLimits, supports: Mapping[str, GraphSupport | str]) -> None:  # noqa: B027
-        """The layers have a KV cache, another one than before. `supports`: of the backends, by name."""
+        """The layers have a KV cache, another one than before. `supports`: of the backends, by
+        name."""
 
     def estimate(self, step: Callable[[], object]) -> int:
-        """Bytes on the device that `capture` will take. `step` computes one token, with a small KV cache that is soon replaced."""
+        """Bytes on the device that `capture` will take. `step` computes one token, with a small KV
+        cache that is soon replaced."""
         return 0
 
     def capture(self, step: Callable[[], object]) -> None:  # noqa: B027
-        """Captures CUDA graphs. `step` computes one token. It is called again after a failed step, when there is nothing to do."""
+        """Captures CUDA graphs. `step` computes one token. It is called again after a failed step,
+        when there is nothing to do."""
 
-    def begin_step(self, num_rows: int, num_tokens: int, max_query_len: int, *, whole: bool) -> GraphShape | None:
-        """A forward pass of this batch comes next. A shape: its batch views are padded to it, its arguments are not.
+    def begin_step(
+        self, num_rows: int, num_tokens: int, max_query_len: int, *, whole: bool
+    ) -> GraphShape | None:
+        """A forward pass of this batch comes next. A shape: its batch views are padded to it, its
+        arguments are not.
 
         `whole`: a graph may hold all of it, attention included.
         """
@@ -66,10 +78,14 @@ class ModelCompiler(ABC):
 
 
 def make_compiler(model: Model, vllm_config: VllmConfig, plugins: Plugins) -> ModelCompiler | None:
-    """The compiler that does not refuse the config, first by priority; None at level 0. Raises UnsupportedError where all refuse."""
+    """The compiler that does not refuse the config, first by priority; None at level 0. Raises
+    UnsupportedError where all refuse."""
     if not vllm_config.compilation.optimization_level:
         return None
     registry = plugins.compilers
-    name, _ = registry.choose("compile the model", lambda entry, by_name: registry.ask(entry.key, vllm_config, by_name=by_name))
+    name, _ = registry.choose(
+        "compile the model",
+        lambda entry, by_name: registry.ask(entry.key, vllm_config, by_name=by_name),
+    )
     compiler: ModelCompiler = registry.make(name, model, vllm_config, plugins)
     return compiler

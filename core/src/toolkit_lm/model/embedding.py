@@ -16,7 +16,8 @@ from toolkit_lm.model.parameters import Part, torch_dtype
 
 
 class _VocabParallel(LinearBase):
-    """Each rank holds the rows of its share of the vocabulary, which is padded to a multiple of the ranks."""
+    """Each rank holds the rows of its share of the vocabulary, which is padded to a multiple of the
+    ranks."""
 
     def __init__(
         self,
@@ -33,7 +34,15 @@ class _VocabParallel(LinearBase):
         share = -(-vocab_size // parallel.tensor_parallel_size)
         part = Part(vocab_size, parallel.tensor_parallel_rank * share, share)
         super().__init__(
-            LinearSpec(kind=kind, prefix=prefix, inputs=Part.whole(size), outputs=(part,), dtype=dtype, tied_to=tied_to), bias=bias
+            LinearSpec(
+                kind=kind,
+                prefix=prefix,
+                inputs=Part.whole(size),
+                outputs=(part,),
+                dtype=dtype,
+                tied_to=tied_to,
+            ),
+            bias=bias,
         )
         self.vocab_size, self.part, self.parallel = vocab_size, part, parallel
         self.is_sharded = parallel.tensor_parallel_size > 1
@@ -42,19 +51,33 @@ class _VocabParallel(LinearBase):
 class VocabParallelEmbedding(_VocabParallel):
     """Token ids [T] -> [T, embedding_size], times `scale`."""
 
-    def __init__(self, vocab_size: int, embedding_size: int, *, scale: float = 1.0, vllm_config: VllmConfig, prefix: str) -> None:
-        super().__init__("embedding", vocab_size, embedding_size, vllm_config=vllm_config, prefix=prefix)
+    def __init__(
+        self,
+        vocab_size: int,
+        embedding_size: int,
+        *,
+        scale: float = 1.0,
+        vllm_config: VllmConfig,
+        prefix: str,
+    ) -> None:
+        super().__init__(
+            "embedding", vocab_size, embedding_size, vllm_config=vllm_config, prefix=prefix
+        )
         self.scale = scale
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        embedded = self._of_all_ranks(input_ids) if self.is_sharded else self.method.embed(input_ids)
+        embedded = (
+            self._of_all_ranks(input_ids) if self.is_sharded else self.method.embed(input_ids)
+        )
         return embedded if self.scale == 1 else embedded.mul_(self.scale)
 
     def _of_all_ranks(self, input_ids: Tensor) -> Tensor:
         local = input_ids - self.part.start
         elsewhere = (local < 0) | (local >= self.part.size)
         embedded = self.method.embed(local.masked_fill(elsewhere, 0))
-        return tensor_parallel_group(self.parallel).all_reduce(embedded.masked_fill_(elsewhere.unsqueeze(-1), 0))
+        return tensor_parallel_group(self.parallel).all_reduce(
+            embedded.masked_fill_(elsewhere.unsqueeze(-1), 0)
+        )
 
 
 class ParallelLMHead(_VocabParallel):
@@ -76,7 +99,15 @@ class ParallelLMHead(_VocabParallel):
         prefix: str,
     ) -> None:
         method = None if tied_to is None else tied_to.method
-        super().__init__("lm_head", vocab_size, hidden_size, bias=bias, tied_to=method, vllm_config=vllm_config, prefix=prefix)
+        super().__init__(
+            "lm_head",
+            vocab_size,
+            hidden_size,
+            bias=bias,
+            tied_to=method,
+            vllm_config=vllm_config,
+            prefix=prefix,
+        )
         self.kernels = choose_kernels()
         self._choose_method = method_chooser()
 
@@ -94,9 +125,11 @@ class ParallelLMHead(_VocabParallel):
         return tensor_parallel_group(self.parallel).all_gather(logits, -1)[..., : self.vocab_size]
 
     def likeliest(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Kernels.likeliest` of the logits, which are made only where they are sharded, or the linear method needs them.
+        """As `Kernels.likeliest` of the logits, which are made only where they are sharded, or the
+        linear method needs them.
 
-        They are also made where a subclass has a `forward` of its own, and while a hook hangs on the head.
+        They are also made where a subclass has a `forward` of its own, and while a hook hangs on
+        the head.
         """
         in_place = not self.is_sharded and self.may_bypass()
         found = self.method.likeliest(hidden_states, self.bias) if in_place else None

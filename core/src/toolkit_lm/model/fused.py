@@ -19,16 +19,19 @@ from toolkit_lm.model.rotary import Rotation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerParts:
-    """x + residual -> input_norm -> qkv -> head_norms -> rotation -> attn -> out; + residual -> post_norm -> gate_up -> down.
+    """x + residual -> input_norm -> qkv -> head_norms -> rotation -> attn -> out; + residual ->
+    post_norm -> gate_up -> down.
 
-    That is the usual kind. What makes a layer another kind is stated by its parts: kernels refuse those that they do not compute.
+    That is the usual kind. What makes a layer another kind is stated by its parts: kernels refuse
+    those that they do not compute.
     """
 
     input_norm: RMSNorm | None
     """None: qkv takes the sum as it is."""
     qkv: QKVParallelLinear
     head_norms: tuple[RMSNorm, RMSNorm] | None
-    """Of queries and of keys: of each head, or, with weights as long as all heads, of these together."""
+    """Of queries and of keys: of each head, or, with weights as long as all heads, of these
+    together."""
     attn: Attention
     out: RowParallelLinear
     post_norm: RMSNorm | None
@@ -36,7 +39,8 @@ class LayerParts:
     gate_up: GatedColumnParallelLinear | None
     down: RowParallelLinear | None
     feed_forward: nn.Module | None = None
-    """[T, H] -> [T, H], in place of gate_up and down, which are None then: routed experts, say. It is called as a module."""
+    """[T, H] -> [T, H], in place of gate_up and down, which are None then: routed experts, say. It
+    is called as a module."""
     multiplier: float = 1.0
     """Of what out and down give."""
     out_norms: tuple[RMSNorm, RMSNorm] | None = None
@@ -66,8 +70,9 @@ class LayerParts:
 class FusibleLayer(Bypassable):
     """A layer that kernels may fuse, once its weights are loaded.
 
-    A class that states `seams` in its body vouches that its forward pass is what its `parts` say. Its subclasses are fused too, unless
-    they override anything but seams. While a hook hangs on the layer or on a module in it, the modules are called.
+    A class that states `seams` in its body vouches that its forward pass is what its `parts` say.
+    Its subclasses are fused too, unless they override anything but seams. While a hook hangs on the
+    layer or on a module in it, the modules are called.
     """
 
     fused: FusedLayer | None = None
@@ -103,10 +108,20 @@ class FusibleLayer(Bypassable):
         found = self.fusible()
         if isinstance(found, str):
             return found
-        return None if found == self._fused_parts else "its parts are others than those that were fused"
+        return (
+            None
+            if found == self._fused_parts
+            else "its parts are others than those that were fused"
+        )
 
-    def __call__(self, x: Tensor, residual: Tensor | None, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        if self.fused is not None and not torch.compiler.is_compiling() and type(rotation) is Rotation:
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation
+    ) -> tuple[Tensor, Tensor]:
+        if (
+            self.fused is not None
+            and not torch.compiler.is_compiling()
+            and type(rotation) is Rotation
+        ):
             # The comparison is that of `may_bypass`, without a call at each layer of each step.
             is_free = self._seen == RemovableHandle.next_id or self.may_bypass()
             if is_free and (done := self.fused(x, residual, rotation)) is not None:
@@ -118,7 +133,8 @@ class FusibleLayer(Bypassable):
 def fuse_refusal(kernels: Kernels) -> str | None:
     """Why kernels fuse no layer at all; None: they fuse those that they can.
 
-    A subclass that overrides an operation of a layer has to define `fuse` as well: the one that it inherits does not know.
+    A subclass that overrides an operation of a layer has to define `fuse` as well: the one that it
+    inherits does not know.
     """
     kind: type[Any] = next(cls for cls in type(kernels).__mro__ if "fuse" in vars(cls))
     return "they have none" if kind is Kernels else alteration(kernels, kind, Kernels.seams)

@@ -13,7 +13,8 @@ _HUGE = 10.0**300
 
 
 class HFConfig:
-    """A checkpoint's config.json, with checked access: `HFConfig(vllm_config.hf_config).require("hidden_size", int)`.
+    """A checkpoint's config.json, with checked access:
+    `HFConfig(vllm_config.hf_config).require("hidden_size", int)`.
 
     Raises CheckpointError that names the key.
     """
@@ -25,7 +26,9 @@ class HFConfig:
         """The value of `key`, which must be there and of type `kind`."""
         value = self.get(key, kind)
         if value is None:
-            raise CheckpointError(f"config.json has no {key!r}, which this model needs. {nearest(key, self.values)}")
+            raise CheckpointError(
+                f"config.json has no {key!r}, which this model needs. {nearest(key, self.values)}"
+            )
         return value
 
     @overload
@@ -40,6 +43,12 @@ class HFConfig:
         if kind is float and type(value) is int and abs(value) < _HUGE:
             return cast(T, float(value))
         is_nan_or_inf = isinstance(value, float) and not -_HUGE < value < _HUGE
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool) or is_nan_or_inf:
-            raise CheckpointError(f"config.json: {key!r} must be of type {kind.__name__}, not {value!r}.")
+        if (
+            not isinstance(value, kind)
+            or (isinstance(value, bool) and kind is not bool)
+            or is_nan_or_inf
+        ):
+            raise CheckpointError(
+                f"config.json: {key!r} must be of type {kind.__name__}, not {value!r}."
+            )
         return value

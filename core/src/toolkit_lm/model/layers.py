@@ -11,26 +11,36 @@ from toolkit_lm.errors import ConfigError
 
 
 class Absent(nn.Module):
-    """Stands for a module that another rank holds: a layer of another stage, or an expert. Weights under its name are passed over."""
+    """Stands for a module that another rank holds: a layer of another stage, or an expert. Weights
+    under its name are passed over."""
 
 
 class Layers(nn.ModuleList):
-    """All layers of a model, numbered as in the checkpoint; `owned` are those that this rank runs."""
+    """All layers of a model, numbered as in the checkpoint; `owned` are those that this rank
+    runs."""
 
     owned: tuple[nn.Module, ...]
 
 
-def make_layers(count: int, factory: Callable[[str], nn.Module], prefix: str, parallel: ParallelConfig) -> Layers:
+def make_layers(
+    count: int, factory: Callable[[str], nn.Module], prefix: str, parallel: ParallelConfig
+) -> Layers:
     """Calls `factory` with the name ("model.layers.3") of each layer that this pipeline rank owns.
 
-    Ranks own contiguous slices whose lengths differ by one at most; the last ranks take the longer ones, as the first has the embedding.
-    Raises ConfigError where there are fewer layers than ranks.
+    Ranks own contiguous slices whose lengths differ by one at most; the last ranks take the longer
+    ones, as the first has the embedding. Raises ConfigError where there are fewer layers than
+    ranks.
     """
     rank, ranks = parallel.pipeline_parallel_rank, parallel.pipeline_parallel_size
     if count < ranks:
-        raise ConfigError(f"the {count} layers of {prefix} cannot be cut into {ranks} stages: lower --pipeline-parallel-size.")
+        raise ConfigError(
+            f"the {count} layers of {prefix} cannot be cut into {ranks} stages: lower "
+            "--pipeline-parallel-size."
+        )
     start, end = count * rank // ranks, count * (rank + 1) // ranks
-    layers = Layers(factory(join(prefix, str(i))) if start <= i < end else Absent() for i in range(count))
+    layers = Layers(
+        factory(join(prefix, str(i))) if start <= i < end else Absent() for i in range(count)
+    )
     layers.owned = tuple(layers[start:end])
     return layers
 
@@ -46,7 +56,8 @@ def is_last_stage(parallel: ParallelConfig) -> bool:
 
 
 def join(prefix: str, name: str) -> str:
-    """The name of a module's child: "model" and "norm" -> "model.norm"; a root's prefix is empty."""
+    """The name of a module's child: "model" and "norm" -> "model.norm"; a root's prefix is
+    empty."""
     return f"{prefix}.{name}" if prefix else name
 
 

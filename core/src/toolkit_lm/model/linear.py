@@ -18,9 +18,11 @@ from toolkit_lm.model.parameters import Part, ShardLoader, new_parameter, torch_
 
 
 class LinearBase(Bypassable):
-    """Base of layers with a weight W [outputs, inputs], which a linear method holds: x [T, input_size] -> x W^T + b [T, output_size].
+    """Base of layers with a weight W [outputs, inputs], which a linear method holds: x [T,
+    input_size] -> x W^T + b [T, output_size].
 
-    The sizes are this rank's. The weight's parameters, `weight` where it is not quantized, are the method's to name.
+    The sizes are this rank's. The weight's parameters, `weight` where it is not quantized, are the
+    method's to name.
     """
 
     seams = frozenset()
@@ -31,40 +33,82 @@ class LinearBase(Bypassable):
         self.output_size, self.input_size = spec.shape
         self.method = choose_method(spec)
         self.method.create(self, spec)
-        self.bias = new_parameter((self.output_size,), spec.dtype, ShardLoader(spec.outputs)) if bias else None
+        self.bias = (
+            new_parameter((self.output_size,), spec.dtype, ShardLoader(spec.outputs))
+            if bias
+            else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.method.apply(x, self.bias)
 
     def extra_repr(self) -> str:
         method = type(self.method).__name__
-        return f"input_size={self.input_size}, output_size={self.output_size}, bias={self.bias is not None}, method={method}"
+        return (
+            f"input_size={self.input_size}, output_size={self.output_size}, "
+            f"bias={self.bias is not None}, method={method}"
+        )
 
 
 class _Linear(LinearBase):
     """All inputs, and this rank's share of the outputs."""
 
-    def __init__(self, input_size: int, outputs: Sequence[Part], *, bias: bool, vllm_config: VllmConfig, prefix: str) -> None:
+    def __init__(
+        self,
+        input_size: int,
+        outputs: Sequence[Part],
+        *,
+        bias: bool,
+        vllm_config: VllmConfig,
+        prefix: str,
+    ) -> None:
         dtype = torch_dtype(vllm_config.model.dtype)
-        spec = LinearSpec(kind="linear", prefix=prefix, inputs=Part.whole(input_size), outputs=tuple(outputs), dtype=dtype)
+        spec = LinearSpec(
+            kind="linear",
+            prefix=prefix,
+            inputs=Part.whole(input_size),
+            outputs=tuple(outputs),
+            dtype=dtype,
+        )
         super().__init__(spec, bias=bias)
 
 
 class ReplicatedLinear(_Linear):
     """Every rank holds the whole weight: x [T, input_size] -> [T, output_size]."""
 
-    def __init__(self, input_size: int, output_size: int, *, bias: bool = False, vllm_config: VllmConfig, prefix: str) -> None:
-        super().__init__(input_size, [Part.whole(output_size)], bias=bias, vllm_config=vllm_config, prefix=prefix)
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        bias: bool = False,
+        vllm_config: VllmConfig,
+        prefix: str,
+    ) -> None:
+        super().__init__(
+            input_size, [Part.whole(output_size)], bias=bias, vllm_config=vllm_config, prefix=prefix
+        )
 
 
 class MergedColumnParallelLinear(_Linear):
-    """Several projections of one input, each split by its outputs: x [T, input_size] -> [T, sum(output_sizes) / ranks].
+    """Several projections of one input, each split by its outputs: x [T, input_size] -> [T,
+    sum(output_sizes) / ranks].
 
     A rank's output is its share of the first projection, then of the second, and so on.
     """
 
-    def __init__(self, input_size: int, output_sizes: Sequence[int], *, bias: bool = False, vllm_config: VllmConfig, prefix: str) -> None:
-        outputs = [Part.even(size, vllm_config.parallel, f"outputs of {prefix}") for size in output_sizes]
+    def __init__(
+        self,
+        input_size: int,
+        output_sizes: Sequence[int],
+        *,
+        bias: bool = False,
+        vllm_config: VllmConfig,
+        prefix: str,
+    ) -> None:
+        outputs = [
+            Part.even(size, vllm_config.parallel, f"outputs of {prefix}") for size in output_sizes
+        ]
         super().__init__(input_size, outputs, bias=bias, vllm_config=vllm_config, prefix=prefix)
 
 
@@ -72,10 +116,19 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
     """Split by its outputs: x [T, input_size] -> activation(x W^T + b) [T, output_size / ranks]."""
 
     def __init__(
-        self, input_size: int, output_size: int, *, bias: bool = False, activation: str | None = None, vllm_config: VllmConfig, prefix: str
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        bias: bool = False,
+        activation: str | None = None,
+        vllm_config: VllmConfig,
+        prefix: str,
     ) -> None:
         """`activation` is a name that `get_activation` knows."""
-        super().__init__(input_size, [output_size], bias=bias, vllm_config=vllm_config, prefix=prefix)
+        super().__init__(
+            input_size, [output_size], bias=bias, vllm_config=vllm_config, prefix=prefix
+        )
         if activation is not None:
             get_activation(activation)
         self.activation = activation
@@ -85,13 +138,25 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
 
 
 class GatedColumnParallelLinear(MergedColumnParallelLinear):
-    """Two projections of one input, gate and up: x [T, input_size] -> activation(gate) * up [T, size / ranks] (Shazeer 2020)."""
+    """Two projections of one input, gate and up: x [T, input_size] -> activation(gate) * up [T,
+    size / ranks] (Shazeer 2020)."""
 
     seams = frozenset()
 
-    def __init__(self, input_size: int, size: int, *, activation: str, bias: bool = False, vllm_config: VllmConfig, prefix: str) -> None:
+    def __init__(
+        self,
+        input_size: int,
+        size: int,
+        *,
+        activation: str,
+        bias: bool = False,
+        vllm_config: VllmConfig,
+        prefix: str,
+    ) -> None:
         """`activation` is a name that `get_activation` knows."""
-        super().__init__(input_size, [size, size], bias=bias, vllm_config=vllm_config, prefix=prefix)
+        super().__init__(
+            input_size, [size, size], bias=bias, vllm_config=vllm_config, prefix=prefix
+        )
         get_activation(activation)
         self.activation = activation
 
@@ -100,9 +165,11 @@ class GatedColumnParallelLinear(MergedColumnParallelLinear):
 
 
 class QKVParallelLinear(_Linear):
-    """The projections to queries, keys and values, split by heads: x [T, hidden_size] -> [T, q_size + 2 * kv_size].
+    """The projections to queries, keys and values, split by heads: x [T, hidden_size] -> [T, q_size
+    + 2 * kv_size].
 
-    `num_heads`, `num_kv_heads`, `q_size` and `kv_size` are this rank's. Ranks share a KV head where there are fewer of them than ranks.
+    `num_heads`, `num_kv_heads`, `q_size` and `kv_size` are this rank's. Ranks share a KV head where
+    there are fewer of them than ranks.
     """
 
     seams = frozenset()
@@ -121,8 +188,13 @@ class QKVParallelLinear(_Linear):
         parallel = vllm_config.parallel
         heads = Part.even(num_heads, parallel, f"attention heads of {prefix}")
         kv_heads = _kv_heads(num_kv_heads, parallel, prefix)
-        q, kv = (Part(p.full * head_size, p.start * head_size, p.size * head_size) for p in (heads, kv_heads))
-        super().__init__(hidden_size, [q, kv, kv], bias=bias, vllm_config=vllm_config, prefix=prefix)
+        q, kv = (
+            Part(p.full * head_size, p.start * head_size, p.size * head_size)
+            for p in (heads, kv_heads)
+        )
+        super().__init__(
+            hidden_size, [q, kv, kv], bias=bias, vllm_config=vllm_config, prefix=prefix
+        )
         self.num_heads, self.num_kv_heads = heads.size, kv_heads.size
         self.q_size, self.kv_size = q.size, kv.size
 
@@ -132,19 +204,41 @@ def _kv_heads(num_kv_heads: int, parallel: ParallelConfig, prefix: str) -> Part:
     if num_kv_heads >= ranks:
         return Part.even(num_kv_heads, parallel, f"KV heads of {prefix}")
     if ranks % num_kv_heads:
-        raise ConfigError(f"KV heads of {prefix}: {num_kv_heads} cannot be shared evenly by tensor_parallel_size={ranks}.")
+        raise ConfigError(
+            f"KV heads of {prefix}: {num_kv_heads} cannot be shared evenly by "
+            f"tensor_parallel_size={ranks}."
+        )
     return Part(num_kv_heads, parallel.tensor_parallel_rank // (ranks // num_kv_heads), 1)
 
 
 class RowParallelLinear(LinearBase):
-    """Split by its inputs; the ranks' results are summed: x [T, input_size / ranks] -> [T, output_size]."""
+    """Split by its inputs; the ranks' results are summed: x [T, input_size / ranks] -> [T,
+    output_size]."""
 
     seams = frozenset()
 
-    def __init__(self, input_size: int, output_size: int, *, bias: bool = False, vllm_config: VllmConfig, prefix: str) -> None:
-        inputs, dtype = Part.even(input_size, vllm_config.parallel, f"inputs of {prefix}"), torch_dtype(vllm_config.model.dtype)
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        bias: bool = False,
+        vllm_config: VllmConfig,
+        prefix: str,
+    ) -> None:
+        inputs, dtype = (
+            Part.even(input_size, vllm_config.parallel, f"inputs of {prefix}"),
+            torch_dtype(vllm_config.model.dtype),
+        )
         super().__init__(
-            LinearSpec(kind="linear", prefix=prefix, inputs=inputs, outputs=(Part.whole(output_size),), dtype=dtype), bias=bias
+            LinearSpec(
+                kind="linear",
+                prefix=prefix,
+                inputs=inputs,
+                outputs=(Part.whole(output_size),),
+                dtype=dtype,
+            ),
+            bias=bias,
         )
         self.parallel = vllm_config.parallel
         self.is_sharded = self.parallel.tensor_parallel_size > 1
@@ -155,12 +249,15 @@ class RowParallelLinear(LinearBase):
             return self.method.apply(x, self.bias, residual=residual)
         # One rank adds them, so that the sum holds them once.
         first = self.parallel.tensor_parallel_rank == 0
-        out = self.method.apply(x, self.bias if first else None, residual=residual if first else None)
+        out = self.method.apply(
+            x, self.bias if first else None, residual=residual if first else None
+        )
         return tensor_parallel_group(self.parallel).all_reduce(out)
 
 
 class HeadLinear(nn.Linear):
-    """A projection of a head, in float32, that every rank holds whole and nothing quantizes: x [R, inputs] -> x W^T + b [R, outputs]."""
+    """A projection of a head, in float32, that every rank holds whole and nothing quantizes: x [R,
+    inputs] -> x W^T + b [R, outputs]."""
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool = True) -> None:
         super().__init__(input_size, output_size, bias=bias, dtype=torch.float32)

@@ -1,4 +1,5 @@
-"""Linear methods: how layers hold their weights, and multiply with them. Each layer asks for a method of its own, by kind and name."""
+"""Linear methods: how layers hold their weights, and multiply with them. Each layer asks for a
+method of its own, by kind and name."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ LayerKind = Literal["linear", "embedding", "lm_head", "experts"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearSpec:
-    """What a layer asks of its method: to hold this rank's share of a weight W [outputs, inputs]. One axis at most is sharded."""
+    """What a layer asks of its method: to hold this rank's share of a weight W [outputs, inputs].
+    One axis at most is sharded."""
 
     kind: LayerKind
     """"experts": a projection of one of several experts."""
@@ -29,7 +31,8 @@ class LinearSpec:
     """The layer's name: "model.layers.0.self_attn.qkv_proj"."""
     inputs: Part
     outputs: tuple[Part, ...]
-    """One after the other: of a layer that packs several of the checkpoint's weights, those of each."""
+    """One after the other: of a layer that packs several of the checkpoint's weights, those of
+    each."""
     dtype: torch.dtype
     """Of activations, and of weights that are not quantized."""
     tied_to: LinearMethod | None = None
@@ -41,12 +44,17 @@ class LinearSpec:
         return sum(part.size for part in self.outputs), self.inputs.size
 
     def loader(self, *, pack: int = 1, group: int = 1) -> ShardLoader:
-        """Fills a parameter [outputs, inputs / pack / group]: elements that hold `pack` inputs each, or are for a `group` of them.
+        """Fills a parameter [outputs, inputs / pack / group]: elements that hold `pack` inputs
+        each, or are for a `group` of them.
 
         Raises ConfigError where this rank's inputs cut through an element.
         """
         inputs = self.inputs.stored(f"inputs of {self.prefix}", pack=pack, group=group)
-        return ShardLoader(self.outputs) if inputs.size == inputs.full else ShardLoader((inputs,), dim=1)
+        return (
+            ShardLoader(self.outputs)
+            if inputs.size == inputs.full
+            else ShardLoader((inputs,), dim=1)
+        )
 
 
 class LinearMethod(ABC):
@@ -54,29 +62,39 @@ class LinearMethod(ABC):
 
     @abstractmethod
     def create(self, layer: nn.Module, spec: LinearSpec) -> None:
-        """Gives `layer` its parameters: uninitialized, on the default device, each with a `weight_loader`. Biases are the layer's matter.
+        """Gives `layer` its parameters: uninitialized, on the default device, each with a
+        `weight_loader`. Biases are the layer's matter.
 
         Raises ConfigError for shares that the method cannot hold.
         """
 
     def process(self, layer: nn.Module) -> None:  # noqa: B027 - there need be nothing to do
-        """Rearranges the weights, once they are loaded. It is called once. By default they stay as they are."""
+        """Rearranges the weights, once they are loaded. It is called once. By default they stay as
+        they are."""
 
     @abstractmethod
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + bias: [T, inputs] -> a new tensor [T, outputs], in the dtype of `x`."""
 
     def likeliest(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """As `Kernels.likeliest` of what `multiply` would give, bit for bit, without making it. None: it has to be made."""
+        """As `Kernels.likeliest` of what `multiply` would give, bit for bit, without making it.
+        None: it has to be made."""
         return None
 
     def apply(
-        self, x: Tensor, bias: Tensor | None, *, activation: str | None = None, gated: bool = False, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        *,
+        activation: str | None = None,
+        gated: bool = False,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        """activation(x W^T + bias) or x W^T + bias + residual: [T, inputs] -> [T, outputs]. A method that fuses them overrides it.
+        """activation(x W^T + bias) or x W^T + bias + residual: [T, inputs] -> [T, outputs]. A
+        method that fuses them overrides it.
 
-        `activation` is a name that `get_activation` knows. `gated`: the first half of the outputs passes it, and is multiplied with the
-        second: [T, outputs / 2].
+        `activation` is a name that `get_activation` knows. `gated`: the first half of the outputs
+        passes it, and is multiplied with the second: [T, outputs / 2].
         """
         assert activation is None or residual is None
         out = self.multiply(x, bias)
@@ -87,12 +105,14 @@ class LinearMethod(ABC):
         return gate(out, activation) if gated else get_activation(activation)(out)
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Rows of W: ids [T] (int64, below outputs) -> a new tensor [T, inputs], in the model's dtype. For embeddings."""
+        """Rows of W: ids [T] (int64, below outputs) -> a new tensor [T, inputs], in the model's
+        dtype. For embeddings."""
         raise NotImplementedError(f"{type(self).__name__} cannot look up embeddings")
 
 
 class Quantization(ABC):
-    """Chooses the linear methods of a model's layers. One is made for each model, while it is constructed."""
+    """Chooses the linear methods of a model's layers. One is made for each model, while it is
+    constructed."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.vllm_config = vllm_config
@@ -120,7 +140,10 @@ class UnquantizedMethod(LinearMethod):
         elif isinstance(spec.tied_to, UnquantizedMethod):
             self.weight = spec.tied_to.weight
         else:
-            raise UnsupportedError(f"{spec.prefix} shares its weight with the embedding, which {type(spec.tied_to).__name__} quantizes.")
+            raise UnsupportedError(
+                f"{spec.prefix} shares its weight with the embedding, which "
+                f"{type(spec.tied_to).__name__} quantizes."
+            )
         layer.weight = self.weight
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -35,18 +35,22 @@ def load_parameters(
     renames: Sequence[tuple[str, str]],
     ignored: Sequence[str],
 ) -> set[str]:
-    """Fills the parameters and persistent buffers of `module` from `weights` (name, full tensor); returns the names of those filled.
+    """Fills the parameters and persistent buffers of `module` from `weights` (name, full tensor);
+    returns the names of those filled.
 
-    `packed` names the checkpoint's tensors that a parameter packs, in order ({"qkv_proj": ("q_proj", "k_proj", "v_proj")}); a checkpoint
-    may also hold them packed. `renames` are (pattern, replacement) for `re.sub`, tried in order on each name of the checkpoint;
-    `ignored` are patterns of renamed names to pass over (`re.search`).
+    `packed` names the checkpoint's tensors that a parameter packs, in order ({"qkv_proj":
+    ("q_proj", "k_proj", "v_proj")}); a checkpoint may also hold them packed. `renames` are
+    (pattern, replacement) for `re.sub`, tried in order on each name of the checkpoint; `ignored`
+    are patterns of renamed names to pass over (`re.search`).
 
-    A weight that two layers share, and of which `weights` holds two that differ, is no longer shared: each layer gets its own.
+    A weight that two layers share, and of which `weights` holds two that differ, is no longer
+    shared: each layer gets its own.
 
     Raises CheckpointError that names all weights that are missing, unexpected or do not fit.
     """
     targets, aliases = _targets(module, packed)
-    # They may be many, such as the experts that other ranks hold: a name and those of its parents are looked up.
+    # They may be many, such as the experts that other ranks hold: a name and those of its parents
+    # are looked up.
     elsewhere = {name for name, child in module.named_modules() if isinstance(child, Absent)}
     skipped = re.compile("|".join(ignored) or "(?!)")
     seen: dict[str, set[int | None]] = {}
@@ -56,7 +60,9 @@ def load_parameters(
     def load(name: str, target: _Target, tensor: Tensor) -> None:
         seen.setdefault(target.name, set()).add(target.shard_id)
         try:
-            getattr(target.param, "weight_loader", load_whole)(target.param, tensor, target.shard_id)
+            getattr(target.param, "weight_loader", load_whole)(
+                target.param, tensor, target.shard_id
+            )
         except CheckpointError as error:
             misfits.append(f"{name} {error}")
 
@@ -67,7 +73,9 @@ def load_parameters(
             kept[name] = tensor
         elif name in targets:
             load(name, targets[name], tensor)
-        elif elsewhere.isdisjoint(accumulate(name.split("."), "{}.{}".format)) and not skipped.search(name):
+        elif elsewhere.isdisjoint(
+            accumulate(name.split("."), "{}.{}".format)
+        ) and not skipped.search(name):
             unexpected.append(name)
     # A tied weight has several names. The checkpoint may hold any of them, or all.
     for name, tensor in kept.items():
@@ -79,13 +87,20 @@ def load_parameters(
                 load(name, _Target(_untied(module, name, target), name, None), tensor)
             except CheckpointError as error:
                 misfits.append(f"{name} {error}")
-    missing = [name for name, target in targets.items() if _is_missing(target, name, seen.get(target.name, set()), packed)]
+    missing = [
+        name
+        for name, target in targets.items()
+        if _is_missing(target, name, seen.get(target.name, set()), packed)
+    ]
     _complain(missing, unexpected, misfits)
     return set(seen)
 
 
-def _targets(module: nn.Module, packed: Mapping[str, tuple[str, ...]]) -> tuple[dict[str, _Target], dict[str, _Target]]:
-    """By name in the checkpoint: all parameters, packed and apart; and the second names of tied ones."""
+def _targets(
+    module: nn.Module, packed: Mapping[str, tuple[str, ...]]
+) -> tuple[dict[str, _Target], dict[str, _Target]]:
+    """By name in the checkpoint: all parameters, packed and apart; and the second names of tied
+    ones."""
     targets: dict[str, _Target] = {}
     aliases: dict[str, _Target] = {}
     first: dict[int, _Target] = {}
@@ -111,7 +126,8 @@ def _holds(param: Tensor, tensor: Tensor) -> bool:
 
 
 def _untied(module: nn.Module, name: str, target: _Target) -> Tensor:
-    """A new parameter of that name, which is one with another parameter so far. Raises CheckpointError where one layer has both names."""
+    """A new parameter of that name, which is one with another parameter so far. Raises
+    CheckpointError where one layer has both names."""
     (path, _, attribute), first = name.rpartition("."), target.name.rpartition(".")[0]
     owner = module.get_submodule(path)
     if owner is module.get_submodule(first):
@@ -134,15 +150,21 @@ def _untied(module: nn.Module, name: str, target: _Target) -> Tensor:
 
 
 def _parts(name: str, packed: Mapping[str, tuple[str, ...]]) -> list[tuple[str, int]]:
-    """The names of the tensors that a parameter packs: "a.qkv_proj.weight" -> [("a.q_proj.weight", 0), ...]."""
+    """The names of the tensors that a parameter packs: "a.qkv_proj.weight" -> [("a.q_proj.weight",
+    0), ...]."""
     components = name.split(".")
     for i, component in enumerate(components):
         if component in packed:
-            return [(".".join([*components[:i], part, *components[i + 1 :]]), shard_id) for shard_id, part in enumerate(packed[component])]
+            return [
+                (".".join([*components[:i], part, *components[i + 1 :]]), shard_id)
+                for shard_id, part in enumerate(packed[component])
+            ]
     return []
 
 
-def _is_missing(target: _Target, name: str, seen: set[int | None], packed: Mapping[str, tuple[str, ...]]) -> bool:
+def _is_missing(
+    target: _Target, name: str, seen: set[int | None], packed: Mapping[str, tuple[str, ...]]
+) -> bool:
     # A packed parameter is reported by its parts, which is how nearly all checkpoints hold it.
     if None in seen or target.shard_id in seen:
         return False

@@ -13,9 +13,11 @@ from toolkit_lm.model.parameters import Part, ShardLoader, new_parameter, torch_
 
 
 class RMSNorm(Bypassable):
-    """weight * x / rms(x) over the last axis, of length `size`. The mean of squares is taken in float32.
+    """weight * x / rms(x) over the last axis, of length `size`. The mean of squares is taken in
+    float32.
 
-    With a residual: `norm(x, residual)` gives the norm of x + residual, and the sum, which is the next residual.
+    With a residual: `norm(x, residual)` gives the norm of x + residual, and the sum, which is the
+    next residual.
     """
 
     seams = frozenset()
@@ -24,7 +26,9 @@ class RMSNorm(Bypassable):
         super().__init__()
         self.eps = eps
         self.kernels = choose_kernels()
-        self.weight = new_parameter((size,), torch_dtype(vllm_config.model.dtype), ShardLoader((Part.whole(size),)))
+        self.weight = new_parameter(
+            (size,), torch_dtype(vllm_config.model.dtype), ShardLoader((Part.whole(size),))
+        )
 
     @overload
     def forward(self, x: Tensor) -> Tensor: ...
@@ -40,7 +44,8 @@ class RMSNorm(Bypassable):
 
 
 class LayerNorm(nn.LayerNorm):
-    """weight * (x - mean) / deviation + bias over the last axis, of length `size`. `options` are those of torch's."""
+    """weight * (x - mean) / deviation + bias over the last axis, of length `size`. `options` are
+    those of torch's."""
 
     def __init__(self, size: int, **options: Any) -> None:
         super().__init__(size, **options)

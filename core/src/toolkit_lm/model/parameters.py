@@ -1,4 +1,5 @@
-"""Parameters that hold one rank's shard, and know how to fill it from the full tensors of a checkpoint."""
+"""Parameters that hold one rank's shard, and know how to fill it from the full tensors of a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -14,19 +15,21 @@ from toolkit_lm.errors import CheckpointError, ConfigError
 
 
 class WeightLoader(Protocol):
-    """Fills a parameter. It is the parameter's attribute `weight_loader`; a parameter without one takes the tensor as it is."""
+    """Fills a parameter. It is the parameter's attribute `weight_loader`; a parameter without one
+    takes the tensor as it is."""
 
     def __call__(self, param: Tensor, loaded: Tensor, shard_id: int | None = None) -> None:
         """Copies this rank's share of `loaded`, a tensor of the checkpoint, into `param`.
 
-        `shard_id` counts the checkpoint's tensors that were packed into `param`; None: `loaded` holds all of them, packed.
-        Raises CheckpointError when the shape does not fit.
+        `shard_id` counts the checkpoint's tensors that were packed into `param`; None: `loaded`
+        holds all of them, packed. Raises CheckpointError when the shape does not fit.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The share of one rank in one tensor of the checkpoint, along the sharded axis: [start, start + size) of its `full` entries.
+    """The share of one rank in one tensor of the checkpoint, along the sharded axis: [start, start
+    + size) of its `full` entries.
 
     Entries past the end are padding, and zero.
     """
@@ -42,23 +45,31 @@ class Part:
 
     @classmethod
     def even(cls, full: int, parallel: ParallelConfig, what: str) -> Part:
-        """The ranks of a tensor parallel group hold equal shares. Raises ConfigError, naming `what`, when there are none."""
+        """The ranks of a tensor parallel group hold equal shares. Raises ConfigError, naming
+        `what`, when there are none."""
         ranks = parallel.tensor_parallel_size
         if full % ranks:
-            raise ConfigError(f"{what}: {full} cannot be split evenly over tensor_parallel_size={ranks}.")
+            raise ConfigError(
+                f"{what}: {full} cannot be split evenly over tensor_parallel_size={ranks}."
+            )
         size = full // ranks
         return cls(full, parallel.tensor_parallel_rank * size, size)
 
     def stored(self, what: str, *, pack: int = 1, group: int = 1) -> Part:
-        """The same share, counted in stored elements: of which one holds `pack` entries, or is for a `group` of them, as a scale is.
+        """The same share, counted in stored elements: of which one holds `pack` entries, or is for
+        a `group` of them, as a scale is.
 
-        A share may lie within a group, but not within a pack. Raises ConfigError, naming `what`, for one that cuts an element.
+        A share may lie within a group, but not within a pack. Raises ConfigError, naming `what`,
+        for one that cuts an element.
         """
         unit, end = pack * group, self.start + self.size
         first, last = self.start // unit, -(-end // unit)
         is_cut = self.start % unit or (end % unit and end < self.full)
         if is_cut and (pack > 1 or last - first > 1):
-            raise ConfigError(f"{what}: the share of {self.size} from {self.start} on cuts what is stored for {unit} together.")
+            raise ConfigError(
+                f"{what}: the share of {self.size} from {self.start} on cuts what is stored for "
+                f"{unit} together."
+            )
         return Part(-(-self.full // unit), first, last - first)
 
 
@@ -90,7 +101,8 @@ class ShardLoader:
 
 
 def check_fits(param: Tensor, loaded: Tensor, shape: Sequence[int]) -> None:
-    """Raises CheckpointError unless `loaded` has `shape` and a dtype that `param` can take without another meaning."""
+    """Raises CheckpointError unless `loaded` has `shape` and a dtype that `param` can take without
+    another meaning."""
     if tuple(loaded.shape) != tuple(shape):
         raise CheckpointError(f"has shape {list(loaded.shape)}, not {list(shape)}")
     if param.is_floating_point() and (not loaded.is_floating_point() or loaded.itemsize < 2):
@@ -105,7 +117,8 @@ def load_whole(param: Tensor, loaded: Tensor, shard_id: int | None = None) -> No
 
 
 def new_parameter(shape: Sequence[int], dtype: torch.dtype, loader: WeightLoader) -> nn.Parameter:
-    """An uninitialized parameter of `shape` (the shard's), on the default device, that `loader` fills."""
+    """An uninitialized parameter of `shape` (the shard's), on the default device, that `loader`
+    fills."""
     param = nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
     param.weight_loader = loader  # type: ignore[attr-defined]
     return param

@@ -22,5 +22,6 @@ class Rotation:
     kernels: Kernels
 
     def rotate(self, x: Tensor) -> Tensor:
-        """Rotates heads x [T, num_heads, head_size], in place, and returns them. Dimensions past the rotated ones stay."""
+        """Rotates heads x [T, num_heads, head_size], in place, and returns them. Dimensions past
+        the rotated ones stay."""
         return self.kernels.rotate(x, self.cos, self.sin, self.interleaved)

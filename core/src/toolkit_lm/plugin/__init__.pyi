@@ -1,4 +1,8 @@
-from .discovery import CORE_DISTRIBUTION as CORE_DISTRIBUTION, Candidate as Candidate, discover as discover
+from .discovery import (
+    CORE_DISTRIBUTION as CORE_DISTRIBUTION,
+    Candidate as Candidate,
+    discover as discover,
+)
 from .fingerprint import Fingerprint as Fingerprint
 from .info import PluginInfo as PluginInfo, PluginWarning as PluginWarning
 from .listener import EventListener as EventListener

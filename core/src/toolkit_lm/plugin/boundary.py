@@ -11,22 +11,37 @@ from toolkit_lm.errors import PluginError, ToolkitError
 
 
 class Boundary:
-    """Stands around calls of a plugin's code, `with boundary:`, any number of times. An error becomes a PluginError."""
+    """Stands around calls of a plugin's code, `with boundary:`, any number of times. An error
+    becomes a PluginError."""
 
-    def __init__(self, failure: Callable[[BaseException], str | None], passes: type[Exception] | tuple[()] = ToolkitError) -> None:
-        """`failure` words an error; None: it is no plugin's, and passes. `passes`: so do these, which are meant for users."""
+    def __init__(
+        self,
+        failure: Callable[[BaseException], str | None],
+        passes: type[Exception] | tuple[()] = ToolkitError,
+    ) -> None:
+        """`failure` words an error; None: it is no plugin's, and passes. `passes`: so do these,
+        which are meant for users."""
         self._failure = failure
         self._passes = passes
 
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.check(error)
 
     def check(self, error: BaseException | None) -> None:
         """Raises PluginError where a plugin is to blame for an error."""
-        if isinstance(error, (Exception, SystemExit)) and not isinstance(error, self._passes) and (message := self._failure(error)):
+        if (
+            isinstance(error, (Exception, SystemExit))
+            and not isinstance(error, self._passes)
+            and (message := self._failure(error))
+        ):
             raise PluginError(message) from error
 
 

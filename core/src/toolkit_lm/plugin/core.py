@@ -1,9 +1,15 @@
-"""What core itself brings, by the same hooks as any plugin: an executor, kernels, KV kinds and scheduling policies."""
+"""What core itself brings, by the same hooks as any plugin: an executor, kernels, KV kinds and
+scheduling policies."""
 
 from __future__ import annotations
 
 from toolkit_lm.plugin.markers import hookimpl
-from toolkit_lm.plugin.registries import ExecutorRegistry, KernelsRegistry, KVKindRegistry, SchedulingPolicyRegistry
+from toolkit_lm.plugin.registries import (
+    ExecutorRegistry,
+    KernelsRegistry,
+    KVKindRegistry,
+    SchedulingPolicyRegistry,
+)
 
 
 @hookimpl

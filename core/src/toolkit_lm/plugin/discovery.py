@@ -1,4 +1,5 @@
-"""The first phase: which plugins are installed and wanted. Reads the metadata of distributions and imports nothing."""
+"""The first phase: which plugins are installed and wanted. Reads the metadata of distributions and
+imports nothing."""
 
 from __future__ import annotations
 
@@ -38,24 +39,34 @@ class Candidate:
     refusal: str | None = None
     """Why it is not even imported."""
     builtin: bool = False
-    """Of a distribution of this repository: these load first, so that third parties win where one result counts."""
+    """Of a distribution of this repository: these load first, so that third parties win where one
+    result counts."""
 
 
 def discover(config: PluginsConfig) -> list[Candidate]:
-    """The installed plugins in load order, disabled ones included. Those that share a name are refused, but for one of this repository.
+    """The installed plugins in load order, disabled ones included. Those that share a name are
+    refused, but for one of this repository.
 
     Raises PluginError where an option names a plugin that is not installed.
     """
     found = _without_copies(_installed())
     names = {candidate.info.name for candidate in found}
-    for option, listed in (("plugins", config.plugins or []), ("disable_plugins", config.disable_plugins)):
+    for option, listed in (
+        ("plugins", config.plugins or []),
+        ("disable_plugins", config.disable_plugins),
+    ):
         for name in listed:
             if name not in names:
-                raise PluginError(f"option {option!r} names plugin {name!r}, which is not installed. {nearest(name, names)}")
+                raise PluginError(
+                    f"option {option!r} names plugin {name!r}, which is not installed. "
+                    f"{nearest(name, names)}"
+                )
     for candidate in found:
         info = candidate.info
         candidate.required = config.plugins is not None and info.name in config.plugins
-        if info.name in config.disable_plugins or (config.plugins is not None and not candidate.required):
+        if info.name in config.disable_plugins or (
+            config.plugins is not None and not candidate.required
+        ):
             info.status = "disabled"
     found.sort(key=lambda c: (not c.builtin, c.info.name, c.info.distribution or ""))
     _refuse_duplicates([c for c in found if c.info.status != "disabled"])
@@ -63,7 +74,8 @@ def discover(config: PluginsConfig) -> list[Candidate]:
 
 
 def from_objects(objects: Sequence[object]) -> list[Candidate]:
-    """Plugins given from code, as modules or objects. An object may have a `name`; a failure of one is fatal."""
+    """Plugins given from code, as modules or objects. An object may have a `name`; a failure of one
+    is fatal."""
     found = []
     for plugin in objects:
         if isinstance(plugin, str):
@@ -71,20 +83,32 @@ def from_objects(objects: Sequence[object]) -> list[Candidate]:
                 f"{plugin!r} is a text: plugins given from code are modules or objects. "
                 "To choose installed plugins by name, set the option 'plugins' of VllmConfig."
             )
-        name = plugin.__name__ if isinstance(plugin, ModuleType) else getattr(plugin, "name", type(plugin).__name__)
+        name = (
+            plugin.__name__
+            if isinstance(plugin, ModuleType)
+            else getattr(plugin, "name", type(plugin).__name__)
+        )
         file = getattr(plugin, "__file__", None)
         found.append(Candidate(PluginInfo(str(name), file=file), plugin=plugin, required=True))
-        found[-1].info.add_package(plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__module__)
+        found[-1].info.add_package(
+            plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__module__
+        )
     return found
 
 
 def check_api_version(candidate: Candidate) -> None:
     """Raises PluginError when the plugin's distribution does not admit this version of core."""
     if candidate.requirement is None:
-        candidate.info.notes.append(f"its distribution requires no version of {CORE_DISTRIBUTION}: a later core may break it")
-    elif not Requirement(f"{CORE_DISTRIBUTION}{candidate.requirement}").specifier.contains(__version__, prereleases=True):
+        candidate.info.notes.append(
+            f"its distribution requires no version of {CORE_DISTRIBUTION}: a later core may "
+            "break it"
+        )
+    elif not Requirement(f"{CORE_DISTRIBUTION}{candidate.requirement}").specifier.contains(
+        __version__, prereleases=True
+    ):
         raise PluginError(
-            f"it requires {CORE_DISTRIBUTION}{candidate.requirement}, and this is {CORE_DISTRIBUTION} {__version__}. "
+            f"it requires {CORE_DISTRIBUTION}{candidate.requirement}, and this is "
+            f"{CORE_DISTRIBUTION} {__version__}. "
             f"Install a version of {candidate.info.distribution} that fits."
         )
 
@@ -97,13 +121,21 @@ def _installed() -> Iterator[Candidate]:
         metadata = distribution.metadata
         builtin = AUTHOR in metadata.get_all("Author", [])
         for entry in distribution.entry_points.select(group=PROJECT):
-            info = PluginInfo(entry.name, canonicalize_name(metadata["Name"]), metadata["Version"], _file(entry.module))
+            info = PluginInfo(
+                entry.name,
+                canonicalize_name(metadata["Name"]),
+                metadata["Version"],
+                _file(entry.module),
+            )
             info.add_package(entry.module)
-            yield Candidate(info, entry, _core_requirement(distribution.requires or ()), builtin=builtin)
+            yield Candidate(
+                info, entry, _core_requirement(distribution.requires or ()), builtin=builtin
+            )
 
 
 def _file(module: str) -> str | None:
-    # A look at the top-level package imports nothing; its submodules cannot be found without importing it.
+    # A look at the top-level package imports nothing; its submodules cannot be found without
+    # importing it.
     try:
         spec = importlib.util.find_spec(module.partition(".")[0])
     except (ImportError, ValueError):
@@ -118,17 +150,27 @@ def _core_requirement(requires: Iterable[str]) -> str | None:
         except InvalidRequirement:
             continue
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if canonicalize_name(requirement.name) == CORE_DISTRIBUTION and applies and requirement.specifier:
+        if (
+            canonicalize_name(requirement.name) == CORE_DISTRIBUTION
+            and applies
+            and requirement.specifier
+        ):
             return str(requirement.specifier)
     return None
 
 
 def _without_copies(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Of several metadata folders for one distribution at one version, the first on the path, which is also what is imported."""
+    """Of several metadata folders for one distribution at one version, the first on the path, which
+    is also what is imported."""
     first: dict[tuple[str | None, ...], Candidate] = {}
     for candidate in candidates:
         assert candidate.entry is not None
-        key = (candidate.info.name, candidate.info.distribution, candidate.info.version, candidate.entry.value)
+        key = (
+            candidate.info.name,
+            candidate.info.distribution,
+            candidate.info.version,
+            candidate.entry.value,
+        )
         first.setdefault(key, candidate)
     return list(first.values())
 
@@ -143,4 +185,6 @@ def _refuse_duplicates(candidates: Iterable[Candidate]) -> None:
             both = " and ".join(str(candidate.info) for candidate in same)
             for candidate in same:
                 if not candidate.builtin:
-                    candidate.refusal = f"two installed plugins have the name {name!r}: {both}. Uninstall one"
+                    candidate.refusal = (
+                        f"two installed plugins have the name {name!r}: {both}. Uninstall one"
+                    )

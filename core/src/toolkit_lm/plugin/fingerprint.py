@@ -25,7 +25,8 @@ class PluginPrint(Struct, frozen=True):
 
 
 class Fingerprint(Struct, frozen=True):
-    """The version of core and the loaded plugins, in load order. Equal fingerprints mean equal code."""
+    """The version of core and the loaded plugins, in load order. Equal fingerprints mean equal
+    code."""
 
     core: str
     plugins: tuple[PluginPrint, ...]
@@ -37,7 +38,11 @@ class Fingerprint(Struct, frozen=True):
 
     def difference(self, other: Fingerprint) -> str:
         """What sets `other` apart, one line each; empty when they are equal."""
-        lines = [] if self.core == other.core else [f"toolkit-lm-core: {self.core} here, {other.core} there"]
+        lines = (
+            []
+            if self.core == other.core
+            else [f"toolkit-lm-core: {self.core} here, {other.core} there"]
+        )
         here, there = ({plugin.name: plugin for plugin in one.plugins} for one in (self, other))
         for name in sorted(here.keys() | there.keys()):
             a, b = here.get(name), there.get(name)
@@ -52,7 +57,10 @@ class Fingerprint(Struct, frozen=True):
 
 def fingerprint(plugins: list[tuple[PluginInfo, object]]) -> Fingerprint:
     """The fingerprint of loaded plugins. Reads their files."""
-    return Fingerprint(__version__, tuple(PluginPrint(i.name, i.distribution, i.version, _content(p)) for i, p in plugins))
+    return Fingerprint(
+        __version__,
+        tuple(PluginPrint(i.name, i.distribution, i.version, _content(p)) for i, p in plugins),
+    )
 
 
 def _state(plugin: PluginPrint) -> str:
@@ -66,7 +74,9 @@ def _content(plugin: object) -> str:
     roots, file = getattr(package, "__path__", None), getattr(package, "__file__", None)
     for root in roots or []:
         for path in sorted(Path(root).rglob("*.py")):
-            digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+            digest.update(
+                f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0"
+            )
     if roots is None and file and Path(file).is_file():
         digest.update(Path(file).read_bytes())
     return digest.hexdigest()

@@ -47,21 +47,32 @@ class PluginInfo:
         if (package := module.partition(".")[0]) not in (PROJECT, *self.packages):
             self.packages.append(package)
 
-    def boundary(self, what: str, passes: type[Exception] | tuple[()] = ToolkitError, target: object = None) -> Boundary:
-        """For calls of the plugin's code. The error: "plugin X (..., file:line) failed in `what`: ...".
+    def boundary(
+        self, what: str, passes: type[Exception] | tuple[()] = ToolkitError, target: object = None
+    ) -> Boundary:
+        """For calls of the plugin's code. The error: "plugin X (..., file:line) failed in `what`:
+        ...".
 
         `target` is what is called: its line is told where none of its own lines was run.
         """
         return Boundary(lambda error: self.failure(error, what, target), passes)
 
     def failure(self, error: BaseException, what: str, target: object = None) -> str:
-        """One sentence that says that the plugin's code raised `error` in `what`, and at which line. `target` as in `boundary`."""
-        frames = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__) if package_of(f) in self.packages]
+        """One sentence that says that the plugin's code raised `error` in `what`, and at which
+        line. `target` as in `boundary`."""
+        frames = [
+            (f.f_code.co_filename, line)
+            for f, line in traceback.walk_tb(error.__traceback__)
+            if package_of(f) in self.packages
+        ]
         # Annotations are evaluated in the plugin's name, and in no file.
         own = [f"{name}:{line}" for name, line in frames if not name.startswith("<")]
         place = own[-1] if own else place_of(target) or self.file
         return f"{self._named(place)} failed in {what}: {reason(error)}"
 
     def _named(self, place: str | None) -> str:
-        source = " ".join(part for part in (self.distribution, self.version) if part) or "given from code"
+        source = (
+            " ".join(part for part in (self.distribution, self.version) if part)
+            or "given from code"
+        )
         return f"plugin {self.name!r} ({source}{', ' + place if place else ''})"

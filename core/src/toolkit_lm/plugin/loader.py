@@ -1,4 +1,5 @@
-"""The second phase: wanted plugins are imported under guard, their hooks are checked, and their entries are collected."""
+"""The second phase: wanted plugins are imported under guard, their hooks are checked, and their
+entries are collected."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Loader:
     registries: Registries = field(default_factory=Registries)
 
     def load(self, candidates: list[Candidate]) -> None:
-        """Loads all candidates that are not disabled; each one's `info` then says what became of it."""
+        """Loads all candidates that are not disabled; each one's `info` then says what became of
+        it."""
         self.manager.add_hookspecs(hookspecs)
         for step in (self._import, self._add_hookspecs, self._register, self._collect):
             for candidate in candidates:
@@ -47,7 +49,9 @@ class Loader:
                     with self._boundary(candidate), redirect_stdout(sys.stderr):
                         step(candidate)
         absent = [info.name for info in (c.info for c in candidates) if info.status != "ok"]
-        hint = f"Plugins that are not in use, and might add it: {', '.join(absent)}." if absent else ""
+        hint = (
+            f"Plugins that are not in use, and might add it: {', '.join(absent)}." if absent else ""
+        )
         self.registries = copied(self.registries, None, hint)
 
     @contextmanager
@@ -61,11 +65,16 @@ class Loader:
                 raise
             cause = error.__cause__
             assert cause is not None, "the boundary chains it"
-            info.status, info.error, info.traceback = "broken", reason(cause), "".join(traceback.format_exception(cause))
+            info.status, info.error, info.traceback = (
+                "broken",
+                reason(cause),
+                "".join(traceback.format_exception(cause)),
+            )
             if candidate.plugin is not None and self.manager.is_registered(candidate.plugin):
                 self.manager.unregister(candidate.plugin)
             warnings.warn(
-                f"{str(error).rstrip('.')}. It is left out. `toolkit plugins show {info.name}` prints the traceback; "
+                f"{str(error).rstrip('.')}. It is left out. `toolkit plugins show {info.name}` "
+                "prints the traceback; "
                 f"`--disable-plugins {info.name}` silences this.",
                 PluginWarning,
                 stacklevel=5,
@@ -84,7 +93,9 @@ class Loader:
             info.file = module.__file__
             candidate.plugin = candidate.entry.load()
         if inspect.isclass(candidate.plugin):
-            raise PluginError(f"{candidate.plugin.__name__} is a class: a plugin is a module or an instance")
+            raise PluginError(
+                f"{candidate.plugin.__name__} is a class: a plugin is a module or an instance"
+            )
         check_options_class(getattr(candidate.plugin, "Options", None))
 
     def _add_hookspecs(self, candidate: Candidate) -> None:
@@ -97,7 +108,9 @@ class Loader:
                 if _is_marked(getattr(module, name), "spec"):
                     self._refuse_spec(name)
             self.manager.add_hookspecs(module)
-            self.registries.brought |= {hook: kind() for hook, kind in getattr(module, "REGISTRIES", {}).items()}
+            self.registries.brought |= {
+                hook: kind() for hook, kind in getattr(module, "REGISTRIES", {}).items()
+            }
 
     def _refuse_spec(self, name: str) -> None:
         if not name.startswith(HOOK_PREFIX):
@@ -112,7 +125,9 @@ class Loader:
             function = getattr(plugin, name)
             options = getattr(function, f"{PROJECT}_impl", None)
             if options is None:
-                raise PluginError(f"{name!r} is not marked with @hookimpl, so that it would never be called")
+                raise PluginError(
+                    f"{name!r} is not marked with @hookimpl, so that it would never be called"
+                )
             hook = options.get("specname") or name
             if hook not in known and options.get("optionalhook"):
                 continue
@@ -120,7 +135,10 @@ class Loader:
                 raise PluginError(f"there is no hook {hook!r}. {nearest(hook, known)}")
             for refused in ("wrapper", "hookwrapper", "tryfirst", "trylast"):
                 if options.get(refused):
-                    raise PluginError(f"{name!r} says {refused}=True: implementations are plain functions here, called in load order")
+                    raise PluginError(
+                        f"{name!r} says {refused}=True: implementations are plain functions "
+                        "here, called in load order"
+                    )
             self._check_arguments(hook, function)
             info.hooks.append(hook)
         self.manager.register(plugin, name=info.name)
@@ -129,7 +147,10 @@ class Loader:
         known = getattr(self.manager.hook, hook).spec.argnames
         for argument in inspect.signature(function).parameters.values():
             if argument.default is argument.empty and argument.name not in known:
-                raise PluginError(f"hook {hook!r} has no argument {argument.name!r}. {nearest(argument.name, known)}")
+                raise PluginError(
+                    f"hook {hook!r} has no argument {argument.name!r}. "
+                    f"{nearest(argument.name, known)}"
+                )
 
     def _collect(self, candidate: Candidate) -> None:
         staged = copied(self.registries, candidate.info)
@@ -144,9 +165,14 @@ class Loader:
         return caller is not None and caller.has_spec()
 
 
-def implementations(manager: pluggy.PluginManager, hook: str, plugin: str) -> list[Callable[..., Any]]:
-    """What a plugin implements of a hook, to be called with keywords for all the hook's arguments."""
-    found = [impl for impl in getattr(manager.hook, hook).get_hookimpls() if impl.plugin_name == plugin]
+def implementations(
+    manager: pluggy.PluginManager, hook: str, plugin: str
+) -> list[Callable[..., Any]]:
+    """What a plugin implements of a hook, to be called with keywords for all the hook's
+    arguments."""
+    found = [
+        impl for impl in getattr(manager.hook, hook).get_hookimpls() if impl.plugin_name == plugin
+    ]
     return [partial(_call, impl) for impl in found]
 
 
@@ -155,9 +181,14 @@ def _call(impl: pluggy.HookImpl, **arguments: Any) -> Any:
 
 
 def _hook_names(plugin: object) -> list[str]:
-    """Names in a plugin that are hooks, or look as if they were meant to be; the specifications that it may hold are none."""
+    """Names in a plugin that are hooks, or look as if they were meant to be; the specifications
+    that it may hold are none."""
     values = {name: getattr(plugin, name, None) for name in dir(plugin)}
-    meant = [name for name, value in values.items() if name.startswith(HOOK_PREFIX) and callable(value) and not _is_marked(value, "spec")]
+    meant = [
+        name
+        for name, value in values.items()
+        if name.startswith(HOOK_PREFIX) and callable(value) and not _is_marked(value, "spec")
+    ]
     return [name for name, value in values.items() if name in meant or _is_marked(value, "impl")]
 
 
@@ -168,7 +199,9 @@ def _is_marked(function: object, kind: str) -> bool:
 @contextmanager
 def _announced(info: PluginInfo) -> Iterator[None]:
     """Says which plugin is being imported, where that takes long or is interrupted."""
-    timer = threading.Timer(_SILENCE, print, [f"importing {info} ..."], {"file": sys.stderr, "flush": True})
+    timer = threading.Timer(
+        _SILENCE, print, [f"importing {info} ..."], {"file": sys.stderr, "flush": True}
+    )
     timer.start()
     try:
         yield

@@ -1,4 +1,5 @@
-"""The options of plugins: an entry module may define `Options`, a msgspec Struct, a dataclass or a pydantic model."""
+"""The options of plugins: an entry module may define `Options`, a msgspec Struct, a dataclass or a
+pydantic model."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from toolkit_lm.plugin.info import PluginInfo
 
 
 def make_options(info: PluginInfo, kind: type[Any], values: Mapping[str, Any]) -> Any:
-    """An instance of a plugin's `Options`. Raises ConfigError for an unknown key or a wrong value."""
+    """An instance of a plugin's `Options`. Raises ConfigError for an unknown key or a wrong
+    value."""
     known = list(inspect.signature(kind).parameters)
     for key in values:
         if key not in known:
@@ -31,12 +33,20 @@ def make_options(info: PluginInfo, kind: type[Any], values: Mapping[str, Any]) -
 
 
 def check_options_class(kind: Any) -> None:
-    """Raises PluginError for a class that options cannot be made of, or with annotations that name nothing."""
+    """Raises PluginError for a class that options cannot be made of, or with annotations that name
+    nothing."""
     if kind is None:
         return
     is_pydantic = hasattr(kind, "model_validate")
-    if not (is_pydantic or dataclasses.is_dataclass(kind) or (isinstance(kind, type) and issubclass(kind, msgspec.Struct))):
-        raise PluginError("Options must be a msgspec Struct, a dataclass or a pydantic model, and it is none of them")
+    if not (
+        is_pydantic
+        or dataclasses.is_dataclass(kind)
+        or (isinstance(kind, type) and issubclass(kind, msgspec.Struct))
+    ):
+        raise PluginError(
+            "Options must be a msgspec Struct, a dataclass or a pydantic model, and it is none "
+            "of them"
+        )
     try:
         inspect.signature(kind, eval_str=True)
         if not is_pydantic:

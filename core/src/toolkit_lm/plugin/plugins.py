@@ -35,12 +35,14 @@ RegistryT = TypeVar("RegistryT", bound=Registry[Any])
 
 
 class Plugins(Registries):
-    """A loaded set of plugins: their registries, and typed methods around their hooks. `Plugins.load(config)` makes one."""
+    """A loaded set of plugins: their registries, and typed methods around their hooks.
+    `Plugins.load(config)` makes one."""
 
     infos: list[PluginInfo]
     """Every installed plugin in load order, with what became of it."""
     boundary: Boundary
-    """For calls that may end in any plugin's code: an error names the plugin whose code raised it. Another error passes."""
+    """For calls that may end in any plugin's code: an error names the plugin whose code raised it.
+    Another error passes."""
 
     def __init__(self, config: PluginsConfig, candidates: list[Candidate], loader: Loader) -> None:
         """Use `Plugins.load`."""
@@ -51,7 +53,9 @@ class Plugins(Registries):
         self.boundary = Boundary(self._failure)
         vars(self).update(vars(loader.registries))
         self._check_option_names()
-        self._options = {name: self._make_options(name, values) for name, values in config.plugin_option.items()}
+        self._options = {
+            name: self._make_options(name, values) for name, values in config.plugin_option.items()
+        }
         self._fingerprints: dict[bool, Fingerprint] = {}
         """By whether plugins given from code are left out."""
         self._listeners = tuple(self.implementations("toolkit_event"))
@@ -61,15 +65,22 @@ class Plugins(Registries):
 
     @classmethod
     def load(cls, config: PluginsConfig | None = None, extra: Sequence[object] = ()) -> Plugins:
-        """Finds and loads the installed plugins that `config` wants, then the objects or modules in `extra`.
+        """Finds and loads the installed plugins that `config` wants, then the objects or modules in
+        `extra`.
 
-        Order: core, the distributions of this repository by name, other distributions by name, `extra`. A plugin that `config.plugins`
-        names, or that `extra` gives, must work; another that fails is a PluginWarning, and its info says why.
+        Order: core, the distributions of this repository by name, other distributions by name,
+        `extra`. A plugin that `config.plugins` names, or that `extra` gives, must work; another
+        that fails is a PluginWarning, and its info says why.
 
-        Raises PluginError (a plugin is unknown, twice there, or asked for and broken) and ConfigError (a plugin's options are wrong).
+        Raises PluginError (a plugin is unknown, twice there, or asked for and broken) and
+        ConfigError (a plugin's options are wrong).
         """
         config = config or PluginsConfig()
-        itself = Candidate(PluginInfo("core", CORE_DISTRIBUTION, __version__, core.__file__), plugin=core, required=True)
+        itself = Candidate(
+            PluginInfo("core", CORE_DISTRIBUTION, __version__, core.__file__),
+            plugin=core,
+            required=True,
+        )
         candidates = [itself, *discover(config), *from_objects(extra)]
         loader = Loader()
         loader.load(candidates)
@@ -77,7 +88,8 @@ class Plugins(Registries):
 
     @property
     def hook(self) -> pluggy.HookRelay:
-        """pluggy's relay, for hooks that plugins bring: `plugins.hook.toolkit_...(argument=...)`."""
+        """pluggy's relay, for hooks that plugins bring:
+        `plugins.hook.toolkit_...(argument=...)`."""
         return self._manager.hook
 
     def info(self, name: str) -> PluginInfo:
@@ -85,42 +97,60 @@ class Plugins(Registries):
         for info in self.infos:
             if info.name == name:
                 return info
-        raise PluginError(f"there is no plugin {name!r}. {nearest(name, [info.name for info in self.infos])}")
+        raise PluginError(
+            f"there is no plugin {name!r}. {nearest(name, [info.name for info in self.infos])}"
+        )
 
     def implementations(self, hook: str) -> list[tuple[PluginInfo, Callable[..., Any]]]:
-        """Each plugin's implementation of a hook, in load order, to be called with the hook's arguments as keywords."""
-        return [(info, call) for info, _ in self._loaded for call in implementations(self._manager, hook, info.name)]
+        """Each plugin's implementation of a hook, in load order, to be called with the hook's
+        arguments as keywords."""
+        return [
+            (info, call)
+            for info, _ in self._loaded
+            for call in implementations(self._manager, hook, info.name)
+        ]
 
     def brought_registry(self, kind: type[RegistryT]) -> RegistryT:
-        """The registry of a class that a plugin brings together with its hook. Raises PluginError where no loaded plugin does."""
+        """The registry of a class that a plugin brings together with its hook. Raises PluginError
+        where no loaded plugin does."""
         for registry in self.brought.values():
             if isinstance(registry, kind):
                 return registry
         raise PluginError(f"no loaded plugin brings a {kind.__name__}. {self.models.hint}".rstrip())
 
     def configure(self, config: VllmConfig) -> VllmConfig:
-        """`config` after every plugin's `toolkit_configure`. Raises PluginError when one raises or returns something else."""
+        """`config` after every plugin's `toolkit_configure`. Raises PluginError when one raises or
+        returns something else."""
         for info, call in self.implementations("toolkit_configure"):
             with info.boundary("toolkit_configure", passes=()):
                 changed = call(config=config, options=self.options(info.name))
             if changed is None:
                 continue
             if not isinstance(changed, VllmConfig):
-                raise PluginError(f"{info}: toolkit_configure must return a VllmConfig or None, not a {type(changed).__name__}.")
+                raise PluginError(
+                    f"{info}: toolkit_configure must return a VllmConfig or None, not a "
+                    f"{type(changed).__name__}."
+                )
             if changed.plugins != config.plugins:
-                raise PluginError(f"{info}: toolkit_configure cannot change the options of plugins, which are loaded already.")
+                raise PluginError(
+                    f"{info}: toolkit_configure cannot change the options of plugins, which are "
+                    "loaded already."
+                )
             config = changed
         return config
 
     def watch(self, config: VllmConfig) -> None:
-        """Lets every plugin's `toolkit_watch` make what watches an engine of this config, until `close`.
+        """Lets every plugin's `toolkit_watch` make what watches an engine of this config, until
+        `close`.
 
         Raises PluginError when one raises.
         """
         try:
             for info, call in self.implementations("toolkit_watch"):
                 with info.boundary("toolkit_watch", passes=()):
-                    watcher: EventListener | None = call(config=config, options=self.options(info.name))
+                    watcher: EventListener | None = call(
+                        config=config, options=self.options(info.name)
+                    )
                     if watcher is not None:
                         self._watchers.append((info, watcher))
                         self._listeners += ((info, watcher.on_event),)
@@ -129,10 +159,13 @@ class Plugins(Registries):
             raise
 
     def close(self) -> None:
-        """Ends what `watch` has begun. Never raises: a plugin that does is warned about. Safe to call twice."""
+        """Ends what `watch` has begun. Never raises: a plugin that does is warned about. Safe to
+        call twice."""
         watchers, self._watchers = self._watchers, []
         ended = [watcher.on_event for _, watcher in watchers]
-        self._listeners = tuple(listener for listener in self._listeners if listener[1] not in ended)
+        self._listeners = tuple(
+            listener for listener in self._listeners if listener[1] not in ended
+        )
         for info, watcher in watchers:
             try:
                 watcher.close()
@@ -141,7 +174,8 @@ class Plugins(Registries):
                 warnings.warn(message, PluginWarning, stacklevel=2)
 
     def add_listener(self, name: str, on_event: Callable[..., object]) -> None:
-        """Has a function of this process hear every event too, as the hook `toolkit_event` would. Warnings call it by `name`."""
+        """Has a function of this process hear every event too, as the hook `toolkit_event` would.
+        Warnings call it by `name`."""
         self._listeners += ((PluginInfo(name), on_event),)
 
     @property
@@ -150,7 +184,8 @@ class Plugins(Registries):
         return bool(self._listeners)
 
     def event(self, event: Event) -> None:
-        """Hands an event to every plugin that watches. Never raises: a plugin that does is warned about, and dropped; a slow one once."""
+        """Hands an event to every plugin that watches. Never raises: a plugin that does is warned
+        about, and dropped; a slow one once."""
         for listener in self._listeners:
             info, call = listener
             start = time.perf_counter()
@@ -163,7 +198,10 @@ class Plugins(Registries):
             seconds = time.perf_counter() - start
             left = self._patience.get(info.name, _SLACK) + _EVENT_SECONDS - seconds
             if left < 0:
-                message = f"{info} is slow: outputs waited {seconds:.2f} s for what it does on the last event, and for others before."
+                message = (
+                    f"{info} is slow: outputs waited {seconds:.2f} s for what it does on the "
+                    "last event, and for others before."
+                )
                 warnings.warn(message, PluginWarning, stacklevel=2)
                 left = math.inf
             self._patience[info.name] = left
@@ -173,14 +211,19 @@ class Plugins(Registries):
         return self._failure(error) or reason(error)
 
     def boundary_of(self, owner: PluginInfo, target: type) -> Boundary:
-        """As `boundary`, for calls of a class of `owner`, which is named where no plugin's code was run: for wrong arguments, say."""
-        return Boundary(lambda error: self._failure(error) or owner.failure(error, target.__qualname__, target))
+        """As `boundary`, for calls of a class of `owner`, which is named where no plugin's code was
+        run: for wrong arguments, say."""
+        return Boundary(
+            lambda error: self._failure(error) or owner.failure(error, target.__qualname__, target)
+        )
 
     def _failure(self, error: BaseException) -> str | None:
         culprit, called = None, ""
         for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
             if culprit is None:
-                culprit = next((info for info, _ in self._loaded if package_of(frame) in info.packages), None)
+                culprit = next(
+                    (info for info, _ in self._loaded if package_of(frame) in info.packages), None
+                )
             elif package_of(frame) not in culprit.packages:
                 break
             called = frame.f_code.co_qualname
@@ -189,7 +232,8 @@ class Plugins(Registries):
     def options(self, name: str) -> Any:
         """A plugin's validated options: an instance of its `Options`, or None where it has none.
 
-        Raises PluginError for an unknown plugin, and ConfigError when an option without a default is not given.
+        Raises PluginError for an unknown plugin, and ConfigError when an option without a default
+        is not given.
         """
         if name not in self._options:
             self._options[name] = self._make_options(name, {})
@@ -198,29 +242,49 @@ class Plugins(Registries):
     def fingerprint(self, *, installed: bool = False) -> Fingerprint:
         """What other processes must have loaded too. `installed`: without plugins given from code.
 
-        The first call reads the files of all plugins; what becomes of the files later does not count, for it is not what was loaded.
+        The first call reads the files of all plugins; what becomes of the files later does not
+        count, for it is not what was loaded.
         """
         if installed not in self._fingerprints:
-            wanted = [(info, plugin) for info, plugin in self._loaded if not installed or info.distribution is not None]
+            wanted = [
+                (info, plugin)
+                for info, plugin in self._loaded
+                if not installed or info.distribution is not None
+            ]
             self._fingerprints[installed] = fingerprint(wanted)
         return self._fingerprints[installed]
 
     def options_class(self, name: str) -> type[Any] | None:
-        """A plugin's `Options`; None where it has none, or is not loaded. Raises PluginError for an unknown plugin."""
+        """A plugin's `Options`; None where it has none, or is not loaded. Raises PluginError for an
+        unknown plugin."""
         self.info(name)
-        return next((getattr(plugin, "Options", None) for info, plugin in self._loaded if info.name == name), None)
+        return next(
+            (
+                getattr(plugin, "Options", None)
+                for info, plugin in self._loaded
+                if info.name == name
+            ),
+            None,
+        )
 
     def _make_options(self, name: str, values: dict[str, Any]) -> Any:
         kind = self.options_class(name)
         if kind is not None:
             return make_options(self.info(name), kind, values)
         if values:
-            raise ConfigError(f"{self.info(name)} takes no options, but is given {', '.join(map(repr, values))}.")
+            raise ConfigError(
+                f"{self.info(name)} takes no options, but is given {', '.join(map(repr, values))}."
+            )
         return None
 
     def _check_option_names(self) -> None:
         loaded = [info.name for info, _ in self._loaded]
         for name in self.config.plugin_option:
             if name not in loaded:
-                status = next((f" (it is {info.status})" for info in self.infos if info.name == name), "")
-                raise ConfigError(f"options are given for plugin {name!r}, which is not loaded{status}. {nearest(name, loaded)}")
+                status = next(
+                    (f" (it is {info.status})" for info in self.infos if info.name == name), ""
+                )
+                raise ConfigError(
+                    f"options are given for plugin {name!r}, which is not loaded{status}. "
+                    f"{nearest(name, loaded)}"
+                )

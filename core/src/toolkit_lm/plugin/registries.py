@@ -14,7 +14,14 @@ from typing import Any
 from msgspec import msgpack
 
 from toolkit_lm.config import Option, PoolingProfile
-from toolkit_lm.errors import CheckpointError, ConfigError, PluginError, RequestError, UnsupportedError, nearest
+from toolkit_lm.errors import (
+    CheckpointError,
+    ConfigError,
+    PluginError,
+    RequestError,
+    UnsupportedError,
+    nearest,
+)
 from toolkit_lm.param_spec import ProcessorParams, checks_of, params_of, spec_of
 from toolkit_lm.params import SAMPLING_PARAMS
 from toolkit_lm.plugin.info import PluginInfo
@@ -32,24 +39,30 @@ class ModelEntry(Entry):
     runner: str = "generate"
     """The kind of runner that drives it."""
     model_type: str | None = None
-    """The `model_type` of its checkpoints; None: of many, or of those that another class runs as well."""
+    """The `model_type` of its checkpoints; None: of many, or of those that another class runs as
+    well."""
     renderer: str | None = None
     """Name of the renderer that it needs; None: any that can read the checkpoint."""
     reserved_positions: int = 0
-    """Of the positions that the checkpoint states, how many no token ever has (RoBERTa: those up to padding's)."""
+    """Of the positions that the checkpoint states, how many no token ever has (RoBERTa: those up to
+    padding's)."""
     length_keys: tuple[str, ...] = LENGTH_KEYS
-    """Keys of config.json: the first that is there states the longest sequence. "decoder.x" is x of its object `decoder`. Empty: there is
-    none, as with ALiBi."""
+    """Keys of config.json: the first that is there states the longest sequence. "decoder.x" is x of
+    its object `decoder`. Empty: there is none, as with ALiBi.
+    """
     caches_prefixes: bool = True
-    """What it keeps of a prompt can serve other requests that begin alike. False: prefix caching is off for it."""
+    """What it keeps of a prompt can serve other requests that begin alike. False: prefix caching is
+    off for it."""
     bounded: bool = True
-    """No sequence can be longer than stated. False: it is what is taken where no other length is asked for."""
+    """No sequence can be longer than stated. False: it is what is taken where no other length is
+    asked for."""
     encoder_decoder: str | None = None
     """Of an encoder-decoder model: "module:Class", the EncoderDecoderRules of its prompts."""
     multimodal: str | None = None
     """Of a multimodal model: "module:Class", the MultiModalRules of its images and other media."""
     is_fallback: bool = False
-    """True: the key names no architecture; the class runs those that have no class of their own, and says which it refuses."""
+    """True: the key names no architecture; the class runs those that have no class of their own,
+    and says which it refuses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +80,8 @@ class RendererEntry(Entry):
     """A renderer class."""
 
     reads: tuple[str, ...] = ()
-    """File names; it can read a checkpoint folder that holds any of them. Empty: it is taken by its name only."""
+    """File names; it can read a checkpoint folder that holds any of them. Empty: it is taken by its
+    name only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +112,8 @@ class SchedulingPolicyEntry(Entry):
 
 
 class ModelRegistry(Registry[ModelEntry]):
-    """Model classes, by the architecture that a checkpoint's config.json names; and fallbacks, by their own names."""
+    """Model classes, by the architecture that a checkpoint's config.json names; and fallbacks, by
+    their own names."""
 
     noun = "model architecture"
     missing = UnsupportedError
@@ -120,16 +135,37 @@ class ModelRegistry(Registry[ModelEntry]):
         multimodal: str | None = None,
         override: bool = False,
     ) -> None:
-        """Registers a model class. Raises PluginError for a malformed target or a key that another plugin has."""
-        traits = {"reserved_positions": reserved_positions, "length_keys": length_keys, "bounded": bounded}
-        traits |= {"caches_prefixes": caches_prefixes, "encoder_decoder": encoder_decoder, "multimodal": multimodal}
-        fields = {"runner": runner, "model_type": model_type, "renderer": renderer, "override": override}
+        """Registers a model class. Raises PluginError for a malformed target or a key that another
+        plugin has."""
+        traits = {
+            "reserved_positions": reserved_positions,
+            "length_keys": length_keys,
+            "bounded": bounded,
+        }
+        traits |= {
+            "caches_prefixes": caches_prefixes,
+            "encoder_decoder": encoder_decoder,
+            "multimodal": multimodal,
+        }
+        fields = {
+            "runner": runner,
+            "model_type": model_type,
+            "renderer": renderer,
+            "override": override,
+        }
         self.add_entry(ModelEntry, architecture, target, "module:Class", **fields, **traits)
 
     def add_fallback(
-        self, name: str, target: str, *, runner: str = "generate", renderer: str | None = None, override: bool = False
+        self,
+        name: str,
+        target: str,
+        *,
+        runner: str = "generate",
+        renderer: str | None = None,
+        override: bool = False,
     ) -> None:
-        """Registers a `FallbackModel`: of those that do not refuse a checkpoint without a class of its own, the first runs it.
+        """Registers a `FallbackModel`: of those that do not refuse a checkpoint without a class of
+        its own, the first runs it.
 
         `name` is what the option `model_impl` calls it. Raises PluginError, as `add` does.
         """
@@ -137,7 +173,8 @@ class ModelRegistry(Registry[ModelEntry]):
         self.add_entry(ModelEntry, name, target, "module:Class", **fields)
 
     def architectures_of(self, model_type: str) -> list[str]:
-        """Those that are registered for a `model_type`; where there are none, what the first fallback says that knows one."""
+        """Those that are registered for a `model_type`; where there are none, what the first
+        fallback says that knows one."""
         found = [entry.key for entry in self.entries() if entry.model_type == model_type]
         for name in () if found else self.fallbacks():
             with self.get(name).owner.boundary(f"architecture_of() of {self.noun} {name!r}"):
@@ -147,7 +184,8 @@ class ModelRegistry(Registry[ModelEntry]):
         return found
 
     def reserved_positions(self, key: str, config: Any) -> int:
-        """Of the positions that a checkpoint states, how many no token ever has. Of a fallback its class says so of the checkpoint."""
+        """Of the positions that a checkpoint states, how many no token ever has. Of a fallback its
+        class says so of the checkpoint."""
         entry = self.get(key)
         if not entry.is_fallback:
             return entry.reserved_positions
@@ -155,16 +193,23 @@ class ModelRegistry(Registry[ModelEntry]):
             return int(self.load(key).reserved_positions(config))
 
     def load_rules(self, architecture: str) -> Any:
-        """The class of an encoder-decoder model's rules for prompts; None of another model. Raises PluginError, as `load` does."""
+        """The class of an encoder-decoder model's rules for prompts; None of another model. Raises
+        PluginError, as `load` does."""
         entry = self.get(architecture)
         if entry.encoder_decoder is None:
             return None
-        return self.load_target(entry, entry.encoder_decoder, "toolkit_lm.renderer:EncoderDecoderRules")
+        return self.load_target(
+            entry, entry.encoder_decoder, "toolkit_lm.renderer:EncoderDecoderRules"
+        )
 
     def load_multimodal(self, architecture: str) -> Any:
         """As `load_rules`: the class of a multimodal model's rules for media."""
         entry = self.get(architecture)
-        return None if entry.multimodal is None else self.load_target(entry, entry.multimodal, "toolkit_lm.renderer:MultiModalRules")
+        return (
+            None
+            if entry.multimodal is None
+            else self.load_target(entry, entry.multimodal, "toolkit_lm.renderer:MultiModalRules")
+        )
 
     def computes_items_whole(self, architecture: str) -> bool:
         """No chunk of a prompt ends inside an item of media. Raises PluginError, as `load` does."""
@@ -187,7 +232,8 @@ class AttentionBackendRegistry(Registry[Entry]):
     base = "toolkit_lm.attention:AttentionBackend"
 
     def add(self, name: str, target: str, *, priority: int = 0, override: bool = False) -> None:
-        """Registers a class. Of those that do not refuse, the one of the highest priority is chosen: for each layer, or each model."""
+        """Registers a class. Of those that do not refuse, the one of the highest priority is
+        chosen: for each layer, or each model."""
         self.add_entry(Entry, name, target, "module:Class", priority=priority, override=override)
 
 
@@ -211,12 +257,29 @@ class ExecutorRegistry(Registry[ExecutorEntry]):
     noun = "executor"
     base = "toolkit_lm.executor:Executor"
 
-    def add(self, name: str, target: str, *, max_ranks: int | None = None, runs_nodes: bool = False, override: bool = False) -> None:
+    def add(
+        self,
+        name: str,
+        target: str,
+        *,
+        max_ranks: int | None = None,
+        runs_nodes: bool = False,
+        override: bool = False,
+    ) -> None:
         """Registers a subclass of toolkit_lm.executor.Executor.
 
-        `max_ranks`: most workers that it runs; None: any number. `runs_nodes`: they can be on several machines.
+        `max_ranks`: most workers that it runs; None: any number. `runs_nodes`: they can be on
+        several machines.
         """
-        self.add_entry(ExecutorEntry, name, target, "module:Class", max_ranks=max_ranks, runs_nodes=runs_nodes, override=override)
+        self.add_entry(
+            ExecutorEntry,
+            name,
+            target,
+            "module:Class",
+            max_ranks=max_ranks,
+            runs_nodes=runs_nodes,
+            override=override,
+        )
 
 
 class RendererRegistry(Registry[RendererEntry]):
@@ -226,35 +289,62 @@ class RendererRegistry(Registry[RendererEntry]):
     base = "toolkit_lm.renderer:Renderer"
 
     def add(
-        self, name: str, target: str, *, reads: tuple[str, ...] = ("tokenizer.json",), priority: int = 0, override: bool = False
+        self,
+        name: str,
+        target: str,
+        *,
+        reads: tuple[str, ...] = ("tokenizer.json",),
+        priority: int = 0,
+        override: bool = False,
     ) -> None:
-        """Registers a renderer class. Of those that do not refuse a checkpoint, the one of the highest priority is chosen.
+        """Registers a renderer class. Of those that do not refuse a checkpoint, the one of the
+        highest priority is chosen.
 
         `reads`: file names, any of which a folder must hold for the class to be asked.
         """
-        self.add_entry(RendererEntry, name, target, "module:Class", reads=tuple(reads), priority=priority, override=override)
+        self.add_entry(
+            RendererEntry,
+            name,
+            target,
+            "module:Class",
+            reads=tuple(reads),
+            priority=priority,
+            override=override,
+        )
 
 
 class ParserRegistry(AttentionBackendRegistry):
-    """Answer formats, by the names that the server's options tool_call_parser and reasoning_parser give."""
+    """Answer formats, by the names that the server's options tool_call_parser and reasoning_parser
+    give."""
 
     noun = "answer parser"
     base = "toolkit_lm.renderer:AnswerFormat"
 
     def find_format(self, what: str, template: str, wanted: str = "auto") -> str | None:
-        """The name of the format by which `what`, "tool_calls" or "reasoning", is found in answers to prompts of a template.
+        """The name of the format by which `what`, "tool_calls" or "reasoning", is found in answers
+        to prompts of a template.
 
-        `wanted`: a name, auto or none. None: it is found by none. Raises ConfigError for a name that no plugin has, or that finds no such
-        thing, PluginError where a plugin fails.
+        `wanted`: a name, auto or none. None: it is found by none. Raises ConfigError for a name
+        that no plugin has, or that finds no such thing, PluginError where a plugin fails.
         """
         if wanted == "none":
             return None
         if wanted == "auto":
             entries = sorted(self.entries(), key=lambda entry: -entry.priority)
-            return next((e.key for e in entries if what in self.load(e.key).finds and self.ask(e.key, template) is None), None)
+            return next(
+                (
+                    e.key
+                    for e in entries
+                    if what in self.load(e.key).finds and self.ask(e.key, template) is None
+                ),
+                None,
+            )
         if what not in self.load(wanted).finds:
             able = ", ".join(key for key in self if what in self.load(key).finds)
-            raise ConfigError(f"answer parser {wanted!r} finds no {what.replace('_', ' ')}. Those that do: {able}.")
+            raise ConfigError(
+                f"answer parser {wanted!r} finds no {what.replace('_', ' ')}. Those that do: "
+                f"{able}."
+            )
         return wanted
 
 
@@ -265,21 +355,48 @@ class LogitsProcessorRegistry(Registry[LogitsProcessorEntry]):
     missing = RequestError
     base = "toolkit_lm.sampling:LogitsProcessor"
 
-    def add(self, name: str, target: str | None, *, params: type[ProcessorParams], priority: int = 0, override: bool = False) -> None:
-        """Registers a subclass of toolkit_lm.sampling.LogitsProcessor, and the parameters that requests turn it on with.
+    def add(
+        self,
+        name: str,
+        target: str | None,
+        *,
+        params: type[ProcessorParams],
+        priority: int = 0,
+        override: bool = False,
+    ) -> None:
+        """Registers a subclass of toolkit_lm.sampling.LogitsProcessor, and the parameters that
+        requests turn it on with.
 
-        `target` None: there is no processor. A ModelState reads the arguments, as `seq.inputs.model_arguments[name]`.
+        `target` None: there is no processor. A ModelState reads the arguments, as
+        `seq.inputs.model_arguments[name]`.
 
-        Of those that work at the same place, the one of the highest `priority` works first; of equals, the first registered. Raises
-        PluginError where a parameter has the name of another.
+        Of those that work at the same place, the one of the highest `priority` works first; of
+        equals, the first registered. Raises PluginError where a parameter has the name of another.
         """
         if not (isinstance(params, type) and issubclass(params, ProcessorParams)):
-            raise PluginError(f"{self.owner}: params of {self.noun} {name!r} must be a toolkit_lm.param_spec.ProcessorParams.")
+            raise PluginError(
+                f"{self.owner}: params of {self.noun} {name!r} must be a "
+                "toolkit_lm.param_spec.ProcessorParams."
+            )
         for param, *_ in checks_of(params):
-            owners = [str(entry.owner) for entry in self.entries() if entry.key != name and param in entry.params.__struct_fields__]
-            if (param in SAMPLING_PARAMS and not spec_of(SAMPLING_PARAMS[param]).by_processor) or owners:
-                raise PluginError(f"{self.owner}: {self.noun} {name!r}: there is a parameter {param!r} of {[*owners, 'core'][0]} already.")
-        traits = {"params": params, "priority": priority, "override": override, "for_model": target is None}
+            owners = [
+                str(entry.owner)
+                for entry in self.entries()
+                if entry.key != name and param in entry.params.__struct_fields__
+            ]
+            if (
+                param in SAMPLING_PARAMS and not spec_of(SAMPLING_PARAMS[param]).by_processor
+            ) or owners:
+                raise PluginError(
+                    f"{self.owner}: {self.noun} {name!r}: there is a parameter {param!r} of "
+                    f"{[*owners, 'core'][0]} already."
+                )
+        traits = {
+            "params": params,
+            "priority": priority,
+            "override": override,
+            "for_model": target is None,
+        }
         target = f"{params.__module__}:{params.__qualname__}" if target is None else target
         self.add_entry(LogitsProcessorEntry, name, target, "module:Class", **traits)
 
@@ -288,23 +405,49 @@ class LogitsProcessorRegistry(Registry[LogitsProcessorEntry]):
         return self.load_target(entry, entry.target, None if entry.for_model else self.base)
 
     def cache_key(self, arguments: Mapping[str, Mapping[str, Any]]) -> str | None:
-        """Names what arguments, by processor, can change in the forward pass; None: they change nothing."""
-        counted = {name: given for name, given in arguments.items() if self.get(name).params.changes_forward}
-        return f"arguments {hashlib.sha256(msgpack.encode(counted, order='deterministic')).hexdigest()}" if counted else None
+        """Names what arguments, by processor, can change in the forward pass; None: they change
+        nothing."""
+        counted = {
+            name: given
+            for name, given in arguments.items()
+            if self.get(name).params.changes_forward
+        }
+        return (
+            (
+                "arguments "
+                f"{hashlib.sha256(msgpack.encode(counted, order='deterministic')).hexdigest()}"
+            )
+            if counted
+            else None
+        )
 
     @property
     def params(self) -> dict[str, Option]:
         """The parameters of all logits processors, by name; those that core states are left out."""
-        return {name: o for entry in self.entries() for name, o in params_of(entry.params).items() if name not in SAMPLING_PARAMS}
+        return {
+            name: o
+            for entry in self.entries()
+            for name, o in params_of(entry.params).items()
+            if name not in SAMPLING_PARAMS
+        }
 
     def parse(self, extra_args: Mapping[str, Any]) -> dict[str, ProcessorParams]:
-        """The parameters of each logits processor of which any is given. Raises RequestError for one that is unknown or out of range."""
+        """The parameters of each logits processor of which any is given. Raises RequestError for
+        one that is unknown or out of range."""
         given: dict[str, dict[str, Any]] = {}
         for name, value in extra_args.items():
-            entry = next((one for one in self.entries() if name in one.params.__struct_fields__), None)
+            entry = next(
+                (one for one in self.entries() if name in one.params.__struct_fields__), None
+            )
             if entry is None:
-                known = nearest(name, [one for one in (*SAMPLING_PARAMS, *self.params) if one != name], otherwise="")
-                where = " ".join(part for part in (parameter_source(name), known, self.hint) if part)
+                known = nearest(
+                    name,
+                    [one for one in (*SAMPLING_PARAMS, *self.params) if one != name],
+                    otherwise="",
+                )
+                where = " ".join(
+                    part for part in (parameter_source(name), known, self.hint) if part
+                )
                 raise RequestError(f"unknown sampling parameter {name!r}. {where}".rstrip(), name)
             given.setdefault(entry.key, {})[name] = value
         return {key: self.get(key).params(**values) for key, values in given.items()}
@@ -313,8 +456,9 @@ class LogitsProcessorRegistry(Registry[LogitsProcessorEntry]):
 class OptionNamesRegistry(PlainRegistry):
     """Translators of options as other projects name them, by project.
 
-    A target is a function (options: dict) -> dict: options in our names, and unchanged what it does not know. It raises ConfigError for
-    what cannot be had here, and says what to use. It is asked only where an option is unknown, or has a value that it cannot have.
+    A target is a function (options: dict) -> dict: options in our names, and unchanged what it does
+    not know. It raises ConfigError for what cannot be had here, and says what to use. It is asked
+    only where an option is unknown, or has a value that it cannot have.
     """
 
     noun = "translator of options"
@@ -331,12 +475,22 @@ class SchedulingPolicyRegistry(Registry[SchedulingPolicyEntry]):
 
     noun = "scheduling policy"
 
-    def add(self, name: str, target: str, *, reads_priority: bool = False, override: bool = False) -> None:
-        """Registers a subclass of toolkit_lm.scheduler.SchedulingPolicy, or a function that is its `key`.
+    def add(
+        self, name: str, target: str, *, reads_priority: bool = False, override: bool = False
+    ) -> None:
+        """Registers a subclass of toolkit_lm.scheduler.SchedulingPolicy, or a function that is its
+        `key`.
 
         `reads_priority`: it looks at the priority of requests.
         """
-        self.add_entry(SchedulingPolicyEntry, name, target, "module:function", reads_priority=reads_priority, override=override)
+        self.add_entry(
+            SchedulingPolicyEntry,
+            name,
+            target,
+            "module:function",
+            reads_priority=reads_priority,
+            override=override,
+        )
 
 
 class DrafterRegistry(PlainRegistry):
@@ -349,7 +503,8 @@ class DrafterRegistry(PlainRegistry):
 class ConverterRegistry(PlainRegistry):
     """Pooling adapters, by the convert type that they are for: "embed", "classify", ...
 
-    A target is a function (model class, vllm_config) -> pooling model class. It raises UnsupportedError for what it cannot convert.
+    A target is a function (model class, vllm_config) -> pooling model class. It raises
+    UnsupportedError for what it cannot convert.
     """
 
     noun = "convert type"
@@ -358,17 +513,21 @@ class ConverterRegistry(PlainRegistry):
 class PoolingProfileRegistry(PlainRegistry):
     """Readers of what checkpoints' files say of pooling, by name.
 
-    A target is a function (folder: Path, hf_config: dict, tokenizer: Path) -> PoolingProfile | None. Its module imports no torch.
-    `hf_config` is the folder's config.json, `tokenizer` the folder of the tokenizer. It returns None for a folder without files of its
-    kind, and raises CheckpointError for files that it does not understand.
+    A target is a function (folder: Path, hf_config: dict, tokenizer: Path) -> PoolingProfile |
+    None. Its module imports no torch. `hf_config` is the folder's config.json, `tokenizer` the
+    folder of the tokenizer. It returns None for a folder without files of its kind, and raises
+    CheckpointError for files that it does not understand.
     """
 
     noun = "reader of pooling profiles"
 
-    def read(self, folder: Path, hf_config: dict[str, Any], tokenizer: Path) -> PoolingProfile | None:
+    def read(
+        self, folder: Path, hf_config: dict[str, Any], tokenizer: Path
+    ) -> PoolingProfile | None:
         """What the files of a checkpoint say; None: no reader knows its files.
 
-        Raises CheckpointError for files that a reader does not understand, and as `first_result` does.
+        Raises CheckpointError for files that a reader does not understand, and as `first_result`
+        does.
         """
         return self.first_result(PoolingProfile, folder, hf_config, tokenizer)
 
@@ -376,8 +535,9 @@ class PoolingProfileRegistry(PlainRegistry):
 class PoolingInputsRegistry(PlainRegistry):
     """What reads the texts of pooling requests, by name.
 
-    A target is a function (config, renderer, plugins) -> toolkit_lm.pooling.PoolingInputs | None. Its module imports no torch. `config` is
-    resolved; `plugins` is the loaded set. None: it does not read those of this engine.
+    A target is a function (config, renderer, plugins) -> toolkit_lm.pooling.PoolingInputs | None.
+    Its module imports no torch. `config` is resolved; `plugins` is the loaded set. None: it does
+    not read those of this engine.
     """
 
     noun = "reader of pooling inputs"
@@ -386,8 +546,9 @@ class PoolingInputsRegistry(PlainRegistry):
 class EngineClientRegistry(PlainRegistry):
     """What starts the engines of a front in a way of its own, by name.
 
-    A target is a function (config, plugins) -> toolkit_lm.engine.EngineClient | None. Its module imports no torch. `config` is
-    resolved, but for the device; `plugins` is the loaded set. None: such a config is not its own.
+    A target is a function (config, plugins) -> toolkit_lm.engine.EngineClient | None. Its module
+    imports no torch. `config` is resolved, but for the device; `plugins` is the loaded set. None:
+    such a config is not its own.
     """
 
     noun = "engine client"
@@ -411,7 +572,10 @@ class CheckpointRegistry(Registry[Entry]):
         for root in (spec.submodule_search_locations if spec else None) or ():
             if (path := Path(root, folder)).is_dir():
                 return path
-        raise CheckpointError(f"{entry.owner}: checkpoint {name!r} is registered, but there is no folder {entry.target!r}.")
+        raise CheckpointError(
+            f"{entry.owner}: checkpoint {name!r} is registered, but there is no folder "
+            f"{entry.target!r}."
+        )
 
 
 class LoaderRegistry(Registry[LoaderEntry]):
@@ -420,25 +584,35 @@ class LoaderRegistry(Registry[LoaderEntry]):
     noun = "load format"
     base = "toolkit_lm.model:CheckpointLoader"
 
-    def add(self, load_format: str, target: str, *, reads: tuple[str, ...] = (), override: bool = False) -> None:
-        """Registers a subclass of toolkit_lm.model.CheckpointLoader. `reads`: patterns of names; none: it is never chosen by itself."""
-        self.add_entry(LoaderEntry, load_format, target, "module:Class", reads=tuple(reads), override=override)
+    def add(
+        self, load_format: str, target: str, *, reads: tuple[str, ...] = (), override: bool = False
+    ) -> None:
+        """Registers a subclass of toolkit_lm.model.CheckpointLoader. `reads`: patterns of names;
+        none: it is never chosen by itself."""
+        self.add_entry(
+            LoaderEntry, load_format, target, "module:Class", reads=tuple(reads), override=override
+        )
 
     def reading(self, source: Path) -> str | None:
         """The first load format that reads a file, or a file of a folder."""
         names = [path.name for path in source.iterdir()] if source.is_dir() else [source.name]
-        return next((e.key for e in self.entries() if any(filter(names, pattern) for pattern in e.reads)), None)
+        return next(
+            (e.key for e in self.entries() if any(filter(names, pattern) for pattern in e.reads)),
+            None,
+        )
 
 
 class KVKindRegistry(PlainRegistry):
-    """Subclasses of toolkit_lm.attention.KVCacheSpec, by their tags. Their modules import no torch."""
+    """Subclasses of toolkit_lm.attention.KVCacheSpec, by their tags. Their modules import no
+    torch."""
 
     noun = "KV kind"
     base = "toolkit_lm.attention:KVCacheSpec"
 
 
 class QuantizationRegistry(PlainRegistry):
-    """Subclasses of toolkit_lm.model.Quantization, by the `quant_method` of checkpoints, or a name for those that quantize at load."""
+    """Subclasses of toolkit_lm.model.Quantization, by the `quant_method` of checkpoints, or a name
+    for those that quantize at load."""
 
     noun = "quantization"
     base = "toolkit_lm.model:Quantization"
@@ -473,11 +647,21 @@ class Registries:
 
 def by_hook(registries: Registries) -> dict[str, Registry[Any]]:
     """All registries, by the hook that fills them."""
-    own = {f"toolkit_register_{name}": one for name, one in vars(registries).items() if isinstance(one, Registry)}
+    own = {
+        f"toolkit_register_{name}": one
+        for name, one in vars(registries).items()
+        if isinstance(one, Registry)
+    }
     return own | registries.brought
 
 
 def copied(registries: Registries, owner: PluginInfo | None, hint: str = "") -> Registries:
     """A copy that takes the entries of `owner`."""
-    own: dict[str, Any] = {name: one.copy(owner, hint) for name, one in vars(registries).items() if isinstance(one, Registry)}
-    return Registries(**own, brought={hook: one.copy(owner, hint) for hook, one in registries.brought.items()})
+    own: dict[str, Any] = {
+        name: one.copy(owner, hint)
+        for name, one in vars(registries).items()
+        if isinstance(one, Registry)
+    }
+    return Registries(
+        **own, brought={hook: one.copy(owner, hint) for hook, one in registries.brought.items()}
+    )

@@ -1,6 +1,8 @@
-"""What the distributions of this repository bring, for errors about something that is not installed.
+"""What the distributions of this repository bring, for errors about something that is not
+installed.
 
-shipped.json, beside this file, has it as data: {noun of a registry: {key: distribution}}. `python docs/generate_shipped.py` writes it.
+shipped.json, beside this file, has it as data: {noun of a registry: {key: distribution}}. `python
+docs/generate_shipped.py` writes it.
 """
 
 from __future__ import annotations
@@ -16,17 +18,21 @@ PARAMETER = "sampling parameter"
 
 
 def way_to_get(noun: str, key: str) -> str:
-    """How to install what `key` stands for, as a sentence; empty where nobody knows, or it is installed already."""
+    """How to install what `key` stands for, as a sentence; empty where nobody knows, or it is
+    installed already."""
     keys = _table().get(noun, {})
     # Of a group of commands, one is enough.
-    distribution = keys.get(key) or next((one for name, one in keys.items() if name.startswith(f"{key} ")), None)
+    distribution = keys.get(key) or next(
+        (one for name, one in keys.items() if name.startswith(f"{key} ")), None
+    )
     if distribution is None or is_installed(distribution):
         return ""
     return f"It comes with {distribution}: pip install {distribution}."
 
 
 def parameter_source(name: str) -> str:
-    """Which distribution brings a sampling parameter that nobody states, as a sentence; empty where nobody knows."""
+    """Which distribution brings a sampling parameter that nobody states, as a sentence; empty where
+    nobody knows."""
     known = _table()[PARAMETER]
     family = name.partition("_")[0] + "_"
     alike = [one for one in known if one.startswith(family)]
@@ -34,13 +40,24 @@ def parameter_source(name: str) -> str:
         # A parameter of a family of its plugin's: another spelling, or another version's.
         name = alike[0]
     distribution = known.get(name)
-    return way_to_get(PARAMETER, name) or (f"It comes with {distribution}." if distribution is not None else "")
+    return way_to_get(PARAMETER, name) or (
+        f"It comes with {distribution}." if distribution is not None else ""
+    )
 
 
 def not_installed(noun: str, registered: Container[str]) -> str:
-    """What else there is of a kind, and how to install it, as a sentence; empty where all is installed."""
-    absent = [(key, one) for key, one in _table().get(noun, {}).items() if key not in registered and not is_installed(one)]
-    return f"Not installed: {', '.join(f'{key} (pip install {one})' for key, one in absent)}." if absent else ""
+    """What else there is of a kind, and how to install it, as a sentence; empty where all is
+    installed."""
+    absent = [
+        (key, one)
+        for key, one in _table().get(noun, {}).items()
+        if key not in registered and not is_installed(one)
+    ]
+    return (
+        f"Not installed: {', '.join(f'{key} (pip install {one})' for key, one in absent)}."
+        if absent
+        else ""
+    )
 
 
 def is_installed(distribution: str) -> bool:
@@ -54,5 +71,7 @@ def is_installed(distribution: str) -> bool:
 
 @cache
 def _table() -> dict[str, dict[str, str]]:
-    read: dict[str, dict[str, str]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    read: dict[str, dict[str, str]] = json.loads(
+        Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
+    )
     return read

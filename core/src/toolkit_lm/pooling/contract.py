@@ -13,7 +13,8 @@ from toolkit_lm.model import ModelState
 
 
 class Pooler(nn.Module, ABC):
-    """What a pooling model has as `pooler`. toolkit_lm_pooling_adapters.poolers.RowPooler is the base of the usual ones."""
+    """What a pooling model has as `pooler`. toolkit_lm_pooling_adapters.poolers.RowPooler is the
+    base of the usual ones."""
 
     @abstractmethod
     def supported_tasks(self) -> frozenset[PoolingTask]:
@@ -21,11 +22,13 @@ class Pooler(nn.Module, ABC):
 
     @abstractmethod
     def reads_prefix_cache(self, task: PoolingTask) -> bool:
-        """A row of this task may begin in the middle: nothing of the hidden states before, which no cache holds, is needed."""
+        """A row of this task may begin in the middle: nothing of the hidden states before, which no
+        cache holds, is needed."""
 
     @abstractmethod
     def chunkable(self, task: PoolingTask) -> bool:
-        """A row of this task may come in several chunks (of a causal model; bidirectional ones are never cut)."""
+        """A row of this task may come in several chunks (of a causal model; bidirectional ones are
+        never cut)."""
 
     def output_size(self, task: PoolingTask) -> int | None:
         """Size of the last axis of a task's results, before `dimensions`; None: not known."""
@@ -33,7 +36,9 @@ class Pooler(nn.Module, ABC):
 
     @abstractmethod
     def make_state(self, model: nn.Module, config: VllmConfig, device: torch.device) -> ModelState:
-        """What a runner keeps of sequences with `inputs.pooling`, until it has put their results into `StepResult.pooled`.
+        """What a runner keeps of sequences with `inputs.pooling`, until it has put their results
+        into `StepResult.pooled`.
 
-        Results are in float32. embed: [D]; token_embed: [tokens, D]; classify: [labels]; token_classify: [tokens, labels]; score: [1].
+        Results are in float32. embed: [D]; token_embed: [tokens, D]; classify: [labels];
+        token_classify: [tokens, labels]; score: [1].
         """

@@ -1,4 +1,5 @@
-"""The contract of what reads the texts of pooling requests, and scores pairs of them. Importing it needs no torch."""
+"""The contract of what reads the texts of pooling requests, and scores pairs of them. Importing it
+needs no torch."""
 
 from __future__ import annotations
 
@@ -18,9 +19,11 @@ class TextOptions(TypedDict, total=False):
     """How the texts of pooling requests are read."""
 
     prompt_name: str | Sequence[str | None] | None
-    """One of the checkpoint's prompts ("query", "document"), which goes before each text; or one for each."""
+    """One of the checkpoint's prompts ("query", "document"), which goes before each text; or one
+    for each."""
     truncate_prompt_tokens: int | None
-    """Cut longer prompts to so many tokens (-1: to what the model can take). Without it they are an error."""
+    """Cut longer prompts to so many tokens (-1: to what the model can take). Without it they are an
+    error."""
     instruction: str | None
     """For rerankers that take one."""
 
@@ -41,7 +44,8 @@ class Scoring(ABC):
 
     @abstractmethod
     def culprit(self, error: RequestError) -> RequestError:
-        """What the user is to be told of `error`, which one of `prompts` gave: a pair may fail for its query alone. It takes a while."""
+        """What the user is to be told of `error`, which one of `prompts` gave: a pair may fail for
+        its query alone. It takes a while."""
 
     @abstractmethod
     def scores(self, outputs: Sequence[PoolingRequestOutput]) -> list[PoolingRequestOutput]:
@@ -56,17 +60,26 @@ class PoolingInputs(ABC):
 
     @abstractmethod
     def check(self, params: PoolingParams, size: int) -> None:
-        """Raises RequestError, with `param` set, for what a task cannot give. `size`: of an embedding, or the number of logits."""
+        """Raises RequestError, with `param` set, for what a task cannot give. `size`: of an
+        embedding, or the number of logits."""
 
     @abstractmethod
-    def render(self, prompts: Sequence[Prompt | TextPair], **options: Unpack[TextOptions]) -> list[RenderedText | RequestError]:
-        """Token ids of each, or why it cannot be rendered. Raises RequestError for what is wrong with all of them."""
+    def render(
+        self, prompts: Sequence[Prompt | TextPair], **options: Unpack[TextOptions]
+    ) -> list[RenderedText | RequestError]:
+        """Token ids of each, or why it cannot be rendered. Raises RequestError for what is wrong
+        with all of them."""
 
     @abstractmethod
     def scoring(
-        self, queries: str | Sequence[str], documents: str | Sequence[str], tasks: Collection[Task], fields: tuple[str, str]
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        tasks: Collection[Task],
+        fields: tuple[str, str],
     ) -> Scoring:
-        """One query for all documents, or one for each. `tasks`: those of the model. `fields`: what errors call the two.
+        """One query for all documents, or one for each. `tasks`: those of the model. `fields`: what
+        errors call the two.
 
         Raises RequestError, also where the model does not score.
         """

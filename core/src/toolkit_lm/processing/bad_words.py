@@ -1,4 +1,5 @@
-"""bad_words: the texts that an output must not contain become rules about tokens, whichever tokens would spell them."""
+"""bad_words: the texts that an output must not contain become rules about tokens, whichever tokens
+would spell them."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ _CONTINUED = re.compile(rf"{_IN_WORD}{{2}}")
 
 
 class BadWordRules:
-    """Makes rules about tokens of words. One serves all requests of an engine, from several threads."""
+    """Makes rules about tokens of words. One serves all requests of an engine, from several
+    threads."""
 
     def __init__(self, renderer: Renderer, vocab_size: int) -> None:
         """`vocab_size`: of the model, whose logits have no more."""
@@ -35,28 +37,40 @@ class BadWordRules:
         self._lock = Lock()
 
     def of(self, params: SamplingParams) -> ForbiddenTexts | None:
-        """Of a request's bad_words; None where it has none. Raises RequestError, naming the parameter."""
+        """Of a request's bad_words; None where it has none. Raises RequestError, naming the
+        parameter."""
         if not params.bad_words:
             return None
-        spellings = dict.fromkeys(one for word in params.bad_words for one in self._spellings(word.strip(" ")))
+        spellings = dict.fromkeys(
+            one for word in params.bad_words for one in self._spellings(word.strip(" "))
+        )
         with self._lock:
             vocabulary = self._vocabularies.get(params.skip_special_tokens)
             if vocabulary is None:
                 size = min(self._vocab_size, self._renderer.vocab_size)
-                pieces = self._renderer.token_bytes(range(size), skip_special_tokens=params.skip_special_tokens)
-                vocabulary = self._vocabularies[params.skip_special_tokens] = _Vocabulary(pieces, self._vocab_size)
+                pieces = self._renderer.token_bytes(
+                    range(size), skip_special_tokens=params.skip_special_tokens
+                )
+                vocabulary = self._vocabularies[params.skip_special_tokens] = _Vocabulary(
+                    pieces, self._vocab_size
+                )
         return vocabulary.rules([one.encode() for one in spellings])
 
     def _spellings(self, word: str) -> Iterable[str]:
-        """The word, and what comes out where a tokenizer writes it in another way, such as in small letters."""
+        """The word, and what comes out where a tokenizer writes it in another way, such as in small
+        letters."""
         try:
             token_ids = self._renderer.render_prompt(word, add_special_tokens=False).token_ids
         except RequestError as error:
-            raise RequestError(f"bad_words: {word!r} cannot be tokenized: {error}", "bad_words") from None
+            raise RequestError(
+                f"bad_words: {word!r} cannot be tokenized: {error}", "bad_words"
+            ) from None
         check_token_ids(token_ids, self._vocab_size, "bad_words")
         written = self._renderer.decode(token_ids)
         # An unknown token is of no word.
-        is_text = written.strip() and written == self._renderer.decode(token_ids, skip_special_tokens=True)
+        is_text = written.strip() and written == self._renderer.decode(
+            token_ids, skip_special_tokens=True
+        )
         return (word, written.strip(" ")) if is_text else (word,)
 
 
@@ -69,7 +83,9 @@ class _Vocabulary:
         silent = np.ones((size // 8 + 1) * 8, bool)
         silent[: len(pieces)] = [not piece for piece in pieces]
         self.silent = Array.of(np.packbits(silent))
-        self.whole = _SortedTexts((piece, token_id) for token_id, piece in enumerate(pieces) if piece)
+        self.whole = _SortedTexts(
+            (piece, token_id) for token_id, piece in enumerate(pieces) if piece
+        )
         self.inner = _SortedTexts(
             (text[match.start() :].encode("utf-8", "surrogateescape"), token_id)
             for token_id, piece in enumerate(pieces)
@@ -78,7 +94,8 @@ class _Vocabulary:
         )
 
     def rules(self, words: Sequence[bytes]) -> ForbiddenTexts:
-        """State 0 is before a word; each word has a state for each of its bytes that have come, but the last."""
+        """State 0 is before a word; each word has a state for each of its bytes that have come, but
+        the last."""
         steps: list[tuple[int, int, int]] = []
         ends: list[tuple[int, int]] = []
         first = 0
@@ -90,12 +107,22 @@ class _Vocabulary:
                 state = first + start if start else 0
                 for texts in (self.whole, self.inner)[: 1 if start else 2]:
                     parts, wholes = texts.found(word[start:])
-                    steps += [(token_id, state, first + start + length) for length, token_id in parts]
+                    steps += [
+                        (token_id, state, first + start + length) for length, token_id in parts
+                    ]
                     reached.update(start + length for length, _ in parts)
-                    ends += [(state, token_id) for text, token_id in wholes if not _goes_on(word, text[len(word) - start :])]
+                    ends += [
+                        (state, token_id)
+                        for text, token_id in wholes
+                        if not _goes_on(word, text[len(word) - start :])
+                    ]
                 if len(steps) + len(ends) > MOST_RULES:
                     most = f"more than {MOST_RULES} rules about tokens"
-                    raise RequestError(f"bad_words: these {len(words)} words need {most}: give fewer, or shorter ones.", "bad_words")
+                    raise RequestError(
+                        f"bad_words: these {len(words)} words need {most}: give fewer, or "
+                        "shorter ones.",
+                        "bad_words",
+                    )
             first += len(word)
         return ForbiddenTexts(
             steps=Array.of(np.array(sorted(set(steps)), np.int32).reshape(-1, 3)),
@@ -114,7 +141,8 @@ class _SortedTexts:
         self._token_ids = [token_id for _, token_id in ordered]
 
     def found(self, rest: bytes) -> tuple[list[tuple[int, int]], Iterable[tuple[bytes, int]]]:
-        """Tokens that are a beginning of `rest`, with how much of it; and those that begin with all of it, with their texts."""
+        """Tokens that are a beginning of `rest`, with how much of it; and those that begin with all
+        of it, with their texts."""
         texts, token_ids, parts = self._texts, self._token_ids, []
         start, end = 0, len(texts)
         for length in range(1, len(rest) + 1):
@@ -133,4 +161,8 @@ class _SortedTexts:
 
 def _goes_on(word: bytes, more: bytes) -> bool:
     """A token that has the word's end goes on with the same word: it is another one."""
-    return bool(more) and _CONTINUED.match((word.decode()[-1:].encode() + more).decode("utf-8", "replace")) is not None
+    return (
+        bool(more)
+        and _CONTINUED.match((word.decode()[-1:].encode() + more).decode("utf-8", "replace"))
+        is not None
+    )

@@ -13,7 +13,8 @@ from toolkit_lm.renderer.feature_lookup import HeldFeature
 
 
 class PinnedRendering:
-    """A rendering of one prompt, to be called at least once. What it finds held stays held until `release`, or the end of this object."""
+    """A rendering of one prompt, to be called at least once. What it finds held stays held until
+    `release`, or the end of this object."""
 
     def __init__(self, render: Callable[[], Rendered], salt: str | None = None) -> None:
         """`salt`: items that come with another one have other identifiers."""
@@ -41,11 +42,18 @@ class PinnedRendering:
     def _salted(self, rendered: Rendered) -> Rendered:
         if not self.salt or not rendered.features:
             return rendered
-        return rendered._replace(features=[replace(one, mm_identifier=self.name(one.mm_identifier)) for one in rendered.features])
+        return rendered._replace(
+            features=[
+                replace(one, mm_identifier=self.name(one.mm_identifier))
+                for one in rendered.features
+            ]
+        )
 
     def name(self, identifier: str) -> str:
         """The identifier outside of the renderer."""
-        return sha256(repr((self.salt, identifier)).encode()).hexdigest() if self.salt else identifier
+        return (
+            sha256(repr((self.salt, identifier)).encode()).hexdigest() if self.salt else identifier
+        )
 
     def add(self, identifier: str, held: HeldFeature, unpin: Callable[[], object]) -> None:
         """`unpin` is called once, from any thread, in the middle of anything."""

@@ -18,7 +18,9 @@ class PoolingState:
         self.request_id = request.request_id
         self.lock = threading.Lock()
         """Held where one thread changes it while another may take its output."""
-        self._output = PoolingRequestOutput(request.request_id, prompt, request.prompt_token_ids, PoolingOutput(None), None)
+        self._output = PoolingRequestOutput(
+            request.request_id, prompt, request.prompt_token_ids, PoolingOutput(None), None
+        )
 
     @property
     def finished(self) -> bool:

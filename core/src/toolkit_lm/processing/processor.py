@@ -43,9 +43,11 @@ _NO_SAMPLING = SamplingParams()
 
 
 class Processor:
-    """Renders and checks prompts, conversations, and texts and pairs for pooling: each of them once.
+    """Renders and checks prompts, conversations, and texts and pairs for pooling: each of them
+    once.
 
-    One serves all requests of an engine, from several threads. Its methods raise RequestError, naming the parameter.
+    One serves all requests of an engine, from several threads. Its methods raise RequestError,
+    naming the parameter.
     """
 
     def __init__(self, config: VllmConfig, renderer: Renderer, plugins: Plugins) -> None:
@@ -59,24 +61,32 @@ class Processor:
         try:
             self.default_params = SamplingParams(**config.sampling_defaults)
         except RequestError as error:
-            raise CheckpointError(f"generation_config.json: {error} --generation-config none leaves it out.") from error
+            raise CheckpointError(
+                f"generation_config.json: {error} --generation-config none leaves it out."
+            ) from error
         self._vocab_size = config.vocab_size or renderer.vocab_size
         self._bad_words = BadWordRules(renderer, self._vocab_size)
         self._eos_token_ids = renderer.eos_token_ids
 
     def _rules(self, config: VllmConfig, renderer: Renderer) -> EncoderDecoderRules | None:
         """Of an encoder-decoder model. Raises PluginError."""
-        models, architecture = self.plugins.models, config.checkpoint.architecture if config.checkpoint is not None else ""
+        models, architecture = (
+            self.plugins.models,
+            config.checkpoint.architecture if config.checkpoint is not None else "",
+        )
         rules = models.load_rules(architecture) if architecture in models else None
         if rules is None:
             return None
-        with models.get(architecture).owner.boundary(f"the rules of {architecture!r}", target=rules):
+        with models.get(architecture).owner.boundary(
+            f"the rules of {architecture!r}", target=rules
+        ):
             made: EncoderDecoderRules = rules(config, renderer)
         return made
 
     @property
     def texts(self) -> PoolingInputs:
-        """What reads the texts of pooling requests. Raises RequestError where an engine that only generates has none."""
+        """What reads the texts of pooling requests. Raises RequestError where an engine that only
+        generates has none."""
         if self._texts is None:
             raise RequestError(_NO_INPUTS, "task")
         return self._texts
@@ -106,7 +116,11 @@ class Processor:
     # Generation
 
     def prepare(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, options: RequestOptions | None = None
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        options: RequestOptions | None = None,
     ) -> PreparedRequest:
         """Of a text, or token ids."""
         [prepared] = self.prepare_batch([request_id], [prompt], params, options)
@@ -124,10 +138,14 @@ class Processor:
         if self._encoder_decoder is not None:
             read = partial(self._encoder_decoder.read, params=params)
             pairs = (RenderedPrompt(*self._render(read, prompt)) for prompt in prompts)
-            return self.prepare_rendered(request_ids, pairs, params, self.inputs(params), options or {})
+            return self.prepare_rendered(
+                request_ids, pairs, params, self.inputs(params), options or {}
+            )
         render, salt = self.renderer.render_prompt, (options or {}).get("cache_salt")
         rendered = (self._rendered(render, one, text_of(one), salt) for one in prompts)
-        return self.prepare_rendered(request_ids, rendered, params, self.inputs(params), options or {})
+        return self.prepare_rendered(
+            request_ids, rendered, params, self.inputs(params), options or {}
+        )
 
     def prepare_chat(
         self,
@@ -137,8 +155,11 @@ class Processor:
         options: RequestOptions | None = None,
         **render_options: Any,
     ) -> PreparedRequest:
-        """Of a conversation, through the chat template. `render_options` are Renderer.render_conversation's."""
-        [prepared] = self.prepare_chat_batch([request_id], [messages], params, options, **render_options)
+        """Of a conversation, through the chat template. `render_options` are
+        Renderer.render_conversation's."""
+        [prepared] = self.prepare_chat_batch(
+            [request_id], [messages], params, options, **render_options
+        )
         return prepared
 
     def prepare_chat_batch(
@@ -154,10 +175,16 @@ class Processor:
         if self._encoder_decoder is not None:
             read = partial(self._encoder_decoder.read_conversation, params=params, **render_options)
             pairs = (RenderedPrompt(*self._render(read, one)) for one in conversations)
-            return self.prepare_rendered(request_ids, pairs, params, self.inputs(params), options or {})
+            return self.prepare_rendered(
+                request_ids, pairs, params, self.inputs(params), options or {}
+            )
         render, salt = self.renderer.render_conversation, (options or {}).get("cache_salt")
-        rendered = (self._rendered(render, one, None, salt, **render_options) for one in conversations)
-        return self.prepare_rendered(request_ids, rendered, params, self.inputs(params), options or {})
+        rendered = (
+            self._rendered(render, one, None, salt, **render_options) for one in conversations
+        )
+        return self.prepare_rendered(
+            request_ids, rendered, params, self.inputs(params), options or {}
+        )
 
     def _render(self, render: Callable[..., ResultT], given: Any, **render_options: Any) -> ResultT:
         try:
@@ -167,7 +194,12 @@ class Processor:
             raise
 
     def _rendered(
-        self, render: Callable[..., Rendered], given: Any, text: str | None, salt: str | None, **render_options: Any
+        self,
+        render: Callable[..., Rendered],
+        given: Any,
+        text: str | None,
+        salt: str | None,
+        **render_options: Any,
     ) -> RenderedPrompt:
         if self.renderer.rules is None:
             rendered = self._render(render, given, **render_options)
@@ -175,14 +207,24 @@ class Processor:
         rendering = self.rendering(render, given, salt, **render_options)
         return self.rendered_by(rendering, rendering(), text)
 
-    def rendering(self, render: Callable[..., Rendered], given: Any, salt: str | None, **render_options: Any) -> PinnedRendering:
-        """What renders a prompt or a conversation by a method of the renderer, now and for `render_again`."""
+    def rendering(
+        self, render: Callable[..., Rendered], given: Any, salt: str | None, **render_options: Any
+    ) -> PinnedRendering:
+        """What renders a prompt or a conversation by a method of the renderer, now and for
+        `render_again`."""
         return PinnedRendering(partial(self._render, render, given, **render_options), salt)
 
-    def rendered_by(self, rendering: PinnedRendering, rendered: Rendered, text: str | None) -> RenderedPrompt:
+    def rendered_by(
+        self, rendering: PinnedRendering, rendered: Rendered, text: str | None
+    ) -> RenderedPrompt:
         """What `rendering` has given. `text`: the prompt's own, if it is one."""
         is_held = rendered.features and self.renderer.feature_cache is not None
-        return RenderedPrompt(rendered.token_ids, text, features=rendered.features, rendering=rendering if is_held else None)
+        return RenderedPrompt(
+            rendered.token_ids,
+            text,
+            features=rendered.features,
+            rendering=rendering if is_held else None,
+        )
 
     def render_again(self, prepared: PreparedRequest) -> None:
         """Gives it the data of items that the engine no longer holds. Raises RequestError."""
@@ -192,8 +234,13 @@ class Processor:
         with self.plugins.boundary:
             check_features(again, rendered.token_ids, self.renderer, prepared.rendering.found)
         if [one.mm_identifier for one in again] != [one.mm_identifier for one in features]:
-            raise RequestError("the prompt's items of media are other ones when they are read again.", "multi_modal_data")
-        prepared.message.features = [structs.replace(old, data=new.data) for old, new in zip(features, again, strict=True)]
+            raise RequestError(
+                "the prompt's items of media are other ones when they are read again.",
+                "multi_modal_data",
+            )
+        prepared.message.features = [
+            structs.replace(old, data=new.data) for old, new in zip(features, again, strict=True)
+        ]
 
     def prepare_rendered(
         self,
@@ -203,22 +250,33 @@ class Processor:
         inputs: SequenceInputs,
         options: RequestOptions,
     ) -> list[PreparedRequest]:
-        """The last part of `prepare_batch`. `inputs` are those of `params`, which nobody else holds."""
-        return [self._prepared(one, its, params, inputs, options) for one, its in zip(request_ids, rendered, strict=True)]
+        """The last part of `prepare_batch`. `inputs` are those of `params`, which nobody else
+        holds."""
+        return [
+            self._prepared(one, its, params, inputs, options)
+            for one, its in zip(request_ids, rendered, strict=True)
+        ]
 
     def inputs(self, params: SamplingParams) -> SequenceInputs:
         """What the runner needs of parameters, which are checked. Raises RequestError."""
         check_bounds(params, self.config.limits)
         if params.stop and not self.renderer.has_text:
-            raise RequestError("stop is a text, and this engine makes none of its tokens: use stop_token_ids.", "stop")
+            raise RequestError(
+                "stop is a text, and this engine makes none of its tokens: use stop_token_ids.",
+                "stop",
+            )
         inputs, of_processors = SequenceInputs(), params.of_processors
         if params.bad_words or of_processors:
             registry = self.plugins.logits_processors
             arguments = prepare_processors(of_processors, registry, self.renderer)
             inputs = SequenceInputs(
                 forbidden_texts=self._bad_words.of(params),
-                logits_processors={name: one for name, one in arguments.items() if not registry.get(name).for_model},
-                model_arguments={name: one for name, one in arguments.items() if registry.get(name).for_model},
+                logits_processors={
+                    name: one for name, one in arguments.items() if not registry.get(name).for_model
+                },
+                model_arguments={
+                    name: one for name, one in arguments.items() if registry.get(name).for_model
+                },
             )
         check_tokens_of_params(params, self._vocab_size)
         return inputs
@@ -235,7 +293,12 @@ class Processor:
         check_token_ids(token_ids, self._vocab_size)
         if features or self.renderer.rules is not None:
             with self.plugins.boundary:
-                check_features(features, token_ids, self.renderer, rendered.rendering.found if rendered.rendering else {})
+                check_features(
+                    features,
+                    token_ids,
+                    self.renderer,
+                    rendered.rendering.found if rendered.rendering else {},
+                )
         if params.truncate_prompt_tokens is not None and rendered.encoder is None:
             cut = cut_prompt(token_ids, params, self.config.max_model_len)
             if text is not None and len(cut) < len(token_ids):
@@ -245,7 +308,9 @@ class Processor:
         message = self._message(request_id, token_ids, params, options)
         message.inputs, message.features = inputs, features
         if inputs.logits_processors or inputs.model_arguments:
-            message.cache_keys += self._keys_of({**inputs.logits_processors, **inputs.model_arguments})
+            message.cache_keys += self._keys_of(
+                {**inputs.logits_processors, **inputs.model_arguments}
+            )
         if features:
             message.cache_keys += cache_keys(features)
         if rendered.encoder is not None:
@@ -257,15 +322,27 @@ class Processor:
         if self._encoder_decoder is not None:
             rules, made = self._encoder_decoder, (token_ids, message.max_output_tokens)
             with self.plugins.boundary:
-                forced, processors, bad_words = rules.forced_tokens(*made), rules.logits_processors(*made), rules.bad_words()
-            check_token_ids([*forced.values(), *chain(*bad_words)], self._vocab_size, "generation_config.json")
-            processors, bad_words = {**processors, **inputs.logits_processors}, [*inputs.bad_words, *bad_words]
-            message.inputs = structs.replace(inputs, bad_words=bad_words, forced_tokens=forced, logits_processors=processors)
+                forced, processors, bad_words = (
+                    rules.forced_tokens(*made),
+                    rules.logits_processors(*made),
+                    rules.bad_words(),
+                )
+            check_token_ids(
+                [*forced.values(), *chain(*bad_words)], self._vocab_size, "generation_config.json"
+            )
+            processors, bad_words = (
+                {**processors, **inputs.logits_processors},
+                [*inputs.bad_words, *bad_words],
+            )
+            message.inputs = structs.replace(
+                inputs, bad_words=bad_words, forced_tokens=forced, logits_processors=processors
+            )
         scope = options.get("stop_scope")
         return PreparedRequest(message, text, rendered.encoder_text, rendered.rendering, scope)
 
     def _keys_of(self, arguments: dict[str, dict[str, Any]]) -> list[CacheKey]:
-        """That of what plugins' parameters change in the forward pass. No salt of a client's can be equal to it: those are of one token."""
+        """That of what plugins' parameters change in the forward pass. No salt of a client's can be
+        equal to it: those are of one token."""
         key = self.plugins.logits_processors.cache_key(arguments)
         return [] if key is None else [CacheKey(0, 2, key)]
 
@@ -279,7 +356,8 @@ class Processor:
         options: RequestOptions | None = None,
         **text_options: Unpack[TextOptions],
     ) -> list[PreparedRequest | RequestError]:
-        """Each prompt, or pair of texts, as a prepared request, or why it cannot be one. `params` are one for each.
+        """Each prompt, or pair of texts, as a prepared request, or why it cannot be one. `params`
+        are one for each.
 
         Raises RequestError for what is wrong with all of them.
         """
@@ -291,7 +369,9 @@ class Processor:
         rendered = self.texts.render(prompts, **text_options)
         prepared: list[PreparedRequest | RequestError] = []
         now = time.monotonic()
-        for request_id, text, prompt, its in zip(request_ids, rendered, prompts, params, strict=True):
+        for request_id, text, prompt, its in zip(
+            request_ids, rendered, prompts, params, strict=True
+        ):
             try:
                 if isinstance(text, RequestError):
                     raise text
@@ -304,19 +384,29 @@ class Processor:
         return prepared
 
     def check_pooling(self, params: PoolingParams) -> None:
-        """Raises RequestError for a task that the model does not serve, or what the task cannot give."""
+        """Raises RequestError for a task that the model does not serve, or what the task cannot
+        give."""
         size = self.limits.rules(params.task).size
         if size is not None:
             self.texts.check(params, size)
 
     def scoring(
-        self, queries: str | Sequence[str], documents: str | Sequence[str], fields: tuple[str, str] = ("queries", "documents")
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        fields: tuple[str, str] = ("queries", "documents"),
     ) -> Scoring:
-        """One query for all documents, or one for each; `fields` are what errors call the two. Raises RequestError."""
+        """One query for all documents, or one for each; `fields` are what errors call the two.
+        Raises RequestError."""
         return self.texts.scoring(queries, documents, self.tasks, fields)
 
     def _pooling(
-        self, request_id: str, rendered: RenderedText, prompt: Prompt | TextPair, params: PoolingParams, options: RequestOptions
+        self,
+        request_id: str,
+        rendered: RenderedText,
+        prompt: Prompt | TextPair,
+        params: PoolingParams,
+        options: RequestOptions,
     ) -> PreparedRequest:
         check_token_ids(rendered.token_ids, self._vocab_size)
         if params.step_tag_id is not None:
@@ -337,9 +427,13 @@ class Processor:
 
     # Both
 
-    def _message(self, request_id: str, token_ids: list[int], params: SamplingParams, options: RequestOptions) -> EngineRequest:
+    def _message(
+        self, request_id: str, token_ids: list[int], params: SamplingParams, options: RequestOptions
+    ) -> EngineRequest:
         if not isinstance(request_id, str):
-            raise RequestError(f"a request id must be a text, not a {type(request_id).__name__}.", "request_id")
+            raise RequestError(
+                f"a request id must be a text, not a {type(request_id).__name__}.", "request_id"
+            )
         if options:
             check_options(options)
         now, timeout, salt = time.monotonic(), options.get("timeout"), options.get("cache_salt")
@@ -356,7 +450,9 @@ class Processor:
         )
 
 
-def _pooling_inputs(config: VllmConfig, renderer: Renderer, plugins: Plugins) -> PoolingInputs | None:
+def _pooling_inputs(
+    config: VllmConfig, renderer: Renderer, plugins: Plugins
+) -> PoolingInputs | None:
     """None where nobody needs any. Raises ConfigError."""
     # mypy: an abstract class stands for those that are made.
     found = plugins.pooling_inputs.first_result(PoolingInputs, config, renderer, plugins)  # type: ignore[type-abstract]
@@ -367,4 +463,10 @@ def _pooling_inputs(config: VllmConfig, renderer: Renderer, plugins: Plugins) ->
 
 def text_of(prompt: Any) -> str | None:
     """That of a prompt which is one, or has one."""
-    return prompt if isinstance(prompt, str) else prompt.get("prompt") if hasattr(prompt, "get") else None
+    return (
+        prompt
+        if isinstance(prompt, str)
+        else prompt.get("prompt")
+        if hasattr(prompt, "get")
+        else None
+    )

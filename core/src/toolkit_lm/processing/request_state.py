@@ -24,7 +24,8 @@ class SequenceState:
     def __init__(self, index: int, has_logprobs: bool, sums_logprobs: bool) -> None:
         self.index = index
         self.text: SequenceText | None = None
-        """Made with the first tokens, gone with the last: what has ended may wait for thousands of others. None without detokenization."""
+        """Made with the first tokens, gone with the last: what has ended may wait for thousands of
+        others. None without detokenization."""
         self.pieces: list[str] = []
         """Of the text that is shown."""
         self.token_ids: list[int] = []
@@ -38,19 +39,37 @@ class SequenceState:
 
     def whole(self) -> CompletionOutput:
         """All of it, in objects of its own."""
-        return self._output("".join(self.pieces), list(self.token_ids), None if self.logprobs is None else list(self.logprobs))
+        return self._output(
+            "".join(self.pieces),
+            list(self.token_ids),
+            None if self.logprobs is None else list(self.logprobs),
+        )
 
     def new(self) -> CompletionOutput | None:
         """What has come since the last call; None when nothing has."""
-        before, self._taken = self._taken, (len(self.pieces), len(self.token_ids), self.finish_reason is not None)
+        before, self._taken = (
+            self._taken,
+            (len(self.pieces), len(self.token_ids), self.finish_reason is not None),
+        )
         if before == self._taken:
             return None
         text, tokens = "".join(self.pieces[before[0] :]), self.token_ids[before[1] :]
-        return self._output(text, tokens, None if self.logprobs is None else self.logprobs[before[1] :])
+        return self._output(
+            text, tokens, None if self.logprobs is None else self.logprobs[before[1] :]
+        )
 
-    def _output(self, text: str, token_ids: list[int], logprobs: list[dict[int, Logprob]] | None) -> CompletionOutput:
+    def _output(
+        self, text: str, token_ids: list[int], logprobs: list[dict[int, Logprob]] | None
+    ) -> CompletionOutput:
         return CompletionOutput(
-            self.index, text, token_ids, logprobs, self.cumulative_logprob, self.score, self.finish_reason, self.stop_reason
+            self.index,
+            text,
+            token_ids,
+            logprobs,
+            self.cumulative_logprob,
+            self.score,
+            self.finish_reason,
+            self.stop_reason,
         )
 
 
@@ -70,15 +89,22 @@ class RequestState:
         """Held where one thread changes it while another may take its output."""
         params = self._params = request.params
         self._ranks = params.ranks
-        self._stops = StopTexts([params.stop] if isinstance(params.stop, str) else params.stop) if params.stop else None
-        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None if params.prompt_logprobs is None else [None]
+        self._stops = (
+            StopTexts([params.stop] if isinstance(params.stop, str) else params.stop)
+            if params.stop
+            else None
+        )
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = (
+            None if params.prompt_logprobs is None else [None]
+        )
         self._begun: dict[int, SequenceState] = {}
         """By index. The others have no output yet: to make those of many prompts takes long."""
         self._num_unfinished = params.num_outputs
         self._has_news = False
 
     def apply(self, output: EngineOutput) -> bool:
-        """Takes in one step's output of one sequence. True: a stop text ended it, and the engine must be told."""
+        """Takes in one step's output of one sequence. True: a stop text ended it, and the engine
+        must be told."""
         if len(output.token_ids) > 1 and output.score is None and self._params.stop:
             return any(self.apply(one) for one in _token_by_token(output))
         if self._params.max_tokens == 0:
@@ -93,7 +119,10 @@ class RequestState:
             self._prompt_logprobs += [self._entries(one) for one in output.prompt_logprobs]
         if output.token_ids:
             its = self.metrics
-            its.last_token_ts, its.num_generation_tokens = time.monotonic(), its.num_generation_tokens + len(output.token_ids)
+            its.last_token_ts, its.num_generation_tokens = (
+                time.monotonic(),
+                its.num_generation_tokens + len(output.token_ids),
+            )
             its.first_token_ts = its.first_token_ts or its.last_token_ts
         sequence.token_ids += output.token_ids
         for logprobs in output.logprobs or ():
@@ -104,7 +133,8 @@ class RequestState:
         stop_reason: str | int | None = output.stop_token_id
         if params.detokenize and (stop := self._add_text(sequence, output)) is not None:
             reason, stop_reason = "stop", stop
-        # Not before the text is there: a renderer may fail on it, and then the sequence ends with an error.
+        # Not before the text is there: a renderer may fail on it, and then the sequence ends with
+        # an error.
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         if reason is not None:
             self._end(sequence)
@@ -126,7 +156,9 @@ class RequestState:
             text = sequence.text = self._new_text()
             sequence.pieces = text.shown
         # A token that ends the sequence is no part of its text, unless asked for.
-        ended_by_token = output.finish_reason == "stop" and not self._params.include_stop_str_in_output
+        ended_by_token = (
+            output.finish_reason == "stop" and not self._params.include_stop_str_in_output
+        )
         new = output.token_ids[:-1] if ended_by_token else output.token_ids
         may_stop = len(sequence.token_ids) > self._params.min_tokens
         text.push(new, may_stop)
@@ -154,7 +186,8 @@ class RequestState:
                 self._end(sequence)
 
     def take(self) -> RequestOutput | None:
-        """What the request's `output_kind` gives to its caller now; None when there is nothing new."""
+        """What the request's `output_kind` gives to its caller now; None when there is nothing
+        new."""
         if not self._has_news:
             return None
         kind = self._params.output_kind
@@ -171,16 +204,27 @@ class RequestState:
         else:
             outputs = [sequence.whole() for sequence in self._sequences()]
             outputs = _best(outputs, self._params.n) if len(outputs) > self._params.n else outputs
-        return self._output(outputs, None if self._prompt_logprobs is None else list(self._prompt_logprobs))
+        return self._output(
+            outputs, None if self._prompt_logprobs is None else list(self._prompt_logprobs)
+        )
 
     def delta(self) -> RequestOutput | None:
-        """What has come since the last call; None when nothing has. Its cost does not depend on what came before."""
+        """What has come since the last call; None when nothing has. Its cost does not depend on
+        what came before."""
         if self._ranks:
             return self.snapshot() if self.finished else None
-        outputs = [new for _, sequence in sorted(self._begun.items()) if (new := sequence.new()) is not None]
+        outputs = [
+            new
+            for _, sequence in sorted(self._begun.items())
+            if (new := sequence.new()) is not None
+        ]
         return self._output(outputs, self._prompt_logprobs) if outputs else None
 
-    def _output(self, outputs: list[CompletionOutput], prompt_logprobs: list[dict[int, Logprob] | None] | None) -> RequestOutput:
+    def _output(
+        self,
+        outputs: list[CompletionOutput],
+        prompt_logprobs: list[dict[int, Logprob] | None] | None,
+    ) -> RequestOutput:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prepared.prompt,
@@ -191,7 +235,9 @@ class RequestState:
             error=self.error,
             prompt_logprobs=prompt_logprobs,
             encoder_prompt=self.prepared.encoder_prompt,
-            encoder_prompt_token_ids=None if self.request.encoder is None else self.request.encoder.token_ids,
+            encoder_prompt_token_ids=None
+            if self.request.encoder is None
+            else self.request.encoder.token_ids,
             metrics=self.metrics,
         )
 
@@ -207,11 +253,21 @@ class RequestState:
             sequence.logprobs.append(self._entries(found))
 
     def _entries(self, found: TokenLogprobs) -> dict[int, Logprob]:
-        texts = self.renderer.token_texts(found.token_ids) if self._params.detokenize else [None] * len(found.token_ids)
-        # The token itself comes first, and again in its place among the likeliest, if it is one of the others.
+        texts = (
+            self.renderer.token_texts(found.token_ids)
+            if self._params.detokenize
+            else [None] * len(found.token_ids)
+        )
+        # The token itself comes first, and again in its place among the likeliest, if it is one of
+        # the others.
         entries: dict[int, Logprob] = {}
-        ranks = [found.rank, *(range(1, len(found.token_ids)) if found.ranks is None else found.ranks)]
-        for token, logprob, rank, text in zip(found.token_ids, found.logprobs, ranks, texts, strict=True):
+        ranks = [
+            found.rank,
+            *(range(1, len(found.token_ids)) if found.ranks is None else found.ranks),
+        ]
+        for token, logprob, rank, text in zip(
+            found.token_ids, found.logprobs, ranks, texts, strict=True
+        ):
             entries.setdefault(token, Logprob(logprob, rank, text))
         return entries
 
@@ -219,21 +275,28 @@ class RequestState:
 def _without_tokens(output: EngineOutput) -> EngineOutput:
     """Only the prompt was to be computed: a token is drawn all the same, and is nobody's."""
     reason = "length" if output.finish_reason == "stop" else output.finish_reason
-    return structs.replace(output, token_ids=[], logprobs=None, finish_reason=reason, stop_token_id=None)
+    return structs.replace(
+        output, token_ids=[], logprobs=None, finish_reason=reason, stop_token_id=None
+    )
 
 
 def _token_by_token(output: EngineOutput) -> Iterator[EngineOutput]:
     """As if each token had come in a step of its own: a stop text may end between them."""
     last = len(output.token_ids) - 1
     for i, token in enumerate(output.token_ids):
-        one = structs.replace(output, token_ids=[token], logprobs=output.logprobs and output.logprobs[i : i + 1])
+        one = structs.replace(
+            output, token_ids=[token], logprobs=output.logprobs and output.logprobs[i : i + 1]
+        )
         yield one if i == last else structs.replace(one, finish_reason=None, stop_token_id=None)
 
 
 def _best(outputs: list[CompletionOutput], n: int) -> list[CompletionOutput]:
-    """Those of the highest log probability per token. An error comes first: the others are not to hide it."""
+    """Those of the highest log probability per token. An error comes first: the others are not to
+    hide it."""
     for one in outputs:
-        one.score = (one.cumulative_logprob or 0.0) / len(one.token_ids) if one.token_ids else -math.inf
+        one.score = (
+            (one.cumulative_logprob or 0.0) / len(one.token_ids) if one.token_ids else -math.inf
+        )
     best = sorted(outputs, key=lambda one: (one.finish_reason != "error", -(one.score or 0.0)))[:n]
     for index, one in enumerate(best):
         one.index = index

@@ -35,7 +35,8 @@ class PreparedRequest(NamedTuple):
     encoder_prompt: str | None = None
     """The same of the encoder's prompt."""
     rendering: PinnedRendering | None = None
-    """Of a prompt with items of media: it finds what the engine holds of them, or else their data."""
+    """Of a prompt with items of media: it finds what the engine holds of them, or else their
+    data."""
     stop_scope: StopScopeMaker | None = None
     """As of RequestOptions."""
 
@@ -48,11 +49,13 @@ class RequestOptions(TypedDict, total=False):
     timeout: float | None
     """Seconds after which it ends with finish_reason "timeout", wherever it is."""
     cache_salt: str | None
-    """Only requests of the same salt share cached prefixes: it keeps tenants from learning what others sent."""
+    """Only requests of the same salt share cached prefixes: it keeps tenants from learning what
+    others sent."""
     context: dict[str, str]
     """Attached to the request's events, for plugins that watch: trace headers, say."""
     stop_scope: StopScopeMaker | None
-    """Makes what tells where in a sequence's text stop texts count, by the prompt's last characters: such as AnswerFormat.stop_scope.
+    """Makes what tells where in a sequence's text stop texts count, by the prompt's last
+    characters: such as AnswerFormat.stop_scope.
 
     None: they count everywhere.
     """

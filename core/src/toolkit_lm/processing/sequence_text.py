@@ -8,7 +8,8 @@ from toolkit_lm.renderer import Renderer, StopScope
 
 
 class SequenceText:
-    """What is shown is never taken back: the beginning of what could become a stop text is held back."""
+    """What is shown is never taken back: the beginning of what could become a stop text is held
+    back."""
 
     def __init__(
         self,
@@ -31,7 +32,9 @@ class SequenceText:
         self._finder = None if stops is None else StopFinder(stops)
         self._scope = None if stops is None else scope
         self._includes_stop = params.include_stop_str_in_output
-        self._stream = renderer.decode_stream(prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
+        self._stream = renderer.decode_stream(
+            prompt_token_ids, skip_special_tokens=params.skip_special_tokens
+        )
 
     def push(self, token_ids: list[int], may_stop: bool) -> None:
         """Adds tokens; stop texts count only where `may_stop`."""
@@ -42,7 +45,8 @@ class SequenceText:
             self._sort(new, self._scope.push(new), may_stop)
 
     def finish(self, may_stop: bool) -> None:
-        """The sequence has ended: nothing is held back any more. `may_stop`: as of the last `push`."""
+        """The sequence has ended: nothing is held back any more. `may_stop`: as of the last
+        `push`."""
         if self.stopped_by is None:
             rest = self._stream.flush()
             if self._scope is None:
@@ -83,7 +87,10 @@ class SequenceText:
             if may_stop and (found := self._finder.find(new)) is not None:
                 end, self.stopped_by = found
                 end += len(self._held)
-                new, self._held = text[: end if self._includes_stop else end - len(self.stopped_by)], ""
+                new, self._held = (
+                    text[: end if self._includes_stop else end - len(self.stopped_by)],
+                    "",
+                )
             else:
                 num_held = self._finder.num_held_back
                 new, self._held = text[: len(text) - num_held], text[len(text) - num_held :]

@@ -7,18 +7,22 @@ from collections.abc import Sequence
 
 
 class StopTexts:
-    """The stop texts of a request, as automata of Knuth, Morris and Pratt (1977), which its sequences share.
+    """The stop texts of a request, as automata of Knuth, Morris and Pratt (1977), which its
+    sequences share.
 
-    Their tables grow as far as a text has matched: a stop text that never comes costs nothing but itself.
+    Their tables grow as far as a text has matched: a stop text that never comes costs nothing but
+    itself.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = tuple(stops)
         self._borders = [array("I") for _ in stops]
-        """Per stop text and prefix, the length of its longest proper prefix that is also its suffix."""
+        """Per stop text and prefix, the length of its longest proper prefix that is also its
+        suffix."""
 
     def advance(self, number: int, matched: int, character: str) -> tuple[int, bool]:
-        """How much of a stop text matches after this character, of which `matched` characters did; and whether it ends there."""
+        """How much of a stop text matches after this character, of which `matched` characters did;
+        and whether it ends there."""
         stop = self.stops[number]
         while matched and stop[matched] != character:
             matched = self._border(number, matched)
@@ -37,7 +41,8 @@ class StopTexts:
 
 
 class StopFinder:
-    """Follows a text character by character: constant time for each, however long the stop texts."""
+    """Follows a text character by character: constant time for each, however long the stop
+    texts."""
 
     def __init__(self, texts: StopTexts) -> None:
         self._texts = texts
@@ -53,7 +58,8 @@ class StopFinder:
         self._matched = array("I", bytes(4 * len(self._matched)))
 
     def find(self, text: str) -> tuple[int, str] | None:
-        """Where in `text`, the next part, the first stop text ends, and which it is; the longest, where several end there."""
+        """Where in `text`, the next part, the first stop text ends, and which it is; the longest,
+        where several end there."""
         stops, matched = self._texts.stops, self._matched
         for position, character in enumerate(text):
             ended = []

@@ -1,4 +1,5 @@
-"""What sampling parameters need of the renderer, the plugins and the vocabulary, before a request is queued."""
+"""What sampling parameters need of the renderer, the plugins and the vocabulary, before a request
+is queued."""
 
 from __future__ import annotations
 
@@ -17,16 +18,27 @@ MAX_CONTEXT_LENGTH = 16384
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raises RequestError, naming the option, for request options of a wrong type or size. One that is unknown must be None."""
+    """Raises RequestError, naming the option, for request options of a wrong type or size. One that
+    is unknown must be None."""
     priority, timeout = options.get("priority", 0), options.get("timeout")
     if type(priority) is not int or abs(priority) >= 2**63:
         raise RequestError("priority must be an integer of at most 64 bits.", "priority")
-    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= MAX_TIMEOUT):
-        raise RequestError(f"timeout must be a number of seconds above 0 and at most {MAX_TIMEOUT}.", "timeout")
+    if timeout is not None and (
+        isinstance(timeout, bool)
+        or not isinstance(timeout, int | float)
+        or not 0 < timeout <= MAX_TIMEOUT
+    ):
+        raise RequestError(
+            f"timeout must be a number of seconds above 0 and at most {MAX_TIMEOUT}.", "timeout"
+        )
     salt, context = options.get("cache_salt"), options.get("context", {})
     if salt is not None and (not isinstance(salt, str) or not 0 < len(salt) <= MAX_SALT_LENGTH):
-        raise RequestError(f"cache_salt must be a text of 1 to {MAX_SALT_LENGTH} characters.", "cache_salt")
-    if not isinstance(context, dict) or not all(isinstance(text, str) for item in context.items() for text in item):
+        raise RequestError(
+            f"cache_salt must be a text of 1 to {MAX_SALT_LENGTH} characters.", "cache_salt"
+        )
+    if not isinstance(context, dict) or not all(
+        isinstance(text, str) for item in context.items() for text in item
+    ):
         raise RequestError("context must be a mapping from texts to texts.", "context")
     if sum(len(key) + len(value) for key, value in context.items()) > MAX_CONTEXT_LENGTH:
         raise RequestError(f"context must have at most {MAX_CONTEXT_LENGTH} characters.", "context")
@@ -34,7 +46,10 @@ def check_options(options: Mapping[str, Any]) -> None:
         if not all(map(_is_unicode, texts)):
             raise RequestError(f"{name} is not a valid text: it has a lone surrogate.", name)
     if (scope := options.get("stop_scope")) is not None and not callable(scope):
-        raise RequestError("stop_scope must be a function of the prompt's last characters that makes a StopScope.", "stop_scope")
+        raise RequestError(
+            "stop_scope must be a function of the prompt's last characters that makes a StopScope.",
+            "stop_scope",
+        )
     known = ("priority", "timeout", "cache_salt", "context", "stop_scope")
     for name in options:
         if name not in known and options[name] is not None:
@@ -53,13 +68,21 @@ def check_bounds(params: SamplingParams, limits: LimitsConfig) -> None:
     """Raises RequestError, naming the parameter, for more than the engine's operator allows."""
     param, width = params.widest
     if width > limits.max_n:
-        raise RequestError(f"{param} is {width}; this engine allows at most {limits.max_n} (max_n).", param)
+        raise RequestError(
+            f"{param} is {width}; this engine allows at most {limits.max_n} (max_n).", param
+        )
     for name in ("logprobs", "prompt_logprobs"):
         if (getattr(params, name) or 0) > limits.max_logprobs:
-            raise RequestError(f"{name} is {getattr(params, name)}; this engine allows at most {limits.max_logprobs} (max_logprobs).", name)
+            raise RequestError(
+                f"{name} is {getattr(params, name)}; this engine allows at most "
+                f"{limits.max_logprobs} (max_logprobs).",
+                name,
+            )
     if (asked := len(params.logprob_token_ids or ())) > limits.max_logprobs:
         allowed = f"this engine allows at most {limits.max_logprobs} (max_logprobs)"
-        raise RequestError(f"logprob_token_ids names {asked} tokens; {allowed}.", "logprob_token_ids")
+        raise RequestError(
+            f"logprob_token_ids names {asked} tokens; {allowed}.", "logprob_token_ids"
+        )
 
 
 def cut_prompt(token_ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
@@ -71,8 +94,11 @@ def cut_prompt(token_ids: list[int], params: SamplingParams, max_model_len: int)
     return token_ids[-most:]
 
 
-def prepare_processors(extra_args: Mapping[str, Any], registry: LogitsProcessorRegistry, renderer: Renderer) -> dict[str, dict[str, Any]]:
-    """The arguments of the logits processors that a request asks for, by name. Raises RequestError, naming the parameter."""
+def prepare_processors(
+    extra_args: Mapping[str, Any], registry: LogitsProcessorRegistry, renderer: Renderer
+) -> dict[str, dict[str, Any]]:
+    """The arguments of the logits processors that a request asks for, by name. Raises RequestError,
+    naming the parameter."""
     prepared = {}
     for name, params in registry.parse(extra_args).items():
         given = next(one for one in params.__struct_fields__ if one in extra_args)
@@ -81,7 +107,10 @@ def prepare_processors(extra_args: Mapping[str, Any], registry: LogitsProcessorR
         except ValueError as error:
             raise RequestError(str(error), getattr(error, "param", None) or given) from error
         except Exception as error:
-            raise RequestError(registry.get(name).owner.failure(error, f"prepare() of logits processor {name!r}"), given) from error
+            raise RequestError(
+                registry.get(name).owner.failure(error, f"prepare() of logits processor {name!r}"),
+                given,
+            ) from error
         if arguments is not None:
             prepared[name] = dict(arguments)
     return prepared
@@ -90,14 +119,21 @@ def prepare_processors(extra_args: Mapping[str, Any], registry: LogitsProcessorR
 def check_count(given: Sequence[object], param: str, count: int) -> None:
     """Raises RequestError where there is not one for each prompt."""
     if len(given) != count:
-        raise RequestError(f"{param} has {len(given)} entries for {count} prompts: give one for each.", param)
+        raise RequestError(
+            f"{param} has {len(given)} entries for {count} prompts: give one for each.", param
+        )
 
 
-def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str = "prompt_token_ids") -> None:
+def check_token_ids(
+    token_ids: Collection[int], vocab_size: int, param: str = "prompt_token_ids"
+) -> None:
     """Raises RequestError, naming the parameter, for token ids that are not in the vocabulary."""
     for token in (min(token_ids), max(token_ids)) if token_ids else ():
         if not 0 <= token < vocab_size:
-            known = f"which has the ids from 0 to {vocab_size - 1} (greater than or equal to 0, less than {vocab_size}): out of vocabulary"
+            known = (
+                f"which has the ids from 0 to {vocab_size - 1} (greater than or equal to 0, less "
+                f"than {vocab_size}): out of vocabulary"
+            )
             raise RequestError(f"token id {token} is not in the vocabulary, {known}.", param)
 
 

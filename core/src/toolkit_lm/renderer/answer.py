@@ -1,4 +1,5 @@
-"""Answer formats: what in an answer is reasoning, what are tool calls, and what is content. Needs no torch."""
+"""Answer formats: what in an answer is reasoning, what are tool calls, and what is content. Needs
+no torch."""
 
 from __future__ import annotations
 
@@ -36,15 +37,18 @@ class AnswerDelta(NamedTuple):
 class AnswerParser(ABC):
     """Tells the parts of one answer from each other, as its text comes.
 
-    What it gives depends on the text, and not on how it is cut: the parts of all deltas together are equal for a whole answer and for any
-    stream of it. It holds back only what may begin a mark, and a tool call until it is whole: one that a limit cuts, or that turns out to
-    be malformed, can be executed by nobody. It raises nothing, whatever a model writes: what is no call is content.
+    What it gives depends on the text, and not on how it is cut: the parts of all deltas together
+    are equal for a whole answer and for any stream of it. It holds back only what may begin a mark,
+    and a tool call until it is whole: one that a limit cuts, or that turns out to be malformed, can
+    be executed by nobody. It raises nothing, whatever a model writes: what is no call is content.
     """
 
     in_pieces = False
-    """Set before the first `push` where a grammar holds the answer to whole calls: then a call may come in pieces, before it is whole.
+    """Set before the first `push` where a grammar holds the answer to whole calls: then a call may
+    come in pieces, before it is whole.
 
-    The last piece comes when the call is whole, and without it the arguments are no JSON. A parser may give whole calls all the same.
+    The last piece comes when the call is whole, and without it the arguments are no JSON. A parser
+    may give whole calls all the same.
     """
 
     @abstractmethod
@@ -60,7 +64,8 @@ class AnswerParser(ABC):
 
     @property
     def num_held_back(self) -> int:
-        """Characters at the end of what was pushed that may begin a mark, and are no part of what was given."""
+        """Characters at the end of what was pushed that may begin a mark, and are no part of what
+        was given."""
         return 0
 
     @property
@@ -74,7 +79,8 @@ class StopScope(ABC):
 
     @abstractmethod
     def push(self, text: str) -> list[tuple[int, bool]]:
-        """The next parts of which that is known: their lengths in characters, and whether stop texts count in them.
+        """The next parts of which that is known: their lengths in characters, and whether stop
+        texts count in them.
 
         They follow those that were given before. What is not known yet comes later.
         """
@@ -85,7 +91,8 @@ class StopScope(ABC):
 
 
 class ContentScope(StopScope):
-    """Stop texts count in what a parser calls content, and not in reasoning, marks and white space between them."""
+    """Stop texts count in what a parser calls content, and not in reasoning, marks and white space
+    between them."""
 
     def __init__(self, parser: AnswerParser) -> None:
         """`parser`: a new one, for the answer."""
@@ -95,7 +102,8 @@ class ContentScope(StopScope):
 
     def push(self, text: str) -> list[tuple[int, bool]]:
         parts: list[tuple[int, bool]] = []
-        # One by one: what the parser gives for a character is the last of its kind in the text, and so its place is known.
+        # One by one: what the parser gives for a character is the last of its kind in the text, and
+        # so its place is known.
         for character in text:
             self._unknown.append(character)
             self._sort(self._parser.push(character), parts)
@@ -145,7 +153,8 @@ class ReasoningCounter(ABC):
 
 
 class AnswerFormat(ABC):
-    """One way of writing reasoning, tool calls, or both. An engine has one instance, whose methods are called from several threads."""
+    """One way of writing reasoning, tool calls, or both. An engine has one instance, whose methods
+    are called from several threads."""
 
     finds: ClassVar[tuple[str, ...]]
     """"reasoning", "tool_calls", or both."""
@@ -162,7 +171,8 @@ class AnswerFormat(ABC):
     @classmethod
     @abstractmethod
     def refuses(cls, template: str) -> str | None:
-        """Why answers to prompts of this template are not of this format; None when they are. For a choice by the template."""
+        """Why answers to prompts of this template are not of this format; None when they are. For a
+        choice by the template."""
 
     @abstractmethod
     def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
@@ -175,19 +185,28 @@ class AnswerFormat(ABC):
         """For one answer: stop texts count in its content. `prompt_end`: as of `parser`."""
         return ContentScope(self.parser(prompt_end, ()))
 
-    def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True) -> dict[str, Any] | None:
-        """An answer that calls one of `tools`, several where `parallel`: a `format` of structural tags. None: that cannot be stated.
+    def structure(
+        self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True
+    ) -> dict[str, Any] | None:
+        """An answer that calls one of `tools`, several where `parallel`: a `format` of structural
+        tags. None: that cannot be stated.
 
         Not `required`: any text, in which what begins a call is one.
         """
         return None
 
-    def after_reasoning(self, structure: dict[str, Any], template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The structure of an answer in which reasoning, where there is some, comes before `structure`."""
+    def after_reasoning(
+        self, structure: dict[str, Any], template_kwargs: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The structure of an answer in which reasoning, where there is some, comes before
+        `structure`."""
         return structure
 
-    def reasoning_counters(self, renderer: Renderer) -> Callable[[Sequence[int]], ReasoningCounter] | None:
-        """What makes the counter of an answer, by its prompt's tokens; None: reasoning is not counted.
+    def reasoning_counters(
+        self, renderer: Renderer
+    ) -> Callable[[Sequence[int]], ReasoningCounter] | None:
+        """What makes the counter of an answer, by its prompt's tokens; None: reasoning is not
+        counted.
 
         It may take a part of a second, where the whole vocabulary is looked at.
         """

@@ -32,7 +32,8 @@ class RenderedText(NamedTuple):
     second_text_start: int | None = None
     """Of a pair: the position of the first token that belongs to the second text."""
     pooling_start: int = 0
-    """Position of the first token that an embedding is made of: after the checkpoint's prompt, where that is left out."""
+    """Position of the first token that an embedding is made of: after the checkpoint's prompt,
+    where that is left out."""
     num_attended: int | None = None
     """Only so many tokens, from the first on, are seen by attention; None: all."""
 
@@ -40,8 +41,9 @@ class RenderedText(NamedTuple):
 class DecodeStream(ABC):
     """Turns one sequence's tokens into text, as they come.
 
-    All of it: the marks of reasoning and of tool calls too. Stop texts, and the places of tokens, are places in this text. What tells the
-    parts of an answer from each other, an AnswerParser, reads it, and nothing is held back here for that.
+    All of it: the marks of reasoning and of tool calls too. Stop texts, and the places of tokens,
+    are places in this text. What tells the parts of an answer from each other, an AnswerParser,
+    reads it, and nothing is held back here for that.
     """
 
     @abstractmethod
@@ -56,57 +58,71 @@ class DecodeStream(ABC):
 class Renderer(ABC):
     """All preparation of input ends here: the engine takes tokens in and gives tokens out.
 
-    One instance serves all requests of an engine, from several threads. Methods raise RequestError for input that cannot be rendered.
+    One instance serves all requests of an engine, from several threads. Methods raise RequestError
+    for input that cannot be rendered.
     """
 
     plugins: Plugins | None = None
     """Those of the engine that made it, objects among them. None: nothing made it but its class."""
     rules: MultiModalRules | None = None
-    """Of a multimodal model. None: images and other media in conversations and prompts are refused."""
+    """Of a multimodal model. None: images and other media in conversations and prompts are
+    refused."""
     feature_cache: FeatureLookup | None = None
-    """What the engine holds of items of media: an item that is found is neither decoded nor processed, and its data is None."""
+    """What the engine holds of items of media: an item that is found is neither decoded nor
+    processed, and its data is None."""
 
     def __init__(self, config: VllmConfig) -> None:
         self.config = config
 
     def take_rules(self, rules: MultiModalRules) -> None:
-        """Called before the first request to a multimodal model. Raises CheckpointError or ConfigError where its media cannot be read."""
+        """Called before the first request to a multimodal model. Raises CheckpointError or
+        ConfigError where its media cannot be read."""
         self.rules = rules
 
     @classmethod
     def refuses(cls, config: VllmConfig) -> str | None:
-        """Why this class cannot serve the checkpoint; None when it can. Of `config` the model class and its runner may be open."""
+        """Why this class cannot serve the checkpoint; None when it can. Of `config` the model class
+        and its runner may be open."""
         return None
 
     @abstractmethod
     def render_conversation(self, messages: Conversation, **kwargs: Any) -> Rendered:
         """A conversation in tokens, through the chat template.
 
-        `kwargs`: `add_generation_prompt` (default True), `continue_final_message` (default False), `tools`, `documents`,
-        `chat_template_kwargs` (a mapping of further names for the template), and of renderers that take media `mm_processor_kwargs`.
-        Those of Jinja templates take `chat_template`, one in the place of the checkpoint's, and `add_special_tokens` (default False).
+        `kwargs`: `add_generation_prompt` (default True), `continue_final_message` (default False),
+        `tools`, `documents`, `chat_template_kwargs` (a mapping of further names for the template),
+        and of renderers that take media `mm_processor_kwargs`. Those of Jinja templates take
+        `chat_template`, one in the place of the checkpoint's, and `add_special_tokens` (default
+        False).
         """
 
     async def render_conversation_async(self, messages: Conversation, **kwargs: Any) -> Rendered:
         """As `render_conversation`, awaited. This one calls that in a thread.
 
-        A renderer that waits for other machines overrides it and `render_prompt_async`, so that who waits holds no thread. They may be
-        called from several event loops. Cancelling them ends what they wait for.
+        A renderer that waits for other machines overrides it and `render_prompt_async`, so that who
+        waits holds no thread. They may be called from several event loops. Cancelling them ends
+        what they wait for.
         """
         return await asyncio.to_thread(self.render_conversation, messages, **kwargs)
 
-    def media_size(self, part: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[int, int] | None:
-        """Bytes of memory that an item of media takes at most: what is made of it, and what it takes beside that while it is read.
+    def media_size(
+        self, part: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> tuple[int, int] | None:
+        """Bytes of memory that an item of media takes at most: what is made of it, and what it
+        takes beside that while it is read.
 
-        `part`: of a conversation's content, as clients send it. `options`: `mm_processor_kwargs`. None: that cannot be told. It is asked
-        before any work is done for a request, on the event loop: a header may be read, and nothing is fetched.
+        `part`: of a conversation's content, as clients send it. `options`: `mm_processor_kwargs`.
+        None: that cannot be told. It is asked before any work is done for a request, on the event
+        loop: a header may be read, and nothing is fetched.
         """
         return None
 
     def tokenized_at_once(self, text: str) -> int:
-        """Bytes of a text, in UTF-8, that are tokenized at a time, at most: of what a tokenizer holds meanwhile, for each token.
+        """Bytes of a text, in UTF-8, that are tokenized at a time, at most: of what a tokenizer
+        holds meanwhile, for each token.
 
-        It is asked before any work is done for a request, on the event loop. This one tells all of them.
+        It is asked before any work is done for a request, on the event loop. This one tells all of
+        them.
         """
         return len(text.encode(errors="surrogatepass"))
 
@@ -127,42 +143,59 @@ class Renderer(ABC):
 
     @property
     def chat_template_source(self) -> str:
-        """The source of the chat template; where there is none, the marks that answers may have. Answer formats are chosen by it."""
+        """The source of the chat template; where there is none, the marks that answers may have.
+        Answer formats are chosen by it."""
         return ""
 
     @property
     def template_names(self) -> frozenset[str] | None:
-        """The names that the chat template reads of what it is given. Whoever asks for others is told so. None: they are not known."""
+        """The names that the chat template reads of what it is given. Whoever asks for others is
+        told so. None: they are not known."""
         return None
 
     @abstractmethod
-    def render_prompt(self, prompt: SingletonPrompt, *, add_special_tokens: bool = True) -> Rendered:
+    def render_prompt(
+        self, prompt: SingletonPrompt, *, add_special_tokens: bool = True
+    ) -> Rendered:
         """A prompt in tokens, at least one.
 
-        Token ids that are given are passed on as they are: the engine checks that the model has them.
+        Token ids that are given are passed on as they are: the engine checks that the model has
+        them.
         """
 
-    async def render_prompt_async(self, prompt: SingletonPrompt, *, add_special_tokens: bool = True) -> Rendered:
+    async def render_prompt_async(
+        self, prompt: SingletonPrompt, *, add_special_tokens: bool = True
+    ) -> Rendered:
         """As `render_prompt`, awaited: see `render_conversation_async`."""
-        return await asyncio.to_thread(self.render_prompt, prompt, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(
+            self.render_prompt, prompt, add_special_tokens=add_special_tokens
+        )
 
-    def render_texts(self, texts: Sequence[str | tuple[str, str]], *, max_tokens: int | None = None) -> list[RenderedText]:
-        """Token ids of whole texts, or pairs of texts joined as the model wants them, special tokens included; for pooling.
+    def render_texts(
+        self, texts: Sequence[str | tuple[str, str]], *, max_tokens: int | None = None
+    ) -> list[RenderedText]:
+        """Token ids of whole texts, or pairs of texts joined as the model wants them, special
+        tokens included; for pooling.
 
-        What is longer than `max_tokens` is cut at the end (of a pair, the longer text first), special tokens kept. This one renders
-        texts one by one; pairs are for renderers that know how to join them.
+        What is longer than `max_tokens` is cut at the end (of a pair, the longer text first),
+        special tokens kept. This one renders texts one by one; pairs are for renderers that know
+        how to join them.
         """
         rendered = []
         for text in texts:
             if not isinstance(text, str):
-                raise RequestError(f"{type(self).__name__} does not know how to join a pair of texts.", "input")
+                raise RequestError(
+                    f"{type(self).__name__} does not know how to join a pair of texts.", "input"
+                )
             rendered.append(RenderedText(self.render_prompt(text).token_ids[:max_tokens]))
         return rendered
 
     def cut_texts(self, texts: Sequence[str], max_tokens: int) -> list[str]:
-        """Of each text the beginning that `max_tokens` have room for, special tokens included. A text that is not too long stays as it is.
+        """Of each text the beginning that `max_tokens` have room for, special tokens included. A
+        text that is not too long stays as it is.
 
-        Raises RequestError for `max_tokens` where they have room for no text. This one tries lengths by halves.
+        Raises RequestError for `max_tokens` where they have room for no text. This one tries
+        lengths by halves.
         """
 
         def length(text: str) -> int:
@@ -172,15 +205,22 @@ class Renderer(ABC):
         for text in texts:
             kept = len(text)
             if length(text) > max_tokens:
-                kept = bisect_right(range(1, len(text)), max_tokens, key=lambda end: length(text[:end]))
+                kept = bisect_right(
+                    range(1, len(text)), max_tokens, key=lambda end: length(text[:end])
+                )
                 if not kept:
-                    raise RequestError(f"{max_tokens} tokens leave no room for a text: ask for more.", "max_tokens")
+                    raise RequestError(
+                        f"{max_tokens} tokens leave no room for a text: ask for more.", "max_tokens"
+                    )
             cut.append(text[:kept])
         return cut
 
     @abstractmethod
-    def decode_stream(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> DecodeStream:
-        """A new stream for one sequence's output. The prompt's last tokens decide how the first token joins on (a leading space)."""
+    def decode_stream(
+        self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> DecodeStream:
+        """A new stream for one sequence's output. The prompt's last tokens decide how the first
+        token joins on (a leading space)."""
 
     @abstractmethod
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -190,13 +230,18 @@ class Renderer(ABC):
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Each token's own text (for logprobs), special tokens included."""
 
-    def token_bytes(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> list[bytes]:
-        """The bytes that each token adds to a text that it does not begin: b"" for none. Part of a character is a few of its bytes.
+    def token_bytes(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False
+    ) -> list[bytes]:
+        """The bytes that each token adds to a text that it does not begin: b"" for none. Part of a
+        character is a few of its bytes.
 
         This one gives those of the token's own text.
         """
         if skip_special_tokens:
-            return [self.decode([token_id], skip_special_tokens=True).encode() for token_id in token_ids]
+            return [
+                self.decode([token_id], skip_special_tokens=True).encode() for token_id in token_ids
+            ]
         return [text.encode() for text in self.token_texts(token_ids)]
 
     def vocabulary_texts(self, token_ids: Sequence[int]) -> list[str]:
@@ -204,8 +249,12 @@ class Renderer(ABC):
         return self.token_texts(token_ids)
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer by itself, with the methods that transformers' have. This one has none to give."""
-        raise UnsupportedError(f"{type(self).__name__} gives no tokenizer by itself: use the methods of llm.engine.renderer.")
+        """The tokenizer by itself, with the methods that transformers' have. This one has none to
+        give."""
+        raise UnsupportedError(
+            f"{type(self).__name__} gives no tokenizer by itself: use the methods of "
+            "llm.engine.renderer."
+        )
 
     @property
     @abstractmethod
@@ -215,4 +264,5 @@ class Renderer(ABC):
     @property
     @abstractmethod
     def eos_token_ids(self) -> list[int]:
-        """Tokens that end a sequence: those of the checkpoint's generation config, config and tokenizer."""
+        """Tokens that end a sequence: those of the checkpoint's generation config, config and
+        tokenizer."""

@@ -14,7 +14,8 @@ from toolkit_lm.renderer.contract import Renderer
 
 
 class RenderedPair(NamedTuple):
-    """What both sides of a model read. Texts are None where the prompt was a conversation or token ids."""
+    """What both sides of a model read. Texts are None where the prompt was a conversation or token
+    ids."""
 
     token_ids: list[int]
     """The decoder's."""
@@ -24,13 +25,16 @@ class RenderedPair(NamedTuple):
 
 
 class EncoderDecoderRules(ABC):
-    """A model is registered with a subclass: `models.add(..., encoder_decoder="module:Class")`. toolkit_lm_encdec has the usual ones.
+    """A model is registered with a subclass: `models.add(..., encoder_decoder="module:Class")`.
+    toolkit_lm_encdec has the usual ones.
 
-    One instance serves all requests of an engine, from several threads. It needs no torch. Methods raise RequestError.
+    One instance serves all requests of an engine, from several threads. It needs no torch. Methods
+    raise RequestError.
     """
 
     encoder_length_keys: ClassVar[tuple[str, ...]] = ()
-    """Keys of config.json: the first that is there states the longest encoder prompt. None there: as many tokens as max_model_len."""
+    """Keys of config.json: the first that is there states the longest encoder prompt. None there:
+    as many tokens as max_model_len."""
 
     def __init__(self, config: VllmConfig, renderer: Renderer) -> None:
         """`config` is resolved."""
@@ -39,13 +43,18 @@ class EncoderDecoderRules(ABC):
 
     @abstractmethod
     def read(self, prompt: Prompt, params: SamplingParams) -> RenderedPair:
-        """A prompt. It may be cut as `truncate_prompt_tokens` says: -1 stands for what the encoder can take."""
+        """A prompt. It may be cut as `truncate_prompt_tokens` says: -1 stands for what the encoder
+        can take."""
 
     @abstractmethod
-    def read_conversation(self, messages: Conversation, params: SamplingParams, **options: Any) -> RenderedPair:
+    def read_conversation(
+        self, messages: Conversation, params: SamplingParams, **options: Any
+    ) -> RenderedPair:
         """A conversation. `options` are Renderer.render_conversation's."""
 
-    def forced_tokens(self, decoder_prompt: Sequence[int], max_output_tokens: int) -> dict[int, int]:
+    def forced_tokens(
+        self, decoder_prompt: Sequence[int], max_output_tokens: int
+    ) -> dict[int, int]:
         """By place in the output, tokens that are drawn there whatever the logits are."""
         return {}
 
@@ -53,6 +62,9 @@ class EncoderDecoderRules(ABC):
         """Sequences of tokens of which the last is not drawn after the others."""
         return []
 
-    def logits_processors(self, decoder_prompt: Sequence[int], max_output_tokens: int) -> dict[str, dict[str, Any]]:
-        """Arguments of registered logits processors, by name, that every request of the model has."""
+    def logits_processors(
+        self, decoder_prompt: Sequence[int], max_output_tokens: int
+    ) -> dict[str, dict[str, Any]]:
+        """Arguments of registered logits processors, by name, that every request of the model
+        has."""
         return {}

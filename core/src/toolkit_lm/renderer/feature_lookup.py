@@ -23,8 +23,10 @@ class FeatureLookup(Protocol):
     def get(self, identifier: str) -> HeldFeature | None:
         """A found item stays held until the request that is being rendered is sent, or given up.
 
-        Ask in the context that the renderer was called in, or a copy of it (`contextvars.copy_context`): in another, nothing is found.
+        Ask in the context that the renderer was called in, or a copy of it
+        (`contextvars.copy_context`): in another, nothing is found.
         """
 
     def held_keys(self, limit: int) -> list[str]:
-        """The identifiers used last, the newest first: for a renderer elsewhere. Whatever it leaves out must be found here by `get`."""
+        """The identifiers used last, the newest first: for a renderer elsewhere. Whatever it leaves
+        out must be found here by `get`."""

@@ -8,12 +8,15 @@ from toolkit_lm.renderer.contract import Renderer
 
 
 def make_renderer(config: VllmConfig, plugins: Plugins) -> Renderer:
-    """The renderer of a resolved config, with the rules of a multimodal model. Raises ToolkitError."""
+    """The renderer of a resolved config, with the rules of a multimodal model. Raises
+    ToolkitError."""
     made: Renderer = plugins.renderers.make(config.renderer.renderer, config)
     made.plugins = plugins
     architecture = config.checkpoint.architecture if config.checkpoint is not None else ""
     rules = plugins.models.load_multimodal(architecture) if architecture in plugins.models else None
     if rules is not None:
-        with plugins.models.get(architecture).owner.boundary(f"the rules of {architecture!r}", target=rules):
+        with plugins.models.get(architecture).owner.boundary(
+            f"the rules of {architecture!r}", target=rules
+        ):
             made.take_rules(rules(config))
     return made

@@ -27,7 +27,8 @@ class Replacement(NamedTuple):
 
 
 class MultiModalRules:
-    """A model that reads items of media is registered with a subclass: `models.add(..., multimodal="module:Class")`.
+    """A model that reads items of media is registered with a subclass: `models.add(...,
+    multimodal="module:Class")`.
 
     One instance serves all requests of an engine, from several threads.
     """
@@ -36,7 +37,8 @@ class MultiModalRules:
     bidirectional: ClassVar[bool] = False
     """An item's tokens see each other: no chunk of a prompt ends inside one."""
     surround: ClassVar[Mapping[str, tuple[str, str]]] = {}
-    """By modality, texts that are put before and after each placeholder, and are tokenized with what is around them."""
+    """By modality, texts that are put before and after each placeholder, and are tokenized with
+    what is around them."""
 
     def __init__(self, config: VllmConfig) -> None:
         """`config` is resolved."""
@@ -47,26 +49,42 @@ class MultiModalRules:
         raise NotImplementedError
 
     def placeholder_text(self, modality: str, token: str) -> str:
-        """What a conversation has in an item's place where the chat template writes nothing for it; `token` is the placeholder's text."""
+        """What a conversation has in an item's place where the chat template writes nothing for it;
+        `token` is the placeholder's text."""
         return token
 
     def replacement(self, modality: str, data: Mapping[str, np.ndarray]) -> Replacement:
-        """What stands for an item, from its arrays alone: as its processor gave them, or `embeds` [n, hidden size] and what goes with it.
+        """What stands for an item, from its arrays alone: as its processor gave them, or `embeds`
+        [n, hidden size] and what goes with it.
 
-        Raises RequestError for arrays that the model's encoder does not take: their names, shapes, types and sizes.
+        Raises RequestError for arrays that the model's encoder does not take: their names, shapes,
+        types and sizes.
         """
         raise NotImplementedError
 
-    def check(self, feature: MultiModalFeatureSpec, token_ids: Sequence[int], held: Replacement | None = None) -> None:
-        """Raises RequestError unless the feature is what this model makes of its data; of data that the engine holds, `held`."""
+    def check(
+        self,
+        feature: MultiModalFeatureSpec,
+        token_ids: Sequence[int],
+        held: Replacement | None = None,
+    ) -> None:
+        """Raises RequestError unless the feature is what this model makes of its data; of data that
+        the engine holds, `held`."""
         at = feature.mm_position
         if feature.modality not in self.modalities:
-            raise RequestError(f"this model takes no {feature.modality}, only {' and '.join(self.modalities)}.")
+            raise RequestError(
+                f"this model takes no {feature.modality}, only {' and '.join(self.modalities)}."
+            )
         if not 0 < len(feature.mm_identifier) <= _LONGEST_IDENTIFIER:
             raise RequestError(f"its identifier must have 1 to {_LONGEST_IDENTIFIER} characters.")
         if feature.data is not None:
-            held = self.replacement(feature.modality, {name: array.to_numpy() for name, array in feature.data.items()})
+            held = self.replacement(
+                feature.modality, {name: array.to_numpy() for name, array in feature.data.items()}
+            )
         if held is None:
             raise RequestError("it has no data, and the engine does not hold it.")
-        if held != (list(token_ids[at.offset : at.end]), at.mask, feature.layout) or not at.num_embeds:
+        if (
+            held != (list(token_ids[at.offset : at.end]), at.mask, feature.layout)
+            or not at.num_embeds
+        ):
             raise RequestError("its place in the prompt is not what the model makes of it.")

@@ -21,16 +21,20 @@ from toolkit_lm.plugin.shipped import way_to_get
 from toolkit_lm.resolution.twice import check_end_tokens, check_files, settled
 
 logger = logging.getLogger(__name__)
-_POOLING_SUFFIX = re.compile(r"(For(Sequence|Token)Classification|ForTextEncoding|EmbeddingModel|Model)$")
+_POOLING_SUFFIX = re.compile(
+    r"(For(Sequence|Token)Classification|ForTextEncoding|EmbeddingModel|Model)$"
+)
 _POOLING_FILES = ("modules.json", "config_sentence_transformers.json", "artifact.metadata")
-"""Of sentence-transformers, PyLate and ColBERT's authors, who write them for models that pool only."""
+"""Of sentence-transformers, PyLate and ColBERT's authors, who write them for models that pool
+only."""
 _MOST_BYTES = 2**24
 """Of a JSON file; config.json of 100,000 labels has 5 MB."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def find_source(config: ModelConfig, plugins: Plugins) -> Path:
-    """Where MODEL is: a name that a plugin registers, a local folder or file, or a hub id. Raises CheckpointError."""
+    """Where MODEL is: a name that a plugin registers, a local folder or file, or a hub id. Raises
+    CheckpointError."""
     model = config.model
     if model in plugins.checkpoints:
         return Path(plugins.checkpoints.path(model))
@@ -40,37 +44,54 @@ def find_source(config: ModelConfig, plugins: Plugins) -> Path:
     if _HUB_ID.fullmatch(model):
         return _download(config)
     raise CheckpointError(
-        f"model {model!r} is neither a folder nor a file, nor a hub id (owner/name), nor a name that a plugin registers. "
+        f"model {model!r} is neither a folder nor a file, nor a hub id (owner/name), nor a name "
+        "that a plugin registers. "
         f"{way_to_get(plugins.checkpoints.noun, model) or nearest(model, plugins.checkpoints.keys())}"
     )
 
 
 def find_tokenizer(config: VllmConfig) -> str | None:
-    """The option `tokenizer`; of a hub id the folder. What else is no folder is refused by the renderer. Raises CheckpointError."""
+    """The option `tokenizer`; of a hub id the folder. What else is no folder is refused by the
+    renderer. Raises CheckpointError."""
     name = config.renderer.tokenizer
     if name is None or Path(name).exists() or not _HUB_ID.fullmatch(name):
         return name
-    return str(_download(msgspec.structs.replace(config.model, model=name, revision=None), "tokenizer"))
+    return str(
+        _download(msgspec.structs.replace(config.model, model=name, revision=None), "tokenizer")
+    )
 
 
 def _download(config: ModelConfig, what: str = "model") -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", *["*.safetensors"] * (what == "model"), "*.jinja", "*.model", "*.txt", "artifact.metadata"]
+    patterns = [
+        "*.json",
+        *["*.safetensors"] * (what == "model"),
+        "*.jinja",
+        "*.model",
+        "*.txt",
+        "artifact.metadata",
+    ]
     if config.trust_remote_code:
         patterns.append("*.py")
     try:
-        return Path(snapshot_download(config.model, revision=config.revision, allow_patterns=patterns))
+        return Path(
+            snapshot_download(config.model, revision=config.revision, allow_patterns=patterns)
+        )
     except Exception as error:
         raise CheckpointError(
-            f"{what} {config.model!r} is not a local folder, and cannot be downloaded from the hub: {type(error).__name__}: {error}"
+            f"{what} {config.model!r} is not a local folder, and cannot be downloaded from the "
+            f"hub: {type(error).__name__}: {error}"
         ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file that holds an object. Raises CheckpointError."""
     if not path.is_file():
-        raise CheckpointError(f"{str(path.parent)!r} has no {path.name}: it is not a checkpoint in Hugging Face layout.")
+        raise CheckpointError(
+            f"{str(path.parent)!r} has no {path.name}: it is not a checkpoint in Hugging Face "
+            "layout."
+        )
     if path.stat().st_size > _MOST_BYTES:
         raise CheckpointError(f"{str(path)!r} is too large: it may have {_MOST_BYTES} bytes.")
     try:
@@ -78,12 +99,15 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from error
     if not isinstance(data, dict):
-        raise CheckpointError(f"{str(path)!r} must hold a JSON object, not a {type(data).__name__}.")
+        raise CheckpointError(
+            f"{str(path)!r} must hold a JSON object, not a {type(data).__name__}."
+        )
     return data
 
 
 def read_checkpoint(config: VllmConfig, plugins: Plugins) -> Checkpoint:
-    """What the checkpoint's folder says of the model. Raises CheckpointError, naming the file or the architecture."""
+    """What the checkpoint's folder says of the model. Raises CheckpointError, naming the file or
+    the architecture."""
     source = find_source(config.model, plugins)
     folder = source if source.is_dir() else _unpack(source, plugins)
     hf_config = read_json(folder / "config.json")
@@ -91,7 +115,9 @@ def read_checkpoint(config: VllmConfig, plugins: Plugins) -> Checkpoint:
     hf_config = _with_architectures(settled(hf_config), folder, plugins)
     check_files(folder, hf_config, read_json)
     given = config.model.generation_config
-    generation = (folder if given in ("checkpoint", "none") else Path(given)) / "generation_config.json"
+    generation = (
+        folder if given in ("checkpoint", "none") else Path(given)
+    ) / "generation_config.json"
     stated = read_json(generation) if generation.is_file() or generation.parent != folder else {}
     check_end_tokens(hf_config, stated)
     checkpoint = Checkpoint(
@@ -104,7 +130,8 @@ def read_checkpoint(config: VllmConfig, plugins: Plugins) -> Checkpoint:
     key, _ = choose_model(config.with_checkpoint(checkpoint), plugins)
     if config.model.model_impl == "auto" and plugins.models.get(key).is_fallback:
         warnings.warn(
-            f"no installed plugin has the architecture {checkpoint.architecture!r} of {str(folder)!r}: the fallback {key!r} runs it. "
+            f"no installed plugin has the architecture {checkpoint.architecture!r} of "
+            f"{str(folder)!r}: the fallback {key!r} runs it. "
             f"`--model-impl {key}` silences this.",
             PluginWarning,
             stacklevel=2,
@@ -122,7 +149,8 @@ def _unpack(file: Path, plugins: Plugins) -> Path:
     if reader is None:
         known = [pattern for entry in plugins.loaders.entries() for pattern in entry.reads]
         raise CheckpointError(
-            f"model {str(file)!r} is a file that no load format reads. Give a folder in Hugging Face layout (config.json, *.safetensors, "
+            f"model {str(file)!r} is a file that no load format reads. Give a folder in Hugging "
+            "Face layout (config.json, *.safetensors, "
             f"tokenizer.json), or {', '.join(known)}. {plugins.loaders.hint}".rstrip()
         )
     loader = plugins.loaders.load(reader)
@@ -131,7 +159,8 @@ def _unpack(file: Path, plugins: Plugins) -> Path:
 
 
 def choose_load_format(config: VllmConfig, plugins: Plugins) -> str:
-    """The option's, else the first that reads the checkpoint. Raises ConfigError for an unknown one."""
+    """The option's, else the first that reads the checkpoint. Raises ConfigError for an unknown
+    one."""
     assert config.checkpoint is not None
     if config.load.load_format != "auto":
         return plugins.loaders.get(config.load.load_format).key
@@ -140,7 +169,8 @@ def choose_load_format(config: VllmConfig, plugins: Plugins) -> str:
 
 
 def choose_quantization(config: VllmConfig, plugins: Plugins) -> str:
-    """The option's, else the checkpoint's own, else "none". Raises UnsupportedError for one that no plugin has."""
+    """The option's, else the checkpoint's own, else "none". Raises UnsupportedError for one that no
+    plugin has."""
     stated, wanted = config.hf_config.get("quantization_config"), config.load.quantization
     method = stated.get("quant_method") if isinstance(stated, dict) else stated
     if wanted == "auto":
@@ -148,7 +178,8 @@ def choose_quantization(config: VllmConfig, plugins: Plugins) -> str:
     if wanted not in plugins.quantization and (stated or wanted != "none"):
         weights = f"quantized weights ({method!r})" if stated else "weights"
         raise UnsupportedError(
-            f"no loaded plugin has a quantization {wanted!r} for the {weights} of {config.model.model!r}. "
+            f"no loaded plugin has a quantization {wanted!r} for the {weights} of "
+            f"{config.model.model!r}. "
             f"Registered: {', '.join(plugins.quantization) or 'none'}. "
             f"{way_to_get(plugins.quantization.noun, wanted)} {plugins.quantization.hint}".rstrip()
         )
@@ -156,7 +187,8 @@ def choose_quantization(config: VllmConfig, plugins: Plugins) -> str:
 
 
 def _check_nothing_unread(folder: Path, plugins: Plugins) -> None:
-    """Raises CheckpointError where files say how to pool, and no plugin reads them: its vectors would be wrong."""
+    """Raises CheckpointError where files say how to pool, and no plugin reads them: its vectors
+    would be wrong."""
     for name in _POOLING_FILES:
         if (folder / name).is_file():
             raise CheckpointError(
@@ -168,30 +200,60 @@ def _check_nothing_unread(folder: Path, plugins: Plugins) -> None:
 _MOST = (
     dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), 2**10)
     | dict.fromkeys(("encoder_layers", "decoder_layers", "num_layers", "num_decoder_layers"), 2**10)
-    | dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "head_dim"), 2**12)
-    | dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "num_heads", "d_kv"), 2**12)
-    | dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "n_embd", "n_inner", "ffn_dim", "d_model", "dim"), 2**24)
+    | dict.fromkeys(
+        ("num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "head_dim"), 2**12
+    )
+    | dict.fromkeys(
+        ("encoder_attention_heads", "decoder_attention_heads", "num_heads", "d_kv"), 2**12
+    )
+    | dict.fromkeys(
+        (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "n_embd",
+            "n_inner",
+            "ffn_dim",
+            "d_model",
+            "dim",
+        ),
+        2**24,
+    )
     | dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "decoder_vocab_size"), 2**24)
     | dict.fromkeys(("max_position_embeddings", "n_positions"), 2**48)
 )
-"""Keys of config.json that, where they are given, are counts of at least 1, and the most that each may be: far more than any model has."""
+"""Keys of config.json that, where they are given, are counts of at least 1, and the most that each
+may be: far more than any model has."""
 
 
 def _check_config(hf_config: dict[str, Any], path: Path) -> None:
     """What would otherwise fail deep inside a model class, or never end."""
     sides = [side for key in ("encoder", "decoder") if isinstance(side := hf_config.get(key), dict)]
-    for key, value in [item for part in (hf_config, HFConfig(hf_config).get("text_config", dict, {}), *sides) for item in part.items()]:
+    for key, value in [
+        item
+        for part in (hf_config, HFConfig(hf_config).get("text_config", dict, {}), *sides)
+        for item in part.items()
+    ]:
         most = _MOST.get(key)
         # A list has a count for each layer: classes that take none say so.
-        if most and value is not None and not isinstance(value, list) and not (type(value) is int and 1 <= value <= most):
-            raise CheckpointError(f"{str(path)!r}: {key} must be an integer of at least 1, at most {most}, not {reprlib.repr(value)}.")
+        if (
+            most
+            and value is not None
+            and not isinstance(value, list)
+            and not (type(value) is int and 1 <= value <= most)
+        ):
+            raise CheckpointError(
+                f"{str(path)!r}: {key} must be an integer of at least 1, at most {most}, not "
+                f"{reprlib.repr(value)}."
+            )
 
 
 def choose_model(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tuple[str, str | None]]]:
-    """The key of the model class in the registry, and each candidate with the reason it was refused (None: able).
+    """The key of the model class in the registry, and each candidate with the reason it was refused
+    (None: able).
 
-    Raises ConfigError (no such fallback), UnsupportedError (the fallback that was asked for refuses) and CheckpointError (nothing
-    runs the architecture).
+    Raises ConfigError (no such fallback), UnsupportedError (the fallback that was asked for
+    refuses) and CheckpointError (nothing runs the architecture).
     """
     assert config.checkpoint is not None
     checkpoint, wanted = config.checkpoint, config.model.model_impl
@@ -205,14 +267,19 @@ def choose_model(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tuple[
         if refusal is not None:
             able = f" Supported: {registered[0]} (--model-impl auto)." if registered else ""
             raise UnsupportedError(
-                f"model implementation {wanted!r} cannot run {architectures[0]!r} of {checkpoint.path!r}: {refusal}.{able}"
+                f"model implementation {wanted!r} cannot run {architectures[0]!r} of "
+                f"{checkpoint.path!r}: {refusal}.{able}"
             )
         return wanted, [(wanted, None), *((name, None) for name in registered)]
     if not registered:
-        registered = [sibling for name in architectures if (sibling := _to_convert(name, plugins)) is not None]
+        registered = [
+            sibling for name in architectures if (sibling := _to_convert(name, plugins)) is not None
+        ]
     if registered:
         return registered[0], [(registered[0], None)]
-    candidates: list[tuple[str, str | None]] = [(architectures[0], "no installed plugin registers it")]
+    candidates: list[tuple[str, str | None]] = [
+        (architectures[0], "no installed plugin registers it")
+    ]
     for name in plugins.models.fallbacks():
         candidates.append((name, plugins.models.ask(name, config)))
         if candidates[-1][1] is None:
@@ -221,49 +288,92 @@ def choose_model(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tuple[
 
 
 def _to_convert(architecture: str, plugins: Plugins) -> str | None:
-    """The language model of which a pooling adapter can make `architecture`: for LlamaForSequenceClassification, LlamaForCausalLM."""
+    """The language model of which a pooling adapter can make `architecture`: for
+    LlamaForSequenceClassification, LlamaForCausalLM."""
     if default_runner(architecture)[0] != "pooling":
         return None
     stem = _POOLING_SUFFIX.sub("", architecture)
-    return next((f"{stem}{suffix}" for suffix in CONVERTIBLE_SUFFIXES if f"{stem}{suffix}" in plugins.models.architectures()), None)
+    return next(
+        (
+            f"{stem}{suffix}"
+            for suffix in CONVERTIBLE_SUFFIXES
+            if f"{stem}{suffix}" in plugins.models.architectures()
+        ),
+        None,
+    )
 
 
-def _with_architectures(hf_config: dict[str, Any], folder: Path, plugins: Plugins) -> dict[str, Any]:
-    """config.json with the architecture that its `model_type` is known for, where it names none, or that of another `model_type`."""
+def _with_architectures(
+    hf_config: dict[str, Any], folder: Path, plugins: Plugins
+) -> dict[str, Any]:
+    """config.json with the architecture that its `model_type` is known for, where it names none, or
+    that of another `model_type`."""
     named, model_type = hf_config.get("architectures"), hf_config.get("model_type")
     known: list[str] = []
     if not named:
         known = plugins.models.architectures_of(model_type) if isinstance(model_type, str) else []
         if len(known) > 1:
             raise CheckpointError(
-                f"{str(folder / 'config.json')!r} names no model class, and model_type {model_type!r} has several: "
+                f"{str(folder / 'config.json')!r} names no model class, and model_type "
+                f"{model_type!r} has several: "
                 f'add "architectures" with one of {", ".join(known)}.'
             )
         return {**hf_config, "architectures": known} if known else hf_config
     name = _architectures(hf_config, folder)[0]
-    others = [entry for entry in plugins.models.entries() if entry.model_type is not None and entry.model_type == model_type]
-    is_named = name in plugins.models and plugins.models.get(name).model_type not in (None, model_type)
+    others = [
+        entry
+        for entry in plugins.models.entries()
+        if entry.model_type is not None and entry.model_type == model_type
+    ]
+    is_named = name in plugins.models and plugins.models.get(name).model_type not in (
+        None,
+        model_type,
+    )
     if not is_named or len(others) != 1:
         return hf_config
     known = [others[0].key]
-    logger.warning("config.json says architectures [%r], and model_type %r, which is that of %s: it counts.", name, model_type, known[0])
+    logger.warning(
+        "config.json says architectures [%r], and model_type %r, which is that of %s: it counts.",
+        name,
+        model_type,
+        known[0],
+    )
     return {**hf_config, "architectures": known}
 
 
 def _architectures(hf_config: dict[str, Any], folder: Path) -> list[str]:
     architectures = hf_config.get("architectures")
-    if not isinstance(architectures, list) or not architectures or not all(isinstance(a, str) and len(a) < 200 for a in architectures):
+    if (
+        not isinstance(architectures, list)
+        or not architectures
+        or not all(isinstance(a, str) and len(a) < 200 for a in architectures)
+    ):
         found = f"'architectures' is {reprlib.repr(architectures)}"
         raise CheckpointError(f"{str(folder / 'config.json')!r} names no model class: {found}.")
     return architectures
 
 
-def _nothing_runs(name: str, path: str, fallbacks: list[tuple[str, str | None]], plugins: Plugins) -> CheckpointError:
+def _nothing_runs(
+    name: str, path: str, fallbacks: list[tuple[str, str | None]], plugins: Plugins
+) -> CheckpointError:
     absent = [f"{info.name} ({info.status})" for info in plugins.infos if info.status != "ok"]
-    hint = f" Plugins that are not in use, and might have it: {', '.join(absent)} (see `toolkit plugins list`)." if absent else ""
-    refused = "".join(f" The fallback {fallback!r} cannot run it: {refusal}." for fallback, refusal in fallbacks)
+    hint = (
+        (
+            f" Plugins that are not in use, and might have it: {', '.join(absent)} (see `toolkit "
+            "plugins list`)."
+        )
+        if absent
+        else ""
+    )
+    refused = "".join(
+        f" The fallback {fallback!r} cannot run it: {refusal}." for fallback, refusal in fallbacks
+    )
     # There may be many: where none is near, it is said where they are listed.
-    near = nearest(name, plugins.models.architectures(), otherwise="`toolkit plugins show PLUGIN` lists a plugin's architectures.")
+    near = nearest(
+        name,
+        plugins.models.architectures(),
+        otherwise="`toolkit plugins show PLUGIN` lists a plugin's architectures.",
+    )
     return CheckpointError(
         f"no installed plugin has the architecture {name!r} of {path!r}.{refused} {near}{hint} "
         f"{way_to_get(plugins.models.noun, name) or 'Install a distribution that registers it (toolkit-lm-...), or write one:'} "

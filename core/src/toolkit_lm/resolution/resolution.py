@@ -1,6 +1,8 @@
-"""From what was asked to what will run: a config in which nothing that can be known before the model is loaded is left open.
+"""From what was asked to what will run: a config in which nothing that can be known before the
+model is loaded is left open.
 
-Two choices stay with the loaded model: each layer's attention backend (the runner's), and the number of KV cache blocks (the engine's).
+Two choices stay with the loaded model: each layer's attention backend (the runner's), and the
+number of KV cache blocks (the engine's).
 """
 
 from __future__ import annotations
@@ -13,30 +15,41 @@ from toolkit_lm.config import Checkpoint, PoolerConfig, VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError
 from toolkit_lm.model.hf_config import HFConfig
 from toolkit_lm.plugin import ExecutorEntry, ModelEntry, Plugins, RendererEntry
-from toolkit_lm.resolution.checkpoint import choose_load_format, choose_quantization, find_tokenizer, read_checkpoint
+from toolkit_lm.resolution.checkpoint import (
+    choose_load_format,
+    choose_quantization,
+    find_tokenizer,
+    read_checkpoint,
+)
 from toolkit_lm.resolution.runner_type import RunnerChoice, choose_runner
 
 _MOST_UNCUT = 8192
-"""Tokens of the longest prompt for which a pooling model's step budget is raised, instead of cutting the prompt."""
+"""Tokens of the longest prompt for which a pooling model's step budget is raised, instead of
+cutting the prompt."""
 _MOST_UNASKED = 2**20
-"""Tokens of the longest sequence that a checkpoint can have without being asked for: the rotary table of 2**20 has half a gigabyte."""
+"""Tokens of the longest sequence that a checkpoint can have without being asked for: the rotary
+table of 2**20 has half a gigabyte."""
 _UNSTATED = 1024
 """Tokens of the longest sequence of a checkpoint that states none, of a model that has none."""
 _WHOLE_TOKENS = {"float32": 4096, "bfloat16": 8192, "float16": 8192}
-"""Of a step that computes whole prompts, by default: nobody waits for a next token, and larger products are faster, up to where a step's
-intermediate results leave the processor's last cache."""
+"""Of a step that computes whole prompts, by default: nobody waits for a next token, and larger
+products are faster, up to where a step's intermediate results leave the processor's last cache.
+"""
 _STAGED_TOKENS = 512
-"""Of a step over pipeline stages, by default: each stage waits for the first chunk, so chunks are as short as products stay fast."""
+"""Of a step over pipeline stages, by default: each stage waits for the first chunk, so chunks are
+as short as products stay fast."""
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def resolve(config: VllmConfig, plugins: Plugins) -> VllmConfig:
-    """The config that an engine runs with. Raises ConfigError, CheckpointError, UnsupportedError, PluginError."""
+    """The config that an engine runs with. Raises ConfigError, CheckpointError, UnsupportedError,
+    PluginError."""
     return resolve_device(resolve_configured(plugins.configure(config), plugins))
 
 
 def resolve_configured(config: VllmConfig, plugins: Plugins) -> VllmConfig:
-    """As `resolve`, for a config that the plugins' `toolkit_configure` has seen, and without a look at the device. Imports no torch."""
+    """As `resolve`, for a config that the plugins' `toolkit_configure` has seen, and without a look
+    at the device. Imports no torch."""
     asked_len = config.model.max_model_len
     config = config.replace(tokenizer=find_tokenizer(config))
     checkpoint = read_checkpoint(config, plugins)
@@ -54,7 +67,12 @@ def resolve_configured(config: VllmConfig, plugins: Plugins) -> VllmConfig:
     if choice.runner == "generate" and not config.model.extra_tasks:
         _check_no_pooler_option(config.pooler)
     profile = checkpoint.pooling_profile
-    if asked_len is None and choice.runner == "pooling" and profile is not None and profile.max_tokens is not None:
+    if (
+        asked_len is None
+        and choice.runner == "pooling"
+        and profile is not None
+        and profile.max_tokens is not None
+    ):
         config = config.replace(max_model_len=min(config.max_model_len, profile.max_tokens))
     asked_budget = config.scheduler.max_num_batched_tokens
     config = _for_runner(config, choice, plugins.models.get(checkpoint.architecture))
@@ -66,7 +84,10 @@ def _check_no_pooler_option(given: PoolerConfig) -> None:
     unset = PoolerConfig()
     for name in given.__struct_fields__:
         if getattr(given, name) != getattr(unset, name):
-            raise ConfigError(f"option {name!r} has no effect on an engine that generates only: it is for pooling models.")
+            raise ConfigError(
+                f"option {name!r} has no effect on an engine that generates only: it is for "
+                "pooling models."
+            )
 
 
 def _for_runner(config: VllmConfig, choice: RunnerChoice, entry: ModelEntry) -> VllmConfig:
@@ -74,15 +95,26 @@ def _for_runner(config: VllmConfig, choice: RunnerChoice, entry: ModelEntry) -> 
     generates = choice.runner == "generate"
     caching, chunked = config.cache.enable_prefix_caching, config.scheduler.enable_chunked_prefill
     if caching and not entry.caches_prefixes:
-        raise ConfigError(f"the model {entry.key!r} keeps nothing that other requests could use. Able: --no-enable-prefix-caching.")
+        raise ConfigError(
+            f"the model {entry.key!r} keeps nothing that other requests could use. Able: "
+            "--no-enable-prefix-caching."
+        )
     budget = config.scheduler.max_num_batched_tokens
     if chunked is None:
-        # A pooling model computes a prompt at once where it can: it then needs no KV cache. A native one may see texts as a whole.
+        # A pooling model computes a prompt at once where it can: it then needs no KV cache. A
+        # native one may see texts as a whole.
         too_long = choice.convert != "none" and config.max_model_len > max(_MOST_UNCUT, budget or 0)
         chunked = generates or bool(caching) or too_long
     if budget is None:
-        in_chunks = config.scheduler.token_budget if config.parallel.pipeline_parallel_size == 1 else _STAGED_TOKENS
-        budget = max(in_chunks if chunked else _WHOLE_TOKENS[config.model.dtype], config.scheduler.max_num_seqs)
+        in_chunks = (
+            config.scheduler.token_budget
+            if config.parallel.pipeline_parallel_size == 1
+            else _STAGED_TOKENS
+        )
+        budget = max(
+            in_chunks if chunked else _WHOLE_TOKENS[config.model.dtype],
+            config.scheduler.max_num_seqs,
+        )
         if not generates and choice.convert == "none":
             # An encoder computes texts as a whole, whatever was asked for.
             budget = max(budget, config.max_model_len)
@@ -101,7 +133,8 @@ def _for_runner(config: VllmConfig, choice: RunnerChoice, entry: ModelEntry) -> 
 
 
 def resolve_device(config: VllmConfig) -> VllmConfig:
-    """The config with a device that is there. Raises ConfigError. For the process that computes: it imports torch."""
+    """The config with a device that is there. Raises ConfigError. For the process that computes: it
+    imports torch."""
     return config.replace(device=_device(config.device.device, config.parallel.num_ranks))
 
 
@@ -111,7 +144,8 @@ def _device(wanted: str, num_ranks: int) -> str:
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if wanted == "cuda" and num_ranks > 1 and torch.cuda.device_count():
-        # The workers compute. Something of this process on a GPU would take half a gigabyte from the first of them.
+        # The workers compute. Something of this process on a GPU would take half a gigabyte from
+        # the first of them.
         return wanted
     try:
         # Whether a device is there shows when something is put on it; "meta" holds nothing.
@@ -119,7 +153,9 @@ def _device(wanted: str, num_ranks: int) -> str:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
         reason = str(error).splitlines()[0][:200]
-        raise ConfigError(f"device {wanted!r} cannot be used: {reason} Available: {', '.join(['cpu', *cuda])}.") from None
+        raise ConfigError(
+            f"device {wanted!r} cannot be used: {reason} Available: {', '.join(['cpu', *cuda])}."
+        ) from None
     return wanted
 
 
@@ -127,10 +163,15 @@ def _dtype(wanted: str, checkpoint: Checkpoint) -> str:
     if wanted != "auto":
         return wanted
     # transformers 5 writes `dtype`; earlier versions wrote `torch_dtype`.
-    dtype = checkpoint.hf_config.get("dtype") or checkpoint.hf_config.get("torch_dtype") or "float32"
+    dtype = (
+        checkpoint.hf_config.get("dtype") or checkpoint.hf_config.get("torch_dtype") or "float32"
+    )
     dtype = str(dtype).removeprefix("torch.")
     if dtype not in _DTYPES:
-        raise ConfigError(f"the checkpoint's dtype {dtype!r} cannot be run. Choose one with --dtype: {', '.join(_DTYPES)}.")
+        raise ConfigError(
+            f"the checkpoint's dtype {dtype!r} cannot be run. Choose one with --dtype: "
+            f"{', '.join(_DTYPES)}."
+        )
     return dtype
 
 
@@ -145,35 +186,52 @@ def _max_model_len(wanted: int | None, config: VllmConfig, plugins: Plugins) -> 
             return _UNSTATED
         if wanted is None:
             keys = " or ".join(entry.length_keys)
-            lack = f"the checkpoint's config.json states no {keys}" if keys else f"{entry.key} has no longest sequence"
+            lack = (
+                f"the checkpoint's config.json states no {keys}"
+                if keys
+                else f"{entry.key} has no longest sequence"
+            )
             raise ConfigError(f"{lack}: give --max-model-len.")
         return wanted
-    longest = _stretched(stated, checkpoint.hf_config) - plugins.models.reserved_positions(entry.key, config)
+    longest = _stretched(stated, checkpoint.hf_config) - plugins.models.reserved_positions(
+        entry.key, config
+    )
     if wanted is not None and wanted > longest and entry.bounded:
-        raise ConfigError(f"max_model_len is {wanted}, but the checkpoint has {longest} positions: give --max-model-len {longest} or less.")
+        raise ConfigError(
+            f"max_model_len is {wanted}, but the checkpoint has {longest} positions: give "
+            f"--max-model-len {longest} or less."
+        )
     if wanted is None and longest > _MOST_UNASKED:
-        raise ConfigError(f"the checkpoint states {longest} positions, which take much memory: give --max-model-len.")
+        raise ConfigError(
+            f"the checkpoint states {longest} positions, which take much memory: give "
+            "--max-model-len."
+        )
     return wanted or longest
 
 
 def _max_encoder_len(config: VllmConfig, plugins: Plugins) -> int | None:
-    """Of a config whose max_model_len is resolved; None for a model without an encoder beside its decoder."""
+    """Of a config whose max_model_len is resolved; None for a model without an encoder beside its
+    decoder."""
     assert config.checkpoint is not None
     wanted, entry = config.model.max_encoder_len, plugins.models.get(config.checkpoint.architecture)
     if entry.encoder_decoder is None:
         if wanted is not None:
-            raise ConfigError(f"max_encoder_len is for encoder-decoder models, and {entry.key!r} is none.")
+            raise ConfigError(
+                f"max_encoder_len is for encoder-decoder models, and {entry.key!r} is none."
+            )
         return None
     longest = _stated(config.hf_config, plugins.models.load_rules(entry.key).encoder_length_keys)
     if wanted is not None and longest is not None and wanted > longest and entry.bounded:
         raise ConfigError(
-            f"max_encoder_len is {wanted}, but the encoder has {longest} positions: give --max-encoder-len {longest} or less."
+            f"max_encoder_len is {wanted}, but the encoder has {longest} positions: give "
+            f"--max-encoder-len {longest} or less."
         )
     return wanted or longest or config.max_model_len
 
 
 def _stated(hf_config: dict[str, Any], keys: Sequence[str]) -> int | None:
-    """The first of these that config.json states as an integer. "decoder.x" is x of its object `decoder`."""
+    """The first of these that config.json states as an integer. "decoder.x" is x of its object
+    `decoder`."""
     for key in keys:
         value: Any = hf_config
         for part in key.split("."):
@@ -184,13 +242,21 @@ def _stated(hf_config: dict[str, Any], keys: Sequence[str]) -> int | None:
 
 
 def _stretched(length: int, hf_config: dict[str, Any]) -> int:
-    """The positions that a checkpoint can tell apart, rotary scaling included, where it states `length`."""
+    """The positions that a checkpoint can tell apart, rotary scaling included, where it states
+    `length`."""
     given = HFConfig(hf_config)
     rope = HFConfig(given.get("rope_parameters", dict, {}) or given.get("rope_scaling", dict, {}))
-    kind, factor = rope.values.get("rope_type") or rope.values.get("type"), rope.get("factor", float)
+    kind, factor = (
+        rope.values.get("rope_type") or rope.values.get("type"),
+        rope.get("factor", float),
+    )
     if factor is not None and not 0 < factor < _MOST_UNASKED:
-        raise CheckpointError(f"config.json: the rotary scaling's factor must be a number from 0 to {_MOST_UNASKED}, not {factor!r}.")
-    # linear and dynamic state the trained length, yarn may; llama3 and longrope state the stretched one.
+        raise CheckpointError(
+            "config.json: the rotary scaling's factor must be a number from 0 to "
+            f"{_MOST_UNASKED}, not {factor!r}."
+        )
+    # linear and dynamic state the trained length, yarn may; llama3 and longrope state the stretched
+    # one.
     if factor and kind in ("linear", "dynamic"):
         return int(length * factor)
     if factor and kind == "yarn":
@@ -198,8 +264,11 @@ def _stretched(length: int, hf_config: dict[str, Any]) -> int:
     return length
 
 
-def choose_renderer(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tuple[str, str | None]]]:
-    """The name of the renderer, and each candidate with the reason it was refused (None: able). Raises UnsupportedError."""
+def choose_renderer(
+    config: VllmConfig, plugins: Plugins
+) -> tuple[str, list[tuple[str, str | None]]]:
+    """The name of the renderer, and each candidate with the reason it was refused (None: able).
+    Raises UnsupportedError."""
     assert config.checkpoint is not None
     folder = Path(config.renderer.tokenizer or config.checkpoint.path)
 
@@ -207,16 +276,29 @@ def choose_renderer(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tup
         if by_name or any((folder / name).exists() for name in entry.reads):
             return plugins.renderers.ask(entry.key, config, by_name=by_name)
         files = ", ".join(entry.reads)
-        return f"{str(folder)!r} has none of {files}" if files else f"only --renderer {entry.key} takes it"
+        return (
+            f"{str(folder)!r} has none of {files}"
+            if files
+            else f"only --renderer {entry.key} takes it"
+        )
 
     wanted = config.renderer.renderer
     if wanted == "auto":
-        wanted = "remote" if config.renderer.renderer_url else plugins.models.get(config.checkpoint.architecture).renderer or "auto"
-    return plugins.renderers.choose(f"read the tokenizer of {config.model.model!r}", refusal, wanted)
+        wanted = (
+            "remote"
+            if config.renderer.renderer_url
+            else plugins.models.get(config.checkpoint.architecture).renderer or "auto"
+        )
+    return plugins.renderers.choose(
+        f"read the tokenizer of {config.model.model!r}", refusal, wanted
+    )
 
 
-def choose_executor(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tuple[str, str | None]]]:
-    """The name of the executor, and each candidate with the reason it was refused (None: able). Raises UnsupportedError."""
+def choose_executor(
+    config: VllmConfig, plugins: Plugins
+) -> tuple[str, list[tuple[str, str | None]]]:
+    """The name of the executor, and each candidate with the reason it was refused (None: able).
+    Raises UnsupportedError."""
     parallel = config.parallel
 
     def refusal(entry: ExecutorEntry, by_name: bool) -> str | None:
@@ -225,12 +307,16 @@ def choose_executor(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tup
         fits = entry.max_ranks is None or parallel.num_ranks <= entry.max_ranks
         return None if fits else f"it runs {entry.max_ranks} of {parallel.num_ranks} workers"
 
-    sizes = f"tensor_parallel_size {parallel.tensor_parallel_size} x pipeline_parallel_size {parallel.pipeline_parallel_size}"
+    sizes = (
+        f"tensor_parallel_size {parallel.tensor_parallel_size} x pipeline_parallel_size "
+        f"{parallel.pipeline_parallel_size}"
+    )
     return plugins.executors.choose(f"run {sizes}", refusal, parallel.executor)
 
 
 def _check(config: VllmConfig, plugins: Plugins, asked_budget: int | None) -> None:
-    """Unknown names, and options that are fine each, but not together. `asked_budget`: max_num_batched_tokens as it was given."""
+    """Unknown names, and options that are fine each, but not together. `asked_budget`:
+    max_num_batched_tokens as it was given."""
     scheduler = config.scheduler
     plugins.scheduling_policies.get(scheduler.policy)
     if scheduler.drafter is not None:
@@ -238,17 +324,25 @@ def _check(config: VllmConfig, plugins: Plugins, asked_budget: int | None) -> No
     parallel = config.parallel
     if parallel.num_ranks % parallel.nodes:
         raise ConfigError(
-            f"{parallel.num_ranks} ranks (tensor_parallel_size {parallel.tensor_parallel_size} x pipeline_parallel_size "
+            f"{parallel.num_ranks} ranks (tensor_parallel_size {parallel.tensor_parallel_size} x "
+            "pipeline_parallel_size "
             f"{parallel.pipeline_parallel_size}) cannot be shared evenly by nodes={parallel.nodes}."
         )
     if parallel.enable_expert_parallel and parallel.tensor_parallel_size == 1:
-        raise ConfigError("enable_expert_parallel divides experts over the ranks of one engine: give --tensor-parallel-size 2 or more.")
+        raise ConfigError(
+            "enable_expert_parallel divides experts over the ranks of one engine: give "
+            "--tensor-parallel-size 2 or more."
+        )
     if scheduler.preemption_mode == "swap" and config.cache.swap_memory is None:
-        raise ConfigError("preemption_mode 'swap' needs host memory to swap to: give --swap-memory.")
+        raise ConfigError(
+            "preemption_mode 'swap' needs host memory to swap to: give --swap-memory."
+        )
     # Where prompts are only pooled, and whole, none of them waits for a token in each step.
     in_parts = config.model.runner != "pooling" or scheduler.enable_chunked_prefill
     if in_parts and scheduler.token_budget < scheduler.max_num_seqs:
         raise ConfigError(
-            f"max_num_batched_tokens ({asked_budget}) must be at least max_num_seqs ({scheduler.max_num_seqs}), so that each running "
-            f"sequence can get a token in each step: raise it to {scheduler.max_num_seqs}, or give --max-num-seqs {asked_budget}."
+            f"max_num_batched_tokens ({asked_budget}) must be at least max_num_seqs "
+            f"({scheduler.max_num_seqs}), so that each running "
+            f"sequence can get a token in each step: raise it to {scheduler.max_num_seqs}, or "
+            f"give --max-num-seqs {asked_budget}."
         )

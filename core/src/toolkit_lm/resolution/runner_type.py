@@ -1,4 +1,5 @@
-"""Which runner and which convert type an engine gets: from what was asked, and from what the checkpoint is."""
+"""Which runner and which convert type an engine gets: from what was asked, and from what the
+checkpoint is."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class RunnerChoice(NamedTuple):
 
 
 def choose_runner(config: VllmConfig, plugins: Plugins) -> RunnerChoice:
-    """The runner and convert type of a config whose checkpoint is known. Raises ConfigError for a combination that is none."""
+    """The runner and convert type of a config whose checkpoint is known. Raises ConfigError for a
+    combination that is none."""
     assert config.checkpoint is not None
     name = config.checkpoint.hf_config["architectures"][0]
     wanted, convert = config.model.runner, config.model.convert
@@ -34,20 +36,38 @@ def choose_runner(config: VllmConfig, plugins: Plugins) -> RunnerChoice:
     if native and wanted == "generate":
         raise ConfigError(f"runner 'generate': {name!r} is a pooling model. Supported: pooling.")
     _check_convert(convert, name, native, plugins)
-    runner: RunnerType = wanted if wanted != "auto" else "pooling" if native or convert not in ("auto", "none") else by_name
+    runner: RunnerType = (
+        wanted
+        if wanted != "auto"
+        else "pooling"
+        if native or convert not in ("auto", "none")
+        else by_name
+    )
     if runner == "generate":
         if convert not in ("auto", "none"):
             beside = " or --extra-tasks embed" if convert == "embed" else ""
-            raise ConfigError(f"runner 'generate' takes convert 'none', not {convert!r}. Use --runner pooling{beside}.")
+            raise ConfigError(
+                f"runner 'generate' takes convert 'none', not {convert!r}. Use --runner "
+                f"pooling{beside}."
+            )
         _check_extra_tasks(config.model.extra_tasks)
         return RunnerChoice("generate", "none")
     if config.model.extra_tasks:
-        raise ConfigError(f"extra_tasks {', '.join(config.model.extra_tasks)} is for engines that generate, and this one is for pooling.")
+        raise ConfigError(
+            f"extra_tasks {', '.join(config.model.extra_tasks)} is for engines that generate, "
+            "and this one is for pooling."
+        )
     if native:
         return RunnerChoice("pooling", "none")
     if convert == "none":
-        raise ConfigError(f"runner 'pooling' cannot run {name!r} as it is. Use --convert {' or '.join(plugins.pooling)}.")
-    return RunnerChoice("pooling", convert if convert != "auto" else by_name_convert if by_name_convert != "none" else "embed")
+        raise ConfigError(
+            f"runner 'pooling' cannot run {name!r} as it is. Use --convert "
+            f"{' or '.join(plugins.pooling)}."
+        )
+    return RunnerChoice(
+        "pooling",
+        convert if convert != "auto" else by_name_convert if by_name_convert != "none" else "embed",
+    )
 
 
 def _encoder_decoder(config: VllmConfig, name: str) -> RunnerChoice:
@@ -55,11 +75,16 @@ def _encoder_decoder(config: VllmConfig, name: str) -> RunnerChoice:
     model = config.model
     if model.convert == "embed" and model.runner != "generate":
         return RunnerChoice("pooling", "embed")
-    asked = {"runner": model.runner == "pooling", "convert": model.convert not in ("auto", "none"), "extra_tasks": bool(model.extra_tasks)}
+    asked = {
+        "runner": model.runner == "pooling",
+        "convert": model.convert not in ("auto", "none"),
+        "extra_tasks": bool(model.extra_tasks),
+    }
     for option in [option for option, refused in asked.items() if refused]:
         given = getattr(model, option)
         raise ConfigError(
-            f"{option} {given!r}: {name!r} is an encoder-decoder model, which generates. Of some the encoder can --convert embed."
+            f"{option} {given!r}: {name!r} is an encoder-decoder model, which generates. Of some "
+            "the encoder can --convert embed."
         )
     return RunnerChoice("generate", "none")
 
@@ -68,7 +93,8 @@ def _check_convert(convert: str, name: str, native: bool, plugins: Plugins) -> N
     if convert == "reward" and not (native and "Reward" in name):
         able = "auto" if native else "classify, for a checkpoint with a trained score head"
         raise ConfigError(
-            f"convert 'reward' is for native reward models, and {name!r} is not one: no other model can be converted into one. "
+            f"convert 'reward' is for native reward models, and {name!r} is not one: no other "
+            "model can be converted into one. "
             f"Use --convert {able}."
         )
     known = ["auto", "none", "reward", *plugins.pooling]
@@ -76,11 +102,21 @@ def _check_convert(convert: str, name: str, native: bool, plugins: Plugins) -> N
         way = way_to_get(plugins.pooling.noun, convert) or nearest(convert, known)
         raise ConfigError(f"there is no convert type {convert!r}. {way}")
     # The table calls reward models embedders, which is how those that are not native are taken.
-    if native and convert in CONVERT_TASKS and ("Reward" in name or default_runner(name)[1] != convert):
-        raise UnsupportedError(f"{name!r} is a pooling model already, but not of convert type {convert!r}. Use --convert auto.")
+    if (
+        native
+        and convert in CONVERT_TASKS
+        and ("Reward" in name or default_runner(name)[1] != convert)
+    ):
+        raise UnsupportedError(
+            f"{name!r} is a pooling model already, but not of convert type {convert!r}. Use "
+            "--convert auto."
+        )
 
 
 def _check_extra_tasks(extra_tasks: list[str]) -> None:
     for task in extra_tasks:
         if task != "embed":
-            raise ConfigError(f"extra_tasks {task!r}: a generating engine can serve embeddings beside generation only. Supported: embed.")
+            raise ConfigError(
+                f"extra_tasks {task!r}: a generating engine can serve embeddings beside "
+                "generation only. Supported: embed."
+            )

@@ -1,4 +1,5 @@
-"""Which options were given and do nothing, given the others: the start says so, and `toolkit explain`."""
+"""Which options were given and do nothing, given the others: the start says so, and `toolkit
+explain`."""
 
 from __future__ import annotations
 
@@ -27,36 +28,61 @@ Reason = Callable[[VllmConfig, Plugins], str | None]
 
 
 def without_effect(asked: VllmConfig, resolved: VllmConfig, plugins: Plugins) -> list[NoEffect]:
-    """The options of `asked` that are not their defaults and that do nothing in `resolved`, which was made of it."""
-    found = [NoEffect(name, reason) for name, because in RULES.items() if _is_given(asked, name) and (reason := because(resolved, plugins))]
+    """The options of `asked` that are not their defaults and that do nothing in `resolved`, which
+    was made of it."""
+    found = [
+        NoEffect(name, reason)
+        for name, because in RULES.items()
+        if _is_given(asked, name) and (reason := because(resolved, plugins))
+    ]
     budget, asked_budget = resolved.scheduler.token_budget, asked.scheduler.max_num_batched_tokens
     if asked_budget is not None and asked_budget < budget:
         found.append(
-            NoEffect("max_num_batched_tokens", f"prompts are computed whole, so that it is raised from {asked_budget} to {budget}")
+            NoEffect(
+                "max_num_batched_tokens",
+                f"prompts are computed whole, so that it is raised from {asked_budget} to {budget}",
+            )
         )
     return [*found, *_of_compilation(resolved)]
 
 
 def without_effect_offline(config: VllmConfig) -> list[NoEffect]:
-    """The options that were given and do nothing for `LLM`, whose one caller waits for its requests."""
+    """The options that were given and do nothing for `LLM`, whose one caller waits for its
+    requests."""
     reason = "it is for AsyncLLM and the server, which serve many callers"
     found = [NoEffect(name, reason) for name in _OF_SERVERS if _is_given(config, name)]
     parallel = config.parallel
-    is_alone = max(parallel.num_ranks, parallel.nodes, parallel.data_parallel_size) == 1 and parallel.executor in ("auto", "in_process")
+    is_alone = max(
+        parallel.num_ranks, parallel.nodes, parallel.data_parallel_size
+    ) == 1 and parallel.executor in ("auto", "in_process")
     if is_alone and not config.engine.engine_process and _is_given(config, "start_timeout"):
-        found.append(NoEffect("start_timeout", "the engine starts in this process, and waits for no other (engine_process)"))
+        found.append(
+            NoEffect(
+                "start_timeout",
+                "the engine starts in this process, and waits for no other (engine_process)",
+            )
+        )
     return found
 
 
 def _is_given(config: VllmConfig, name: str) -> bool:
     """Whether an option, by its flat name, is not its default."""
-    section = next(section for section in msgspec.structs.asdict(config).values() if name in getattr(section, "__struct_fields__", ()))
+    section = next(
+        section
+        for section in msgspec.structs.asdict(config).values()
+        if name in getattr(section, "__struct_fields__", ())
+    )
     return bool(getattr(section, name) != getattr(type(section)(), name))
 
 
 def _of_compilation(config: VllmConfig) -> Iterator[NoEffect]:
-    """The keys of compilation_config that do nothing beside its other keys and the optimization level."""
-    level, details, unset = config.compilation.optimization_level, config.compilation.details, CompilationOptions()
+    """The keys of compilation_config that do nothing beside its other keys and the optimization
+    level."""
+    level, details, unset = (
+        config.compilation.optimization_level,
+        config.compilation.details,
+        CompilationOptions(),
+    )
     for key in details.__struct_fields__:
         if getattr(details, key) == getattr(unset, key):
             continue
@@ -80,7 +106,11 @@ def _of_compilation(config: VllmConfig) -> Iterator[NoEffect]:
 def _no_media(config: VllmConfig, plugins: Plugins) -> str | None:
     assert config.checkpoint is not None
     entry = plugins.models.get(config.checkpoint.architecture)
-    return None if entry.multimodal or entry.encoder_decoder else f"the model {entry.key!r} reads no media"
+    return (
+        None
+        if entry.multimodal or entry.encoder_decoder
+        else f"the model {entry.key!r} reads no media"
+    )
 
 
 def _no_encoder_of_media(config: VllmConfig, plugins: Plugins) -> str | None:
@@ -92,21 +122,35 @@ def _no_encoder_of_media(config: VllmConfig, plugins: Plugins) -> str | None:
 def _no_fallback(config: VllmConfig, plugins: Plugins) -> str | None:
     assert config.checkpoint is not None
     entry = plugins.models.get(config.checkpoint.architecture)
-    return None if entry.is_fallback else f"the model has a class of its own, {entry.key!r}, and no fallback runs it"
+    return (
+        None
+        if entry.is_fallback
+        else f"the model has a class of its own, {entry.key!r}, and no fallback runs it"
+    )
 
 
 def _no_kv_cache(config: VllmConfig, plugins: Plugins) -> str | None:
-    return None if config.keeps_kv_cache else "each prompt is computed at once, and no KV cache is kept"
+    return (
+        None
+        if config.keeps_kv_cache
+        else "each prompt is computed at once, and no KV cache is kept"
+    )
 
 
 def _no_memory_for_blocks(config: VllmConfig, plugins: Plugins) -> str | None:
-    return _no_kv_cache(config, plugins) or ("num_kv_blocks says how many" if config.cache.num_kv_blocks is not None else None)
+    return _no_kv_cache(config, plugins) or (
+        "num_kv_blocks says how many" if config.cache.num_kv_blocks is not None else None
+    )
 
 
 def _no_swap(config: VllmConfig, plugins: Plugins) -> str | None:
     if config.model.runner == "pooling":
         return "requests that pool are never swapped"
-    return "preemption_mode is 'recompute'" if config.scheduler.preemption_mode == "recompute" else None
+    return (
+        "preemption_mode is 'recompute'"
+        if config.scheduler.preemption_mode == "recompute"
+        else None
+    )
 
 
 def _no_draws(config: VllmConfig, plugins: Plugins) -> str | None:
@@ -130,15 +174,27 @@ def _no_hub(config: VllmConfig, plugins: Plugins) -> str | None:
 
 def _no_overlap(config: VllmConfig, plugins: Plugins) -> str | None:
     drafter = config.scheduler.drafter
-    return None if not config.engine.overlap or drafter is None else f"with the drafter {drafter!r} no step is planned ahead"
+    return (
+        None
+        if not config.engine.overlap or drafter is None
+        else f"with the drafter {drafter!r} no step is planned ahead"
+    )
 
 
 def _own_renderer(config: VllmConfig, plugins: Plugins) -> str | None:
-    return None if config.renderer.renderer == "remote" else f"the renderer {config.renderer.renderer!r} renders in this process"
+    return (
+        None
+        if config.renderer.renderer == "remote"
+        else f"the renderer {config.renderer.renderer!r} renders in this process"
+    )
 
 
 def _nothing_compiled(config: VllmConfig, plugins: Plugins) -> str | None:
-    return None if config.compilation.optimization_level else "nothing is compiled at optimization_level 0"
+    return (
+        None
+        if config.compilation.optimization_level
+        else "nothing is compiled at optimization_level 0"
+    )
 
 
 _OF_SERVERS = ("restart_engine", "step_timeout", "max_queued_requests", "max_queued_tokens")
@@ -171,4 +227,5 @@ RULES: dict[str, Reason] = {
     "max_n": _no_draws,
     "max_logprobs": _no_draws,
 }
-"""By option, when it does nothing. Options that are not here always do something, or are refused."""
+"""By option, when it does nothing. Options that are not here always do something, or are
+refused."""

@@ -25,40 +25,61 @@ _FED = {
 """By runner type, or for a model of both, the attention types whose inputs the runner makes."""
 
 
-def select_backends(model: nn.Module, device: torch.device, config: VllmConfig, registry: AttentionBackendRegistry) -> dict[str, Selection]:
-    """By layer name, for every layer of the model that uses the cache. Raises UnsupportedError, naming the layer and the reasons."""
+def select_backends(
+    model: nn.Module, device: torch.device, config: VllmConfig, registry: AttentionBackendRegistry
+) -> dict[str, Selection]:
+    """By layer name, for every layer of the model that uses the cache. Raises UnsupportedError,
+    naming the layer and the reasons."""
     selections: dict[str, Selection] = {}
-    runner = "pooling" if config.model.runner == "pooling" else "encoder-decoder" if isinstance(model, EncoderDecoderModel) else "generate"
+    runner = (
+        "pooling"
+        if config.model.runner == "pooling"
+        else "encoder-decoder"
+        if isinstance(model, EncoderDecoderModel)
+        else "generate"
+    )
     if isinstance(model, MultiModalModel):
         runner = "media"
     for layer in cache_layers(model).values():
-        if isinstance(layer, Attention) and (kind := layer.params.attention_type) not in _FED[runner]:
+        if (
+            isinstance(layer, Attention)
+            and (kind := layer.params.attention_type) not in _FED[runner]
+        ):
             raise UnsupportedError(
-                f"layer {layer.prefix!r} has attention of type {kind.value!r}, which the runner {runner!r} cannot feed. "
+                f"layer {layer.prefix!r} has attention of type {kind.value!r}, which the runner "
+                f"{runner!r} cannot feed. "
                 f"Supported: layers of type {' or '.join(type.value for type in _FED[runner])}."
             )
         wanted = config.attention.attention_backend
         with on_device(device):
             # What a GPU can do is asked of the current one.
-            selections[layer.prefix] = layer.select(device, registry, wanted, cached=config.keeps_kv_cache)
+            selections[layer.prefix] = layer.select(
+                device, registry, wanted, cached=config.keeps_kv_cache
+            )
     return selections
 
 
-def graph_supports(selections: Mapping[str, Selection], cached: Container[str], feeds_uncached: bool) -> dict[str, GraphSupport | str]:
+def graph_supports(
+    selections: Mapping[str, Selection], cached: Container[str], feeds_uncached: bool
+) -> dict[str, GraphSupport | str]:
     """By backend, the least that its layers allow; a text says why they allow nothing.
 
-    `selections` and `cached` are of layers. `feeds_uncached`: the forward pass runs layers that cache nothing, too.
+    `selections` and `cached` are of layers. `feeds_uncached`: the forward pass runs layers that
+    cache nothing, too.
     """
     supports: dict[str, GraphSupport | str] = {}
     for layer, selection in selections.items():
         if layer in cached or feeds_uncached:
             found = selection.graphs if layer in cached else f"{layer} caches nothing"
-            supports[selection.name] = min(supports.get(selection.name, GraphSupport.ALWAYS), found, key=GraphSupport.of)
+            supports[selection.name] = min(
+                supports.get(selection.name, GraphSupport.ALWAYS), found, key=GraphSupport.of
+            )
     return supports
 
 
 def load_model_class(config: VllmConfig, plugins: Plugins) -> type[Model]:
-    """The class that is registered for the checkpoint, or what the config's pooling adapters make of it. Raises UnsupportedError."""
+    """The class that is registered for the checkpoint, or what the config's pooling adapters make
+    of it. Raises UnsupportedError."""
     assert config.checkpoint is not None, "the config is not resolved: it has no checkpoint"
     model_class: type[Model] = plugins.models.load(config.checkpoint.architecture)
     convert = config.model.convert
@@ -68,7 +89,8 @@ def load_model_class(config: VllmConfig, plugins: Plugins) -> type[Model]:
 
 
 def boundary_of(target: type, plugin: str | None, config: VllmConfig, plugins: Plugins) -> Boundary:
-    """For calls of a class: of a plugin, by its name, or (None) of the one that registers the model's class."""
+    """For calls of a class: of a plugin, by its name, or (None) of the one that registers the
+    model's class."""
     architecture = config.checkpoint.architecture if config.checkpoint is not None else ""
     if plugin is None and architecture not in plugins.models:
         return plugins.boundary
@@ -81,6 +103,8 @@ def cache_layers(model: nn.Module) -> dict[str, CacheLayer]:
     layers: dict[str, CacheLayer] = {}
     for layer in (m for m in model.modules() if isinstance(m, CacheLayer)):
         if layer.prefix in layers:
-            raise CheckpointError(f"the model names two layers {layer.prefix!r}: each needs its own prefix.")
+            raise CheckpointError(
+                f"the model names two layers {layer.prefix!r}: each needs its own prefix."
+            )
         layers[layer.prefix] = layer
     return layers

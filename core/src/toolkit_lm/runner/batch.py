@@ -1,4 +1,5 @@
-"""The persistent batch: what the runner remembers of each live sequence between steps, and a step's flat inputs, at fixed addresses."""
+"""The persistent batch: what the runner remembers of each live sequence between steps, and a step's
+flat inputs, at fixed addresses."""
 
 from __future__ import annotations
 
@@ -16,21 +17,24 @@ from toolkit_lm.sampling import ProcessorTable, SamplingBatch, TokenHistory
 
 
 class Buffer:
-    """One input: an array on the host, and a tensor on the device. On a CPU they are the same memory."""
+    """One input: an array on the host, and a tensor on the device. On a CPU they are the same
+    memory."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.mirror = torch.zeros(*shape, dtype=dtype, pin_memory=device.type == "cuda")
         """What `host` is a view of."""
         self.host: np.ndarray = self.mirror.numpy()
-        self._tensor = self.mirror if device.type == "cpu" else torch.zeros(*shape, dtype=dtype, device=device)
+        self._tensor = (
+            self.mirror if device.type == "cpu" else torch.zeros(*shape, dtype=dtype, device=device)
+        )
         self._size, self._view = tuple(shape), self._tensor
         self._rows = self._tensor, self.mirror
 
     def upload(self, *size: int, changed: bool = True) -> Tensor:
         """What the host holds of it, up to `size` along the first axes, as a view on the device.
 
-        Nothing is copied where nothing has `changed` since the last call. The copy comes when the device is through with the work before
-        it, and reads the host's memory then.
+        Nothing is copied where nothing has `changed` since the last call. The copy comes when the
+        device is through with the work before it, and reads the host's memory then.
         """
         if size != self._size:
             self._size, self._view = size, self._tensor[tuple(map(slice, size))]
@@ -54,12 +58,16 @@ class GroupBuffers:
 
 
 class StepBuffers:
-    """Made once, for the largest step; each step uses the beginning of them. That is what a captured graph can read.
+    """Made once, for the largest step; each step uses the beginning of them. That is what a
+    captured graph can read.
 
-    A step waits for `uploaded`, writes to the arrays on the host, and calls `upload` once. The plain arrays stay there.
+    A step waits for `uploaded`, writes to the arrays on the host, and calls `upload` once. The
+    plain arrays stay there.
     """
 
-    def __init__(self, limits: BatchLimits, table_widths: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, limits: BatchLimits, table_widths: Sequence[int], device: torch.device
+    ) -> None:
         """`table_widths`: most entries of a block table, per KV group."""
         self.limits = limits
         self.input_ids = Buffer((limits.num_tokens,), torch.int64, device)
@@ -67,7 +75,10 @@ class StepBuffers:
         self.query_start = Buffer((limits.num_rows + 1,), torch.int32, device)
         self.groups = [GroupBuffers(limits, width, device) for width in table_widths]
         self.columns = np.zeros((6, limits.num_rows), np.int64)
-        self._index, self._found = np.zeros(limits.num_tokens, np.int64), np.zeros(limits.num_tokens, np.int32)
+        self._index, self._found = (
+            np.zeros(limits.num_tokens, np.int64),
+            np.zeros(limits.num_tokens, np.int32),
+        )
         self._device = device
         self.uploaded = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         """After the last step's copies to the device: what is written before that is copied."""
@@ -91,24 +102,37 @@ class StepBuffers:
 
         A view is the step as a group sees it, padded to the shape. The two tensors are not padded.
         """
-        num_rows, num_tokens, most_queries = shape or (len(inputs.rows), len(inputs.token_index), int(inputs.num_tokens.max()))
+        num_rows, num_tokens, most_queries = shape or (
+            len(inputs.rows),
+            len(inputs.token_index),
+            int(inputs.num_tokens.max()),
+        )
         input_ids = self.input_ids.upload(len(inputs.token_index))
         positions = self.positions.upload(len(inputs.token_index))
         if shape is not None:
             self._pad(len(inputs.rows), len(inputs.token_index), shape)
         query_start, views = self.query_start.upload(num_rows + 1), []
         for group, buffer in zip(inputs.groups, self.groups, strict=True):
-            is_cached, width = len(group.table) > 0, group.table.shape[1] if shape is None else buffer.table.host.shape[1]
+            is_cached, width = (
+                len(group.table) > 0,
+                group.table.shape[1] if shape is None else buffer.table.host.shape[1],
+            )
             view = BatchView(
                 query_start=self.query_start.host[: num_rows + 1],
                 seq_lens=buffer.seq_lens.host[:num_rows],
                 starts=self.columns[1, :num_rows],
                 query_start_device=query_start,
                 seq_lens_device=buffer.seq_lens.upload(num_rows),
-                block_table=buffer.table.upload(num_rows, width, changed=buffer.table_changed) if is_cached else None,
-                slot_mapping=buffer.slots.upload(len(group.slots) if shape is None else num_tokens) if is_cached else None,
+                block_table=buffer.table.upload(num_rows, width, changed=buffer.table_changed)
+                if is_cached
+                else None,
+                slot_mapping=buffer.slots.upload(len(group.slots) if shape is None else num_tokens)
+                if is_cached
+                else None,
                 max_query_len=most_queries,
-                max_seq_len=int(group.seq_lens.max()) if shape is None else self.limits.max_model_len,
+                max_seq_len=int(group.seq_lens.max())
+                if shape is None
+                else self.limits.max_model_len,
                 has_padding=shape is not None,
                 is_fixed=shape is not None,
                 spans=spans,
@@ -120,9 +144,12 @@ class StepBuffers:
         return input_ids, positions, views
 
     def _pad(self, num_rows: int, num_tokens: int, shape: GraphShape) -> None:
-        """The rows that are added have no keys, and their tokens no slots. Each has as many tokens as a row may, while there are any."""
+        """The rows that are added have no keys, and their tokens no slots. Each has as many tokens
+        as a row may, while there are any."""
         more = shape.max_query_len * np.arange(1, shape.num_rows - num_rows + 1)
-        self.query_start.host[num_rows + 1 : shape.num_rows + 1] = np.minimum(num_tokens + more, shape.num_tokens)
+        self.query_start.host[num_rows + 1 : shape.num_rows + 1] = np.minimum(
+            num_tokens + more, shape.num_tokens
+        )
         self.columns[1, num_rows : shape.num_rows] = 0
         for buffer in self.groups:
             buffer.seq_lens.host[num_rows : shape.num_rows] = 0
@@ -133,7 +160,8 @@ _NO_TOKENS = np.zeros(0, np.int64)
 
 
 class EncoderRows:
-    """The encoder sequences that the runner holds, each in a row of its own, and which of them each row of the batch reads."""
+    """The encoder sequences that the runner holds, each in a row of its own, and which of them each
+    row of the batch reads."""
 
     def __init__(self, num_rows: int) -> None:
         self.row_of: dict[int, int] = {}
@@ -167,12 +195,20 @@ class EncoderRows:
         inputs = [encoder.input for encoder in plan.encoders if encoder.input is not None]
         if not inputs:
             return None
-        rows = np.array([self.row_of[encoder.encoder_id] for encoder in plan.encoders if encoder.input is not None])
+        rows = np.array(
+            [
+                self.row_of[encoder.encoder_id]
+                for encoder in plan.encoders
+                if encoder.input is not None
+            ]
+        )
         lengths = self.lengths[rows]
         ends = lengths.cumsum()
         return EncoderBatch(
             inputs=inputs,
-            input_ids=np.concatenate([np.array(one.token_ids or [0] * one.num_tokens, np.int64) for one in inputs]),
+            input_ids=np.concatenate(
+                [np.array(one.token_ids or [0] * one.num_tokens, np.int64) for one in inputs]
+            ),
             positions=np.arange(ends[-1]) - np.repeat(ends - lengths, lengths),
             lengths=lengths.astype(np.int32),
             row_of_token=np.repeat(rows, lengths),
@@ -183,7 +219,11 @@ class PersistentBatch:
     """Rows of fixed capacity; a sequence keeps its row while it lives."""
 
     def __init__(
-        self, buffers: StepBuffers, specs: Sequence[KVCacheSpec], max_model_len: int, processors: ProcessorTable | None = None
+        self,
+        buffers: StepBuffers,
+        specs: Sequence[KVCacheSpec],
+        max_model_len: int,
+        processors: ProcessorTable | None = None,
     ) -> None:
         """`buffers`: of the KV groups, whose `specs` these are, and then of what caches nothing.
 
@@ -201,10 +241,13 @@ class PersistentBatch:
         self.num_prompt_logprobs = np.zeros(num_rows, np.int64)
         """Per row, prompt tokens whose log probabilities are known."""
         self._free_rows = list(range(num_rows))[::-1]
-        self._block_tables = [np.zeros_like(group.table.host) for group in buffers.groups[: len(specs)]]
+        self._block_tables = [
+            np.zeros_like(group.table.host) for group in buffers.groups[: len(specs)]
+        ]
         self._num_blocks = np.zeros((len(specs), num_rows), np.int64)
         self._gathered: list[tuple[int, bytes] | None] = [None] * len(specs)
-        """Per KV group, the width and the rows of the table in its buffer; None: it is out of date."""
+        """Per KV group, the width and the rows of the table in its buffer; None: it is out of
+        date."""
 
     def apply(self, plan: StepPlan) -> None:
         """Takes in what a plan says of sequences that leave, join and grow."""
@@ -233,7 +276,12 @@ class PersistentBatch:
                     if blocks:
                         self._append_blocks(self.row_of[scheduled.seq_id], group, blocks)
             if scheduled.tokens:
-                self.history.put(self.row_of[scheduled.seq_id], scheduled.start, scheduled.tokens, scheduled.num_drafts)
+                self.history.put(
+                    self.row_of[scheduled.seq_id],
+                    scheduled.start,
+                    scheduled.tokens,
+                    scheduled.num_drafts,
+                )
 
     def inputs(self, plan: StepPlan) -> StepInputs:
         """The flat batch of a plan, in the buffers."""
@@ -243,7 +291,11 @@ class PersistentBatch:
         rows, starts, num_tokens, lengths, sampling, num_drafts = buffers.columns[:, :num_rows]
         query_start = buffers.query_start.host[: num_rows + 1]
         for index, scheduled in enumerate(plan.scheduled):
-            rows[index], starts[index], num_tokens[index] = self.row_of[scheduled.seq_id], scheduled.start, scheduled.num_tokens
+            rows[index], starts[index], num_tokens[index] = (
+                self.row_of[scheduled.seq_id],
+                scheduled.start,
+                scheduled.num_tokens,
+            )
             query_start[index + 1] = end = end + scheduled.num_tokens
             if scheduled.samples:
                 sampling[num_sampling], num_drafts[num_sampling] = index, scheduled.num_drafts
@@ -266,7 +318,9 @@ class PersistentBatch:
             query_start=query_start,
             starts=starts,
             num_tokens=num_tokens,
-            groups=self._groups(rows, np.add(starts, num_tokens, out=lengths), row_of_token, token_index, encoders),
+            groups=self._groups(
+                rows, np.add(starts, num_tokens, out=lengths), row_of_token, token_index, encoders
+            ),
             sampling=sampling[:num_sampling],
             num_drafts=num_drafts[:num_sampling],
             histories=self.history,
@@ -274,7 +328,12 @@ class PersistentBatch:
         )
 
     def _groups(
-        self, rows: np.ndarray, lengths: np.ndarray, row_of_token: np.ndarray, token_index: np.ndarray, encoders: EncoderBatch | None
+        self,
+        rows: np.ndarray,
+        lengths: np.ndarray,
+        row_of_token: np.ndarray,
+        token_index: np.ndarray,
+        encoders: EncoderBatch | None,
     ) -> list[GroupInputs]:
         own = rows, lengths, row_of_token, token_index, int(lengths.max())
         groups = []
@@ -282,7 +341,11 @@ class PersistentBatch:
             rows, lengths, row_of_token, token_index, longest = own
             if index < len(self.block_sizes) and self._of_encoder[index]:
                 rows, lengths = self.encoders.of(rows)
-                row_of_token, token_index = (_NO_TOKENS, _NO_TOKENS) if encoders is None else (encoders.row_of_token, encoders.positions)
+                row_of_token, token_index = (
+                    (_NO_TOKENS, _NO_TOKENS)
+                    if encoders is None
+                    else (encoders.row_of_token, encoders.positions)
+                )
                 longest = int(lengths.max())
             seq_lens = buffer.seq_lens.host[: len(rows)]
             seq_lens[:] = lengths
@@ -291,7 +354,8 @@ class PersistentBatch:
                 continue
             table, size = self._block_tables[index], self.block_sizes[index]
             slots, width = buffer.slots.host[: len(token_index)], -(-longest // size)
-            # A token's slot is its block's first one, and on by its place in the block: block * size + (index - index // size * size).
+            # A token's slot is its block's first one, and on by its place in the block: block *
+            # size + (index - index // size * size).
             np.floor_divide(token_index, size, out=slots)
             blocks = self.buffers.gather(table, row_of_token, slots)
             np.subtract(blocks, slots, out=slots)
@@ -300,7 +364,9 @@ class PersistentBatch:
             if (gathered := (width, rows.tobytes())) != self._gathered[index]:
                 self._gathered[index], buffer.table_changed = gathered, True
                 step_table = buffer.table.mirror[: len(rows), :width]
-                torch.index_select(torch.from_numpy(table)[:, :width], 0, torch.from_numpy(rows), out=step_table)
+                torch.index_select(
+                    torch.from_numpy(table)[:, :width], 0, torch.from_numpy(rows), out=step_table
+                )
             groups.append(GroupInputs(seq_lens, slots, buffer.table.host[: len(rows), :width]))
         return groups
 

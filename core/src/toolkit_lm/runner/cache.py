@@ -15,22 +15,36 @@ from toolkit_lm.model import torch_dtype
 
 
 class KVCache:
-    """A pool's memory is a buffer of bytes [num_blocks, page_bytes] for each page of its blocks. Groups see it as tensors of their own."""
+    """A pool's memory is a buffer of bytes [num_blocks, page_bytes] for each page of its blocks.
+    Groups see it as tensors of their own."""
 
     def __init__(self, config: KVCacheConfig, device: torch.device) -> None:
         self.config = config
         host = torch.device("cpu")
-        self._pages = [[_zeros((p.num_blocks, p.page_bytes), device, device) for _ in range(p.num_pages)] for p in config.pools]
-        self._host_pages = [[_zeros((p.num_host_blocks, p.page_bytes), host, device) for _ in range(p.num_pages)] for p in config.pools]
+        self._pages = [
+            [_zeros((p.num_blocks, p.page_bytes), device, device) for _ in range(p.num_pages)]
+            for p in config.pools
+        ]
+        self._host_pages = [
+            [_zeros((p.num_host_blocks, p.page_bytes), host, device) for _ in range(p.num_pages)]
+            for p in config.pools
+        ]
 
     def tensors(self, group: int, selection: Selection) -> list[tuple[Tensor, ...]]:
-        """Per layer of a KV group, the tensors that its backend lays into a page. Raises ValueError where they do not fill it."""
-        spec, layers, pool = self.config.groups[group].spec, self.config.groups[group].layers, self.config.groups[group].pool
+        """Per layer of a KV group, the tensors that its backend lays into a page. Raises ValueError
+        where they do not fill it."""
+        spec, layers, pool = (
+            self.config.groups[group].spec,
+            self.config.groups[group].layers,
+            self.config.groups[group].pool,
+        )
         layout = selection.backend.page_layout(spec)
         if sum(map(_num_bytes, layout)) != spec.page_bytes:
             raise ValueError(
-                f"backend {selection.name!r} lays {', '.join(map(str, layout))} into a page of layer {layers[0]!r}: "
-                f"{sum(map(_num_bytes, layout))} bytes. The layer's spec has pages of {spec.page_bytes} bytes."
+                f"backend {selection.name!r} lays {', '.join(map(str, layout))} into a page of "
+                f"layer {layers[0]!r}: "
+                f"{sum(map(_num_bytes, layout))} bytes. The layer's spec has pages of "
+                f"{spec.page_bytes} bytes."
             )
         return [_split(self._pages[pool][index], layout) for index in range(len(layers))]
 
@@ -44,7 +58,9 @@ class KVCache:
             for copy in copies:
                 self._copy_block(copy, source, target)
 
-    def _copy_block(self, copy: BlockCopy, source: list[list[Tensor]], target: list[list[Tensor]]) -> None:
+    def _copy_block(
+        self, copy: BlockCopy, source: list[list[Tensor]], target: list[list[Tensor]]
+    ) -> None:
         group = self.config.groups[copy.group]
         for index in range(len(group.layers)):
             target[group.pool][index][copy.target].copy_(source[group.pool][index][copy.source])
@@ -58,13 +74,21 @@ def _split(pages: Tensor, layout: Sequence[PageTensor]) -> tuple[Tensor, ...]:
     tensors, start = [], 0
     for one in layout:
         end = start + _num_bytes(one)
-        tensors.append(pages[:, start:end].view(torch_dtype(one.dtype)).view(len(pages), *one.shape))
+        tensors.append(
+            pages[:, start:end].view(torch_dtype(one.dtype)).view(len(pages), *one.shape)
+        )
         start = end
     return tuple(tensors)
 
 
 def _zeros(shape: tuple[int, int], device: torch.device, model_device: torch.device) -> Tensor:
     if device.type != "cpu" or model_device.type == "cuda" or 0 in shape:
-        return torch.zeros(shape, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu" and model_device.type == "cuda")
-    # torch writes zeros, which takes seconds for gigabytes; these pages come when they are first used.
+        return torch.zeros(
+            shape,
+            dtype=torch.uint8,
+            device=device,
+            pin_memory=device.type == "cpu" and model_device.type == "cuda",
+        )
+    # torch writes zeros, which takes seconds for gigabytes; these pages come when they are first
+    # used.
     return torch.from_numpy(np.zeros(shape, np.uint8))

@@ -10,8 +10,9 @@ import torch
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Inside, a GPU that is named by its number is the thread's current one.
 
-    Some kernels are launched on the current GPU, wherever their tensors are, and some questions are asked of it. The host program's choice
-    is back afterwards. It can be entered again, but not within itself.
+    Some kernels are launched on the current GPU, wherever their tensors are, and some questions are
+    asked of it. The host program's choice is back afterwards. It can be entered again, but not
+    within itself.
     """
     if device.type != "cuda" or device.index is None:
         return nullcontext()

@@ -1,4 +1,5 @@
-"""Drafting: the drafter of a runner, held so that nothing it does can change a token or end a request."""
+"""Drafting: the drafter of a runner, held so that nothing it does can change a token or end a
+request."""
 
 from __future__ import annotations
 
@@ -18,9 +19,17 @@ from toolkit_lm.plugin import Plugins, PluginWarning
 
 
 class Drafting:
-    """Asks a drafter for guesses. A drafter that fails is dropped with one warning: tokens are the same without it."""
+    """Asks a drafter for guesses. A drafter that fails is dropped with one warning: tokens are the
+    same without it."""
 
-    def __init__(self, name: str, model: nn.Module, config: VllmConfig, device: torch.device, plugins: Plugins) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        config: VllmConfig,
+        device: torch.device,
+        plugins: Plugins,
+    ) -> None:
         """Raises PluginError where the drafter cannot be made."""
         self._name = name
         self._owner = plugins.drafters.get(name).owner
@@ -28,7 +37,10 @@ class Drafting:
         self._drafter: Drafter | None = plugins.drafters.make(name, model, config, device)
         for method in ("groups", "inputs"):
             if getattr(type(self._drafter), method) is not getattr(ModelState, method):
-                raise PluginError(f"{self._owner}: drafter {name!r} defines {method}(): a drafter has no say in the model's forward pass.")
+                raise PluginError(
+                    f"{self._owner}: drafter {name!r} defines {method}(): a drafter has no say "
+                    "in the model's forward pass."
+                )
 
     def apply(self, plan: StepPlan) -> None:
         """Tells the drafter which sequences leave and join."""
@@ -36,7 +48,8 @@ class Drafting:
             self._guarded(lambda drafter: _apply(drafter, plan))
 
     def draft(self, inputs: StepInputs, hidden_states: Tensor, result: StepResult) -> None:
-        """Adds the drafter's guesses to a step's result. The drafter sees copies, and arrays that it cannot write to."""
+        """Adds the drafter's guesses to a step's result. The drafter sees copies, and arrays that
+        it cannot write to."""
         if self._drafter is None:
             return
         own = StepResult(token_ids=[list(drawn) for drawn in result.token_ids])
@@ -51,13 +64,23 @@ class Drafting:
         if self._drafter is not None:
             result.drafts |= own.drafts
 
-    def _check(self, drafter: Drafter, plan: StepPlan, result: StepResult, drafts: dict[int, list[int]]) -> None:
-        """Raises ValueError unless `drafts` are lists of the model's tokens, for sequences that have drawn one."""
-        drawing = {row.seq_id for row, drawn in zip(plan.scheduled, result.token_ids, strict=True) if drawn}
+    def _check(
+        self, drafter: Drafter, plan: StepPlan, result: StepResult, drafts: dict[int, list[int]]
+    ) -> None:
+        """Raises ValueError unless `drafts` are lists of the model's tokens, for sequences that
+        have drawn one."""
+        drawing = {
+            row.seq_id for row, drawn in zip(plan.scheduled, result.token_ids, strict=True) if drawn
+        }
         for seq_id, tokens in drafts.items():
-            is_list = isinstance(tokens, list) and all(type(one) is int and 0 <= one < self._vocab_size for one in tokens)
+            is_list = isinstance(tokens, list) and all(
+                type(one) is int and 0 <= one < self._vocab_size for one in tokens
+            )
             if not is_list or seq_id not in drawing:
-                raise ValueError(f"{type(drafter).__qualname__} has proposed {tokens!r}: no list of token ids of a sequence that drew one")
+                raise ValueError(
+                    f"{type(drafter).__qualname__} has proposed {tokens!r}: no list of token ids "
+                    "of a sequence that drew one"
+                )
 
     def _guarded(self, call: Callable[[Drafter], object]) -> None:
         if self._drafter is None:
@@ -67,7 +90,10 @@ class Drafting:
         except (Exception, SystemExit) as error:
             # Before the warning, which may be an error itself.
             self._drafter = None
-            message = f"{self._owner.failure(error, f'drafter {self._name!r}').rstrip('.')}. It is dropped: from now on nothing is drafted."
+            message = (
+                f"{self._owner.failure(error, f'drafter {self._name!r}').rstrip('.')}. It is "
+                "dropped: from now on nothing is drafted."
+            )
             warnings.warn(message, PluginWarning, stacklevel=2)
 
 

@@ -1,4 +1,5 @@
-"""Media in prompts: the embeddings that encoders have made, and where they take the place of tokens'."""
+"""Media in prompts: the embeddings that encoders have made, and where they take the place of
+tokens'."""
 
 from __future__ import annotations
 
@@ -47,23 +48,38 @@ class MediaState(ModelState):
             self._embeds.pop(name, None)
         if not self._embeds_tokens:
             return
-        items = {modality: [one for one in plan.encode if one.modality == modality] for modality in {one.modality for one in plan.encode}}
+        items = {
+            modality: [one for one in plan.encode if one.modality == modality]
+            for modality in {one.modality for one in plan.encode}
+        }
         for modality, some in items.items():
             given = [one for one in some if "embeds" in one.data]
             for one in given:
                 # Kept in the model's dtype, whatever it came in.
-                self._embeds[one.identifier] = self._tensors(one)["embeds"].to(getattr(torch, self.config.model.dtype))
+                self._embeds[one.identifier] = self._tensors(one)["embeds"].to(
+                    getattr(torch, self.config.model.dtype)
+                )
             if made := [one for one in some if "embeds" not in one.data]:
-                embeds = self.model.encode(modality, [self._tensors(one) for one in made], sequences)
-                # Of their own memory: an item that is dropped would live on in a view of one that stays.
-                own = [one if one.untyped_storage().nbytes() == one.nbytes else one.clone() for one in embeds]
+                embeds = self.model.encode(
+                    modality, [self._tensors(one) for one in made], sequences
+                )
+                # Of their own memory: an item that is dropped would live on in a view of one that
+                # stays.
+                own = [
+                    one if one.untyped_storage().nbytes() == one.nbytes else one.clone()
+                    for one in embeds
+                ]
                 self._embeds.update(zip((one.identifier for one in made), own, strict=True))
 
     def _tensors(self, item: EncoderItem) -> dict[str, Tensor]:
-        return {name: torch.from_numpy(array.to_numpy().copy()).to(self.device) for name, array in item.data.items()}
+        return {
+            name: torch.from_numpy(array.to_numpy().copy()).to(self.device)
+            for name, array in item.data.items()
+        }
 
     def inputs(self, inputs: StepInputs) -> dict[str, Tensor]:
-        """`inputs_embeds` [T, H] where a row reads media; `positions` [3, T] where a row's follow from media."""
+        """`inputs_embeds` [T, H] where a row reads media; `positions` [3, T] where a row's follow
+        from media."""
         if not self._features:
             return {}
         arguments = {}
@@ -77,20 +93,28 @@ class MediaState(ModelState):
         return arguments
 
     def _read(self, inputs: StepInputs) -> Iterator[tuple[np.ndarray, Tensor]]:
-        """For each item of which the step computes tokens: their places in the flat batch, and the embeddings that belong there."""
+        """For each item of which the step computes tokens: their places in the flat batch, and the
+        embeddings that belong there."""
         for index, start, end, feature in self._touched(inputs):
             place = feature.mm_position
-            first, last = max(start, place.offset) - place.offset, min(end, place.end) - place.offset
+            first, last = (
+                max(start, place.offset) - place.offset,
+                min(end, place.end) - place.offset,
+            )
             mask = np.ones(place.length, bool) if place.mask is None else np.array(place.mask, bool)
             before = int(mask[:first].sum())
             own = mask[first:last]
             if not own.any():
                 continue
             offset = int(inputs.query_start[index]) + place.offset + first - start
-            yield offset + np.flatnonzero(own), self._embeds[feature.mm_identifier][before : before + int(own.sum())]
+            yield (
+                offset + np.flatnonzero(own),
+                self._embeds[feature.mm_identifier][before : before + int(own.sum())],
+            )
 
     def _touched(self, inputs: StepInputs) -> Iterator[tuple[int, int, int, MultiModalFeatureSpec]]:
-        """Of each item that a row reads: the row's place in the step, the row's first token and its end, and the item."""
+        """Of each item that a row reads: the row's place in the step, the row's first token and its
+        end, and the item."""
         for index, scheduled in enumerate(inputs.plan.scheduled):
             start, end = scheduled.start, scheduled.start + scheduled.num_tokens
             for feature in self._features.get(scheduled.seq_id, ()):
@@ -111,14 +135,17 @@ class MediaState(ModelState):
         return positions
 
     def spans(self, inputs: StepInputs) -> np.ndarray | None:
-        """[T, 2] int32: of each token that an embedding of an item replaces, the run of such tokens that it is in; of others, itself."""
+        """[T, 2] int32: of each token that an embedding of an item replaces, the run of such tokens
+        that it is in; of others, itself."""
         found = list(self._touched(inputs)) if self._features else []
         if not found:
             return None
         spans = np.stack((inputs.token_index, inputs.token_index + 1), axis=1).astype(np.int32)
         for index, start, end, feature in found:
             place, first = feature.mm_position, int(inputs.query_start[index]) - start
-            replaced = np.ones(place.length, bool) if place.mask is None else np.array(place.mask, bool)
+            replaced = (
+                np.ones(place.length, bool) if place.mask is None else np.array(place.mask, bool)
+            )
             edges = np.flatnonzero(np.diff(replaced, prepend=False, append=False)) + place.offset
             for begin, stop in edges.reshape(-1, 2).tolist():
                 spans[first + max(start, begin) : first + max(start, min(end, stop))] = begin, stop

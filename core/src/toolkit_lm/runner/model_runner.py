@@ -45,17 +45,31 @@ from toolkit_lm.model import (
 )
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import Pooler
-from toolkit_lm.runner.backends import boundary_of, cache_layers, graph_supports, load_model_class, select_backends
+from toolkit_lm.runner.backends import (
+    boundary_of,
+    cache_layers,
+    graph_supports,
+    load_model_class,
+    select_backends,
+)
 from toolkit_lm.runner.batch import PersistentBatch, StepBuffers
 from toolkit_lm.runner.cache import KVCache
 from toolkit_lm.runner.drafting import Drafting
 from toolkit_lm.runner.features import MediaState
 from toolkit_lm.runner.prompt_logprobs import prompt_logprobs
-from toolkit_lm.sampling import ProcessorTable, Sampled, SamplingBatch, sample, take_likeliest, top_candidates
+from toolkit_lm.sampling import (
+    ProcessorTable,
+    Sampled,
+    SamplingBatch,
+    sample,
+    take_likeliest,
+    top_candidates,
+)
 
 
 class ModelRunner:
-    """Holds the model, its KV cache and the persistent batch, and runs the steps that the scheduler plans."""
+    """Holds the model, its KV cache and the persistent batch, and runs the steps that the scheduler
+    plans."""
 
     def __init__(self, config: VllmConfig, plugins: Plugins) -> None:
         self.config = config
@@ -84,16 +98,23 @@ class ModelRunner:
         self._certain: dict[int, list[int]] = {}
         """By seq_id, the tokens that must follow those that the last step has drawn."""
         self._num_compiled = 0
-        """Graphs that torch.compile has made in this process. It is to be the same when the warm-up is over."""
+        """Graphs that torch.compile has made in this process. It is to be the same when the warm-up
+        is over."""
         self.is_proven = False
-        """The start has shown that a fallback computes what its model does, or has given that up."""
+        """The start has shown that a fallback computes what its model does, or has given that
+        up."""
 
     def load(self) -> None:
         """Makes the model, loads its weights, and chooses each layer's backend."""
-        self.model = load_model(load_model_class(self.config, self.plugins), self.config, self.device, self.plugins)
+        self.model = load_model(
+            load_model_class(self.config, self.plugins), self.config, self.device, self.plugins
+        )
         if isinstance(self.model, EncoderDecoderModel):
             if self.config.parallel.pipeline_parallel_size > 1:
-                raise UnsupportedError("encoder-decoder models run in one pipeline stage: lower --pipeline-parallel-size.")
+                raise UnsupportedError(
+                    "encoder-decoder models run in one pipeline stage: lower "
+                    "--pipeline-parallel-size."
+                )
             self._encoder = self.model
         if self.model.state is not ModelState:
             with boundary_of(self.model.state, None, self.config, self.plugins):
@@ -105,13 +126,24 @@ class ModelRunner:
             self._media = MediaState(self.model, self.config, self.device)
             self._states.append(self._media)
         self._layers = cache_layers(self.model)
-        self._has_spans = any(isinstance(layer, Attention) and layer.params.spans for layer in self._layers.values())
-        self._feeds_uncached = self._encoder is None and (self._media is None or not self.config.keeps_kv_cache)
+        self._has_spans = any(
+            isinstance(layer, Attention) and layer.params.spans for layer in self._layers.values()
+        )
+        self._feeds_uncached = self._encoder is None and (
+            self._media is None or not self.config.keeps_kv_cache
+        )
         if (drafter := self.config.scheduler.drafter) is not None:
-            if self.config.model.runner == "pooling" or not all(spec.forks_anywhere for spec in self.kv_cache_specs().values()):
-                raise UnsupportedError(f"drafter {drafter!r}: drafts are for engines that generate, of models without recurrent state.")
+            if self.config.model.runner == "pooling" or not all(
+                spec.forks_anywhere for spec in self.kv_cache_specs().values()
+            ):
+                raise UnsupportedError(
+                    f"drafter {drafter!r}: drafts are for engines that generate, of models "
+                    "without recurrent state."
+                )
             self._drafting = Drafting(drafter, self.model, self.config, self.device, self.plugins)
-        self.selections = select_backends(self.model, self.device, self.config, self.plugins.attention_backends)
+        self.selections = select_backends(
+            self.model, self.device, self.config, self.plugins.attention_backends
+        )
         self.compiler = make_compiler(self.model, self.config, self.plugins)
 
     def pooling_rules(self) -> dict[PoolingTask, PoolingRules]:
@@ -119,8 +151,14 @@ class ModelRunner:
         pooler = self._pooler
         if pooler is None:
             return {}
-        attention = [layer.params.attention_type for layer in self._layers.values() if isinstance(layer, Attention)]
-        one_way = self._media is not None or all(kind is AttentionType.DECODER for kind in attention)
+        attention = [
+            layer.params.attention_type
+            for layer in self._layers.values()
+            if isinstance(layer, Attention)
+        ]
+        one_way = self._media is not None or all(
+            kind is AttentionType.DECODER for kind in attention
+        )
         return {
             task: PoolingRules(
                 chunkable=one_way and pooler.chunkable(task),
@@ -132,9 +170,14 @@ class ModelRunner:
         }
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """By layer: what it caches. Layers that cache nothing are left out. Only attention can do without a cache."""
+        """By layer: what it caches. Layers that cache nothing are left out. Only attention can do
+        without a cache."""
         cached = self.config.keeps_kv_cache
-        specs = {name: layer.kv_cache_spec() for name, layer in self._layers.items() if cached or not isinstance(layer, Attention)}
+        specs = {
+            name: layer.kv_cache_spec()
+            for name, layer in self._layers.items()
+            if cached or not isinstance(layer, Attention)
+        }
         return {name: spec for name, spec in specs.items() if spec is not None}
 
     def init_kv_cache(self, kv_cache: KVCacheConfig) -> None:
@@ -144,7 +187,9 @@ class ModelRunner:
         self._backends.clear()
         scheduler, max_len = self.config.scheduler, self.config.max_model_len
         # The warm-up computes two tokens.
-        limits = BatchLimits(scheduler.max_num_seqs, max(scheduler.token_budget, scheduler.max_num_seqs, 2), max_len)
+        limits = BatchLimits(
+            scheduler.max_num_seqs, max(scheduler.token_budget, scheduler.max_num_seqs, 2), max_len
+        )
         self._cache = KVCache(kv_cache, self.device)
         for index, group in enumerate(kv_cache.groups):
             if not group.layers:
@@ -163,15 +208,29 @@ class ModelRunner:
             self._bind(self.selections[layers[0]], layers, None, limits, [None] * len(layers))
         specs = [group.spec for group in kv_cache.groups]
         most_encoded = self.config.max_encoder_len
-        widths = [spec.num_blocks(most_encoded if spec.of_encoder else max_len) for spec in specs] + [0] * len(uncached)
+        widths = [
+            spec.num_blocks(most_encoded if spec.of_encoder else max_len) for spec in specs
+        ] + [0] * len(uncached)
         self._buffers = StepBuffers(limits, widths, self.device)
         self._processors = ProcessorTable(self.plugins.logits_processors, self.config, self.device)
         self._batch = PersistentBatch(self._buffers, specs, max_len, self._processors)
         if self.compiler is not None:
-            self.compiler.bind(limits, graph_supports(self.selections, self.kv_cache_specs(), self._feeds_uncached))
+            self.compiler.bind(
+                limits, graph_supports(self.selections, self.kv_cache_specs(), self._feeds_uncached)
+            )
 
-    def _bind(self, selection: Selection, layers: list[str], spec: KVCacheSpec | None, limits: BatchLimits, caches: Any) -> None:
-        asked = [self._layers[layer].attention_spec(self.device, cached=spec is not None) for layer in layers]
+    def _bind(
+        self,
+        selection: Selection,
+        layers: list[str],
+        spec: KVCacheSpec | None,
+        limits: BatchLimits,
+        caches: Any,
+    ) -> None:
+        asked = [
+            self._layers[layer].attention_spec(self.device, cached=spec is not None)
+            for layer in layers
+        ]
         setup = GroupSetup(
             layers=[one for one in asked if one is not None],
             kv_cache=spec,
@@ -182,7 +241,9 @@ class ModelRunner:
         with boundary_of(selection.backend, selection.plugin, self.config, self.plugins):
             backend = selection.backend(setup)
         for layer, cache in zip(layers, caches, strict=True):
-            self._bindings[layer] = Binding(backend, self._layers[layer].params, cache, len(self._backends))
+            self._bindings[layer] = Binding(
+                backend, self._layers[layer].params, cache, len(self._backends)
+            )
         self._backends.append(backend)
 
     def shutdown(self) -> None:
@@ -224,7 +285,11 @@ class ModelRunner:
             return StepResult(token_ids=[])
         inputs = self._batch.inputs(plan)
         num_encoded = 0 if inputs.encoders is None else len(inputs.encoders.input_ids)
-        users = self._batch.sampling.users(inputs.rows[inputs.sampling]) if self._processors.names else None
+        users = (
+            self._batch.sampling.users(inputs.rows[inputs.sampling])
+            if self._processors.names
+            else None
+        )
         if users is not None:
             self._processors.begin(*users)
         with self.model.kernels.step(len(inputs.token_index) + num_encoded):
@@ -242,14 +307,19 @@ class ModelRunner:
             if (dynamo := sys.modules.get("torch._dynamo.utils")) is not None:
                 # Importing it would take seconds, where nobody compiles.
                 num_compiled = dynamo.counters["stats"]["unique_graphs"]
-                result.num_compilations, self._num_compiled = num_compiled - self._num_compiled, num_compiled
+                result.num_compilations, self._num_compiled = (
+                    num_compiled - self._num_compiled,
+                    num_compiled,
+                )
             if not len(inputs.sampling) and self.device.type == "cuda":
-                # A draw waits for the device. Without one a step would seem to take no time, and the next one the time of both.
+                # A draw waits for the device. Without one a step would seem to take no time, and
+                # the next one the time of both.
                 torch.cuda.current_stream(self.device).synchronize()
             return result
 
     def _forward(self, inputs: StepInputs) -> Tensor | None:
-        """[T, H] hidden states of the flat batch. None: another pipeline stage goes on with them."""
+        """[T, H] hidden states of the flat batch. None: another pipeline stage goes on with
+        them."""
         arguments: dict[str, Any] = {}
         for state in self._states:
             state.groups(inputs)
@@ -258,20 +328,32 @@ class ModelRunner:
         shape = None
         if self.compiler is not None:
             num_rows, num_tokens = len(inputs.rows), len(inputs.token_index)
-            shape = self.compiler.begin_step(num_rows, num_tokens, int(inputs.num_tokens.max()), whole=spans is None)
+            shape = self.compiler.begin_step(
+                num_rows, num_tokens, int(inputs.num_tokens.max()), whole=spans is None
+            )
         input_ids, positions, views = self._buffers.upload(inputs, spans, shape)
         metadata = []
         for backend, view in zip(self._backends, views, strict=True):
             # Beside layers with a cache, those without are of an encoder.
-            metadata.append(None if backend is None or not (view.block_table is not None or self._feeds_uncached) else backend.build(view))
+            metadata.append(
+                None
+                if backend is None or not (view.block_table is not None or self._feeds_uncached)
+                else backend.build(view)
+            )
         arguments.setdefault("positions", positions)
-        pipeline = pipeline_parallel_group(self.config.parallel) if self.config.parallel.pipeline_parallel_size > 1 else None
+        pipeline = (
+            pipeline_parallel_group(self.config.parallel)
+            if self.config.parallel.pipeline_parallel_size > 1
+            else None
+        )
         if pipeline is not None and pipeline.rank > 0:
             arguments["intermediate"] = pipeline.recv(pipeline.rank - 1)
         if inputs.encoders is not None:
             arguments["encoder_hidden_states"] = self._encode(inputs.encoders)
         with step_context(StepContext(self._bindings, metadata)):
-            out: Tensor | IntermediateTensors = (self.compiler or self.model)(input_ids, **arguments)
+            out: Tensor | IntermediateTensors = (self.compiler or self.model)(
+                input_ids, **arguments
+            )
         if isinstance(out, Tensor):
             return out
         assert pipeline is not None, "a model of one stage gives hidden states"
@@ -281,10 +363,14 @@ class ModelRunner:
     def _encode(self, batch: EncoderBatch) -> Tensor:
         """[E, H] hidden states of encoder sequences."""
         assert self._encoder is not None, "only an encoder-decoder model is given encoder sequences"
-        arrays = [one.features.to_numpy().copy() for one in batch.inputs if one.features is not None]
+        arrays = [
+            one.features.to_numpy().copy() for one in batch.inputs if one.features is not None
+        ]
         features = {"features": [self._to_device(array) for array in arrays]} if arrays else {}
         with self._sequences(batch.lengths):
-            return self._encoder.encode(self._to_device(batch.input_ids), self._to_device(batch.positions), **features)
+            return self._encoder.encode(
+                self._to_device(batch.input_ids), self._to_device(batch.positions), **features
+            )
 
     def _sequences(self, lengths: Sequence[int] | np.ndarray) -> AbstractContextManager[None]:
         """Has the layers of an encoder see a flat batch of sequences of these lengths."""
@@ -303,7 +389,10 @@ class ModelRunner:
             max_seq_len=int(seq_lens.max()),
         )
         num_cached = len(self.kv_cache.groups)
-        metadata = [None if i < num_cached or backend is None else backend.build(view) for i, backend in enumerate(self._backends)]
+        metadata = [
+            None if i < num_cached or backend is None else backend.build(view)
+            for i, backend in enumerate(self._backends)
+        ]
         return step_context(StepContext(self._bindings, metadata))
 
     def _sample(self, inputs: StepInputs, hidden_states: Tensor) -> StepResult:
@@ -311,57 +400,111 @@ class ModelRunner:
         plan, sampling = inputs.plan, self._batch.sampling
         result = StepResult(token_ids=[[] for _ in plan.scheduled])
         if sampling.read_prompts:
-            result.prompt_logprobs = prompt_logprobs(inputs, self._batch, hidden_states, self.model.compute_logits)
+            result.prompt_logprobs = prompt_logprobs(
+                inputs, self._batch, hidden_states, self.model.compute_logits
+            )
         if not len(inputs.sampling):
             return result
         # In a decode step each row has one token, and draws one.
         is_decode = len(inputs.sampling) == len(hidden_states)
         rows = inputs.rows if is_decode else inputs.rows[inputs.sampling]
         if not (sampling.unusual or (not is_decode and inputs.num_drafts.any())):
-            last = hidden_states if is_decode else hidden_states[self._to_device(inputs.query_start[1:][inputs.sampling] - 1)]
-            self._take(plan, result, take_likeliest(*self.model.likeliest(last)), inputs.sampling, rows)
+            last = (
+                hidden_states
+                if is_decode
+                else hidden_states[self._to_device(inputs.query_start[1:][inputs.sampling] - 1)]
+            )
+            self._take(
+                plan, result, take_likeliest(*self.model.likeliest(last)), inputs.sampling, rows
+            )
             return result
         if is_decode and not sampling.num_candidates.any():
-            self._draw(plan, result, self.model.compute_logits(hidden_states), inputs.sampling, rows)
+            self._draw(
+                plan, result, self.model.compute_logits(hidden_states), inputs.sampling, rows
+            )
             return result
-        # The logits of a row: those after its last token, and before them those that its drafts are compared with.
-        num_drafts = inputs.num_drafts - _take_certain(inputs, result, self._certain, self._batch.sampling)
+        # The logits of a row: those after its last token, and before them those that its drafts are
+        # compared with.
+        num_drafts = inputs.num_drafts - _take_certain(
+            inputs, result, self._certain, self._batch.sampling
+        )
         counts = num_drafts + 1
         firsts = counts.cumsum() - counts
-        within = np.arange(firsts[-1] + counts[-1]) + np.repeat(inputs.query_start[1:][inputs.sampling] - counts - firsts, counts)
-        logits = self.model.compute_logits(hidden_states if len(within) == len(hidden_states) else hidden_states[self._to_device(within)])
+        within = np.arange(firsts[-1] + counts[-1]) + np.repeat(
+            inputs.query_start[1:][inputs.sampling] - counts - firsts, counts
+        )
+        logits = self.model.compute_logits(
+            hidden_states
+            if len(within) == len(hidden_states)
+            else hidden_states[self._to_device(within)]
+        )
         candidates = sampling.num_candidates[rows]
         if len(searching := np.flatnonzero(candidates)):
-            self._search(plan, result, logits[self._to_device(firsts[searching])], inputs.sampling[searching], rows[searching])
+            self._search(
+                plan,
+                result,
+                logits[self._to_device(firsts[searching])],
+                inputs.sampling[searching],
+                rows[searching],
+            )
         going = np.flatnonzero(candidates == 0)
         while len(going):
-            # As if each token were drawn in a step of its own: a row goes on while the draft is the token that was drawn.
+            # As if each token were drawn in a step of its own: a row goes on while the draft is the
+            # token that was drawn.
             part = logits if len(going) == len(logits) else logits[self._to_device(firsts[going])]
             self._draw(plan, result, part, inputs.sampling[going], rows[going])
             firsts += 1
             drafted = going[num_drafts[going] > 0]
-            going = np.array([i for i in drafted if self._agrees(plan, result, inputs.sampling[i])], np.int64)
+            going = np.array(
+                [i for i in drafted if self._agrees(plan, result, inputs.sampling[i])], np.int64
+            )
         return result
 
     @staticmethod
     def _agrees(plan: StepPlan, result: StepResult, place: int) -> bool:
-        """Whether the last token that a row has drawn is the draft in its place, so that the logits after it count."""
+        """Whether the last token that a row has drawn is the draft in its place, so that the logits
+        after it count."""
         scheduled, drawn = plan.scheduled[place], result.token_ids[place]
-        return scheduled.tokens[-scheduled.num_drafts :][: len(drawn)] == drawn and scheduled.seq_id not in result.errors
+        return (
+            scheduled.tokens[-scheduled.num_drafts :][: len(drawn)] == drawn
+            and scheduled.seq_id not in result.errors
+        )
 
-    def _search(self, plan: StepPlan, result: StepResult, logits: Tensor, places: np.ndarray, rows: np.ndarray) -> None:
-        """Candidates for beams. `places`: the rows' indices in the plan; `rows`: those in the persistent batch."""
+    def _search(
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        logits: Tensor,
+        places: np.ndarray,
+        rows: np.ndarray,
+    ) -> None:
+        """Candidates for beams. `places`: the rows' indices in the plan; `rows`: those in the
+        persistent batch."""
         found = top_candidates(logits, self._batch.sampling.select(rows))
         seq_ids = [plan.scheduled[place].seq_id for place in places]
         result.candidates = {seq_ids[i]: candidates for i, candidates in found.candidates.items()}
         result.errors |= {seq_ids[i]: error for i, error in found.errors.items()}
 
-    def _draw(self, plan: StepPlan, result: StepResult, logits: Tensor, places: np.ndarray, rows: np.ndarray) -> None:
+    def _draw(
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        logits: Tensor,
+        places: np.ndarray,
+        rows: np.ndarray,
+    ) -> None:
         """Tokens for the others."""
         sampled = sample(logits, self._batch.sampling.select(rows), self.model.kernels.likeliest)
         self._take(plan, result, sampled, places, rows)
 
-    def _take(self, plan: StepPlan, result: StepResult, sampled: Sampled, places: np.ndarray, rows: np.ndarray) -> None:
+    def _take(
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        sampled: Sampled,
+        places: np.ndarray,
+        rows: np.ndarray,
+    ) -> None:
         """What was drawn for rows of the persistent batch, in these places of the plan."""
         self._batch.append_tokens(rows, sampled.token_ids)
         for index, token in zip(places, sampled.token_ids, strict=True):
@@ -379,8 +522,11 @@ class ModelRunner:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 
-def _take_certain(inputs: StepInputs, result: StepResult, certain: dict[int, list[int]], sampling: SamplingBatch) -> np.ndarray:
-    """[S] how many drafts of each row are drawn without a draw: there is but one token that it could give."""
+def _take_certain(
+    inputs: StepInputs, result: StepResult, certain: dict[int, list[int]], sampling: SamplingBatch
+) -> np.ndarray:
+    """[S] how many drafts of each row are drawn without a draw: there is but one token that it
+    could give."""
     taken = np.zeros_like(inputs.num_drafts)
     for index in inputs.num_drafts.nonzero()[0]:
         place = inputs.sampling[index]

@@ -18,12 +18,20 @@ _MOST_ROWS = 128
 
 
 def prompt_logprobs(
-    inputs: StepInputs, batch: PersistentBatch, hidden_states: Tensor, compute_logits: Callable[[Tensor], Tensor]
+    inputs: StepInputs,
+    batch: PersistentBatch,
+    hidden_states: Tensor,
+    compute_logits: Callable[[Tensor], Tensor],
 ) -> dict[int, list[TokenLogprobs]]:
-    """By seq_id, of the prompt tokens after those that this step computed; what was returned before is left out."""
+    """By seq_id, of the prompt tokens after those that this step computed; what was returned before
+    is left out."""
     found: dict[int, list[TokenLogprobs]] = {}
     for index in np.flatnonzero(batch.sampling.prompt_logprobs[inputs.rows] >= 0):
-        row, offset, end = int(inputs.rows[index]), int(inputs.query_start[index]), int(inputs.query_start[index + 1])
+        row, offset, end = (
+            int(inputs.rows[index]),
+            int(inputs.query_start[index]),
+            int(inputs.query_start[index + 1]),
+        )
         start = int(inputs.starts[index])
         # The hidden state at a position speaks of the token after it.
         first = max(start, int(batch.num_prompt_logprobs[row]))
@@ -31,10 +39,14 @@ def prompt_logprobs(
         known: list[TokenLogprobs] = []
         for position in range(first, last, _MOST_ROWS):
             stop = min(position + _MOST_ROWS, last)
-            logits = compute_logits(hidden_states[offset + position - start : offset + stop - start])
+            logits = compute_logits(
+                hidden_states[offset + position - start : offset + stop - start]
+            )
             token_ids = batch.history.token_ids[row, position + 1 : stop + 1].astype(np.int64)
             following = torch.from_numpy(token_ids).to(logits.device, non_blocking=True)
-            known += token_logprobs(logits, following, np.full(stop - position, batch.sampling.prompt_logprobs[row]))
+            known += token_logprobs(
+                logits, following, np.full(stop - position, batch.sampling.prompt_logprobs[row])
+            )
         if known:
             batch.num_prompt_logprobs[row] = last
             found[inputs.plan.scheduled[index].seq_id] = known

@@ -21,13 +21,16 @@ logger = logging.getLogger(__name__)
 _CHUNKS = (6, 3)
 """Tokens of a made-up prompt that two steps compute, where there is room."""
 _ATTEMPTS = 3
-"""Sequences that have to differ before a model is refused: rounding may choose another expert for a token, in few of them."""
+"""Sequences that have to differ before a model is refused: rounding may choose another expert for a
+token, in few of them."""
 _FLOAT32_ERROR = 1e-4
 """Most that a logit may differ in float32: times the largest, where that is above 1."""
 _HALF_FACTOR = 1.5
-"""Most that the engine's error in half precision may be, in errors of the model by itself: roots of mean squares against float32."""
+"""Most that the engine's error in half precision may be, in errors of the model by itself: roots of
+mean squares against float32."""
 _HALF_FLOOR = 2.0**-10
-"""An error, in parts of the root of the mean square, that half precision has whatever is computed."""
+"""An error, in parts of the root of the mean square, that half precision has whatever is
+computed."""
 
 
 @dataclass
@@ -41,11 +44,13 @@ class _Seen(ModelState):
 
 
 def prove(runner: ModelRunner) -> StepResult:
-    """Computes a made-up sequence in steps, as requests are, and compares it with what the model gives for the whole of it.
+    """Computes a made-up sequence in steps, as requests are, and compares it with what the model
+    gives for the whole of it.
 
-    Where text is generated these are two chunks of a prompt and a decode; else it is one prompt. Returns the result of the step that draws
-    a first token or pools. Raises UnsupportedError, with the numbers, where they differ by more than rounding. Where weights and KV cache
-    leave the model by itself too little memory, nothing is compared, which is told.
+    Where text is generated these are two chunks of a prompt and a decode; else it is one prompt.
+    Returns the result of the step that draws a first token or pools. Raises UnsupportedError, with
+    the numbers, where they differ by more than rounding. Where weights and KV cache leave the model
+    by itself too little memory, nothing is compared, which is told.
     """
     architecture = runner.config.hf_config["architectures"][0]
     generates = runner.config.model.runner != "pooling"
@@ -57,45 +62,72 @@ def prove(runner: ModelRunner) -> StepResult:
         if result.errors:
             return result
         try:
-            error, allowed = _errors(runner, torch.tensor(tokens, device=runner.device), torch.cat(seen.hidden_states))
+            error, allowed = _errors(
+                runner, torch.tensor(tokens, device=runner.device), torch.cat(seen.hidden_states)
+            )
         except torch.OutOfMemoryError as full:
-            logger.warning("it is not shown that the engine computes %s as the model by itself does: %s", architecture, full)
+            logger.warning(
+                "it is not shown that the engine computes %s as the model by itself does: %s",
+                architecture,
+                full,
+            )
             return result
         if error <= allowed:
             return result
     dtype = runner.config.model.dtype
     raise UnsupportedError(
-        f"the engine does not compute {architecture} as the model by itself does: {'logits' if generates else 'hidden states'} of "
-        f"{len(tokens)} made-up tokens differ by {error:.3g}, and {allowed:.3g} is what {dtype} explains. "
+        f"the engine does not compute {architecture} as the model by itself does: "
+        f"{'logits' if generates else 'hidden states'} of "
+        f"{len(tokens)} made-up tokens differ by {error:.3g}, and {allowed:.3g} is what {dtype} "
+        "explains. "
         "--no-verify-fallback runs it all the same."
     )
 
 
 def _room(runner: ModelRunner, chunks: tuple[int, ...]) -> tuple[list[int], list[list[int]]]:
-    """These chunks, shorter where steps, sequences or the cache have no room for them, and the blocks of each KV group."""
-    scheduler, groups, pools = runner.config.scheduler, runner.kv_cache.groups, runner.kv_cache.pools
+    """These chunks, shorter where steps, sequences or the cache have no room for them, and the
+    blocks of each KV group."""
+    scheduler, groups, pools = (
+        runner.config.scheduler,
+        runner.kv_cache.groups,
+        runner.kv_cache.pools,
+    )
     most = max(scheduler.token_budget, scheduler.max_num_seqs, 2)
     found = [min(chunk, most) for chunk in chunks]
     while True:
         counts = [group.spec.num_blocks(sum(found)) for group in groups]
-        in_pools = [sum(count for count, group in zip(counts, groups, strict=True) if group.pool == i) for i in range(len(pools))]
+        in_pools = [
+            sum(count for count, group in zip(counts, groups, strict=True) if group.pool == i)
+            for i in range(len(pools))
+        ]
         fits = all(count <= pool.num_blocks for count, pool in zip(in_pools, pools, strict=True))
         if (fits and sum(found) <= runner.config.max_model_len) or max(found) == 1:
             break
         found[found.index(max(found))] -= 1
-    starts = [sum(counts[j] for j in range(i) if groups[j].pool == groups[i].pool) for i in range(len(groups))]
-    return found, [list(range(start, start + count)) for start, count in zip(starts, counts, strict=True)]
+    starts = [
+        sum(counts[j] for j in range(i) if groups[j].pool == groups[i].pool)
+        for i in range(len(groups))
+    ]
+    return found, [
+        list(range(start, start + count)) for start, count in zip(starts, counts, strict=True)
+    ]
 
 
 def _tokens(runner: ModelRunner, count: int, attempt: int) -> list[int]:
-    """Different ones out of the middle of the vocabulary, none of which is padding: it has no position of its own in some models."""
+    """Different ones out of the middle of the vocabulary, none of which is padding: it has no
+    position of its own in some models."""
     size, padding = runner.config.vocab_size or 2, runner.config.hf_config.get("pad_token_id")
-    usable = [token for token in range(size // 4, max(size // 4 + 2, 3 * size // 4)) if token != padding]
+    usable = [
+        token for token in range(size // 4, max(size // 4 + 2, 3 * size // 4)) if token != padding
+    ]
     return [usable[(7 * i + 3 * attempt) % len(usable)] for i in range(count)]
 
 
-def _run(runner: ModelRunner, tokens: list[int], chunks: list[int], tables: list[list[int]]) -> StepResult:
-    """The result of the step that computes the last token of the prompt: all but what is decoded."""
+def _run(
+    runner: ModelRunner, tokens: list[int], chunks: list[int], tables: list[list[int]]
+) -> StepResult:
+    """The result of the step that computes the last token of the prompt: all but what is
+    decoded."""
     generates = len(chunks) > 1
     nothing_new: list[list[int]] = [[] for _ in tables]
     num_prompt_tokens = sum(chunks[:-1]) if generates else sum(chunks)
@@ -107,13 +139,24 @@ def _run(runner: ModelRunner, tokens: list[int], chunks: list[int], tables: list
         params=SamplingParams(temperature=0),
         seed=0,
         stop_token_ids=[],
-        inputs=SequenceInputs(pooling=None if generates else PoolingParams(task=next(iter(runner.pooling_rules()), "embed"))),
+        inputs=SequenceInputs(
+            pooling=None
+            if generates
+            else PoolingParams(task=next(iter(runner.pooling_rules()), "embed"))
+        ),
     )
     results, start = [], 0
     for chunk in chunks:
         end = start + chunk
         decodes = start >= num_prompt_tokens
-        row = ScheduledSequence(-1, start, chunk, nothing_new, generates and end >= num_prompt_tokens, tokens[start:end] if decodes else [])
+        row = ScheduledSequence(
+            -1,
+            start,
+            chunk,
+            nothing_new,
+            generates and end >= num_prompt_tokens,
+            tokens[start:end] if decodes else [],
+        )
         results.append(runner.execute(StepPlan(new=[] if start else [new], scheduled=[row])))
         start = end
     runner.execute(StepPlan(dropped=[-1]))
@@ -121,19 +164,28 @@ def _run(runner: ModelRunner, tokens: list[int], chunks: list[int], tables: list
 
 
 def _errors(runner: ModelRunner, token_ids: Tensor, hidden_states: Tensor) -> tuple[float, float]:
-    """How far the engine's logits, or hidden states, are from the model's own, and how far they may be."""
+    """How far the engine's logits, or hidden states, are from the model's own, and how far they may
+    be."""
     model = runner.model
     assert isinstance(model, FallbackModel)
     with torch.inference_mode():
         plain = model.plain(token_ids)
         if plain is None:
             return 0.0, 0.0
-        ours = model.compute_logits(hidden_states) if runner.config.model.runner != "pooling" else hidden_states
+        ours = (
+            model.compute_logits(hidden_states)
+            if runner.config.model.runner != "pooling"
+            else hidden_states
+        )
         if runner.config.model.dtype == "float32":
-            return (ours - plain).abs().max().item(), _FLOAT32_ERROR * max(1.0, plain.abs().max().item())
+            return (ours - plain).abs().max().item(), _FLOAT32_ERROR * max(
+                1.0, plain.abs().max().item()
+            )
         exact = model.plain(token_ids, exact=True)
         assert exact is not None, "it has given logits before"
-        return _size(ours - exact), max(_HALF_FACTOR * _size(plain - exact), _HALF_FLOOR * _size(exact))
+        return _size(ours - exact), max(
+            _HALF_FACTOR * _size(plain - exact), _HALF_FLOOR * _size(exact)
+        )
 
 
 def _size(x: Tensor) -> float:

@@ -1,4 +1,5 @@
-"""The steps that a worker runs before the first request: one tells what memory it takes, others what it would wait for."""
+"""The steps that a worker runs before the first request: one tells what memory it takes, others
+what it would wait for."""
 
 from __future__ import annotations
 
@@ -12,7 +13,15 @@ import torch
 from toolkit_lm.attention import plan_groups
 from toolkit_lm.config import parse_memory
 from toolkit_lm.errors import CheckpointError
-from toolkit_lm.messages import EncoderItem, NewEncoder, NewSequence, ScheduledSequence, SequenceInputs, StepPlan, StepResult
+from toolkit_lm.messages import (
+    EncoderItem,
+    NewEncoder,
+    NewSequence,
+    ScheduledSequence,
+    SequenceInputs,
+    StepPlan,
+    StepResult,
+)
 from toolkit_lm.model import EncoderDecoderModel, FallbackModel, MultiModalModel
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.pooling_params import PoolingParams
@@ -27,23 +36,34 @@ _MOST_MEMORY = SamplingParams(top_p=1 - 1e-7)
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """A prompt of two tokens, and where text is generated a decode, of a made-up sequence that is then forgotten.
+    """A prompt of two tokens, and where text is generated a decode, of a made-up sequence that is
+    then forgotten.
 
-    A fallback's first warm-up proves it; later ones, after a step that failed, do not. The steps leave garbage in the first blocks.
-    All ranks of an engine run it at the same time. Raises CheckpointError where logits, or what is pooled, are not finite: so the first
-    request would find out.
+    A fallback's first warm-up proves it; later ones, after a step that failed, do not. The steps
+    leave garbage in the first blocks. All ranks of an engine run it at the same time. Raises
+    CheckpointError where logits, or what is pooled, are not finite: so the first request would find
+    out.
     """
     if runner.device.type == "cpu":
-        # Once glibc has seen an allocation of this size freed, it keeps the memory of activations instead of asking for its pages anew.
+        # Once glibc has seen an allocation of this size freed, it keeps the memory of activations
+        # instead of asking for its pages anew.
         torch.empty(_KEPT_BYTES, dtype=torch.uint8)
-    if isinstance(runner.model, FallbackModel) and runner.config.model.verify_fallback and not runner.is_proven:
+    if (
+        isinstance(runner.model, FallbackModel)
+        and runner.config.model.verify_fallback
+        and not runner.is_proven
+    ):
         result = prove(runner)
         runner.is_proven = True
     else:
         result = _compute_tokens(runner, 2)
     if result.errors:
         pools = runner.config.model.runner == "pooling"
-        what = f"serve the task {next(iter(runner.pooling_rules()), 'embed')!r}" if pools else "draw a first token"
+        what = (
+            f"serve the task {next(iter(runner.pooling_rules()), 'embed')!r}"
+            if pools
+            else "draw a first token"
+        )
         raise CheckpointError(f"the model cannot {what}: {result.errors[-1]}.{_cause(runner)}")
     if runner.compiler is not None:
         runner.compiler.capture(lambda: _compute_tokens(runner, 1))
@@ -51,21 +71,27 @@ def warm_up(runner: ModelRunner) -> None:
 
 
 def _compute_tokens(runner: ModelRunner, num_tokens: int) -> StepResult:
-    """The result of a prompt of so many, after which where text is generated one more is computed."""
+    """The result of a prompt of so many, after which where text is generated one more is
+    computed."""
     plan = _made_up(runner, 1, num_tokens)
     result = runner.execute(plan)
     if runner.config.model.runner != "pooling" and not result.errors:
         nothing_new: list[list[int]] = [[] for _ in runner.kv_cache.groups]
-        runner.execute(StepPlan(scheduled=[ScheduledSequence(-1, num_tokens, 1, nothing_new, True, [0])]))
+        runner.execute(
+            StepPlan(scheduled=[ScheduledSequence(-1, num_tokens, 1, nothing_new, True, [0])])
+        )
     runner.execute(_drop(plan))
     return result
 
 
 def _cause(runner: ModelRunner) -> str:
-    """Names a weight that is not finite, where there is one. It reads the checkpoint again: layers may hold their weights otherwise."""
+    """Names a weight that is not finite, where there is one. It reads the checkpoint again: layers
+    may hold their weights otherwise."""
     checkpoint = runner.config.checkpoint
     assert checkpoint is not None, "the config is not resolved: it has no checkpoint"
-    loader = runner.plugins.loaders.make(runner.config.load.load_format, checkpoint.source or checkpoint.path)
+    loader = runner.plugins.loaders.make(
+        runner.config.load.load_format, checkpoint.source or checkpoint.path
+    )
     for name, weight in chain(loader, runner.model.named_parameters()):
         if not weight.float().isfinite().all():
             return f" The weight {name!r} holds NaN or infinity."
@@ -73,23 +99,42 @@ def _cause(runner: ModelRunner) -> str:
 
 
 def profile(runner: ModelRunner) -> int:
-    """Bytes that the largest step, CUDA graphs and the encoder cache take, where the KV cache gets a share of the memory; else 0.
+    """Bytes that the largest step, CUDA graphs and the encoder cache take, where the KV cache gets
+    a share of the memory; else 0.
 
-    In that step all rows draw with top-p. All ranks of an engine run it at the same time, before the cache is made. The allocator of a
-    GPU keeps what the step took, so that it is no longer free there, and does not count. Where the system does not tell a process' peak,
-    nothing is known of the step.
+    In that step all rows draw with top-p. All ranks of an engine run it at the same time, before
+    the cache is made. The allocator of a GPU keeps what the step took, so that it is no longer free
+    there, and does not count. Where the system does not tell a process' peak, nothing is known of
+    the step.
     """
-    cache, scheduler, on_gpu = runner.config.cache, runner.config.scheduler, runner.device.type == "cuda"
-    shares = on_gpu if cache.kv_cache_memory == "auto" else isinstance(parse_memory(cache.kv_cache_memory), float)
+    cache, scheduler, on_gpu = (
+        runner.config.cache,
+        runner.config.scheduler,
+        runner.device.type == "cuda",
+    )
+    shares = (
+        on_gpu
+        if cache.kv_cache_memory == "auto"
+        else isinstance(parse_memory(cache.kv_cache_memory), float)
+    )
     if cache.num_kv_blocks is not None or not shares or not runner.kv_cache_specs():
         return 0
-    length = max(1, min(scheduler.token_budget // scheduler.max_num_seqs, runner.config.max_model_len - 1))
+    length = max(
+        1, min(scheduler.token_budget // scheduler.max_num_seqs, runner.config.max_model_len - 1)
+    )
     if most_encoded := runner.config.max_encoder_len:
         length = max(1, min(length // 2, most_encoded))
-    kv_cache = plan_groups(runner.kv_cache_specs(), {layer: selection.name for layer, selection in runner.selections.items()})
+    kv_cache = plan_groups(
+        runner.kv_cache_specs(),
+        {layer: selection.name for layer, selection in runner.selections.items()},
+    )
     least = kv_cache.max_blocks(length + 1, length + 1, runner.config.max_encoder_len)
     runner.init_kv_cache(kv_cache.sized(least, [0] * len(kv_cache.pools)))
-    graphs = 0 if runner.compiler is None else runner.compiler.estimate(lambda: _compute_tokens(runner, 1))
+    graphs = (
+        0
+        if runner.compiler is None
+        else runner.compiler.estimate(lambda: _compute_tokens(runner, 1))
+    )
     # All of them write into the same blocks.
     plan = _made_up(runner, scheduler.max_num_seqs, length, _MOST_MEMORY)
     with contextlib.suppress(OSError):
@@ -99,20 +144,30 @@ def profile(runner: ModelRunner) -> int:
     runner.execute(plan)
     peak = _resident("VmHWM")
     runner.execute(_drop(plan))
-    encoded = int(parse_memory(cache.encoder_cache_memory)) if isinstance(runner.model, MultiModalModel) else 0
+    encoded = (
+        int(parse_memory(cache.encoder_cache_memory))
+        if isinstance(runner.model, MultiModalModel)
+        else 0
+    )
     return encoded + graphs + (0 if on_gpu else max(0, peak - before))
 
 
 def _resident(name: str) -> int:
-    """Bytes of memory that this process has ("VmRSS"), or had at its peak ("VmHWM"); 0 where the system does not tell."""
+    """Bytes of memory that this process has ("VmRSS"), or had at its peak ("VmHWM"); 0 where the
+    system does not tell."""
     with contextlib.suppress(OSError):
-        if found := re.search(rf"^{name}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE):
+        if found := re.search(
+            rf"^{name}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE
+        ):
             return int(found[1]) * 1024
     return 0
 
 
-def _made_up(runner: ModelRunner, num_sequences: int, num_tokens: int, params: SamplingParams = _GREEDY) -> StepPlan:
-    """Computes sequences -1, -2, ... of so many tokens in the first blocks, with room for one more; in a step of its own."""
+def _made_up(
+    runner: ModelRunner, num_sequences: int, num_tokens: int, params: SamplingParams = _GREEDY
+) -> StepPlan:
+    """Computes sequences -1, -2, ... of so many tokens in the first blocks, with room for one more;
+    in a step of its own."""
     pooling, groups = None, [group.spec for group in runner.kv_cache.groups]
     if runner.config.model.runner == "pooling":
         # The last pipeline stage alone may have a pooler.
@@ -120,33 +175,49 @@ def _made_up(runner: ModelRunner, num_sequences: int, num_tokens: int, params: S
     plan = StepPlan(encoders=_made_up_encoders(runner, num_sequences, num_tokens))
     if isinstance(runner.model, MultiModalModel):
         items = enumerate(runner.model.example_items())
-        plan.encode = [EncoderItem(f"warm-up {number}", modality, data) for number, (modality, data) in items]
+        plan.encode = [
+            EncoderItem(f"warm-up {number}", modality, data) for number, (modality, data) in items
+        ]
     for index in range(num_sequences):
         new = NewSequence(
             seq_id=-1 - index,
             token_ids=[0] * num_tokens,
             num_prompt_tokens=num_tokens,
-            block_tables=[[] if spec.of_encoder else list(range(spec.num_blocks(num_tokens + 1))) for spec in groups],
+            block_tables=[
+                [] if spec.of_encoder else list(range(spec.num_blocks(num_tokens + 1)))
+                for spec in groups
+            ],
             params=params,
             seed=0,
             stop_token_ids=[],
             inputs=SequenceInputs(pooling=pooling),
-            encoder_id=plan.encoders[index % len(plan.encoders)].encoder_id if plan.encoders else None,
+            encoder_id=plan.encoders[index % len(plan.encoders)].encoder_id
+            if plan.encoders
+            else None,
         )
         plan.new.append(new)
-        plan.scheduled.append(ScheduledSequence(new.seq_id, 0, num_tokens, [[] for _ in groups], pooling is None))
+        plan.scheduled.append(
+            ScheduledSequence(new.seq_id, 0, num_tokens, [[] for _ in groups], pooling is None)
+        )
     return plan
 
 
 def _made_up_encoders(runner: ModelRunner, num_sequences: int, num_tokens: int) -> list[NewEncoder]:
-    """An encoder sequence for each of these, as far as one step can compute them; of ids below theirs."""
+    """An encoder sequence for each of these, as far as one step can compute them; of ids below
+    theirs."""
     if not isinstance(runner.model, EncoderDecoderModel):
         return []
     read = runner.model.example_input(num_tokens)
     most = (runner.config.scheduler.token_budget - num_sequences * num_tokens) // read.num_tokens
-    tables = [list(range(group.spec.num_blocks(read.num_tokens))) if group.spec.of_encoder else [] for group in runner.kv_cache.groups]
+    tables = [
+        list(range(group.spec.num_blocks(read.num_tokens))) if group.spec.of_encoder else []
+        for group in runner.kv_cache.groups
+    ]
     ids = range(-1 - num_sequences, -1 - num_sequences - max(1, min(num_sequences, most)), -1)
-    return [NewEncoder(encoder_id=one, num_tokens=read.num_tokens, block_tables=tables, input=read) for one in ids]
+    return [
+        NewEncoder(encoder_id=one, num_tokens=read.num_tokens, block_tables=tables, input=read)
+        for one in ids
+    ]
 
 
 def _drop(plan: StepPlan) -> StepPlan:

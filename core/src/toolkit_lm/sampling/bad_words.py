@@ -1,4 +1,5 @@
-"""Tokens that are not to be drawn after others: the last ones of sequences, and those that complete a text."""
+"""Tokens that are not to be drawn after others: the last ones of sequences, and those that complete
+a text."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ class BadWords:
         """The tokens that would complete a word after these output tokens [N]."""
         end = output[-self._longest :].tolist()
         words = self._after.get(end[-1], ()) if end else ()
-        return np.array([*self._always, *(word[-1] for word in words if end[1 - len(word) :] == word[:-1])], np.int64)
+        return np.array(
+            [*self._always, *(word[-1] for word in words if end[1 - len(word) :] == word[:-1])],
+            np.int64,
+        )
 
 
 class ForbiddenTextRules:
@@ -32,14 +36,18 @@ class ForbiddenTextRules:
 
     def __init__(self, texts: ForbiddenTexts) -> None:
         self._steps, self._ends = texts.steps.to_numpy(), texts.ends.to_numpy()
-        self._tokens, self._end_states = (np.ascontiguousarray(one[:, 0]) for one in (self._steps, self._ends))
+        self._tokens, self._end_states = (
+            np.ascontiguousarray(one[:, 0]) for one in (self._steps, self._ends)
+        )
         self._silent = np.unpackbits(texts.silent.to_numpy()).view(bool)
         self._longest = texts.longest
 
     def forbidden(self, output: np.ndarray) -> np.ndarray:
         """The tokens that would complete a text after these output tokens [N]."""
         read = self._last_with_text(output, self._longest - 1)
-        starts, ends = (np.searchsorted(self._tokens, read, side).tolist() for side in ("left", "right"))
+        starts, ends = (
+            np.searchsorted(self._tokens, read, side).tolist() for side in ("left", "right")
+        )
         active: set[int] = set()
         for start, end in zip(starts, ends, strict=True):
             steps = self._steps[start:end, 1:].tolist()

@@ -15,12 +15,15 @@ from toolkit_lm.sampling.bad_words import BadWords, ForbiddenTextRules
 from toolkit_lm.sampling.processor import ProcessorRow
 from toolkit_lm.sampling.processors import ProcessorTable
 
-_NUMBERS = [name for name, o in SAMPLING_PARAMS.items() if o.kinds == (float,) and spec_of(o).use == "draws"]
+_NUMBERS = [
+    name for name, o in SAMPLING_PARAMS.items() if o.kinds == (float,) and spec_of(o).use == "draws"
+]
 """Parameters that are columns of float32 as they are."""
 
 
 MIN_TEMPERATURE = 1e-5
-"""Below this a temperature divides float32 logits into infinities, and the draw is the likeliest token anyway."""
+"""Below this a temperature divides float32 logits into infinities, and the draw is the likeliest
+token anyway."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -37,22 +40,30 @@ class TokenRules:
     forbidden_texts: ForbiddenTextRules | None = None
 
     @classmethod
-    def of(cls, params: SamplingParams, inputs: SequenceInputs, stop_token_ids: list[int]) -> TokenRules:
+    def of(
+        cls, params: SamplingParams, inputs: SequenceInputs, stop_token_ids: list[int]
+    ) -> TokenRules:
         bias = params.logit_bias or {}
         return cls(
             (params, inputs, stop_token_ids),
             stop=np.array(stop_token_ids, np.int64),
-            allowed=None if params.allowed_token_ids is None else np.array(params.allowed_token_ids, np.int64),
+            allowed=None
+            if params.allowed_token_ids is None
+            else np.array(params.allowed_token_ids, np.int64),
             bias_ids=np.array(list(bias), np.int64) if bias else None,
             bias=np.array(list(bias.values()), np.float32) if bias else None,
             bad_words=BadWords(inputs.bad_words) if inputs.bad_words else None,
-            forbidden_texts=None if inputs.forbidden_texts is None else ForbiddenTextRules(inputs.forbidden_texts),
+            forbidden_texts=None
+            if inputs.forbidden_texts is None
+            else ForbiddenTextRules(inputs.forbidden_texts),
         )
 
     def are_of(self, inputs: SequenceInputs, stop_token_ids: list[int]) -> bool:
         """Another sequence with the same parameters has these rules, too."""
         _, known, stop = self.given
-        same = known.bad_words == inputs.bad_words and known.forbidden_texts == inputs.forbidden_texts
+        same = (
+            known.bad_words == inputs.bad_words and known.forbidden_texts == inputs.forbidden_texts
+        )
         return same and stop == stop_token_ids
 
 
@@ -73,14 +84,17 @@ class TokenHistory:
         self.num_prompt_tokens[row] = num_prompt_tokens
 
     def put(self, row: int, start: int, token_ids: list[int], num_drafts: int = 0) -> None:
-        """The tokens of a row from position `start` on. The last `num_drafts` of them do not count yet."""
+        """The tokens of a row from position `start` on. The last `num_drafts` of them do not count
+        yet."""
         end = start + len(token_ids)
         self.token_ids[row, start:end] = token_ids
         self.num_tokens[row] = max(self.num_tokens[row], end - num_drafts)
 
     def append(self, rows: np.ndarray, token_ids: list[int]) -> None:
-        """One token for each of `rows` [R]. What a full row gets is counted, but no step will ever read it."""
-        # Few operations, since most of what each takes is the way to its code: the model has had the caches since the last step.
+        """One token for each of `rows` [R]. What a full row gets is counted, but no step will ever
+        read it."""
+        # Few operations, since most of what each takes is the way to its code: the model has had
+        # the caches since the last step.
         ends = self.num_tokens[rows]
         try:
             self.token_ids[rows, ends] = token_ids
@@ -99,17 +113,21 @@ class TokenHistory:
         return self.token_ids[row, self.num_prompt_tokens[row] : self.num_tokens[row]]
 
     def padded(self, rows: np.ndarray, *, output_only: bool = False, fill: int) -> np.ndarray:
-        """[R, longest] int64, left-aligned: all tokens of `rows`, or their output; `fill` elsewhere."""
+        """[R, longest] int64, left-aligned: all tokens of `rows`, or their output; `fill`
+        elsewhere."""
         ends = self.num_tokens[rows][:, None]
         starts = self.num_prompt_tokens[rows][:, None] if output_only else 0
         positions = np.arange(int(ends.max()))
-        return np.where((positions >= starts) & (positions < ends), self.token_ids[rows, : len(positions)], fill).astype(np.int64)
+        return np.where(
+            (positions >= starts) & (positions < ends), self.token_ids[rows, : len(positions)], fill
+        ).astype(np.int64)
 
 
 class SamplingBatch:
     """Columns over rows: what `sample` needs of each sequence.
 
-    A row is set when a sequence joins the batch, and cleared when it leaves; each step selects its rows.
+    A row is set when a sequence joins the batch, and cleared when it leaves; each step selects its
+    rows.
     """
 
     temperature: np.ndarray
@@ -120,7 +138,8 @@ class SamplingBatch:
     frequency_penalty: np.ndarray
 
     def __init__(self, history: TokenHistory, processors: ProcessorTable | None = None) -> None:
-        """`processors`: where rows register that ask for plugins' logits processors; None: such a request is not expected."""
+        """`processors`: where rows register that ask for plugins' logits processors; None: such a
+        request is not expected."""
         num_rows = len(history.num_tokens)
         self.history = history
         self.processors = processors
@@ -146,13 +165,16 @@ class SamplingBatch:
         self.filtered = np.zeros(num_rows, bool)
         """Some filter beside the temperature is on."""
         self.edited = np.zeros(num_rows, bool)
-        """Logits are not used as they are: there are rules beside the stop tokens, penalties, or plugins' processors of them."""
+        """Logits are not used as they are: there are rules beside the stop tokens, penalties, or
+        plugins' processors of them."""
         self.unusual: set[int] = set()
-        """Rows that do not just take the likeliest token of the model's logits. Where there are none, logits need not be made."""
+        """Rows that do not just take the likeliest token of the model's logits. Where there are
+        none, logits need not be made."""
         self.read_prompts: set[int] = set()
         """Rows that want log probabilities of their prompts."""
         self.follows = np.zeros(num_rows, bool)
-        """What must follow the tokens needs no draw: nothing but one processor has a say in it, and nobody asks how likely it was."""
+        """What must follow the tokens needs no draw: nothing but one processor has a say in it, and
+        nobody asks how likely it was."""
         self.forces = np.zeros(num_rows, bool)
         """Some places of the output have a token that must be drawn there."""
         self.forced = np.full(num_rows, None, object)
@@ -182,21 +204,49 @@ class SamplingBatch:
         self.logprob_token_ids[row] = params.logprob_token_ids
         self.num_candidates[row] = seq.num_candidates
         self.prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
-        self.forces[row], self.forced[row] = bool(seq.inputs.forced_tokens), seq.inputs.forced_tokens
+        self.forces[row], self.forced[row] = (
+            bool(seq.inputs.forced_tokens),
+            seq.inputs.forced_tokens,
+        )
         self.filtered[row] = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-        stages = self.processors.add(self.processor_row(row), seq) if self.processors is not None and seq.inputs.logits_processors else ()
+        stages = (
+            self.processors.add(self.processor_row(row), seq)
+            if self.processors is not None and seq.inputs.logits_processors
+            else ()
+        )
         rules, given = self._known.get(id(params)), (params, seq.inputs, seq.stop_token_ids)
         if rules is None or not rules.are_of(seq.inputs, seq.stop_token_ids):
             rules = self._known[id(params)] = TokenRules.of(*given)
         self.rules[row] = rules
-        penalized = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-        ruled = any(one is not None for one in (rules.allowed, rules.bias, rules.bad_words, rules.forbidden_texts))
+        penalized = (
+            params.repetition_penalty != 1
+            or params.presence_penalty != 0
+            or params.frequency_penalty != 0
+        )
+        ruled = any(
+            one is not None
+            for one in (rules.allowed, rules.bias, rules.bad_words, rules.forbidden_texts)
+        )
         self.edited[row] = penalized or ruled or "logits" in stages
-        as_is = not (self.edited[row] or self.forces[row] or params.min_tokens or seq.inputs.logits_processors)
-        is_usual = as_is and params.temperature < MIN_TEMPERATURE and self.logprobs[row] < 0 and not seq.num_candidates
+        as_is = not (
+            self.edited[row]
+            or self.forces[row]
+            or params.min_tokens
+            or seq.inputs.logits_processors
+        )
+        is_usual = (
+            as_is
+            and params.temperature < MIN_TEMPERATURE
+            and self.logprobs[row] < 0
+            and not seq.num_candidates
+        )
         (self.unusual.discard if is_usual else self.unusual.add)(row)
-        (self.read_prompts.discard if params.prompt_logprobs is None else self.read_prompts.add)(row)
-        self.follows[row] = len(seq.inputs.logits_processors) == 1 and not (ruled or self.forces[row] or self.logprobs[row] >= 0)
+        (self.read_prompts.discard if params.prompt_logprobs is None else self.read_prompts.add)(
+            row
+        )
+        self.follows[row] = len(seq.inputs.logits_processors) == 1 and not (
+            ruled or self.forces[row] or self.logprobs[row] >= 0
+        )
 
     def clear(self, row: int) -> None:
         """The sequence leaves."""
@@ -210,25 +260,47 @@ class SamplingBatch:
     def select(self, rows: np.ndarray) -> SamplingBatch:
         """The given rows [R], until the next call."""
         if len(self._selected) == self._depth:
-            columns = [(name, column) for name, column in vars(self).items() if isinstance(column, np.ndarray)]
-            self._selected.append({name: np.zeros(len(self.history.num_tokens), column.dtype) for name, column in columns})
+            columns = [
+                (name, column)
+                for name, column in vars(self).items()
+                if isinstance(column, np.ndarray)
+            ]
+            self._selected.append(
+                {
+                    name: np.zeros(len(self.history.num_tokens), column.dtype)
+                    for name, column in columns
+                }
+            )
         selected = object.__new__(SamplingBatch)
         vars(selected).update(vars(self), _depth=self._depth + 1)
         for name, out in self._selected[self._depth].items():
-            setattr(selected, name, np.take(getattr(self, name), rows, out=out[: len(rows)], mode="clip"))
+            setattr(
+                selected,
+                name,
+                np.take(getattr(self, name), rows, out=out[: len(rows)], mode="clip"),
+            )
         return selected
 
     def must_draw(self) -> dict[int, int]:
         """By row, the token that must be drawn now, where there is one."""
         rows, positions = np.flatnonzero(self.forces).tolist(), self.position.tolist()
-        return {row: self.forced[row][positions[row]] for row in rows if positions[row] in self.forced[row]}
+        return {
+            row: self.forced[row][positions[row]]
+            for row in rows
+            if positions[row] in self.forced[row]
+        }
 
     def processor_row(self, row: int) -> ProcessorRow:
         """A row as logits processors see it."""
         place = int(self.row[row])
         tokens = self.history.tokens(place)
         tokens.flags.writeable = False
-        return ProcessorRow(int(self.key[row]), tokens, int(self.history.num_prompt_tokens[place]), int(self.seed[row]))
+        return ProcessorRow(
+            int(self.key[row]),
+            tokens,
+            int(self.history.num_prompt_tokens[place]),
+            int(self.seed[row]),
+        )
 
     def users(self, rows: np.ndarray) -> tuple[list[int], Callable[[int], ProcessorRow]]:
         """The keys of `rows` [R], and what gives one by its index: for logits processors."""

@@ -23,10 +23,11 @@ class BeamCandidates(NamedTuple):
 
 
 def top_candidates(logits: Tensor, rows: SamplingBatch) -> BeamCandidates:
-    """The `num_candidates` likeliest tokens of each row of logits [R, V], any float dtype. The logits are left as they are.
+    """The `num_candidates` likeliest tokens of each row of logits [R, V], any float dtype. The
+    logits are left as they are.
 
-    Log probabilities are of the model's own distribution; masks and processors of the stage "logits" come after, and take nothing off the
-    tokens that they leave.
+    Log probabilities are of the model's own distribution; masks and processors of the stage
+    "logits" come after, and take nothing off the tokens that they leave.
     """
     are_finite = torch.isfinite(logits.amax(dim=-1))
     logprobs = torch.log_softmax(logits.float(), dim=-1)

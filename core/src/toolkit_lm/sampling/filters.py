@@ -14,7 +14,8 @@ _SELECTED = 256
 
 
 def distribution(logits: Tensor, rows: SamplingBatch) -> Tensor:
-    """[R, V] float32 -> [R, V] the probabilities that tokens are drawn with, after temperature and filters."""
+    """[R, V] float32 -> [R, V] the probabilities that tokens are drawn with, after temperature and
+    filters."""
     # Shifting by the maximum first keeps tiny temperatures finite.
     logits = (logits - logits.max(dim=-1, keepdim=True).values) / column(rows.temperature, logits)
     filtered = np.flatnonzero(rows.filtered)
@@ -41,9 +42,13 @@ def _filter(logits: Tensor, rows: SamplingBatch) -> Tensor:
 
 
 def _top(logits: Tensor, rows: SamplingBatch) -> Tensor:
-    """[R, V] -> [R, V] probabilities after top-k and top-p, which keep the first of the tokens sorted by likelihood."""
-    # As a rule few tokens hold all that is kept, and sorting the others would take most of the time of a step.
-    likeliest = logits.topk(min(_SELECTED, logits.shape[-1]), sorted=False).indices.sort(dim=-1).values
+    """[R, V] -> [R, V] probabilities after top-k and top-p, which keep the first of the tokens
+    sorted by likelihood."""
+    # As a rule few tokens hold all that is kept, and sorting the others would take most of the time
+    # of a step.
+    likeliest = (
+        logits.topk(min(_SELECTED, logits.shape[-1]), sorted=False).indices.sort(dim=-1).values
+    )
     probs, is_certain = _first(logits, likeliest, rows)
     if len(index := (~is_certain).nonzero()[:, 0]):
         everything = torch.arange(logits.shape[-1], device=logits.device).expand(len(index), -1)
@@ -53,29 +58,43 @@ def _top(logits: Tensor, rows: SamplingBatch) -> Tensor:
 
 def _first(logits: Tensor, tokens: Tensor, rows: SamplingBatch) -> tuple[Tensor, Tensor]:
     """As `_top`, of tokens [R, S], in their order; and whether nothing else could be kept [R]."""
-    # Sorting the logits and not the probabilities keeps the order of tokens whose probabilities round to the same.
+    # Sorting the logits and not the probabilities keeps the order of tokens whose probabilities
+    # round to the same.
     chosen, order = logits.gather(-1, tokens).sort(dim=-1, descending=True, stable=True)
     size, vocab_size = chosen.shape[-1], logits.shape[-1]
     top_k = to_device(np.where(rows.top_k > 0, rows.top_k, vocab_size), logits.device)[:, None]
-    weights = (chosen - chosen[:, :1]).exp().masked_fill(torch.arange(size, device=logits.device) >= top_k, 0.0)
-    probs = weights / torch.where(top_k <= size, _total(weights), _total((logits - chosen[:, :1]).exp()))
+    weights = (
+        (chosen - chosen[:, :1])
+        .exp()
+        .masked_fill(torch.arange(size, device=logits.device) >= top_k, 0.0)
+    )
+    probs = weights / torch.where(
+        top_k <= size, _total(weights), _total((logits - chosen[:, :1]).exp())
+    )
     top_p = column(rows.top_p, probs)
     # 1.0 keeps all: rounding must not cut the tail off.
     dropped = (probs.cumsum(dim=-1, dtype=torch.float64) - probs >= top_p) & (top_p < 1)
     dropped[:, 0] = False
     probs = probs.masked_fill(dropped, 0.0)
-    is_certain = ((probs > 0).sum(dim=-1) <= (chosen > chosen[:, -1:]).sum(dim=-1)) | (size == vocab_size)
-    return torch.zeros_like(logits).scatter_(-1, tokens.gather(-1, order), probs / _total(probs)), is_certain
+    is_certain = ((probs > 0).sum(dim=-1) <= (chosen > chosen[:, -1:]).sum(dim=-1)) | (
+        size == vocab_size
+    )
+    return torch.zeros_like(logits).scatter_(
+        -1, tokens.gather(-1, order), probs / _total(probs)
+    ), is_certain
 
 
 def _min_p(probs: Tensor, rows: SamplingBatch) -> Tensor:
     """[R, V] -> [R, V] probabilities after min-p."""
-    probs = probs.masked_fill(probs < column(rows.min_p, probs) * probs.amax(dim=-1, keepdim=True), 0.0)
+    probs = probs.masked_fill(
+        probs < column(rows.min_p, probs) * probs.amax(dim=-1, keepdim=True), 0.0
+    )
     return probs / _total(probs)
 
 
 def _total(x: Tensor) -> Tensor:
-    """[R, V] -> [R, 1]. torch's sum adds the numbers of one row in another order than those of several; on a GPU its cumsum does, too."""
+    """[R, V] -> [R, 1]. torch's sum adds the numbers of one row in another order than those of
+    several; on a GPU its cumsum does, too."""
     return x.cumsum(dim=-1)[:, -1:]
 
 

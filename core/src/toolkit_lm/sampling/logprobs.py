@@ -10,18 +10,28 @@ from toolkit_lm.messages import TokenLogprobs
 from toolkit_lm.sampling.transfer import to_device, to_host
 
 
-def token_logprobs(logits: Tensor, token_ids: Tensor, wanted: np.ndarray, named: np.ndarray | None = None) -> list[TokenLogprobs]:
-    """Per row of logits [R, V], the log probability of its token [R] and of the likeliest `wanted` [R] ones.
+def token_logprobs(
+    logits: Tensor, token_ids: Tensor, wanted: np.ndarray, named: np.ndarray | None = None
+) -> list[TokenLogprobs]:
+    """Per row of logits [R, V], the log probability of its token [R] and of the likeliest `wanted`
+    [R] ones.
 
-    `named` [R] of objects: per row a list of token ids whose log probabilities are told, too, with their ranks; None where there is none.
+    `named` [R] of objects: per row a list of token ids whose log probabilities are told, too, with
+    their ranks; None where there is none.
     """
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     chosen = logprobs.gather(-1, token_ids[:, None])
     ranks = (logprobs > chosen).sum(dim=-1) + 1
     top = logprobs.topk(min(int(wanted.max()), logprobs.shape[-1]), dim=-1)
-    found = (column.tolist() for column in to_host(token_ids, chosen[:, 0], ranks, top.indices, top.values))
+    found = (
+        column.tolist()
+        for column in to_host(token_ids, chosen[:, 0], ranks, top.indices, top.values)
+    )
     columns = zip(*found, wanted.tolist(), strict=True)
-    told = [TokenLogprobs([token, *ids[:n]], [logprob, *values[:n]], rank) for token, logprob, rank, ids, values, n in columns]
+    told = [
+        TokenLogprobs([token, *ids[:n]], [logprob, *values[:n]], rank)
+        for token, logprob, rank, ids, values, n in columns
+    ]
     for row, ids in enumerate(() if named is None else named.tolist()):
         if ids:
             _add(told[row], logprobs[row], ids)

@@ -1,4 +1,5 @@
-"""Rules about single tokens: allowed_token_ids, bad_words, logit_bias, stop tokens that min_tokens holds back, and forced tokens."""
+"""Rules about single tokens: allowed_token_ids, bad_words, logit_bias, stop tokens that min_tokens
+holds back, and forced tokens."""
 
 from __future__ import annotations
 
@@ -15,15 +16,29 @@ def mask(logits: Tensor, rows: SamplingBatch) -> None:
     vocab_size = logits.shape[-1]
     _allow(logits, rows)
     for kind in ("bad_words", "forbidden_texts"):
-        wordy = {row: one for row, rules in enumerate(rows.rules) if (one := getattr(rules, kind)) is not None}
+        wordy = {
+            row: one
+            for row, rules in enumerate(rows.rules)
+            if (one := getattr(rules, kind)) is not None
+        }
         outputs = {row: rows.history.output(rows.row[row]) for row in wordy}
-        _put(logits, {row: words.forbidden(outputs[row]) for row, words in wordy.items()}, -torch.inf)
+        _put(
+            logits, {row: words.forbidden(outputs[row]) for row, words in wordy.items()}, -torch.inf
+        )
     biased = {row: rules for row, rules in enumerate(rows.rules) if rules.bias is not None}
     if biased:
         values = np.concatenate([rules.bias for rules in biased.values() if rules.bias is not None])
-        _put(logits, {row: rules.bias_ids for row, rules in biased.items() if rules.bias_ids is not None}, values)
+        _put(
+            logits,
+            {row: rules.bias_ids for row, rules in biased.items() if rules.bias_ids is not None},
+            values,
+        )
     early = np.flatnonzero(rows.position < rows.min_tokens)
-    _put(logits, {int(row): rows.rules[row].stop[rows.rules[row].stop < vocab_size] for row in early}, -torch.inf)
+    _put(
+        logits,
+        {int(row): rows.rules[row].stop[rows.rules[row].stop < vocab_size] for row in early},
+        -torch.inf,
+    )
     if forced := rows.must_draw():
         places = np.array([*forced, *forced.values()]).reshape(2, -1)
         its, tokens = to_device(places, logits.device)

@@ -19,18 +19,26 @@ def penalize(logits: Tensor, rows: SamplingBatch) -> None:
         penalty = column(rows.repetition_penalty[repeating], logits)
         some = logits[index]
         scaled = torch.where(some > 0, some / penalty, some * penalty)
-        logits[index] = torch.where(_counts(rows, repeating, logits, output_only=False) > 0, scaled, some)
+        logits[index] = torch.where(
+            _counts(rows, repeating, logits, output_only=False) > 0, scaled, some
+        )
     counting = np.flatnonzero((rows.presence_penalty != 0) | (rows.frequency_penalty != 0))
     if len(counting):
         index = to_device(counting, logits.device)
         counts = _counts(rows, counting, logits, output_only=True)
-        presence, frequency = column(rows.presence_penalty[counting], logits), column(rows.frequency_penalty[counting], logits)
+        presence, frequency = (
+            column(rows.presence_penalty[counting], logits),
+            column(rows.frequency_penalty[counting], logits),
+        )
         logits[index] -= presence * (counts > 0) + frequency * counts
 
 
 def _counts(rows: SamplingBatch, index: np.ndarray, logits: Tensor, *, output_only: bool) -> Tensor:
     """[R, V] how often each token is in the sequence, or in its output."""
     vocab_size = logits.shape[-1]
-    tokens = to_device(rows.history.padded(rows.row[index], output_only=output_only, fill=vocab_size), logits.device)
+    tokens = to_device(
+        rows.history.padded(rows.row[index], output_only=output_only, fill=vocab_size),
+        logits.device,
+    )
     counts = logits.new_zeros(len(index), vocab_size + 1)
     return counts.scatter_add_(-1, tokens, torch.ones_like(tokens, dtype=counts.dtype))[:, :-1]

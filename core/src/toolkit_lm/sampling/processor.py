@@ -14,8 +14,10 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.sampling.uniform import uniform
 
 Stage = Literal["logits", "probs"]
-"""Where a processor works. "logits": on the model's logits, after masks and penalties, before greedy rows take the likeliest token.
-"probs": on the probabilities that temperature and filters have left, of the rows that draw."""
+"""Where a processor works. "logits": on the model's logits, after masks and penalties, before
+greedy rows take the likeliest token. "probs": on the probabilities that temperature and filters
+have left, of the rows that draw.
+"""
 
 
 class ProcessorRow(NamedTuple):
@@ -24,63 +26,82 @@ class ProcessorRow(NamedTuple):
     key: int
     """Names the sequence for its life, whichever row it has in a step."""
     token_ids: np.ndarray
-    """[N] int32, read only: all its tokens so far, the prompt and the output. A view: it holds until the call returns."""
+    """[N] int32, read only: all its tokens so far, the prompt and the output. A view: it holds
+    until the call returns."""
     num_prompt_tokens: int
     seed: int
 
 
 def uniforms(rows: Sequence[ProcessorRow], stream: int) -> np.ndarray:
-    """One number in [0, 1) per row, [R] float64: the same for a sequence's seed and number of tokens, whatever else is in the batch.
+    """One number in [0, 1) per row, [R] float64: the same for a sequence's seed and number of
+    tokens, whatever else is in the batch.
 
-    `stream`, from 1 on, tells apart numbers that are to be independent of each other; the draw's own are stream 0.
+    `stream`, from 1 on, tells apart numbers that are to be independent of each other; the draw's
+    own are stream 0.
     """
     seeds = np.array([row.seed for row in rows], np.uint64)
-    return uniform(seeds, np.array([len(row.token_ids) - row.num_prompt_tokens for row in rows]), stream)
+    return uniform(
+        seeds, np.array([len(row.token_ids) - row.num_prompt_tokens for row in rows]), stream
+    )
 
 
 class LogitsProcessor(ABC):
     """The half of a logits processor that works in the sampler, on the sequences that ask for it.
 
-    One instance serves all sequences of a worker, from one thread. What it does to a row must be a function of that row's arguments,
-    tokens, random numbers and state, and never of other rows. A preempted sequence is removed and added again. An exception fails the
-    request that it was raised for, and no other.
+    One instance serves all sequences of a worker, from one thread. What it does to a row must be a
+    function of that row's arguments, tokens, random numbers and state, and never of other rows. A
+    preempted sequence is removed and added again. An exception fails the request that it was raised
+    for, and no other.
     """
 
     stage: ClassVar[Stage]
     in_logprobs: ClassVar[bool] = False
-    """Log probabilities of the output are those of the changed logits, of the stage "logits"; otherwise they are the model's own."""
+    """Log probabilities of the output are those of the changed logits, of the stage "logits";
+    otherwise they are the model's own."""
     atomic: ClassVar[bool] = False
-    """`apply` works in place, raises before it changes a value or not at all, and makes no NaN or infinity: nothing is copied."""
+    """`apply` works in place, raises before it changes a value or not at all, and makes no NaN or
+    infinity: nothing is copied."""
 
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
         self.config = config
         self.device = device
 
     @abstractmethod
-    def add(self, row: ProcessorRow, arguments: Mapping[str, Any], state: Mapping[str, float]) -> None:
-        """A sequence joins the batch. `arguments`: what its `prepare` gave. `state`: what `after_draw` returned last; empty at first."""
+    def add(
+        self, row: ProcessorRow, arguments: Mapping[str, Any], state: Mapping[str, float]
+    ) -> None:
+        """A sequence joins the batch. `arguments`: what its `prepare` gave. `state`: what
+        `after_draw` returned last; empty at first."""
 
     @abstractmethod
     def remove(self, key: int) -> None:
-        """A sequence leaves the batch: finished, aborted or preempted. Also called where `add` raised."""
+        """A sequence leaves the batch: finished, aborted or preempted. Also called where `add`
+        raised."""
 
     def begin(self, rows: Sequence[ProcessorRow]) -> None:  # noqa: B027 # most have nothing to do
-        """A step is computed that draws for these rows: what can be made ready meanwhile, threads may do. Their drafts may follow."""
+        """A step is computed that draws for these rows: what can be made ready meanwhile, threads
+        may do. Their drafts may follow."""
 
     @abstractmethod
     def apply(self, values: Tensor, rows: Sequence[ProcessorRow]) -> Tensor:
-        """The changed logits or probabilities [R, V] float32 of these rows. Changing them in place is fine.
+        """The changed logits or probabilities [R, V] float32 of these rows. Changing them in place
+        is fine.
 
-        Minus infinity, or 0, rules a token out. Probabilities add up to 1 when they come, and need not when they are returned.
+        Minus infinity, or 0, rules a token out. Probabilities add up to 1 when they come, and need
+        not when they are returned.
         """
 
-    def after_draw(self, row: ProcessorRow, token_id: int, prob: float) -> Mapping[str, float] | None:
-        """A token was drawn for a row that `apply` has worked on. `prob`: what it was drawn with, after all steps; 1 for a greedy row.
+    def after_draw(
+        self, row: ProcessorRow, token_id: int, prob: float
+    ) -> Mapping[str, float] | None:
+        """A token was drawn for a row that `apply` has worked on. `prob`: what it was drawn with,
+        after all steps; 1 for a greedy row.
 
         Returns what is to survive a preemption, and None where nothing is.
         """
         return None
 
     def drafts(self, row: ProcessorRow) -> list[int]:
-        """Tokens that must follow, asked when a step has drawn: the next one computes them together, and draws each as any other."""
+        """Tokens that must follow, asked when a step has drawn: the next one computes them
+        together, and draws each as any other."""
         return []

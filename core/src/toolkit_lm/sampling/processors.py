@@ -17,13 +17,18 @@ from toolkit_lm.sampling.processor import LogitsProcessor, ProcessorRow, Stage
 
 
 class ProcessorTable:
-    """Makes a processor when a sequence first asks for it, and keeps each plugin's errors to the sequence they came up for."""
+    """Makes a processor when a sequence first asks for it, and keeps each plugin's errors to the
+    sequence they came up for."""
 
-    def __init__(self, registry: LogitsProcessorRegistry, config: VllmConfig, device: torch.device) -> None:
+    def __init__(
+        self, registry: LogitsProcessorRegistry, config: VllmConfig, device: torch.device
+    ) -> None:
         self._registry = registry
         self._config = config
         self._device = device
-        self._order = [entry.key for entry in sorted(registry.entries(), key=lambda entry: -entry.priority)]
+        self._order = [
+            entry.key for entry in sorted(registry.entries(), key=lambda entry: -entry.priority)
+        ]
         self._processors: dict[str, LogitsProcessor] = {}
         self.names: dict[int, list[str]] = {}
         """By key, the processors that a sequence uses."""
@@ -57,20 +62,35 @@ class ProcessorTable:
                     self._processors[name].remove(key)
                 except Exception as error:
                     # The sequence has its result already: nobody is to suffer from it.
-                    warnings.warn(f"{self._message(name, error)} (in remove)", PluginWarning, stacklevel=2)
+                    warnings.warn(
+                        f"{self._message(name, error)} (in remove)", PluginWarning, stacklevel=2
+                    )
 
-    def apply(self, values: Tensor, keys: Sequence[int], row: Callable[[int], ProcessorRow], stage: Stage) -> None:
-        """Changes logits or probabilities [R, V] float32 in place, those of the rows that use a processor of this stage.
+    def apply(
+        self, values: Tensor, keys: Sequence[int], row: Callable[[int], ProcessorRow], stage: Stage
+    ) -> None:
+        """Changes logits or probabilities [R, V] float32 in place, those of the rows that use a
+        processor of this stage.
 
         `keys` [R]: whose the rows are. `row` gives one by its index.
         """
         for name in self._order:
-            if name in self._processors and self._processors[name].stage == stage and (users := self._users(name, keys)):
+            if (
+                name in self._processors
+                and self._processors[name].stage == stage
+                and (users := self._users(name, keys))
+            ):
                 is_all = len(users) == len(values)
-                changed = self._apply(name, values if is_all else values[users], [row(index) for index in users])
-                changed = changed / changed.sum(dim=-1, keepdim=True) if stage == "probs" else changed
+                changed = self._apply(
+                    name, values if is_all else values[users], [row(index) for index in users]
+                )
+                changed = (
+                    changed / changed.sum(dim=-1, keepdim=True) if stage == "probs" else changed
+                )
                 # A copy to itself costs nothing.
-                values.copy_(changed) if is_all else values.index_copy_(0, torch.tensor(users, device=values.device), changed)
+                values.copy_(changed) if is_all else values.index_copy_(
+                    0, torch.tensor(users, device=values.device), changed
+                )
 
     def begin(self, keys: Sequence[int], row: Callable[[int], ProcessorRow]) -> None:
         """A step is computed that draws for rows [R]."""
@@ -78,33 +98,70 @@ class ProcessorTable:
             if rows := [row(index) for index in self._users(name, keys)]:
                 processor.begin(rows)
 
-    def drafts(self, keys: Sequence[int], row: Callable[[int], ProcessorRow]) -> dict[int, list[int]]:
+    def drafts(
+        self, keys: Sequence[int], row: Callable[[int], ProcessorRow]
+    ) -> dict[int, list[int]]:
         """By key, the tokens that must follow."""
-        asked = ((index, self._processors[name]) for name in self._processors for index in self._users(name, keys))
-        return {keys[index]: drafts for index, processor in asked if (drafts := processor.drafts(row(index)))}
+        asked = (
+            (index, self._processors[name])
+            for name in self._processors
+            for index in self._users(name, keys)
+        )
+        return {
+            keys[index]: drafts
+            for index, processor in asked
+            if (drafts := processor.drafts(row(index)))
+        }
 
     def _users(self, name: str, keys: Sequence[int]) -> list[int]:
         """The rows that use a processor, and have not failed."""
-        return [index for index, key in enumerate(keys) if name in self.names.get(key, ()) and key not in self.errors]
+        return [
+            index
+            for index, key in enumerate(keys)
+            if name in self.names.get(key, ()) and key not in self.errors
+        ]
 
     def in_logprobs(self, keys: Sequence[int]) -> list[int]:
         """The rows whose log probabilities are those of changed logits."""
         names = {name for name, processor in self._processors.items() if processor.in_logprobs}
-        return [index for index, key in enumerate(keys) if not names.isdisjoint(self.names.get(key, ()))] if names else []
+        return (
+            [
+                index
+                for index, key in enumerate(keys)
+                if not names.isdisjoint(self.names.get(key, ()))
+            ]
+            if names
+            else []
+        )
 
     def after_draw(
-        self, keys: Sequence[int], row: Callable[[int], ProcessorRow], token_ids: Sequence[int], probs: Mapping[int, float]
+        self,
+        keys: Sequence[int],
+        row: Callable[[int], ProcessorRow],
+        token_ids: Sequence[int],
+        probs: Mapping[int, float],
     ) -> dict[int, SamplerState]:
-        """Tells the processors which tokens were drawn. `probs`: of the rows that were drawn at random. Returns states, by row."""
+        """Tells the processors which tokens were drawn. `probs`: of the rows that were drawn at
+        random. Returns states, by row."""
         states: dict[int, SamplerState] = {}
-        listening = {name: one for name, one in self._processors.items() if type(one).after_draw is not LogitsProcessor.after_draw}
+        listening = {
+            name: one
+            for name, one in self._processors.items()
+            if type(one).after_draw is not LogitsProcessor.after_draw
+        }
         for index, key in enumerate(keys) if listening else ():
             for name in self.names.get(key, ()):
                 processor = listening.get(name)
-                if processor is None or key in self.errors or (processor.stage == "probs" and index not in probs):
+                if (
+                    processor is None
+                    or key in self.errors
+                    or (processor.stage == "probs" and index not in probs)
+                ):
                     continue
                 try:
-                    state = processor.after_draw(row(index), token_ids[index], probs.get(index, 1.0))
+                    state = processor.after_draw(
+                        row(index), token_ids[index], probs.get(index, 1.0)
+                    )
                 except Exception as error:
                     self._fail(key, name, error)
                 else:
@@ -113,14 +170,20 @@ class ProcessorTable:
         return states
 
     def _apply(self, name: str, values: Tensor, rows: Sequence[ProcessorRow]) -> Tensor:
-        """The changed values, which may be in the memory of `values`; of a row for which the processor fails, its own."""
+        """The changed values, which may be in the memory of `values`; of a row for which the
+        processor fails, its own."""
         kept = None if self._processors[name].atomic else values.clone()
         try:
             changed = self._processors[name].apply(values, rows)
             if changed.shape != values.shape:
-                raise ValueError(f"apply() returned shape {tuple(changed.shape)} for {tuple(values.shape)}")
+                raise ValueError(
+                    f"apply() returned shape {tuple(changed.shape)} for {tuple(values.shape)}"
+                )
             # Of NaN the maximum is NaN.
-            if kept is not None and ((changed.amax(dim=-1) < torch.inf) < (kept.amax(dim=-1) < torch.inf)).any():
+            if (
+                kept is not None
+                and ((changed.amax(dim=-1) < torch.inf) < (kept.amax(dim=-1) < torch.inf)).any()
+            ):
                 raise ValueError("apply() returned NaN or infinity")
             return changed.to(values.dtype)
         except Exception as error:
@@ -129,11 +192,17 @@ class ProcessorTable:
                 self._fail(rows[0].key, name, error)
                 return values
         # One of them is the culprit: each by itself.
-        return torch.cat([self._apply(name, values[i : i + 1], rows[i : i + 1]) for i in range(len(rows))])
+        return torch.cat(
+            [self._apply(name, values[i : i + 1], rows[i : i + 1]) for i in range(len(rows))]
+        )
 
     def _fail(self, key: int, name: str, error: Exception) -> None:
         self.errors.setdefault(key, self._message(name, error))
 
     def _message(self, name: str, error: Exception) -> str:
         # What a request asks for is no fault of the plugin that says so.
-        return str(error) if type(error) is RequestError else self._registry.get(name).owner.failure(error, f"logits processor {name!r}")
+        return (
+            str(error)
+            if type(error) is RequestError
+            else self._registry.get(name).owner.failure(error, f"logits processor {name!r}")
+        )

@@ -1,6 +1,7 @@
 """The sampler: logits [R, V] and the rows' parameters become one token per row.
 
-The steps, in order; each works on what the one before has left, and only on the rows that ask for it:
+The steps, in order; each works on what the one before has left, and only on the rows that ask for
+it:
 
 1. masks: allowed_token_ids, bad_words, logit_bias, and the stop tokens that min_tokens holds back;
 2. penalties: repetition, presence, frequency;
@@ -11,8 +12,9 @@ The steps, in order; each works on what the one before has left, and only on the
 7. plugins' logits processors of the stage "probs";
 8. one draw by inverse distribution function, from one uniform number per row.
 
-A row's result is a function of its logits, parameters, tokens and seed (and its processors' state), and never of the other rows. On a GPU
-this holds but for the last bit: a single row is summed up in another order.
+A row's result is a function of its logits, parameters, tokens and seed (and its processors' state),
+and never of the other rows. On a GPU this holds but for the last bit: a single row is summed up in
+another order.
 """
 
 from __future__ import annotations
@@ -56,13 +58,20 @@ class Sampled(NamedTuple):
     """By row, what its logits processors keep for the next draw."""
 
 
-def sample(logits: Tensor, rows: SamplingBatch, likeliest: Callable[[Tensor], tuple[Tensor, Tensor]] = _likeliest) -> Sampled:
-    """Draws a token for each row of logits [R, V], any float dtype. The logits are left as they are. `likeliest` is as that of Kernels."""
+def sample(
+    logits: Tensor,
+    rows: SamplingBatch,
+    likeliest: Callable[[Tensor], tuple[Tensor, Tensor]] = _likeliest,
+) -> Sampled:
+    """Draws a token for each row of logits [R, V], any float dtype. The logits are left as they
+    are. `likeliest` is as that of Kernels."""
     # Where no sequence uses any, a step costs nothing more.
     processors = rows.processors if rows.processors is not None and rows.processors.names else None
     scores = logits
     # The stop tokens are held back while fewer than min_tokens are out.
-    edits = rows.edited | (rows.position < rows.min_tokens) if rows.min_tokens.any() else rows.edited
+    edits = (
+        rows.edited | (rows.position < rows.min_tokens) if rows.min_tokens.any() else rows.edited
+    )
     if rows.forces.any():
         edits = edits | np.isin(np.arange(len(rows)), list(rows.must_draw()))
     edited = np.flatnonzero(edits)
@@ -72,7 +81,9 @@ def sample(logits: Tensor, rows: SamplingBatch, likeliest: Callable[[Tensor], tu
             _edit(scores, rows, processors)
         else:
             index = to_device(edited, logits.device)
-            scores.index_copy_(0, index, _edit(scores.index_select(0, index), rows.select(edited), processors))
+            scores.index_copy_(
+                0, index, _edit(scores.index_select(0, index), rows.select(edited), processors)
+            )
     best, token_ids = likeliest(scores)
     # max() passes NaN on, and is -inf where no token is allowed.
     failed = ~torch.isfinite(best)
@@ -83,7 +94,9 @@ def sample(logits: Tensor, rows: SamplingBatch, likeliest: Callable[[Tensor], tu
             # They are shown no row that has failed.
             random = random[~failed.cpu().numpy()[random]]
         index = to_device(random, logits.device)
-        part, selected = (scores, rows) if len(random) == len(rows) else (scores[index], rows.select(random))
+        part, selected = (
+            (scores, rows) if len(random) == len(rows) else (scores[index], rows.select(random))
+        )
         tokens, drawn, none_left = _draw(part.float(), selected, processors)
         # What was drawn for a row that has failed is never asked for.
         token_ids[index] = torch.where(failed[index], token_ids[index], tokens)
@@ -92,23 +105,32 @@ def sample(logits: Tensor, rows: SamplingBatch, likeliest: Callable[[Tensor], tu
             probs = dict(zip(random.tolist(), drawn.tolist(), strict=True))
     on_host, failed = to_host(token_ids, failed)
     without = failed.nonzero()[:, 0].tolist()
-    errors = {row: _why_none(logits[row], rows.rules[row].given[0]) for row in without} if without else {}
+    errors = (
+        {row: _why_none(logits[row], rows.rules[row].given[0]) for row in without}
+        if without
+        else {}
+    )
     states: dict[int, SamplerState] = {}
     drawn_ids = on_host.tolist()
     if processors is not None:
         keys = rows.key.tolist()
         states = processors.after_draw(keys, rows.processor_row, drawn_ids, probs)
-        errors |= {row: processors.errors[key] for row, key in enumerate(keys) if key in processors.errors}
+        errors |= {
+            row: processors.errors[key] for row, key in enumerate(keys) if key in processors.errors
+        }
     if rows.logprobs.max() < 0:
         return Sampled(drawn_ids, [], errors, states)
     if processors is not None and (changed := processors.in_logprobs(rows.key.tolist())):
-        logits = logits.float().index_copy(0, to_device(np.array(changed), logits.device), scores[changed].float())
+        logits = logits.float().index_copy(
+            0, to_device(np.array(changed), logits.device), scores[changed].float()
+        )
     logprobs = _logprobs(logits, token_ids, rows.logprobs, rows.logprob_token_ids)
     return Sampled(drawn_ids, logprobs, errors, states)
 
 
 def take_likeliest(best: Tensor, token_ids: Tensor) -> Sampled:
-    """As `sample`, of rows that just take the likeliest token: the greatest logit of each, and its token, [R] each."""
+    """As `sample`, of rows that just take the likeliest token: the greatest logit of each, and its
+    token, [R] each."""
     errors = {}
     if best.device.type != "cpu":
         best, token_ids = to_host(best, token_ids)
@@ -127,16 +149,25 @@ def _edit(logits: Tensor, rows: SamplingBatch, processors: ProcessorTable | None
     return logits
 
 
-def _draw(logits: Tensor, rows: SamplingBatch, processors: ProcessorTable | None) -> tuple[Tensor, Tensor | None, Tensor]:
-    """[R, V] float32 -> [R] tokens; [R] what they were drawn with, where processors want to know; [R] where nothing was left to draw."""
+def _draw(
+    logits: Tensor, rows: SamplingBatch, processors: ProcessorTable | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """[R, V] float32 -> [R] tokens; [R] what they were drawn with, where processors want to know;
+    [R] where nothing was left to draw."""
     probs = distribution(logits, rows)
     if processors is not None:
         processors.apply(probs, rows.key.tolist(), rows.processor_row, "probs")
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     u = to_device(uniform(rows.seed, rows.position, work=rows.work[0]), probs.device)[:, None]
     # The first token whose cumulative probability exceeds u of the whole.
-    token_ids = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True).clamp_(max=probs.shape[-1] - 1)
-    drawn = None if processors is None else probs.gather(-1, token_ids)[:, 0].double() / cumulative[:, -1]
+    token_ids = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True).clamp_(
+        max=probs.shape[-1] - 1
+    )
+    drawn = (
+        None
+        if processors is None
+        else probs.gather(-1, token_ids)[:, 0].double() / cumulative[:, -1]
+    )
     return token_ids[:, 0], drawn, ~(cumulative[:, -1] > 0)
 
 
@@ -145,7 +176,9 @@ def _why_none(logits: Tensor, params: SamplingParams) -> str:
     return leave_too_little(params, "no token that could be drawn") if is_finite else _NOT_FINITE
 
 
-def _logprobs(logits: Tensor, token_ids: Tensor, wanted: np.ndarray, named: np.ndarray) -> list[TokenLogprobs | None]:
+def _logprobs(
+    logits: Tensor, token_ids: Tensor, wanted: np.ndarray, named: np.ndarray
+) -> list[TokenLogprobs | None]:
     asking = np.flatnonzero(wanted >= 0)
     index = to_device(asking, logits.device)
     found = iter(token_logprobs(logits[index], token_ids[index], wanted[asking], named[asking]))

@@ -40,7 +40,8 @@ class Hypothesis(NamedTuple):
 
 
 class BeamSearch:
-    """One request's search. It decides as transformers' `generate(num_beams=width)` does; of equals, the earlier beam comes first."""
+    """One request's search. It decides as transformers' `generate(num_beams=width)` does; of
+    equals, the earlier beam comes first."""
 
     def __init__(
         self,
@@ -62,13 +63,15 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """How many of a beam's likeliest tokens `advance` needs: though all end tokens be among them, `width` beams can go on."""
+        """How many of a beam's likeliest tokens `advance` needs: though all end tokens be among
+        them, `width` beams can go on."""
         return max(2, 1 + len(self.end_token_ids)) * self.width
 
     def advance(self, beams: Sequence[Beam], candidates: Sequence[Candidates]) -> list[Extension]:
         """The beams to go on with, the likeliest first; none when the search is over.
 
-        `beams`: one before the first token, then those that the last call gave, in any order. `candidates`: of each beam.
+        `beams`: one before the first token, then those that the last call gave, in any order.
+        `candidates`: of each beam.
         """
         found = (
             Extension(parent, token_id, beam.logprob + logprob)
@@ -77,17 +80,29 @@ class BeamSearch:
         )
         best = heapq.nlargest(self.num_candidates, found, key=lambda extension: extension.logprob)
         length = len(beams[0].token_ids) + 1
-        ended = [length >= self.max_tokens or extension.token_id in self.end_token_ids for extension in best]
-        # Whoever ends below the first `width` is dropped: had it gone on, it would not have been kept.
+        ended = [
+            length >= self.max_tokens or extension.token_id in self.end_token_ids
+            for extension in best
+        ]
+        # Whoever ends below the first `width` is dropped: had it gone on, it would not have been
+        # kept.
         for extension, has_ended in zip(best[: self.width], ended, strict=False):
             if has_ended:
-                self._keep([*beams[extension.parent].token_ids, extension.token_id], extension.logprob)
-        live = [extension for extension, has_ended in zip(best, ended, strict=True) if not has_ended][: self.width]
+                self._keep(
+                    [*beams[extension.parent].token_ids, extension.token_id], extension.logprob
+                )
+        live = [
+            extension for extension, has_ended in zip(best, ended, strict=True) if not has_ended
+        ][: self.width]
         return [] if self._is_over(live, length) else live
 
     def _keep(self, token_ids: list[int], logprob: float) -> None:
-        reason: Literal["stop", "length"] = "stop" if token_ids[-1] in self.end_token_ids else "length"
-        self.hypotheses.append(Hypothesis(token_ids, logprob / len(token_ids) ** self.length_penalty, logprob, reason))
+        reason: Literal["stop", "length"] = (
+            "stop" if token_ids[-1] in self.end_token_ids else "length"
+        )
+        self.hypotheses.append(
+            Hypothesis(token_ids, logprob / len(token_ids) ** self.length_penalty, logprob, reason)
+        )
         self.hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
         del self.hypotheses[self.width :]
 
@@ -98,7 +113,10 @@ class BeamSearch:
             return False
         if self.early_stopping is True:
             return True
-        # A guess at the best that can still come: that of the likeliest beam, as if it ended now, or as late as may be.
+        # A guess at the best that can still come: that of the likeliest beam, as if it ended now,
+        # or as late as may be.
         late = self.early_stopping == "never" and self.length_penalty > 0
-        hoped: float = live[0].logprob / (self.max_tokens if late else length) ** self.length_penalty
+        hoped: float = (
+            live[0].logprob / (self.max_tokens if late else length) ** self.length_penalty
+        )
         return hoped <= self.hypotheses[-1].score

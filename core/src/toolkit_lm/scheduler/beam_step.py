@@ -18,7 +18,8 @@ class Fork(NamedTuple):
 
 
 class BeamStep:
-    """Takes the candidates of a request's beams. With the last of them it gives the next beams, or the outputs.
+    """Takes the candidates of a request's beams. With the last of them it gives the next beams, or
+    the outputs.
 
     The candidates are kept with the beams, which may be computed in several steps of the engine.
     """
@@ -37,10 +38,14 @@ class BeamStep:
         beams = self.request.sequences
         known = [one.candidates for one in beams if one.candidates is not None]
         extensions = self.search.advance([one.beam for one in beams], known)
-        return [Fork(beams[e.parent], beams[e.parent].extended(next(seq_ids), e.token_id, e.logprob)) for e in extensions]
+        return [
+            Fork(beams[e.parent], beams[e.parent].extended(next(seq_ids), e.token_id, e.logprob))
+            for e in extensions
+        ]
 
     def outputs(self) -> list[EngineOutput]:
-        """What the search has found, the best first: n sequences, or fewer where the sampling parameters leave no more."""
+        """What the search has found, the best first: n sequences, or fewer where the sampling
+        parameters leave no more."""
         request = self.request
         return [
             EngineOutput(
@@ -48,7 +53,9 @@ class BeamStep:
                 index=index,
                 token_ids=one.token_ids,
                 finish_reason=one.finish_reason,
-                stop_token_id=one.token_ids[-1] if one.token_ids[-1] in request.stop_token_ids else None,
+                stop_token_id=one.token_ids[-1]
+                if one.token_ids[-1] in request.stop_token_ids
+                else None,
                 num_cached_tokens=request.num_cached_tokens,
                 cumulative_logprob=one.logprob,
                 score=one.score,

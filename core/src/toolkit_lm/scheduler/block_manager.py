@@ -15,7 +15,8 @@ BlockHashes = Callable[[int, int], Sequence[bytes]]
 """(block size, number of blocks) -> at least so many hashes of a sequence's first blocks."""
 
 NO_BLOCK = -1
-"""A table's entry for tokens that a window has left behind. Entries below it are blocks of the host pool."""
+"""A table's entry for tokens that a window has left behind. Entries below it are blocks of the host
+pool."""
 
 FIRST_ON_HOST = NO_BLOCK - 1
 _NONE: list[int] = []
@@ -33,10 +34,13 @@ class TokenRange(NamedTuple):
 class GroupBlocks:
     """How the block tables of one KV group grow, are shared and shrink, as the group's spec says.
 
-    A table is a list of block ids of the device pool, NO_BLOCK, or FIRST_ON_HOST - (block id of the host pool).
+    A table is a list of block ids of the device pool, NO_BLOCK, or FIRST_ON_HOST - (block id of the
+    host pool).
     """
 
-    def __init__(self, index: int, spec: KVCacheSpec, pool_index: int, pool: BlockPool, host_pool: BlockPool) -> None:
+    def __init__(
+        self, index: int, spec: KVCacheSpec, pool_index: int, pool: BlockPool, host_pool: BlockPool
+    ) -> None:
         self.index = index
         self.spec = spec
         self.size = spec.block_size
@@ -47,7 +51,8 @@ class GroupBlocks:
     def num_needed(self, table: Sequence[int], start: int, end: int, spare: dict[int, int]) -> int:
         """Free blocks that `extend` takes: new ones, and copies of shared ones.
 
-        `spare`: by shared block, its owners but for one. Of its writers each takes a copy, but for the one that is left as its only owner.
+        `spare`: by shared block, its owners but for one. Of its writers each takes a copy, but for
+        the one that is left as its only owner.
         """
         last = -(-end // self.size)
         needed = max(0, last - len(table))
@@ -57,8 +62,11 @@ class GroupBlocks:
                 needed += 1
         return needed
 
-    def extend(self, table: list[int], start: int, end: int) -> tuple[list[int], list[tuple[int, int]]]:
-        """Makes the blocks of tokens [start, end) exist and be the table's own. `num_needed` blocks must be free.
+    def extend(
+        self, table: list[int], start: int, end: int
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Makes the blocks of tokens [start, end) exist and be the table's own. `num_needed` blocks
+        must be free.
 
         Returns the new ones, and (index, shared block) of those that are copied.
         """
@@ -67,7 +75,8 @@ class GroupBlocks:
         for index in range(start // self.size, min(last, len(table))):
             source = table[index]
             if self.pool.ref_counts[source] == 1:
-                # A fork whose parent is gone may find its block full already, of tokens that are the parent's.
+                # A fork whose parent is gone may find its block full already, of tokens that are
+                # the parent's.
                 self.pool.forget(source)
             else:
                 table[index] = self.pool.take()
@@ -80,7 +89,9 @@ class GroupBlocks:
     def trim(self, table: list[int], num_computed_tokens: int) -> None:
         """Gives back the blocks that no token from `num_computed_tokens` on can see."""
         # The last of them first: as soon as one is gone, all before it are.
-        for index in range(min(len(table), self.spec.first_needed(num_computed_tokens)) - 1, -1, -1):
+        for index in range(
+            min(len(table), self.spec.first_needed(num_computed_tokens)) - 1, -1, -1
+        ):
             if table[index] == NO_BLOCK:
                 break
             self.release([table[index]])
@@ -98,7 +109,8 @@ class GroupBlocks:
 
     def release(self, table: Sequence[int]) -> None:
         """Gives back all blocks of a table."""
-        # From the end, so that a sequence's first blocks, the likeliest to be wanted again, are reused last.
+        # From the end, so that a sequence's first blocks, the likeliest to be wanted again, are
+        # reused last.
         for entry in reversed(table):
             if entry >= 0:
                 self.pool.release(entry)
@@ -106,15 +118,27 @@ class GroupBlocks:
                 self.host_pool.release(FIRST_ON_HOST - entry)
 
     def _owners(self, entry: int) -> int:
-        return self.pool.ref_counts[entry] if entry >= 0 else self.host_pool.ref_counts[FIRST_ON_HOST - entry]
+        return (
+            self.pool.ref_counts[entry]
+            if entry >= 0
+            else self.host_pool.ref_counts[FIRST_ON_HOST - entry]
+        )
 
     # Prefix caching
 
     def gap(self, block_hashes: BlockHashes, length: int) -> int | None:
-        """Where the first block begins that the token after `length` can see and that is not cached. No prefix may end behind it."""
+        """Where the first block begins that the token after `length` can see and that is not
+        cached. No prefix may end behind it."""
         first, last = self.spec.first_needed(length), length // self.size
         hashes = block_hashes(self.size, last)
-        return next((i * self.size for i in range(first, last) if self.pool.find((self.index, hashes[i])) is None), None)
+        return next(
+            (
+                i * self.size
+                for i in range(first, last)
+                if self.pool.find((self.index, hashes[i])) is None
+            ),
+            None,
+        )
 
     def cached(self, block_hashes: BlockHashes, num_tokens: int) -> Iterator[tuple[int, int]]:
         """(index in the table, block) of a cached prefix."""
@@ -133,7 +157,9 @@ class GroupBlocks:
             table[index] = block
         return table
 
-    def publish(self, table: Sequence[int], block_hashes: BlockHashes, before: int, num_tokens: int) -> None:
+    def publish(
+        self, table: Sequence[int], block_hashes: BlockHashes, before: int, num_tokens: int
+    ) -> None:
         """Lets others find the full blocks of tokens [before, num_tokens)."""
         first, full = before // self.size, num_tokens // self.size
         if full > first:
@@ -152,14 +178,16 @@ class GroupBlocks:
 class BlockManager:
     """One block table per (sequence, KV group), over device and host pools.
 
-    Encoder sequences are sequences here (`CrossBlocks`): a group has tables of them, or of all others.
+    Encoder sequences are sequences here (`CrossBlocks`): a group has tables of them, or of all
+    others.
 
     Numbers of blocks are per pool. Invariants (`check`):
 
-    - in each pool a block's reference count equals the number of table entries that name it, and free + owned = total;
+    - in each pool a block's reference count equals the number of table entries that name it, and
+      free + owned = total;
     - distinct blocks of a request = the union of its sequences' tables;
-    - `swap_out` moves, and `free` releases, exactly those of them whose reference count reaches zero: all, when nothing is shared with
-      another request;
+    - `swap_out` moves, and `free` releases, exactly those of them whose reference count reaches
+      zero: all, when nothing is shared with another request;
     - nobody writes a block that has another owner (copy on write).
     """
 
@@ -168,7 +196,9 @@ class BlockManager:
         self.pools = [BlockPool(pool.num_blocks) for pool in kv_cache.pools]
         self.host_pools = [BlockPool(pool.num_host_blocks) for pool in kv_cache.pools]
         self.groups = [
-            GroupBlocks(index, group.spec, group.pool, self.pools[group.pool], self.host_pools[group.pool])
+            GroupBlocks(
+                index, group.spec, group.pool, self.pools[group.pool], self.host_pools[group.pool]
+            )
             for index, group in enumerate(kv_cache.groups)
         ]
         self._of_sequences = [group for group in self.groups if not group.spec.of_encoder]
@@ -177,8 +207,13 @@ class BlockManager:
         self.forks_anywhere = all(spec.forks_anywhere for spec in specs)
         self.shared_within_step = all(spec.shared_within_step for spec in specs)
         pools = range(len(self.pools))
-        self._groups_per_pool = [sum(group.pool_index == pool for group in self._of_sequences) for pool in pools]
-        self._growing = [any(group.pool_index == pool and group.spec.grows for group in self.groups) for pool in pools]
+        self._groups_per_pool = [
+            sum(group.pool_index == pool for group in self._of_sequences) for pool in pools
+        ]
+        self._growing = [
+            any(group.pool_index == pool and group.spec.grows for group in self.groups)
+            for pool in pools
+        ]
         """Pools whose tables grow with their sequences."""
         self.none = [_NONE] * len(self.groups)
         """New blocks, per KV group, of a row that needs none."""
@@ -195,7 +230,8 @@ class BlockManager:
     # Tables
 
     def get_block_table(self, seq_id: int, group: int = 0) -> list[int]:
-        """A sequence's blocks, in the order of its tokens, NO_BLOCK where a window has passed; empty for one that holds none."""
+        """A sequence's blocks, in the order of its tokens, NO_BLOCK where a window has passed;
+        empty for one that holds none."""
         return self._tables[seq_id][group] if seq_id in self._tables else []
 
     def blocks_needed(self, ranges: Iterable[TokenRange]) -> list[int]:
@@ -206,11 +242,14 @@ class BlockManager:
             tables = self._tables.get(seq_id)
             for group in self._of_sequences:
                 table = tables[group.index] if tables else []
-                needed[group.pool_index] += group.num_needed(table, start, end, spare[group.pool_index])
+                needed[group.pool_index] += group.num_needed(
+                    table, start, end, spare[group.pool_index]
+                )
         return needed
 
     def has_free(self, needed: Sequence[int], reserve: int = 0) -> bool:
-        """Whether so many blocks are free, and `reserve` more where tables grow with their sequences."""
+        """Whether so many blocks are free, and `reserve` more where tables grow with their
+        sequences."""
         for pool, count, grows in zip(self.pools, needed, self._growing, strict=True):
             if count + (reserve if grows else 0) > pool.num_free:
                 return False
@@ -228,7 +267,8 @@ class BlockManager:
         return True
 
     def append_slots(self, tokens: TokenRange, plan: StepPlan) -> list[list[int]]:
-        """Makes the slots of `tokens` exist and be the sequence's own. `blocks_needed` must be free.
+        """Makes the slots of `tokens` exist and be the sequence's own. `blocks_needed` must be
+        free.
 
         Returns, per KV group, the blocks appended. What is copied goes into the plan.
         """
@@ -255,16 +295,21 @@ class BlockManager:
     def trim(self, seq_id: int, num_computed_tokens: int) -> None:
         """Gives back the blocks that no token from `num_computed_tokens` on can see.
 
-        Not before the step that computes the token before is planned: until then its queries may need them.
+        Not before the step that computes the token before is planned: until then its queries may
+        need them.
         """
         if (tables := self._tables.get(seq_id)) is not None:
             for group in self._trimmed:
                 group.trim(tables[group.index], num_computed_tokens)
 
     def fork(self, parent: int, child: int, num_tokens: int) -> None:
-        """Lets `child` share the parent's first `num_tokens` tokens, the block that holds the last of them included."""
+        """Lets `child` share the parent's first `num_tokens` tokens, the block that holds the last
+        of them included."""
         assert child not in self._tables, f"sequence {child} holds blocks already"
-        self._tables[child] = [group.fork(self.get_block_table(parent, group.index), num_tokens) for group in self.groups]
+        self._tables[child] = [
+            group.fork(self.get_block_table(parent, group.index), num_tokens)
+            for group in self.groups
+        ]
         self._published[child] = min(self._published.get(parent, 0), num_tokens)
 
     def free(self, seq_id: int) -> None:
@@ -283,32 +328,42 @@ class BlockManager:
     # Prefix caching
 
     def find_prefix(self, block_hashes: BlockHashes, limit: int) -> int:
-        """How many of a sequence's first tokens, at most `limit`, are in the cache, in every group."""
+        """How many of a sequence's first tokens, at most `limit`, are in the cache, in every
+        group."""
         length = limit // self._lcm * self._lcm
         if not length:
             return 0
-        while gaps := [gap for group in self._of_sequences if (gap := group.gap(block_hashes, length)) is not None]:
+        while gaps := [
+            gap
+            for group in self._of_sequences
+            if (gap := group.gap(block_hashes, length)) is not None
+        ]:
             length = min(gaps) // self._lcm * self._lcm
         return length
 
     def num_shared(self, block_hashes: BlockHashes, num_tokens: int) -> list[int]:
-        """Of the blocks that `adopt` would take, how many have owners now and stay as long as the sequence does: they cost nothing."""
+        """Of the blocks that `adopt` would take, how many have owners now and stay as long as the
+        sequence does: they cost nothing."""
         shared = [0] * len(self.pools)
         for group in self._of_sequences:
             if group not in self._trimmed:
                 cached = group.cached(block_hashes, num_tokens)
-                shared[group.pool_index] += sum(group.pool.ref_counts[block] > 0 for _, block in cached)
+                shared[group.pool_index] += sum(
+                    group.pool.ref_counts[block] > 0 for _, block in cached
+                )
         return shared
 
     def adopt(self, seq_id: int, block_hashes: BlockHashes, num_tokens: int) -> None:
-        """Gives a sequence the cached blocks of its first `num_tokens` tokens, which `find_prefix` has found."""
+        """Gives a sequence the cached blocks of its first `num_tokens` tokens, which `find_prefix`
+        has found."""
         tables = self.new_tables(seq_id)
         for group in self._of_sequences:
             tables[group.index] = group.adopt(block_hashes, num_tokens)
         self._published[seq_id] = num_tokens
 
     def publish(self, seq_id: int, block_hashes: BlockHashes, num_tokens: int) -> None:
-        """Lets others find the full blocks of a sequence's first `num_tokens` tokens, which are computed or will be in the planned step."""
+        """Lets others find the full blocks of a sequence's first `num_tokens` tokens, which are
+        computed or will be in the planned step."""
         tables, before = self._tables.get(seq_id), self._published.get(seq_id, 0)
         if tables is None or num_tokens // self.stride == before // self.stride:
             return
@@ -329,12 +384,15 @@ class BlockManager:
     # Swap
 
     def swap_out(self, seq_ids: Sequence[int]) -> list[BlockCopy] | None:
-        """Moves a request's blocks to the host pools, but for those that others share; None, and nothing done, where they do not fit.
+        """Moves a request's blocks to the host pools, but for those that others share; None, and
+        nothing done, where they do not fit.
 
         The copies are from the device (source) to the host (target).
         """
         moved = self._own_blocks(seq_ids)
-        if any(len(blocks) > pool.num_free for blocks, pool in zip(moved, self.host_pools, strict=True)):
+        if any(
+            len(blocks) > pool.num_free for blocks, pool in zip(moved, self.host_pools, strict=True)
+        ):
             return None
         return self._move(seq_ids, moved, to_host=True)
 
@@ -343,19 +401,26 @@ class BlockManager:
         return [len(blocks) for blocks in self._hosted(seq_ids)]
 
     def swap_in(self, seq_ids: Sequence[int]) -> list[BlockCopy]:
-        """Moves a request's blocks back. `num_swapped` must be free. The copies are from the host (source) to the device (target)."""
+        """Moves a request's blocks back. `num_swapped` must be free. The copies are from the host
+        (source) to the device (target)."""
         return self._move(seq_ids, self._hosted(seq_ids), to_host=False)
 
     def num_own_bytes(self, seq_ids: Sequence[int]) -> int:
         """Bytes of the blocks that `swap_out` would move."""
-        return sum(len(own) * pool.block_bytes for own, pool in zip(self._own_blocks(seq_ids), self.config.pools, strict=True))
+        return sum(
+            len(own) * pool.block_bytes
+            for own, pool in zip(self._own_blocks(seq_ids), self.config.pools, strict=True)
+        )
 
     def _own_blocks(self, seq_ids: Sequence[int]) -> list[set[int]]:
         """Of a request's blocks on the device, those that no other request shares."""
         counts: list[Counter[int]] = [Counter() for _ in self.pools]
         for group, table in self._tables_of(seq_ids):
             counts[group.pool_index].update(entry for entry in table if entry >= 0)
-        return [{block for block, n in one.items() if pool.ref_counts[block] == n} for one, pool in zip(counts, self.pools, strict=True)]
+        return [
+            {block for block, n in one.items() if pool.ref_counts[block] == n}
+            for one, pool in zip(counts, self.pools, strict=True)
+        ]
 
     def _hosted(self, seq_ids: Sequence[int]) -> list[set[int]]:
         """A request's entries that name blocks of the host."""
@@ -364,11 +429,15 @@ class BlockManager:
             hosted[group.pool_index].update(entry for entry in table if entry <= FIRST_ON_HOST)
         return hosted
 
-    def _move(self, seq_ids: Sequence[int], moved: Sequence[set[int]], *, to_host: bool) -> list[BlockCopy]:
+    def _move(
+        self, seq_ids: Sequence[int], moved: Sequence[set[int]], *, to_host: bool
+    ) -> list[BlockCopy]:
         new: list[dict[int, int]] = [{} for _ in self.pools]
         copies = []
         for group, table in self._tables_of(seq_ids):
-            source, target = (group.pool, group.host_pool) if to_host else (group.host_pool, group.pool)
+            source, target = (
+                (group.pool, group.host_pool) if to_host else (group.host_pool, group.pool)
+            )
             targets = new[group.pool_index]
             for index, entry in enumerate(table):
                 if entry not in moved[group.pool_index]:

@@ -1,4 +1,5 @@
-"""A pool of KV cache blocks with reference counts, and with the contents that free blocks still hold."""
+"""A pool of KV cache blocks with reference counts, and with the contents that free blocks still
+hold."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ from collections.abc import Hashable
 
 
 class BlockPool:
-    """Block ids 0 .. num_blocks - 1. A block is free (count 0) or owned by as many tables as its count says.
+    """Block ids 0 .. num_blocks - 1. A block is free (count 0) or owned by as many tables as its
+    count says.
 
-    A block may have a key that says what it holds. It keeps it when it is freed, until it is taken for something else: those without a
-    key go first, then the least recently used.
+    A block may have a key that says what it holds. It keeps it when it is freed, until it is taken
+    for something else: those without a key go first, then the least recently used.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -40,13 +42,16 @@ class BlockPool:
     def take(self) -> int:
         """A free block, now with one owner. There must be one. What it held is forgotten."""
         block, _ = self._free.popitem(last=False)
-        assert self.ref_counts[block] == 0, f"free block {block} has {self.ref_counts[block]} owners"
+        assert self.ref_counts[block] == 0, (
+            f"free block {block} has {self.ref_counts[block]} owners"
+        )
         self.forget(block)
         self.ref_counts[block] = 1
         return block
 
     def share(self, block: int) -> None:
-        """One more owner of an owned block, or the first of a free one whose contents are wanted."""
+        """One more owner of an owned block, or the first of a free one whose contents are
+        wanted."""
         if self.ref_counts[block] == 0:
             assert block in self._keys, f"block {block} is free, and nobody knows what it holds"
             del self._free[block]

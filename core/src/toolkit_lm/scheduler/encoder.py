@@ -1,4 +1,5 @@
-"""Encoder: a request's encoder sequence, and the blocks of its keys and values for cross attention."""
+"""Encoder: a request's encoder sequence, and the blocks of its keys and values for cross
+attention."""
 
 from __future__ import annotations
 
@@ -12,12 +13,16 @@ from toolkit_lm.scheduler.block_manager import BlockManager, GroupBlocks
 
 
 class Encoder:
-    """What the scheduler knows of an encoder sequence. It is computed as a whole, in the step in which its decoder begins.
+    """What the scheduler knows of an encoder sequence. It is computed as a whole, in the step in
+    which its decoder begins.
 
-    Its blocks are written once. Requests with the same input share them, and find them until others need the memory.
+    Its blocks are written once. Requests with the same input share them, and find them until others
+    need the memory.
     """
 
-    def __init__(self, seq_id: int, input: EncoderInput, salt: str, cache_keys: Sequence[CacheKey]) -> None:
+    def __init__(
+        self, seq_id: int, input: EncoderInput, salt: str, cache_keys: Sequence[CacheKey]
+    ) -> None:
         self.seq_id = seq_id
         self.input = input
         self.num_tokens = input.num_tokens
@@ -28,7 +33,8 @@ class Encoder:
         self.on_worker = False
 
     def block_hashes(self, block_size: int, num_blocks: int) -> list[bytes]:
-        """Names of its blocks. Every token sees all others, so that each block depends on the whole."""
+        """Names of its blocks. Every token sees all others, so that each block depends on the
+        whole."""
         return [f"{self.digest} {index}".encode() for index in range(num_blocks)]
 
     def as_new(self, block_tables: list[list[int]]) -> NewEncoder:
@@ -50,21 +56,28 @@ class CrossBlocks:
 
     def is_cached(self, encoder: Encoder) -> bool:
         """All of its keys and values are in the cache."""
-        return all(group.gap(encoder.block_hashes, _whole(group, encoder)) is None for group in self._groups)
+        return all(
+            group.gap(encoder.block_hashes, _whole(group, encoder)) is None
+            for group in self._groups
+        )
 
     def num_needed(self, encoder: Encoder, *, cached: bool) -> list[int]:
-        """Free blocks per pool that `allocate` takes, or, of cached ones, `adopt`: those that nobody owns."""
+        """Free blocks per pool that `allocate` takes, or, of cached ones, `adopt`: those that
+        nobody owns."""
         needed = [0] * len(self.blocks.pools)
         for group in self._groups:
             if cached:
                 found = group.cached(encoder.block_hashes, _whole(group, encoder))
-                needed[group.pool_index] += sum(group.pool.ref_counts[block] == 0 for _, block in found)
+                needed[group.pool_index] += sum(
+                    group.pool.ref_counts[block] == 0 for _, block in found
+                )
             else:
                 needed[group.pool_index] += group.spec.num_blocks(encoder.num_tokens)
         return needed
 
     def allocate(self, encoder: Encoder, *, publish: bool) -> None:
-        """Blocks to be written by the planned step. `num_needed` must be free. `publish`: others of the same input are to find them."""
+        """Blocks to be written by the planned step. `num_needed` must be free. `publish`: others of
+        the same input are to find them."""
         tables = self.blocks.new_tables(encoder.seq_id)
         for group in self._groups:
             group.extend(tables[group.index], 0, encoder.num_tokens)

@@ -1,4 +1,5 @@
-"""EncoderCache: which items of media the runner holds the embeddings of, and which a step encodes."""
+"""EncoderCache: which items of media the runner holds the embeddings of, and which a step
+encodes."""
 
 from __future__ import annotations
 
@@ -10,14 +11,17 @@ from toolkit_lm.scheduler.request import Request
 
 
 class EncoderCache:
-    """Accounts in embeddings, one for each token that one replaces. What is not there yet ends a chunk before it.
+    """Accounts in embeddings, one for each token that one replaces. What is not there yet ends a
+    chunk before it.
 
-    A request holds the items in which its next chunk begins, and none while it waits. So those that hold some can go on, and give them
-    back: whoever has started can finish. What nobody holds stays until others need the room, the longest unused first.
+    A request holds the items in which its next chunk begins, and none while it waits. So those that
+    hold some can go on, and give them back: whoever has started can finish. What nobody holds stays
+    until others need the room, the longest unused first.
     """
 
     def __init__(self, capacity: int, per_step: int, *, whole_items: bool = False) -> None:
-        """`per_step`: embeddings that a step makes at most, unless they are of one item. `whole_items`: no chunk ends inside an item."""
+        """`per_step`: embeddings that a step makes at most, unless they are of one item.
+        `whole_items`: no chunk ends inside an item."""
         self.capacity = capacity
         self.per_step = per_step
         self.whole_items = whole_items
@@ -42,7 +46,8 @@ class EncoderCache:
         return dropped
 
     def fit(self, request: Request, ranges: Collection[TokenRange]) -> list[TokenRange]:
-        """What of these the next step can compute: up to the first item that has no room in the cache, or in the step."""
+        """What of these the next step can compute: up to the first item that has no room in the
+        cache, or in the step."""
         if min((one.start for one in ranges), default=request.media_end) >= request.media_end:
             return list(ranges)
         read: dict[str, int] = {}
@@ -67,8 +72,12 @@ class EncoderCache:
         needed = {**read, name: size, **{one: self._sizes[one] for one in self._in_step}}
         for held in self._held.values():
             needed |= held
-        encoded = self._encoded + sum(count for one, count in read.items() if one not in self._sizes)
-        fits_step = name in self._sizes or name in read or encoded == 0 or encoded + size <= self.per_step
+        encoded = self._encoded + sum(
+            count for one, count in read.items() if one not in self._sizes
+        )
+        fits_step = (
+            name in self._sizes or name in read or encoded == 0 or encoded + size <= self.per_step
+        )
         return fits_step and sum(needed.values()) <= self.capacity
 
     def commit(self, plan: StepPlan, request: Request, ranges: Collection[TokenRange]) -> None:
@@ -78,7 +87,9 @@ class EncoderCache:
         self.in_use = True
         held = self._held.setdefault(request.request_id, {})
         # None of them makes room for another.
-        self._in_step.update(feature.mm_identifier for one in ranges for feature in touched(request.features, one))
+        self._in_step.update(
+            feature.mm_identifier for one in ranges for feature in touched(request.features, one)
+        )
         for one in ranges:
             for feature in touched(request.features, one):
                 name, size = feature.mm_identifier, feature.mm_position.num_embeds
@@ -106,7 +117,8 @@ class EncoderCache:
         self._held.pop(request_id, None)
 
     def reset(self, plans: Iterable[StepPlan]) -> None:
-        """Nothing that the runner holds can be relied on, and what these plans drop it may still hold."""
+        """Nothing that the runner holds can be relied on, and what these plans drop it may still
+        hold."""
         self.in_use = True
         self._dropped += [name for plan in plans for name in plan.dropped_items]
         self._dropped += self._sizes
@@ -116,6 +128,12 @@ class EncoderCache:
         self._encoded = 0
 
 
-def touched(features: Iterable[MultiModalFeatureSpec], tokens: TokenRange) -> Iterator[MultiModalFeatureSpec]:
+def touched(
+    features: Iterable[MultiModalFeatureSpec], tokens: TokenRange
+) -> Iterator[MultiModalFeatureSpec]:
     """Those that have tokens among these."""
-    return (one for one in features if one.mm_position.offset < tokens.end and tokens.start < one.mm_position.end)
+    return (
+        one
+        for one in features
+        if one.mm_position.offset < tokens.end and tokens.start < one.mm_position.end
+    )

@@ -12,7 +12,8 @@ from toolkit_lm.scheduler.roster import Roster
 
 
 class EventLog:
-    """Makes events and keeps them until they are taken, in order. It notes on a request when it was first scheduled and had a token."""
+    """Makes events and keeps them until they are taken, in order. It notes on a request when it was
+    first scheduled and had a token."""
 
     def __init__(self) -> None:
         self._events: list[RequestEvent] = []
@@ -31,7 +32,9 @@ class EventLog:
         request.first_token_time = time.monotonic()
         self.add("first_token", request)
 
-    def add(self, kind: RequestEventKind, request: Request, reason: FinishReason | None = None) -> None:
+    def add(
+        self, kind: RequestEventKind, request: Request, reason: FinishReason | None = None
+    ) -> None:
         """`reason`: of the sequence that ended last."""
         self._events.append(
             RequestEvent(

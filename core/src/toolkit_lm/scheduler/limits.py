@@ -15,7 +15,8 @@ _CUT = "Please reduce the length of the input prompt, or have it cut: truncate_p
 
 
 class RequestLimits:
-    """Bounds that a request must keep. Thread-safe. The front checks them, and the engine relies on that."""
+    """Bounds that a request must keep. Thread-safe. The front checks them, and the engine relies on
+    that."""
 
     def __init__(
         self,
@@ -25,7 +26,8 @@ class RequestLimits:
         *,
         whole_items: bool = False,
     ) -> None:
-        """`pooling`: the pooling tasks that the model serves. `whole_items`: a step computes all tokens of an item of media, or none."""
+        """`pooling`: the pooling tasks that the model serves. `whole_items`: a step computes all
+        tokens of an item of media, or none."""
         self.generates = config.model.runner != "pooling"
         self.pooling = pooling
         self.max_model_len = config.max_model_len
@@ -37,47 +39,73 @@ class RequestLimits:
         self._forks_anywhere = all(group.spec.forks_anywhere for group in kv_cache.groups)
         self.most_embeds = config.encoder_cache_embeds
         self.kv_cache = kv_cache
-        self._one_fits = self._too_many_blocks(self.max_model_len, 1, 1, self.max_encoder_len) is None
+        self._one_fits = (
+            self._too_many_blocks(self.max_model_len, 1, 1, self.max_encoder_len) is None
+        )
         """A single sequence of any length fits: nobody need count."""
 
     def check(self, message: EngineRequest) -> int:
-        """`max_output_tokens` of a request. Raises RequestError for one that could never be served."""
+        """`max_output_tokens` of a request. Raises RequestError for one that could never be
+        served."""
         prompt, params = len(message.prompt_token_ids), message.params
         if prompt == 0:
             raise RequestError("the prompt is empty: it needs at least one token.", "prompt")
         encoded = message.encoder.num_tokens if message.encoder is not None else 0
         if message.encoder is not None and encoded == 0:
-            raise RequestError("the encoder prompt is empty: it needs at least one token.", "prompt")
+            raise RequestError(
+                "the encoder prompt is empty: it needs at least one token.", "prompt"
+            )
         if encoded > self.max_encoder_len:
             raise ContextLengthError(
-                f"the encoder prompt has {encoded} tokens; this model's maximum context length is {self.max_encoder_len} tokens for its "
+                f"the encoder prompt has {encoded} tokens; this model's maximum context length "
+                f"is {self.max_encoder_len} tokens for its "
                 f"encoder (max_encoder_len). {_CUT}",
                 "prompt",
             )
         if message.features:
             self._check_items(message.features, encoded)
-            if message.features[-1].mm_position.end == prompt and params.widest[1] > 1 and self.whole_items and not self._forks_anywhere:
-                raise RequestError("a prompt whose last token is of an item of media has one output: add text after it.", "n")
+            if (
+                message.features[-1].mm_position.end == prompt
+                and params.widest[1] > 1
+                and self.whole_items
+                and not self._forks_anywhere
+            ):
+                raise RequestError(
+                    "a prompt whose last token is of an item of media has one output: add text "
+                    "after it.",
+                    "n",
+                )
         if message.inputs.pooling is not None:
-            return self._check_pooling(message.inputs.pooling.task, prompt, message.inputs.pooling_start)
+            return self._check_pooling(
+                message.inputs.pooling.task, prompt, message.inputs.pooling_start
+            )
         if not self.generates:
             raise RequestError(f"this model generates no text. Supported: {self._served}.", "task")
         # A token is drawn and left out: it is never stored.
         room = self.max_model_len - prompt + (params.max_tokens == 0)
         if room < 1:
-            raise ContextLengthError(f"{self._too_long(prompt)}, output included. Please reduce the length of the input prompt.", "prompt")
+            raise ContextLengthError(
+                f"{self._too_long(prompt)}, output included. Please reduce the length of the "
+                "input prompt.",
+                "prompt",
+            )
         max_tokens = room if params.max_tokens is None else min(max(params.max_tokens, 1), room)
         if params.min_tokens > max_tokens:
             left = f"after a prompt of {prompt} tokens max_model_len leaves room for {max_tokens}"
             raise RequestError(f"min_tokens is {params.min_tokens}, but {left}.", "min_tokens")
         param, width = params.widest
         if width > self.max_num_seqs:
-            raise RequestError(f"{param} is {width}, but a step holds at most {self.max_num_seqs} sequences (max_num_seqs).", param)
+            raise RequestError(
+                f"{param} is {width}, but a step holds at most {self.max_num_seqs} sequences "
+                "(max_num_seqs).",
+                param,
+            )
         if width == 1 and self._one_fits:
             return max_tokens
         if (excess := self._too_many_blocks(prompt, max_tokens, width, encoded)) is not None:
             raise RequestError(
-                f"{width} sequences of up to {prompt + max_tokens} tokens take {excess}: lower {param} or max_tokens.",
+                f"{width} sequences of up to {prompt + max_tokens} tokens take {excess}: lower "
+                f"{param} or max_tokens.",
                 param if width > 1 else "max_tokens",
             )
         return max_tokens
@@ -86,7 +114,9 @@ class RequestLimits:
         """What holds for a task. Raises RequestError for one that the model does not serve."""
         if task not in self.pooling:
             way_out = f" {way_to_serve(task)}" if self.generates else ""
-            raise RequestError(f"Unsupported task: {task!r}. Supported: {self._served}.{way_out}", "task")
+            raise RequestError(
+                f"Unsupported task: {task!r}. Supported: {self._served}.{way_out}", "task"
+            )
         return self.pooling[task]
 
     def _check_items(self, features: Sequence[MultiModalFeatureSpec], encoded: int) -> None:
@@ -95,15 +125,30 @@ class RequestLimits:
             what, place = f"item {number} of the prompt ({feature.modality})", feature.mm_position
             if place.num_embeds > self.most_embeds:
                 held = f"the encoder cache holds {self.most_embeds} (encoder_cache_memory)"
-                raise ContextLengthError(f"{what} takes {place.num_embeds} embeddings, and {held}. Make it smaller.", "prompt")
+                raise ContextLengthError(
+                    f"{what} takes {place.num_embeds} embeddings, and {held}. Make it smaller.",
+                    "prompt",
+                )
             if self.whole_items and place.length + encoded > self.max_num_batched_tokens:
                 beside = f" beside the encoder's {encoded}" if encoded else ""
-                limit = f"the model needs them all in one step{beside}, which takes {self.max_num_batched_tokens} (max_num_batched_tokens)"
-                raise ContextLengthError(f"{what} has {place.length} tokens, and {limit}. Make it smaller.", "prompt")
+                limit = (
+                    f"the model needs them all in one step{beside}, which takes "
+                    f"{self.max_num_batched_tokens} (max_num_batched_tokens)"
+                )
+                raise ContextLengthError(
+                    f"{what} has {place.length} tokens, and {limit}. Make it smaller.", "prompt"
+                )
         sizes = {feature.mm_identifier: feature.mm_position.num_embeds for feature in features}
         if not self.chunked and (total := sum(sizes.values())) > self.most_embeds:
-            held = f"without chunked prefill the encoder cache must hold all, and has room for {self.most_embeds} (encoder_cache_memory)"
-            raise ContextLengthError(f"the {len(features)} items of the prompt take {total} embeddings; {held}. Give fewer.", "prompt")
+            held = (
+                "without chunked prefill the encoder cache must hold all, and has room for "
+                f"{self.most_embeds} (encoder_cache_memory)"
+            )
+            raise ContextLengthError(
+                f"the {len(features)} items of the prompt take {total} embeddings; {held}. Give "
+                "fewer.",
+                "prompt",
+            )
 
     @property
     def _served(self) -> str:
@@ -114,14 +159,18 @@ class RequestLimits:
         rules = self.rules(task)
         if start >= prompt:
             raise RequestError(
-                f"none of the {prompt} tokens is left to pool: {start} belong to the checkpoint's prompt, which pooling leaves out "
+                f"none of the {prompt} tokens is left to pool: {start} belong to the "
+                "checkpoint's prompt, which pooling leaves out "
                 "(include_prompt: false). Give a longer text, or allow more tokens.",
                 "prompt",
             )
         if prompt > self.max_model_len:
             raise ContextLengthError(f"{self._too_long(prompt)}. {_CUT}", "prompt")
         if not rules.chunkable and prompt > self.max_num_batched_tokens:
-            limit = f"{task} needs them all in one step, which takes {self.max_num_batched_tokens} (max_num_batched_tokens)"
+            limit = (
+                f"{task} needs them all in one step, which takes {self.max_num_batched_tokens} "
+                "(max_num_batched_tokens)"
+            )
             raise ContextLengthError(f"the prompt has {prompt} tokens; {limit}. {_CUT}", "prompt")
         if (excess := self._too_many_blocks(prompt, 1, 1, 0)) is not None:
             raise RequestError(f"a prompt of {prompt} tokens takes {excess}.", "prompt")
@@ -129,10 +178,14 @@ class RequestLimits:
 
     def _too_long(self, prompt: int) -> str:
         """Clients look for "maximum context length"."""
-        return f"the prompt has {prompt} tokens; this model's maximum context length is {self.max_model_len} tokens (max_model_len)"
+        return (
+            f"the prompt has {prompt} tokens; this model's maximum context length is "
+            f"{self.max_model_len} tokens (max_model_len)"
+        )
 
     def _too_many_blocks(self, prompt: int, max_tokens: int, n: int, encoded: int) -> str | None:
-        """Blocks that a request can come to own, where they are more than there are. The last output token is never stored."""
+        """Blocks that a request can come to own, where they are more than there are. The last
+        output token is never stored."""
         num_tokens = prompt + max_tokens - 1
         needed = [0] * len(self.kv_cache.pools)
         for group in self.kv_cache.groups:
@@ -140,7 +193,11 @@ class RequestLimits:
                 needed[group.pool] += group.spec.max_blocks(encoded, encoded)
                 continue
             each = group.spec.max_blocks(num_tokens, self.max_num_batched_tokens)
-            shared = (prompt - 1) // group.spec.block_size if n > 1 and each == group.spec.num_blocks(num_tokens) else 0
+            shared = (
+                (prompt - 1) // group.spec.block_size
+                if n > 1 and each == group.spec.num_blocks(num_tokens)
+                else 0
+            )
             needed[group.pool] += shared + n * (each - shared)
         for count, pool in zip(needed, self.kv_cache.pools, strict=True):
             if count > pool.num_blocks:

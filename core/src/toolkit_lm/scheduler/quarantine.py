@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 
 class Quarantine:
-    """The requests of a failed step. Each is computed alone until it has drawn a token, so that the one to blame fails alone."""
+    """The requests of a failed step. Each is computed alone until it has drawn a token, so that the
+    one to blame fails alone."""
 
     def __init__(self) -> None:
         self.quarantined: list[str] = []

@@ -8,7 +8,16 @@ from itertools import takewhile
 
 from msgspec import structs
 
-from toolkit_lm.messages import Array, Candidates, EngineOutput, EngineRequest, NewSequence, SamplerState, ScheduledSequence, TokenLogprobs
+from toolkit_lm.messages import (
+    Array,
+    Candidates,
+    EngineOutput,
+    EngineRequest,
+    NewSequence,
+    SamplerState,
+    ScheduledSequence,
+    TokenLogprobs,
+)
 from toolkit_lm.params import FinishReason
 from toolkit_lm.scheduler.beam import Beam, BeamSearch
 from toolkit_lm.scheduler.block_manager import TokenRange
@@ -21,7 +30,8 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15
 class Sequence:
     """One of a request's continuations: what is computed so far, and what is wanted.
 
-    A token that a running step will draw is a placeholder until `Scheduler.update`: it counts, but has no id yet.
+    A token that a running step will draw is a placeholder until `Scheduler.update`: it counts, but
+    has no id yet.
     """
 
     __slots__ = (
@@ -51,7 +61,8 @@ class Sequence:
         """Tokens whose keys and values are in the cache, those of the running step included."""
         self.num_placeholders = 0
         self.drafts: list[int] = []
-        """Guesses at the tokens to come. The next step computes them too, as far as they fit, and keeps those that it draws."""
+        """Guesses at the tokens to come. The next step computes them too, as far as they fit, and
+        keeps those that it draws."""
         self.on_worker = False
         """The runner holds it: a plan has made it known, and none has dropped it."""
         self.sampler_state: SamplerState = {}
@@ -62,10 +73,12 @@ class Sequence:
         self.logprob = 0.0
         """Of a beam: the sum over its output."""
         self.candidates: Candidates | None = None
-        """Of a beam: what its next token may be, until all beams of the request know. Meanwhile that token is a placeholder."""
+        """Of a beam: what its next token may be, until all beams of the request know. Meanwhile
+        that token is a placeholder."""
 
     def take(self, tokens: list[int], drafts: list[int]) -> FinishReason | None:
-        """Appends what a step drew in the place of a placeholder, up to the token that ends the sequence.
+        """Appends what a step drew in the place of a placeholder, up to the token that ends the
+        sequence.
 
         `drafts`: guesses at what follows. Returns why it has ended, None where it goes on.
         """
@@ -78,7 +91,9 @@ class Sequence:
             if len(self.token_ids) >= request.most_tokens:
                 return "length"
         # Of drafts that were not drawn, the keys and values are written over.
-        self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids) + self.num_placeholders - 1)
+        self.num_computed_tokens = min(
+            self.num_computed_tokens, len(self.token_ids) + self.num_placeholders - 1
+        )
         if drafts and request.forks_anywhere and not self.num_placeholders:
             # The last token of all is drawn, and never computed.
             fitting = drafts[: request.most_tokens - len(self.token_ids) - 1]
@@ -102,7 +117,9 @@ class Sequence:
             logprobs=logprobs or None,
             prompt_logprobs=prompt_logprobs,
             finish_reason=finish_reason,
-            stop_token_id=token_ids[-1] if token_ids and token_ids[-1] in self.request.stop_token_ids else None,
+            stop_token_id=token_ids[-1]
+            if token_ids and token_ids[-1] in self.request.stop_token_ids
+            else None,
             num_cached_tokens=self.request.num_cached_tokens,
             pooled=pooled,
             sampler_state=self.sampler_state,
@@ -186,8 +203,8 @@ class Request:
         `chunked`: prompts may be computed in several steps.
 
         `needs_tokens`: a drawn token is computed once it is known, and not before.
-        `forks_anywhere`: sequences can fork from the leader at any token. Else it stops where they do.
-        `whole_items`: a step computes all tokens of an item of media, or none.
+        `forks_anywhere`: sequences can fork from the leader at any token. Else it stops where they
+        do. `whole_items`: a step computes all tokens of an item of media, or none.
         """
         self.request_id = message.request_id
         self.prompt_token_ids = message.prompt_token_ids
@@ -217,11 +234,17 @@ class Request:
         self.swapped = False
         """Its blocks are in the host pool."""
         self.max_output_tokens = message.max_output_tokens
-        assert message.max_output_tokens > 0 or not message.draws_tokens, "the front has not held the request to its limits"
-        self.most_tokens = self.num_prompt_tokens + (message.max_output_tokens if message.draws_tokens else 1)
+        assert message.max_output_tokens > 0 or not message.draws_tokens, (
+            "the front has not held the request to its limits"
+        )
+        self.most_tokens = self.num_prompt_tokens + (
+            message.max_output_tokens if message.draws_tokens else 1
+        )
         """A sequence of so many tokens, the prompt included, has nothing left to compute."""
         self.stop_token_ids = frozenset(message.params.stop_token_ids or ())
-        self.end_token_ids = self.stop_token_ids.union(() if message.params.ignore_eos else message.eos_token_ids)
+        self.end_token_ids = self.stop_token_ids.union(
+            () if message.params.ignore_eos else message.eos_token_ids
+        )
         """Those, and the model's own: each ends a sequence."""
         self.num_cached_tokens = 0
         self.num_prompt_logprobs = message.num_prompt_logprobs
@@ -231,12 +254,16 @@ class Request:
         seed = message.params.seed if message.params.seed is not None else default_seed
         base = secrets.randbits(63) if seed is None else seed
         self.search = self._search()
-        """Set for a beam search: its sequences are then the beams, which a step replaces; there is one at first."""
+        """Set for a beam search: its sequences are then the beams, which a step replaces; there is
+        one at first."""
         self.needs_tokens = needs_tokens or self.search is not None
         """A sequence whose last token is a placeholder cannot compute it."""
         num_sequences = 1 if self.search else message.params.num_sequences
         # Each sequence draws from its own stream; the same seed gives the same continuations.
-        self.sequences = [Sequence(self, i, next(ids), (base + i * _SEED_STRIDE) % 2**64) for i in range(num_sequences)]
+        self.sequences = [
+            Sequence(self, i, next(ids), (base + i * _SEED_STRIDE) % 2**64)
+            for i in range(num_sequences)
+        ]
         # Few have begun elsewhere.
         for seq, begun in zip(self.sequences, message.begun, strict=False):
             seq.token_ids += begun.token_ids
@@ -263,7 +290,8 @@ class Request:
         )
 
     def token_ranges(self, budget: int, *, encoded: bool = False) -> list[TokenRange]:
-        """What each of its sequences would compute now, of at most `budget` tokens. `encoded`: its encoder's input is cached."""
+        """What each of its sequences would compute now, of at most `budget` tokens. `encoded`: its
+        encoder's input is cached."""
         if self.encoder is not None and not encoded:
             budget -= self.num_to_encode
         ready = self._ready()
@@ -276,19 +304,26 @@ class Request:
             num_tokens = min(pending + len(seq.drafts), budget)
             if num_tokens > 0 and (num_tokens >= pending or self.chunkable):
                 budget -= num_tokens
-                ranges.append(TokenRange(seq.seq_id, seq.num_computed_tokens, seq.num_computed_tokens + num_tokens))
+                ranges.append(
+                    TokenRange(
+                        seq.seq_id, seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
+                    )
+                )
         return ranges
 
     def _until_fork(self, seq: Sequence) -> int:
-        """Tokens of the leader before the prompt's last one, where others must fork; 0: it need not stop there."""
+        """Tokens of the leader before the prompt's last one, where others must fork; 0: it need not
+        stop there."""
         if self.forks_anywhere or len(self.unfinished) == 1 or seq is not self.leader:
             return 0
         return max(0, self.num_prompt_tokens - 1 - seq.num_computed_tokens)
 
     def _ready(self) -> list[Sequence]:
-        """The sequences that can compute: the leader, and those that have forked from it; but none that waits for its last token.
+        """The sequences that can compute: the leader, and those that have forked from it; but none
+        that waits for its last token.
 
-        Nor a beam that waits for any: which token it will be, and of how many beams, is known when all have their candidates.
+        Nor a beam that waits for any: which token it will be, and of how many beams, is known when
+        all have their candidates.
         """
         ready = []
         leader = self.unfinished[0]
@@ -299,15 +334,19 @@ class Request:
                 ready.append(seq)
         return ready
 
-    def take_prompt_logprobs(self, row: ScheduledSequence, known: list[TokenLogprobs]) -> list[TokenLogprobs]:
-        """Those of what a row computed that are new: it may have been preempted with a step on its way, and computed again."""
+    def take_prompt_logprobs(
+        self, row: ScheduledSequence, known: list[TokenLogprobs]
+    ) -> list[TokenLogprobs]:
+        """Those of what a row computed that are new: it may have been preempted with a step on its
+        way, and computed again."""
         last = min(row.start + row.num_tokens, self.num_prompt_tokens - 1)
         new = known[max(0, self.num_prompt_logprobs - (last - len(known))) :]
         self.num_prompt_logprobs += len(new)
         return new
 
     def forget_computed(self) -> None:
-        """It will be computed again from its tokens. What is on its way still comes, but for the candidates of beams."""
+        """It will be computed again from its tokens. What is on its way still comes, but for the
+        candidates of beams."""
         self.swapped = False
         if self.encoder is not None:
             self.encoder.is_computed = False
@@ -326,7 +365,8 @@ class Request:
 
     @property
     def parts(self) -> list[Sequence | Encoder]:
-        """What has blocks and a place on the worker: the unfinished sequences, and the encoder's."""
+        """What has blocks and a place on the worker: the unfinished sequences, and the
+        encoder's."""
         return [*self.unfinished, *([] if self.encoder is None else [self.encoder])]
 
     @property
@@ -336,7 +376,8 @@ class Request:
 
     @property
     def num_to_encode(self) -> int:
-        """Tokens of its encoder's input, where they are still to be computed: a step computes all of them, and some of its own."""
+        """Tokens of its encoder's input, where they are still to be computed: a step computes all
+        of them, and some of its own."""
         return 0 if self.encoder is None or self.encoder.is_computed else self.encoder.num_tokens
 
     @property
@@ -353,7 +394,8 @@ class Request:
 
     @property
     def _least_of_items(self) -> int:
-        """Tokens of the item that its next token belongs to; of the longest, where what is cached may end at any of them."""
+        """Tokens of the item that its next token belongs to; of the longest, where what is cached
+        may end at any of them."""
         start, places = self.leader.num_computed_tokens, [one.mm_position for one in self.features]
         if start >= self.media_end:
             return 1
@@ -363,7 +405,8 @@ class Request:
 
     @property
     def awaits_tokens(self) -> bool:
-        """It was preempted, and tokens of it are on their way, which a worker that does not hold it would not have."""
+        """It was preempted, and tokens of it are on their way, which a worker that does not hold it
+        would not have."""
         return self.search is None and any(seq.num_placeholders for seq in self.unfinished)
 
     @property
@@ -379,5 +422,7 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         if self.search:
-            return sum(len(hypothesis.token_ids) for hypothesis in self.search.hypotheses[: self.params.n])
+            return sum(
+                len(hypothesis.token_ids) for hypothesis in self.search.hypotheses[: self.params.n]
+            )
         return sum(s.num_output_tokens for s in self.sequences)

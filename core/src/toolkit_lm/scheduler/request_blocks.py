@@ -25,9 +25,17 @@ class Cached(NamedTuple):
 
 
 class RequestBlocks:
-    """The blocks of requests that come, share, give way and come back, and with them the computed counts of their sequences."""
+    """The blocks of requests that come, share, give way and come back, and with them the computed
+    counts of their sequences."""
 
-    def __init__(self, config: VllmConfig, blocks: BlockManager, preemption: PreemptionCost, roster: Roster, items: EncoderCache) -> None:
+    def __init__(
+        self,
+        config: VllmConfig,
+        blocks: BlockManager,
+        preemption: PreemptionCost,
+        roster: Roster,
+        items: EncoderCache,
+    ) -> None:
         self.blocks = blocks
         self.cross = CrossBlocks(blocks)
         self.preemption = preemption
@@ -40,51 +48,87 @@ class RequestBlocks:
         """Most tokens of a step."""
 
     def find_room(self, request: Request, budget: int) -> Cached | None:
-        """Whether one that waits can run, and compute some of `budget` tokens: what is cached of it, or None."""
+        """Whether one that waits can run, and compute some of `budget` tokens: what is cached of
+        it, or None."""
         num_running = self.roster.num_running
-        if num_running + request.num_rows > self.max_num_seqs or request.awaits_tokens or budget == 0:
+        if (
+            num_running + request.num_rows > self.max_num_seqs
+            or request.awaits_tokens
+            or budget == 0
+        ):
             return None
         while True:
             cached = Cached(self._num_cached(request), self._has_encoder(request))
-            if (1 if request.chunkable else request.leader.num_pending_tokens) > budget - (0 if cached.encoder else request.num_to_encode):
+            if (1 if request.chunkable else request.leader.num_pending_tokens) > budget - (
+                0 if cached.encoder else request.num_to_encode
+            ):
                 return None
-            # Leave each running sequence a block to grow into: admitting one that is preempted at once would waste its prefill.
-            if self.blocks.has_free(self._num_to_admit(request, budget, cached), reserve=num_running):
-                return cached if not request.media_end or self._can_begin(request, cached.num_tokens, budget) else None
+            # Leave each running sequence a block to grow into: admitting one that is preempted at
+            # once would waste its prefill.
+            if self.blocks.has_free(
+                self._num_to_admit(request, budget, cached), reserve=num_running
+            ):
+                return (
+                    cached
+                    if not request.media_end or self._can_begin(request, cached.num_tokens, budget)
+                    else None
+                )
             if self.roster.running or not self._discard_swapped():
                 return None
 
     def _can_begin(self, request: Request, num_cached: int, budget: int) -> bool:
         """The item of media that follows what is cached of one that waits has room."""
         start = max(num_cached, request.leader.num_computed_tokens)
-        first = TokenRange(request.leader.seq_id, start, min(start + budget, request.leader.num_tokens))
+        first = TokenRange(
+            request.leader.seq_id, start, min(start + budget, request.leader.num_tokens)
+        )
         return bool(self.items.fit(request, [first]))
 
     def _num_cached(self, request: Request) -> int:
-        """Tokens of a waiting request's leader whose keys and values are in the cache. Its last token is computed in any case."""
+        """Tokens of a waiting request's leader whose keys and values are in the cache. Its last
+        token is computed in any case."""
         if not self.caching or request.swapped or not request.reads_prefix_cache:
             return 0
         # Those that fork from the leader need the window before the prompt's last token.
-        known = request.leader.num_tokens if len(request.unfinished) == 1 else request.num_prompt_tokens
+        known = (
+            request.leader.num_tokens if len(request.unfinished) == 1 else request.num_prompt_tokens
+        )
         return self.blocks.find_prefix(request.leader.block_hashes, known - 1)
 
     def _has_encoder(self, request: Request) -> bool:
         """Whether the cache has all that a waiting request's encoder is still to compute."""
-        return self.caching and request.num_to_encode > 0 and request.encoder is not None and self.cross.is_cached(request.encoder)
+        return (
+            self.caching
+            and request.num_to_encode > 0
+            and request.encoder is not None
+            and self.cross.is_cached(request.encoder)
+        )
 
     def _num_to_admit(self, request: Request, budget: int, cached: Cached) -> list[int]:
-        """Free blocks per pool that a waiting request takes: for the whole of its prompt, not only the first chunk."""
+        """Free blocks per pool that a waiting request takes: for the whole of its prompt, not only
+        the first chunk."""
         ranges = request.token_ranges(budget, encoded=cached.encoder)
         growth = self.blocks.blocks_needed(ranges)
         if request.swapped:
-            return [sum(both) for both in zip(self.blocks.num_swapped(request.seq_ids), growth, strict=True)]
+            return [
+                sum(both)
+                for both in zip(self.blocks.num_swapped(request.seq_ids), growth, strict=True)
+            ]
         needed = self._num_for_decoder(request, ranges, growth, cached.num_tokens)
         if request.encoder is None:
             return needed
-        return [sum(both) for both in zip(needed, self.cross.num_needed(request.encoder, cached=cached.encoder), strict=True)]
+        return [
+            sum(both)
+            for both in zip(
+                needed, self.cross.num_needed(request.encoder, cached=cached.encoder), strict=True
+            )
+        ]
 
-    def _num_for_decoder(self, request: Request, ranges: Collection[TokenRange], growth: list[int], num_cached: int) -> list[int]:
-        """As `_num_to_admit`, without its encoder's. `growth`: what `ranges` take, nothing being cached."""
+    def _num_for_decoder(
+        self, request: Request, ranges: Collection[TokenRange], growth: list[int], num_cached: int
+    ) -> list[int]:
+        """As `_num_to_admit`, without its encoder's. `growth`: what `ranges` take, nothing being
+        cached."""
         leader = request.leader
         if not num_cached and ranges[:1] == [(leader.seq_id, 0, leader.num_tokens)]:
             # The first chunk is the whole.
@@ -92,10 +136,16 @@ class RequestBlocks:
         whole = self.blocks.config.max_blocks(leader.num_tokens, self.chunk)
         if not num_cached:
             return [max(both) for both in zip(whole, growth, strict=True)]
-        return [all_ - shared for all_, shared in zip(whole, self.blocks.num_shared(leader.block_hashes, num_cached), strict=True)]
+        return [
+            all_ - shared
+            for all_, shared in zip(
+                whole, self.blocks.num_shared(leader.block_hashes, num_cached), strict=True
+            )
+        ]
 
     def admit(self, request: Request, cached: Cached) -> list[BlockCopy]:
-        """Brings a waiting request's blocks back from the host, or gives it what is cached. Returns what is to be copied."""
+        """Brings a waiting request's blocks back from the host, or gives it what is cached. Returns
+        what is to be copied."""
         if request.swapped:
             request.swapped = False
             # Drafts that were verified meanwhile have moved its windows.
@@ -110,12 +160,14 @@ class RequestBlocks:
         return []
 
     def ranges(self, request: Request, budget: int) -> list[TokenRange]:
-        """What each sequence of a request would compute now, of at most `budget` tokens, with the room that there is for its media."""
+        """What each sequence of a request would compute now, of at most `budget` tokens, with the
+        room that there is for its media."""
         ranges = request.token_ranges(budget)
         return self.items.fit(request, ranges) if request.media_end else ranges
 
     def commit(self, plan: StepPlan, request: Request, ranges: Collection[TokenRange]) -> int:
-        """Adds a running request's rows to a plan, with blocks for what they compute. Returns their number of tokens."""
+        """Adds a running request's rows to a plan, with blocks for what they compute. Returns their
+        number of tokens."""
         total = 0
         if request.media_end:
             self.items.commit(plan, request, ranges)
@@ -123,18 +175,35 @@ class RequestBlocks:
             total = self._commit_encoder(plan, request.encoder)
         for tokens in ranges:
             seq = self.roster.sequences[tokens.seq_id]
-            samples = request.draws_tokens and (num_drafts := tokens.end - len(seq.token_ids) - seq.num_placeholders) >= 0
-            row = ScheduledSequence(seq.seq_id, tokens.start, tokens.end - tokens.start, self.blocks.append_slots(tokens, plan), samples)
+            samples = (
+                request.draws_tokens
+                and (num_drafts := tokens.end - len(seq.token_ids) - seq.num_placeholders) >= 0
+            )
+            row = ScheduledSequence(
+                seq.seq_id,
+                tokens.start,
+                tokens.end - tokens.start,
+                self.blocks.append_slots(tokens, plan),
+                samples,
+            )
             row.num_drafts = num_drafts if samples else 0
-            if row.num_drafts or (request.needs_tokens and seq.on_worker and tokens.end > request.num_prompt_tokens):
+            if row.num_drafts or (
+                request.needs_tokens and seq.on_worker and tokens.end > request.num_prompt_tokens
+            ):
                 row.tokens = seq.token_ids[tokens.start : tokens.end] + seq.drafts[: row.num_drafts]
             if not seq.on_worker:
-                tables = [self.blocks.get_block_table(seq.seq_id, group) for group in range(len(self.blocks.groups))]
+                tables = [
+                    self.blocks.get_block_table(seq.seq_id, group)
+                    for group in range(len(self.blocks.groups))
+                ]
                 # No query reads what a window has left behind: any block will do for it.
-                plan.new.append(seq.as_new([[max(block, 0) for block in table] for table in tables]))
+                plan.new.append(
+                    seq.as_new([[max(block, 0) for block in table] for table in tables])
+                )
                 seq.on_worker = True
             seq.num_computed_tokens = tokens.end
-            # Where keys and values are written before any are read, who comes later in this very step may share what it writes.
+            # Where keys and values are written before any are read, who comes later in this very
+            # step may share what it writes.
             self.publish(seq, tokens.end if self.blocks.shared_within_step else tokens.start)
             if row.samples:
                 seq.num_placeholders += 1
@@ -146,12 +215,26 @@ class RequestBlocks:
         return total
 
     def commit_next(self, plan: StepPlan, request: Request) -> bool:
-        """As `commit` of a request that computes the one token that it has drawn, inside a block: most rows of most steps. Else False."""
+        """As `commit` of a request that computes the one token that it has drawn, inside a block:
+        most rows of most steps. Else False."""
         seq = request.unfinished[0]
-        start, num_tokens, size = seq.num_computed_tokens, len(seq.token_ids) + seq.num_placeholders, self.blocks.stride
-        is_usual = seq.on_worker and request.draws_tokens and not (request.needs_tokens or request.media_end or seq.drafts)
-        # Where the token before it was written, there is room for it, and no block is full after it.
-        is_next = len(request.unfinished) == 1 and start + 1 == num_tokens < request.most_tokens and 0 < start % size < size - 1
+        start, num_tokens, size = (
+            seq.num_computed_tokens,
+            len(seq.token_ids) + seq.num_placeholders,
+            self.blocks.stride,
+        )
+        is_usual = (
+            seq.on_worker
+            and request.draws_tokens
+            and not (request.needs_tokens or request.media_end or seq.drafts)
+        )
+        # Where the token before it was written, there is room for it, and no block is full after
+        # it.
+        is_next = (
+            len(request.unfinished) == 1
+            and start + 1 == num_tokens < request.most_tokens
+            and 0 < start % size < size - 1
+        )
         if not (is_usual and is_next):
             return False
         seq.num_computed_tokens = num_tokens
@@ -160,27 +243,37 @@ class RequestBlocks:
         return True
 
     def _commit_encoder(self, plan: StepPlan, encoder: Encoder) -> int:
-        """Makes the worker know an encoder sequence. Returns how many tokens of it the step computes."""
+        """Makes the worker know an encoder sequence. Returns how many tokens of it the step
+        computes."""
         num_tokens = 0 if encoder.is_computed else encoder.num_tokens
         if num_tokens:
             self.cross.allocate(encoder, publish=self.caching)
-        tables = [list(self.blocks.get_block_table(encoder.seq_id, group)) for group in range(len(self.blocks.groups))]
+        tables = [
+            list(self.blocks.get_block_table(encoder.seq_id, group))
+            for group in range(len(self.blocks.groups))
+        ]
         plan.encoders.append(encoder.as_new(tables))
         encoder.is_computed = encoder.on_worker = True
         return num_tokens
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:
-        """Lets others find what is computed of a sequence's first tokens, as far as these are known."""
+        """Lets others find what is computed of a sequence's first tokens, as far as these are
+        known."""
         if self.caching:
             self.blocks.publish(seq.seq_id, seq.block_hashes, min(num_tokens, len(seq.token_ids)))
 
     def _fork_from_leader(self, request: Request) -> None:
-        """Once the leader has computed the prompt, the others share it, but for its last token: they compute that again to draw from it.
+        """Once the leader has computed the prompt, the others share it, but for its last token:
+        they compute that again to draw from it.
 
         It happens with the step that completes the prompt, since the leader may end with that step.
         """
         leader, shared = request.leader, request.num_prompt_tokens - 1
-        if shared == 0 or leader.num_computed_tokens < shared or (request.forks_anywhere and leader.num_computed_tokens == shared):
+        if (
+            shared == 0
+            or leader.num_computed_tokens < shared
+            or (request.forks_anywhere and leader.num_computed_tokens == shared)
+        ):
             return
         for seq in request.unfinished:
             if seq is not leader and seq.num_computed_tokens == 0:
@@ -191,12 +284,14 @@ class RequestBlocks:
         """Gives back what windows have left behind, before the next step is planned."""
         for seq in request.unfinished:
             if not self.blocks.shared_within_step:
-                # From the next step on others can read it: who gives a block back unnamed would have computed it for nobody.
+                # From the next step on others can read it: who gives a block back unnamed would
+                # have computed it for nobody.
                 self.publish(seq, seq.num_computed_tokens)
             self.blocks.trim(seq.seq_id, seq.num_kept_tokens)
 
     def swap_out(self, request: Request) -> list[BlockCopy] | None:
-        """Moves a request's blocks to the host; None where it is better computed again, or has no room there."""
+        """Moves a request's blocks to the host; None where it is better computed again, or has no
+        room there."""
         if not request.swappable:
             return None
         self.items.release(request.request_id)
@@ -215,7 +310,8 @@ class RequestBlocks:
         request.forget_computed()
 
     def _discard_swapped(self) -> bool:
-        """Swapped requests keep the blocks that they share: when these are in everybody's way, the last of them starts over."""
+        """Swapped requests keep the blocks that they share: when these are in everybody's way, the
+        last of them starts over."""
         swapped = [request for request in self.roster.waiting if request.swapped]
         if swapped:
             self.start_over(swapped[-1])

@@ -1,4 +1,5 @@
-"""Roster: the requests that have not ended, and the scheduling policies: in which order they are served."""
+"""Roster: the requests that have not ended, and the scheduling policies: in which order they are
+served."""
 
 from __future__ import annotations
 
@@ -16,26 +17,33 @@ from toolkit_lm.scheduler.request import Request, Sequence
 
 
 class SchedulingPolicy:
-    """In which order requests are served, and how steps are shared between them. This one: first come, first served.
+    """In which order requests are served, and how steps are shared between them. This one: first
+    come, first served.
 
-    A plugin registers a function, which is `key`, or a subclass, of which each engine makes one. A policy may read a request's `priority`,
-    `num_prompt_tokens`, `max_output_tokens`, `arrival_time`, `deadline`, `params`, `context`, `num_rows`, `num_wanted_tokens`,
-    `least_tokens` and `gave_way`.
+    A plugin registers a function, which is `key`, or a subclass, of which each engine makes one. A
+    policy may read a request's `priority`, `num_prompt_tokens`, `max_output_tokens`,
+    `arrival_time`, `deadline`, `params`, `context`, `num_rows`, `num_wanted_tokens`, `least_tokens`
+    and `gave_way`.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         pass
 
     def key(self, request: Request) -> tuple[float, ...]:
-        """Sort key of a request that arrives, asked once: the smallest is served first, and of equals the first that came."""
+        """Sort key of a request that arrives, asked once: the smallest is served first, and of
+        equals the first that came."""
         return ()
 
-    def begin_step(self, running: Collection[Request], waiting: Collection[Request]) -> Collection[Request]:
-        """A step is planned. `running`: who runs; `waiting`: who waits. Both in the order of keys. Returns who of these may be admitted."""
+    def begin_step(
+        self, running: Collection[Request], waiting: Collection[Request]
+    ) -> Collection[Request]:
+        """A step is planned. `running`: who runs; `waiting`: who waits. Both in the order of keys.
+        Returns who of these may be admitted."""
         return waiting
 
     def grant(self, request: Request, budget: int) -> int:
-        """Most tokens of a request that this step computes, of at most `budget`. Asked once a step, in the order of keys."""
+        """Most tokens of a request that this step computes, of at most `budget`. Asked once a step,
+        in the order of keys."""
         return budget
 
     def overtakes(self, request: Request, other: Request) -> bool:
@@ -43,7 +51,8 @@ class SchedulingPolicy:
         return False
 
     def gives_way(self, request: Request, running: Collection[Request]) -> Request | None:
-        """Which of `running` is preempted where `request`, the first of them or one that waits, has no room. None: none is.
+        """Which of `running` is preempted where `request`, the first of them or one that waits, has
+        no room. None: none is.
 
         Who gives way to one that waits then waits behind it.
         """
@@ -54,7 +63,9 @@ class SchedulingPolicy:
 
 
 class _ByKey(SchedulingPolicy):
-    def __init__(self, config: SchedulerConfig, function: Callable[[Request], tuple[float, ...]]) -> None:
+    def __init__(
+        self, config: SchedulerConfig, function: Callable[[Request], tuple[float, ...]]
+    ) -> None:
         super().__init__(config)
         self._function = function
 
@@ -70,14 +81,18 @@ def priority(request: Request) -> tuple[float, ...]:
 def load_policy(registry: SchedulingPolicyRegistry, config: SchedulerConfig) -> SchedulingPolicy:
     """The one that the option asks for.
 
-    Raises ConfigError for an unknown name, PluginError for one that cannot be imported, or that is a class of something else.
+    Raises ConfigError for an unknown name, PluginError for one that cannot be imported, or that is
+    a class of something else.
     """
     target = registry.load(config.policy)
     if not isinstance(target, type):
         return _ByKey(config, target)
     if not issubclass(target, SchedulingPolicy):
         what = f"{target.__module__}.{target.__qualname__}"
-        raise PluginError(f"scheduling policy {config.policy!r}: {what} is no subclass of toolkit_lm.scheduler.SchedulingPolicy")
+        raise PluginError(
+            f"scheduling policy {config.policy!r}: {what} is no subclass of "
+            "toolkit_lm.scheduler.SchedulingPolicy"
+        )
     return target(config)
 
 
@@ -85,7 +100,8 @@ _by_sort_key = attrgetter("sort_key")
 
 
 class Roster:
-    """Which requests wait and which run, their unfinished sequences, and what the worker is to forget of them."""
+    """Which requests wait and which run, their unfinished sequences, and what the worker is to
+    forget of them."""
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self.policy = policy
@@ -115,7 +131,8 @@ class Roster:
         return list(request_ids)
 
     def add(self, request: Request) -> None:
-        """A new request waits. Raises what the policy raises, and ValueError for a key that cannot be ordered."""
+        """A new request waits. Raises what the policy raises, and ValueError for a key that cannot
+        be ordered."""
         key = tuple(self.policy.key(request))
         if any(map(math.isnan, key)):
             raise ValueError(f"its key is {key}")
@@ -152,7 +169,8 @@ class Roster:
         (self.running if request in self.running else self.waiting).remove(request)
 
     def requeue_all(self, plans: Iterable[StepPlan]) -> None:
-        """All requests wait. The worker is to forget them, and what `plans` were to have it forget."""
+        """All requests wait. The worker is to forget them, and what `plans` were to have it
+        forget."""
         for plan in plans:
             self.dropped += plan.dropped
         self.dropped += (seq_id for request in self.requests.values() for seq_id in request.seq_ids)

@@ -9,7 +9,14 @@ from itertools import count, islice
 from toolkit_lm.attention import KVCacheConfig
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
-from toolkit_lm.messages import Candidates, EngineOutput, EngineRequest, StepPlan, StepResult, TokenLogprobs
+from toolkit_lm.messages import (
+    Candidates,
+    EngineOutput,
+    EngineRequest,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from toolkit_lm.params import FinishReason, leave_too_little
 from toolkit_lm.scheduler.beam import BeamSearch
 from toolkit_lm.scheduler.beam_step import BeamStep
@@ -30,31 +37,47 @@ _MOST_OVERTAKEN = 16
 class Scheduler:
     """Continuous batching under one token budget.
 
-    A sequence is "computed so far" and "wanted": prefill, chunked prefill and decode are the same thing. `schedule` advances the
-    computed counts; `update` brings the drawn tokens. A next step may be planned before the results of the one before are in: the tokens
-    that it will draw are placeholders until then.
+    A sequence is "computed so far" and "wanted": prefill, chunked prefill and decode are the same
+    thing. `schedule` advances the computed counts; `update` brings the drawn tokens. A next step
+    may be planned before the results of the one before are in: the tokens that it will draw are
+    placeholders until then.
 
-    It decides who computes. Roster knows who waits and who runs, RequestBlocks gives blocks, BeamStep leads a search on by a token,
-    EncoderCache which items of media are encoded, Quarantine whom to compute alone, and EventLog keeps what there is to tell.
+    It decides who computes. Roster knows who waits and who runs, RequestBlocks gives blocks,
+    BeamStep leads a search on by a token, EncoderCache which items of media are encoded, Quarantine
+    whom to compute alone, and EventLog keeps what there is to tell.
     """
 
     def __init__(
-        self, config: VllmConfig, kv_cache: KVCacheConfig, policy: SchedulingPolicy, salt: str = "", *, whole_items: bool = False
+        self,
+        config: VllmConfig,
+        kv_cache: KVCacheConfig,
+        policy: SchedulingPolicy,
+        salt: str = "",
+        *,
+        whole_items: bool = False,
     ) -> None:
-        """`salt`: goes into all hashes of cached prefixes. `whole_items`: no chunk ends inside an item of media."""
+        """`salt`: goes into all hashes of cached prefixes. `whole_items`: no chunk ends inside an
+        item of media."""
         self.chunked = config.scheduler.enable_chunked_prefill is not False
         self.max_num_seqs = config.scheduler.max_num_seqs
         self.max_num_batched_tokens = config.scheduler.token_budget
-        self.needs_tokens = config.parallel.pipeline_parallel_size > 1 or config.scheduler.drafter is not None
-        """A token that is not known yet cannot be computed: only the last pipeline stage has it, or drafts are to follow it."""
+        self.needs_tokens = (
+            config.parallel.pipeline_parallel_size > 1 or config.scheduler.drafter is not None
+        )
+        """A token that is not known yet cannot be computed: only the last pipeline stage has it, or
+        drafts are to follow it."""
         self.default_seed = config.model.seed
         self.salt = salt
         self.policy = policy
         self.roster = Roster(policy)
         self.blocks = BlockManager(kv_cache)
         self.preemption = PreemptionCost(config.scheduler.preemption_mode, kv_cache)
-        self.items = EncoderCache(config.encoder_cache_embeds, self.max_num_batched_tokens, whole_items=whole_items)
-        self.request_blocks = RequestBlocks(config, self.blocks, self.preemption, self.roster, self.items)
+        self.items = EncoderCache(
+            config.encoder_cache_embeds, self.max_num_batched_tokens, whole_items=whole_items
+        )
+        self.request_blocks = RequestBlocks(
+            config, self.blocks, self.preemption, self.roster, self.items
+        )
         self.quarantine = Quarantine()
         self.events = EventLog()
         self.outputs: list[EngineOutput] = []
@@ -65,7 +88,8 @@ class Scheduler:
     # Requests come and go
 
     def add(self, message: EngineRequest) -> None:
-        """Queues a request, which the front has held to the limits. Raises RequestError: its id is in use, and what the policy raises."""
+        """Queues a request, which the front has held to the limits. Raises RequestError: its id is
+        in use, and what the policy raises."""
         if message.request_id in self.roster.requests:
             raise RequestError(f"request id {message.request_id!r} is in use.", "request_id")
         request = Request(
@@ -84,14 +108,20 @@ class Scheduler:
         self.events.add("queued", request)
 
     def finish(self, request_id: str, reason: FinishReason, index: int | None = None) -> None:
-        """Ends a request, or one sequence of it, from outside: an abort, a stop text. Unknown or finished ones are no error."""
+        """Ends a request, or one sequence of it, from outside: an abort, a stop text. Unknown or
+        finished ones are no error."""
         request = self.roster.requests.get(request_id)
         if request is not None:
             # The beams of a search end together.
-            self._finish(request, [seq for seq in request.unfinished if index in (None, seq.index) or request.search], reason)
+            self._finish(
+                request,
+                [seq for seq in request.unfinished if index in (None, seq.index) or request.search],
+                reason,
+            )
 
     def fail(self, request_id: str, error: str) -> list[EngineOutput]:
-        """Ends a request with an error. What its blocks hold is in doubt, so that no other will find it."""
+        """Ends a request with an error. What its blocks hold is in doubt, so that no other will
+        find it."""
         request = self.roster.requests.get(request_id)
         if request is None:
             return []
@@ -102,7 +132,8 @@ class Scheduler:
     # One step
 
     def schedule(self) -> StepPlan | None:
-        """Plans the next step and advances the computed counts. None: there is nothing to do before the results of a planned one."""
+        """Plans the next step and advances the computed counts. None: there is nothing to do before
+        the results of a planned one."""
         now = time.monotonic()
         if now >= self._deadlines.earliest:
             self._time_out(now)
@@ -111,7 +142,9 @@ class Scheduler:
         if self.quarantine.quarantined:
             self._schedule_alone(plan, self.roster.requests[self.quarantine.quarantined[0]])
         else:
-            waiting = self.policy.begin_step(self.roster.running, self.roster.waiting[: self.max_num_seqs])
+            waiting = self.policy.begin_step(
+                self.roster.running, self.roster.waiting[: self.max_num_seqs]
+            )
             if waiting:
                 waiting = self._make_room(plan, waiting)
             budget, preempted = self._schedule_running(plan, self.max_num_batched_tokens)
@@ -125,16 +158,23 @@ class Scheduler:
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
-        """Takes in the tokens that a step drew; ends the sequences that are complete. Steps come in the order of their plans."""
+        """Takes in the tokens that a step drew; ends the sequences that are complete. Steps come in
+        the order of their plans."""
         outputs = []
         logprobs = result.logprobs or [[]] * len(plan.scheduled)
-        for row, tokens, row_logprobs in zip(plan.scheduled, result.token_ids, logprobs, strict=True):
+        for row, tokens, row_logprobs in zip(
+            plan.scheduled, result.token_ids, logprobs, strict=True
+        ):
             seq = self.roster.sequences.get(row.seq_id)
             if seq is None:
                 # It ended while the step was on its way.
                 continue
             request = seq.request
-            prompt_logprobs = request.take_prompt_logprobs(row, known) if (known := result.prompt_logprobs.get(row.seq_id)) else []
+            prompt_logprobs = (
+                request.take_prompt_logprobs(row, known)
+                if (known := result.prompt_logprobs.get(row.seq_id))
+                else []
+            )
             if row.seq_id in result.errors:
                 outputs += self.fail(request.request_id, result.errors[row.seq_id])
             elif row.seq_id in result.pooled:
@@ -144,15 +184,25 @@ class Scheduler:
                 outputs += self._take_candidates(seq, request.search, result.candidates[row.seq_id])
             elif row.samples:
                 seq.sampler_state = result.sampler_state.get(row.seq_id, seq.sampler_state)
-                outputs.append(self._take_tokens(seq, tokens, result.drafts.get(row.seq_id, []), row_logprobs, prompt_logprobs))
+                outputs.append(
+                    self._take_tokens(
+                        seq,
+                        tokens,
+                        result.drafts.get(row.seq_id, []),
+                        row_logprobs,
+                        prompt_logprobs,
+                    )
+                )
             elif prompt_logprobs:
                 outputs.append(seq.output(None, [], [], prompt_logprobs))
         return outputs
 
     def reset_after_failure(self, plans: Collection[StepPlan]) -> None:
-        """Steps failed, or were interrupted, somewhere on their way: nothing that the runner holds can be relied on.
+        """Steps failed, or were interrupted, somewhere on their way: nothing that the runner holds
+        can be relied on.
 
-        All requests are computed again from their tokens. It relies on nothing that an interrupt may have left half done.
+        All requests are computed again from their tokens. It relies on nothing that an interrupt
+        may have left half done.
         """
         self.roster.requeue_all(plans)
         self.blocks.reset()
@@ -168,11 +218,19 @@ class Scheduler:
     # Planning
 
     def _make_room(self, plan: StepPlan, waiting: Collection[Request]) -> Collection[Request]:
-        """Preempts who gives way to one that waits. Returns who may be admitted: that one, or all of `waiting`."""
+        """Preempts who gives way to one that waits. Returns who may be admitted: that one, or all
+        of `waiting`."""
         running = self.roster.running
-        found = ((one, victim) for one in waiting if running and (victim := self.policy.gives_way(one, running)) is not None)
+        found = (
+            (one, victim)
+            for one in waiting
+            if running and (victim := self.policy.gives_way(one, running)) is not None
+        )
         for request, victim in islice(found, _MOST_OVERTAKEN):
-            if request.awaits_tokens or self.request_blocks.find_room(request, self.max_num_batched_tokens) is not None:
+            if (
+                request.awaits_tokens
+                or self.request_blocks.find_room(request, self.max_num_batched_tokens) is not None
+            ):
                 continue
             victim.gave_way, victim.sort_key = True, (*request.sort_key, 0)
             self._preempt(plan, victim)
@@ -216,14 +274,19 @@ class Scheduler:
                 held_up.append(request)
                 continue
             self._admit(plan, request, cached)
-            budget -= self.request_blocks.commit(plan, request, self.request_blocks.ranges(request, tokens))
+            budget -= self.request_blocks.commit(
+                plan, request, self.request_blocks.ranges(request, tokens)
+            )
 
     def _schedule_alone(self, plan: StepPlan, request: Request) -> None:
-        """One that is quarantined; all others wait without blocks, so that it fits. It computes all of its keys and values itself."""
+        """One that is quarantined; all others wait without blocks, so that it fits. It computes all
+        of its keys and values itself."""
         if request in self.roster.waiting:
             self._admit(plan, request, Cached())
         self.request_blocks.trim(request)
-        self.request_blocks.commit(plan, request, self.request_blocks.ranges(request, self.max_num_batched_tokens))
+        self.request_blocks.commit(
+            plan, request, self.request_blocks.ranges(request, self.max_num_batched_tokens)
+        )
 
     def _release_from_quarantine(self, request: Request) -> None:
         """It has drawn a token: it is not to blame, and makes room for the next one."""
@@ -239,7 +302,8 @@ class Scheduler:
             self.events.scheduled(request)
 
     def _preempt(self, plan: StepPlan, request: Request) -> None:
-        """Takes a running request's blocks. It waits, and is computed again from its tokens, or comes back from the host."""
+        """Takes a running request's blocks. It waits, and is computed again from its tokens, or
+        comes back from the host."""
         self.roster.requeue(request)
         copies = self.request_blocks.swap_out(request)
         if copies is None:
@@ -251,7 +315,12 @@ class Scheduler:
     # Results
 
     def _take_tokens(
-        self, seq: Sequence, drawn: list[int], drafts: list[int], logprobs: list[TokenLogprobs], prompt_logprobs: list[TokenLogprobs]
+        self,
+        seq: Sequence,
+        drawn: list[int],
+        drafts: list[int],
+        logprobs: list[TokenLogprobs],
+        prompt_logprobs: list[TokenLogprobs],
     ) -> EngineOutput:
         request, before = seq.request, len(seq.token_ids)
         reason = seq.take(drawn, drafts)
@@ -267,8 +336,11 @@ class Scheduler:
             self._release_from_quarantine(request)
         return seq.output(reason, tokens, logprobs[: len(tokens)], prompt_logprobs)
 
-    def _take_candidates(self, beam: Sequence, search: BeamSearch, candidates: Candidates) -> list[EngineOutput]:
-        """One more beam of a request has its candidates; with the last of them the search goes a token on, to other beams, or ends."""
+    def _take_candidates(
+        self, beam: Sequence, search: BeamSearch, candidates: Candidates
+    ) -> list[EngineOutput]:
+        """One more beam of a request has its candidates; with the last of them the search goes a
+        token on, to other beams, or ends."""
         request, step = beam.request, BeamStep(beam.request, search)
         if beam.num_placeholders == 0:
             # It was preempted meanwhile, and will be computed again.
@@ -287,7 +359,11 @@ class Scheduler:
             for one in beams:
                 self._release(one)
         elif len(outputs := step.outputs()) < (n := request.params.n):
-            outputs = self._end(request, "error", leave_too_little(request.params, f"{len(outputs)} sequences, and n is {n}"))
+            outputs = self._end(
+                request,
+                "error",
+                leave_too_little(request.params, f"{len(outputs)} sequences, and n is {n}"),
+            )
         else:
             self._finish(request, request.unfinished, outputs[0].finish_reason or "stop")
         self._release_from_quarantine(request)
@@ -300,12 +376,19 @@ class Scheduler:
             if request is not None and request.deadline is not None and request.deadline <= now:
                 self.outputs += self._end(request, "timeout")
 
-    def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> list[EngineOutput]:
+    def _end(
+        self, request: Request, reason: FinishReason, error: str | None = None
+    ) -> list[EngineOutput]:
         """Ends all that is unfinished of a request."""
         ended = request.unfinished
         self._finish(request, ended, reason)
         indices = range(request.params.n) if request.search else [seq.index for seq in ended]
-        return [EngineOutput(request_id=request.request_id, index=index, finish_reason=reason, error=error) for index in indices]
+        return [
+            EngineOutput(
+                request_id=request.request_id, index=index, finish_reason=reason, error=error
+            )
+            for index in indices
+        ]
 
     def _finish(self, request: Request, ended: Collection[Sequence], reason: FinishReason) -> None:
         """Ends some of a request's unfinished sequences."""
@@ -319,7 +402,9 @@ class Scheduler:
             self.items.release(request.request_id)
             if request.encoder is not None:
                 self.blocks.free(request.encoder.seq_id)
-            self.events.add("aborted" if reason in ("abort", "timeout") else "finished", request, reason)
+            self.events.add(
+                "aborted" if reason in ("abort", "timeout") else "finished", request, reason
+            )
             # They know it too: nobody need look for a cycle to free them.
             request.sequences = []
 

@@ -1,4 +1,5 @@
-"""AsyncLLM, for programs with an event loop, and what it is made of: the engine's thread, its listeners, its queue and its health.
+"""AsyncLLM, for programs with an event loop, and what it is made of: the engine's thread, its
+listeners, its queue and its health.
 
 The names are resolved when they are used.
 """

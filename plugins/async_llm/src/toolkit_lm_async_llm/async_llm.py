@@ -48,8 +48,8 @@ class AsyncLLM:
             async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=32)):
                 ...
 
-    The engine runs in a process of its own, unless `engine_process` is False; one that was not closed ends with this process. Its methods
-    may be called from any event loop, of any thread.
+    The engine runs in a process of its own, unless `engine_process` is False; one that was not
+    closed ends with this process. Its methods may be called from any event loop, of any thread.
     """
 
     def __init__(
@@ -60,10 +60,12 @@ class AsyncLLM:
         wait: bool = True,
         process: EngineProcess | None = None,
     ) -> None:
-        """Starts an engine and waits until it is ready. Raises what keeps it from starting: ToolkitError.
+        """Starts an engine and waits until it is ready. Raises what keeps it from starting:
+        ToolkitError.
 
-        `wait=False` returns while an engine process loads: `wait_ready` waits for it, and so do requests. With `engine_process` False the
-        model is loaded here, in the calling thread, and held until `shutdown` or `close`. `process`: as LLMEngine's.
+        `wait=False` returns while an engine process loads: `wait_ready` waits for it, and so do
+        requests. With `engine_process` False the model is loaded here, in the calling thread, and
+        held until `shutdown` or `close`. `process`: as LLMEngine's.
         """
         if config.engine.engine_process is None:
             config = config.replace(engine_process=True)
@@ -98,7 +100,8 @@ class AsyncLLM:
 
     @property
     def processor(self) -> Processor:
-        """What makes requests of prompts. Its methods take a while: not for an event loop's thread."""
+        """What makes requests of prompts. Its methods take a while: not for an event loop's
+        thread."""
         return self.engine.processor
 
     @property
@@ -118,7 +121,8 @@ class AsyncLLM:
 
     @property
     def engines(self) -> Sequence[EngineState]:
-        """Where there are several (data_parallel_size): each of them, by its number. From any thread."""
+        """Where there are several (data_parallel_size): each of them, by its number. From any
+        thread."""
         return self.engine.client.engines
 
     def health(self) -> Health:
@@ -126,7 +130,8 @@ class AsyncLLM:
         return self._thread.health()
 
     async def wait_ready(self) -> None:
-        """Waits until the engine has loaded and warmed up. Raises what kept it from starting: ToolkitError, with the root cause."""
+        """Waits until the engine has loaded and warmed up. Raises what kept it from starting:
+        ToolkitError, with the root cause."""
         if (error := self.engine.client.fork_error) is not None:
             raise error
         await asyncio.shield(asyncio.wrap_future(self._thread.ready))
@@ -138,13 +143,17 @@ class AsyncLLM:
         request_id: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs as they come. By default each holds the whole text so far; the `output_kind` DELTA gives what is new.
+        """Outputs as they come. By default each holds the whole text so far; the `output_kind`
+        DELTA gives what is new.
 
-        A caller that is slow gets fewer, larger outputs. Closing the iterator aborts the request. Raises RequestError before the first
-        output, QueueFullError among them; EngineDeadError when the engine dies.
+        A caller that is slow gets fewer, larger outputs. Closing the iterator aborts the request.
+        Raises RequestError before the first output, QueueFullError among them; EngineDeadError when
+        the engine dies.
         """
         ids = [self._new_id() if request_id is None else request_id]
-        return self._single(ids, lambda: self._prepare(ids, [prompt], sampling_params, options), sampling_params)
+        return self._single(
+            ids, lambda: self._prepare(ids, [prompt], sampling_params, options), sampling_params
+        )
 
     def chat(
         self,
@@ -155,7 +164,8 @@ class AsyncLLM:
         options: RequestOptions | None = None,
         **render_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `generate`, for a conversation; `render_options` are Renderer.render_conversation's."""
+        """As `generate`, for a conversation; `render_options` are
+        Renderer.render_conversation's."""
         ids = [self._new_id() if request_id is None else request_id]
 
         def prepare() -> Awaitable[list[PreparedRequest]]:
@@ -175,20 +185,28 @@ class AsyncLLM:
         ids = [self._new_id() for _ in conversations]
 
         def prepare() -> Awaitable[list[PreparedRequest]]:
-            return self._prepare_chats(ids, conversations, sampling_params, options, **render_options)
+            return self._prepare_chats(
+                ids, conversations, sampling_params, options, **render_options
+            )
 
         return self._outputs(ids, prepare, sampling_params)
 
     def generate_many(
-        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
-        """As `generate`, for many prompts at once, which reach the engine together. Of thousands, each step admits some.
+        """As `generate`, for many prompts at once, which reach the engine together. Of thousands,
+        each step admits some.
 
-        Outputs that come together are given together, each with its prompt's number. A bad prompt is an error for all of them, before any
-        is computed. Closing the iterator aborts them all.
+        Outputs that come together are given together, each with its prompt's number. A bad prompt
+        is an error for all of them, before any is computed. Closing the iterator aborts them all.
         """
         ids = [self._new_id() for _ in prompts]
-        return self._outputs(ids, lambda: self._prepare(ids, prompts, sampling_params, options), sampling_params)
+        return self._outputs(
+            ids, lambda: self._prepare(ids, prompts, sampling_params, options), sampling_params
+        )
 
     async def encode(
         self,
@@ -202,7 +220,9 @@ class AsyncLLM:
         Raises RequestError, QueueFullError among them, and EngineDeadError.
         """
         request_ids = [self._new_id() if request_id is None else request_id]
-        [output] = await self.encode_many(listed(prompt), pooling_params, request_ids=request_ids, **options)
+        [output] = await self.encode_many(
+            listed(prompt), pooling_params, request_ids=request_ids, **options
+        )
         return output
 
     async def encode_many(
@@ -214,12 +234,14 @@ class AsyncLLM:
         names: Sequence[str] | None = None,
         **options: Unpack[EncodeOptions],
     ) -> list[PoolingRequestOutput]:
-        """As `encode`, for many prompts at once, which reach the engine together: cheaper than so many calls of `encode`.
+        """As `encode`, for many prompts at once, which reach the engine together: cheaper than so
+        many calls of `encode`.
 
         `pooling_params` are for all of them, or one for each.
 
-        A bad prompt is an error for all of them, before any is computed; it is called by its name of `names`, or its number. One that
-        fails later has its error in its output. In `max_queued_requests` they count as one request. Cancelling it aborts them all.
+        A bad prompt is an error for all of them, before any is computed; it is called by its name
+        of `names`, or its number. One that fails later has its error in its output. In
+        `max_queued_requests` they count as one request. Cancelling it aborts them all.
         """
         many = listed(prompts)
         ids = [self._new_id() for _ in many] if request_ids is None else list(request_ids)
@@ -227,15 +249,23 @@ class AsyncLLM:
         rest: dict[str, Any] = {**options}
         for name in rest.keys() - EncodeOptions.__annotations__.keys():
             if rest[name] is not None:
-                raise RequestError(f"unknown option {name!r}. {nearest(name, EncodeOptions.__annotations__)}", name)
+                raise RequestError(
+                    f"unknown option {name!r}. {nearest(name, EncodeOptions.__annotations__)}", name
+                )
         task = rest.pop("pooling_task", None)
-        of_texts = {name: rest.pop(name) for name in TextOptions.__annotations__.keys() & rest.keys()}
+        of_texts = {
+            name: rest.pop(name) for name in TextOptions.__annotations__.keys() & rest.keys()
+        }
 
         def prepare() -> list[PreparedRequest]:
             each = params_of_each(pooling_params, task, len(many), self.tasks)
-            prepared = self.processor.prepare_pooling_batch(ids, many, each, cast(RequestOptions, rest), **of_texts)
+            prepared = self.processor.prepare_pooling_batch(
+                ids, many, each, cast(RequestOptions, rest), **of_texts
+            )
             # Sequences of equal length that meet in a step are computed together.
-            return sorted(all_prepared(prepared, called), key=lambda one: len(one.message.prompt_token_ids))
+            return sorted(
+                all_prepared(prepared, called), key=lambda one: len(one.message.prompt_token_ids)
+            )
 
         if not many and not ids:
             return []
@@ -250,18 +280,21 @@ class AsyncLLM:
         return self.engine.tasks
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request; its iterator gets a last output with finish_reason "abort". Unknown ids are no error."""
+        """Ends a request; its iterator gets a last output with finish_reason "abort". Unknown ids
+        are no error."""
         self._thread.abort(request_id)
 
     async def reset_prefix_cache(self) -> None:
-        """Forgets what is cached of prompts that were seen before. Requests under way go on. Raises EngineDeadError."""
+        """Forgets what is cached of prompts that were seen before. Requests under way go on. Raises
+        EngineDeadError."""
         if (error := self.engine.client.fork_error) is not None:
             raise error
         if not self._thread.put(self.engine.reset_prefix_cache):
             raise self._thread.why()
 
     def shutdown(self) -> Awaitable[None]:
-        """Ends the engine and releases its memory; requests under way end with EngineDeadError. Safe to call twice.
+        """Ends the engine and releases its memory; requests under way end with EngineDeadError.
+        Safe to call twice.
 
         It does not wait for that: await what it returns.
         """
@@ -280,7 +313,10 @@ class AsyncLLM:
         await self.shutdown()
 
     async def _single(
-        self, ids: list[str], prepare: Callable[[], Awaitable[list[PreparedRequest]]], params: SamplingParams | None
+        self,
+        ids: list[str],
+        prepare: Callable[[], Awaitable[list[PreparedRequest]]],
+        params: SamplingParams | None,
     ) -> AsyncGenerator[RequestOutput, None]:
         async with aclosing(self._outputs(ids, prepare, params)) as outputs:
             async for found in outputs:
@@ -288,7 +324,10 @@ class AsyncLLM:
                     yield output
 
     async def _outputs(
-        self, request_ids: list[str], prepare: Callable[[], Awaitable[list[PreparedRequest]]], params: SamplingParams | None
+        self,
+        request_ids: list[str],
+        prepare: Callable[[], Awaitable[list[PreparedRequest]]],
+        params: SamplingParams | None,
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         if not request_ids:
             return
@@ -299,12 +338,17 @@ class AsyncLLM:
 
     @asynccontextmanager
     async def _served(
-        self, request_ids: list[str], prepare: Callable[[], Awaitable[list[PreparedRequest]]], listener: AnyListener
+        self,
+        request_ids: list[str],
+        prepare: Callable[[], Awaitable[list[PreparedRequest]]],
+        listener: AnyListener,
     ) -> AsyncIterator[AnyListener]:
         """Has the engine work on requests, until the end of the block."""
         for request_id in request_ids:
             if not isinstance(request_id, str):
-                raise RequestError(f"a request id must be a text, not a {type(request_id).__name__}.", "request_id")
+                raise RequestError(
+                    f"a request id must be a text, not a {type(request_id).__name__}.", "request_id"
+                )
         if not self._thread.register(request_ids, listener):
             raise self._thread.why()
         try:
@@ -318,7 +362,11 @@ class AsyncLLM:
             self._thread.forget(request_ids, listener)
 
     async def _prepare(
-        self, ids: list[str], prompts: Sequence[Prompt], params: SamplingParams | None, options: RequestOptions | None
+        self,
+        ids: list[str],
+        prompts: Sequence[Prompt],
+        params: SamplingParams | None,
+        options: RequestOptions | None,
     ) -> list[PreparedRequest]:
         if self._preparation is not None:
             return await self._preparation.prepare_batch(ids, prompts, params, options)
@@ -334,8 +382,12 @@ class AsyncLLM:
         **render_options: Any,
     ) -> list[PreparedRequest]:
         if self._preparation is not None:
-            return await self._preparation.prepare_chat_batch(ids, conversations, params, options, **render_options)
-        return await asyncio.to_thread(self.processor.prepare_chat_batch, ids, conversations, params, options, **render_options)
+            return await self._preparation.prepare_chat_batch(
+                ids, conversations, params, options, **render_options
+            )
+        return await asyncio.to_thread(
+            self.processor.prepare_chat_batch, ids, conversations, params, options, **render_options
+        )
 
     def _new_id(self) -> str:
         return f"async-{next(self._ids)}"

@@ -30,7 +30,8 @@ _AT_EXIT = 2.0
 
 
 class EngineThread:
-    """Drives an engine: takes commands from any thread, tells callers what is new, starts a dead engine process anew."""
+    """Drives an engine: takes commands from any thread, tells callers what is new, starts a dead
+    engine process anew."""
 
     def __init__(self, engine: LLMEngine) -> None:
         """Starts the thread. `engine` may be loading still."""
@@ -51,7 +52,9 @@ class EngineThread:
         self.ended = False
         self._stopping = False
         bound = engine.config.engine.step_timeout
-        self._watchdog = Watchdog(lambda: engine.seconds_since_progress, bound, lambda: engine.client.dump_stacks())
+        self._watchdog = Watchdog(
+            lambda: engine.seconds_since_progress, bound, lambda: engine.client.dump_stacks()
+        )
         self._thread = threading.Thread(target=self._run, name="toolkit_lm-engine", daemon=True)
         self._thread.start()
         atexit.register(self._at_exit)
@@ -59,7 +62,8 @@ class EngineThread:
     # From any thread
 
     def register(self, request_ids: Sequence[str], listener: Listener) -> bool:
-        """Gives requests their names, before the engine has them. False when the engine has ended. Raises EngineDeadError in a fork."""
+        """Gives requests their names, before the engine has them. False when the engine has ended.
+        Raises EngineDeadError in a fork."""
         if (error := self.engine.client.fork_error) is not None:
             raise error
         return self.put(lambda: self._register(request_ids, listener))
@@ -85,7 +89,8 @@ class EngineThread:
         return not self.ended
 
     def stop(self) -> None:
-        """Asks the thread to end. It takes no lock, since the garbage collector may call it in the middle of anything."""
+        """Asks the thread to end. It takes no lock, since the garbage collector may call it in the
+        middle of anything."""
         self._stopping = True
         self._commands.put(None)
         self.engine.client.wake()
@@ -100,7 +105,11 @@ class EngineThread:
 
     def why(self) -> EngineDeadError:
         """What requests are told after the end."""
-        return EngineDeadError("the engine has been shut down.") if self.error is None else _dead(self.error)
+        return (
+            EngineDeadError("the engine has been shut down.")
+            if self.error is None
+            else _dead(self.error)
+        )
 
     def health(self) -> Health:
         """The state of the engine now."""
@@ -109,13 +118,20 @@ class EngineThread:
         if self._stopping or self.ended:
             return Health("closed", "the engine has been shut down")
         if not self.ready.done():
-            return Health("restarting" if self.num_restarts else "starting", self.engine.client.phase)
+            return Health(
+                "restarting" if self.num_restarts else "starting", self.engine.client.phase
+            )
         engines = self.engine.client.engines
         if engines and not any(one.status == "ready" for one in engines):
-            return Health("restarting", next((one.reason for one in engines if one.status == "restarting"), ""))
+            return Health(
+                "restarting",
+                next((one.reason for one in engines if one.status == "restarting"), ""),
+            )
         seconds, bound = self.engine.seconds_since_progress, self.engine.config.engine.step_timeout
         if seconds > bound:
-            return Health("stalled", f"no progress for {seconds:.1f} s; step_timeout is {bound:g} s")
+            return Health(
+                "stalled", f"no progress for {seconds:.1f} s; step_timeout is {bound:g} s"
+            )
         return Health("ready")
 
     def _at_exit(self) -> None:
@@ -154,7 +170,13 @@ class EngineThread:
     def _tell_of(self, states: Sequence[AnyState]) -> None:
         """Tells callers that there is something new of their requests."""
         found = [(state, self._listeners.get(state.request_id)) for state in states]
-        self._tell([listener for state, listener in found if listener is not None and listener.wants(state.finished)])
+        self._tell(
+            [
+                listener
+                for state, listener in found
+                if listener is not None and listener.wants(state.finished)
+            ]
+        )
         for state in states:
             if state.finished:
                 self._listeners.pop(state.request_id, None)
@@ -163,16 +185,30 @@ class EngineThread:
         config = self.engine.config.engine
         started = self.ready.done() or self.num_restarts > 0
         # Of several engines, each has been started anew as often as it may.
-        return bool(config.engine_process and not self.engine.client.engines) and started and self.num_restarts < config.restart_engine
+        return (
+            bool(config.engine_process and not self.engine.client.engines)
+            and started
+            and self.num_restarts < config.restart_engine
+        )
 
     def _restart(self, failure: ToolkitError) -> None:
-        """Requests that the engine had end here; those that it never had wait for the next engine."""
+        """Requests that the engine had end here; those that it never had wait for the next
+        engine."""
         self.num_restarts += 1
         most = self.engine.config.engine.restart_engine
-        logger.error("the engine has died, and is started anew (restart %d of at most %d): %s", self.num_restarts, most, failure)
+        logger.error(
+            "the engine has died, and is started anew (restart %d of at most %d): %s",
+            self.num_restarts,
+            most,
+            failure,
+        )
         if self.ready.done():
             self.ready = Future()
-        lost = {request_id: listener for request_id, listener in self._listeners.items() if listener.states}
+        lost = {
+            request_id: listener
+            for request_id, listener in self._listeners.items()
+            if listener.states
+        }
         self._tell(lost.values(), _dead(failure))
         for request_id in lost:
             del self._listeners[request_id]
@@ -211,7 +247,12 @@ class EngineThread:
         else:
             self._listeners.update(dict.fromkeys(request_ids, listener))
 
-    def _submit(self, prepared: Sequence[PreparedRequest], listener: Listener, failure: BaseException | None = None) -> None:
+    def _submit(
+        self,
+        prepared: Sequence[PreparedRequest],
+        listener: Listener,
+        failure: BaseException | None = None,
+    ) -> None:
         messages = [one.message for one in prepared]
         if any(self._listeners.get(message.request_id) is not listener for message in messages):
             return
@@ -220,7 +261,9 @@ class EngineThread:
                 raise failure
             if stale := [one for one in prepared if self.engine.client.features.lacks(one.message)]:
                 # They were rendered for an engine before this one.
-                self._render_again(stale, listener, lambda failure: self._submit(prepared, listener, failure))
+                self._render_again(
+                    stale, listener, lambda failure: self._submit(prepared, listener, failure)
+                )
                 return
             self.queue.check(messages)
             listener.states = self.engine.submit_batch(prepared)
@@ -231,8 +274,14 @@ class EngineThread:
             for request_id in listener.aborted:
                 self._abort(request_id)
 
-    def _render_again(self, lost: Sequence[PreparedRequest], listener: Listener, then: Callable[[BaseException | None], None]) -> None:
-        """It takes long: where their caller renders, and not in this thread, which does `then` afterwards, with what went wrong."""
+    def _render_again(
+        self,
+        lost: Sequence[PreparedRequest],
+        listener: Listener,
+        then: Callable[[BaseException | None], None],
+    ) -> None:
+        """It takes long: where their caller renders, and not in this thread, which does `then`
+        afterwards, with what went wrong."""
         again = asyncio.to_thread(lambda: list(map(self.engine.processor.render_again, lost)))
         try:
             done = asyncio.run_coroutine_threadsafe(again, listener.loop)
@@ -241,12 +290,18 @@ class EngineThread:
             again.close()
             then(error)
             return
-        done.add_done_callback(lambda done: done.cancelled() or self.put(lambda: then(done.exception())))
+        done.add_done_callback(
+            lambda done: done.cancelled() or self.put(lambda: then(done.exception()))
+        )
 
     def _on_lost(self, state: AnyState, prepared: PreparedRequest) -> None:
         """The engine lacks data of a request that it was sent."""
         if listener := self._listeners.get(state.request_id):
-            self._render_again([prepared], listener, lambda failure: self._tell_of(self.engine.send_again(state, prepared, failure)))
+            self._render_again(
+                [prepared],
+                listener,
+                lambda failure: self._tell_of(self.engine.send_again(state, prepared, failure)),
+            )
 
     def _abort(self, request_id: str) -> None:
         if listener := self._listeners.get(request_id):

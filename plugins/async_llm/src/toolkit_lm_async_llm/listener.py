@@ -23,7 +23,8 @@ class Listener:
         self._news = asyncio.Event()
 
     def wants(self, finished: bool) -> bool:
-        """Whether to wake the caller for this news of one request. In the engine's thread, once for each news."""
+        """Whether to wake the caller for this news of one request. In the engine's thread, once for
+        each news."""
         return True
 
     def wake(self, error: BaseException | None = None) -> None:
@@ -39,7 +40,8 @@ class Listener:
 
 
 class Stream(Listener):
-    """Requests that generate, as they go on. A slow caller gets what has come meanwhile as one output."""
+    """Requests that generate, as they go on. A slow caller gets what has come meanwhile as one
+    output."""
 
     def __init__(self, *, final_only: bool) -> None:
         """`final_only`: of each request only the end is wanted."""
@@ -57,7 +59,8 @@ class Stream(Listener):
         return self._open is not None and not self._open
 
     async def next(self) -> list[tuple[int, RequestOutput]]:
-        """What is new, each with its request's number, once there is anything. Outputs are made here, not in the engine's thread."""
+        """What is new, each with its request's number, once there is anything. Outputs are made
+        here, not in the engine's thread."""
         while True:
             await self._wait()
             if self._open is None:
@@ -75,7 +78,8 @@ class Stream(Listener):
 
 
 class Batch(Listener):
-    """Several pooling requests, which are wanted when all of them have ended: their caller is woken once."""
+    """Several pooling requests, which are wanted when all of them have ended: their caller is woken
+    once."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -88,4 +92,8 @@ class Batch(Listener):
     async def results(self) -> list[PoolingRequestOutput]:
         """In the order in which the requests were submitted."""
         await self._wait()
-        return [output for state in self.states if isinstance(output := state.snapshot(), PoolingRequestOutput)]
+        return [
+            output
+            for state in self.states
+            if isinstance(output := state.snapshot(), PoolingRequestOutput)
+        ]

@@ -17,11 +17,13 @@ Result = TypeVar("Result")
 Render = Callable[..., Rendered]
 RenderAsync = Callable[..., Awaitable[Rendered]]
 _SIDE_BY_SIDE = 16
-"""Of the works of a batch, how many have begun and are not over. Each may hold a body of its prompt's size."""
+"""Of the works of a batch, how many have begun and are not over. Each may hold a body of its
+prompt's size."""
 
 
 class Preparation:
-    """A Processor for event loops, of a renderer that can be awaited. Work is done in threads, and none of them waits for the renderer."""
+    """A Processor for event loops, of a renderer that can be awaited. Work is done in threads, and
+    none of them waits for the renderer."""
 
     def __init__(self, processor: Processor) -> None:
         self._processor = processor
@@ -29,17 +31,25 @@ class Preparation:
 
     @classmethod
     def of(cls, processor: Processor) -> Preparation | None:
-        """None where the renderer has no async methods of its own: then all the work is one piece, for one thread."""
+        """None where the renderer has no async methods of its own: then all the work is one piece,
+        for one thread."""
         kind = type(processor.renderer)
         own = kind.render_prompt_async, kind.render_conversation_async
         usual = Renderer.render_prompt_async, Renderer.render_conversation_async
         return None if processor.reads_pairs or own == usual else cls(processor)
 
     async def prepare_batch(
-        self, request_ids: Sequence[str], prompts: Sequence[Prompt], params: SamplingParams | None, options: RequestOptions | None
+        self,
+        request_ids: Sequence[str],
+        prompts: Sequence[Prompt],
+        params: SamplingParams | None,
+        options: RequestOptions | None,
     ) -> list[PreparedRequest]:
         """As the Processor's."""
-        salt, both = (options or {}).get("cache_salt"), (self._renderer.render_prompt_async, self._renderer.render_prompt)
+        salt, both = (
+            (options or {}).get("cache_salt"),
+            (self._renderer.render_prompt_async, self._renderer.render_prompt),
+        )
         rendered = (self._rendered(*both, one, text_of(one), salt) for one in prompts)
         return await self._prepared(request_ids, rendered, params, options or {})
 
@@ -52,17 +62,30 @@ class Preparation:
         **render_options: Any,
     ) -> list[PreparedRequest]:
         """As the Processor's."""
-        salt, both = (options or {}).get("cache_salt"), (self._renderer.render_conversation_async, self._renderer.render_conversation)
-        rendered = (self._rendered(*both, one, None, salt, **render_options) for one in conversations)
+        salt, both = (
+            (options or {}).get("cache_salt"),
+            (self._renderer.render_conversation_async, self._renderer.render_conversation),
+        )
+        rendered = (
+            self._rendered(*both, one, None, salt, **render_options) for one in conversations
+        )
         return await self._prepared(request_ids, rendered, params, options or {})
 
     async def _rendered(
-        self, render: RenderAsync, again: Render, given: Any, text: str | None, salt: str | None, **render_options: Any
+        self,
+        render: RenderAsync,
+        again: Render,
+        given: Any,
+        text: str | None,
+        salt: str | None,
+        **render_options: Any,
     ) -> RenderedPrompt:
         """`again`: as `render`, for data that the engine has lost."""
         rendering = self._processor.rendering(again, given, salt, **render_options)
         try:
-            return self._processor.rendered_by(rendering, await rendering.awaited(render(given, **render_options)), text)
+            return self._processor.rendered_by(
+                rendering, await rendering.awaited(render(given, **render_options)), text
+            )
         except Exception as error:
             self._processor.plugins.boundary.check(error)
             raise
@@ -78,11 +101,14 @@ class Preparation:
         # What is wrong with the parameters is told before anything is rendered.
         inputs = await asyncio.to_thread(self._processor.inputs, params)
         made = await side_by_side(rendered)
-        return await asyncio.to_thread(self._processor.prepare_rendered, request_ids, made, params, inputs, options)
+        return await asyncio.to_thread(
+            self._processor.prepare_rendered, request_ids, made, params, inputs, options
+        )
 
 
 async def side_by_side(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """What works give, in their order. Of several errors, that of the first is raised. Nothing of them is left at the end.
+    """What works give, in their order. Of several errors, that of the first is raised. Nothing of
+    them is left at the end.
 
     At most 16 go on at a time.
     """

@@ -21,7 +21,8 @@ class QueueLimits:
         self._waiting: dict[str, tuple[float, int]] = {}
         """By request id: when it came, and its prompt tokens."""
         self._counted: set[str] = set()
-        """Those that count: of prompts that are pooled together the last, which is admitted last."""
+        """Those that count: of prompts that are pooled together the last, which is admitted
+        last."""
         self._waits: deque[float] = deque(maxlen=32)
         """Seconds that the last admitted ones waited."""
 
@@ -35,21 +36,33 @@ class QueueLimits:
         return sum(tokens for _, tokens in list(self._waiting.values()))
 
     def check(self, batch: Sequence[EngineRequest]) -> None:
-        """Raises QueueFullError where one more batch would be too much. Prompts that are pooled together count as one request.
+        """Raises QueueFullError where one more batch would be too much. Prompts that are pooled
+        together count as one request.
 
-        Raises RequestError for a batch that an empty queue has no room for. Prompts that are longer than the bound are let in when
-        none waits.
+        Raises RequestError for a batch that an empty queue has no room for. Prompts that are longer
+        than the bound are let in when none waits.
         """
         tokens = sum(_num_tokens(request) for request in batch)
         added = len(batch) if batch[0].draws_tokens else 1
         most = None if self.max_requests is None else max(self.max_requests, 1)
         if most is not None and added > most:
-            raise RequestError(f"{added} prompts in one request; no more than {most} requests may wait (max_queued_requests).", "prompt")
+            raise RequestError(
+                f"{added} prompts in one request; no more than {most} requests may wait "
+                "(max_queued_requests).",
+                "prompt",
+            )
         if most is not None and self.num_requests + added > most:
             more = f", and these are {added}" if added > 1 else ""
             limit = f"{self.num_requests} requests wait already{more} (max_queued_requests)"
-        elif self.max_tokens is not None and self._waiting and self.num_tokens + tokens > self.max_tokens:
-            limit = f"{self.num_tokens} prompt tokens wait already (max_queued_tokens is {self.max_tokens})"
+        elif (
+            self.max_tokens is not None
+            and self._waiting
+            and self.num_tokens + tokens > self.max_tokens
+        ):
+            limit = (
+                f"{self.num_tokens} prompt tokens wait already (max_queued_tokens is "
+                f"{self.max_tokens})"
+            )
         else:
             return
         retry_after = min(max(median(self._waits), 1.0), 60.0) if self._waits else 1.0
@@ -75,4 +88,6 @@ class QueueLimits:
 
 def _num_tokens(request: EngineRequest) -> int:
     """Of its prompt, and its encoder's."""
-    return len(request.prompt_token_ids) + (0 if request.encoder is None else request.encoder.num_tokens)
+    return len(request.prompt_token_ids) + (
+        0 if request.encoder is None else request.encoder.num_tokens
+    )

@@ -25,21 +25,32 @@ from toolkit_lm_bench.options import (
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Output = Annotated[Path | None, typer.Option(metavar="FILE", help="File for the results, as JSON.")]
-ServedModel = Annotated[str | None, typer.Option(metavar="NAME", help="Model, as the server calls it. Default: its first one.")]
+ServedModel = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Model, as the server calls it. Default: its first one."),
+]
 
 
 @engine_command()
 def startup(
     config: VllmConfig,
     plugins: Plugins,
-    runs: Annotated[int, typer.Option(min=1, help="Number of starts of each kind. The median is shown.")] = 3,
+    runs: Annotated[
+        int, typer.Option(min=1, help="Number of starts of each kind. The median is shown.")
+    ] = 3,
     ways: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Ways to start. offline: LLM in a process of its own. server: toolkit serve.")
+        str,
+        typer.Option(
+            metavar="NAME,...",
+            help="Ways to start. offline: LLM in a process of its own. server: toolkit serve.",
+        ),
     ] = "offline,server",
     states: Annotated[
         str,
         typer.Option(
-            metavar="NAME,...", help="States of the machine. cold: no file in memory, no bytecode. warm: right after another start."
+            metavar="NAME,...",
+            help="States of the machine. cold: no file in memory, no bytecode. warm: right after "
+            "another start.",
         ),
     ] = "cold,warm",
     json_output: AsJson = False,
@@ -47,8 +58,9 @@ def startup(
 ) -> None:
     """Measure the time from the start of a process to its first token.
 
-    Cold: the files of the checkpoint and of all installed packages are dropped from the page cache, unless a process has them mapped.
-    Python finds no bytecode, and compiles each module that it imports. Warm: the same start was made just before.
+    Cold: the files of the checkpoint and of all installed packages are dropped from the page cache,
+    unless a process has them mapped. Python finds no bytecode, and compiles each module that it
+    imports. Warm: the same start was made just before.
     """
     from toolkit_lm_bench import report
     from toolkit_lm_bench.startup import STATES, WAYS, measure
@@ -72,20 +84,25 @@ def throughput(
     dataset: DatasetOptions,
     sampling: SamplingOptions,
     repeats: Annotated[int, typer.Option(min=1, help="Number of runs. The median is shown.")] = 3,
-    warmup: Annotated[int, typer.Option(min=0, help="Number of runs before, which are not measured.")] = 1,
+    warmup: Annotated[
+        int, typer.Option(min=0, help="Number of runs before, which are not measured.")
+    ] = 1,
     json_output: AsJson = False,
     output: Output = None,
 ) -> None:
     """Measure the throughput of LLM: all prompts of a dataset as one batch.
 
-    Random token ids are below --vocab-size and below the vocabulary size of the model. Each run has prompts of its own.
+    Random token ids are below --vocab-size and below the vocabulary size of the model. Each run has
+    prompts of its own.
     """
     from toolkit_lm_bench import report
     from toolkit_lm_bench.offline import measure_throughput
 
     report.check_output(output)
     found = measure_throughput(config, plugins, dataset, sampling, repeats=repeats, warmup=warmup)
-    report.write_json({"model": config.model.model, **asdict(found)}, path=output, is_wanted=json_output)
+    report.write_json(
+        {"model": config.model.model, **asdict(found)}, path=output, is_wanted=json_output
+    )
     if not json_output:
         report.print_throughput(found, config.model.model)
 
@@ -100,7 +117,9 @@ def latency(
     input_len: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 32,
     output_len: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 128,
     repeats: Annotated[int, typer.Option(min=1, help="Number of calls.")] = 10,
-    warmup: Annotated[int, typer.Option(min=0, help="Number of calls before, which are not measured.")] = 3,
+    warmup: Annotated[
+        int, typer.Option(min=0, help="Number of calls before, which are not measured.")
+    ] = 3,
     json_output: AsJson = False,
     output: Output = None,
 ) -> None:
@@ -120,7 +139,9 @@ def latency(
         warmup=warmup,
         percentiles=figures.percentiles,
     )
-    report.write_json({"model": config.model.model, **found.as_json()}, path=output, is_wanted=json_output)
+    report.write_json(
+        {"model": config.model.model, **found.as_json()}, path=output, is_wanted=json_output
+    )
     if not json_output:
         report.print_latency(found, config.model.model)
 
@@ -134,10 +155,19 @@ def serve(
     figures: FigureOptions,
     model: ServedModel = None,
     request_rate: Annotated[
-        str, typer.Option(metavar="NUMBER", help="Requests per second, with exponential gaps (a Poisson process). inf: all at once.")
+        str,
+        typer.Option(
+            metavar="NUMBER",
+            help="Requests per second, with exponential gaps (a Poisson process). inf: all at "
+            "once.",
+        ),
     ] = "inf",
     concurrency: Annotated[
-        str | None, typer.Option(metavar="INTEGER", help="Most requests under way. The others wait at the client. Default: no bound.")
+        str | None,
+        typer.Option(
+            metavar="INTEGER",
+            help="Most requests under way. The others wait at the client. Default: no bound.",
+        ),
     ] = None,
     json_output: AsJson = False,
     output: Output = None,
@@ -150,10 +180,15 @@ def serve(
     from toolkit_lm_bench.serve import Plan, serve as measure
 
     report.check_output(output)
-    load = Load(parse_rate(request_rate), None if concurrency is None else parse_concurrency(concurrency, "concurrency"))
+    load = Load(
+        parse_rate(request_rate),
+        None if concurrency is None else parse_concurrency(concurrency, "concurrency"),
+    )
     plan = Plan(target, dataset, sampling, options, figures, model)
     found = measure(plan, load)
-    report.write_json(report.plan_as_json(plan) | report.served_as_json(found), path=output, is_wanted=json_output)
+    report.write_json(
+        report.plan_as_json(plan) | report.served_as_json(found), path=output, is_wanted=json_output
+    )
     if not json_output:
         report.print_served(found)
     report.tell_doubts([found])
@@ -169,10 +204,18 @@ def sweep(
     options: LoadOptions,
     figures: FigureOptions,
     model: ServedModel = None,
-    concurrencies: Annotated[str | None, typer.Option(metavar="INTEGER,...", help="Loads: most requests under way.")] = None,
-    request_rates: Annotated[str | None, typer.Option(metavar="NUMBER,...", help="Loads: requests per second.")] = None,
+    concurrencies: Annotated[
+        str | None, typer.Option(metavar="INTEGER,...", help="Loads: most requests under way.")
+    ] = None,
+    request_rates: Annotated[
+        str | None, typer.Option(metavar="NUMBER,...", help="Loads: requests per second.")
+    ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File for a picture of the sweep, .png. It needs toolkit-lm-bench[plot].")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File for a picture of the sweep, .png. It needs toolkit-lm-bench[plot].",
+        ),
     ] = None,
     json_output: AsJson = False,
     output: Output = None,
@@ -196,7 +239,9 @@ def sweep(
     points = []
     for point in measure(plan, loads):
         points.append(point)
-        typer.echo(f"{point.load.name}: {point.figures.output_throughput:.1f} output tokens/s", err=True)
+        typer.echo(
+            f"{point.load.name}: {point.figures.output_throughput:.1f} output tokens/s", err=True
+        )
         # What is measured is kept when a later load is interrupted.
         row["points"] = [report.served_as_json(one) for one in points]
         report.write_json(row, path=output, is_wanted=json_output and len(points) == len(loads))

@@ -91,7 +91,11 @@ class Stream:
             self.error = self.error or f"an event is not one of OpenAI's API: {error}"
             return
         if event.error is not None:
-            self.error = self.error or str(event.error.get("message", event.error) if isinstance(event.error, dict) else event.error)
+            self.error = self.error or str(
+                event.error.get("message", event.error)
+                if isinstance(event.error, dict)
+                else event.error
+            )
         # Some servers send the usage so far with each event.
         self.usage = event.usage or self.usage
         for choice in event.choices[:1]:
@@ -126,30 +130,42 @@ def parse_address(url: str) -> URL:
     except ValueError:
         address = URL()
     if address.scheme not in ("http", "https") or not address.host:
-        raise ConfigError(f"option 'url': {url!r} is not the address of a server, such as http://127.0.0.1:8000.")
+        raise ConfigError(
+            f"option 'url': {url!r} is not the address of a server, such as http://127.0.0.1:8000."
+        )
     return address.origin().with_path(address.path.rstrip("/").removesuffix("/v1"))
 
 
 class Client:
     """Asks one server. `model`: None for the first one that it serves, which `connect` finds."""
 
-    def __init__(self, target: TargetOptions, sampling: SamplingOptions, model: str | None, endpoint: str) -> None:
+    def __init__(
+        self, target: TargetOptions, sampling: SamplingOptions, model: str | None, endpoint: str
+    ) -> None:
         self.model = model
         self._address = parse_address(target.url)
         self._target = target
         self._route = _ROUTES[endpoint]
-        self._sampling: dict[str, Any] = {} if sampling.temperature is None else {"temperature": sampling.temperature}
+        self._sampling: dict[str, Any] = (
+            {} if sampling.temperature is None else {"temperature": sampling.temperature}
+        )
         if sampling.ignore_eos:
             self._sampling["ignore_eos"] = True
         key = target.api_key or ""
         if not (key.isascii() and key.isprintable()):
-            raise ConfigError("option 'api_key' must be printable ASCII characters: others do not fit in a header.")
-        self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+            raise ConfigError(
+                "option 'api_key' must be printable ASCII characters: others do not fit in a "
+                "header."
+            )
+        self._headers = {"content-type": "application/json"} | (
+            {"authorization": f"Bearer {key}"} if key else {}
+        )
         self._session: aiohttp.ClientSession
 
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[None]:
-        """Finds the model, and keeps connections. Raises ToolkitError where no server answers, or another one."""
+        """Finds the model, and keeps connections. Raises ToolkitError where no server answers, or
+        another one."""
         trace = aiohttp.TraceConfig()
         trace.on_connection_reuseconn.append(_note_reuse)
         async with aiohttp.ClientSession(
@@ -185,16 +201,30 @@ class Client:
         if self.model is not None:
             return
         if status != 200:
-            raise ToolkitError(f"{where} does not list its models ({status}): {_refusal(body)}. Name one with --model.")
+            raise ToolkitError(
+                f"{where} does not list its models ({status}): {_refusal(body)}. Name one with "
+                "--model."
+            )
         try:
             self.model = str(json.loads(body)["data"][0]["id"])
         except (ValueError, LookupError, TypeError) as error:
-            message = f"{where} does not speak OpenAI's API: /v1/models gives no list of models. Name one with --model."
+            message = (
+                f"{where} does not speak OpenAI's API: /v1/models gives no list of models. Name "
+                "one with --model."
+            )
             raise ToolkitError(message) from error
 
-    async def _measure(self, what: dict[str, Any], max_tokens: int, prompt: Prompt | None) -> Sample:
+    async def _measure(
+        self, what: dict[str, Any], max_tokens: int, prompt: Prompt | None
+    ) -> Sample:
         """Failures are samples, too."""
-        asked = {"model": self.model, **what, "max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True}}
+        asked = {
+            "model": self.model,
+            **what,
+            "max_tokens": max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         body = json.dumps(asked | self._sampling).encode()
         stream = Stream()
         start = time.perf_counter()
@@ -202,7 +232,9 @@ class Client:
             async with self._ask("POST", self._route, body) as reply:
                 if reply.status != 200:
                     return Sample(error=f"{reply.status}: {_refusal(await reply.read())}")
-                if not (kind := reply.headers.get("Content-Type", "of no type")).startswith("text/event-stream"):
+                if not (kind := reply.headers.get("Content-Type", "of no type")).startswith(
+                    "text/event-stream"
+                ):
                     return Sample(error=f"the server does not stream: its answer is {kind}")
                 async for piece in reply.content.iter_any():
                     stream.feed(time.perf_counter(), piece)
@@ -211,9 +243,14 @@ class Client:
         return stream.sample(start, prompt)
 
     @asynccontextmanager
-    async def _ask(self, method: str, route: str, body: bytes | None = None) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _ask(
+        self, method: str, route: str, body: bytes | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Raises aiohttp.ClientError, OSError."""
-        async with asyncio.timeout(self._target.timeout), await self._begin(method, route, body) as reply:
+        async with (
+            asyncio.timeout(self._target.timeout),
+            await self._begin(method, route, body) as reply,
+        ):
             yield reply
 
     async def _begin(self, method: str, route: str, body: bytes | None) -> aiohttp.ClientResponse:
@@ -221,7 +258,11 @@ class Client:
             reused: list[bool] = []
             try:
                 return await self._session.request(
-                    method, self._address / route, data=body, allow_redirects=False, trace_request_ctx=reused
+                    method,
+                    self._address / route,
+                    data=body,
+                    allow_redirects=False,
+                    trace_request_ctx=reused,
                 )
             except aiohttp.ClientConnectionError:
                 # The server may have closed an idle connection at the moment at which it was taken.
@@ -237,10 +278,18 @@ class Client:
             case aiohttp.ClientConnectionError() | aiohttp.ClientPayloadError():
                 return "the server hung up"
         # The error of asyncio.timeout has no text, that of a socket has one.
-        return str(error) or (f"no end after {self._target.timeout:g} s" if isinstance(error, TimeoutError) else type(error).__name__)
+        return str(error) or (
+            f"no end after {self._target.timeout:g} s"
+            if isinstance(error, TimeoutError)
+            else type(error).__name__
+        )
 
 
-async def _note_reuse(session: aiohttp.ClientSession, context: SimpleNamespace, params: aiohttp.TraceConnectionReuseconnParams) -> None:
+async def _note_reuse(
+    session: aiohttp.ClientSession,
+    context: SimpleNamespace,
+    params: aiohttp.TraceConnectionReuseconnParams,
+) -> None:
     context.trace_request_ctx.append(True)
 
 

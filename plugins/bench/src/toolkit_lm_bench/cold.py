@@ -11,9 +11,13 @@ from toolkit_lm.errors import UnsupportedError
 
 
 def drop_pages(files: Iterable[Path]) -> None:
-    """Drops what the page cache holds of files; pages that a process has mapped stay. Raises UnsupportedError where none can."""
+    """Drops what the page cache holds of files; pages that a process has mapped stay. Raises
+    UnsupportedError where none can."""
     if not hasattr(os, "posix_fadvise"):
-        raise UnsupportedError(f"{sys.platform} cannot drop files from the page cache, so no cold start can be measured. Supported: Linux.")
+        raise UnsupportedError(
+            f"{sys.platform} cannot drop files from the page cache, so no cold start can be "
+            "measured. Supported: Linux."
+        )
     for file in files:
         try:
             descriptor = os.open(file, os.O_RDONLY)

@@ -14,11 +14,28 @@ from toolkit_lm.errors import ConfigError
 from toolkit_lm_bench.options import DatasetOptions
 
 SEED_STRIDE = 1_000_003
-"""Between the seeds of prompts of two seeds that a user may give. Runs and loads have one of their own each."""
+"""Between the seeds of prompts of two seeds that a user may give. Runs and loads have one of their
+own each."""
 _OUTPUT_LEN = 128
 _CHARACTERS_PER_TOKEN = 4
 """Of English text, about; files give texts, and the client has no tokenizer."""
-_WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state", "family", "hand")
+_WORDS = (
+    "time",
+    "year",
+    "people",
+    "way",
+    "day",
+    "man",
+    "thing",
+    "woman",
+    "life",
+    "child",
+    "world",
+    "school",
+    "state",
+    "family",
+    "hand",
+)
 """Words of one token in most vocabularies."""
 
 
@@ -37,7 +54,8 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        """For a server that takes no token ids: a word for each, so that the length is about right."""
+        """For a server that takes no token ids: a word for each, so that the length is about
+        right."""
         if isinstance(self.content, str):
             return self.content
         return " ".join(_WORDS[token_id % len(_WORDS)] for token_id in self.content)
@@ -45,7 +63,8 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Several requests, one for each user turn: it waits for the answer before, and has all that was said in its prompt."""
+    """Several requests, one for each user turn: it waits for the answer before, and has all that
+    was said in its prompt."""
 
     messages: list[dict[str, Any]]
     """Without the answers."""
@@ -61,12 +80,18 @@ def make_works(options: DatasetOptions, seed: int) -> list[Work]:
 
 
 def _random(options: DatasetOptions, rng: random.Random) -> list[Work]:
-    return [Prompt(_token_ids(options.input_len, options, rng), _output_len(options)) for _ in range(options.num_prompts)]
+    return [
+        Prompt(_token_ids(options.input_len, options, rng), _output_len(options))
+        for _ in range(options.num_prompts)
+    ]
 
 
 def _shared_prefix(options: DatasetOptions, rng: random.Random) -> list[Work]:
     prefix = _token_ids(options.prefix_len, options, rng)
-    return [Prompt(prefix + _token_ids(options.input_len, options, rng), _output_len(options)) for _ in range(options.num_prompts)]
+    return [
+        Prompt(prefix + _token_ids(options.input_len, options, rng), _output_len(options))
+        for _ in range(options.num_prompts)
+    ]
 
 
 def _conversations(options: DatasetOptions, rng: random.Random) -> list[Work]:
@@ -78,7 +103,9 @@ def _conversations(options: DatasetOptions, rng: random.Random) -> list[Work]:
             row = _parse(line, where)
             said = [message for message in _messages(row, where) if message["role"] != "assistant"]
             if not any(message["role"] == "user" for message in said):
-                raise ConfigError(f"option 'dataset_path': {where} is a conversation without a user's message.")
+                raise ConfigError(
+                    f"option 'dataset_path': {where} is a conversation without a user's message."
+                )
             found.append(Conversation(said, _output_len(options)))
     return _choose(found, options, rng, path)
 
@@ -87,7 +114,10 @@ def _sharegpt(options: DatasetOptions, rng: random.Random) -> list[Work]:
     path = _path(options)
     rows = _parse(_read(path), repr(str(path)))
     if not isinstance(rows, list):
-        raise ConfigError(f"option 'dataset_path': {str(path)!r} is not in ShareGPT's format: it holds no list of conversations.")
+        raise ConfigError(
+            f"option 'dataset_path': {str(path)!r} is not in ShareGPT's format: it holds no list "
+            "of conversations."
+        )
     return _choose(list(_sharegpt_prompts(rows, options, path)), options, rng, path)
 
 
@@ -98,7 +128,8 @@ def _sharegpt_prompts(rows: list[Any], options: DatasetOptions, path: Path) -> I
             turns = [str(turn["value"]) for turn in row["conversations"][:2]]
         except (LookupError, TypeError):
             message = (
-                f"option 'dataset_path': item {index} of {str(path)!r} is not in ShareGPT's format: conversations, each turn with value."
+                f"option 'dataset_path': item {index} of {str(path)!r} is not in ShareGPT's "
+                "format: conversations, each turn with value."
             )
             raise ConfigError(message) from None
         if len(turns) == 2 and all(turns):
@@ -122,10 +153,17 @@ def _output_len(options: DatasetOptions) -> int:
     return options.output_len or _OUTPUT_LEN
 
 
-def _choose(found: list[Work], options: DatasetOptions, rng: random.Random, path: Path) -> list[Work]:
+def _choose(
+    found: list[Work], options: DatasetOptions, rng: random.Random, path: Path
+) -> list[Work]:
     if len(found) < options.num_prompts:
-        message = f"option 'num_prompts': {str(path)!r} has {len(found)} prompts, and {options.num_prompts} are asked for."
-        raise ConfigError(f"{message} None is sent twice: it would be in the server's prefix cache.")
+        message = (
+            f"option 'num_prompts': {str(path)!r} has {len(found)} prompts, and "
+            f"{options.num_prompts} are asked for."
+        )
+        raise ConfigError(
+            f"{message} None is sent twice: it would be in the server's prefix cache."
+        )
     return rng.sample(found, options.num_prompts)
 
 
@@ -139,7 +177,9 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"option 'dataset_path': {str(path)!r} cannot be read: {error}") from error
+        raise ConfigError(
+            f"option 'dataset_path': {str(path)!r} cannot be read: {error}"
+        ) from error
 
 
 def _parse(text: str, where: str) -> Any:
@@ -152,6 +192,11 @@ def _parse(text: str, where: str) -> Any:
 def _messages(row: Any, where: str) -> list[dict[str, Any]]:
     """Of an object with messages, or of a list of them."""
     messages = row.get("messages") if isinstance(row, dict) else row
-    if not isinstance(messages, list) or not all(isinstance(one, dict) and "role" in one and "content" in one for one in messages):
-        raise ConfigError(f"option 'dataset_path': {where} is not a conversation: give messages, each with role and content.")
+    if not isinstance(messages, list) or not all(
+        isinstance(one, dict) and "role" in one and "content" in one for one in messages
+    ):
+        raise ConfigError(
+            f"option 'dataset_path': {where} is not a conversation: give messages, each with "
+            "role and content."
+        )
     return messages

@@ -1,4 +1,5 @@
-"""What is computed from the times of requests. Names and definitions are those of `vllm bench serve`."""
+"""What is computed from the times of requests. Names and definitions are those of `vllm bench
+serve`."""
 
 from __future__ import annotations
 
@@ -37,12 +38,19 @@ class Sample:
     @property
     def tpot(self) -> float | None:
         """None for an answer of one token."""
-        return (self.e2el - self.ttft) / (self.num_output_tokens - 1) if self.num_output_tokens > 1 else None
+        return (
+            (self.e2el - self.ttft) / (self.num_output_tokens - 1)
+            if self.num_output_tokens > 1
+            else None
+        )
 
     def meets(self, slo: Mapping[str, float]) -> bool:
-        """`slo`: metric -> the most milliseconds. A metric that the request does not have is met."""
+        """`slo`: metric -> the most milliseconds. A metric that the request does not have is
+        met."""
         had = {"ttft": self.ttft, "tpot": self.tpot, "e2el": self.e2el}
-        return self.error is None and all(1000 * (had[name] or 0.0) <= most for name, most in slo.items())
+        return self.error is None and all(
+            1000 * (had[name] or 0.0) <= most for name, most in slo.items()
+        )
 
 
 @dataclass(frozen=True)
@@ -89,10 +97,18 @@ class Figures:
         return row
 
 
-def make_figures(samples: Sequence[Sample], duration: float, percentiles: Iterable[float], slo: Mapping[str, float]) -> Figures:
+def make_figures(
+    samples: Sequence[Sample],
+    duration: float,
+    percentiles: Iterable[float],
+    slo: Mapping[str, float],
+) -> Figures:
     """`duration`: seconds. `slo`: metric -> the most milliseconds."""
     good = [one for one in samples if one.error is None]
-    num_inputs, num_outputs = sum(one.num_prompt_tokens for one in good), sum(one.num_output_tokens for one in good)
+    num_inputs, num_outputs = (
+        sum(one.num_prompt_tokens for one in good),
+        sum(one.num_output_tokens for one in good),
+    )
     times = {
         "ttft": [one.ttft for one in good],
         "tpot": [one.tpot for one in good if one.tpot is not None],
@@ -112,12 +128,15 @@ def make_figures(samples: Sequence[Sample], duration: float, percentiles: Iterab
         request_goodput=sum(one.meets(slo) for one in good) / duration if slo else None,
         counted=sum(one.is_counted for one in good),
         first_error=next((one.error for one in samples if one.error is not None), None),
-        distributions={name: _distribution(seconds, numbers) for name, seconds in times.items() if seconds},
+        distributions={
+            name: _distribution(seconds, numbers) for name, seconds in times.items() if seconds
+        },
     )
 
 
 def percentile(ordered: Sequence[float], number: float) -> float:
-    """Of values in ascending order, with linear interpolation between two, as numpy does it. `number`: from 0 to 100."""
+    """Of values in ascending order, with linear interpolation between two, as numpy does it.
+    `number`: from 0 to 100."""
     place = (len(ordered) - 1) * number / 100
     low, high = ordered[floor(place)], ordered[ceil(place)]
     return low + (high - low) * (place - floor(place))
@@ -125,4 +144,6 @@ def percentile(ordered: Sequence[float], number: float) -> float:
 
 def _distribution(seconds: Sequence[float], numbers: Sequence[float]) -> Distribution:
     ordered = sorted(1000 * one for one in seconds)
-    return Distribution(fmean(ordered), pstdev(ordered), {number: percentile(ordered, number) for number in numbers})
+    return Distribution(
+        fmean(ordered), pstdev(ordered), {number: percentile(ordered, number) for number in numbers}
+    )

@@ -52,16 +52,26 @@ class Latency:
     """Of each call, in order."""
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"percentiles": {f"{number:g}": seconds for number, seconds in self.percentiles.items()}}
+        return asdict(self) | {
+            "percentiles": {f"{number:g}": seconds for number, seconds in self.percentiles.items()}
+        }
 
 
 def measure_throughput(
-    config: VllmConfig, plugins: Plugins, dataset: DatasetOptions, sampling: SamplingOptions, *, repeats: int, warmup: int
+    config: VllmConfig,
+    plugins: Plugins,
+    dataset: DatasetOptions,
+    sampling: SamplingOptions,
+    *,
+    repeats: int,
+    warmup: int,
 ) -> Throughput:
-    """Gives all prompts of a dataset to `LLM.generate`. Each of `repeats` runs has prompts of its own. Raises ToolkitError."""
+    """Gives all prompts of a dataset to `LLM.generate`. Each of `repeats` runs has prompts of its
+    own. Raises ToolkitError."""
     if dataset.dataset == "conversation":
         raise ConfigError(
-            "option 'dataset': 'conversation' needs answers between its prompts; it is for `toolkit bench serve` and `sweep`."
+            "option 'dataset': 'conversation' needs answers between its prompts; it is for "
+            "`toolkit bench serve` and `sweep`."
         )
     # What is wrong with the dataset is told before a model is loaded.
     _prompts(dataset, config, 0)
@@ -102,7 +112,8 @@ def measure_latency(
     warmup: int,
     percentiles: Sequence[float],
 ) -> Latency:
-    """Times calls of `LLM.generate` with one batch of random prompts, new ones for each call. Raises ToolkitError."""
+    """Times calls of `LLM.generate` with one batch of random prompts, new ones for each call.
+    Raises ToolkitError."""
     from toolkit_lm import LLM
 
     dataset = DatasetOptions(num_prompts=batch_size, input_len=input_len, output_len=output_len)
@@ -125,11 +136,16 @@ def _prompts(dataset: DatasetOptions, config: VllmConfig, run: int) -> list[Prom
     return [work for work in works if not isinstance(work, Conversation)]
 
 
-def _generate(llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> tuple[float, int, int]:
+def _generate(
+    llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+) -> tuple[float, int, int]:
     """Seconds, prompt tokens, output tokens."""
     llm.reset_prefix_cache()
     asked: list[TextPrompt | TokensPrompt] = [
-        {"prompt": one.content} if isinstance(one.content, str) else {"prompt_token_ids": one.content} for one in prompts
+        {"prompt": one.content}
+        if isinstance(one.content, str)
+        else {"prompt_token_ids": one.content}
+        for one in prompts
     ]
     start = time.perf_counter()
     outputs = llm.generate(asked, params, use_tqdm=False)
@@ -145,9 +161,13 @@ def _params(sampling: SamplingOptions, max_tokens: int) -> SamplingParams:
     from toolkit_lm import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=sampling.ignore_eos)
-    return params if sampling.temperature is None else params.replace(temperature=sampling.temperature)
+    return (
+        params if sampling.temperature is None else params.replace(temperature=sampling.temperature)
+    )
 
 
 def _within(dataset: DatasetOptions, llm: LLM) -> DatasetOptions:
     """Random tokens must be tokens of the model."""
-    return msgspec.structs.replace(dataset, vocab_size=min(dataset.vocab_size, llm.engine.renderer.vocab_size))
+    return msgspec.structs.replace(
+        dataset, vocab_size=min(dataset.vocab_size, llm.engine.renderer.vocab_size)
+    )

@@ -19,26 +19,48 @@ class DatasetOptions(Struct, frozen=True, kw_only=True):
 
     dataset: Annotated[
         Literal["random", "shared-prefix", "conversation", "sharegpt"],
-        option("Prompts: random tokens, random tokens after one prefix, conversations of a file, or those of a file in ShareGPT's format."),
+        option(
+            "Prompts: random tokens, random tokens after one prefix, conversations of a file, or "
+            "those of a file in ShareGPT's format."
+        ),
     ] = "random"
     dataset_path: Annotated[
-        str | None, option("File of the dataset: JSON lines with messages for conversation, JSON for sharegpt.", none="no file")
+        str | None,
+        option(
+            "File of the dataset: JSON lines with messages for conversation, JSON for sharegpt.",
+            none="no file",
+        ),
     ] = None
     num_prompts: Annotated[int, option("Number of prompts, or of conversations.", ge=1)] = 100
     input_len: Annotated[int, option("Tokens of a random prompt, without the prefix.", ge=1)] = 128
     output_len: Annotated[
-        int | None, option("Tokens of an answer.", none="128; for sharegpt, the file's answer at four characters a token", ge=1)
+        int | None,
+        option(
+            "Tokens of an answer.",
+            none="128; for sharegpt, the file's answer at four characters a token",
+            ge=1,
+        ),
     ] = None
-    prefix_len: Annotated[int, option("Tokens that all prompts of shared-prefix begin with.", ge=1)] = 128
-    vocab_size: Annotated[int, option("Random token ids are below it. No model may have fewer tokens.", ge=10)] = 1000
+    prefix_len: Annotated[
+        int, option("Tokens that all prompts of shared-prefix begin with.", ge=1)
+    ] = 128
+    vocab_size: Annotated[
+        int, option("Random token ids are below it. No model may have fewer tokens.", ge=10)
+    ] = 1000
 
 
 class SamplingOptions(Struct, frozen=True, kw_only=True):
     """How each answer is made."""
 
-    temperature: Annotated[float | None, option("Temperature. 0: greedy.", none="that of the server", ge=0)] = 0.0
+    temperature: Annotated[
+        float | None, option("Temperature. 0: greedy.", none="that of the server", ge=0)
+    ] = 0.0
     ignore_eos: Annotated[
-        bool, option("Go on after an end-of-sequence token, so that all answers have full length. Not in OpenAI's API.")
+        bool,
+        option(
+            "Go on after an end-of-sequence token, so that all answers have full length. Not in "
+            "OpenAI's API."
+        ),
     ] = True
 
 
@@ -49,7 +71,10 @@ class TargetOptions(Struct, frozen=True, kw_only=True):
     api_key: Annotated[str | None, option("Key of the server.", none="no key")] = None
     endpoint: Annotated[
         Literal["completions", "chat"] | None,
-        option("Route: /v1/completions or /v1/chat/completions.", none="chat for conversation, else completions"),
+        option(
+            "Route: /v1/completions or /v1/chat/completions.",
+            none="chat for conversation, else completions",
+        ),
     ] = None
     timeout: Annotated[float, option("Seconds that a request may take.", gt=0)] = 21600.0
 
@@ -61,7 +86,10 @@ class LoadOptions(Struct, frozen=True, kw_only=True):
     warmup: Annotated[int, option("Requests that are sent before, and not measured.", ge=0)] = 1
     goodput: Annotated[
         list[str],
-        option("SLO of a good request, as METRIC:MILLISECONDS, comma-separated: ttft:200,tpot:50. Metrics: ttft, tpot, e2el."),
+        option(
+            "SLO of a good request, as METRIC:MILLISECONDS, comma-separated: ttft:200,tpot:50. "
+            "Metrics: ttft, tpot, e2el."
+        ),
     ] = field(default_factory=list)
 
     @property
@@ -71,15 +99,24 @@ class LoadOptions(Struct, frozen=True, kw_only=True):
         for item in self.goodput:
             name, _, text = item.partition(":")
             if name not in SLO_METRICS:
-                raise ConfigError(f"option 'goodput': {name!r} is not a metric of it. {nearest(name, SLO_METRICS)}")
-            found[name] = _positive(text, f"option 'goodput': {name!r} needs milliseconds above 0, as in {name}:200; not {text!r}.")
+                raise ConfigError(
+                    f"option 'goodput': {name!r} is not a metric of it. "
+                    f"{nearest(name, SLO_METRICS)}"
+                )
+            found[name] = _positive(
+                text,
+                f"option 'goodput': {name!r} needs milliseconds above 0, as in {name}:200; not "
+                f"{text!r}.",
+            )
         return found
 
 
 class FigureOptions(Struct, frozen=True, kw_only=True):
     """What is told of the distribution of times."""
 
-    percentiles: Annotated[list[float], option("Percentiles, comma-separated.")] = field(default_factory=lambda: [50.0, 90.0, 99.0])
+    percentiles: Annotated[list[float], option("Percentiles, comma-separated.")] = field(
+        default_factory=lambda: [50.0, 90.0, 99.0]
+    )
 
     def __post_init__(self) -> None:
         if not self.percentiles:
@@ -107,7 +144,9 @@ class Load:
 
 def request_rate(text: str, name: str = "request_rate") -> float:
     """A rate of --request-rate. Raises ConfigError."""
-    return _positive(text, f"option {name!r}: {text!r} is not a number of requests per second above 0, or inf.")
+    return _positive(
+        text, f"option {name!r}: {text!r} is not a number of requests per second above 0, or inf."
+    )
 
 
 def concurrency(text: str, name: str) -> int:

@@ -24,18 +24,24 @@ def check_plot(path: Path) -> None:
     if not path.parent.is_dir():
         raise ConfigError(f"option 'plot': there is no folder {str(path.parent)!r}.")
     if find_spec("matplotlib") is None:
-        raise ConfigError("option 'plot': pictures need matplotlib: pip install 'toolkit-lm-bench[plot]'.")
+        raise ConfigError(
+            "option 'plot': pictures need matplotlib: pip install 'toolkit-lm-bench[plot]'."
+        )
 
 
 def plot(points: Sequence[Served], path: Path) -> None:
-    """Writes a PNG: throughput, TTFT and TPOT over the load, and throughput over TPOT. Loads of which all requests failed are left out."""
+    """Writes a PNG: throughput, TTFT and TPOT over the load, and throughput over TPOT. Loads of
+    which all requests failed are left out."""
     from matplotlib.figure import Figure
 
     points = [point for point in points if point.figures.completed]
     figure = Figure(figsize=_INCHES, layout="constrained")
     (throughput, ttft), (tpot, trade) = figure.subplots(2, 2)
     by_rate = all(point.load.concurrency is None for point in points)
-    names = [f"{point.load.request_rate:g}" if by_rate else str(point.load.concurrency) for point in points]
+    names = [
+        f"{point.load.request_rate:g}" if by_rate else str(point.load.concurrency)
+        for point in points
+    ]
     over = {"xlabel": "requests per second, as sent" if by_rate else "concurrency"}
     throughput.plot(names, [point.figures.output_throughput for point in points], marker="o")
     throughput.set(title="throughput", ylabel="output tokens per second", ylim=(0, None), **over)
@@ -61,18 +67,31 @@ def _plot_percentiles(axes: Axes, names: list[str], points: Sequence[Served], me
         if metric in point.figures.distributions
     ]
     for number in have[0][1].percentiles if have else ():
-        axes.plot([name for name, _ in have], [one.percentiles[number] for _, one in have], marker="o", label=f"p{number:g}")
+        axes.plot(
+            [name for name, _ in have],
+            [one.percentiles[number] for _, one in have],
+            marker="o",
+            label=f"p{number:g}",
+        )
     if have:
         axes.legend()
 
 
 def _plot_trade(axes: Axes, names: list[str], points: Sequence[Served]) -> None:
     """What throughput costs each user."""
-    have = [(name, point.figures) for name, point in zip(names, points, strict=True) if "tpot" in point.figures.distributions]
+    have = [
+        (name, point.figures)
+        for name, point in zip(names, points, strict=True)
+        if "tpot" in point.figures.distributions
+    ]
     x = [figures.distributions["tpot"].mean for _, figures in have]
     y = [figures.output_throughput for _, figures in have]
     axes.plot(x, y, marker="o")
     for (name, _), place in zip(have, zip(x, y, strict=True), strict=True):
         axes.annotate(name, place, textcoords="offset points", xytext=(5, 5))
-    axes.set(title="throughput against latency", xlabel="mean time per output token, ms", ylabel="output tokens per second")
+    axes.set(
+        title="throughput against latency",
+        xlabel="mean time per output token, ms",
+        ylabel="output tokens per second",
+    )
     axes.set(xlim=(0, None), ylim=(0, None))

@@ -1,4 +1,5 @@
-"""The process that `toolkit bench startup` measures: an LLM, one token, and the time at which each phase was over."""
+"""The process that `toolkit bench startup` measures: an LLM, one token, and the time at which each
+phase was over."""
 
 from __future__ import annotations
 
@@ -24,7 +25,14 @@ class _Clock:
         self.phases[phase] = now - self._last
         self._last = now
 
-    def watch(self, owner: type[InProcessExecutor], method: str, *, before: str | None = None, after: str | None = None) -> None:
+    def watch(
+        self,
+        owner: type[InProcessExecutor],
+        method: str,
+        *,
+        before: str | None = None,
+        after: str | None = None,
+    ) -> None:
         """Ends phases when a method is called, and when it returns."""
         inner: Callable[..., Any] = getattr(owner, method)
 
@@ -40,7 +48,8 @@ class _Clock:
 
 
 def main(begun: float) -> None:
-    """Arguments: time.monotonic() at which the process was started, and the file of options. Prints the phases' seconds as JSON."""
+    """Arguments: time.monotonic() at which the process was started, and the file of options. Prints
+    the phases' seconds as JSON."""
     start, options = sys.argv[1:]
     clock = _Clock(float(start))
     clock.end("interpreter", begun)
@@ -58,12 +67,19 @@ def main(begun: float) -> None:
             from toolkit_lm.executor import InProcessExecutor
 
         clock.end("imports (torch and the engine)")
-        clock.watch(InProcessExecutor, "load", before="config and checkpoint", after="model: import, weights")
+        clock.watch(
+            InProcessExecutor,
+            "load",
+            before="config and checkpoint",
+            after="model: import, weights",
+        )
         clock.watch(InProcessExecutor, "init_kv_cache", after="KV cache")
         clock.watch(InProcessExecutor, "warm_up", after="warm-up")
     llm = LLM(config=config, plugins=plugins)
     clock.end("engine process" if config.engine.engine_process else "renderer")
-    llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
+    llm.generate(
+        {"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=1, temperature=0), use_tqdm=False
+    )
     clock.end("first token")
     llm.shutdown()
     print(json.dumps(clock.phases))

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 def check_output(path: Path | None) -> None:
     """Raises ConfigError for a file that cannot be written, before anything is measured."""
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise ConfigError(f"option 'output': {str(path)!r} cannot be written: it is a folder, or its folder is missing.")
+        raise ConfigError(
+            f"option 'output': {str(path)!r} cannot be written: it is a folder, or its folder is "
+            "missing."
+        )
 
 
 def write_json(row: Any, *, path: Path | None, is_wanted: bool) -> None:
@@ -36,14 +39,20 @@ def write_json(row: Any, *, path: Path | None, is_wanted: bool) -> None:
         try:
             path.write_text(text + "\n", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"option 'output': {str(path)!r} cannot be written: {error}") from error
+            raise ConfigError(
+                f"option 'output': {str(path)!r} cannot be written: {error}"
+            ) from error
     if is_wanted:
         typer.echo(text)
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
     """The options, without the key of the server."""
-    row = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "url": plan.target.url, "endpoint": plan.endpoint}
+    row = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "url": plan.target.url,
+        "endpoint": plan.endpoint,
+    }
     for section in (plan.dataset, plan.sampling, plan.options):
         row |= msgspec.to_builtins(section)
     return row
@@ -52,7 +61,12 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 def served_as_json(one: Served) -> dict[str, Any]:
     """An endless rate is "inf", which JSON has no number for."""
     rate = "inf" if isinf(one.load.request_rate) else one.load.request_rate
-    return {"model": one.model, "request_rate": rate, "concurrency": one.load.concurrency, **one.figures.as_json()}
+    return {
+        "model": one.model,
+        "request_rate": rate,
+        "concurrency": one.load.concurrency,
+        **one.figures.as_json(),
+    }
 
 
 def print_startup(found: Sequence[Startup], model: str) -> None:
@@ -83,7 +97,10 @@ def print_latency(found: Latency, model: str) -> None:
     table.add_row("mean", f"{found.avg_latency:.3f}")
     for number, seconds in found.percentiles.items():
         table.add_row(f"p{number:g}", f"{seconds:.3f}")
-    shape = f"{found.batch_size} prompts of {found.input_len} tokens, {found.output_len} output tokens each"
+    shape = (
+        f"{found.batch_size} prompts of {found.input_len} tokens, {found.output_len} output "
+        "tokens each"
+    )
     _print(f"{model}, {shape}: seconds of a call, {len(found.latencies)} calls", table)
 
 
@@ -114,17 +131,36 @@ def print_served(one: Served) -> None:
 
 def print_sweep(points: Sequence[Served]) -> None:
     """A row for each load."""
-    numbers = next((list(d.percentiles) for point in points for d in point.figures.distributions.values()), [])
+    numbers = next(
+        (list(d.percentiles) for point in points for d in point.figures.distributions.values()), []
+    )
     has_goodput = any(point.figures.request_goodput is not None for point in points)
-    shown = [(metric, number) for metric in ("ttft", "tpot") for number in (numbers[0], numbers[-1])] if numbers else []
+    shown = (
+        [(metric, number) for metric in ("ttft", "tpot") for number in (numbers[0], numbers[-1])]
+        if numbers
+        else []
+    )
     shown = list(dict.fromkeys(shown))
     heads = [f"{metric.upper()} p{number:g}, ms" for metric, number in shown]
-    table = Table("load", "requests/s", *(["good/s"] if has_goodput else []), "output tokens/s", *heads, "failed")
+    table = Table(
+        "load",
+        "requests/s",
+        *(["good/s"] if has_goodput else []),
+        "output tokens/s",
+        *heads,
+        "failed",
+    )
     for point in points:
         figures, found = point.figures, point.figures.distributions
-        cells = [f"{figures.request_throughput:.2f}", *([f"{figures.request_goodput or 0:.2f}"] if has_goodput else [])]
+        cells = [
+            f"{figures.request_throughput:.2f}",
+            *([f"{figures.request_goodput or 0:.2f}"] if has_goodput else []),
+        ]
         cells.append(f"{figures.output_throughput:.1f}")
-        cells += [f"{found[metric].percentiles[number]:.2f}" if metric in found else "-" for metric, number in shown]
+        cells += [
+            f"{found[metric].percentiles[number]:.2f}" if metric in found else "-"
+            for metric, number in shown
+        ]
         table.add_row(point.load.name, *cells, str(figures.failed))
     _print(points[0].model, table)
 
@@ -134,7 +170,8 @@ def tell_doubts(points: Sequence[Served]) -> None:
     counted = sum(point.figures.counted for point in points)
     if counted:
         typer.echo(
-            f"note: the server told no usage of {counted} requests. Output tokens are events with text, which may hold several "
+            f"note: the server told no usage of {counted} requests. Output tokens are events "
+            "with text, which may hold several "
             "tokens; of prompts, only those of token ids are counted.",
             err=True,
         )

@@ -16,7 +16,14 @@ from toolkit_lm.errors import ConfigError
 from toolkit_lm_bench.client import Client
 from toolkit_lm_bench.datasets import SEED_STRIDE, Conversation, Work, make_works
 from toolkit_lm_bench.figures import Figures, Sample, make_figures
-from toolkit_lm_bench.options import DatasetOptions, FigureOptions, Load, LoadOptions, SamplingOptions, TargetOptions
+from toolkit_lm_bench.options import (
+    DatasetOptions,
+    FigureOptions,
+    Load,
+    LoadOptions,
+    SamplingOptions,
+    TargetOptions,
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,10 @@ class Plan:
         """Raises ConfigError."""
         is_chat = self.dataset.dataset == "conversation"
         if is_chat and self.target.endpoint == "completions":
-            raise ConfigError("option 'endpoint': the dataset 'conversation' is for chat, and 'completions' is asked for.")
+            raise ConfigError(
+                "option 'endpoint': the dataset 'conversation' is for chat, and 'completions' is "
+                "asked for."
+            )
         return self.target.endpoint or ("chat" if is_chat else "completions")
 
 
@@ -50,13 +60,19 @@ class Served:
 
 
 def serve(plan: Plan, load: Load, *, index: int = 0) -> Served:
-    """Sends a load to a server. Another `index` gives other prompts. Raises ToolkitError where no server answers, ConfigError."""
+    """Sends a load to a server. Another `index` gives other prompts. Raises ToolkitError where no
+    server answers, ConfigError."""
     client, slo = Client(plan.target, plan.sampling, plan.model, plan.endpoint), plan.options.slo
-    # Prompts are made before the first request. The warm-up has others, which leave nothing in a prefix cache.
+    # Prompts are made before the first request. The warm-up has others, which leave nothing in a
+    # prefix cache.
     seed = SEED_STRIDE * plan.options.seed + 2 * index
     works = make_works(plan.dataset, seed)
     num_warmup = min(plan.options.warmup, len(works))
-    warmup = make_works(msgspec.structs.replace(plan.dataset, num_prompts=num_warmup), seed + 1) if num_warmup else []
+    warmup = (
+        make_works(msgspec.structs.replace(plan.dataset, num_prompts=num_warmup), seed + 1)
+        if num_warmup
+        else []
+    )
 
     _allow_connections()
     rng = random.Random(seed)  # nosec B311 # no secret
@@ -69,18 +85,24 @@ def serve(plan: Plan, load: Load, *, index: int = 0) -> Served:
             return samples, time.perf_counter() - start
 
     samples, duration = asyncio.run(run())
-    return Served(load, client.model or "", make_figures(samples, duration, plan.figures.percentiles, slo))
+    return Served(
+        load, client.model or "", make_figures(samples, duration, plan.figures.percentiles, slo)
+    )
 
 
 def _allow_connections() -> None:
-    """Lets this process have as many connections as the system admits: the default, 1024 files, is soon too few."""
+    """Lets this process have as many connections as the system admits: the default, 1024 files, is
+    soon too few."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def send_works(client: Client, works: Sequence[Work], load: Load, rng: random.Random) -> list[Sample]:
-    """The samples of all requests, by work. A conversation has a place of `concurrency` until its end."""
+async def send_works(
+    client: Client, works: Sequence[Work], load: Load, rng: random.Random
+) -> list[Sample]:
+    """The samples of all requests, by work. A conversation has a place of `concurrency` until its
+    end."""
     places = asyncio.Semaphore(load.concurrency or max(1, len(works)))
     start = time.perf_counter()
 
@@ -89,7 +111,10 @@ async def send_works(client: Client, works: Sequence[Work], load: Load, rng: ran
         async with places:
             return await _send(client, work)
 
-    jobs = [send_at(arrival, work) for arrival, work in zip(arrivals(len(works), load.request_rate, rng), works, strict=True)]
+    jobs = [
+        send_at(arrival, work)
+        for arrival, work in zip(arrivals(len(works), load.request_rate, rng), works, strict=True)
+    ]
     return [sample for samples in await asyncio.gather(*jobs) for sample in samples]
 
 

@@ -28,7 +28,9 @@ STATES = ("cold", "warm")
 _MOST_SECONDS = 600
 _POLL = 0.01
 """Seconds between two looks at a server that starts."""
-_PROBE = "import time; begun = time.monotonic(); from toolkit_lm_bench.probe import main; main(begun)"
+_PROBE = (
+    "import time; begun = time.monotonic(); from toolkit_lm_bench.probe import main; main(begun)"
+)
 _SERVE = "from toolkit_lm_cli import main; main()"
 
 
@@ -45,7 +47,8 @@ class Startup:
 
 
 def measure(config: VllmConfig, plugins: Plugins, way: str, state: str, runs: int) -> Startup:
-    """Starts `way` (a key of WAYS) `runs` times, each time in a `state` of STATES. Raises ToolkitError when one does not come up."""
+    """Starts `way` (a key of WAYS) `runs` times, each time in a `state` of STATES. Raises
+    ToolkitError when one does not come up."""
     checkpoint = resolve(config, plugins).checkpoint
     assert checkpoint is not None
     files = [path for path in Path(checkpoint.path).rglob("*") if path.is_file()]
@@ -60,16 +63,23 @@ def measure(config: VllmConfig, plugins: Plugins, way: str, state: str, runs: in
         for run in range(runs):
             environ = warm
             if state == "cold":
-                environ = {**os.environ, "PYTHONPYCACHEPREFIX": str(Path(folder) / f"bytecode-{run}")}
+                environ = {
+                    **os.environ,
+                    "PYTHONPYCACHEPREFIX": str(Path(folder) / f"bytecode-{run}"),
+                }
                 drop_pages([*files, *package_files()])
             found.append(start(options, environ))
     # A phase that is over between two looks is not seen.
-    phases = {phase: median(one.get(phase, 0.0) for one in found) for phase in dict.fromkeys(name for one in found for name in one)}
+    phases = {
+        phase: median(one.get(phase, 0.0) for one in found)
+        for phase in dict.fromkeys(name for one in found for name in one)
+    }
     return Startup(way, state, runs, phases, median(sum(one.values()) for one in found))
 
 
 def with_bytecode(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """A warm start finds bytecode, as of packages that pip installed: in `folder`, where Python may not write it beside the source."""
+    """A warm start finds bytecode, as of packages that pip installed: in `folder`, where Python may
+    not write it beside the source."""
     if "PYTHONDONTWRITEBYTECODE" not in environ:
         return dict(environ)
     kept = {name: value for name, value in environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -79,7 +89,10 @@ def with_bytecode(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
 def options_given(config: VllmConfig) -> dict[str, object]:
     """The options that differ from their defaults, by name."""
     values = {
-        name: value for section in msgspec.to_builtins(config).values() if isinstance(section, dict) for name, value in section.items()
+        name: value
+        for section in msgspec.to_builtins(config).values()
+        if isinstance(section, dict)
+        for name, value in section.items()
     }
     return {o.name: values[o.name] for o in VllmConfig.options() if values[o.name] != o.default}
 
@@ -88,11 +101,18 @@ def start_offline(options: Path, environ: dict[str, str]) -> dict[str, float]:
     """LLM in a process of its own: the seconds of each phase. Raises ToolkitError."""
     start = time.monotonic()
     done = subprocess.run(  # nosec B603 # our own words
-        [sys.executable, "-c", _PROBE, str(start), str(options)], capture_output=True, text=True, env=environ, timeout=_MOST_SECONDS
+        [sys.executable, "-c", _PROBE, str(start), str(options)],
+        capture_output=True,
+        text=True,
+        env=environ,
+        timeout=_MOST_SECONDS,
     )
     if done.returncode != 0:
         raise ToolkitError(f"the measured process failed: {done.stderr[-2000:]}")
-    return {str(phase): float(seconds) for phase, seconds in json.loads(done.stdout.splitlines()[-1]).items()}
+    return {
+        str(phase): float(seconds)
+        for phase, seconds in json.loads(done.stdout.splitlines()[-1]).items()
+    }
 
 
 def start_server(options: Path, environ: dict[str, str]) -> dict[str, float]:
@@ -115,20 +135,35 @@ def start_server(options: Path, environ: dict[str, str]) -> dict[str, float]:
         return {**phases, "first streamed token": time.monotonic() - start}
 
 
-WAYS: dict[str, Callable[[Path, dict[str, str]], dict[str, float]]] = {"offline": start_offline, "server": start_server}
+WAYS: dict[str, Callable[[Path, dict[str, str]], dict[str, float]]] = {
+    "offline": start_offline,
+    "server": start_server,
+}
 
 
 @contextmanager
 def _server(options: Path, port: int, environ: dict[str, str]) -> Iterator[Callable[[], None]]:
     """A server on a port. Gives a check that raises ToolkitError when it has ended."""
-    command = [sys.executable, "-c", _SERVE, "serve", "--config", str(options), "--port", str(port), "--no-access-log"]
+    command = [
+        sys.executable,
+        "-c",
+        _SERVE,
+        "serve",
+        "--config",
+        str(options),
+        "--port",
+        str(port),
+        "--no-access-log",
+    ]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log, env=environ)  # nosec B603 # our own words
 
         def check() -> None:
             if process.poll() is not None:
                 log.seek(0)
-                raise ToolkitError(f"the server ended with exit code {process.returncode}: {log.read()[-2000:]}")
+                raise ToolkitError(
+                    f"the server ended with exit code {process.returncode}: {log.read()[-2000:]}"
+                )
 
         try:
             yield check
@@ -138,7 +173,8 @@ def _server(options: Path, port: int, environ: dict[str, str]) -> Iterator[Calla
 
 
 def _status(port: int) -> str | None:
-    """What /ready says: "ready", or which phase of its start the engine is in. None while nobody listens."""
+    """What /ready says: "ready", or which phase of its start the engine is in. None while nobody
+    listens."""
     try:
         with closing(HTTPConnection("127.0.0.1", port, timeout=_MOST_SECONDS)) as connection:
             connection.request("GET", "/ready")
@@ -157,7 +193,9 @@ def _first_token(port: int) -> None:
         reply = connection.getresponse()
         line = reply.readline()
         if reply.status != 200 or not line.startswith(b"data: "):
-            raise ToolkitError(f"the server answered with {reply.status}: {line.decode(errors='replace')}")
+            raise ToolkitError(
+                f"the server answered with {reply.status}: {line.decode(errors='replace')}"
+            )
 
 
 def _free_port() -> int:

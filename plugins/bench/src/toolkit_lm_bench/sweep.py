@@ -13,9 +13,15 @@ from toolkit_lm_bench.serve import Plan, Served, serve
 def make_loads(concurrencies: str | None, request_rates: str | None) -> list[Load]:
     """From comma-separated lists, of which one is given. Raises ConfigError."""
     if (concurrencies is None) == (request_rates is None):
-        raise ConfigError("give either option 'concurrencies' or option 'request_rates', such as --concurrencies 1,2,4,8.")
+        raise ConfigError(
+            "give either option 'concurrencies' or option 'request_rates', such as "
+            "--concurrencies 1,2,4,8."
+        )
     if concurrencies is not None:
-        return [Load(concurrency=concurrency(text.strip(), "concurrencies")) for text in concurrencies.split(",")]
+        return [
+            Load(concurrency=concurrency(text.strip(), "concurrencies"))
+            for text in concurrencies.split(",")
+        ]
     assert request_rates is not None
     return [Load(request_rate(text.strip(), "request_rates")) for text in request_rates.split(",")]
 

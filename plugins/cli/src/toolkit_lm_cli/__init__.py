@@ -1,6 +1,8 @@
-"""The command line: `toolkit`, and the commands that run a model, or tell what would run it and what is installed.
+"""The command line: `toolkit`, and the commands that run a model, or tell what would run it and
+what is installed.
 
-Other commands come from other plugins. Each is imported when it is invoked. A command that needs a config is made by `engine_command`:
+Other commands come from other plugins. Each is imported when it is invoked. A command that needs a
+config is made by `engine_command`:
 
     from toolkit_lm_cli import engine_command
 
@@ -19,8 +21,8 @@ from toolkit_lm.plugin import hookimpl
 from toolkit_lm_cli import hookspecs
 from toolkit_lm_cli.registry import CommandRegistry
 
-# The names, and the modules that define them, stand in __init__.pyi. `dir()` does not list them: the loader of plugins looks at all that
-# it lists in an entry module, which this module is too.
+# The names, and the modules that define them, stand in __init__.pyi. `dir()` does not list them:
+# the loader of plugins looks at all that it lists in an entry module, which this module is too.
 __getattr__, _, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
@@ -31,11 +33,39 @@ def toolkit_register_hookspecs() -> ModuleType:
 
 @hookimpl
 def toolkit_register_commands(commands: CommandRegistry) -> None:
-    commands.add("generate", "toolkit_lm_cli.generate:generate", help="Complete a file of prompts, offline, as one batch.")
+    commands.add(
+        "generate",
+        "toolkit_lm_cli.generate:generate",
+        help="Complete a file of prompts, offline, as one batch.",
+    )
     commands.add("embed", "toolkit_lm_cli.embed:embed", help="Embed a file of texts, offline.")
-    commands.add("complete", "toolkit_lm_cli.converse:complete", help="Complete a text, in this process or on a server.")
-    commands.add("chat", "toolkit_lm_cli.converse:chat", help="Talk with a model, in this process or on a server.")
-    commands.add("explain", "toolkit_lm_cli.explain:explain", help="Show what runs a model, and why each other candidate does not.")
-    commands.add("env", "toolkit_lm_cli.env:env", help="Print the versions and the machine that a bug report needs.")
-    commands.add("plugins list", "toolkit_lm_cli.plugins:list_plugins", help="List the plugins in load order, broken ones included.")
-    commands.add("plugins show", "toolkit_lm_cli.plugins:show_plugin", help="Show all that is known of one plugin.")
+    commands.add(
+        "complete",
+        "toolkit_lm_cli.converse:complete",
+        help="Complete a text, in this process or on a server.",
+    )
+    commands.add(
+        "chat",
+        "toolkit_lm_cli.converse:chat",
+        help="Talk with a model, in this process or on a server.",
+    )
+    commands.add(
+        "explain",
+        "toolkit_lm_cli.explain:explain",
+        help="Show what runs a model, and why each other candidate does not.",
+    )
+    commands.add(
+        "env",
+        "toolkit_lm_cli.env:env",
+        help="Print the versions and the machine that a bug report needs.",
+    )
+    commands.add(
+        "plugins list",
+        "toolkit_lm_cli.plugins:list_plugins",
+        help="List the plugins in load order, broken ones included.",
+    )
+    commands.add(
+        "plugins show",
+        "toolkit_lm_cli.plugins:show_plugin",
+        help="Show all that is known of one plugin.",
+    )

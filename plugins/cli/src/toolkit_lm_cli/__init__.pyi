@@ -6,4 +6,8 @@ from .options import (
     engine_command as engine_command,
     flag_help as flag_help,
 )
-from .registry import CommandEntry as CommandEntry, CommandRegistry as CommandRegistry, FlagNamesRegistry as FlagNamesRegistry
+from .registry import (
+    CommandEntry as CommandEntry,
+    CommandRegistry as CommandRegistry,
+    FlagNamesRegistry as FlagNamesRegistry,
+)

@@ -42,7 +42,8 @@ class SectionedCommand(TyperCommand):
 
 
 class LazyGroup(TyperGroup):
-    """Lists the commands that plugins register below `path`, and imports one when it is invoked. `toolkit` itself has no path."""
+    """Lists the commands that plugins register below `path`, and imports one when it is invoked.
+    `toolkit` itself has no path."""
 
     def __init__(self, *, path: str = "", **attrs: Any) -> None:
         super().__init__(**attrs)
@@ -75,13 +76,20 @@ class LazyGroup(TyperGroup):
             if ctx.resilient_parsing:
                 # A shell asks for completions of it: there are none.
                 return None, None, []
-            ctx.fail(f"No such command {word!r}. {way_to_get(commands.noun, name) or nearest(word, children)}")
+            ctx.fail(
+                f"No such command {word!r}. "
+                f"{way_to_get(commands.noun, name) or nearest(word, children)}"
+            )
         if name in commands:
             target = commands.load(name)
             if with_processors := getattr(target, "with_processors", None):
                 target = with_processors(ctx.find_object(Plugins).logits_processors)
             command = _as_command(word, target)
-            return word, command, args[1:] if ctx.resilient_parsing else _in_our_names(ctx, command, args[1:])
+            return (
+                word,
+                command,
+                args[1:] if ctx.resilient_parsing else _in_our_names(ctx, command, args[1:]),
+            )
         return word, LazyGroup(path=name, name=word), args[1:]
 
 
@@ -96,26 +104,49 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def toolkit(
-    config: Annotated[str | None, typer.Option(metavar="FILE", help="YAML file of options.")] = None,
-    plugins: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Plugins to load, and no others. If one of them fails, the start fails.")
+    config: Annotated[
+        str | None, typer.Option(metavar="FILE", help="YAML file of options.")
     ] = None,
-    disable_plugins: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Plugins not to load.")] = None,
-    plugin_option: Annotated[list[str] | None, typer.Option(metavar="NAME.KEY=VALUE", help="An option of a plugin.")] = None,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error. May stand anywhere on the line.")] = False,
-    version: Annotated[bool, typer.Option("--version", "-V", callback=_print_version, is_eager=True, help="Print the version.")] = False,
+    plugins: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Plugins to load, and no others. If one of them fails, the start fails.",
+        ),
+    ] = None,
+    disable_plugins: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Plugins not to load.")
+    ] = None,
+    plugin_option: Annotated[
+        list[str] | None, typer.Option(metavar="NAME.KEY=VALUE", help="An option of a plugin.")
+    ] = None,
+    traceback: Annotated[
+        bool,
+        typer.Option(
+            "--traceback", help="Show the traceback of an error. May stand anywhere on the line."
+        ),
+    ] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", "-V", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
 ) -> None:
-    """LLM inference and serving. Options of engine, server and client may also come from TOOLKIT_LM_... variables or --config's file."""
+    """LLM inference and serving. Options of engine, server and client may also come from
+    TOOLKIT_LM_... variables or --config's file."""
 
 
 def run(arguments: Sequence[str]) -> int:
     """Runs `toolkit` with these arguments, and returns the exit code.
 
-    2: wrong usage or a wrong option; 130: interrupted; 1: any other error. An error is one message, without a traceback unless
-    `--traceback` is among the arguments.
+    2: wrong usage or a wrong option; 130: interrupted; 1: any other error. An error is one message,
+    without a traceback unless `--traceback` is among the arguments.
     """
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    arguments = [argument for argument in own if argument != "--traceback"] + list(arguments[len(own) :])
+    arguments = [argument for argument in own if argument != "--traceback"] + list(
+        arguments[len(own) :]
+    )
     with warnings.catch_warnings():
         is_completing = _COMPLETING in os.environ
         warnings.showwarning = _show_warning
@@ -141,8 +172,11 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _load(config: PluginsConfig) -> Plugins:
-    """The plugins that are asked for. The hook for commands is there without this plugin, too: others bring commands."""
-    is_left_out = _NAME in config.disable_plugins or (config.plugins is not None and _NAME not in config.plugins)
+    """The plugins that are asked for. The hook for commands is there without this plugin, too:
+    others bring commands."""
+    is_left_out = _NAME in config.disable_plugins or (
+        config.plugins is not None and _NAME not in config.plugins
+    )
     return Plugins.load(config, [hookspecs] if is_left_out else [])
 
 
@@ -157,7 +191,11 @@ def _in_our_names(ctx: Any, command: Any, words: list[str]) -> list[str]:
     """The words after a command, with flags of ours in place of other projects'."""
     if isinstance(command, TyperGroup) or not any(word.startswith("-") for word in words):
         return words
-    known = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+    known = {
+        flag
+        for parameter in command.params
+        for flag in (*parameter.opts, *parameter.secondary_opts)
+    }
     plugins: Plugins = ctx.find_object(Plugins)
     return plugins.brought_registry(FlagNamesRegistry).translate(words, known)
 
@@ -183,7 +221,16 @@ def _show_section(command: Any, ctx: Any, arguments: Sequence[str]) -> None:
 
 
 def _show_warning(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None, line: str | None = None
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
 ) -> None:
-    text = str(message) if issubclass(category, UserWarning) else f"{category.__name__}: {message} ({filename}:{lineno})"
+    text = (
+        str(message)
+        if issubclass(category, UserWarning)
+        else f"{category.__name__}: {message} ({filename}:{lineno})"
+    )
     print(f"warning: {text}", file=file or sys.stderr)

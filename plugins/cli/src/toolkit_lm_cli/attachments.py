@@ -15,14 +15,22 @@ _MOST = 25 * 2**20
 
 
 def image_parts(files: Sequence[Path]) -> list[dict[str, Any]]:
-    """A content part for each image, with the file inside. What it shows is looked at by the model's renderer. Raises BadParameter."""
+    """A content part for each image, with the file inside. What it shows is looked at by the
+    model's renderer. Raises BadParameter."""
     return [{"type": "image_url", "image_url": {"url": _data_url(file)}} for file in files]
 
 
 def audio_parts(files: Sequence[Path]) -> list[dict[str, Any]]:
-    """A content part for each recording, with the file inside, whose name says its format. Raises BadParameter."""
+    """A content part for each recording, with the file inside, whose name says its format. Raises
+    BadParameter."""
     return [
-        {"type": "input_audio", "input_audio": {"data": _encoded(file, "--audio"), "format": file.suffix[1:].lower() or "wav"}}
+        {
+            "type": "input_audio",
+            "input_audio": {
+                "data": _encoded(file, "--audio"),
+                "format": file.suffix[1:].lower() or "wav",
+            },
+        }
         for file in files
     ]
 
@@ -44,7 +52,9 @@ def _encoded(file: Path, flag: str) -> str:
         with file.open("rb") as opened:
             data = opened.read(_MOST + 1)
     except OSError as error:
-        raise typer.BadParameter(f"{str(file)!r} cannot be read: {error.strerror}.", param_hint=hint) from None
+        raise typer.BadParameter(
+            f"{str(file)!r} cannot be read: {error.strerror}.", param_hint=hint
+        ) from None
     if len(data) > _MOST:
         raise typer.BadParameter(f"{str(file)!r} has more than {_MOST} bytes.", param_hint=hint)
     if not data:

@@ -1,4 +1,5 @@
-"""What a shell may complete: the values of options, and models. `toolkit --install-completion` turns it on."""
+"""What a shell may complete: the values of options, and models. `toolkit --install-completion`
+turns it on."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def values_of(option: Option) -> Complete:
 def models(ctx: typer.Context, incomplete: str) -> list[str]:
     """Names that plugins register, and hub ids whose files are here."""
     plugins = ctx.find_object(Plugins)
-    return _matching([*(plugins.checkpoints.keys() if plugins else ()), *cached_models()], incomplete)
+    return _matching(
+        [*(plugins.checkpoints.keys() if plugins else ()), *cached_models()], incomplete
+    )
 
 
 def plugin_names(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -47,10 +50,17 @@ def plugin_names(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def cached_models() -> list[str]:
     """Hub ids of models in the cache of huggingface_hub."""
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
+    home = (
+        os.environ.get("HF_HOME")
+        or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
+    )
     folder = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
     try:
-        return sorted(one.name.removeprefix("models--").replace("--", "/") for one in folder.glob("models--*") if one.is_dir())
+        return sorted(
+            one.name.removeprefix("models--").replace("--", "/")
+            for one in folder.glob("models--*")
+            if one.is_dir()
+        )
     except OSError:
         return []
 

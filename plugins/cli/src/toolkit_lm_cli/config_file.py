@@ -11,7 +11,8 @@ from toolkit_lm.errors import ConfigError, nearest
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
-    """Reads a YAML file of options: one mapping, keys with dashes or underscores. Raises ConfigError."""
+    """Reads a YAML file of options: one mapping, keys with dashes or underscores. Raises
+    ConfigError."""
     import yaml
 
     try:
@@ -21,7 +22,10 @@ def read_file(path: str | Path) -> dict[str, Any]:
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise ConfigError(f"config file {str(path)!r} must hold a mapping of option names to values, not a {type(data).__name__}.")
+        raise ConfigError(
+            f"config file {str(path)!r} must hold a mapping of option names to values, not a "
+            f"{type(data).__name__}."
+        )
     return {str(key).replace("-", "_"): value for key, value in data.items()}
 
 
@@ -34,7 +38,8 @@ def merge_options(
     foreign: Container[str] = (),
     translate: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> dict[str, Any]:
-    """As `load_options`, with the values of a file below those of the environment. `foreign` may stand in the file too.
+    """As `load_options`, with the values of a file below those of the environment. `foreign` may
+    stand in the file too.
 
     `translate` makes our names of those of other projects in the file.
 
@@ -46,5 +51,7 @@ def merge_options(
         if key in known:
             stated[key] = known[key].convert(value, f"config file {str(file)!r}")
         elif key not in foreign:
-            raise ConfigError(f"config file {str(file)!r}: unknown option {key!r}. {nearest(key, known)}")
+            raise ConfigError(
+                f"config file {str(file)!r}: unknown option {key!r}. {nearest(key, known)}"
+            )
     return stated | load_options(options, given, environ=environ, foreign=foreign)

@@ -23,7 +23,8 @@ class _Message(Struct):
 
 
 class Conversation:
-    """The messages so far: the system's, then questions and answers. What is attached waits for the next question."""
+    """The messages so far: the system's, then questions and answers. What is attached waits for the
+    next question."""
 
     def __init__(self, system: str | None = None, attached: Sequence[dict[str, Any]] = ()) -> None:
         self.system = system
@@ -36,7 +37,8 @@ class Conversation:
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.said]
 
     def ask(self, text: str) -> list[dict[str, Any]]:
-        """The messages with a question at their end, which is not part of the conversation before it is answered."""
+        """The messages with a question at their end, which is not part of the conversation before
+        it is answered."""
         return [*self.messages, question(text, self.attached)]
 
     def add(self, asked: dict[str, Any], answer: str) -> None:
@@ -45,7 +47,8 @@ class Conversation:
         self.attached = []
 
     def undo(self) -> dict[str, Any]:
-        """Takes the last question back, and all that was said to it. Raises RequestError where there is none."""
+        """Takes the last question back, and all that was said to it. Raises RequestError where
+        there is none."""
         for number in reversed(range(len(self.said))):
             if self.said[number]["role"] == "user":
                 asked = self.said[number]
@@ -57,7 +60,8 @@ class Conversation:
         self.said, self.attached = [], []
 
     def save(self, path: Path, *, replace: bool = False) -> None:
-        """Writes the messages as JSON. Raises RequestError where it cannot, or the file is there and may not be replaced."""
+        """Writes the messages as JSON. Raises RequestError where it cannot, or the file is there
+        and may not be replaced."""
         try:
             with path.open("w" if replace else "x", encoding="utf-8") as file:
                 json.dump({"messages": self.messages}, file, indent=1, ensure_ascii=False)
@@ -68,7 +72,8 @@ class Conversation:
             raise RequestError(f"{str(path)!r} cannot be written: {error.strerror}.") from None
 
     def load(self, path: Path) -> None:
-        """Reads messages: those that `save` wrote, or a bare list. Raises RequestError, and then nothing has changed."""
+        """Reads messages: those that `save` wrote, or a bare list. Raises RequestError, and then
+        nothing has changed."""
         try:
             with path.open("rb") as file:
                 data = file.read(_MOST + 1)
@@ -81,6 +86,10 @@ class Conversation:
             raise RequestError(f"{str(path)!r} cannot be read: {error.strerror}.") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise RequestError(f"{str(path)!r} is no conversation: {error}.") from None
-        is_system = bool(messages) and messages[0]["role"] == "system" and isinstance(messages[0].get("content"), str)
+        is_system = (
+            bool(messages)
+            and messages[0]["role"] == "system"
+            and isinstance(messages[0].get("content"), str)
+        )
         self.system = messages[0]["content"] if is_system else None
         self.said, self.attached = messages[is_system:], []

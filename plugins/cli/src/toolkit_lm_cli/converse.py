@@ -1,4 +1,5 @@
-"""`toolkit chat` and `toolkit complete`: one conversation or text at a time, with a model in this process or on a server."""
+"""`toolkit chat` and `toolkit complete`: one conversation or text at a time, with a model in this
+process or on a server."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ _INTERRUPTED = 130
 class ClientOptions(Struct, frozen=True, kw_only=True):
     """Where the model runs, if not in this process."""
 
-    url: Annotated[str | None, option("Server that runs the model, such as http://127.0.0.1:8000.", none="this process")] = None
+    url: Annotated[
+        str | None,
+        option("Server that runs the model, such as http://127.0.0.1:8000.", none="this process"),
+    ] = None
     api_key: Annotated[str | None, option("Key of the server.")] = None
 
 
@@ -39,28 +43,51 @@ def chat(
     plugins: Plugins,
     flags: SamplingFlags,
     system: Annotated[str | None, typer.Option(help="System message.", metavar="TEXT")] = None,
-    message: Annotated[str | None, typer.Option(help="One message to answer. Default: a conversation.", metavar="TEXT")] = None,
+    message: Annotated[
+        str | None,
+        typer.Option(help="One message to answer. Default: a conversation.", metavar="TEXT"),
+    ] = None,
     image: Annotated[
         list[Path] | None,
-        typer.Option(help="Image that the first message is about, of a model that sees. May be given several times.", metavar="FILE"),
+        typer.Option(
+            help="Image that the first message is about, of a model that sees. May be given "
+            "several times.",
+            metavar="FILE",
+        ),
     ] = None,
     audio: Annotated[
         list[Path] | None,
-        typer.Option(help="Recording that the first message is about, of a model that hears. May be given several times.", metavar="FILE"),
+        typer.Option(
+            help="Recording that the first message is about, of a model that hears. May be given "
+            "several times.",
+            metavar="FILE",
+        ),
     ] = None,
-    markdown: Annotated[bool, typer.Option(help="Show answers as Markdown. Only on a terminal.")] = True,
-    reasoning: Annotated[bool, typer.Option(help="Show what the model thinks before it answers. Only on a terminal.")] = True,
-    history: Annotated[bool, typer.Option(help="Keep what is entered, for the next time. Only of a conversation on a terminal.")] = True,
+    markdown: Annotated[
+        bool, typer.Option(help="Show answers as Markdown. Only on a terminal.")
+    ] = True,
+    reasoning: Annotated[
+        bool, typer.Option(help="Show what the model thinks before it answers. Only on a terminal.")
+    ] = True,
+    history: Annotated[
+        bool,
+        typer.Option(
+            help="Keep what is entered, for the next time. Only of a conversation on a terminal."
+        ),
+    ] = True,
 ) -> None:
     """Talk with a model, in this process or on a server (--url).
 
-    Without --message it is a conversation, in which /help lists commands. Standard input that is not a terminal is read as one message
-    per line.
+    Without --message it is a conversation, in which /help lists commands. Standard input that is
+    not a terminal is read as one message per line.
     """
     _refuse_many(flags)
     # A file that cannot be read is told before the model is loaded.
     conversation = Conversation(system, [*image_parts(image or ()), *audio_parts(audio or ())])
-    talker, screen = _talker(ctx, config, client, plugins), make_screen(as_markdown=markdown, thoughts=reasoning)
+    talker, screen = (
+        _talker(ctx, config, client, plugins),
+        make_screen(as_markdown=markdown, thoughts=reasoning),
+    )
     try:
         if message is not None:
             if not screen.show(talker.chat(conversation.ask(message), flags)).is_whole:
@@ -85,9 +112,14 @@ def complete(
     plugins: Plugins,
     flags: SamplingFlags,
     text: Annotated[
-        str | None, typer.Argument(help="Text to complete. Default: standard input, one text per line.", metavar="TEXT")
+        str | None,
+        typer.Argument(
+            help="Text to complete. Default: standard input, one text per line.", metavar="TEXT"
+        ),
     ] = None,
-    prompt: Annotated[str | None, typer.Option(help="The same, where no MODEL is named.", metavar="TEXT")] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="The same, where no MODEL is named.", metavar="TEXT")
+    ] = None,
 ) -> None:
     """Complete a text, in this process or on a server (--url)."""
     _refuse_many(flags)
@@ -104,10 +136,14 @@ def complete(
 
 def _refuse_many(flags: SamplingFlags) -> None:
     if flags.get("n", 1) != 1:
-        raise typer.BadParameter("one answer is streamed: use `toolkit generate` for more.", param_hint="'--n'")
+        raise typer.BadParameter(
+            "one answer is streamed: use `toolkit generate` for more.", param_hint="'--n'"
+        )
 
 
-def _talker(ctx: typer.Context, config: VllmConfig, client: ClientOptions, plugins: Plugins) -> Talker:
+def _talker(
+    ctx: typer.Context, config: VllmConfig, client: ClientOptions, plugins: Plugins
+) -> Talker:
     if client.url is not None:
         from toolkit_lm_cli.remote import RemoteTalker
 
@@ -117,8 +153,11 @@ def _talker(ctx: typer.Context, config: VllmConfig, client: ClientOptions, plugi
     return LocalTalker(config, plugins)
 
 
-def _converse(talker: Talker, conversation: Conversation, flags: SamplingFlags, screen: Screen) -> None:
-    """Each line with what was said before it; when that no longer fits, from the start, with what the first message had attached."""
+def _converse(
+    talker: Talker, conversation: Conversation, flags: SamplingFlags, screen: Screen
+) -> None:
+    """Each line with what was said before it; when that no longer fits, from the start, with what
+    the first message had attached."""
     attached = list(conversation.attached)
     for line in _lines():
         messages = conversation.ask(line)

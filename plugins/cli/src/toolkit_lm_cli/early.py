@@ -1,4 +1,5 @@
-"""An engine process that begins to import while its front still reads options: most of a start is the import of torch."""
+"""An engine process that begins to import while its front still reads options: most of a start is
+the import of torch."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _process: ContextVar[EngineProcess | None] = ContextVar("_process", default=None
 
 @contextmanager
 def engine_process(arguments: Sequence[str], environ: Mapping[str, str]) -> Iterator[None]:
-    """Starts one for these arguments of `toolkit`, where they are of a command that wants it. At the end it ends."""
+    """Starts one for these arguments of `toolkit`, where they are of a command that wants it. At
+    the end it ends."""
     if not _is_wanted(arguments, environ):
         yield
         return
@@ -42,7 +44,8 @@ def engine_process(arguments: Sequence[str], environ: Mapping[str, str]) -> Iter
 
 
 def early_process() -> EngineProcess | None:
-    """The process that was started for this command, for one engine; None where there is none. It must not be ended."""
+    """The process that was started for this command, for one engine; None where there is none. It
+    must not be ended."""
     process = _process.get()
     _process.set(None)
     return process
@@ -54,7 +57,8 @@ def main() -> None:
     gc.set_threshold(50_000, 20, 100)
     arguments = sys.argv[1:]
     if arguments and arguments[0] in _SERVERS:
-        # Until the server handles them itself: nothing is under way, and what was started ends with this process.
+        # Until the server handles them itself: nothing is under way, and what was started ends with
+        # this process.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: os._exit(0))
     with engine_process(arguments, os.environ):
@@ -67,7 +71,12 @@ def main() -> None:
 def _is_wanted(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
     if not arguments or arguments[0] not in _COMMANDS or "TOOLKIT_LM_ENGINE_PROCESS" in environ:
         return False
-    if any(word.startswith(("--help", "--engine-process", "--no-engine-process", "--data-parallel-size")) for word in arguments):
+    if any(
+        word.startswith(
+            ("--help", "--engine-process", "--no-engine-process", "--data-parallel-size")
+        )
+        for word in arguments
+    ):
         return False
     try:
         # A socket would get the number of a closed stream.

@@ -59,35 +59,64 @@ def embed(
     source: Annotated[
         Path,
         typer.Option(
-            "--in", metavar="FILE", help="Texts: .txt, or - for standard input, with one per line; .jsonl with an object per line."
+            "--in",
+            metavar="FILE",
+            help="Texts: .txt, or - for standard input, with one per line; .jsonl with an object "
+            "per line.",
         ),
     ],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Vectors: a .npy or .parquet file, in the order of the lines.")],
-    field: Annotated[str | None, typer.Option(metavar="NAME", help="Key of the text in a .jsonl file's objects. Default: text.")] = None,
-    task: Annotated[str, typer.Option(metavar="|".join(_TASKS), help="Task: what is computed from each text.")] = "embed",
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE", help="Vectors: a .npy or .parquet file, in the order of the lines."
+        ),
+    ],
+    field: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Key of the text in a .jsonl file's objects. Default: text."
+        ),
+    ] = None,
+    task: Annotated[
+        str, typer.Option(metavar="|".join(_TASKS), help="Task: what is computed from each text.")
+    ] = "embed",
     prompt_name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of a prompt of the checkpoint, which is put before each text.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Name of a prompt of the checkpoint, which is put before each text.",
+        ),
     ] = None,
     truncate_prompt_tokens: Annotated[
         int | None,
         typer.Option(
             metavar="INTEGER",
-            help="Maximum number of tokens of a text; the rest is cut. -1: what the model takes. Default: a longer text is an error.",
+            help="Maximum number of tokens of a text; the rest is cut. -1: what the model takes. "
+            "Default: a longer text is an error.",
         ),
     ] = None,
     dimensions: Annotated[
-        int | None, typer.Option(metavar="INTEGER", help="Number of an embedding's first dimensions to keep. Default: all.")
+        int | None,
+        typer.Option(
+            metavar="INTEGER",
+            help="Number of an embedding's first dimensions to keep. Default: all.",
+        ),
     ] = None,
 ) -> None:
     """Embed a file of texts, offline.
 
-    Each line has one row in the output. If a line cannot be embedded, its row is NaN (.npy), or null with an error (.parquet), and its
-    number and error go to stderr. The other lines go on. The exit code is then 1.
+    Each line has one row in the output. If a line cannot be embedded, its row is NaN (.npy), or
+    null with an error (.parquet), and its number and error go to stderr. The other lines go on. The
+    exit code is then 1.
 
-    The options from "Model" on may also come from TOOLKIT_LM_... variables or from --config's file. Those before may not.
+    The options from "Model" on may also come from TOOLKIT_LM_... variables or from --config's file.
+    Those before may not.
     """
     if task not in _TASKS:
-        raise ConfigError(f"option 'task': {task!r} must be one of {', '.join(_TASKS)}, which give one row for each text.")
+        raise ConfigError(
+            f"option 'task': {task!r} must be one of {', '.join(_TASKS)}, which give one row for "
+            "each text."
+        )
     check_path(out)
     if field is not None and source.suffix != ".jsonl":
         raise ConfigError(f"option 'field' is for .jsonl files, and 'in' is {str(source)!r}.")
@@ -109,7 +138,9 @@ def embed(
         raise typer.Exit(1)
 
 
-def _run(engine: LLMEngine, lines: Iterator[Line], num_lines: int, how: How, file: VectorFile) -> int:
+def _run(
+    engine: LLMEngine, lines: Iterator[Line], num_lines: int, how: How, file: VectorFile
+) -> int:
     failed = 0
     console = Console(stderr=True, markup=False, emoji=False)
     columns = (
@@ -127,17 +158,27 @@ def _run(engine: LLMEngine, lines: Iterator[Line], num_lines: int, how: How, fil
     with progress:
         for done, (line, output) in enumerate(chain([first], results), 1):
             error = str(output) if isinstance(output, RequestError) else output.error
-            file.put(line.number, line.text, None if isinstance(output, RequestError) else output.outputs.data, error)
+            file.put(
+                line.number,
+                line.text,
+                None if isinstance(output, RequestError) else output.outputs.data,
+                error,
+            )
             failed += error is not None
             if error is not None and failed <= _TOLD:
                 console.print(f"line {line.number + 1}: {error}", highlight=False, soft_wrap=True)
             elapsed = progress.tasks[0].elapsed or 0
-            progress.update(bar, advance=1, speed=f"{done / elapsed:.0f} texts/s" if elapsed else "")
+            progress.update(
+                bar, advance=1, speed=f"{done / elapsed:.0f} texts/s" if elapsed else ""
+            )
     return failed
 
 
-def _results(engine: LLMEngine, lines: Iterator[Line], how: How) -> Iterator[tuple[Line, PoolingRequestOutput | RequestError]]:
-    """Each line with its result, as they are finished. So many lines are in the engine that its steps are full."""
+def _results(
+    engine: LLMEngine, lines: Iterator[Line], how: How
+) -> Iterator[tuple[Line, PoolingRequestOutput | RequestError]]:
+    """Each line with its result, as they are finished. So many lines are in the engine that its
+    steps are full."""
     waiting: dict[str, Line] = {}
     enough = max(_CHUNK, 2 * engine.config.scheduler.max_num_seqs)
     more = True
@@ -151,8 +192,11 @@ def _results(engine: LLMEngine, lines: Iterator[Line], how: How) -> Iterator[tup
             yield waiting.pop(output.request_id), output
 
 
-def _submit(engine: LLMEngine, chunk: list[Line], how: How, waiting: dict[str, Line]) -> Iterator[tuple[Line, RequestError]]:
-    """Gives the lines to the engine, and back those that it cannot take. Raises RequestError for what is wrong with all of them."""
+def _submit(
+    engine: LLMEngine, chunk: list[Line], how: How, waiting: dict[str, Line]
+) -> Iterator[tuple[Line, RequestError]]:
+    """Gives the lines to the engine, and back those that it cannot take. Raises RequestError for
+    what is wrong with all of them."""
     good = [line for line in chunk if line.error is None]
     prepared = engine.processor.prepare_pooling_batch(
         [str(line.number) for line in good],
@@ -176,7 +220,8 @@ def _submit(engine: LLMEngine, chunk: list[Line], how: How, waiting: dict[str, L
 
 @contextmanager
 def _readable(source: Path) -> Iterator[Path]:
-    """A file of the lines: of standard input (-) a copy, because lines are counted before they are read."""
+    """A file of the lines: of standard input (-) a copy, because lines are counted before they are
+    read."""
     if str(source) != "-":
         yield source
         return
@@ -189,7 +234,9 @@ def _readable(source: Path) -> Iterator[Path]:
 def _count_lines(path: Path) -> int:
     """Raises ConfigError for a file that cannot be read, or is of another kind."""
     if path.suffix not in (".txt", ".jsonl"):
-        raise ConfigError(f"option 'in': {str(path)!r} must end in .txt or .jsonl, or be - for standard input.")
+        raise ConfigError(
+            f"option 'in': {str(path)!r} must end in .txt or .jsonl, or be - for standard input."
+        )
     try:
         with path.open("rb") as file:
             return sum(1 for _ in file)
@@ -206,7 +253,13 @@ def _lines(path: Path, field: str) -> Iterator[Line]:
             except RequestError as error:
                 yield Line(index, text, error)
             except UnicodeDecodeError as error:
-                yield Line(index, "", RequestError(f"it is not UTF-8: {error.reason} at byte {error.start}.", "input"))
+                yield Line(
+                    index,
+                    "",
+                    RequestError(
+                        f"it is not UTF-8: {error.reason} at byte {error.start}.", "input"
+                    ),
+                )
 
 
 def _field(line: str, name: str) -> str:
@@ -221,5 +274,7 @@ def _field(line: str, name: str) -> str:
     try:
         found[name].encode()
     except UnicodeEncodeError as error:
-        raise RequestError(f"{name!r} is not a valid text: lone surrogate at position {error.start}.", "input") from None
+        raise RequestError(
+            f"{name!r} is not a valid text: lone surrogate at position {error.start}.", "input"
+        ) from None
     return str(found[name])

@@ -19,14 +19,20 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "msgspec", "pl
 
 
 @engine_command(PluginsConfig)
-def env(config: PluginsConfig, plugins: Plugins, json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def env(
+    config: PluginsConfig,
+    plugins: Plugins,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
     """Print the versions and the machine that a bug report needs."""
     facts = _facts(plugins)
     if json_output:
         typer.echo(json.dumps(facts, indent=2))
         return
     for name, value in facts.items():
-        rows = [f"{key} {one}" for key, one in value.items()] if isinstance(value, dict) else [value]
+        rows = (
+            [f"{key} {one}" for key, one in value.items()] if isinstance(value, dict) else [value]
+        )
         for number, row in enumerate(rows):
             typer.echo(f"{name if number == 0 else '':<14}{row}")
 
@@ -43,7 +49,9 @@ def _facts(plugins: Plugins) -> dict[str, Any]:
         "torch threads": torch.get_num_threads(),
         "cuda": f"{torch.version.cuda}: {', '.join(devices)}" if devices else "none",
         "packages": {name: _version(name) for name in PACKAGES},
-        "plugins": {info.name: f"{info.version or ''} {info.status}".strip() for info in plugins.infos},
+        "plugins": {
+            info.name: f"{info.version or ''} {info.status}".strip() for info in plugins.infos
+        },
     }
 
 

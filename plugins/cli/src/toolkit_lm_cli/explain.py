@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 
 @engine_command()
-def explain(config: VllmConfig, plugins: Plugins, json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def explain(
+    config: VllmConfig,
+    plugins: Plugins,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
     """Show what runs a model, and why each other candidate does not."""
     from toolkit_lm_cli.explanation import explain as explain_model
 
@@ -38,48 +42,87 @@ def table_of(found: Explanation) -> Table:
     table = Table(show_header=False, box=None)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    table.add_row("model", f"{resolved.model.model} ({resolved.model.dtype} on {resolved.device.device}, {resolved.max_model_len} tokens)")
+    table.add_row(
+        "model",
+        f"{resolved.model.model} ({resolved.model.dtype} on {resolved.device.device}, "
+        f"{resolved.max_model_len} tokens)",
+    )
     if found.untried is not None:
         table.add_row("GPU", f"{found.untried}: {page('gpu.md')}")
     taken, *others = _verdicts(found.architecture, found.models)
-    table.add_row("model class", "\n".join([f"{taken}: {found.model_class} (plugin {found.plugin!r})", *others]))
-    table.add_row("runner", found.runner if found.convert == "none" else f"{found.runner}, converted: {found.convert}")
-    table.add_row("weights", f"{resolved.load.load_format}, quantization: {resolved.load.quantization}")
+    table.add_row(
+        "model class",
+        "\n".join([f"{taken}: {found.model_class} (plugin {found.plugin!r})", *others]),
+    )
+    table.add_row(
+        "runner",
+        found.runner if found.convert == "none" else f"{found.runner}, converted: {found.convert}",
+    )
+    table.add_row(
+        "weights", f"{resolved.load.load_format}, quantization: {resolved.load.quantization}"
+    )
     table.add_row("renderer", "\n".join(_verdicts(found.renderer, found.renderers)))
     if defaults := found.sampling_defaults:
         told = ", ".join(f"{name} {value}" for name, value in defaults.items())
-        table.add_row("sampling", f"where a request says nothing, as generation_config.json has it: {told}")
+        table.add_row(
+            "sampling", f"where a request says nothing, as generation_config.json has it: {told}"
+        )
     parallel = resolved.parallel
     if parallel.data_parallel_size > 1:
-        table.add_row("engines", f"{parallel.data_parallel_size}, each with all of the model on {parallel.num_ranks} of the devices")
+        table.add_row(
+            "engines",
+            f"{parallel.data_parallel_size}, each with all of the model on {parallel.num_ranks} "
+            "of the devices",
+        )
     table.add_row("executor", "\n".join(_verdicts(found.executor, found.executors)))
     table.add_row("kernels", "\n".join(_verdicts(found.kernels, found.kernels_considered)))
-    table.add_row("compilation", "\n".join([*_verdicts(found.compiler, found.compilers), *found.computed]))
+    table.add_row(
+        "compilation", "\n".join([*_verdicts(found.compiler, found.compilers), *found.computed])
+    )
     # Layers that were decided alike are shown together.
     alike: dict[tuple[str, ...], list[str]] = {}
     for layer in found.layers:
         alike.setdefault(tuple(_verdicts(layer.backend, layer.candidates)), []).append(layer.layer)
     for verdicts, layers in alike.items():
-        shown = layers[0] if len(layers) == 1 else f"{layers[0]} ... {layers[-1]} ({len(layers)} layers)"
+        shown = (
+            layers[0]
+            if len(layers) == 1
+            else f"{layers[0]} ... {layers[-1]} ({len(layers)} layers)"
+        )
         table.add_row("attention", "\n".join([shown, *verdicts]))
     table.add_row("ranks", "\n".join(_shares(found.ranks)))
     table.add_row(
         "KV cache",
-        found.kv_refusal or ("none" if found.kv_tokens is None else f"{found.kv_tokens:,} tokens, with the memory that is free now"),
+        found.kv_refusal
+        or (
+            "none"
+            if found.kv_tokens is None
+            else f"{found.kv_tokens:,} tokens, with the memory that is free now"
+        ),
     )
     if found.without_effect:
-        table.add_row("no effect", "\n".join(f"{one.option}: {one.reason}" for one in found.without_effect))
+        table.add_row(
+            "no effect", "\n".join(f"{one.option}: {one.reason}" for one in found.without_effect)
+        )
     return table
 
 
 def _shares(ranks: list[RankShare]) -> Iterator[str]:
     for one in ranks:
-        place = f"rank {one.rank} (stage {one.stage}, shard {one.shard}): " if len(ranks) > 1 else ""
-        experts = f" ({one.num_expert_bytes / 2**20:,.1f} MiB of experts)" if one.num_expert_bytes else ""
+        place = (
+            f"rank {one.rank} (stage {one.stage}, shard {one.shard}): " if len(ranks) > 1 else ""
+        )
+        experts = (
+            f" ({one.num_expert_bytes / 2**20:,.1f} MiB of experts)" if one.num_expert_bytes else ""
+        )
         size = f"{one.num_parameters:,} parameters, {one.num_bytes / 2**20:,.1f} MiB{experts}"
         yield f"{place}{size}; {one.num_layers} layers with a KV cache"
 
 
 def _verdicts(taken: str, candidates: list[tuple[str, str | None]]) -> list[str]:
-    refused = [f"not {name}: {reason}" if reason else f"able, not taken: {name}" for name, reason in candidates if name != taken]
+    refused = [
+        f"not {name}: {reason}" if reason else f"able, not taken: {name}"
+        for name, reason in candidates
+        if name != taken
+    ]
     return [taken, *refused]

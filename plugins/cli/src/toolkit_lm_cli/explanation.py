@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import select_kernels
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.resolution import choose_executor, choose_model, choose_renderer, resolve_configured, resolve_device
+from toolkit_lm.resolution import (
+    choose_executor,
+    choose_model,
+    choose_renderer,
+    resolve_configured,
+    resolve_device,
+)
 from toolkit_lm.resolution.without_effect import NoEffect, without_effect
 from toolkit_lm.runner.backends import graph_supports
 
@@ -34,7 +40,8 @@ class Explanation:
     config: VllmConfig
     """Resolved."""
     architecture: str
-    """The model class's key in the registry: the checkpoint's architecture, or a fallback's name."""
+    """The model class's key in the registry: the checkpoint's architecture, or a fallback's
+    name."""
     models: list[tuple[str, str | None]]
     """Each model class or fallback that was considered, with its reason to refuse (None: able)."""
     model_class: str
@@ -63,7 +70,8 @@ class Explanation:
     sampling_defaults: dict[str, float]
     """Sampling parameters of generation_config.json, which hold where a request says nothing."""
     kv_tokens: int | None
-    """Tokens that the KV cache has room for, with the memory that this machine has to spare now. None: the model has none."""
+    """Tokens that the KV cache has room for, with the memory that this machine has to spare now.
+    None: the model has none."""
     kv_refusal: str | None
     """Why it would be refused."""
     without_effect: list[NoEffect]
@@ -73,7 +81,8 @@ class Explanation:
 
 
 def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Explanation:
-    """Makes the choices that an engine makes at its start, without reading or holding weights. Raises what the engine would raise."""
+    """Makes the choices that an engine makes at its start, without reading or holding weights.
+    Raises what the engine would raise."""
     plugins = plugins if isinstance(plugins, Plugins) else Plugins.load(config.plugins, plugins)
     configured = plugins.configure(config)
     resolved = resolve_device(resolve_configured(configured, plugins))
@@ -103,7 +112,10 @@ def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Exp
         compiler=compiler,
         compilers=compilers,
         computed=computed,
-        layers=[LayerChoice(layer, found.name, found.candidates) for layer, found in held.selections.items()],
+        layers=[
+            LayerChoice(layer, found.name, found.candidates)
+            for layer, found in held.selections.items()
+        ],
         ranks=held.ranks,
         sampling_defaults=resolved.sampling_defaults,
         kv_tokens=kv_tokens,
@@ -113,17 +125,35 @@ def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Exp
     )
 
 
-def _compilation(config: VllmConfig, plugins: Plugins, held: Held, kernels: str) -> tuple[str, list[tuple[str, str | None]], list[str]]:
-    """Its name, the candidates, and how the forward pass is computed. Raises UnsupportedError where all refuse."""
+def _compilation(
+    config: VllmConfig, plugins: Plugins, held: Held, kernels: str
+) -> tuple[str, list[tuple[str, str | None]], list[str]]:
+    """Its name, the candidates, and how the forward pass is computed. Raises UnsupportedError where
+    all refuse."""
     level, registry = config.compilation.optimization_level, plugins.compilers
     if not level:
         if held.fuses and held.num_fusible:
             but = f", {held.num_routed} of them up to the experts" if held.num_routed else ""
-            how = f"kernels {kernels!r} compute decoder layers in one call each where they have one for it, {held.num_fusible} at most{but}"
+            how = (
+                f"kernels {kernels!r} compute decoder layers in one call each where they have "
+                f"one for it, {held.num_fusible} at most{but}"
+            )
         else:
             how = f"each layer by itself, with kernels {kernels!r}"
-        unfused = [f"{count} decoder layers module by module: {why}" for why, count in held.unfused.items()]
+        unfused = [
+            f"{count} decoder layers module by module: {why}" for why, count in held.unfused.items()
+        ]
         return "none", [], ["optimization_level is 0, which starts fastest", how, *unfused]
-    name, candidates = registry.choose("compile the model", lambda entry, by_name: registry.ask(entry.key, config, by_name=by_name))
-    supports = graph_supports(held.selections, {layer for one in held.specs for layer in one}, feeds_uncached=not any(held.specs))
-    return name, candidates, [f"optimization_level is {level}", *registry.load(name).describe(config, supports)]
+    name, candidates = registry.choose(
+        "compile the model", lambda entry, by_name: registry.ask(entry.key, config, by_name=by_name)
+    )
+    supports = graph_supports(
+        held.selections,
+        {layer for one in held.specs for layer in one},
+        feeds_uncached=not any(held.specs),
+    )
+    return (
+        name,
+        candidates,
+        [f"optimization_level is {level}", *registry.load(name).describe(config, supports)],
+    )

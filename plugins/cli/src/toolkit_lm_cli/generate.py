@@ -34,19 +34,29 @@ def generate(
     flags: SamplingFlags,
     prompts: Annotated[
         Path,
-        typer.Option(metavar="FILE", help="Prompts: .txt with one per line, or .jsonl with an object per line. Blank lines are left out."),
+        typer.Option(
+            metavar="FILE",
+            help="Prompts: .txt with one per line, or .jsonl with an object per line. Blank "
+            "lines are left out.",
+        ),
     ],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Outputs: a .jsonl file, in the order of the prompts.")],
+    out: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="Outputs: a .jsonl file, in the order of the prompts."),
+    ],
 ) -> None:
     """Complete a file of prompts, offline, as one batch.
 
-    A line of a .jsonl file holds "prompt", "prompt_token_ids" or "messages", or for an encoder-decoder model "encoder_prompt" and
-    "decoder_prompt", and may hold sampling parameters of its own. If a prompt cannot be served, its line of the output has an "error".
-    The other prompts go on. The exit code is then 1.
+    A line of a .jsonl file holds "prompt", "prompt_token_ids" or "messages", or for an
+    encoder-decoder model "encoder_prompt" and "decoder_prompt", and may hold sampling parameters of
+    its own. If a prompt cannot be served, its line of the output has an "error". The other prompts
+    go on. The exit code is then 1.
     """
     lines = _read(prompts)
     if out.exists() and out.samefile(prompts):
-        raise ConfigError(f"option 'out': {str(out)!r} is the file of prompts, which would be overwritten.")
+        raise ConfigError(
+            f"option 'out': {str(out)!r} is the file of prompts, which would be overwritten."
+        )
     from toolkit_lm.frontend import LLMEngine
 
     with _open(out) as file:
@@ -56,7 +66,10 @@ def generate(
         finally:
             engine.shutdown()
     if failed:
-        typer.echo(f'error: {failed} of {len(lines)} prompts failed: see their "error" in {str(out)!r}', err=True)
+        typer.echo(
+            f'error: {failed} of {len(lines)} prompts failed: see their "error" in {str(out)!r}',
+            err=True,
+        )
         raise typer.Exit(1)
 
 
@@ -76,7 +89,9 @@ class _Writer:
         self._file.flush()
 
 
-def _run(engine: LLMEngine, lines: list[str | dict[str, Any]], flags: SamplingFlags, writer: _Writer) -> int:
+def _run(
+    engine: LLMEngine, lines: list[str | dict[str, Any]], flags: SamplingFlags, writer: _Writer
+) -> int:
     failed = 0
     columns = (
         TextColumn("prompts", markup=False),
@@ -92,11 +107,15 @@ def _run(engine: LLMEngine, lines: list[str | dict[str, Any]], flags: SamplingFl
             failed += row["error"] is not None
             num_tokens += sum(output["num_tokens"] for output in row["outputs"])
             elapsed = progress.tasks[0].elapsed or 0
-            progress.update(task, advance=1, speed=f"{num_tokens / elapsed:.0f} tokens/s" if elapsed else "")
+            progress.update(
+                task, advance=1, speed=f"{num_tokens / elapsed:.0f} tokens/s" if elapsed else ""
+            )
     return failed
 
 
-def _rows(engine: LLMEngine, lines: list[str | dict[str, Any]], flags: SamplingFlags) -> Iterator[tuple[int, dict[str, Any]]]:
+def _rows(
+    engine: LLMEngine, lines: list[str | dict[str, Any]], flags: SamplingFlags
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Each line's index and output row, as they are finished."""
     for index, line in enumerate(lines):
         try:
@@ -111,18 +130,32 @@ def _rows(engine: LLMEngine, lines: list[str | dict[str, Any]], flags: SamplingF
                 yield index, _row(lines[index], output)
 
 
-def _add(engine: LLMEngine, request_id: str, line: str | dict[str, Any], flags: SamplingFlags) -> None:
+def _add(
+    engine: LLMEngine, request_id: str, line: str | dict[str, Any], flags: SamplingFlags
+) -> None:
     parsed = _parse(line) if isinstance(line, str) else line
     given = [key for key in PROMPT_KEYS if key in parsed]
     is_both = not set(given).isdisjoint(BOTH_SIDES)
-    if not given or ("messages" in given and len(given) > 1) or (is_both and not set(given) <= set(BOTH_SIDES)):
-        raise RequestError(f"a line needs one of {', '.join(PROMPT_KEYS)}; this one has {', '.join(given) or 'none'}.", "prompt")
+    if (
+        not given
+        or ("messages" in given and len(given) > 1)
+        or (is_both and not set(given) <= set(BOTH_SIDES))
+    ):
+        raise RequestError(
+            f"a line needs one of {', '.join(PROMPT_KEYS)}; this one has "
+            f"{', '.join(given) or 'none'}.",
+            "prompt",
+        )
     own = {key: value for key, value in parsed.items() if key not in PROMPT_KEYS}
     params = flags.params(own, **engine.config.sampling_defaults)
     if "messages" in parsed:
         engine.submit(engine.processor.prepare_chat(request_id, parsed["messages"], params))
     elif is_both:
-        engine.add_request(request_id, cast("ExplicitEncoderDecoderPrompt", {key: _side(parsed[key]) for key in given}), params)
+        engine.add_request(
+            request_id,
+            cast("ExplicitEncoderDecoderPrompt", {key: _side(parsed[key]) for key in given}),
+            params,
+        )
     else:
         engine.add_request(request_id, parse_prompt({key: parsed[key] for key in given}), params)
 
@@ -143,14 +176,27 @@ def _parse(line: str) -> dict[str, Any]:
 
 def _row(line: str | dict[str, Any], output: RequestOutput) -> dict[str, Any]:
     outputs = [_output(one) for one in output.outputs]
-    return {"prompt": _prompt_of(line), "num_prompt_tokens": output.num_prompt_tokens, "outputs": outputs, "error": output.error}
+    return {
+        "prompt": _prompt_of(line),
+        "num_prompt_tokens": output.num_prompt_tokens,
+        "outputs": outputs,
+        "error": output.error,
+    }
 
 
 def _output(one: CompletionOutput) -> dict[str, Any]:
-    row = {"text": one.text, "num_tokens": len(one.token_ids), "finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
+    row = {
+        "text": one.text,
+        "num_tokens": len(one.token_ids),
+        "finish_reason": one.finish_reason,
+        "stop_reason": one.stop_reason,
+    }
     if one.logprobs is not None:
         row["token_ids"] = one.token_ids
-        row["logprobs"] = [{token: structs.asdict(entry) for token, entry in entries.items()} for entries in one.logprobs]
+        row["logprobs"] = [
+            {token: structs.asdict(entry) for token, entry in entries.items()}
+            for entries in one.logprobs
+        ]
     return row
 
 
@@ -163,7 +209,8 @@ def _prompt_of(line: str | dict[str, Any]) -> Any:
 
 
 def _read(path: Path) -> list[str | dict[str, Any]]:
-    """The prompts of a file: objects for a .txt file, still unparsed lines for a .jsonl file. Raises ConfigError."""
+    """The prompts of a file: objects for a .txt file, still unparsed lines for a .jsonl file.
+    Raises ConfigError."""
     if path.suffix not in (".txt", ".jsonl"):
         raise ConfigError(f"option 'prompts': {str(path)!r} must end in .txt or .jsonl.")
     try:

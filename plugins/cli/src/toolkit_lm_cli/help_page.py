@@ -1,4 +1,5 @@
-"""What `--help` prints: names of flags whole, and what is said of the engine's many options in sections."""
+"""What `--help` prints: names of flags whole, and what is said of the engine's many options in
+sections."""
 
 from __future__ import annotations
 
@@ -36,10 +37,14 @@ class Section(NamedTuple):
 def asked_section(arguments: Sequence[str]) -> str | None:
     """SECTION of `--help=SECTION`, where it is among a command's arguments."""
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    return next((argument[len(_HELP) + 1 :] for argument in own if argument.startswith(f"{_HELP}=")), None)
+    return next(
+        (argument[len(_HELP) + 1 :] for argument in own if argument.startswith(f"{_HELP}=")), None
+    )
 
 
-def help_page(command: Any, ctx: Any, folded: Iterable[str] = (), commands: Sequence[Row] = ()) -> str:
+def help_page(
+    command: Any, ctx: Any, folded: Iterable[str] = (), commands: Sequence[Row] = ()
+) -> str:
     """The help of a command. Of `folded` sections it has the names of the flags alone."""
     sections = list(_sections(command, ctx))
     short = set(folded) if len(sections) > _FEW else set()
@@ -50,24 +55,35 @@ def help_page(command: Any, ctx: Any, folded: Iterable[str] = (), commands: Sequ
     if rest := [section for section in sections if section.title in short]:
         path = ctx.command_path
         parts.append(
-            f"{_title('More options')}\n" + _fill(f"{path} {_HELP}=SECTION explains those of a section, {_HELP}={ALL} all of them.")
+            f"{_title('More options')}\n"
+            + _fill(
+                f"{path} {_HELP}=SECTION explains those of a section, {_HELP}={ALL} all of them."
+            )
         )
         parts += [_flags(section) for section in rest]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def section_page(command: Any, ctx: Any, asked: str) -> str:
-    """The sections that are named so, all of them for "all", or else the options that have the word in their flag.
+    """The sections that are named so, all of them for "all", or else the options that have the word
+    in their flag.
 
     Raises typer.BadParameter where there are none.
     """
     sections = list(_sections(command, ctx))
     word = asked.strip().lower()
     found = [section for section in sections if word in (ALL, section.title.lower())]
-    found = found or [Section(title, rows) for title, all_rows in sections if (rows := [row for row in all_rows if _has(row, word)])]
+    found = found or [
+        Section(title, rows)
+        for title, all_rows in sections
+        if (rows := [row for row in all_rows if _has(row, word)])
+    ]
     if not word or not found:
         titles = [title.lower() for title, _ in sections]
-        raise typer.BadParameter(f"there is no section {asked!r}, and no option with it in its name. {nearest(word, [*titles, ALL])}")
+        raise typer.BadParameter(
+            f"there is no section {asked!r}, and no option with it in its name. "
+            f"{nearest(word, [*titles, ALL])}"
+        )
     return "\n\n".join([_usage(command, ctx), *map(_section, found)]) + "\n"
 
 
@@ -80,15 +96,25 @@ def _sections(command: Any, ctx: Any) -> Iterator[Section]:
         is_argument = param.param_type_name == "argument"
         name = param.metavar or param.name.upper() if is_argument else _name(param, ctx)
         is_help = name == _HELP
-        row = Row(f"{_HELP}[=SECTION]", "Show this, or what a section holds.") if is_help else Row(name, record[1])
-        panel = getattr(param, "rich_help_panel", None) or ("Arguments" if is_argument else "Options")
+        row = (
+            Row(f"{_HELP}[=SECTION]", "Show this, or what a section holds.")
+            if is_help
+            else Row(name, record[1])
+        )
+        panel = getattr(param, "rich_help_panel", None) or (
+            "Arguments" if is_argument else "Options"
+        )
         panels.setdefault(panel, []).append(row)
     return (Section(title, rows) for title, rows in panels.items() if rows)
 
 
 def _name(param: Any, ctx: Any) -> str:
     names = ", ".join([*sorted(param.opts, key=len), *param.secondary_opts])
-    return names if param.is_flag else f"{names} {param.metavar or param.display_type(ctx).strip('<>').upper()}"
+    return (
+        names
+        if param.is_flag
+        else f"{names} {param.metavar or param.display_type(ctx).strip('<>').upper()}"
+    )
 
 
 def _has(row: Row, word: str) -> bool:
@@ -101,7 +127,9 @@ def _usage(command: Any, ctx: Any) -> str:
 
 
 def _paragraphs(text: str) -> str:
-    return "\n\n".join(_fill(" ".join(part.split())) for part in inspect.cleandoc(text).split("\n\n"))
+    return "\n\n".join(
+        _fill(" ".join(part.split())) for part in inspect.cleandoc(text).split("\n\n")
+    )
 
 
 def _section(section: Section) -> str:
@@ -109,7 +137,9 @@ def _section(section: Section) -> str:
 
 
 def _row(row: Row) -> str:
-    lines = textwrap.wrap(" ".join(row.help.split()), _width() - _HELP_COLUMN, break_on_hyphens=False)
+    lines = textwrap.wrap(
+        " ".join(row.help.split()), _width() - _HELP_COLUMN, break_on_hyphens=False
+    )
     names = _name_lines(row.name)
     room = _HELP_COLUMN - _INDENT - len(names[-1])
     shown = [" " * _INDENT + _bold(name) for name in names]
@@ -119,7 +149,8 @@ def _row(row: Row) -> str:
 
 
 def _name_lines(name: str) -> list[str]:
-    """A flag and its value. No name is cut: where many choices do not fit, they go on in the next line."""
+    """A flag and its value. No name is cut: where many choices do not fit, they go on in the next
+    line."""
     lines, most = [""], _width() - _INDENT
     for number, part in enumerate(name.split("|")):
         joined = f"{lines[-1]}|{part}" if number else part
@@ -137,7 +168,12 @@ def _flags(section: Section) -> str:
 
 def _fill(text: str, indent: int = _INDENT) -> str:
     return textwrap.fill(
-        text, _width(), initial_indent=" " * indent, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False
+        text,
+        _width(),
+        initial_indent=" " * indent,
+        subsequent_indent=" " * indent,
+        break_on_hyphens=False,
+        break_long_words=False,
     )
 
 

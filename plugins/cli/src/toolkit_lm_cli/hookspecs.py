@@ -18,10 +18,11 @@ def toolkit_register_hookspecs() -> ModuleType:
 
 @hookspec
 def toolkit_register_commands(commands: CommandRegistry) -> None:
-    """Registers sub-commands of `toolkit`. The names "plugins list" and "plugins new" make a group, `toolkit plugins`.
+    """Registers sub-commands of `toolkit`. The names "plugins list" and "plugins new" make a group,
+    `toolkit plugins`.
 
-    Caller: the loader. Process: every one, though only the command line uses them. Thread: main. Return: nothing; all implementations
-    are called.
+    Caller: the loader. Process: every one, though only the command line uses them. Thread: main.
+    Return: nothing; all implementations are called.
     """
 
 
@@ -29,10 +30,13 @@ def toolkit_register_commands(commands: CommandRegistry) -> None:
 def toolkit_register_flag_names(flag_names: FlagNamesRegistry) -> None:
     """Registers translators of flags as other projects name them.
 
-    Caller: the loader. Process: every one, though only the command line uses them. Thread: main. Return: nothing; all implementations
-    are called.
+    Caller: the loader. Process: every one, though only the command line uses them. Thread: main.
+    Return: nothing; all implementations are called.
     """
 
 
-REGISTRIES = {"toolkit_register_commands": CommandRegistry, "toolkit_register_flag_names": FlagNamesRegistry}
+REGISTRIES = {
+    "toolkit_register_commands": CommandRegistry,
+    "toolkit_register_flag_names": FlagNamesRegistry,
+}
 """By hook: what the loader fills."""

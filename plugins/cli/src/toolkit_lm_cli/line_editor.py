@@ -28,7 +28,10 @@ def lines(*, history: bool) -> Iterator[str]:
     @bindings.add(Keys.Enter)
     def _(event: Any) -> None:
         buffer = event.current_buffer
-        if buffer.document.text_before_cursor.endswith("\\") and not buffer.document.text_after_cursor:
+        if (
+            buffer.document.text_before_cursor.endswith("\\")
+            and not buffer.document.text_after_cursor
+        ):
             buffer.delete_before_cursor()
             buffer.insert_text("\n")
         else:
@@ -68,7 +71,11 @@ def _completer() -> Any:
         def get_completions(self, document: Document, complete_event: Any) -> Iterable[Completion]:
             text = document.text_before_cursor
             if text.startswith("/") and " " not in text:
-                yield from (Completion(f"/{name}", -len(text)) for name in COMMANDS if f"/{name}".startswith(text))
+                yield from (
+                    Completion(f"/{name}", -len(text))
+                    for name in COMMANDS
+                    if f"/{name}".startswith(text)
+                )
             elif found := next((start for start in _FILES if text.startswith(start)), None):
                 path = Document(text.removeprefix(found))
                 yield from PathCompleter(expanduser=True).get_completions(path, complete_event)
@@ -79,7 +86,9 @@ def _completer() -> Any:
 def _history() -> History:
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-    folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "toolkit-lm"
+    folder = (
+        Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "toolkit-lm"
+    )
     path = folder / "chat_history"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

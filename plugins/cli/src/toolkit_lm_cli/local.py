@@ -48,15 +48,23 @@ class LocalTalker:
         return self._engine.config.max_model_len
 
     def chat(self, messages: list[dict[str, Any]], flags: SamplingFlags) -> Iterator[str]:
-        params = flags.params(**{"max_tokens": None} | self._engine.config.sampling_defaults).replace(output_kind=RequestOutputKind.DELTA)
+        params = flags.params(
+            **{"max_tokens": None} | self._engine.config.sampling_defaults
+        ).replace(output_kind=RequestOutputKind.DELTA)
         if self._format is not None and self._format.keeps_special_tokens:
             params = params.replace(skip_special_tokens=False)
-        options = RequestOptions(stop_scope=None if self._format is None else self._format.stop_scope)
-        self._engine.submit(self._engine.processor.prepare_chat(self._next_id(), messages, params, options))
+        options = RequestOptions(
+            stop_scope=None if self._format is None else self._format.stop_scope
+        )
+        self._engine.submit(
+            self._engine.processor.prepare_chat(self._next_id(), messages, params, options)
+        )
         return self._texts() if self._format is None else self._parts(self._format)
 
     def complete(self, prompt: str, flags: SamplingFlags) -> Iterator[str]:
-        params = flags.params(**self._engine.config.sampling_defaults).replace(output_kind=RequestOutputKind.DELTA)
+        params = flags.params(**self._engine.config.sampling_defaults).replace(
+            output_kind=RequestOutputKind.DELTA
+        )
         self._engine.add_request(self._next_id(), prompt, params)
         return self._texts()
 
@@ -79,10 +87,16 @@ class LocalTalker:
             for output in outputs:
                 one = output.outputs[0]
                 if parser is None:
-                    parser = form.parser(prompt_end(self._engine.renderer, output.prompt_token_ids), ())
+                    parser = form.parser(
+                        prompt_end(self._engine.renderer, output.prompt_token_ids), ()
+                    )
                 yield from _pieces(parser.push(one.text))
                 if one.finish_reason is not None:
-                    yield from _pieces(parser.finish(cut=one.finish_reason != "stop" or isinstance(one.stop_reason, str)))
+                    yield from _pieces(
+                        parser.finish(
+                            cut=one.finish_reason != "stop" or isinstance(one.stop_reason, str)
+                        )
+                    )
 
     def _outputs(self) -> Generator[RequestOutput, None, None]:
         self.usage = Usage(0, 0)
@@ -94,7 +108,10 @@ class LocalTalker:
                     assert isinstance(output, RequestOutput)
                     if output.error:
                         raise RequestError(output.error)
-                    self.usage = Usage(output.num_prompt_tokens, self.usage.output + len(output.outputs[0].token_ids))
+                    self.usage = Usage(
+                        output.num_prompt_tokens,
+                        self.usage.output + len(output.outputs[0].token_ids),
+                    )
                     yield output
         finally:
             self._engine.abort([str(self._count)])
@@ -108,9 +125,13 @@ def _pieces(delta: AnswerDelta) -> Iterator[str]:
 
 @contextmanager
 def _interrupts_after() -> Iterator[None]:
-    """Holds ^C back until the work is done, which would else be left half done; a second one is not held back."""
+    """Holds ^C back until the work is done, which would else be left half done; a second one is not
+    held back."""
     before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or before is not signal.default_int_handler
+    ):
         yield
         return
     asked = False

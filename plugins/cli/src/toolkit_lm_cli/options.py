@@ -1,4 +1,5 @@
-"""`engine_command`: makes a command of a function that takes configs. Every option's flag is derived from where it is stated."""
+"""`engine_command`: makes a command of a function that takes configs. Every option's flag is
+derived from where it is stated."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ Section = type[msgspec.Struct]
 
 @runtime_checkable
 class CommandFlags(Protocol):
-    """Flags that depend on which logits processors are installed: a command that has an argument of a subclass gets them."""
+    """Flags that depend on which logits processors are installed: a command that has an argument of
+    a subclass gets them."""
 
     @classmethod
     def flags(cls, processors: LogitsProcessorRegistry) -> list[inspect.Parameter]:
@@ -38,26 +40,36 @@ class CommandFlags(Protocol):
 
 
 def engine_command(*extra_sections: Section) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a Typer command of a function. What the function asks for by type is made from flags, environment and config file:
+    """Makes a Typer command of a function. What the function asks for by type is made from flags,
+    environment and config file:
 
-    - `VllmConfig`: the whole config, with MODEL as an optional argument and a flag for each other option;
-    - any of `extra_sections` (frozen structs whose fields are stated with `option(...)`, of core or the plugin's own);
+    - `VllmConfig`: the whole config, with MODEL as an optional argument and a flag for each other
+      option;
+    - any of `extra_sections` (frozen structs whose fields are stated with `option(...)`, of core or
+      the plugin's own);
     - a subclass of `CommandFlags`: what it makes of its flags;
     - `Plugins`: the loaded plugins;
     - `typer.Context`, and any parameter that Typer itself understands, as it is.
 
-    Precedence: flag, then TOOLKIT_LM_... variable, then the file of `--config`, then default. Its attribute `with_processors` makes the
-    command with flags for the parameters of plugins' logits processors besides; `toolkit` runs that one.
+    Precedence: flag, then TOOLKIT_LM_... variable, then the file of `--config`, then default. Its
+    attribute `with_processors` makes the command with flags for the parameters of plugins' logits
+    processors besides; `toolkit` runs that one.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         hints = get_type_hints(function, include_extras=True)
         wanted = {name: hints[name] for name in inspect.signature(function).parameters}
         sections = [kind for kind in wanted.values() if kind in extra_sections]
-        options = VllmConfig.options() + [o for kind in sections if kind not in _core_sections() for o in options_of(kind)]
+        options = VllmConfig.options() + [
+            o for kind in sections if kind not in _core_sections() for o in options_of(kind)
+        ]
 
         def with_processors(processors: LogitsProcessorRegistry) -> Callable[..., Any]:
-            flags = {kind: kind.flags(processors) for kind in wanted.values() if isinstance(kind, type) and issubclass(kind, CommandFlags)}
+            flags = {
+                kind: kind.flags(processors)
+                for kind in wanted.values()
+                if isinstance(kind, type) and issubclass(kind, CommandFlags)
+            }
 
             def command(ctx: typer.Context, **values: Any) -> Any:
                 plugins: Plugins = ctx.obj
@@ -65,16 +77,43 @@ def engine_command(*extra_sections: Section) -> Callable[[Callable[..., Any]], C
                 file = given.pop("config", None)
                 foreign = _ForeignNames(plugins)
                 translate = plugins.option_names.translate
-                merged = merge_options(options, given, environ=os.environ, file=file, foreign=foreign, translate=translate)
-                config = VllmConfig.make(**{o.name: merged[o.name] for o in VllmConfig.options() if o.name in merged})
+                merged = merge_options(
+                    options,
+                    given,
+                    environ=os.environ,
+                    file=file,
+                    foreign=foreign,
+                    translate=translate,
+                )
+                config = VllmConfig.make(
+                    **{o.name: merged[o.name] for o in VllmConfig.options() if o.name in merged}
+                )
                 if config.plugins != plugins.config:
                     plugins = Plugins.load(config.plugins)
                 made: dict[Any, Any] = {VllmConfig: config, Plugins: plugins, typer.Context: ctx}
-                made |= {kind: kind(**{o.name: merged[o.name] for o in options_of(kind) if o.name in merged}) for kind in sections}
-                made |= {kind: kind.parse(_present(values, [one.name for one in own]), processors) for kind, own in flags.items()}
-                return function(**{name: made[kind] if kind in made else values[name] for name, kind in wanted.items()})
+                made |= {
+                    kind: kind(
+                        **{o.name: merged[o.name] for o in options_of(kind) if o.name in merged}
+                    )
+                    for kind in sections
+                }
+                made |= {
+                    kind: kind.parse(_present(values, [one.name for one in own]), processors)
+                    for kind, own in flags.items()
+                }
+                return function(
+                    **{
+                        name: made[kind] if kind in made else values[name]
+                        for name, kind in wanted.items()
+                    }
+                )
 
-            _disguise(command, function, list(_parameters(function, wanted, sections, flags)), [o.name for o in options])
+            _disguise(
+                command,
+                function,
+                list(_parameters(function, wanted, sections, flags)),
+                [o.name for o in options],
+            )
             vars(command)["folded_sections"] = ("Sampling", *map(_title, _core_sections()))
             vars(command)["with_processors"] = with_processors
             return command
@@ -85,7 +124,10 @@ def engine_command(*extra_sections: Section) -> Callable[[Callable[..., Any]], C
 
 
 def _parameters(
-    function: Callable[..., Any], wanted: Mapping[str, Any], sections: list[Section], flags: Mapping[Any, list[inspect.Parameter]]
+    function: Callable[..., Any],
+    wanted: Mapping[str, Any],
+    sections: list[Section],
+    flags: Mapping[Any, list[inspect.Parameter]],
 ) -> Iterator[inspect.Parameter]:
     yield command_parameter("ctx", typer.Context, inspect.Parameter.empty)
     if VllmConfig in wanted.values():
@@ -95,26 +137,46 @@ def _parameters(
         sections = [*sections, *_core_sections()]
     own = inspect.signature(function).parameters.values()
     made = {VllmConfig, Plugins, typer.Context, *flags, *sections}
-    yield from (p.replace(annotation=wanted[p.name], kind=p.KEYWORD_ONLY) for p in own if wanted[p.name] not in made)
+    yield from (
+        p.replace(annotation=wanted[p.name], kind=p.KEYWORD_ONLY)
+        for p in own
+        if wanted[p.name] not in made
+    )
     taken = {o.name for o in VllmConfig.options()} if VllmConfig in wanted.values() else set()
     yield from (one for parameters in flags.values() for one in parameters if one.name not in taken)
-    yield command_parameter("config", Annotated[str | None, typer.Option("--config", metavar="FILE", help="YAML file of options.")])
+    yield command_parameter(
+        "config",
+        Annotated[
+            str | None, typer.Option("--config", metavar="FILE", help="YAML file of options.")
+        ],
+    )
     for section in sections:
         yield from (_flag(o, _title(section)) for o in options_of(section) if o.name != "model")
 
 
 def command_parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
     """A parameter of a Typer command."""
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
 
 
 def _flag(o: Option, panel: str) -> inspect.Parameter:
-    # The type is text for all but switches: `Option.convert` checks values, whichever source they come from.
+    # The type is text for all but switches: `Option.convert` checks values, whichever source they
+    # come from.
     if o.is_flag:
         flag = typer.Option(f"{o.flag}/--no-{o.flag[2:]}", help=flag_help(o), rich_help_panel=panel)
         return command_parameter(o.name, Annotated[bool | None, flag])
-    flag = typer.Option(o.flag, metavar=_metavar(o), help=flag_help(o), rich_help_panel=panel, autocompletion=values_of(o))
-    return command_parameter(o.name, Annotated[list[str] | None if o.is_list or o.is_mapping else str | None, flag])
+    flag = typer.Option(
+        o.flag,
+        metavar=_metavar(o),
+        help=flag_help(o),
+        rich_help_panel=panel,
+        autocompletion=values_of(o),
+    )
+    return command_parameter(
+        o.name, Annotated[list[str] | None if o.is_list or o.is_mapping else str | None, flag]
+    )
 
 
 def flag_help(o: Option) -> str:
@@ -149,10 +211,14 @@ def _title(section: Section) -> str:
 
 def _core_sections() -> list[Section]:
     factories = (field.default_factory for field in msgspec.structs.fields(VllmConfig))
-    return [kind for kind in factories if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
+    return [
+        kind for kind in factories if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+    ]
 
 
-def _given(ctx: typer.Context, options: Iterable[Option], values: Mapping[str, Any]) -> dict[str, Any]:
+def _given(
+    ctx: typer.Context, options: Iterable[Option], values: Mapping[str, Any]
+) -> dict[str, Any]:
     """What the command line says of options, after the command or before it."""
     given = {}
     for source in (ctx.find_root().params, values):
@@ -169,7 +235,8 @@ def _present(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 
 class _ForeignNames:
-    """Names of other commands' options. The modules of all commands, some of which need torch, are imported at the first question."""
+    """Names of other commands' options. The modules of all commands, some of which need torch, are
+    imported at the first question."""
 
     def __init__(self, plugins: Plugins) -> None:
         self._plugins = plugins
@@ -179,7 +246,8 @@ class _ForeignNames:
         names: set[str] = set()
         commands = self._plugins.brought_registry(CommandRegistry)
         for command in commands:
-            # A command that cannot be imported is an error when it is invoked, not when another one is.
+            # A command that cannot be imported is an error when it is invoked, not when another one
+            # is.
             with contextlib.suppress(PluginError):
                 names.update(getattr(commands.load(command), "option_names", ()))
         return names
@@ -188,8 +256,17 @@ class _ForeignNames:
         return name in self._names
 
 
-def _disguise(command: Any, function: Callable[..., Any], parameters: list[inspect.Parameter], option_names: list[str]) -> None:
-    command.__name__, command.__doc__, command.__module__ = function.__name__, function.__doc__, function.__module__
+def _disguise(
+    command: Any,
+    function: Callable[..., Any],
+    parameters: list[inspect.Parameter],
+    option_names: list[str],
+) -> None:
+    command.__name__, command.__doc__, command.__module__ = (
+        function.__name__,
+        function.__doc__,
+        function.__module__,
+    )
     command.__signature__ = inspect.Signature(parameters)
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.option_names = tuple(option_names)

@@ -1,4 +1,5 @@
-"""`toolkit plugins list` and `toolkit plugins show`: which plugins there are, and what each brings."""
+"""`toolkit plugins list` and `toolkit plugins show`: which plugins there are, and what each
+brings."""
 
 from __future__ import annotations
 
@@ -36,19 +37,32 @@ def list_plugins(config: PluginsConfig, plugins: Plugins, json_output: AsJson = 
         return
     table = _new_table(3)
     for info in plugins.infos:
-        lines = [f"{info.distribution} {info.version}", info.file, ", ".join(info.hooks), info.error and f"error: {info.error}"]
-        table.add_row(info.name, Text(info.status, style=_COLORS[info.status]), "\n".join(filter(None, lines)))
+        lines = [
+            f"{info.distribution} {info.version}",
+            info.file,
+            ", ".join(info.hooks),
+            info.error and f"error: {info.error}",
+        ]
+        table.add_row(
+            info.name, Text(info.status, style=_COLORS[info.status]), "\n".join(filter(None, lines))
+        )
     _print(table)
 
 
 @engine_command(PluginsConfig)
 def show_plugin(
-    name: Annotated[str, typer.Argument(help="Name of the plugin, or of its distribution.", autocompletion=plugin_names)],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="Name of the plugin, or of its distribution.", autocompletion=plugin_names
+        ),
+    ],
     config: PluginsConfig,
     plugins: Plugins,
     json_output: AsJson = False,
 ) -> None:
-    """Show all that is known of one plugin: the entries that it registers, its options, and the traceback of its failure."""
+    """Show all that is known of one plugin: the entries that it registers, its options, and the
+    traceback of its failure."""
     row = _row(plugins, _info(plugins, name))
     if json_output:
         typer.echo(json.dumps(row, indent=2))
@@ -61,13 +75,16 @@ def show_plugin(
 
 
 def _info(plugins: Plugins, name: str) -> PluginInfo:
-    """Raises PluginError for a name that is neither a plugin's nor that of a distribution with one plugin."""
+    """Raises PluginError for a name that is neither a plugin's nor that of a distribution with one
+    plugin."""
     distribution = re.sub(r"[-_.]+", "-", name).lower()
     its = [info.name for info in plugins.infos if info.distribution == distribution]
     if name in its or not its:
         return plugins.info(name)
     if len(its) > 1:
-        raise PluginError(f"{name} has {len(its)} plugins. Name one of them: {', '.join(sorted(its))}.")
+        raise PluginError(
+            f"{name} has {len(its)} plugins. Name one of them: {', '.join(sorted(its))}."
+        )
     return plugins.info(its[0])
 
 
@@ -75,7 +92,10 @@ def _new_table(columns: int) -> Table:
     """For `add_row`. The first column is bold, the last one folds."""
     table = Table(show_header=False, box=None)
     for index in range(columns):
-        table.add_column(style="bold" if index == 0 else None, overflow="fold" if index == columns - 1 else "ellipsis")
+        table.add_column(
+            style="bold" if index == 0 else None,
+            overflow="fold" if index == columns - 1 else "ellipsis",
+        )
     return table
 
 
@@ -90,7 +110,9 @@ def _print(table: Table) -> None:
 def _row(plugins: Plugins, info: PluginInfo) -> dict[str, Any]:
     row = dataclasses.asdict(info)
     row["entries"] = {
-        hook.removeprefix("toolkit_register_"): entries for hook, one in by_hook(plugins).items() if (entries := _entries(one, info))
+        hook.removeprefix("toolkit_register_"): entries
+        for hook, one in by_hook(plugins).items()
+        if (entries := _entries(one, info))
     }
     kind = plugins.options_class(info.name) if info.status == "ok" else None
     row["options"] = {} if kind is None else option_fields(kind)
@@ -98,7 +120,8 @@ def _row(plugins: Plugins, info: PluginInfo) -> dict[str, Any]:
 
 
 def option_fields(kind: type[Any]) -> dict[str, str]:
-    """The options that a plugin has: each with its type, its default, and as help the text that stands below it in the source."""
+    """The options that a plugin has: each with its type, its default, and as help the text that
+    stands below it in the source."""
     helps = _texts_below(kind)
     options = inspect.signature(kind, eval_str=True).parameters.values()
     return {one.name: f"{str(one).partition(': ')[2]}{helps.get(one.name, '')}" for one in options}
@@ -109,13 +132,28 @@ def _texts_below(kind: type[Any]) -> dict[str, str]:
         definition: Any = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     except (OSError, TypeError, SyntaxError):
         return {}
-    fields = [(one, text) for one, text in pairwise(definition.body) if isinstance(one, ast.AnnAssign) and isinstance(text, ast.Expr)]
-    return {ast.unparse(field.target): f". {' '.join(ast.literal_eval(text.value).split())}" for field, text in fields}
+    fields = [
+        (one, text)
+        for one, text in pairwise(definition.body)
+        if isinstance(one, ast.AnnAssign) and isinstance(text, ast.Expr)
+    ]
+    return {
+        ast.unparse(field.target): f". {' '.join(ast.literal_eval(text.value).split())}"
+        for field, text in fields
+    }
 
 
 def _entries(registry: Registry[Any], plugin: PluginInfo) -> dict[str, str]:
-    replaced = {e.key: f" (in place of that of {e.replaced.owner})" for e in registry.entries() if e.replaced}
-    return {e.key: f"{e.target}{replaced.get(e.key, '')}" for e in registry.entries() if e.owner is plugin}
+    replaced = {
+        e.key: f" (in place of that of {e.replaced.owner})"
+        for e in registry.entries()
+        if e.replaced
+    }
+    return {
+        e.key: f"{e.target}{replaced.get(e.key, '')}"
+        for e in registry.entries()
+        if e.owner is plugin
+    }
 
 
 def _text(value: Any) -> str:

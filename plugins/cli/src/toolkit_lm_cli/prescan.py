@@ -1,4 +1,5 @@
-"""Which plugins to load, found before any command is known: plugins bring commands, so the parser comes second."""
+"""Which plugins to load, found before any command is known: plugins bring commands, so the parser
+comes second."""
 
 from __future__ import annotations
 
@@ -13,10 +14,16 @@ def plugins_config(arguments: Sequence[str], environ: Mapping[str, str]) -> Plug
     """The plugins section of what flags, environment and config file say. Raises ConfigError."""
     options = options_of(PluginsConfig)
     file = next(reversed(list(_values(arguments, "--config"))), None)
-    given = {o.name: flag_value(o, values) for o in options if (values := list(_values(arguments, o.flag)))}
+    given = {
+        o.name: flag_value(o, values)
+        for o in options
+        if (values := list(_values(arguments, o.flag)))
+    }
     variables = {o.env: environ[o.env] for o in options if o.env in environ}
     foreign = tuple(read_file(file)) if file is not None else ()
-    return PluginsConfig(**merge_options(options, given, environ=variables, file=file, foreign=foreign))
+    return PluginsConfig(
+        **merge_options(options, given, environ=variables, file=file, foreign=foreign)
+    )
 
 
 def flag_value(option: Option, values: Sequence[str]) -> str | list[str]:

@@ -19,7 +19,8 @@ _TIMEOUT = httpx.Timeout(600, connect=10)
 
 
 class RemoteTalker:
-    """Asks a server, and reads its answer as server-sent events. `model`: None for the first one that it serves."""
+    """Asks a server, and reads its answer as server-sent events. `model`: None for the first one
+    that it serves."""
 
     usage: Usage | None = None
 
@@ -31,7 +32,11 @@ class RemoteTalker:
 
     def facts(self) -> Mapping[str, str]:
         most = self.max_model_len()
-        return {"model": self._model} | ({"context": f"{most:,} tokens of context"} if most else {}) | {"server": self._url}
+        return (
+            {"model": self._model}
+            | ({"context": f"{most:,} tokens of context"} if most else {})
+            | {"server": self._url}
+        )
 
     @cache  # noqa: B019  (a command has one)
     def max_model_len(self) -> int | None:
@@ -62,14 +67,24 @@ class RemoteTalker:
             _check(response)
             return str(response.json()["data"][0]["id"])
         except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-            raise ConfigError(f"option 'url': {self._url!r} is not the address of a server: {error}") from error
+            raise ConfigError(
+                f"option 'url': {self._url!r} is not the address of a server: {error}"
+            ) from error
         except httpx.HTTPError as error:
             raise ToolkitError(f"no answer from the server at {self._url}: {error}") from error
         except (ValueError, LookupError, TypeError) as error:
-            raise ToolkitError(f"the server at {self._url} does not speak OpenAI's API: /v1/models gives no list of models.") from error
+            raise ToolkitError(
+                f"the server at {self._url} does not speak OpenAI's API: /v1/models gives no "
+                "list of models."
+            ) from error
 
     def _choices(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        body = {"model": self._model, "stream": True, "stream_options": {"include_usage": True}, **body}
+        body = {
+            "model": self._model,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **body,
+        }
         self.usage = None
         try:
             with self._client.stream("POST", self._url + path, json=body) as response:
@@ -80,7 +95,9 @@ class RemoteTalker:
                     self.usage = _usage(event) or self.usage
                     yield from (event.get("choices") or [])[:1]
         except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-            raise ConfigError(f"option 'url': {self._url!r} is not the address of a server: {error}") from error
+            raise ConfigError(
+                f"option 'url': {self._url!r} is not the address of a server: {error}"
+            ) from error
         except httpx.HTTPError as error:
             raise ToolkitError(f"the server at {self._url} went away: {error}") from error
 
@@ -100,7 +117,9 @@ def _check(response: httpx.Response) -> None:
         reason, code = response.json()["error"]["message"], response.json()["error"].get("code")
     except (ValueError, LookupError, TypeError):
         reason = response.text[:500]
-    kind: type[ToolkitError] = RequestError if response.status_code in (400, 404, 422) else ToolkitError
+    kind: type[ToolkitError] = (
+        RequestError if response.status_code in (400, 404, 422) else ToolkitError
+    )
     if code == "context_length_exceeded":
         kind = ContextLengthError
     raise kind(f"the server refused the request ({response.status_code}): {reason}")
@@ -116,6 +135,8 @@ def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
             return
         event = json.loads(data)
         if "error" in event:
-            raise RequestError(f"the server failed on the request: {event['error'].get('message', event['error'])}")
+            raise RequestError(
+                f"the server failed on the request: {event['error'].get('message', event['error'])}"
+            )
         yield event
     raise ToolkitError("the server's answer broke off before its end.")

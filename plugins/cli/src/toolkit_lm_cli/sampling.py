@@ -23,7 +23,8 @@ def sampling_flags(processors: LogitsProcessorRegistry) -> dict[str, Option]:
 
 
 class SamplingFlags(CommandFlags, dict[str, Any]):
-    """The sampling parameters given on the command line; a command that has an argument of this type gets a flag for each parameter."""
+    """The sampling parameters given on the command line; a command that has an argument of this
+    type gets a flag for each parameter."""
 
     def __init__(self, processors: LogitsProcessorRegistry) -> None:
         super().__init__()
@@ -39,36 +40,59 @@ class SamplingFlags(CommandFlags, dict[str, Any]):
         for name, text in values.items():
             o = known[name]
             try:
-                given[name] = msgspec.convert(None if text == "none" else text, o.type, strict=False)
+                given[name] = msgspec.convert(
+                    None if text == "none" else text, o.type, strict=False
+                )
             except msgspec.ValidationError as error:
-                raise ConfigError(f"option {o.flag!r}: {text!r} is not a value for it: {error}") from None
+                raise ConfigError(
+                    f"option {o.flag!r}: {text!r} is not a value for it: {error}"
+                ) from None
         try:
             given.params()
         except RequestError as error:
-            raise ConfigError(f"option '--{(error.param or '').replace('_', '-')}': {error}") from None
+            raise ConfigError(
+                f"option '--{(error.param or '').replace('_', '-')}': {error}"
+            ) from None
         return given
 
     def updated(self, values: Mapping[str, str | None]) -> SamplingFlags:
-        """With other values, as a flag would give them; None takes one away. Raises ConfigError, also for an unknown name."""
+        """With other values, as a flag would give them; None takes one away. Raises ConfigError,
+        also for an unknown name."""
         known = sampling_flags(self._processors)
         if wrong := [name for name in values if name not in known]:
-            raise ConfigError(f"there is no sampling parameter {wrong[0]!r}. {nearest(wrong[0], known)}")
-        given = {name: [text] if known[name].is_list else text for name, text in values.items() if text is not None}
+            raise ConfigError(
+                f"there is no sampling parameter {wrong[0]!r}. {nearest(wrong[0], known)}"
+            )
+        given = {
+            name: [text] if known[name].is_list else text
+            for name, text in values.items()
+            if text is not None
+        }
         made = SamplingFlags(self._processors)
-        made.update({name: value for name, value in self.items() if name not in values} | self.parse(given, self._processors))
+        made.update(
+            {name: value for name, value in self.items() if name not in values}
+            | self.parse(given, self._processors)
+        )
         made.params()
         return made
 
     def params(self, overrides: Mapping[str, Any] | None = None, **defaults: Any) -> SamplingParams:
-        """`overrides` over the given flags over `defaults`. Raises RequestError for an unknown name or a value out of range."""
+        """`overrides` over the given flags over `defaults`. Raises RequestError for an unknown name
+        or a value out of range."""
         given = {**self, **(overrides or {})}
         if given.get("use_beam_search"):
-            defaults = {name: value for name, value in defaults.items() if spec_of(SAMPLING_PARAMS[name]).use != "draws"}
+            defaults = {
+                name: value
+                for name, value in defaults.items()
+                if spec_of(SAMPLING_PARAMS[name]).use != "draws"
+            }
         merged = {**defaults, **given}
         extra = {name: merged.pop(name) for name in list(merged) if name not in SAMPLING_PARAMS}
         self._processors.parse(extra)
         try:
-            return msgspec.convert(merged | ({"extra_args": extra} if extra else {}), SamplingParams, str_keys=True)
+            return msgspec.convert(
+                merged | ({"extra_args": extra} if extra else {}), SamplingParams, str_keys=True
+            )
         except msgspec.ValidationError as error:
             if isinstance(error.__cause__, RequestError):
                 raise error.__cause__ from None
@@ -77,12 +101,23 @@ class SamplingFlags(CommandFlags, dict[str, Any]):
 
 def _flag(o: Option) -> inspect.Parameter:
     if o.is_flag:
-        return command_parameter(o.name, Annotated[bool | None, typer.Option(o.flag, help=o.help, rich_help_panel="Sampling")])
+        return command_parameter(
+            o.name,
+            Annotated[bool | None, typer.Option(o.flag, help=o.help, rich_help_panel="Sampling")],
+        )
     flag = typer.Option(o.flag, metavar=_metavar(o), help=flag_help(o), rich_help_panel="Sampling")
     return command_parameter(o.name, Annotated[list[str] | None if o.is_list else str | None, flag])
 
 
 def _metavar(o: Option) -> str:
     if bool in o.kinds:
-        return "|".join(["true", "false", *(choice for kind in o.kinds for choice in get_args(kind))])
-    return "NUMBER" if float in o.kinds else "INTEGER" if int in o.kinds or list[int] in o.kinds else "TEXT"
+        return "|".join(
+            ["true", "false", *(choice for kind in o.kinds for choice in get_args(kind))]
+        )
+    return (
+        "NUMBER"
+        if float in o.kinds
+        else "INTEGER"
+        if int in o.kinds or list[int] in o.kinds
+        else "TEXT"
+    )

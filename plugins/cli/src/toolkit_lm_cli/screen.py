@@ -23,7 +23,8 @@ _GOES_ON = re.compile(r"[ \t]|[-*+] |\d{1,9}[.)] ")
 
 
 class Thought(str):
-    """A piece of what a model thinks before it answers: shown on a terminal, and no part of the answer."""
+    """A piece of what a model thinks before it answers: shown on a terminal, and no part of the
+    answer."""
 
     __slots__ = ()
 
@@ -44,7 +45,8 @@ class Screen(Protocol):
 
 
 def printable(text: str) -> str:
-    """Text that cannot steer a terminal: a model, or who speaks through it, may write escape sequences."""
+    """Text that cannot steer a terminal: a model, or who speaks through it, may write escape
+    sequences."""
     return text.translate(_CONTROLS)
 
 
@@ -89,7 +91,9 @@ class WrappedScreen:
 
     def _write(self, text: str, *, dim: bool = False) -> None:
         # Dumb terminals know no styles.
-        self._console.file.write(f"\x1b[2m{text}\x1b[22m" if dim and text and self._console.color_system else text)
+        self._console.file.write(
+            f"\x1b[2m{text}\x1b[22m" if dim and text and self._console.color_system else text
+        )
         self._console.file.flush()
 
 
@@ -154,7 +158,8 @@ class Wrapper:
 
 
 class MarkdownScreen(WrappedScreen):
-    """Markdown on a terminal. A block is printed for good when it is whole; until then its end is drawn anew as it grows."""
+    """Markdown on a terminal. A block is printed for good when it is whole; until then its end is
+    drawn anew as it grows."""
 
     def show(self, stream: Iterable[str]) -> Shown:
         from rich.live import Live
@@ -186,7 +191,8 @@ class MarkdownScreen(WrappedScreen):
 
 
 class Blocks:
-    """Cuts Markdown that comes in pieces between its blocks: where a blank line is in no code and no list."""
+    """Cuts Markdown that comes in pieces between its blocks: where a blank line is in no code and
+    no list."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -214,7 +220,11 @@ class Blocks:
         """No code block is open after this line."""
         found = _FENCE.match(line)
         if self._fence:
-            if found and found[1].startswith(self._fence) and not line.strip().strip(self._fence[0]):
+            if (
+                found
+                and found[1].startswith(self._fence)
+                and not line.strip().strip(self._fence[0])
+            ):
                 self._fence = ""
         elif found:
             self._fence = found[1]
@@ -222,7 +232,8 @@ class Blocks:
 
 
 class _Lines:
-    """What is drawn, without spaces at the ends of its lines, or as many of its last lines as are asked for."""
+    """What is drawn, without spaces at the ends of its lines, or as many of its last lines as are
+    asked for."""
 
     def __init__(self, draw: Callable[[], RenderableType], most: int | None = None) -> None:
         self._draw = draw
@@ -238,7 +249,8 @@ class _Lines:
 
 
 def _stripped(line: list[Segment]) -> list[Segment]:
-    """A line without the spaces at its end. Those of another background stay: they are part of a block of code."""
+    """A line without the spaces at its end. Those of another background stay: they are part of a
+    block of code."""
     line = list(line)
     while line and not line[-1].text.strip() and not (line[-1].style and line[-1].style.bgcolor):
         line.pop()
@@ -285,11 +297,14 @@ def _dim(thought: str) -> RenderableType:
 
 
 def markdown(text: str) -> Markdown:
-    """Markdown with the line breaks as they are, tags shown, and addresses beside the texts of links."""
+    """Markdown with the line breaks as they are, tags shown, and addresses beside the texts of
+    links."""
     from markdown_it import MarkdownIt
     from rich.markdown import Markdown
 
-    parsed = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"]).parse(text)
+    parsed = (
+        MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"]).parse(text)
+    )
     for token in parsed:
         for child in token.children or ():
             if child.type == "softbreak":
@@ -311,4 +326,8 @@ def _screen(as_markdown: bool) -> Screen:
     from rich.console import Console
 
     console: Any = Console(highlight=False, markup=False, emoji=False)
-    return MarkdownScreen(console) if as_markdown and not console.is_dumb_terminal else WrappedScreen(console)
+    return (
+        MarkdownScreen(console)
+        if as_markdown and not console.is_dumb_terminal
+        else WrappedScreen(console)
+    )

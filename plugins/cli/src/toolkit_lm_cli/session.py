@@ -50,7 +50,9 @@ class _Timed:
 class ChatSession:
     """Talks with a model until there are no more lines."""
 
-    def __init__(self, talker: Talker, conversation: Conversation, flags: SamplingFlags, screen: Screen) -> None:
+    def __init__(
+        self, talker: Talker, conversation: Conversation, flags: SamplingFlags, screen: Screen
+    ) -> None:
         self.talker = talker
         self.conversation = conversation
         self.flags = flags
@@ -70,7 +72,8 @@ class ChatSession:
                 return
 
     def handle(self, line: str) -> None:
-        """A message, or a command; a message that begins with a slash is written with two. What is wrong is told, and it goes on."""
+        """A message, or a command; a message that begins with a slash is written with two. What is
+        wrong is told, and it goes on."""
         try:
             if line.startswith("/") and not line.startswith("//"):
                 self._command(line)
@@ -84,7 +87,10 @@ class ChatSession:
     def _command(self, line: str) -> None:
         word, _, rest = line[1:].strip().partition(" ")
         if (command := COMMANDS.get(word)) is None:
-            raise RequestError(f"there is no command /{word}. {nearest(word, COMMANDS)} A message that begins with a slash needs two.")
+            raise RequestError(
+                f"there is no command /{word}. {nearest(word, COMMANDS)} A message that begins "
+                "with a slash needs two."
+            )
         command.run(self, rest.strip())
 
     def _ask(self, text: str) -> None:
@@ -111,7 +117,11 @@ class ChatSession:
         if usage is None or first is None:
             return f"{end - start:.1f} s"
         most = self.talker.max_model_len()
-        speed = f"{(usage.output - 1) / (end - first):.1f} tokens/s, " if usage.output > 1 and end > first else ""
+        speed = (
+            f"{(usage.output - 1) / (end - first):.1f} tokens/s, "
+            if usage.output > 1 and end > first
+            else ""
+        )
         context = f", {usage.prompt + usage.output:,} of {most:,} in context" if most else ""
         return f"{usage.output:,} tokens, {speed}first after {first - start:.2f} s{context}"
 
@@ -119,7 +129,12 @@ class ChatSession:
 
     def show_help(self, _: str) -> None:
         width = max(len(command.usage) for command in COMMANDS.values())
-        self.screen.note("\n".join(f"{command.usage:<{width}}  {command.help}" for command in dict.fromkeys(COMMANDS.values())))
+        self.screen.note(
+            "\n".join(
+                f"{command.usage:<{width}}  {command.help}"
+                for command in dict.fromkeys(COMMANDS.values())
+            )
+        )
 
     def clear(self, _: str) -> None:
         self.conversation.clear()
@@ -201,7 +216,11 @@ def _path(text: str) -> Path:
 
 def _text_of(message: dict[str, Any]) -> str:
     content = message.get("content") or ""
-    parts = [part.get("text", "") for part in content if part.get("type") == "text"] if isinstance(content, list) else [content]
+    parts = (
+        [part.get("text", "") for part in content if part.get("type") == "text"]
+        if isinstance(content, list)
+        else [content]
+    )
     text = " ".join(str(part) for part in parts)
     return text if len(text) <= 60 else f"{text[:60]}..."
 
@@ -209,19 +228,43 @@ def _text_of(message: dict[str, Any]) -> str:
 _EXIT = Command("/exit, /quit", "End. So does Ctrl-D.", ChatSession.exit)
 COMMANDS = {
     "help": Command("/help", "List the commands.", ChatSession.show_help),
-    "clear": Command("/clear", "Forget what was said; the system message stays.", ChatSession.clear),
-    "system": Command("/system [TEXT]", "Set the system message, or show it. none: none.", ChatSession.system),
-    "set": Command(
-        "/set [NAME=VALUE ...]", "Set sampling parameters, such as temperature=0.5, or show them. NAME=: the model's.", ChatSession.set
+    "clear": Command(
+        "/clear", "Forget what was said; the system message stays.", ChatSession.clear
     ),
-    "save": Command("/save FILE", "Write the conversation to a file. /save! replaces one.", ChatSession.save),
-    "save!": Command("/save! FILE", "The same, over a file that is there.", lambda self, text: self.save(text, replace=True)),
+    "system": Command(
+        "/system [TEXT]", "Set the system message, or show it. none: none.", ChatSession.system
+    ),
+    "set": Command(
+        "/set [NAME=VALUE ...]",
+        "Set sampling parameters, such as temperature=0.5, or show them. NAME=: the model's.",
+        ChatSession.set,
+    ),
+    "save": Command(
+        "/save FILE", "Write the conversation to a file. /save! replaces one.", ChatSession.save
+    ),
+    "save!": Command(
+        "/save! FILE",
+        "The same, over a file that is there.",
+        lambda self, text: self.save(text, replace=True),
+    ),
     "load": Command("/load FILE", "Go on with a conversation that was saved.", ChatSession.load),
     "retry": Command("/retry", "Answer the last message anew.", ChatSession.retry),
     "undo": Command("/undo", "Take the last message and its answer back.", ChatSession.undo),
-    "tokens": Command("/tokens", "Tokens and speed of the last answer, and what it takes of the context.", ChatSession.tokens),
-    "image": Command("/image FILE", "Send an image with the next message, to a model that sees.", ChatSession.image),
-    "audio": Command("/audio FILE", "Send a recording with the next message, to a model that hears.", ChatSession.audio),
+    "tokens": Command(
+        "/tokens",
+        "Tokens and speed of the last answer, and what it takes of the context.",
+        ChatSession.tokens,
+    ),
+    "image": Command(
+        "/image FILE",
+        "Send an image with the next message, to a model that sees.",
+        ChatSession.image,
+    ),
+    "audio": Command(
+        "/audio FILE",
+        "Send a recording with the next message, to a model that hears.",
+        ChatSession.audio,
+    ),
     "exit": _EXIT,
     "quit": _EXIT,
 }

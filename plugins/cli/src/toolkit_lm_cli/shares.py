@@ -11,7 +11,15 @@ from toolkit_lm.attention import KVCacheConfig, KVCacheSpec, Selection, plan_gro
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine.memory import size_kv_cache
 from toolkit_lm.errors import CapacityError
-from toolkit_lm.model import FusibleLayer, Kernels, LayerParts, LinearBase, Model, construct, fuse_refusal
+from toolkit_lm.model import (
+    FusibleLayer,
+    Kernels,
+    LayerParts,
+    LinearBase,
+    Model,
+    construct,
+    fuse_refusal,
+)
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.runner import free_memory, load_model_class, select_backends
 from toolkit_lm.runner.backends import cache_layers
@@ -50,21 +58,31 @@ class Held:
     num_routed: int = 0
     """Those among them whose feed-forward is left to its module."""
     unfused: Counter[str] = field(default_factory=Counter)
-    """Decoder layers that kernels which compute some in one call must leave to their modules, by the reason."""
+    """Decoder layers that kernels which compute some in one call must leave to their modules, by
+    the reason."""
     fuses: bool = False
     """Whether the kernels compute any layer in one call."""
 
 
 def hold(config: VllmConfig, plugins: Plugins) -> Held:
-    """Makes each rank's model of a resolved config, without storage: only the layers' shapes count. Raises what the engine would raise."""
+    """Makes each rank's model of a resolved config, without storage: only the layers' shapes count.
+    Raises what the engine would raise."""
     held = Held()
-    model_class, device, cached = load_model_class(config, plugins), torch.device(config.device.device), config.keeps_kv_cache
+    model_class, device, cached = (
+        load_model_class(config, plugins),
+        torch.device(config.device.device),
+        config.keeps_kv_cache,
+    )
     for rank in range(config.parallel.num_ranks):
         own = config.with_rank(rank)
         with plugins.boundary:
             model = construct(model_class, own, torch.device("meta"), plugins)
         held.selections |= select_backends(model, device, own, plugins.attention_backends)
-        specs = {name: spec for name, layer in cache_layers(model).items() if cached and (spec := layer.kv_cache_spec()) is not None}
+        specs = {
+            name: spec
+            for name, layer in cache_layers(model).items()
+            if cached and (spec := layer.kv_cache_spec()) is not None
+        }
         held.specs.append(specs)
         found = [module.fusible() for module in model.modules() if isinstance(module, FusibleLayer)]
         fusible = [parts for parts in found if isinstance(parts, LayerParts)]
@@ -73,7 +91,11 @@ def hold(config: VllmConfig, plugins: Plugins) -> Held:
         refusal = fuse_refusal(model.kernels)
         held.fuses = refusal is None
         if type(model.kernels).fuse is not Kernels.fuse:
-            reasons = [refusal] * len(found) if refusal else [why for why in found if isinstance(why, str)]
+            reasons = (
+                [refusal] * len(found)
+                if refusal
+                else [why for why in found if isinstance(why, str)]
+            )
             held.unfused.update(reasons)
         weights = list(model.parameters())
         share = RankShare(
@@ -97,24 +119,34 @@ def expert_weights(model: Model) -> Iterator[Tensor]:
 
 
 def kv_capacity(config: VllmConfig, held: Held) -> tuple[int | None, str | None]:
-    """How many tokens the KV cache would have room for, with what this machine has to spare once the weights are loaded.
+    """How many tokens the KV cache would have room for, with what this machine has to spare once
+    the weights are loaded.
 
-    Or None, where nothing is cached; and why the engine would refuse it. What a step takes is not known without one.
+    Or None, where nothing is cached; and why the engine would refuse it. What a step takes is not
+    known without one.
     """
     names = {layer: selection.name for layer, selection in held.selections.items()}
     planned = plan_groups({layer: spec for one in held.specs for layer, spec in one.items()}, names)
     if not planned.pools:
         return None, None
     of_ranks = zip(*(planned.of_layers(one).pools for one in held.specs), strict=True)
-    widest = KVCacheConfig(planned.groups, [max(pools, key=lambda pool: pool.num_pages) for pools in of_ranks])
+    widest = KVCacheConfig(
+        planned.groups, [max(pools, key=lambda pool: pool.num_pages) for pools in of_ranks]
+    )
     device, sizes = torch.device(config.device.device), [one.num_bytes for one in held.ranks]
     free = free_memory(device)
     # Ranks have a GPU each; of a host they share the memory.
     spare = free - max(sizes) if device.type == "cuda" else (free - sum(sizes)) // len(sizes)
     try:
-        kv_cache = size_kv_cache(widest, config, spare, free_memory(torch.device("cpu")) // len(sizes))
+        kv_cache = size_kv_cache(
+            widest, config, spare, free_memory(torch.device("cpu")) // len(sizes)
+        )
     except CapacityError as error:
         return None, str(error)
-    needed = kv_cache.max_blocks(config.max_model_len, config.scheduler.token_budget, config.max_encoder_len)
-    fitting = min(pool.num_blocks / count for pool, count in zip(kv_cache.pools, needed, strict=True) if count)
+    needed = kv_cache.max_blocks(
+        config.max_model_len, config.scheduler.token_budget, config.max_encoder_len
+    )
+    fitting = min(
+        pool.num_blocks / count for pool, count in zip(kv_cache.pools, needed, strict=True) if count
+    )
     return int(fitting * config.max_model_len), None

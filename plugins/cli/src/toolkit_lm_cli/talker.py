@@ -16,13 +16,15 @@ class Usage(NamedTuple):
 
 
 class Talker(Protocol):
-    """A model to talk with. The streams give text as it comes, and stop the request when they are closed."""
+    """A model to talk with. The streams give text as it comes, and stop the request when they are
+    closed."""
 
     usage: Usage | None
     """Of the last request that came to its end, where that is known."""
 
     def facts(self) -> Mapping[str, str]:
-        """What a user wants to know at first: the model, where it runs, its precision, its context."""
+        """What a user wants to know at first: the model, where it runs, its precision, its
+        context."""
 
     def max_model_len(self) -> int | None:
         """Tokens of its context, where they are known."""

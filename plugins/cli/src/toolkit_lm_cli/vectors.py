@@ -1,4 +1,5 @@
-"""Files of vectors: .npy and .parquet. Rows are written as they come, so that they need not fit in memory."""
+"""Files of vectors: .npy and .parquet. Rows are written as they come, so that they need not fit in
+memory."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ _GROUP = 1024
 class VectorFile(Protocol):
     """One row for each index, in any order."""
 
-    def put(self, index: int, text: str, vector: np.ndarray | None, error: str | None = None) -> None:
+    def put(
+        self, index: int, text: str, vector: np.ndarray | None, error: str | None = None
+    ) -> None:
         """Row `index`: a vector [D] float32, or None with the error."""
 
     def close(self) -> None:
@@ -27,7 +30,8 @@ class VectorFile(Protocol):
 
 
 class NpyFile:
-    """An array [rows, D] float32; rows without a vector are NaN. It stays empty when no row has one."""
+    """An array [rows, D] float32; rows without a vector are NaN. It stays empty when no row has
+    one."""
 
     def __init__(self, path: Path, num_rows: int) -> None:
         self._path = path
@@ -36,12 +40,16 @@ class NpyFile:
         """None: how long vectors are is not known."""
         self._without: list[int] = []
 
-    def put(self, index: int, text: str, vector: np.ndarray | None, error: str | None = None) -> None:
+    def put(
+        self, index: int, text: str, vector: np.ndarray | None, error: str | None = None
+    ) -> None:
         if vector is None:
             self._without.append(index)
             return
         if self._array is None:
-            self._array = np.lib.format.open_memmap(self._path, "w+", np.float32, (self._num_rows, vector.size))
+            self._array = np.lib.format.open_memmap(
+                self._path, "w+", np.float32, (self._num_rows, vector.size)
+            )
         self._array[index] = vector
 
     def close(self) -> None:
@@ -52,21 +60,32 @@ class NpyFile:
 
 
 class ParquetFile:
-    """Columns `text`, `vector` (null where there is none) and `error`, in the order of the indices."""
+    """Columns `text`, `vector` (null where there is none) and `error`, in the order of the
+    indices."""
 
     def __init__(self, path: Path, num_rows: int) -> None:
         try:
             self._arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
         except ImportError as error:
-            raise ConfigError("option 'out': .parquet files need pyarrow: pip install 'toolkit-lm-cli[parquet]'.") from error
+            raise ConfigError(
+                "option 'out': .parquet files need pyarrow: pip install 'toolkit-lm-cli[parquet]'."
+            ) from error
         arrow = self._arrow
-        self._schema = arrow.schema([("text", arrow.string()), ("vector", arrow.list_(arrow.float32())), ("error", arrow.string())])
+        self._schema = arrow.schema(
+            [
+                ("text", arrow.string()),
+                ("vector", arrow.list_(arrow.float32())),
+                ("error", arrow.string()),
+            ]
+        )
         self._writer = parquet.ParquetWriter(path, self._schema)
         self._waiting: dict[int, tuple[str, np.ndarray | None, str | None]] = {}
         self._rows: list[tuple[str, np.ndarray | None, str | None]] = []
         self._next = 0
 
-    def put(self, index: int, text: str, vector: np.ndarray | None, error: str | None = None) -> None:
+    def put(
+        self, index: int, text: str, vector: np.ndarray | None, error: str | None = None
+    ) -> None:
         self._waiting[index] = text, vector, error
         while self._next in self._waiting:
             self._rows.append(self._waiting.pop(self._next))
@@ -81,7 +100,10 @@ class ParquetFile:
 
     def _write(self) -> None:
         columns = [list(column) for column in zip(*self._rows, strict=True)]
-        arrays = [self._arrow.array(column, kind) for column, kind in zip(columns, self._schema.types, strict=True)]
+        arrays = [
+            self._arrow.array(column, kind)
+            for column, kind in zip(columns, self._schema.types, strict=True)
+        ]
         self._writer.write_table(self._arrow.table(arrays, schema=self._schema))
         self._rows = []
 
@@ -99,7 +121,8 @@ def check_path(path: Path) -> None:
 
 @contextmanager
 def vector_file(path: Path, num_rows: int) -> Iterator[VectorFile]:
-    """A file of so many rows. It gets its name at the end of the block, and only if no error ends it and a row was written.
+    """A file of so many rows. It gets its name at the end of the block, and only if no error ends
+    it and a row was written.
 
     Raises ConfigError.
     """

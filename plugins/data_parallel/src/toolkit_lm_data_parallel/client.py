@@ -1,4 +1,5 @@
-"""Several engines as one: requests are shared between them, and those of a dead one go on with another."""
+"""Several engines as one: requests are shared between them, and those of a dead one go on with
+another."""
 
 from __future__ import annotations
 
@@ -33,14 +34,17 @@ _MOST_HASHED = 512
 class DataParallelClient(EngineClient):
     """Engines with a copy of the model each, in processes of their own.
 
-    It knows exactly what each has in flight: requests come and outputs go through it. An engine that dies is started anew as often as
-    `restart_engine` says. Its requests go on with another meanwhile, from the tokens that they have; nobody hears of it.
+    It knows exactly what each has in flight: requests come and outputs go through it. An engine
+    that dies is started anew as often as `restart_engine` says. Its requests go on with another
+    meanwhile, from the tokens that they have; nobody hears of it.
 
-    Items of media are sent to this client once, and from here to each engine that reads them: each has a mirror of its own.
+    Items of media are sent to this client once, and from here to each engine that reads them: each
+    has a mirror of its own.
     """
 
     def __init__(self, config: VllmConfig, plugins: Plugins, max_moves: int) -> None:
-        """Starts all engines at once. `max_moves`: how many may die under a request. Raises ToolkitError."""
+        """Starts all engines at once. `max_moves`: how many may die under a request. Raises
+        ToolkitError."""
         super().__init__(config)
         self._config = config
         self._plugins = plugins
@@ -96,7 +100,12 @@ class DataParallelClient(EngineClient):
             self._add(requests)
             return
         with self.features.sending(requests) as (whole, evicted):
-            new = [one.mm_identifier for request in whole for one in request.features if one.data is not None]
+            new = [
+                one.mm_identifier
+                for request in whole
+                for one in request.features
+                if one.data is not None
+            ]
             missing = self._held.take_in(0, whole, evicted)
             assert not missing, "nothing comes between both sides"
             try:
@@ -121,15 +130,22 @@ class DataParallelClient(EngineClient):
         size = self._config.cache.block_size
         # The last token is computed in any case.
         count = min((len(request.prompt_token_ids) - 1) // size, _MOST_HASHED)
-        return PrefixHashes("", request.cache_keys).block_hashes(request.prompt_token_ids, size, count)
+        return PrefixHashes("", request.cache_keys).block_hashes(
+            request.prompt_token_ids, size, count
+        )
 
     def _send(self, requests: Sequence[InFlight]) -> None:
-        """To the engines that are chosen for them, together. Raises RequestError, after which some may have been sent."""
+        """To the engines that are chosen for them, together. Raises RequestError, after which some
+        may have been sent."""
         # One that is being started takes requests too: they wait there.
-        able = [one for one in self._engines if one.info is not None] or [one for one in self._engines if one.client is not None]
+        able = [one for one in self._engines if one.info is not None] or [
+            one for one in self._engines if one.client is not None
+        ]
         chosen: dict[int, list[InFlight]] = {}
         for one in requests:
-            engine = able[choose([each.choice(one, self._config.cache.block_size) for each in able])]
+            engine = able[
+                choose([each.choice(one, self._config.cache.block_size) for each in able])
+            ]
             engine.add(one)
             chosen.setdefault(engine.number, []).append(one)
         for number, its in chosen.items():
@@ -137,7 +153,9 @@ class DataParallelClient(EngineClient):
             with suppress(EngineDeadError):
                 self._engines[number].send(its)
 
-    def finish(self, request_id: str, reason: FinishReason = "abort", index: int | None = None) -> None:
+    def finish(
+        self, request_id: str, reason: FinishReason = "abort", index: int | None = None
+    ) -> None:
         for engine in self._engines:
             if (one := engine.requests.get(request_id)) is None:
                 continue
@@ -222,7 +240,9 @@ class DataParallelClient(EngineClient):
             starting = [engine for engine in self._engines if engine.info is None]
             ready = len(self._engines) - len(starting)
             first = starting[0].state.reason if starting else ""
-            self.phase = f"{first}, {ready} of {len(self._engines)} engines being ready" if ready else first
+            self.phase = (
+                f"{first}, {ready} of {len(self._engines)} engines being ready" if ready else first
+            )
 
     def _take(self, engine: Engine, new: EngineOutputs) -> None:
         news = self._news
@@ -247,7 +267,9 @@ class DataParallelClient(EngineClient):
         """With the data of its media, which its engine lacks: once."""
         try:
             if one.was_lacking:
-                raise RequestError("the engine has lost the data of its images or other media, twice.")
+                raise RequestError(
+                    "the engine has lost the data of its images or other media, twice."
+                )
             one.was_lacking = True
             engine.send([one])
         except RequestError as error:
@@ -257,7 +279,8 @@ class DataParallelClient(EngineClient):
     def _fail(self, one: InFlight, error: str) -> None:
         request_id = one.request.request_id
         self._news.outputs += [
-            EngineOutput(request_id=request_id, index=index, finish_reason="error", error=error) for index in one.unfinished
+            EngineOutput(request_id=request_id, index=index, finish_reason="error", error=error)
+            for index in one.unfinished
         ]
 
     # Engines come and go
@@ -265,9 +288,14 @@ class DataParallelClient(EngineClient):
     def _set_ready(self, engine: Engine, info: EngineInfo) -> None:
         engine.set_ready(info)
         first = next(one.info for one in self._engines if one.info is not None)
-        if (device := info.config.device.device.partition(":")[0]) != (other := first.config.device.device.partition(":")[0]):
+        if (device := info.config.device.device.partition(":")[0]) != (
+            other := first.config.device.device.partition(":")[0]
+        ):
             size = len(self._engines)
-            raise ConfigError(f"it runs on {device}, and another on {other}: there are not {size} times as many GPUs as one engine needs.")
+            raise ConfigError(
+                f"it runs on {device}, and another on {other}: there are not {size} times as "
+                "many GPUs as one engine needs."
+            )
         infos = [one.info for one in self._engines if one.info is not None]
         if self._info is None and len(infos) == len(self._engines):
             # What fits one engine is to fit any.
@@ -283,9 +311,14 @@ class DataParallelClient(EngineClient):
         return error
 
     def _bury(self, engine: Engine, error: ToolkitError) -> None:
-        """An engine has died: starts it anew, if it may, and has others go on with its requests. At the start, all end with it."""
+        """An engine has died: starts it anew, if it may, and has others go on with its requests. At
+        the start, all end with it."""
         had_started = engine.info is not None
-        untold = [event for one, reason in engine.ending.values() if (event := one.untold(reason)) is not None]
+        untold = [
+            event
+            for one, reason in engine.ending.values()
+            if (event := one.untold(reason)) is not None
+        ]
         left = engine.end(self._named(engine, error))
         if self._info is None:
             self._death = error
@@ -297,12 +330,26 @@ class DataParallelClient(EngineClient):
             except ToolkitError as another:
                 engine.error = self._named(engine, another)
         self._polling.watch(self._engines)
-        then = "is started anew" if engine.client is not None else "is not started anew (restart_engine)"
-        logger.error("an engine has died, and %s; others go on with its %d requests: %s", then, len(left), error)
+        then = (
+            "is started anew"
+            if engine.client is not None
+            else "is not started anew (restart_engine)"
+        )
+        logger.error(
+            "an engine has died, and %s; others go on with its %d requests: %s",
+            then,
+            len(left),
+            error,
+        )
         if self._plugins.has_event_listeners:
-            self._news.events += [*(replace(event, engine=engine.number) for event in untold), _empty(engine)]
+            self._news.events += [
+                *(replace(event, engine=engine.number) for event in untold),
+                _empty(engine),
+            ]
         if all(one.client is None for one in self._engines):
-            self._death = EngineDeadError(f"all {len(self._engines)} engines have died, the last of this: {error}")
+            self._death = EngineDeadError(
+                f"all {len(self._engines)} engines have died, the last of this: {error}"
+            )
             self._death.__cause__ = error
             return
         self._move(left, error, had_started)
@@ -315,7 +362,10 @@ class DataParallelClient(EngineClient):
             one.num_moves += had_started
             one.was_lacking = False
             if one.num_moves > self._max_moves:
-                times = f"{one.num_moves} engines have died under the request (the most is data_parallel.max_moves, {self._max_moves})"
+                times = (
+                    f"{one.num_moves} engines have died under the request (the most is "
+                    f"data_parallel.max_moves, {self._max_moves})"
+                )
                 self._fail(one, f"{times}. The last: {error}")
             else:
                 going_on.append(one)
@@ -340,7 +390,14 @@ def _told(engine: Engine, event: Event) -> Event | None:
 
 def _empty(engine: Engine) -> LoadEvent:
     """What a dead engine has to do."""
-    return LoadEvent(time=time.monotonic(), num_running=0, num_waiting=0, num_used_blocks=0, num_total_blocks=0, engine=engine.number)
+    return LoadEvent(
+        time=time.monotonic(),
+        num_running=0,
+        num_waiting=0,
+        num_used_blocks=0,
+        num_total_blocks=0,
+        engine=engine.number,
+    )
 
 
 def _has_any(outputs: EngineOutputs) -> bool:

@@ -37,7 +37,8 @@ class Engine:
         self.num_tokens = 0
         """In flight: of all of these."""
         self.ending: dict[str, tuple[InFlight, FinishReason]] = {}
-        """Requests that were ended from outside, by id, until the engine tells of it. Only where somebody watches."""
+        """Requests that were ended from outside, by id, until the engine tells of it. Only where
+        somebody watches."""
         self._prefixes = PrefixMirror(_MOST_BLOCKS)
         self._busy_since = 0.0
 
@@ -53,7 +54,9 @@ class Engine:
     def set_ready(self, info: EngineInfo) -> None:
         self.info, self.error = info, None
         # It holds no more.
-        self._prefixes.max_blocks = min(_MOST_BLOCKS, sum(pool.num_blocks for pool in info.kv_cache.pools))
+        self._prefixes.max_blocks = min(
+            _MOST_BLOCKS, sum(pool.num_blocks for pool in info.kv_cache.pools)
+        )
 
     def end(self, error: ToolkitError | None = None) -> list[InFlight]:
         """Its process is ended, if it has not died of `error`. Returns the requests that it had."""
@@ -67,7 +70,8 @@ class Engine:
 
     @property
     def progress_time(self) -> float | None:
-        """time.monotonic() of its last sign of life, or at which it got work after it had none. None: nobody waits for it."""
+        """time.monotonic() of its last sign of life, or at which it got work after it had none.
+        None: nobody waits for it."""
         if self.client is None or self.info is None or not self.requests:
             return None
         return max(self.client.progress_time, self._busy_since)
@@ -76,15 +80,27 @@ class Engine:
     def state(self) -> EngineState:
         """From any thread."""
         client, info, error = self.client, self.info, self.error
-        status = "ready" if info is not None else "dead" if client is None else "restarting" if self.num_restarts else "starting"
+        status = (
+            "ready"
+            if info is not None
+            else "dead"
+            if client is None
+            else "restarting"
+            if self.num_restarts
+            else "starting"
+        )
         reason = "" if info is not None else str(error or "") if client is None else client.phase
         pid = None if client is None else client.process.pid
-        return EngineState(status, reason, pid, len(self.requests), self.num_tokens, self.num_restarts)  # type: ignore[arg-type]
+        return EngineState(
+            status, reason, pid, len(self.requests), self.num_tokens, self.num_restarts
+        )  # type: ignore[arg-type]
 
     def choice(self, one: InFlight, block_size: int) -> Choice:
         """What speaks for it and against it, for a request."""
         reads = one.request.reads_prefix_cache
-        return Choice(self.num_tokens, self._prefixes.num_cached(one.hashes) * block_size if reads else 0)
+        return Choice(
+            self.num_tokens, self._prefixes.num_cached(one.hashes) * block_size if reads else 0
+        )
 
     def add(self, one: InFlight) -> None:
         """It is to get a request."""

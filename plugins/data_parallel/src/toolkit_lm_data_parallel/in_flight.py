@@ -26,7 +26,8 @@ class InFlight:
     """A request that has not ended."""
 
     def __init__(self, request: EngineRequest, hashes: list[bytes]) -> None:
-        """`hashes`: of the blocks that its prompt begins with. The request keeps the data of its media."""
+        """`hashes`: of the blocks that its prompt begins with. The request keeps the data of its
+        media."""
         self.request = request
         self.hashes = hashes
         self.engine = -1
@@ -35,7 +36,9 @@ class InFlight:
         """Engines that have died under it."""
         self.was_lacking = False
         """Its engine was sent the data of its media once more."""
-        self.num_tokens = len(request.prompt_token_ids) + (0 if request.encoder is None else request.encoder.num_tokens)
+        self.num_tokens = len(request.prompt_token_ids) + (
+            0 if request.encoder is None else request.encoder.num_tokens
+        )
         """Of its prompt, and the outputs so far of its sequences that have not ended."""
         self._num_prompt_logprobs = request.num_prompt_logprobs
         self._num_cached_tokens: int | None = None
@@ -51,7 +54,11 @@ class InFlight:
     @property
     def unfinished(self) -> list[int]:
         """The indices of the sequences that have not ended."""
-        return [index for index in range(self.request.params.num_outputs) if self._sequence(index).finish_reason is None]
+        return [
+            index
+            for index in range(self.request.params.num_outputs)
+            if self._sequence(index).finish_reason is None
+        ]
 
     def take(self, output: EngineOutput) -> None:
         """Notes what an engine gave."""
@@ -77,19 +84,24 @@ class InFlight:
             self._num_left -= 1
 
     def message(self) -> EngineRequest:
-        """What an engine is sent of it: a copy. A beam search and what is pooled begin anew, all else goes on where it stood."""
+        """What an engine is sent of it: a copy. A beam search and what is pooled begin anew, all
+        else goes on where it stood."""
         request = self.request
         if not (self._sequences and request.draws_tokens) or request.params.use_beam_search:
             return replace(request)
         begun = [self._sequence(index) for index in range(request.params.num_outputs)]
         return replace(
             request,
-            begun=[BegunSequence(list(one.token_ids), one.sampler_state, one.finish_reason) for one in begun],
+            begun=[
+                BegunSequence(list(one.token_ids), one.sampler_state, one.finish_reason)
+                for one in begun
+            ],
             num_prompt_logprobs=self._num_prompt_logprobs,
         )
 
     def told(self, event: RequestEvent) -> RequestEvent | None:
-        """An event of its engine as those who watch are to hear it: its beginning once, whichever engine that was."""
+        """An event of its engine as those who watch are to hear it: its beginning once, whichever
+        engine that was."""
         if event.kind in _ONCE and self._told.setdefault(event.kind, event) is not event:
             return None
         if not self.num_moves:
@@ -97,14 +109,19 @@ class InFlight:
         scheduled, first = self._told.get("scheduled"), self._told.get("first_token")
         return replace(
             event,
-            num_cached_tokens=event.num_cached_tokens if self._num_cached_tokens is None else self._num_cached_tokens,
+            num_cached_tokens=event.num_cached_tokens
+            if self._num_cached_tokens is None
+            else self._num_cached_tokens,
             scheduled_time=event.scheduled_time if scheduled is None else scheduled.scheduled_time,
             first_token_time=event.first_token_time if first is None else first.first_token_time,
         )
 
     def untold(self, reason: FinishReason) -> RequestEvent | None:
-        """The event of its end, which its engine has not lived to tell. None where nobody has heard that it began."""
-        heard = self._told.get("first_token") or self._told.get("scheduled") or self._told.get("queued")
+        """The event of its end, which its engine has not lived to tell. None where nobody has heard
+        that it began."""
+        heard = (
+            self._told.get("first_token") or self._told.get("scheduled") or self._told.get("queued")
+        )
         if heard is None:
             return None
         return replace(

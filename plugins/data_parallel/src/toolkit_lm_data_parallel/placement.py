@@ -17,18 +17,26 @@ def launch(config: VllmConfig, number: int) -> EngineProcess:
     """Starts the process of an engine, by its number. Raises ConfigError, EngineDeadError."""
     process = EngineProcess(visible_devices(config, number, os.environ))
     if hasattr(os, "sched_setaffinity"):
-        # It has barely begun: no library has counted the cores. Where it has died, that is found later.
+        # It has barely begun: no library has counted the cores. Where it has died, that is found
+        # later.
         with suppress(OSError):
-            os.sched_setaffinity(process.pid, share(os.sched_getaffinity(0), number, config.parallel.data_parallel_size))
+            os.sched_setaffinity(
+                process.pid,
+                share(os.sched_getaffinity(0), number, config.parallel.data_parallel_size),
+            )
     return process
 
 
 def visible_devices(config: VllmConfig, number: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that let an engine see its own GPUs, one for each of its ranks. Raises ConfigError for a device that they cannot share."""
+    """Variables that let an engine see its own GPUs, one for each of its ranks. Raises ConfigError
+    for a device that they cannot share."""
     device, count = config.device.device, config.parallel.num_ranks
     if device not in ("auto", "cuda", "cpu"):
         size = config.parallel.data_parallel_size
-        raise ConfigError(f"device {device!r} is one device, and data_parallel_size is {size}. Engines can share: auto, cpu, cuda.")
+        raise ConfigError(
+            f"device {device!r} is one device, and data_parallel_size is {size}. Engines can "
+            "share: auto, cpu, cuda."
+        )
     if device == "cpu":
         return {}
     first, last = number * count, (number + 1) * count
@@ -36,14 +44,17 @@ def visible_devices(config: VllmConfig, number: int, environ: Mapping[str, str])
     own = list(map(str, range(first, last))) if listed is None else listed.split(",")[first:last]
     if listed and len(own) < count:
         raise ConfigError(
-            f"{_VISIBLE} is {listed!r}, and engine {number} needs {count} more (data_parallel_size is "
-            f"{config.parallel.data_parallel_size}, of {count} each). Lower data_parallel_size, or set device to 'cpu'."
+            f"{_VISIBLE} is {listed!r}, and engine {number} needs {count} more "
+            "(data_parallel_size is "
+            f"{config.parallel.data_parallel_size}, of {count} each). Lower data_parallel_size, "
+            "or set device to 'cpu'."
         )
     return {_VISIBLE: ",".join(own)}
 
 
 def share(cores: Collection[int], number: int, size: int) -> set[int]:
-    """Which of the host's cores an engine gets: neighbours, and no other's; all of them, where there are fewer than engines."""
+    """Which of the host's cores an engine gets: neighbours, and no other's; all of them, where
+    there are fewer than engines."""
     listed = sorted(cores)
     if len(listed) < size:
         return set(listed)

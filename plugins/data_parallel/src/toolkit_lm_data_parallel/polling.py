@@ -26,7 +26,8 @@ class Polling:
         self.watch(())
 
     def watch(self, engines: Sequence[Engine]) -> None:
-        """From now on these, as far as they have processes: to be called whenever one has come or gone."""
+        """From now on these, as far as they have processes: to be called whenever one has come or
+        gone."""
         self._engines = engines
         self._poller = zmq.Poller()
         self._poller.register(self._wake_recv, zmq.POLLIN)
@@ -34,17 +35,25 @@ class Polling:
         for engine in engines:
             for source in () if engine.client is None else engine.client.sources:
                 self._poller.register(source, zmq.POLLIN)
-                self._sources[source if isinstance(source, zmq.Socket) else source.fileno()] = engine
+                self._sources[source if isinstance(source, zmq.Socket) else source.fileno()] = (
+                    engine
+                )
 
     def wait(self, seconds: float) -> Collection[Engine] | None:
-        """Those that have something to say, and those that start, which have a time limit. All, after a while. None: a `wake` came."""
-        ready = [source for source, _ in self._poller.poll(math.ceil(1000 * max(min(seconds, _LOOK), 0)))]
+        """Those that have something to say, and those that start, which have a time limit. All,
+        after a while. None: a `wake` came."""
+        ready = [
+            source for source, _ in self._poller.poll(math.ceil(1000 * max(min(seconds, _LOOK), 0)))
+        ]
         if self._wake_recv.fileno() in ready:
             self._wake_recv.recv(4096)
             return None
         if not ready:
             return self._engines
-        found = [*(self._sources[source] for source in ready), *(one for one in self._engines if one.info is None)]
+        found = [
+            *(self._sources[source] for source in ready),
+            *(one for one in self._engines if one.info is None),
+        ]
         return {one.number: one for one in found}.values()
 
     def wake(self) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 WORTH = 4
-"""A cached token outweighs so many in flight: it is not computed, while those in flight mostly have been."""
+"""A cached token outweighs so many in flight: it is not computed, while those in flight mostly have
+been."""
 
 
 class Choice(NamedTuple):
@@ -20,7 +21,8 @@ class Choice(NamedTuple):
 
 
 def choose(choices: Sequence[Choice]) -> int:
-    """The index of the engine that gets a request: the one that has its prefix, unless that is much fuller; else the least full.
+    """The index of the engine that gets a request: the one that has its prefix, unless that is much
+    fuller; else the least full.
 
     It is never fuller than the least full one by more than `WORTH` tokens for each cached one.
     """
@@ -33,7 +35,8 @@ def choose(choices: Sequence[Choice]) -> int:
 
 
 class PrefixMirror:
-    """The beginnings of the prompts that an engine was sent, as hashes of their blocks. It forgets what was sent longest ago."""
+    """The beginnings of the prompts that an engine was sent, as hashes of their blocks. It forgets
+    what was sent longest ago."""
 
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
@@ -44,7 +47,9 @@ class PrefixMirror:
 
     def num_cached(self, hashes: Sequence[bytes]) -> int:
         """How many of a prompt's first blocks it was sent."""
-        return next((index for index, one in enumerate(hashes) if one not in self._blocks), len(hashes))
+        return next(
+            (index for index, one in enumerate(hashes) if one not in self._blocks), len(hashes)
+        )
 
     def add(self, hashes: Sequence[bytes]) -> None:
         """It is sent a prompt of these blocks."""

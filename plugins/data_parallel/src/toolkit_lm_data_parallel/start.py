@@ -9,12 +9,14 @@ from toolkit_lm.plugin import Plugins
 
 
 def start(config: VllmConfig, plugins: Plugins) -> EngineClient | None:
-    """A client of `data_parallel_size` engines, which may still be loading; None where that is one. Raises ConfigError."""
+    """A client of `data_parallel_size` engines, which may still be loading; None where that is one.
+    Raises ConfigError."""
     if config.parallel.data_parallel_size == 1:
         return None
     if config.engine.engine_process is False:
         raise ConfigError(
-            f"data_parallel_size is {config.parallel.data_parallel_size}, and engine_process is False: several engines run in processes of "
+            f"data_parallel_size is {config.parallel.data_parallel_size}, and engine_process is "
+            "False: several engines run in processes of "
             "their own. Leave engine_process out, or set data_parallel_size to 1."
         )
     # It brings ZeroMQ along.

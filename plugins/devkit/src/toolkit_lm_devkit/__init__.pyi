@@ -18,7 +18,10 @@ from .equality import (
     assert_same_logits as assert_same_logits,
     assert_same_tokens as assert_same_tokens,
 )
-from .executor import ExecutorConformance as ExecutorConformance, WorkersConformance as WorkersConformance
+from .executor import (
+    ExecutorConformance as ExecutorConformance,
+    WorkersConformance as WorkersConformance,
+)
 from .forward import (
     checkpoint_config as checkpoint_config,
     hidden_states as hidden_states,
@@ -31,14 +34,24 @@ from .kv_kind import KVKindConformance as KVKindConformance
 from .linear_method import LinearMethodConformance as LinearMethodConformance
 from .logits_processor import LogitsProcessorConformance as LogitsProcessorConformance
 from .model import ModelConformance as ModelConformance, Reference as Reference
-from .multimodal import MultimodalConformance as MultimodalConformance, MultimodalReference as MultimodalReference
+from .multimodal import (
+    MultimodalConformance as MultimodalConformance,
+    MultimodalReference as MultimodalReference,
+)
 from .naive import naive_attention as naive_attention
 from .pairs import all_pairs as all_pairs
 from .pytest_plugin import Finished as Finished
-from .ranks import Computed as Computed, hidden_states_of_ranks as hidden_states_of_ranks, logits_of_ranks as logits_of_ranks
+from .ranks import (
+    Computed as Computed,
+    hidden_states_of_ranks as hidden_states_of_ranks,
+    logits_of_ranks as logits_of_ranks,
+)
 from .renderer import RendererConformance as RendererConformance
 from .sampling import sampling_rows as sampling_rows
 from .scheduling_policy import SchedulingPolicyConformance as SchedulingPolicyConformance
-from .structured_output import StructuredOutputConformance as StructuredOutputConformance, generate_structured as generate_structured
+from .structured_output import (
+    StructuredOutputConformance as StructuredOutputConformance,
+    generate_structured as generate_structured,
+)
 from .thread_ranks import ThreadGroup as ThreadGroup, run_ranks as run_ranks
 from .transformers_model import TransformersConformance as TransformersConformance

@@ -7,7 +7,14 @@ from typing import Any, ClassVar
 
 import msgspec
 import torch
-from toolkit_lm.attention import AttentionBackend, AttentionSpec, AttentionType, FullSpec, KVCacheSpec, WindowSpec
+from toolkit_lm.attention import (
+    AttentionBackend,
+    AttentionSpec,
+    AttentionType,
+    FullSpec,
+    KVCacheSpec,
+    WindowSpec,
+)
 
 from toolkit_lm_devkit.attention_step import BIASES, LAYER, AttentionStep
 from toolkit_lm_devkit.conformance import Conformance
@@ -50,9 +57,10 @@ class _StrangeSpec(KVCacheSpec, frozen=True, kw_only=True, tag="strange"):
 class AttentionBackendConformance(Conformance):
     """Subclass it as `class TestMine(AttentionBackendConformance)` and name `backend`.
 
-    Layers of all types, shapes, dtypes and features that the backend does not refuse are run, in batches of all kinds, and compared
-    with the formula in float64: in float32 within 1e-5, in half precision with an error that is at most 1.5 times that of
-    transformers' eager attention. Whatever is in a cache slot that no query sees is NaN, so that a read of it shows.
+    Layers of all types, shapes, dtypes and features that the backend does not refuse are run, in
+    batches of all kinds, and compared with the formula in float64: in float32 within 1e-5, in half
+    precision with an error that is at most 1.5 times that of transformers' eager attention.
+    Whatever is in a cache slot that no query sees is NaN, so that a read of it shows.
     """
 
     backend: ClassVar[type[AttentionBackend]]
@@ -61,7 +69,9 @@ class AttentionBackendConformance(Conformance):
     """The values that cases are made of. A subclass may add sizes of its own."""
 
     @classmethod
-    def step(cls, kind: str = "decoder", batch: str = "mixed", dtype: str = "float32", **fields: Any) -> AttentionStep:
+    def step(
+        cls, kind: str = "decoder", batch: str = "mixed", dtype: str = "float32", **fields: Any
+    ) -> AttentionStep:
         """The step of a case; `fields` are those of AttentionStep."""
         rows = BATCHES[batch]
         if kind in ("uncached", "encoder"):
@@ -99,8 +109,17 @@ class AttentionBackendConformance(Conformance):
     @classmethod
     def kv_cache(cls, case: Case) -> KVCacheSpec:
         """What the layer of a case keeps."""
-        shape = {"block_size": case["block_size"], "num_kv_heads": case["heads"][1], "head_size": case["head_size"], "dtype": case["dtype"]}
-        return FullSpec(**shape) if case["window"] is None else WindowSpec(window=case["window"], **shape)
+        shape = {
+            "block_size": case["block_size"],
+            "num_kv_heads": case["heads"][1],
+            "head_size": case["head_size"],
+            "dtype": case["dtype"],
+        }
+        return (
+            FullSpec(**shape)
+            if case["window"] is None
+            else WindowSpec(window=case["window"], **shape)
+        )
 
     @classmethod
     def runs(cls, case: Case) -> bool:
@@ -116,8 +135,15 @@ class AttentionBackendConformance(Conformance):
     @classmethod
     def parameters(cls) -> Mapping[str, Mapping[str, Any]]:
         cases = all_pairs(cls.factors, cls.runs) if hasattr(cls, "backend") else []
-        values = {f"{name}={value}": (name, value) for name, values in cls.factors.items() for value in values}
-        return {"case": {" ".join(str(v) for v in case.values()): case for case in cases}, "changed": values}
+        values = {
+            f"{name}={value}": (name, value)
+            for name, values in cls.factors.items()
+            for value in values
+        }
+        return {
+            "case": {" ".join(str(v) for v in case.values()): case for case in cases},
+            "changed": values,
+        }
 
     def test_equals_the_formula(self, case: Case) -> None:
         step = self.step(**case)
@@ -132,22 +158,53 @@ class AttentionBackendConformance(Conformance):
         """Nor does it change what the others give."""
         for batch in BATCHES:
             plain, padded = (self.step(batch=batch, padding=padding) for padding in (0, 3))
-            if self.backend.refuses(plain.layer.attention_spec(torch.device(self.device), cached=True)) is None:
+            if (
+                self.backend.refuses(
+                    plain.layer.attention_spec(torch.device(self.device), cached=True)
+                )
+                is None
+            ):
                 (expected, before), (out, after) = plain.run_and_keep(), padded.run_and_keep()
                 assert before is not None and after is not None
                 for one, other in zip(before, after, strict=True):
-                    assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), "padding is stored"
-                assert (out - expected).abs().max() <= TOLERANCE, "padding changes what other rows give"
+                    assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), (
+                        "padding is stored"
+                    )
+                assert (out - expected).abs().max() <= TOLERANCE, (
+                    "padding changes what other rows give"
+                )
 
     def test_encoder_of_tokens_that_are_not_seen(self) -> None:
-        asked: list[dict[str, Any]] = [{}, {"window": 8}, {"bias": "table"}, {"window": 8, "bias": "alibi"}, {"soft_cap": 2.0}]
+        asked: list[dict[str, Any]] = [
+            {},
+            {"window": 8},
+            {"bias": "table"},
+            {"window": 8, "bias": "alibi"},
+            {"soft_cap": 2.0},
+        ]
         for features in asked:
-            step = AttentionStep(self.backend, UNSEEN, type=AttentionType.ENCODER, cached=False, device=self.device, **features)
-            if self.backend.refuses(step.layer.attention_spec(torch.device(self.device), cached=False)) is None:
-                assert (step.run() - torch.from_numpy(step.naive())).abs().max() <= TOLERANCE, features
+            step = AttentionStep(
+                self.backend,
+                UNSEEN,
+                type=AttentionType.ENCODER,
+                cached=False,
+                device=self.device,
+                **features,
+            )
+            if (
+                self.backend.refuses(
+                    step.layer.attention_spec(torch.device(self.device), cached=False)
+                )
+                is None
+            ):
+                assert (step.run() - torch.from_numpy(step.naive())).abs().max() <= TOLERANCE, (
+                    features
+                )
 
     def test_runs_some_layers(self) -> None:
-        assert self.parameters()["case"], f"{self.backend.__name__} refuses every layer on {self.device}"
+        assert self.parameters()["case"], (
+            f"{self.backend.__name__} refuses every layer on {self.device}"
+        )
 
     def test_refuses_with_a_reason(self, changed: tuple[str, Any]) -> None:
         name, value = changed
@@ -158,15 +215,26 @@ class AttentionBackendConformance(Conformance):
 
     def test_refuses_what_it_does_not_know(self) -> None:
         plain = self.spec({factor: values[0] for factor, values in self.factors.items()})
-        assert self.backend.refuses(msgspec.structs.replace(plain, dtype="int3")), "a dtype that does not exist is not refused"
+        assert self.backend.refuses(msgspec.structs.replace(plain, dtype="int3")), (
+            "a dtype that does not exist is not refused"
+        )
         sideways: Any = "sideways"
-        assert self.backend.refuses(msgspec.structs.replace(plain, type=sideways)), "an attention type that does not exist is not refused"
+        assert self.backend.refuses(msgspec.structs.replace(plain, type=sideways)), (
+            "an attention type that does not exist is not refused"
+        )
         strange = msgspec.structs.replace(plain, kv_cache=_StrangeSpec(block_size=16))
-        assert self.backend.refuses(strange), "a cache of a kind that the backend cannot know is not refused"
+        assert self.backend.refuses(strange), (
+            "a cache of a kind that the backend cannot know is not refused"
+        )
 
     def test_page_layout_fills_the_page(self) -> None:
         for case in self.parameters()["case"].values():
             spec = self.spec(case).kv_cache
             if spec is not None:
-                layout = [torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta") for one in self.backend.page_layout(spec)]
-                assert sum(one.nbytes for one in layout) == spec.page_bytes, "the tensors of a page are not its bytes"
+                layout = [
+                    torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta")
+                    for one in self.backend.page_layout(spec)
+                ]
+                assert sum(one.nbytes for one in layout) == spec.page_bytes, (
+                    "the tensors of a page are not its bytes"
+                )

@@ -1,4 +1,5 @@
-"""AttentionStep: one step of an Attention layer on a backend, out of a cache whose unused slots and blocks are NaN."""
+"""AttentionStep: one step of an Attention layer on a backend, out of a cache whose unused slots and
+blocks are NaN."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def alibi(heads: int) -> Bias:
 
 
 def relative_table(heads: int) -> Bias:
-    """A learned table over clipped distances, as in T5; the layer's comes out with the heads last in memory."""
+    """A learned table over clipped distances, as in T5; the layer's comes out with the heads last
+    in memory."""
     table = torch.randn(17, heads, generator=torch.Generator().manual_seed(7))
     return Bias(
         lambda q, k: table.to(q.device)[(k[None] - q[:, None]).clamp(-8, 8) + 8].permute(2, 0, 1),
@@ -62,7 +64,9 @@ class OffsetTable:
         self.table = torch.randn(heads, 17, generator=torch.Generator().manual_seed(8))
 
     def __call__(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        return self.table.to(q_positions.device)[:, (k_positions[None] - q_positions[:, None]).clamp(-8, 8) + 8]
+        return self.table.to(q_positions.device)[
+            :, (k_positions[None] - q_positions[:, None]).clamp(-8, 8) + 8
+        ]
 
     def by_offset(self, most: int) -> Tensor:
         return self.table[:, torch.arange(-most, most + 1).clamp(-8, 8) + 8]
@@ -79,9 +83,11 @@ BIASES = {"alibi": alibi, "table": relative_table, "offsets": by_offset}
 
 @dataclass
 class AttentionStep:
-    """One step: rows of (queries, keys), where a decoder's queries are the last of its keys. All values are random.
+    """One step: rows of (queries, keys), where a decoder's queries are the last of its keys. All
+    values are random.
 
-    An encoder may have fewer keys than queries: the first of its tokens are seen, and the others' keys and values are NaN.
+    An encoder may have fewer keys than queries: the first of its tokens are seen, and the others'
+    keys and values are NaN.
     """
 
     backend: type[AttentionBackend]
@@ -124,7 +130,9 @@ class AttentionStep:
         self.layer = Attention(
             num_heads,
             size,
-            vllm_config=VllmConfig.default(block_size=self.block_size, dtype=str(self.dtype).removeprefix("torch.")),
+            vllm_config=VllmConfig.default(
+                block_size=self.block_size, dtype=str(self.dtype).removeprefix("torch.")
+            ),
             prefix=LAYER,
             num_kv_heads=kv_heads,
             type=self.type,
@@ -144,7 +152,12 @@ class AttentionStep:
         bias = self.biases.naive if self.biases else None
         return np.concatenate(
             [
-                naive_attention(*(x[row].float().numpy() for x in (self.q, self.k, self.v)), **self._asked(row), sinks=sinks, bias=bias)
+                naive_attention(
+                    *(x[row].float().numpy() for x in (self.q, self.k, self.v)),
+                    **self._asked(row),
+                    sinks=sinks,
+                    bias=bias,
+                )
                 for row in range(len(self.rows))
             ]
         )
@@ -154,7 +167,14 @@ class AttentionStep:
         bias = self.biases.layer if self.biases else None
         return torch.cat(
             [
-                eager_attention(self.q[row], self.k[row], self.v[row], **self._asked(row), sinks=self.sink_logits, bias=bias)
+                eager_attention(
+                    self.q[row],
+                    self.k[row],
+                    self.v[row],
+                    **self._asked(row),
+                    sinks=self.sink_logits,
+                    bias=bias,
+                )
                 for row in range(len(self.rows))
             ]
         )
@@ -166,11 +186,27 @@ class AttentionStep:
     def run_and_keep(self) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """As `run`; and what the cache holds afterwards."""
         spec = self.layer.attention_spec(torch.device(self.device), cached=self.cached)
-        num_tokens, longest = sum(queries for queries, _ in self.rows), max(max(row) for row in self.rows)
+        num_tokens, longest = (
+            sum(queries for queries, _ in self.rows),
+            max(max(row) for row in self.rows),
+        )
         limits = BatchLimits(len(self.rows) + self.padding, num_tokens + self.padding, longest)
-        backend = self.backend(GroupSetup(layers=[spec], kv_cache=spec.kv_cache, limits=limits, device=torch.device(self.device)))
+        backend = self.backend(
+            GroupSetup(
+                layers=[spec],
+                kv_cache=spec.kv_cache,
+                limits=limits,
+                device=torch.device(self.device),
+            )
+        )
         kv_cache, table = self._cache(backend) if self.cached else (None, None)
-        slots = None if table is None else torch.cat([self._slots(table, row, self._new(row)) for row in range(len(self.rows))])
+        slots = (
+            None
+            if table is None
+            else torch.cat(
+                [self._slots(table, row, self._new(row)) for row in range(len(self.rows))]
+            )
+        )
         if slots is not None and table is not None:
             slots = torch.cat([slots, torch.full((self.padding,), -1)])
             table = torch.cat([table, torch.zeros(self.padding, table.shape[1], dtype=torch.int32)])
@@ -183,8 +219,14 @@ class AttentionStep:
             slots,
             self._step_spans(),
         )
-        brought = [torch.cat([self._brought(x[row], row) for row in range(len(self.rows))]) for x in (self.k, self.v)]
-        padded = [torch.cat([x, torch.full((self.padding, *x.shape[1:]), torch.nan)]) for x in (torch.cat(self.q), *brought)]
+        brought = [
+            torch.cat([self._brought(x[row], row) for row in range(len(self.rows))])
+            for x in (self.k, self.v)
+        ]
+        padded = [
+            torch.cat([x, torch.full((self.padding, *x.shape[1:]), torch.nan)])
+            for x in (torch.cat(self.q), *brought)
+        ]
         arguments = [self._to(x.to(self.dtype).flatten(1)) for x in padded]
         bindings = {LAYER: Binding(backend, self.layer.params, kv_cache, 0)}
         with step_context(StepContext(bindings, [backend.build(batch)])):
@@ -194,12 +236,20 @@ class AttentionStep:
     def _brought(self, x: Tensor, row: int) -> Tensor:
         """A row's keys or values that this step brings."""
         unseen = max(self.rows[row][0] - len(x), 0) if self.type is AttentionType.ENCODER else 0
-        return torch.cat([x[self._new(row) :], torch.full((unseen, *x.shape[1:]), float("nan"), dtype=x.dtype)])
+        return torch.cat(
+            [x[self._new(row) :], torch.full((unseen, *x.shape[1:]), float("nan"), dtype=x.dtype)]
+        )
 
     def _asked(self, row: int) -> dict[str, Any]:
         """The arguments that both formulas share."""
         params, spans = self.layer.params, self.row_spans[row] if self.spans else None
-        return {"kind": str(self.type), "scale": params.scale, "window": params.window, "soft_cap": params.soft_cap, "spans": spans}
+        return {
+            "kind": str(self.type),
+            "scale": params.scale,
+            "window": params.window,
+            "soft_cap": params.soft_cap,
+            "spans": spans,
+        }
 
     def _new(self, row: int) -> int:
         """First key of a row that this step brings."""
@@ -213,13 +263,19 @@ class AttentionStep:
         return max(0, self._new(row) - self.window + 1)
 
     def _cache(self, backend: AttentionBackend) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The cache before the step, in scattered blocks, and the block table, padded with a block of garbage."""
+        """The cache before the step, in scattered blocks, and the block table, padded with a block
+        of garbage."""
         counts = [-(-keys // self.block_size) for _, keys in self.rows]
         num_blocks = sum(counts) + 3
         spec = self.layer.kv_cache_spec()
         assert spec is not None
         kv_cache = tuple(
-            torch.full((num_blocks, *one.shape), torch.nan, dtype=getattr(torch, one.dtype), device=self.device)
+            torch.full(
+                (num_blocks, *one.shape),
+                torch.nan,
+                dtype=getattr(torch, one.dtype),
+                device=self.device,
+            )
             for one in backend.page_layout(spec)
         )
         order = torch.randperm(num_blocks, generator=self.table_order).tolist()
@@ -227,12 +283,24 @@ class AttentionStep:
         table = torch.full((len(self.rows), max(counts) + 2), garbage, dtype=torch.int32)
         for row, count in enumerate(counts):
             kept = range(self._visible(row) // self.block_size, count)
-            table[row, kept.start : kept.stop] = torch.tensor([order.pop() for _ in kept], dtype=torch.int32)
+            table[row, kept.start : kept.stop] = torch.tensor(
+                [order.pop() for _ in kept], dtype=torch.int32
+            )
             past = slice(self._visible(row), self._new(row))
             if past.start < past.stop:
                 slots = self._slots(table, row, past.start)[: past.stop - past.start]
-                meta = backend.build(self._batch([len(slots)], [past.stop], [past.start], table[row : row + 1], slots))
-                backend.write_kv(self.layer.params, self._to(self.k[row][past]), self._to(self.v[row][past]), kv_cache, meta)
+                meta = backend.build(
+                    self._batch(
+                        [len(slots)], [past.stop], [past.start], table[row : row + 1], slots
+                    )
+                )
+                backend.write_kv(
+                    self.layer.params,
+                    self._to(self.k[row][past]),
+                    self._to(self.v[row][past]),
+                    kv_cache,
+                    meta,
+                )
         return kv_cache, table
 
     def _step_spans(self) -> np.ndarray | None:
@@ -240,7 +308,9 @@ class AttentionStep:
         if not self.spans:
             return None
         padding = np.tile(np.array([[0, 1]], np.int32), (self.padding, 1))
-        return np.concatenate([*(spans[self._new(row) :] for row, spans in enumerate(self.row_spans)), padding])
+        return np.concatenate(
+            [*(spans[self._new(row) :] for row, spans in enumerate(self.row_spans)), padding]
+        )
 
     def _batch(
         self,
@@ -251,7 +321,10 @@ class AttentionStep:
         slots: Tensor | None,
         spans: np.ndarray | None = None,
     ) -> BatchView:
-        query_start, seq_lens = np.cumsum([0, *queries], dtype=np.int32), np.array(lengths, np.int32)
+        query_start, seq_lens = (
+            np.cumsum([0, *queries], dtype=np.int32),
+            np.array(lengths, np.int32),
+        )
         return BatchView(
             query_start=query_start,
             seq_lens=seq_lens,
@@ -269,14 +342,18 @@ class AttentionStep:
     def _slots(self, table: Tensor, row: int, first: int) -> Tensor:
         """Slots of a row's keys from `first` on."""
         positions = torch.arange(first, self.rows[row][1])
-        return table[row, positions // self.block_size].long() * self.block_size + positions % self.block_size
+        return (
+            table[row, positions // self.block_size].long() * self.block_size
+            + positions % self.block_size
+        )
 
     def _to(self, tensor: Tensor | None) -> Any:
         return None if tensor is None else tensor.to(self.device)
 
 
 def _random_spans(random: np.random.Generator, length: int) -> np.ndarray:
-    """[length, 2] int32: [start, end) of the span of each position, between tokens that are in none."""
+    """[length, 2] int32: [start, end) of the span of each position, between tokens that are in
+    none."""
     spans = np.stack([np.arange(length), np.arange(length) + 1], axis=1).astype(np.int32)
     start = int(random.integers(0, 5))
     while start < length:

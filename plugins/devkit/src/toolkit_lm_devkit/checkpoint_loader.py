@@ -28,12 +28,14 @@ sys.exit("torch" in sys.modules)
 
 
 class CheckpointLoaderConformance(Conformance):
-    """Subclass it as `class TestMine(CheckpointLoaderConformance)`, name `loader`, and write checkpoints in `write`."""
+    """Subclass it as `class TestMine(CheckpointLoaderConformance)`, name `loader`, and write
+    checkpoints in `write`."""
 
     loader: ClassVar[type[CheckpointLoader]]
 
     def write(self, folder: Path) -> tuple[Path, Mapping[str, Tensor]]:
-        """Writes a checkpoint into an empty folder. Gives what the loader is made with, the folder or a file, and the tensors in it."""
+        """Writes a checkpoint into an empty folder. Gives what the loader is made with, the folder
+        or a file, and the tensors in it."""
         raise NotImplementedError(f"{type(self).__name__} must define write(folder)")
 
     def read(self, source: Path) -> dict[str, Tensor]:
@@ -46,13 +48,17 @@ class CheckpointLoaderConformance(Conformance):
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
             assert found[name].device.type == "cpu"
-            assert torch.equal(found[name], tensor.to(found[name].dtype)), f"{name} has other values"
+            assert torch.equal(found[name], tensor.to(found[name].dtype)), (
+                f"{name} has other values"
+            )
 
     def test_it_can_be_read_again(self, tmp_path: Path) -> None:
         source, _ = self.write(tmp_path)
         loader = self.loader(source)
         first, second = ({name: tensor.clone() for name, tensor in loader} for _ in range(2))
-        assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+        assert first.keys() == second.keys() and all(
+            torch.equal(first[name], second[name]) for name in first
+        )
 
     def test_errors_name_what_is_read(self, tmp_path: Path) -> None:
         source, _ = self.write(tmp_path)
@@ -79,7 +85,14 @@ class CheckpointLoaderConformance(Conformance):
         source, _ = self.write(tmp_path)
         if source.is_dir():
             return
-        command = [sys.executable, "-c", _UNPACK, self.loader.__module__, self.loader.__name__, str(source)]
+        command = [
+            sys.executable,
+            "-c",
+            _UNPACK,
+            self.loader.__module__,
+            self.loader.__name__,
+            str(source),
+        ]
         environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)  # nosec B603 # our own words
         assert done.returncode == 0, done.stderr or f"{self.loader.__name__} imports torch"

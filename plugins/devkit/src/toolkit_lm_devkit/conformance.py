@@ -9,7 +9,8 @@ import pytest
 
 
 class Conformance:
-    """A class of tests that a plugin's tests subclass. Its parameters depend on what the subclass names."""
+    """A class of tests that a plugin's tests subclass. Its parameters depend on what the subclass
+    names."""
 
     @classmethod
     def parameters(cls) -> Mapping[str, Mapping[str, Any]]:

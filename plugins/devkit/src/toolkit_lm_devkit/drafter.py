@@ -1,4 +1,5 @@
-"""DrafterConformance: what every drafter must do, shown on a small Llama, or on a model of the test's choice."""
+"""DrafterConformance: what every drafter must do, shown on a small Llama, or on a model of the
+test's choice."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ from torch import Tensor
 from toolkit_lm_devkit.conformance import Conformance
 from toolkit_lm_devkit.executor import write_llama
 
-PROMPTS = [[3 + (index * step) % 11 for index in range(length)] for step, length in ((1, 24), (3, 9), (5, 40), (0, 1))]
+PROMPTS = [
+    [3 + (index * step) % 11 for index in range(length)]
+    for step, length in ((1, 24), (3, 9), (5, 40), (0, 1))
+]
 """Token ids that repeat themselves, and a single one."""
 SAMPLING: Mapping[str, Mapping[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -38,8 +42,9 @@ COURSES: Mapping[str, Mapping[str, Any]] = {
 class DrafterConformance(Conformance):
     """Subclass it as `class TestMine(DrafterConformance)`, and name the drafter.
 
-    The distribution that registers it must be installed, or its plugin stand in `plugins`; toolkit-lm-decoder, toolkit-lm-sdpa and
-    toolkit-lm-renderer-hf must be installed too. The executor is one that runs its worker in the test's process.
+    The distribution that registers it must be installed, or its plugin stand in `plugins`;
+    toolkit-lm-decoder, toolkit-lm-sdpa and toolkit-lm-renderer-hf must be installed too. The
+    executor is one that runs its worker in the test's process.
     """
 
     drafter: ClassVar[str]
@@ -79,7 +84,8 @@ class DrafterConformance(Conformance):
         assert any(drafts), "it has drafted nothing, although the prompts repeat themselves"
 
     def test_its_drafts_count(self, checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Some of its drafts are tokens that the model takes, of sequences side by side as of one alone."""
+        """Some of its drafts are tokens that the model takes, of sequences side by side as of one
+        alone."""
         counts = self.count(monkeypatch)
         params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, detokenize=False)
         prompts: list[TokensPrompt] = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
@@ -91,7 +97,9 @@ class DrafterConformance(Conformance):
             llm.generate(prompts, params, use_tqdm=False)
         together = sum(counts)
         assert alone, f"of {len(PROMPTS)} greedy sequences, none took a single draft"
-        assert together >= alone / 2, f"{together} drafts are taken of sequences side by side, but {alone} of each alone"
+        assert together >= alone / 2, (
+            f"{together} drafts are taken of sequences side by side, but {alone} of each alone"
+        )
 
     # What the tests are made of
 
@@ -105,7 +113,9 @@ class DrafterConformance(Conformance):
             for prompt in PROMPTS:
                 cases.append(f"{name}, a prompt of {len(prompt)} tokens")
                 prompts.append({"prompt_token_ids": prompt})
-                params.append(SamplingParams(max_tokens=20, ignore_eos=True, detokenize=False, **fields))
+                params.append(
+                    SamplingParams(max_tokens=20, ignore_eos=True, detokenize=False, **fields)
+                )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", PluginWarning)
             with cls.llm(checkpoint, **course) as llm:
@@ -114,22 +124,35 @@ class DrafterConformance(Conformance):
         assert not failures, "\n".join(failures)
         for case, output in zip(cases, outputs, strict=True):
             assert output.error is None, f"{case}: {output.error}"
-        return {case: [list(one.token_ids) for one in output.outputs] for case, output in zip(cases, outputs, strict=True)}
+        return {
+            case: [list(one.token_ids) for one in output.outputs]
+            for case, output in zip(cases, outputs, strict=True)
+        }
 
     @classmethod
     def llm(cls, checkpoint: str, **course: Any) -> LLM:
         """An engine with the drafter, unless `course` names another."""
-        defaults = {"drafter": cls.drafter, "block_size": 4, "max_model_len": 64, "num_kv_blocks": 512}
-        return LLM(checkpoint, plugins=list(cls.plugins), **{**defaults, **cls.engine_options, **course})
+        defaults = {
+            "drafter": cls.drafter,
+            "block_size": 4,
+            "max_model_len": 64,
+            "num_kv_blocks": 512,
+        }
+        return LLM(
+            checkpoint, plugins=list(cls.plugins), **{**defaults, **cls.engine_options, **course}
+        )
 
     @classmethod
     def count(cls, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-        """How many drafts were taken from now on, one entry for each sequence and step that verified some."""
+        """How many drafts were taken from now on, one entry for each sequence and step that
+        verified some."""
         counts: list[int] = []
         drafter = Plugins.load(extra=cls.plugins).drafters.load(cls.drafter)
         finish = drafter.finish
 
-        def counting(self: Any, inputs: StepInputs, hidden_states: Tensor, result: StepResult) -> None:
+        def counting(
+            self: Any, inputs: StepInputs, hidden_states: Tensor, result: StepResult
+        ) -> None:
             for row, drawn in zip(inputs.plan.scheduled, result.token_ids, strict=True):
                 if row.num_drafts:
                     counts.append(len(drawn) - 1)
@@ -145,7 +168,9 @@ class DrafterConformance(Conformance):
         drafter = Plugins.load(extra=cls.plugins).drafters.load(cls.drafter)
         finish = drafter.finish
 
-        def watching(self: Any, inputs: StepInputs, hidden_states: Tensor, result: StepResult) -> None:
+        def watching(
+            self: Any, inputs: StepInputs, hidden_states: Tensor, result: StepResult
+        ) -> None:
             finish(self, inputs, hidden_states, result)
             drafts.extend(result.drafts.values())
 

@@ -1,4 +1,5 @@
-"""Attention of one sequence as transformers' eager implementations compute it: what half precision may cost."""
+"""Attention of one sequence as transformers' eager implementations compute it: what half precision
+may cost."""
 
 from __future__ import annotations
 
@@ -23,13 +24,19 @@ def eager_attention(
     bias: AttentionBias | None = None,
     spans: np.ndarray | None = None,
 ) -> Tensor:
-    """Output [Tq, heads, size] of q [Tq, heads, size], k and v [Tk, kv heads, size]; as `naive_attention`, in the dtype of q.
+    """Output [Tq, heads, size] of q [Tq, heads, size], k and v [Tk, kv heads, size]; as
+    `naive_attention`, in the dtype of q.
 
     Scores and products are rounded to that dtype; the softmax is taken in float32.
     """
     group = q.shape[1] // k.shape[1]
-    queries, keys, values = (x.transpose(0, 1) for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
-    q_positions, k_positions = torch.arange(len(q)) + (0 if kind == "cross" else len(k) - len(q)), torch.arange(len(k))
+    queries, keys, values = (
+        x.transpose(0, 1) for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
+    )
+    q_positions, k_positions = (
+        torch.arange(len(q)) + (0 if kind == "cross" else len(k) - len(q)),
+        torch.arange(len(k)),
+    )
     of = [None if spans is None else tuple(spans[i]) for i in q_positions.tolist()]
     visible = [
         [sees(i, j, kind=kind, window=window, span=span) for j in k_positions.tolist()]

@@ -1,4 +1,5 @@
-"""ExecutorConformance: what every executor must do, shown on a small Llama; and WorkersConformance, for one whose workers can die."""
+"""ExecutorConformance: what every executor must do, shown on a small Llama; and WorkersConformance,
+for one whose workers can die."""
 
 from __future__ import annotations
 
@@ -39,9 +40,25 @@ PATIENCE = 60.0
 COURSES: Mapping[str, Mapping[str, Any]] = {
     "mixed lengths": {},
     "in chunks": {"max_num_batched_tokens": 12, "max_num_seqs": 8},
-    "recomputed": {"max_num_batched_tokens": 12, "max_num_seqs": 8, "num_kv_blocks": 20, "preemption_mode": "recompute"},
-    "swapped": {"max_num_batched_tokens": 12, "max_num_seqs": 8, "num_kv_blocks": 20, "preemption_mode": "swap", "swap_memory": "4MiB"},
-    "steps overlap": {"overlap": True, "max_num_batched_tokens": 12, "max_num_seqs": 8, "num_kv_blocks": 20},
+    "recomputed": {
+        "max_num_batched_tokens": 12,
+        "max_num_seqs": 8,
+        "num_kv_blocks": 20,
+        "preemption_mode": "recompute",
+    },
+    "swapped": {
+        "max_num_batched_tokens": 12,
+        "max_num_seqs": 8,
+        "num_kv_blocks": 20,
+        "preemption_mode": "swap",
+        "swap_memory": "4MiB",
+    },
+    "steps overlap": {
+        "overlap": True,
+        "max_num_batched_tokens": 12,
+        "max_num_seqs": 8,
+        "num_kv_blocks": 20,
+    },
 }
 """Options under which tokens are the same."""
 
@@ -81,15 +98,19 @@ def write_llama(folder: Path) -> Path:
     for number in range(NUM_LAYERS):
         shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
     generator = torch.Generator().manual_seed(0)
-    weights = {f"{name}.weight": 0.2 * torch.randn(shape, generator=generator) + (len(shape) == 1) for name, shape in shapes.items()}
+    weights = {
+        f"{name}.weight": 0.2 * torch.randn(shape, generator=generator) + (len(shape) == 1)
+        for name, shape in shapes.items()
+    }
     return write_checkpoint(folder, config, weights)
 
 
 class ExecutorConformance(Conformance):
     """Subclass it as `class TestMine(ExecutorConformance)`, and name the executor.
 
-    The distribution that registers it must be installed, or be in `plugins`; toolkit-lm-decoder, toolkit-lm-sdpa and
-    toolkit-lm-renderer-hf too. What is computed is compared with a forward pass without an engine, on one rank.
+    The distribution that registers it must be installed, or be in `plugins`; toolkit-lm-decoder,
+    toolkit-lm-sdpa and toolkit-lm-renderer-hf too. What is computed is compared with a forward pass
+    without an engine, on one rank.
     """
 
     executor: ClassVar[str]
@@ -103,7 +124,10 @@ class ExecutorConformance(Conformance):
 
     @classmethod
     def parameters(cls) -> Mapping[str, Mapping[str, Any]]:
-        return {"sizes": {f"{tensor}x{pipeline}": (tensor, pipeline) for tensor, pipeline in cls.ranks}, "course": COURSES}
+        return {
+            "sizes": {f"{tensor}x{pipeline}": (tensor, pipeline) for tensor, pipeline in cls.ranks},
+            "course": COURSES,
+        }
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -127,8 +151,11 @@ class ExecutorConformance(Conformance):
             core.shutdown()
 
     @pytest.fixture
-    def core(self, cores: dict[tuple[int, int], EngineCore], folder: Path, sizes: tuple[int, int]) -> Iterator[EngineCore]:
-        """An engine with nothing to do, which the class's tests have one after the other: sequences below 8 are dropped after each."""
+    def core(
+        self, cores: dict[tuple[int, int], EngineCore], folder: Path, sizes: tuple[int, int]
+    ) -> Iterator[EngineCore]:
+        """An engine with nothing to do, which the class's tests have one after the other: sequences
+        below 8 are dropped after each."""
         if sizes not in cores:
             cores[sizes] = self.make_core(folder, sizes)
         core = cores[sizes]
@@ -150,8 +177,17 @@ class ExecutorConformance(Conformance):
 
     def options(self, sizes: tuple[int, int], **course: Any) -> dict[str, Any]:
         """Of VllmConfig."""
-        fixed = {"executor": self.executor, "tensor_parallel_size": sizes[0], "pipeline_parallel_size": sizes[1]}
-        defaults = {"block_size": BLOCK_SIZE, "max_model_len": MAX_MODEL_LEN, "num_kv_blocks": 256, "max_logprobs": VOCAB_SIZE}
+        fixed = {
+            "executor": self.executor,
+            "tensor_parallel_size": sizes[0],
+            "pipeline_parallel_size": sizes[1],
+        }
+        defaults = {
+            "block_size": BLOCK_SIZE,
+            "max_model_len": MAX_MODEL_LEN,
+            "num_kv_blocks": 256,
+            "max_logprobs": VOCAB_SIZE,
+        }
         return {**defaults, **self.engine_options, **course, **fixed}
 
     def llm(self, folder: Path, sizes: tuple[int, int], **course: Any) -> LLM:
@@ -160,11 +196,17 @@ class ExecutorConformance(Conformance):
     # Through the whole engine
 
     def test_tokens_are_those_of_one_rank(
-        self, folder: Path, reference: Callable[[Sequence[int]], Tensor], sizes: tuple[int, int], course: Mapping[str, Any]
+        self,
+        folder: Path,
+        reference: Callable[[Sequence[int]], Tensor],
+        sizes: tuple[int, int],
+        course: Mapping[str, Any],
     ) -> None:
         params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=VOCAB_SIZE)
         with self.llm(folder, sizes, **course) as llm:
-            outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts()], params, use_tqdm=False)
+            outputs = llm.generate(
+                [{"prompt_token_ids": prompt} for prompt in prompts()], params, use_tqdm=False
+            )
         for output in outputs:
             check(output, reference, greedy=True)
 
@@ -174,10 +216,18 @@ class ExecutorConformance(Conformance):
         params = SamplingParams(n=3, seed=7, max_tokens=12, ignore_eos=True, logprobs=VOCAB_SIZE)
         prompt = prompts()[2]
         with self.llm(folder, sizes) as llm:
-            outputs = [llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0] for _ in range(2)]
-        assert [output.num_cached_tokens for output in outputs] == [0, len(prompt) // BLOCK_SIZE * BLOCK_SIZE - BLOCK_SIZE]
+            outputs = [
+                llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
+                for _ in range(2)
+            ]
+        assert [output.num_cached_tokens for output in outputs] == [
+            0,
+            len(prompt) // BLOCK_SIZE * BLOCK_SIZE - BLOCK_SIZE,
+        ]
         for output in outputs:
-            assert len({tuple(one.token_ids) for one in output.outputs}) == 3, "the sequences draw the same tokens"
+            assert len({tuple(one.token_ids) for one in output.outputs}) == 3, (
+                "the sequences draw the same tokens"
+            )
             check(output, reference, greedy=False)
 
     # The executor itself
@@ -189,18 +239,26 @@ class ExecutorConformance(Conformance):
         for one in specs:
             assert len(one) == NUM_LAYERS // sizes[1]
         assert core.executor.backends().keys() == {layer for one in specs for layer in one}
-        assert msgspec.json.decode(msgspec.json.encode(core.executor.backends())) == core.executor.backends()
+        assert (
+            msgspec.json.decode(msgspec.json.encode(core.executor.backends()))
+            == core.executor.backends()
+        )
 
     def test_memory_is_a_number_of_bytes(self, core: EngineCore) -> None:
         for free in (core.executor.free_memory(), core.executor.free_host_memory()):
             assert isinstance(free, int)
             assert free > 0
 
-    def test_steps_run_in_the_order_of_the_calls(self, core: EngineCore, reference: Callable[[Sequence[int]], Tensor]) -> None:
+    def test_steps_run_in_the_order_of_the_calls(
+        self, core: EngineCore, reference: Callable[[Sequence[int]], Tensor]
+    ) -> None:
         """As many as may be on their way; each needs what the ones before have left."""
         tokens = prompts()[1]
         steps = [StepPlan(new=[new(0, tokens[:6])], scheduled=[row(0, 6)])]
-        steps += [StepPlan(scheduled=[row(0, 1, start=6 + i, tokens=[token])]) for i, token in enumerate(tokens[6:])]
+        steps += [
+            StepPlan(scheduled=[row(0, 1, start=6 + i, tokens=[token])])
+            for i, token in enumerate(tokens[6:])
+        ]
         logits = reference(tokens)
         results: list[StepResult] = []
         on_their_way: list[Future[StepResult]] = []
@@ -209,35 +267,57 @@ class ExecutorConformance(Conformance):
                 results.append(on_their_way.pop(0).result(PATIENCE))
             on_their_way.append(core.executor.execute(plan))
         results += [future.result(PATIENCE) for future in on_their_way]
-        assert_same_tokens([token for result in results for token in result.token_ids[0]], logits[5:])
+        assert_same_tokens(
+            [token for result in results for token in result.token_ids[0]], logits[5:]
+        )
 
-    def test_a_result_has_what_was_asked_for(self, core: EngineCore, reference: Callable[[Sequence[int]], Tensor]) -> None:
-        """A row that draws, with log probabilities, a chunk that does not draw, and log probabilities of a prompt."""
-        asked = [SamplingParams(temperature=0, logprobs=2), SamplingParams(temperature=0), SamplingParams(temperature=0, prompt_logprobs=1)]
-        sequences = [new(i, prompts()[0], [2 * i, 2 * i + 1], params) for i, params in enumerate(asked)]
+    def test_a_result_has_what_was_asked_for(
+        self, core: EngineCore, reference: Callable[[Sequence[int]], Tensor]
+    ) -> None:
+        """A row that draws, with log probabilities, a chunk that does not draw, and log
+        probabilities of a prompt."""
+        asked = [
+            SamplingParams(temperature=0, logprobs=2),
+            SamplingParams(temperature=0),
+            SamplingParams(temperature=0, prompt_logprobs=1),
+        ]
+        sequences = [
+            new(i, prompts()[0], [2 * i, 2 * i + 1], params) for i, params in enumerate(asked)
+        ]
         scheduled = [row(0, 5), row(1, 3, samples=False), row(2, 5)]
-        result = core.executor.execute(StepPlan(new=sequences, scheduled=scheduled)).result(PATIENCE)
+        result = core.executor.execute(StepPlan(new=sequences, scheduled=scheduled)).result(
+            PATIENCE
+        )
         best = int(reference(prompts()[0])[-1].argmax())
         assert result.token_ids == [[best], [], [best]]
         assert [len(entries) for entries in result.logprobs] == [1, 0, 0]
         (entry,) = result.logprobs[0]
         assert (entry.token_ids[:2], len(entry.logprobs)) == ([best, best], 3)
-        assert {seq_id: len(entries) for seq_id, entries in result.prompt_logprobs.items()} == {2: 4}
+        assert {seq_id: len(entries) for seq_id, entries in result.prompt_logprobs.items()} == {
+            2: 4
+        }
         assert result.errors == {}
 
-    def test_drafts_count_as_far_as_they_are_drawn(self, core: EngineCore, reference: Callable[[Sequence[int]], Tensor]) -> None:
-        """A row that verifies drafts draws several tokens; the step after it begins where they end."""
+    def test_drafts_count_as_far_as_they_are_drawn(
+        self, core: EngineCore, reference: Callable[[Sequence[int]], Tensor]
+    ) -> None:
+        """A row that verifies drafts draws several tokens; the step after it begins where they
+        end."""
         tokens = list(prompts()[0])
         for _ in range(5):
             tokens.append(int(reference(tokens)[-1].argmax()))
         first, *drafts = tokens[5:8]
         wrong = (tokens[8] + 1) % VOCAB_SIZE
-        core.executor.execute(StepPlan(new=[new(0, tokens[:5])], scheduled=[row(0, 5)])).result(PATIENCE)
+        core.executor.execute(StepPlan(new=[new(0, tokens[:5])], scheduled=[row(0, 5)])).result(
+            PATIENCE
+        )
         drafted = row(0, 4, start=5, tokens=[first, *drafts, wrong])
         drafted.num_drafts = 3
         result = core.executor.execute(StepPlan(scheduled=[drafted])).result(PATIENCE)
         assert result.token_ids == [tokens[6:9]]
-        result = core.executor.execute(StepPlan(scheduled=[row(0, 1, start=8, tokens=[tokens[8]])])).result(PATIENCE)
+        result = core.executor.execute(
+            StepPlan(scheduled=[row(0, 1, start=8, tokens=[tokens[8]])])
+        ).result(PATIENCE)
         assert result.token_ids == [[tokens[9]]]
 
     def test_a_plan_that_computes_nothing(self, core: EngineCore) -> None:
@@ -254,7 +334,9 @@ class ExecutorConformance(Conformance):
         assert error.__traceback__ is not None
         assert sizes == (1, 1) or any(note.startswith("on rank ") for note in error.__notes__)
         core.executor.warm_up()
-        result = core.executor.execute(StepPlan(new=[new(0, prompts()[0])], scheduled=[row(0, 5)])).result(PATIENCE)
+        result = core.executor.execute(
+            StepPlan(new=[new(0, prompts()[0])], scheduled=[row(0, 5)])
+        ).result(PATIENCE)
         assert result.token_ids == [[int(reference(prompts()[0])[-1].argmax())]]
 
     def test_shutdown_twice(self, ended_core: EngineCore) -> None:
@@ -277,7 +359,9 @@ class WorkersConformance(ExecutorConformance):
         for _ in range(core.executor.max_in_flight + 1):
             future = core.executor.execute(StepPlan(scheduled=[row(0, 1, start=5, tokens=[3])]))
             error = future.exception(PATIENCE) if isinstance(future, Future) else future.result()
-            assert isinstance(error, EngineDeadError), f"a dead worker's step has the result {error!r}"
+            assert isinstance(error, EngineDeadError), (
+                f"a dead worker's step has the result {error!r}"
+            )
             assert "rank" in str(error), f"it does not say whose: {error}"
         core.executor.shutdown()
 
@@ -295,10 +379,17 @@ class WorkersConformance(ExecutorConformance):
 def prompts() -> list[list[int]]:
     """Random token ids, of the lengths in `LENGTHS`."""
     generator = torch.Generator().manual_seed(7)
-    return [torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS]
+    return [
+        torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS
+    ]
 
 
-def new(seq_id: int, token_ids: Sequence[int], blocks: Sequence[int] = range(8), params: SamplingParams | None = None) -> NewSequence:
+def new(
+    seq_id: int,
+    token_ids: Sequence[int],
+    blocks: Sequence[int] = range(8),
+    params: SamplingParams | None = None,
+) -> NewSequence:
     """A sequence for a plan; greedy, unless `params` say otherwise. The model has one KV group."""
     return NewSequence(
         seq_id=seq_id,
@@ -311,16 +402,27 @@ def new(seq_id: int, token_ids: Sequence[int], blocks: Sequence[int] = range(8),
     )
 
 
-def row(seq_id: int, num_tokens: int, *, start: int = 0, tokens: Sequence[int] = (), samples: bool = True) -> ScheduledSequence:
+def row(
+    seq_id: int,
+    num_tokens: int,
+    *,
+    start: int = 0,
+    tokens: Sequence[int] = (),
+    samples: bool = True,
+) -> ScheduledSequence:
     """A row of a plan, which has its blocks already."""
     return ScheduledSequence(seq_id, start, num_tokens, [[]], samples, list(tokens))
 
 
-def check(output: RequestOutput, reference: Callable[[Sequence[int]], Tensor], *, greedy: bool) -> None:
+def check(
+    output: RequestOutput, reference: Callable[[Sequence[int]], Tensor], *, greedy: bool
+) -> None:
     """The log probabilities along each sequence, and greedy tokens, are the reference's."""
     for one in output.outputs:
         tokens = list(one.token_ids)
-        expected = reference([*(output.prompt_token_ids or ()), *tokens])[-len(tokens) - 1 : -1].log_softmax(-1)
+        expected = reference([*(output.prompt_token_ids or ()), *tokens])[
+            -len(tokens) - 1 : -1
+        ].log_softmax(-1)
         assert_same_logits(_table(one), expected)
         if greedy:
             assert_same_tokens(tokens, expected)
@@ -328,4 +430,9 @@ def check(output: RequestOutput, reference: Callable[[Sequence[int]], Tensor], *
 
 def _table(completion: CompletionOutput) -> Tensor:
     """[output tokens, V]."""
-    return torch.tensor([[entries[token].logprob for token in range(VOCAB_SIZE)] for entries in completion.logprobs or ()])
+    return torch.tensor(
+        [
+            [entries[token].logprob for token in range(VOCAB_SIZE)]
+            for entries in completion.logprobs or ()
+        ]
+    )

@@ -1,6 +1,8 @@
-"""A model's forward pass without an engine: over whole sequences, with attention by the formula and no KV cache.
+"""A model's forward pass without an engine: over whole sequences, with attention by the formula and
+no KV cache.
 
-Layers that keep something else of a sequence, such as a recurrent state, compute with their own backend and a cache that is new.
+Layers that keep something else of a sequence, such as a recurrent state, compute with their own
+backend and a cache that is new.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ from torch import Tensor
 
 
 class FormulaAttention(AttentionBackend):
-    """Attention by the formula, one sequence after the other. The metadata are the sequences' lengths."""
+    """Attention by the formula, one sequence after the other. The metadata are the sequences'
+    lengths."""
 
     @classmethod
     def refuses(cls, spec: AttentionSpec) -> str | None:
@@ -51,7 +54,9 @@ class FormulaAttention(AttentionBackend):
     def build(self, batch: BatchView) -> Any:
         raise NotImplementedError("FormulaAttention runs without an engine")
 
-    def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Any) -> None:
+    def write_kv(
+        self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Any
+    ) -> None:
         raise NotImplementedError("FormulaAttention runs without a KV cache")
 
     def forward(
@@ -64,7 +69,9 @@ class FormulaAttention(AttentionBackend):
         meta: Any,
         out: Tensor,
     ) -> None:
-        assert k is not None and v is not None, "FormulaAttention has the keys of its own tokens only"
+        assert k is not None and v is not None, (
+            "FormulaAttention has the keys of its own tokens only"
+        )
         k, v = (x.repeat_interleave(layer.num_heads // layer.num_kv_heads, 1) for x in (k, v))
         if layer.attention_type is AttentionType.CROSS:
             assert len(meta) == 1, "FormulaAttention does not know whose keys these are"
@@ -89,26 +96,47 @@ class FormulaAttention(AttentionBackend):
 
 
 def checkpoint_config(folder: Path, *, rank: int = 0, **options: Any) -> VllmConfig:
-    """The resolved config of a checkpoint folder, as rank `rank` has it; `options` are those of VllmConfig."""
-    config = VllmConfig.default(json.loads((folder / "config.json").read_text()), **options).with_rank(rank)
+    """The resolved config of a checkpoint folder, as rank `rank` has it; `options` are those of
+    VllmConfig."""
+    config = VllmConfig.default(
+        json.loads((folder / "config.json").read_text()), **options
+    ).with_rank(rank)
     assert config.checkpoint is not None
     profile = Plugins.load().pooling_profiles.read(folder, config.hf_config, folder)
-    return config.with_checkpoint(msgspec.structs.replace(config.checkpoint, path=str(folder), pooling_profile=profile))
+    return config.with_checkpoint(
+        msgspec.structs.replace(config.checkpoint, path=str(folder), pooling_profile=profile)
+    )
 
 
-def load_checkpoint(model_class: type[Model], folder: Path, *, rank: int = 0, plugins: Plugins | None = None, **options: Any) -> Model:
-    """The model of a checkpoint folder on the CPU, as rank `rank` holds it; `options` are those of VllmConfig.
+def load_checkpoint(
+    model_class: type[Model],
+    folder: Path,
+    *,
+    rank: int = 0,
+    plugins: Plugins | None = None,
+    **options: Any,
+) -> Model:
+    """The model of a checkpoint folder on the CPU, as rank `rank` holds it; `options` are those of
+    VllmConfig.
 
     `plugins` load and quantize the weights; None: the installed ones.
     """
-    return load_model(model_class, checkpoint_config(folder, rank=rank, **options), torch.device("cpu"), plugins or Plugins.load())
+    return load_model(
+        model_class,
+        checkpoint_config(folder, rank=rank, **options),
+        torch.device("cpu"),
+        plugins or Plugins.load(),
+    )
 
 
 @torch.inference_mode()
-def hidden_states(stages: Sequence[Model], sequences: Sequence[Tensor], **inputs: Tensor) -> list[Tensor]:
+def hidden_states(
+    stages: Sequence[Model], sequences: Sequence[Tensor], **inputs: Tensor
+) -> list[Tensor]:
     """Hidden states [Ti, H] of each of `sequences`, token ids [Ti], in one flat batch.
 
-    `stages` are those of a pipeline, most often one. `inputs` are further arguments of the models' `forward`, for the whole batch.
+    `stages` are those of a pipeline, most often one. `inputs` are further arguments of the models'
+    `forward`, for the whole batch.
     """
     lengths = [len(sequence) for sequence in sequences]
     positions = torch.cat([torch.arange(length) for length in lengths])
@@ -120,8 +148,11 @@ def hidden_states(stages: Sequence[Model], sequences: Sequence[Tensor], **inputs
 
 
 def _by_formula(stages: Sequence[Model], lengths: Sequence[int]) -> StepContext:
-    """Attention by the formula in all layers, over sequences of these lengths. Other layers have their own backend, and a new cache."""
-    layers = [module for stage in stages for module in stage.modules() if isinstance(module, CacheLayer)]
+    """Attention by the formula in all layers, over sequences of these lengths. Other layers have
+    their own backend, and a new cache."""
+    layers = [
+        module for stage in stages for module in stage.modules() if isinstance(module, CacheLayer)
+    ]
     limits, device = BatchLimits(len(lengths), sum(lengths), max(lengths)), torch.device("cpu")
     backend = FormulaAttention(GroupSetup(layers=[], kv_cache=None, limits=limits, device=device))
     bindings: dict[str, Binding] = {}
@@ -131,9 +162,17 @@ def _by_formula(stages: Sequence[Model], lengths: Sequence[int]) -> StepContext:
             bindings[layer.prefix] = Binding(backend, layer.params, None, 0)
             continue
         spec, asked = layer.kv_cache_spec(), layer.attention_spec(device, cached=True)
-        own = layer.backend(GroupSetup(layers=[] if asked is None else [asked], kv_cache=spec, limits=limits, device=device))
+        own = layer.backend(
+            GroupSetup(
+                layers=[] if asked is None else [asked], kv_cache=spec, limits=limits, device=device
+            )
+        )
         batch, num_blocks = _first_step(lengths, spec)
-        pages = None if spec is None else tuple(_empty(num_blocks, page) for page in layer.backend.page_layout(spec))
+        pages = (
+            None
+            if spec is None
+            else tuple(_empty(num_blocks, page) for page in layer.backend.page_layout(spec))
+        )
         bindings[layer.prefix] = Binding(own, layer.params, pages, len(metadata))
         metadata.append(own.build(batch))
     assert len(bindings) == len(layers), "two layers have one prefix"
@@ -145,7 +184,8 @@ def _empty(num_blocks: int, page: PageTensor) -> Tensor:
 
 
 def _first_step(lengths: Sequence[int], spec: KVCacheSpec | None) -> tuple[BatchView, int]:
-    """A step that computes whole sequences, each in blocks of its own, as a KV group sees it; and the number of blocks."""
+    """A step that computes whole sequences, each in blocks of its own, as a KV group sees it; and
+    the number of blocks."""
     query_start, seq_lens = np.cumsum([0, *lengths], dtype=np.int32), np.array(lengths, np.int32)
     table = slots = None
     num_blocks = 0
@@ -179,7 +219,9 @@ def _first_step(lengths: Sequence[int], spec: KVCacheSpec | None) -> tuple[Batch
 
 
 @torch.inference_mode()
-def encoder_decoder_logits(model: EncoderDecoderModel, encoder_ids: Tensor, decoder_ids: Tensor) -> Tensor:
+def encoder_decoder_logits(
+    model: EncoderDecoderModel, encoder_ids: Tensor, decoder_ids: Tensor
+) -> Tensor:
     """Logits [T, V] at each token of one decoder sequence [T], beside the encoder's [E]."""
     with step_context(_by_formula([model], [len(encoder_ids)])):
         states = model.encode(encoder_ids, torch.arange(len(encoder_ids)))
@@ -196,7 +238,8 @@ def logits_of(stages: Sequence[Model], token_ids: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def pooled(stages: Sequence[Model], sequences: Sequence[Tensor], **params: Any) -> list[Tensor]:
-    """What the pooler of a pooling model makes of each of `sequences`; `params` are those of PoolingParams.
+    """What the pooler of a pooling model makes of each of `sequences`; `params` are those of
+    PoolingParams.
 
     Raises RequestError where the pooler refuses them.
     """
@@ -205,11 +248,19 @@ def pooled(stages: Sequence[Model], sequences: Sequence[Tensor], **params: Any) 
     for sequence in sequences:
         token_ids, tokens = sequence.numpy().astype(np.int32), slice(start, start + len(sequence))
         rows.append(
-            PoolingRow(params=PoolingParams(**params), tokens=tokens, token_ids=token_ids, start=0, num_prompt_tokens=len(token_ids))
+            PoolingRow(
+                params=PoolingParams(**params),
+                tokens=tokens,
+                token_ids=token_ids,
+                start=0,
+                num_prompt_tokens=len(token_ids),
+            )
         )
         start = tokens.stop
     pooler: Any = stages[-1].pooler
     for row in rows:
         pooler.check(row.params)
-    outputs: list[Tensor] = pooler(torch.cat(hidden_states(stages, sequences)), PoolingMetadata(rows))
+    outputs: list[Tensor] = pooler(
+        torch.cat(hidden_states(stages, sequences)), PoolingMetadata(rows)
+    )
     return outputs

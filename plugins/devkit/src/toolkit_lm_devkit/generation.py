@@ -1,4 +1,5 @@
-"""Runs prompts through the whole engine, and keeps all that it can give: the log probabilities of every token, or all hidden states."""
+"""Runs prompts through the whole engine, and keeps all that it can give: the log probabilities of
+every token, or all hidden states."""
 
 from __future__ import annotations
 
@@ -62,21 +63,45 @@ def generate(
     `plugins` are from code; `options` are those of VllmConfig.
     """
     counter = Preemptions()
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=vocab_size)
+    params = SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=vocab_size
+    )
     with LLM(str(folder), plugins=[counter, *plugins], max_logprobs=vocab_size, **options) as llm:
-        outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
+        outputs = llm.generate(
+            [{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False
+        )
     completions = [output.outputs[0] for output in outputs]
-    return Generated([list(c.token_ids) for c in completions], [logprobs_of(c, vocab_size) for c in completions], counter.count)
+    return Generated(
+        [list(c.token_ids) for c in completions],
+        [logprobs_of(c, vocab_size) for c in completions],
+        counter.count,
+    )
 
 
-def pool(folder: Path, prompts: Sequence[Sequence[int]], *, plugins: Sequence[object] = (), **options: Any) -> Pooled:
-    """Embeds prompts (token ids), each by its last token and by all, in one batch of an engine without a KV cache.
+def pool(
+    folder: Path,
+    prompts: Sequence[Sequence[int]],
+    *,
+    plugins: Sequence[object] = (),
+    **options: Any,
+) -> Pooled:
+    """Embeds prompts (token ids), each by its last token and by all, in one batch of an engine
+    without a KV cache.
 
     `plugins` are from code; `options` are those of VllmConfig.
     """
-    wishes = [PoolingParams(task="token_embed", normalize=False), PoolingParams(task="embed", normalize=True)]
-    given: list[TokensPrompt] = [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in wishes]
-    cacheless = {"pooling_type": "LAST", "enable_chunked_prefill": False, "enable_prefix_caching": False}
+    wishes = [
+        PoolingParams(task="token_embed", normalize=False),
+        PoolingParams(task="embed", normalize=True),
+    ]
+    given: list[TokensPrompt] = [
+        {"prompt_token_ids": list(prompt)} for prompt in prompts for _ in wishes
+    ]
+    cacheless = {
+        "pooling_type": "LAST",
+        "enable_chunked_prefill": False,
+        "enable_prefix_caching": False,
+    }
     with LLM(str(folder), plugins=list(plugins), convert="embed", **options | cacheless) as llm:
         outputs = llm.encode(given, wishes * len(prompts), use_tqdm=False)
     assert [output.error for output in outputs] == [None] * len(given)

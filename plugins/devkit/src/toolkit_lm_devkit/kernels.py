@@ -33,12 +33,24 @@ class Tensors:
         angles = torch.rand(ROWS[-1], 1, 16, generator=random) * 6
         self.cos = torch.cat([angles.cos(), angles.cos()], -1).to(dtype)
         self.sin = torch.cat([-angles.sin(), angles.sin()], -1).to(dtype)
-        self.__dict__.update({name: value.to(device) for name, value in self.__dict__.items() if isinstance(value, Tensor)})
+        self.__dict__.update(
+            {
+                name: value.to(device)
+                for name, value in self.__dict__.items()
+                if isinstance(value, Tensor)
+            }
+        )
 
     def to(self, dtype: torch.dtype) -> Tensors:
         """The same numbers in a wider dtype."""
         other = Tensors(self.size, dtype)
-        other.__dict__.update({name: value.to(dtype) for name, value in self.__dict__.items() if isinstance(value, Tensor)})
+        other.__dict__.update(
+            {
+                name: value.to(dtype)
+                for name, value in self.__dict__.items()
+                if isinstance(value, Tensor)
+            }
+        )
         return other
 
 
@@ -66,13 +78,19 @@ def _rotated(interleaved: bool) -> Operation:
 
 OPERATIONS: Mapping[str, Operation] = {
     "rms_norm": lambda kernels, x, t: kernels.rms_norm(x, t.weight, EPS),
-    "rms_norm of heads": lambda kernels, x, t: kernels.rms_norm(x[:, None].expand(-1, 3, -1), t.weight, EPS).flatten(1),
+    "rms_norm of heads": lambda kernels, x, t: kernels.rms_norm(
+        x[:, None].expand(-1, 3, -1), t.weight, EPS
+    ).flatten(1),
     "rms_norm with a float32 weight": lambda kernels, x, t: kernels.rms_norm(
         x, t.weight.to(torch.promote_types(x.dtype, torch.float32)), EPS
     ),
-    "add_rms_norm": lambda kernels, x, t: torch.cat(kernels.add_rms_norm(x, t.residual[: len(x)], t.weight, EPS), -1),
+    "add_rms_norm": lambda kernels, x, t: torch.cat(
+        kernels.add_rms_norm(x, t.residual[: len(x)], t.weight, EPS), -1
+    ),
     "layer_norm": lambda kernels, x, t: kernels.layer_norm(x, t.weight, t.bias, (t.size,), EPS),
-    "layer_norm without a weight": lambda kernels, x, t: kernels.layer_norm(x, None, None, (t.size,), EPS),
+    "layer_norm without a weight": lambda kernels, x, t: kernels.layer_norm(
+        x, None, None, (t.size,), EPS
+    ),
     "rotate": _rotated(interleaved=False),
     "rotate interleaved": _rotated(interleaved=True),
     "linear": lambda kernels, x, t: kernels.linear(x, t.matrix, t.bias[:1].expand(24).contiguous()),
@@ -83,7 +101,8 @@ OPERATIONS: Mapping[str, Operation] = {
 class KernelsConformance(Conformance):
     """Subclass it as `class TestMine(KernelsConformance)`, and name `kernels`.
 
-    Every operation is compared with plain torch in float64, on the device, in each dtype, and with itself on fewer rows.
+    Every operation is compared with plain torch in float64, on the device, in each dtype, and with
+    itself on fewer rows.
     """
 
     kernels: ClassVar[type[Kernels]]
@@ -92,7 +111,8 @@ class KernelsConformance(Conformance):
     sizes: ClassVar[Sequence[int]] = (64, 48, 7)
     """Of what is normed and multiplied: multiples of a vector's lanes, and not."""
     bitwise: ClassVar[bool] = True
-    """A row's result has the same bits whatever is computed beside it. False: the same number, but for rounding."""
+    """A row's result has the same bits whatever is computed beside it. False: the same number, but
+    for rounding."""
 
     @classmethod
     def parameters(cls) -> Mapping[str, Mapping[str, Any]]:
@@ -105,13 +125,23 @@ class KernelsConformance(Conformance):
     @classmethod
     def rows(cls, size: int, dtype: torch.dtype) -> Tensor:
         """[64, size]"""
-        return torch.randn(ROWS[-1], size, generator=torch.Generator().manual_seed(1)).to(cls.device, dtype)
+        return torch.randn(ROWS[-1], size, generator=torch.Generator().manual_seed(1)).to(
+            cls.device, dtype
+        )
 
     def assert_same(self, ours: Tensor, expected: Tensor, what: str) -> None:
-        rounding = 0.0 if self.bitwise else 4 * torch.finfo(ours.dtype).eps * max(expected.abs().max().item(), 1)
-        torch.testing.assert_close(ours, expected, atol=rounding, rtol=0, msg=lambda text: f"{what}: {text}")
+        rounding = (
+            0.0
+            if self.bitwise
+            else 4 * torch.finfo(ours.dtype).eps * max(expected.abs().max().item(), 1)
+        )
+        torch.testing.assert_close(
+            ours, expected, atol=rounding, rtol=0, msg=lambda text: f"{what}: {text}"
+        )
 
-    def test_it_computes_what_torch_does(self, operation: Operation, size: int, dtype: torch.dtype) -> None:
+    def test_it_computes_what_torch_does(
+        self, operation: Operation, size: int, dtype: torch.dtype
+    ) -> None:
         tensors, x = Tensors(size, dtype, self.device), self.rows(size, dtype)
         ours, wide = operation(self.kernels(), x, tensors), tensors.to(torch.float64)
         exact = operation(Kernels(), x.double(), wide)
@@ -122,28 +152,63 @@ class KernelsConformance(Conformance):
         elif exact.any():
             assert_bf16_error([ours], [operation(Kernels(), x, tensors)], [exact])
 
-    def test_a_row_is_computed_alike_whatever_is_beside_it(self, operation: Operation, size: int, dtype: torch.dtype) -> None:
-        kernels, tensors, x = self.kernels(), Tensors(size, dtype, self.device), self.rows(size, dtype)
+    def test_a_row_is_computed_alike_whatever_is_beside_it(
+        self, operation: Operation, size: int, dtype: torch.dtype
+    ) -> None:
+        kernels, tensors, x = (
+            self.kernels(),
+            Tensors(size, dtype, self.device),
+            self.rows(size, dtype),
+        )
         whole = operation(kernels, x, tensors)
         for rows in ROWS:
-            self.assert_same(operation(kernels, x[:rows], tensors), whole[:rows], f"{rows} rows alone differ from those of {len(x)}")
+            self.assert_same(
+                operation(kernels, x[:rows], tensors),
+                whole[:rows],
+                f"{rows} rows alone differ from those of {len(x)}",
+            )
 
-    def test_what_it_is_given_stays(self, operation: Operation, size: int, dtype: torch.dtype) -> None:
+    def test_what_it_is_given_stays(
+        self, operation: Operation, size: int, dtype: torch.dtype
+    ) -> None:
         tensors, x = Tensors(size, dtype, self.device), self.rows(size, dtype)
-        before = {name: value.clone() for name, value in tensors.__dict__.items() if isinstance(value, Tensor)}
+        before = {
+            name: value.clone()
+            for name, value in tensors.__dict__.items()
+            if isinstance(value, Tensor)
+        }
         operation(self.kernels(), x, tensors)
         assert torch.equal(x, self.rows(size, dtype)), "x is changed"
-        changed = [name for name, value in before.items() if not torch.equal(getattr(tensors, name), value)]
+        changed = [
+            name for name, value in before.items() if not torch.equal(getattr(tensors, name), value)
+        ]
         assert not changed, f"{changed} are changed"
 
-    def test_rows_need_not_lie_side_by_side(self, operation: Operation, size: int, dtype: torch.dtype) -> None:
-        kernels, tensors, x = self.kernels(), Tensors(size, dtype, self.device), self.rows(size, dtype)
+    def test_rows_need_not_lie_side_by_side(
+        self, operation: Operation, size: int, dtype: torch.dtype
+    ) -> None:
+        kernels, tensors, x = (
+            self.kernels(),
+            Tensors(size, dtype, self.device),
+            self.rows(size, dtype),
+        )
         apart = x.new_zeros(len(x), 2 * size)
         apart[:, :size] = x
-        self.assert_same(operation(kernels, apart[:, :size], tensors), operation(kernels, x, tensors), "rows that lie apart differ")
+        self.assert_same(
+            operation(kernels, apart[:, :size], tensors),
+            operation(kernels, x, tensors),
+            "rows that lie apart differ",
+        )
 
     def test_no_rows_give_none(self, operation: Operation, size: int, dtype: torch.dtype) -> None:
-        assert len(operation(self.kernels(), self.rows(size, dtype)[:0], Tensors(size, dtype, self.device))) == 0
+        assert (
+            len(
+                operation(
+                    self.kernels(), self.rows(size, dtype)[:0], Tensors(size, dtype, self.device)
+                )
+            )
+            == 0
+        )
 
     def test_likeliest_is_the_first_of_the_greatest(self, size: int, dtype: torch.dtype) -> None:
         scores = self.rows(size, dtype)
@@ -169,7 +234,11 @@ class KernelsConformance(Conformance):
         kernels, before = self.kernels(), torch.get_num_threads()
         for tokens in (1, 4096):
             with kernels.step(tokens):
-                kernels.rms_norm(torch.randn(tokens, 64, device=self.device), torch.ones(64, device=self.device), EPS)
+                kernels.rms_norm(
+                    torch.randn(tokens, 64, device=self.device),
+                    torch.ones(64, device=self.device),
+                    EPS,
+                )
             assert torch.get_num_threads() == before, "a step leaves another number of threads"
 
     def test_a_refusal_is_a_reason(self) -> None:

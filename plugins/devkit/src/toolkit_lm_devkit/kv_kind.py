@@ -22,10 +22,12 @@ _FAR = 2**30
 
 
 class KVKindConformance(Conformance):
-    """Subclass it as `class TestMine(KVKindConformance)`, name a spec of the kind, and more in `variants`.
+    """Subclass it as `class TestMine(KVKindConformance)`, name a spec of the kind, and more in
+    `variants`.
 
-    The distribution that registers the kind must be installed, or its plugin stand in `plugins`. Blocks are those of the scheduler: it
-    gives a sequence the blocks of the tokens of a step, and takes back those before `first_needed` when it plans the next step.
+    The distribution that registers the kind must be installed, or its plugin stand in `plugins`.
+    Blocks are those of the scheduler: it gives a sequence the blocks of the tokens of a step, and
+    takes back those before `first_needed` when it plans the next step.
     """
 
     spec: ClassVar[KVCacheSpec]
@@ -38,7 +40,11 @@ class KVKindConformance(Conformance):
 
     @classmethod
     def parameters(cls) -> Mapping[str, Mapping[str, Any]]:
-        specs = {f"{index}": spec for index, spec in enumerate([cls.spec, *cls.variants])} if hasattr(cls, "spec") else {}
+        specs = (
+            {f"{index}": spec for index, spec in enumerate([cls.spec, *cls.variants])}
+            if hasattr(cls, "spec")
+            else {}
+        )
         return {"case": specs, "laid_out": specs if cls.backend else {}}
 
     # A value, which processes exchange
@@ -61,7 +67,10 @@ class KVKindConformance(Conformance):
         message = msgspec.Raw(msgspec.msgpack.encode(config))
         [group] = KVCacheConfig.decode(message, Plugins.load(extra=self.plugins).kv_kinds).groups
         found, expected = type(group.spec).__name__, type(case).__name__
-        assert type(group.spec) is type(case), f"what is registered as {case.kind!r} is {found}, not {expected}: give the class its own tag"
+        assert type(group.spec) is type(case), (
+            f"what is registered as {case.kind!r} is {found}, not {expected}: give the class "
+            "its own tag"
+        )
         assert group.spec == case, f"{case} comes out as {group.spec}"
 
     def test_its_module_needs_no_torch(self) -> None:
@@ -69,7 +78,9 @@ class KVKindConformance(Conformance):
         module = type(self.spec).__module__
         code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
         environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120)  # nosec B603 # our own words
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120
+        )  # nosec B603 # our own words
         assert done.returncode == 0, done.stderr or f"{module} imports torch"
 
     def test_its_traits_are_booleans(self, case: KVCacheSpec) -> None:
@@ -80,29 +91,44 @@ class KVKindConformance(Conformance):
     # A page
 
     def test_a_page_has_bytes(self, case: KVCacheSpec) -> None:
-        assert _is_count(case.page_bytes), f"page_bytes is {case.page_bytes!r}, which is no number of bytes"
+        assert _is_count(case.page_bytes), (
+            f"page_bytes is {case.page_bytes!r}, which is no number of bytes"
+        )
         assert case.page_bytes > 0, "a page has no bytes"
 
     def test_page_layout_fills_the_page(self, laid_out: KVCacheSpec) -> None:
         assert self.backend is not None
         layout = self.backend.page_layout(laid_out)
-        filled = sum(torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta").nbytes for one in layout)
-        assert filled == laid_out.page_bytes, f"the tensors of a page have {filled} bytes, and the page {laid_out.page_bytes}"
+        filled = sum(
+            torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta").nbytes
+            for one in layout
+        )
+        assert filled == laid_out.page_bytes, (
+            f"the tensors of a page have {filled} bytes, and the page {laid_out.page_bytes}"
+        )
 
     # The blocks of a sequence
 
     def test_a_table_covers_all_tokens(self, case: KVCacheSpec) -> None:
         for tokens in _lengths(case):
             found, expected = case.num_blocks(tokens), -(-tokens // case.block_size)
-            assert found == expected, f"num_blocks({tokens}) is {found}, but the table has {expected} entries"
+            assert found == expected, (
+                f"num_blocks({tokens}) is {found}, but the table has {expected} entries"
+            )
 
     def test_what_is_given_back_is_not_needed_again(self, case: KVCacheSpec) -> None:
         before = 0
         for tokens in (*_lengths(case), _FAR):
             first, own = case.first_needed(tokens), tokens // case.block_size
-            assert _is_count(first), f"first_needed({tokens}) is {first!r}, which is no index of a table"
-            assert first >= before, f"first_needed({tokens}) is {first}, but {before} for fewer tokens"
-            assert first <= own, f"first_needed({tokens}) is {first}, but the next token is in block {own}"
+            assert _is_count(first), (
+                f"first_needed({tokens}) is {first!r}, which is no index of a table"
+            )
+            assert first >= before, (
+                f"first_needed({tokens}) is {first}, but {before} for fewer tokens"
+            )
+            assert first <= own, (
+                f"first_needed({tokens}) is {first}, but the next token is in block {own}"
+            )
             before = first
 
     def test_max_blocks_is_monotone(self, case: KVCacheSpec) -> None:
@@ -110,13 +136,21 @@ class KVKindConformance(Conformance):
             before = 0
             for tokens in _lengths(case):
                 most = case.max_blocks(tokens, chunk)
-                assert _is_count(most), f"max_blocks({tokens}, {chunk}) is {most!r}, which is no number of blocks"
-                assert most >= before, f"max_blocks({tokens}, {chunk}) is {most}, but {before} for fewer tokens"
-                assert most <= case.num_blocks(tokens), f"max_blocks({tokens}, {chunk}) is {most}, but the table has fewer entries"
+                assert _is_count(most), (
+                    f"max_blocks({tokens}, {chunk}) is {most!r}, which is no number of blocks"
+                )
+                assert most >= before, (
+                    f"max_blocks({tokens}, {chunk}) is {most}, but {before} for fewer tokens"
+                )
+                assert most <= case.num_blocks(tokens), (
+                    f"max_blocks({tokens}, {chunk}) is {most}, but the table has fewer entries"
+                )
                 before = most
         for tokens in _lengths(case):
             found = [case.max_blocks(tokens, chunk) for chunk in _chunks(case)]
-            assert found == sorted(found), f"max_blocks({tokens}, chunk) is {found} for the growing chunks {_chunks(case)}"
+            assert found == sorted(found), (
+                f"max_blocks({tokens}, chunk) is {found} for the growing chunks {_chunks(case)}"
+            )
 
     def test_max_blocks_are_enough(self, case: KVCacheSpec) -> None:
         """However the tokens of a sequence are cut into steps."""
@@ -125,7 +159,10 @@ class KVKindConformance(Conformance):
             for steps in _courses(total, chunk):
                 for tokens, held in _held(case, steps):
                     most = case.max_blocks(tokens, chunk)
-                    assert held <= most, f"max_blocks({tokens}, {chunk}) is {most}, but a sequence in such steps holds {held} blocks"
+                    assert held <= most, (
+                        f"max_blocks({tokens}, {chunk}) is {most}, but a sequence in such "
+                        f"steps holds {held} blocks"
+                    )
 
 
 def _is_count(value: object) -> bool:
@@ -134,7 +171,12 @@ def _is_count(value: object) -> bool:
 
 def _lengths(spec: KVCacheSpec) -> list[int]:
     """Numbers of tokens of sequences: small ones, and those about the edges of blocks."""
-    return sorted({*range(130), *(edge * spec.block_size + tokens for edge in range(1, 9) for tokens in (-1, 0, 1))})
+    return sorted(
+        {
+            *range(130),
+            *(edge * spec.block_size + tokens for edge in range(1, 9) for tokens in (-1, 0, 1)),
+        }
+    )
 
 
 def _chunks(spec: KVCacheSpec) -> list[int]:
@@ -144,7 +186,8 @@ def _chunks(spec: KVCacheSpec) -> list[int]:
 
 
 def _courses(total: int, chunk: int) -> Iterator[list[int]]:
-    """How `total` tokens are cut into steps of at most `chunk`: whole chunks after a first one of any size, and steps of any sizes."""
+    """How `total` tokens are cut into steps of at most `chunk`: whole chunks after a first one of
+    any size, and steps of any sizes."""
     for first in sorted({1, chunk // 2 + 1, chunk}):
         yield [first, *[chunk] * (total // chunk)]
     draw = random.Random(chunk)  # nosec B311 # it keeps no secret
@@ -157,6 +200,8 @@ def _held(spec: KVCacheSpec, steps: Iterable[int]) -> Iterator[tuple[int, int]]:
     blocks: set[int] = set()
     for step in steps:
         first, end = spec.first_needed(computed), computed + step
-        blocks = {block for block in blocks if block >= first} | {*range(computed // spec.block_size, -(-end // spec.block_size))}
+        blocks = {block for block in blocks if block >= first} | {
+            *range(computed // spec.block_size, -(-end // spec.block_size))
+        }
         computed, most = end, max(most, len(blocks))
         yield computed, most

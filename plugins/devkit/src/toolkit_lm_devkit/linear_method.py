@@ -39,16 +39,46 @@ TOLERANCE = 1e-5
 def _expert(config: VllmConfig, name: str) -> LinearBase:
     inner = Part.even(OUTPUTS, config.parallel, "outputs")
     dtype = torch_dtype(config.model.dtype)
-    return LinearBase(LinearSpec(kind="experts", prefix=name, inputs=Part.whole(INPUTS), outputs=(inner, inner), dtype=dtype))
+    return LinearBase(
+        LinearSpec(
+            kind="experts",
+            prefix=name,
+            inputs=Part.whole(INPUTS),
+            outputs=(inner, inner),
+            dtype=dtype,
+        )
+    )
 
 
 _LAYERS: Mapping[str, tuple[LayerKind, Callable[[VllmConfig, str], LinearBase]]] = {
-    "replicated": ("linear", lambda c, name: ReplicatedLinear(INPUTS, OUTPUTS, bias=True, vllm_config=c, prefix=name)),
-    "column": ("linear", lambda c, name: ColumnParallelLinear(INPUTS, OUTPUTS, vllm_config=c, prefix=name)),
-    "merged": ("linear", lambda c, name: MergedColumnParallelLinear(INPUTS, [OUTPUTS, 32], bias=True, vllm_config=c, prefix=name)),
-    "qkv": ("linear", lambda c, name: QKVParallelLinear(INPUTS, HEAD_SIZE, HEADS, KV_HEADS, vllm_config=c, prefix=name)),
-    "row": ("linear", lambda c, name: RowParallelLinear(INPUTS, OUTPUTS, vllm_config=c, prefix=name)),
-    "lm_head": ("lm_head", lambda c, name: ParallelLMHead(VOCABULARY, INPUTS, vllm_config=c, prefix=name)),
+    "replicated": (
+        "linear",
+        lambda c, name: ReplicatedLinear(INPUTS, OUTPUTS, bias=True, vllm_config=c, prefix=name),
+    ),
+    "column": (
+        "linear",
+        lambda c, name: ColumnParallelLinear(INPUTS, OUTPUTS, vllm_config=c, prefix=name),
+    ),
+    "merged": (
+        "linear",
+        lambda c, name: MergedColumnParallelLinear(
+            INPUTS, [OUTPUTS, 32], bias=True, vllm_config=c, prefix=name
+        ),
+    ),
+    "qkv": (
+        "linear",
+        lambda c, name: QKVParallelLinear(
+            INPUTS, HEAD_SIZE, HEADS, KV_HEADS, vllm_config=c, prefix=name
+        ),
+    ),
+    "row": (
+        "linear",
+        lambda c, name: RowParallelLinear(INPUTS, OUTPUTS, vllm_config=c, prefix=name),
+    ),
+    "lm_head": (
+        "lm_head",
+        lambda c, name: ParallelLMHead(VOCABULARY, INPUTS, vllm_config=c, prefix=name),
+    ),
     "expert": ("experts", _expert),
 }
 """Layer -> its kind, and what makes it, with a name."""
@@ -61,13 +91,16 @@ NAMES: Mapping[str, str] = {
     "lm_head": "lm_head",
     "expert": "model.layers.0.mlp.experts.0.gate_up_proj",
 }
-"""Layer -> its name, as in checkpoints of Llama and its relatives; "embedding" is "model.embed_tokens"."""
+"""Layer -> its name, as in checkpoints of Llama and its relatives; "embedding" is
+"model.embed_tokens"."""
 
 
 class LinearMethodConformance(Conformance):
-    """Subclass it as `class TestMine(LinearMethodConformance)`, name `quantization`, and say in `dequantized` what weight it stands for.
+    """Subclass it as `class TestMine(LinearMethodConformance)`, name `quantization`, and say in
+    `dequantized` what weight it stands for.
 
-    Layers of all kinds are made with random weights, on the CPU, and compared with that weight in plain torch.
+    Layers of all kinds are made with random weights, on the CPU, and compared with that weight in
+    plain torch.
     """
 
     quantization: ClassVar[type[Quantization]]
@@ -77,7 +110,8 @@ class LinearMethodConformance(Conformance):
     """The kinds of layers that it has methods for."""
     tensor_parallel_sizes: ClassVar[Sequence[int]] = (2, 4)
     names: ClassVar[Mapping[str, str]] = {}
-    """Names of layers as a checkpoint has them, where those of `NAMES` are not those that `quantization_config` speaks of."""
+    """Names of layers as a checkpoint has them, where those of `NAMES` are not those that
+    `quantization_config` speaks of."""
 
     @classmethod
     def name(cls, layer: str) -> str:
@@ -85,7 +119,8 @@ class LinearMethodConformance(Conformance):
         return {"embedding": "model.embed_tokens", **NAMES, **cls.names}[layer]
 
     def stored(self, weight: Tensor) -> Mapping[str, Tensor]:
-        """What a checkpoint holds for a weight [outputs, inputs] float32: the layer's parameter -> tensor."""
+        """What a checkpoint holds for a weight [outputs, inputs] float32: the layer's parameter ->
+        tensor."""
         return {"weight": weight}
 
     def dequantized(self, weight: Tensor) -> Tensor:
@@ -100,11 +135,21 @@ class LinearMethodConformance(Conformance):
             "dtype": {"float32": torch.float32, "bfloat16": torch.bfloat16},
         }
 
-    def make(self, layer: str, *, rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.float32, process: bool = True) -> LinearBase:
+    def make(
+        self,
+        layer: str,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        dtype: torch.dtype = torch.float32,
+        process: bool = True,
+    ) -> LinearBase:
         """A layer with the weights of `pieces`, and a random bias where it has one."""
         name = str(dtype).removeprefix("torch.")
         config = VllmConfig.default(
-            {"quantization_config": dict(self.quantization_config)}, tensor_parallel_size=ranks, dtype=name
+            {"quantization_config": dict(self.quantization_config)},
+            tensor_parallel_size=ranks,
+            dtype=name,
         ).with_rank(rank)
         assert self.quantization.refuses(config) is None
         with construction(quantization=self.quantization(config)):
@@ -116,7 +161,9 @@ class LinearMethodConformance(Conformance):
                 param.weight_loader(param, tensor, index if len(pieces) > 1 else None)
         if made.bias is not None:
             bias: Any = made.bias
-            bias.weight_loader(bias, torch.randn(_full(made.spec.outputs), generator=_generator(99)))
+            bias.weight_loader(
+                bias, torch.randn(_full(made.spec.outputs), generator=_generator(99))
+            )
         if process:
             made.method.process(made)
         return made
@@ -124,13 +171,18 @@ class LinearMethodConformance(Conformance):
     def pieces(self, layer: LinearBase) -> list[Tensor]:
         """The checkpoint's weights of a layer: one for each part of its outputs."""
         inputs = layer.spec.inputs.full
-        return [torch.randn(part.full, inputs, generator=_generator(i)) * inputs**-0.5 for i, part in enumerate(layer.spec.outputs)]
+        return [
+            torch.randn(part.full, inputs, generator=_generator(i)) * inputs**-0.5
+            for i, part in enumerate(layer.spec.outputs)
+        ]
 
     def weight(self, layer: LinearBase) -> Tensor:
         """What the whole layer multiplies with, in float32."""
         return torch.cat([self.dequantized(piece) for piece in self.pieces(layer)])
 
-    def test_the_product_is_that_of_the_dequantized_weight(self, layer: str, dtype: torch.dtype) -> None:
+    def test_the_product_is_that_of_the_dequantized_weight(
+        self, layer: str, dtype: torch.dtype
+    ) -> None:
         made = self.make(layer, dtype=dtype)
         weight, bias = self.weight(made), made.bias
         for rows in (0, 1, 33):
@@ -138,17 +190,26 @@ class LinearMethodConformance(Conformance):
             ours = made.method.apply(x, bias)
             assert (ours.shape, ours.dtype) == ((rows, len(weight)), dtype)
             if (found := made.method.likeliest(x, bias)) is not None:
-                assert all(map(torch.equal, found, ours.max(-1))), "the likeliest outputs are others than those of the product"
+                assert all(map(torch.equal, found, ours.max(-1))), (
+                    "the likeliest outputs are others than those of the product"
+                )
             exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
             if dtype is torch.float32:
                 torch.testing.assert_close(ours.double(), exact, atol=TOLERANCE, rtol=0)
             elif rows:
                 assert_bf16_error([ours], [F.linear(x, weight.to(dtype), bias)], [exact])
 
-    def test_a_row_is_computed_alike_whatever_is_beside_it(self, layer: str, dtype: torch.dtype) -> None:
-        """Also beside rows that are a thousand times as large, or all zeros: what a request gets does not depend on the others."""
+    def test_a_row_is_computed_alike_whatever_is_beside_it(
+        self, layer: str, dtype: torch.dtype
+    ) -> None:
+        """Also beside rows that are a thousand times as large, or all zeros: what a request gets
+        does not depend on the others."""
         made = self.make(layer, dtype=dtype)
-        sizes = torch.ones(33).index_fill(0, torch.tensor([0, 7]), 1000).index_fill(0, torch.tensor([3]), 0)
+        sizes = (
+            torch.ones(33)
+            .index_fill(0, torch.tensor([0, 7]), 1000)
+            .index_fill(0, torch.tensor([3]), 0)
+        )
         x = (torch.randn(33, INPUTS, generator=_generator(8)) * sizes[:, None]).to(dtype)
         together = made.method.apply(x, made.bias)
         for row in (0, 1, 3, 8, 32):
@@ -156,35 +217,57 @@ class LinearMethodConformance(Conformance):
             # A sum in another order may round otherwise.
             rounding = max(TOLERANCE, 2 * torch.finfo(dtype).eps) * max(alone.abs().max().item(), 1)
             worst = (together[row] - alone).abs().max().item()
-            assert worst <= rounding, f"row {row} is off by {worst:.3g} from what it is alone: it depends on the rows beside it"
+            assert worst <= rounding, (
+                f"row {row} is off by {worst:.3g} from what it is alone: it depends on the "
+                "rows beside it"
+            )
 
     def test_activation_and_residual_follow_the_product(self, layer: str) -> None:
         made = self.make(layer)
         x, residual = torch.randn(9, INPUTS), torch.randn(9, _full(made.spec.outputs))
         plain, before = made.method.apply(x, made.bias), residual.clone()
-        torch.testing.assert_close(made.method.apply(x, made.bias, residual=residual), plain + residual, atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(
+            made.method.apply(x, made.bias, residual=residual),
+            plain + residual,
+            atol=TOLERANCE,
+            rtol=0,
+        )
         assert torch.equal(residual, before), "the residual is changed"
         for name, function in (("gelu", F.gelu), ("silu", F.silu)):
             ours = made.method.apply(x, made.bias, activation=name)
             torch.testing.assert_close(ours, function(plain), atol=TOLERANCE, rtol=0)
-            ours, (first, up) = made.method.apply(x, made.bias, activation=name, gated=True), plain.chunk(2, dim=-1)
+            ours, (first, up) = (
+                made.method.apply(x, made.bias, activation=name, gated=True),
+                plain.chunk(2, dim=-1),
+            )
             torch.testing.assert_close(ours, function(first) * up, atol=TOLERANCE, rtol=0)
 
     def test_shards_make_up_the_whole(self, layer: str, ranks: int) -> None:
         whole = self.make(layer, process=False)
-        assert_shards(whole, [self.make(layer, rank=rank, ranks=ranks, process=False) for rank in range(ranks)])
+        assert_shards(
+            whole,
+            [self.make(layer, rank=rank, ranks=ranks, process=False) for rank in range(ranks)],
+        )
 
     def test_the_ranks_compute_what_one_does(self, layer: str, ranks: int) -> None:
-        whole, shards = self.make(layer), [self.make(layer, rank=rank, ranks=ranks) for rank in range(ranks)]
+        whole, shards = (
+            self.make(layer),
+            [self.make(layer, rank=rank, ranks=ranks) for rank in range(ranks)],
+        )
         x = torch.randn(5, INPUTS)
         expected = whole.method.apply(x, None)
         if whole.spec.inputs.size != shards[0].spec.inputs.size:
-            total = torch.stack([shard.method.apply(_share(x, shard.spec.inputs), None) for shard in shards]).sum(0)
+            total = torch.stack(
+                [shard.method.apply(_share(x, shard.spec.inputs), None) for shard in shards]
+            ).sum(0)
             torch.testing.assert_close(total, expected, atol=TOLERANCE, rtol=0)
             return
         outputs = torch.split(expected, [part.full for part in whole.spec.outputs], dim=-1)
         for shard in shards:
-            mine = torch.cat([_share(out, part) for out, part in zip(outputs, shard.spec.outputs, strict=True)], dim=-1)
+            mine = torch.cat(
+                [_share(out, part) for out, part in zip(outputs, shard.spec.outputs, strict=True)],
+                dim=-1,
+            )
             torch.testing.assert_close(shard.method.apply(x, None), mine, atol=TOLERANCE, rtol=0)
 
     def test_it_holds_fewer_bytes(self, layer: str) -> None:
@@ -195,9 +278,17 @@ class LinearMethodConformance(Conformance):
     def test_a_tied_head_is_refused_or_right(self) -> None:
         config = VllmConfig.default({"quantization_config": dict(self.quantization_config)})
         with construction(quantization=self.quantization(config)):
-            embedding = VocabParallelEmbedding(VOCABULARY, INPUTS, vllm_config=config, prefix=self.name("embedding"))
+            embedding = VocabParallelEmbedding(
+                VOCABULARY, INPUTS, vllm_config=config, prefix=self.name("embedding")
+            )
             try:
-                head = ParallelLMHead(VOCABULARY, INPUTS, tied_to=embedding, vllm_config=config, prefix=self.name("lm_head"))
+                head = ParallelLMHead(
+                    VOCABULARY,
+                    INPUTS,
+                    tied_to=embedding,
+                    vllm_config=config,
+                    prefix=self.name("lm_head"),
+                )
             except UnsupportedError:
                 return
         weight = torch.randn(VOCABULARY, INPUTS, generator=_generator(3)) * INPUTS**-0.5
@@ -207,7 +298,9 @@ class LinearMethodConformance(Conformance):
         for module in (embedding, head):
             module.method.process(module)
         rows, x = embedding(torch.arange(VOCABULARY)), torch.randn(4, INPUTS)
-        assert any(torch.allclose(rows, one, atol=TOLERANCE) for one in (weight, self.dequantized(weight)))
+        assert any(
+            torch.allclose(rows, one, atol=TOLERANCE) for one in (weight, self.dequantized(weight))
+        )
         torch.testing.assert_close(head(x), x @ rows.T, atol=TOLERANCE, rtol=0)
 
     def test_it_leaves_no_layer_of_its_kinds(self, layer: str) -> None:
@@ -217,7 +310,9 @@ class LinearMethodConformance(Conformance):
 
     def test_a_refusal_is_a_reason(self) -> None:
         for device in ("cpu", "cuda", "meta"):
-            config = VllmConfig.default({"quantization_config": dict(self.quantization_config)}, device=device)
+            config = VllmConfig.default(
+                {"quantization_config": dict(self.quantization_config)}, device=device
+            )
             refusal = self.quantization.refuses(config)
             assert refusal is None or (isinstance(refusal, str) and refusal.strip())
 

@@ -42,15 +42,18 @@ class LetterRenderer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return bytes(token_ids).decode(errors="replace")
 
-    def token_bytes(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> list[bytes]:
+    def token_bytes(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False
+    ) -> list[bytes]:
         return [bytes([token_id]) for token_id in token_ids]
 
 
 class LogitsProcessorConformance(Conformance):
-    """Subclass it as `class TestMine(LogitsProcessorConformance)`; name both halves, and parameters that turn the processor on.
+    """Subclass it as `class TestMine(LogitsProcessorConformance)`; name both halves, and parameters
+    that turn the processor on.
 
-    Sequences of random tokens are drawn with the sampler itself, over a vocabulary of 256 tokens, in batches of several compositions and
-    orders, and with a preemption before each draw.
+    Sequences of random tokens are drawn with the sampler itself, over a vocabulary of 256 tokens,
+    in batches of several compositions and orders, and with a preemption before each draw.
     """
 
     processor: ClassVar[type[LogitsProcessor]]
@@ -63,18 +66,25 @@ class LogitsProcessorConformance(Conformance):
     @classmethod
     def parameters(cls) -> Mapping[str, Mapping[str, Any]]:
         cases, wrong = getattr(cls, "cases", ()), cls.wrong
-        return {"case": {str(case): case for case in cases}, "given": {str(given): given for given in wrong}}
+        return {
+            "case": {str(case): case for case in cases},
+            "given": {str(given): given for given in wrong},
+        }
 
     # The front half
 
     def test_the_parameters_say_what_they_mean(self) -> None:
         for o in params_of(self.params).values():
-            assert o.help[:1].isupper() and o.help.endswith("."), f"the help text of {o.name} is no sentence: {o.help!r}"
+            assert o.help[:1].isupper() and o.help.endswith("."), (
+                f"the help text of {o.name} is no sentence: {o.help!r}"
+            )
         self.params()
 
     def test_the_parameters_need_no_torch(self) -> None:
         code = f"import sys, {self.params.__module__}; sys.exit('torch' in sys.modules)"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)  # nosec B603 # our own words
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+        )  # nosec B603 # our own words
         assert done.returncode == 0, done.stderr or f"{self.params.__module__} imports torch"
 
     def test_arguments_cross_processes(self, case: Mapping[str, Any]) -> None:
@@ -90,24 +100,35 @@ class LogitsProcessorConformance(Conformance):
 
     def test_it_changes_something(self, case: Mapping[str, Any]) -> None:
         before = self.values()
-        assert any(not torch.equal(self.applied(case, values), values) for values in (before, before.flip(-1)))
+        assert any(
+            not torch.equal(self.applied(case, values), values)
+            for values in (before, before.flip(-1))
+        )
 
     def test_something_is_left_to_draw(self, case: Mapping[str, Any]) -> None:
         found = self.applied(case, self.values())
         assert not found.isnan().any()
         assert (found >= 0).all() or self.processor.stage == "logits", "a probability is negative"
-        assert (found.amax(dim=-1) > (0 if self.processor.stage == "probs" else -torch.inf)).all(), "no token is left"
+        assert (
+            found.amax(dim=-1) > (0 if self.processor.stage == "probs" else -torch.inf)
+        ).all(), "no token is left"
 
     def test_a_row_depends_on_no_other(self, case: Mapping[str, Any]) -> None:
         logits, cases = self.logits(), [case, None] * (_ROWS // 2)
         together = self.draw(logits, self.rows(cases))
         order = np.arange(_ROWS)[::-1].copy()
         turned = self.draw(logits.flip(0), self.rows(cases).select(order))
-        assert [turned.token_ids[_ROWS - 1 - i] for i in range(_ROWS)] == together.token_ids, "the order of the rows matters"
+        assert [turned.token_ids[_ROWS - 1 - i] for i in range(_ROWS)] == together.token_ids, (
+            "the order of the rows matters"
+        )
         for i in range(_ROWS):
             alone = self.draw(logits[i : i + 1], self.rows(cases).select(np.array([i])))
-            assert alone.token_ids == [together.token_ids[i]], "a row draws another token alone than in a batch"
-            assert alone.states.get(0) == together.states.get(i), "a row has another state alone than in a batch"
+            assert alone.token_ids == [together.token_ids[i]], (
+                "a row draws another token alone than in a batch"
+            )
+            assert alone.states.get(0) == together.states.get(i), (
+                "a row has another state alone than in a batch"
+            )
 
     def test_a_preemption_changes_nothing(self, case: Mapping[str, Any]) -> None:
         """The same draws from one batch, and from a new one before each draw."""
@@ -116,9 +137,16 @@ class LogitsProcessorConformance(Conformance):
         outputs: list[list[int]] = [[] for _ in cases]
         for step in range(_DRAWS):
             logits = self.logits(step)
-            staying, back = self.draw(logits, rows), self.draw(logits, self.rows(cases, outputs, states))
-            assert back.token_ids == staying.token_ids, f"draw {step} is another one after a preemption"
-            assert back.states == staying.states, f"the state after draw {step} is another one after a preemption"
+            staying, back = (
+                self.draw(logits, rows),
+                self.draw(logits, self.rows(cases, outputs, states)),
+            )
+            assert back.token_ids == staying.token_ids, (
+                f"draw {step} is another one after a preemption"
+            )
+            assert back.states == staying.states, (
+                f"the state after draw {step} is another one after a preemption"
+            )
             rows.history.append(np.arange(_ROWS), staying.token_ids)
             rows.position += 1
             for index, token_id in enumerate(staying.token_ids):
@@ -133,9 +161,15 @@ class LogitsProcessorConformance(Conformance):
         coming: dict[int, list[int]] = {}
         for step in range(_DRAWS):
             table.begin(*users)
-            drawn, other = (self.draw(self.logits(step), one).token_ids for one in (rows, unprepared))
+            drawn, other = (
+                self.draw(self.logits(step), one).token_ids for one in (rows, unprepared)
+            )
             assert drawn == other, "begin() changes what is drawn"
-            wrong = [key for key, token_id in zip(users[0], drawn, strict=True) if coming.get(key, [token_id])[0] != token_id]
+            wrong = [
+                key
+                for key, token_id in zip(users[0], drawn, strict=True)
+                if coming.get(key, [token_id])[0] != token_id
+            ]
             assert not wrong, "another token is drawn than drafts() said"
             for one in (rows, unprepared):
                 one.history.append(np.arange(_ROWS), drawn)
@@ -176,7 +210,10 @@ class LogitsProcessorConformance(Conformance):
         registry.add(NAME, "tested:Tested", params=self.params)
         vars(registry)["load"] = lambda key: self.processor
         generator = torch.Generator().manual_seed(5)
-        prompts = [torch.randint(0, 16, (3 + 5 * i,), generator=generator).tolist() for i in range(len(cases))]
+        prompts = [
+            torch.randint(0, 16, (3 + 5 * i,), generator=generator).tolist()
+            for i in range(len(cases))
+        ]
         return sampling_rows(
             *[SamplingParams()] * len(cases),
             prompts=prompts,
@@ -188,14 +225,26 @@ class LogitsProcessorConformance(Conformance):
         )
 
     def logits(self, seed: int = 0) -> Tensor:
-        return torch.randn(_ROWS, LetterRenderer.vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+        return (
+            torch.randn(
+                _ROWS, LetterRenderer.vocab_size, generator=torch.Generator().manual_seed(seed)
+            )
+            * 3
+        )
 
     def values(self) -> Tensor:
         """What the processor's stage gets."""
-        return self.logits() if self.processor.stage == "logits" else torch.softmax(self.logits(), dim=-1)
+        return (
+            self.logits()
+            if self.processor.stage == "logits"
+            else torch.softmax(self.logits(), dim=-1)
+        )
 
     def applied(self, case: Mapping[str, Any], values: Tensor) -> Tensor:
-        rows, made = self.rows([case] * _ROWS), self.processor(VllmConfig.default(), torch.device("cpu"))
+        rows, made = (
+            self.rows([case] * _ROWS),
+            self.processor(VllmConfig.default(), torch.device("cpu")),
+        )
         views = [rows.processor_row(i) for i in range(_ROWS)]
         for row in views:
             made.add(row, self.arguments(case), {})

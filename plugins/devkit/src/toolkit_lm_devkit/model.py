@@ -77,11 +77,14 @@ class Subject:
 
 
 class ModelConformance(Conformance):
-    """Subclass it as `class TestMine(ModelConformance)`, and write checkpoints in `make_checkpoint`.
+    """Subclass it as `class TestMine(ModelConformance)`, and write checkpoints in
+    `make_checkpoint`.
 
-    The distribution that registers the architecture must be installed, or its plugin stand in `plugins`; toolkit-lm-pooling-adapters must
-    be installed too. Checkpoints are small: two layers, heads that `tensor_parallel_sizes` divide, a vocabulary of some 270 tokens, at
-    least `max_model_len` positions. For models that transformers has too there is `TransformersConformance`.
+    The distribution that registers the architecture must be installed, or its plugin stand in
+    `plugins`; toolkit-lm-pooling-adapters must be installed too. Checkpoints are small: two layers,
+    heads that `tensor_parallel_sizes` divide, a vocabulary of some 270 tokens, at least
+    `max_model_len` positions. For models that transformers has too there is
+    `TransformersConformance`.
     """
 
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {"default": {}}
@@ -100,11 +103,15 @@ class ModelConformance(Conformance):
     pipeline_stages: ClassVar[int] = 2
     """Stages that the model's layers are cut into; 1 where it cannot be cut."""
     poolable: ClassVar[bool] = True
-    """False where the model cannot be pooled (`convert="embed"`) without a KV cache, and so must be refused."""
+    """False where the model cannot be pooled (`convert="embed"`) without a KV cache, and so must be
+    refused."""
 
     def make_checkpoint(self, folder: Path, **variant: Any) -> Reference:
-        """Writes a checkpoint with random float32 weights and a tokenizer (see `write_checkpoint`), and gives the model to compare with."""
-        raise NotImplementedError(f"{type(self).__name__} must define make_checkpoint(folder, **variant)")
+        """Writes a checkpoint with random float32 weights and a tokenizer (see `write_checkpoint`),
+        and gives the model to compare with."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must define make_checkpoint(folder, **variant)"
+        )
 
     def model_class(self, subject: Subject) -> type[Model]:
         """The class under test: the one that the engine chooses."""
@@ -112,7 +119,10 @@ class ModelConformance(Conformance):
 
     @classmethod
     def parameters(cls) -> Mapping[str, Mapping[str, Any]]:
-        return {"variant": {name: name for name in cls.variants}, "ranks": {str(size): size for size in cls.tensor_parallel_sizes}}
+        return {
+            "variant": {name: name for name in cls.variants},
+            "ranks": {str(size): size for size in cls.tensor_parallel_sizes},
+        }
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -136,39 +146,57 @@ class ModelConformance(Conformance):
 
     # Parity
 
-    def test_parity_of_mixed_lengths(self, subjects: Callable[[str], Subject], variant: str) -> None:
+    def test_parity_of_mixed_lengths(
+        self, subjects: Callable[[str], Subject], variant: str
+    ) -> None:
         subject = subjects(variant)
         assert self.check_parity(subject).preemptions == 0
 
-    def test_parity_chunked_and_preempted(self, subjects: Callable[[str], Subject], variant: str) -> None:
+    def test_parity_chunked_and_preempted(
+        self, subjects: Callable[[str], Subject], variant: str
+    ) -> None:
         subject = subjects(variant)
         specs = self.kv_cache_specs(subject)
         # It holds one sequence of the greatest length, but not all of them.
         num_blocks = sum(spec.max_blocks(self.max_model_len, CHUNK) for spec in specs) + 2
-        pool = {"num_kv_blocks": num_blocks, "max_num_seqs": len(self.lengths), "max_num_batched_tokens": CHUNK}
+        pool = {
+            "num_kv_blocks": num_blocks,
+            "max_num_seqs": len(self.lengths),
+            "max_num_batched_tokens": CHUNK,
+        }
         generated = self.check_parity(subject, **pool)
         if self.must_preempt(specs):
             assert generated.preemptions > 0, f"{num_blocks} KV blocks were meant to be too few"
 
     def must_preempt(self, specs: Sequence[KVCacheSpec]) -> bool:
-        """Whether sequences that were admitted run out of blocks in so small a pool, since what is kept of each only grows.
+        """Whether sequences that were admitted run out of blocks in so small a pool, since what is
+        kept of each only grows.
 
-        What does not grow, as a recurrent state, is there on admission, and so few blocks admit few sequences at a time: these then have
-        room to grow. Where all layers are windowed, sequences give back as many blocks as they take.
+        What does not grow, as a recurrent state, is there on admission, and so few blocks admit few
+        sequences at a time: these then have room to grow. Where all layers are windowed, sequences
+        give back as many blocks as they take.
         """
-        return all(spec.grows for spec in specs) and any(spec.first_needed(self.max_model_len) == 0 for spec in specs)
+        return all(spec.grows for spec in specs) and any(
+            spec.first_needed(self.max_model_len) == 0 for spec in specs
+        )
 
     def test_parity_of_one_token_at_a_time(self, first: Subject) -> None:
         # As a user who gives no length has it: the checkpoint's own, where it has one.
         has_length = bool(first.loaded.models.get(first.checkpoint.architecture).length_keys)
-        unstated = {"max_model_len": None if has_length else self.max_model_len, "num_kv_blocks": None} | dict(self.engine_options)
+        unstated = {
+            "max_model_len": None if has_length else self.max_model_len,
+            "num_kv_blocks": None,
+        } | dict(self.engine_options)
         self.check_parity(first, max_num_batched_tokens=1, max_num_seqs=1, **unstated)
 
     def check_parity(self, subject: Subject, **options: Any) -> Generated:
-        """All prompts in one engine: greedy tokens and log probabilities are those of the reference."""
+        """All prompts in one engine: greedy tokens and log probabilities are those of the
+        reference."""
         prompts = self.prompts(subject)
         generated = self.generate(subject, prompts, **options)
-        for prompt, tokens, ours in zip(prompts, generated.token_ids, generated.logprobs, strict=True):
+        for prompt, tokens, ours in zip(
+            prompts, generated.token_ids, generated.logprobs, strict=True
+        ):
             assert len(tokens) == self.max_tokens
             reference = subject.logprobs(prompt, tokens)
             assert_same_logits(ours, reference)
@@ -178,7 +206,8 @@ class ModelConformance(Conformance):
     def test_fused_layers_compute_what_their_modules_do(
         self, subjects: Callable[[str], Subject], variant: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Where kernels compute layers in one call, the results are those of the layers' modules."""
+        """Where kernels compute layers in one call, the results are those of the layers'
+        modules."""
         self.check_fusing(subjects(variant), monkeypatch)
 
     def check_fusing(self, subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,14 +234,27 @@ class ModelConformance(Conformance):
                 return
             patch.setattr(FusibleLayer, "fuse", lambda layer, kernels: None)
             theirs = self.generate_all(subject, block_size=FUSED_BLOCK_SIZE)
-        what = f"{', '.join(sorted(fused))}: the layer in one call of kernels, by its `parts`, is not what its modules compute"
-        for tokens, others, one, other in zip(ours.token_ids, theirs.token_ids, ours.logprobs, theirs.logprobs, strict=True):
+        what = (
+            f"{', '.join(sorted(fused))}: the layer in one call of kernels, by its `parts`, is "
+            "not what its modules compute"
+        )
+        for tokens, others, one, other in zip(
+            ours.token_ids, theirs.token_ids, ours.logprobs, theirs.logprobs, strict=True
+        ):
             # After the first other token it is another text.
-            same = next((i for i, (a, b) in enumerate(zip(tokens, others, strict=True)) if a != b), len(tokens) - 1) + 1
+            same = (
+                next(
+                    (i for i, (a, b) in enumerate(zip(tokens, others, strict=True)) if a != b),
+                    len(tokens) - 1,
+                )
+                + 1
+            )
             worst = (one[:same] - other[:same]).abs().max().item()
             assert worst <= FUSED_TOLERANCE, f"{what}: logits differ by {worst:.3g}"
 
-    def test_pooling_without_a_cache(self, subjects: Callable[[str], Subject], variant: str) -> None:
+    def test_pooling_without_a_cache(
+        self, subjects: Callable[[str], Subject], variant: str
+    ) -> None:
         """The hidden states that are pooled are those that the reference's logits are made of."""
         subject = subjects(variant)
         if self.poolable:
@@ -224,26 +266,52 @@ class ModelConformance(Conformance):
     def check_pooling(self, subject: Subject) -> None:
         """All prompts in one pooling engine: hidden states of all tokens, and embeddings."""
         prompts = self.prompts(subject)
-        pooled = pool(subject.folder, prompts, plugins=subject.plugins, max_model_len=self.max_model_len, **self.engine_options)
+        pooled = pool(
+            subject.folder,
+            prompts,
+            plugins=subject.plugins,
+            max_model_len=self.max_model_len,
+            **self.engine_options,
+        )
         model = load_checkpoint(self.model_class(subject), subject.folder, plugins=subject.loaded)
         for prompt, states, embedding in zip(prompts, *pooled, strict=True):
             with torch.inference_mode():
-                # No token sees what follows it, but a scaling of positions may depend on the length, which is here that of `check_parity`.
-                reference = subject.reference([*prompt, *[0] * self.max_tokens])[: len(prompt)].float().cpu()
+                # No token sees what follows it, but a scaling of positions may depend on the
+                # length, which is here that of `check_parity`.
+                reference = (
+                    subject.reference([*prompt, *[0] * self.max_tokens])[: len(prompt)]
+                    .float()
+                    .cpu()
+                )
                 logits = model.compute_logits(states)
-                assert all(map(torch.equal, model.likeliest(states), logits.max(-1))), "greedy tokens are not those of the logits"
+                assert all(map(torch.equal, model.likeliest(states), logits.max(-1))), (
+                    "greedy tokens are not those of the logits"
+                )
                 ours = logits.float()
             assert_same_logits(ours.log_softmax(-1), reference.log_softmax(-1))
             difference = (embedding - torch.nn.functional.normalize(states[-1], dim=0)).abs().max()
-            assert difference <= POOLED_TOLERANCE, f"an embedding is off by {difference:.3g} from the last token's hidden state"
+            assert difference <= POOLED_TOLERANCE, (
+                f"an embedding is off by {difference:.3g} from the last token's hidden state"
+            )
 
-    def generate(self, subject: Subject, prompts: Sequence[Sequence[int]], **options: Any) -> Generated:
+    def generate(
+        self, subject: Subject, prompts: Sequence[Sequence[int]], **options: Any
+    ) -> Generated:
         """`prompts` through the engine."""
         vocab_size = subject.reference([0]).shape[-1]
         options = (
-            {"block_size": BLOCK_SIZE, "max_model_len": self.max_model_len, "num_kv_blocks": 1024} | dict(self.engine_options) | options
+            {"block_size": BLOCK_SIZE, "max_model_len": self.max_model_len, "num_kv_blocks": 1024}
+            | dict(self.engine_options)
+            | options
         )
-        return generate(subject.folder, prompts, vocab_size=vocab_size, max_tokens=self.max_tokens, plugins=subject.plugins, **options)
+        return generate(
+            subject.folder,
+            prompts,
+            vocab_size=vocab_size,
+            max_tokens=self.max_tokens,
+            plugins=subject.plugins,
+            **options,
+        )
 
     def generate_all(self, subject: Subject, **options: Any) -> Generated:
         """The conformance prompts through the engine."""
@@ -252,8 +320,13 @@ class ModelConformance(Conformance):
     def prompts(self, subject: Subject) -> list[list[int]]:
         """Random token ids, of the lengths in `lengths`."""
         generator = torch.Generator().manual_seed(7)
-        drawn = torch.tensor([i for i in range(3, subject.reference([0]).shape[-1]) if i not in self.placeholder_ids])
-        return [drawn[torch.randint(len(drawn), (length,), generator=generator)].tolist() for length in self.lengths]
+        drawn = torch.tensor(
+            [i for i in range(3, subject.reference([0]).shape[-1]) if i not in self.placeholder_ids]
+        )
+        return [
+            drawn[torch.randint(len(drawn), (length,), generator=generator)].tolist()
+            for length in self.lengths
+        ]
 
     def kv_cache_specs(self, subject: Subject) -> list[KVCacheSpec]:
         """That of each KV group."""
@@ -261,7 +334,11 @@ class ModelConformance(Conformance):
 
     def kv_cache(self, subject: Subject) -> KVCacheConfig:
         """The model's KV groups and pools, without blocks."""
-        layers = [module for module in self.make_model(subject).modules() if isinstance(module, CacheLayer)]
+        layers = [
+            module
+            for module in self.make_model(subject).modules()
+            if isinstance(module, CacheLayer)
+        ]
         specs = {layer.prefix: spec for layer in layers if (spec := layer.kv_cache_spec())}
         return plan_groups(specs, dict.fromkeys(specs, "auto"))
 
@@ -269,7 +346,11 @@ class ModelConformance(Conformance):
 
     def make_model(self, subject: Subject, *, rank: int = 0, ranks: int = 1) -> Model:
         """The model as one rank holds it, without weights."""
-        options: dict[str, Any] = {"max_model_len": self.max_model_len, "block_size": BLOCK_SIZE, "tensor_parallel_size": ranks}
+        options: dict[str, Any] = {
+            "max_model_len": self.max_model_len,
+            "block_size": BLOCK_SIZE,
+            "tensor_parallel_size": ranks,
+        }
         config = VllmConfig.default(**options).with_rank(rank).with_checkpoint(subject.checkpoint)
         with construction(models=subject.loaded.models):
             return self.model_class(subject)(vllm_config=config)
@@ -278,46 +359,76 @@ class ModelConformance(Conformance):
         cls = self.model_class(first)
         check_constructor(cls)
         kinds = {p.name: p.kind for p in inspect.signature(cls).parameters.values()}
-        positional = [name for name, kind in kinds.items() if kind is not inspect.Parameter.KEYWORD_ONLY]
+        positional = [
+            name for name, kind in kinds.items() if kind is not inspect.Parameter.KEYWORD_ONLY
+        ]
         assert positional == [], f"{cls.__name__}: parameters {positional} must be keyword-only"
 
-    def test_shards_make_up_the_whole(self, subjects: Callable[[str], Subject], variant: str, ranks: int) -> None:
+    def test_shards_make_up_the_whole(
+        self, subjects: Callable[[str], Subject], variant: str, ranks: int
+    ) -> None:
         subject = subjects(variant)
-        models = [self.make_model(subject), *(self.make_model(subject, rank=rank, ranks=ranks) for rank in range(ranks))]
+        models = [
+            self.make_model(subject),
+            *(self.make_model(subject, rank=rank, ranks=ranks) for rank in range(ranks)),
+        ]
         for model in models:
             model.load_weights(CheckpointWeights(subject.folder))
         assert any(is_sharded(models[1]).values()), f"{ranks} ranks hold all of every weight"
         assert_shards(models[0], models[1:])
 
     def test_ranks_and_stages_compute_the_whole(self, first: Subject, ranks: int) -> None:
-        """Ranks that each hold a shard, in as many pipeline stages as `pipeline_stages` says, give the logits of one rank."""
+        """Ranks that each hold a shard, in as many pipeline stages as `pipeline_stages` says, give
+        the logits of one rank."""
         model_class, tokens = self.model_class(first), torch.tensor(self.prompts(first)[0])
-        expected = logits_of([load_checkpoint(model_class, first.folder, plugins=first.loaded)], tokens)
+        expected = logits_of(
+            [load_checkpoint(model_class, first.folder, plugins=first.loaded)], tokens
+        )
         stages = self.pipeline_stages
 
         def compute(rank: int) -> Tensor:
-            options: dict[str, Any] = {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages}
+            options: dict[str, Any] = {
+                "tensor_parallel_size": ranks,
+                "pipeline_parallel_size": stages,
+            }
             parts = [
-                load_checkpoint(model_class, first.folder, rank=stage * ranks + rank, plugins=first.loaded, **options)
+                load_checkpoint(
+                    model_class,
+                    first.folder,
+                    rank=stage * ranks + rank,
+                    plugins=first.loaded,
+                    **options,
+                )
                 for stage in range(stages)
             ]
             return logits_of(parts, tokens)
 
         for rank, ours in enumerate(run_ranks(compute, ranks)):
-            assert (ours - expected).abs().max() <= 1e-4, f"rank {rank} of {ranks}, in {stages} stages, gives other logits than one alone"
+            assert (ours - expected).abs().max() <= 1e-4, (
+                f"rank {rank} of {ranks}, in {stages} stages, gives other logits than one alone"
+            )
 
     def test_missing_weights_are_refused_by_name(self, first: Subject) -> None:
         for name in self.checked_weights(first):
-            kept = [(other, tensor) for other, tensor in CheckpointWeights(first.folder) if other != name]
+            kept = [
+                (other, tensor)
+                for other, tensor in CheckpointWeights(first.folder)
+                if other != name
+            ]
             self.assert_refused(first, kept, name)
 
     def test_unexpected_weights_are_refused_by_name(self, first: Subject) -> None:
         weights = list(CheckpointWeights(first.folder))
-        self.assert_refused(first, [*weights, ("of.nobody.weight", weights[0][1])], "of.nobody.weight")
+        self.assert_refused(
+            first, [*weights, ("of.nobody.weight", weights[0][1])], "of.nobody.weight"
+        )
 
     def test_misshaped_weights_are_refused_by_name(self, first: Subject) -> None:
         for name in self.checked_weights(first):
-            grown = [(n, torch.cat([t, t[:1]]) if n == name else t) for n, t in CheckpointWeights(first.folder)]
+            grown = [
+                (n, torch.cat([t, t[:1]]) if n == name else t)
+                for n, t in CheckpointWeights(first.folder)
+            ]
             self.assert_refused(first, grown, name)
 
     def checked_weights(self, subject: Subject) -> Iterator[str]:
@@ -327,14 +438,20 @@ class ModelConformance(Conformance):
             if not any(re.search(pattern, name) for pattern in ignored):
                 yield name
 
-    def assert_refused(self, subject: Subject, weights: list[tuple[str, Tensor]], name: str) -> None:
-        """Loading raises CheckpointError, which names the tensor, or at least the module that it belongs to."""
+    def assert_refused(
+        self, subject: Subject, weights: list[tuple[str, Tensor]], name: str
+    ) -> None:
+        """Loading raises CheckpointError, which names the tensor, or at least the module that it
+        belongs to."""
         model = self.make_model(subject)
         renamed = name
         for pattern, replacement in type(model).renames:
             renamed = re.sub(pattern, replacement, renamed)
         with pytest.raises(CheckpointError) as caught:
             model.load_weights(weights)
-        # A packed tensor is reported by its parts: "...self_attn.q_proj.weight" for "...self_attn.qkv_proj.weight".
+        # A packed tensor is reported by its parts: "...self_attn.q_proj.weight" for
+        # "...self_attn.qkv_proj.weight".
         module = renamed.rpartition(".")[0].rpartition(".")[0] or renamed
-        assert module in str(caught.value), f"the error about {name!r} does not name it: {caught.value}"
+        assert module in str(caught.value), (
+            f"the error about {name!r} does not name it: {caught.value}"
+        )

@@ -1,4 +1,5 @@
-"""MultimodalConformance: what every model that takes pictures or recordings must do, shown through renderer and engine."""
+"""MultimodalConformance: what every model that takes pictures or recordings must do, shown through
+renderer and engine."""
 
 from __future__ import annotations
 
@@ -31,21 +32,28 @@ class MultimodalReference(Protocol):
         """Items of mixed sizes, 2 to 30 tokens each."""
 
     def inputs(self, text: str, items: Sequence[Any]) -> dict[str, Tensor]:
-        """What the reference's own processor makes of a prompt: `input_ids` [1, T], and the rest."""
+        """What the reference's own processor makes of a prompt: `input_ids` [1, T], and the
+        rest."""
 
     def greedy(self, text: str, items: Sequence[Any], count: int) -> tuple[list[int], list[int]]:
         """Tokens of a prompt, and the `count` tokens that the reference draws after it."""
 
 
 class MultimodalConformance(Conformance):
-    """Subclass it as `class TestMine(MultimodalConformance)` beside a fixture `reference` of the module -> MultimodalReference."""
+    """Subclass it as `class TestMine(MultimodalConformance)` beside a fixture `reference` of the
+    module -> MultimodalReference."""
 
     modality: ClassVar[str]
     """As prompts name it: `image`, `audio`."""
     hidden_size: ClassVar[int] = 64
     """Of an item's embeddings."""
     max_tokens: ClassVar[int] = 12
-    engine_options: ClassVar[Mapping[str, Any]] = {"device": "cpu", "max_model_len": 192, "num_kv_blocks": 200, "max_num_seqs": 8}
+    engine_options: ClassVar[Mapping[str, Any]] = {
+        "device": "cpu",
+        "max_model_len": 192,
+        "num_kv_blocks": 200,
+        "max_num_seqs": 8,
+    }
     texts: ClassVar[Sequence[str]] = (
         "What is in these?\n{0}\nand {0}, or\n\n{0} together? Say it.",
         "{0}What is this?",
@@ -55,7 +63,8 @@ class MultimodalConformance(Conformance):
     """With as many items as places."""
 
     def num_scarce_blocks(self, reference: MultimodalReference) -> int | None:
-        """Blocks of 4 that hold the longest of the prompts of `test_preempted_prompts`, and not all of them. None: there is no such number.
+        """Blocks of 4 that hold the longest of the prompts of `test_preempted_prompts`, and not all
+        of them. None: there is no such number.
 
         The engine asks for room without windows, which sliding windows do not fill.
         """
@@ -71,17 +80,28 @@ class MultimodalConformance(Conformance):
         return LLM(str(reference.folder), **dict(self.engine_options) | options)
 
     def prompt(self, text: str, items: Sequence[Any]) -> Any:
-        return {"prompt": text, "multi_modal_data": {self.modality: items}} if items else {"prompt": text}
+        return (
+            {"prompt": text, "multi_modal_data": {self.modality: items}}
+            if items
+            else {"prompt": text}
+        )
 
-    def drawn(self, llm: LLM, prompts: Sequence[Any], params: SamplingParams | None = None) -> list[list[int]]:
+    def drawn(
+        self, llm: LLM, prompts: Sequence[Any], params: SamplingParams | None = None
+    ) -> list[list[int]]:
         outputs = llm.generate(prompts, params or self.params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    def check(self, llm: LLM, reference: MultimodalReference, asked: Sequence[tuple[str, Sequence[Any]]]) -> list[int]:
-        """The tokens of prompts, and those drawn, are the reference's. Returns how many tokens came from the prefix cache, of each."""
+    def check(
+        self, llm: LLM, reference: MultimodalReference, asked: Sequence[tuple[str, Sequence[Any]]]
+    ) -> list[int]:
+        """The tokens of prompts, and those drawn, are the reference's. Returns how many tokens came
+        from the prefix cache, of each."""
         outputs = llm.generate([self.prompt(*one) for one in asked], self.params, use_tqdm=False)
         for output, (text, items) in zip(outputs, asked, strict=True):
-            assert (output.prompt_token_ids, list(output.outputs[0].token_ids)) == reference.greedy(text, items, self.max_tokens)
+            assert (output.prompt_token_ids, list(output.outputs[0].token_ids)) == reference.greedy(
+                text, items, self.max_tokens
+            )
         return [output.num_cached_tokens for output in outputs]
 
     # Parity
@@ -107,10 +127,17 @@ class MultimodalConformance(Conformance):
             self.check(llm, reference, asked)  # again, from the prefix cache
 
     def test_a_prefix_that_ends_inside_an_item(self, reference: MultimodalReference) -> None:
-        """Blocks of 8: what two prompts share ends inside their last item, or the item is not the same."""
+        """Blocks of 8: what two prompts share ends inside their last item, or the item is not the
+        same."""
         a, b = reference.items(2, seed=5)
         with self.engine(reference, num_kv_blocks=2000, block_size=8) as llm:
-            for items, ending in (([a, b], " x"), ([a, b], " y"), ([a, a], " x"), ([b, b], " x"), ([a, b], "")):
+            for items, ending in (
+                ([a, b], " x"),
+                ([a, b], " y"),
+                ([a, a], " x"),
+                ([b, b], " x"),
+                ([a, b], ""),
+            ):
                 for num_letters in (0, 2, 5):
                     text = f"{'p' * num_letters}{reference.mark} and {reference.mark}{ending}"
                     [num_cached] = self.check(llm, reference, [(text, items)])
@@ -120,7 +147,10 @@ class MultimodalConformance(Conformance):
     def test_preempted_prompts(self, reference: MultimodalReference) -> None:
         """More prompts than blocks have room for, computed again where they are thrown out."""
         items, count, preemptions = reference.items(8, seed=9), 30, Preemptions()
-        asked = [(f"{i} {reference.mark} is? {'o' * i}{reference.mark}", items[2 * i : 2 * i + 2]) for i in range(4)]
+        asked = [
+            (f"{i} {reference.mark} is? {'o' * i}{reference.mark}", items[2 * i : 2 * i + 2])
+            for i in range(4)
+        ]
         expected = [reference.greedy(*one, count)[1] for one in asked]
         scarce = self.num_scarce_blocks(reference)
         if scarce is None:
@@ -140,14 +170,19 @@ class MultimodalConformance(Conformance):
     def test_several_sequences_of_a_prompt(self, reference: MultimodalReference) -> None:
         items, text = reference.items(2, seed=8), f"{reference.mark}, {reference.mark}!"
         expected = reference.greedy(text, items, self.max_tokens)[1]
-        nearly_greedy = SamplingParams(temperature=1e-6, n=3, max_tokens=self.max_tokens, ignore_eos=True, seed=0)
+        nearly_greedy = SamplingParams(
+            temperature=1e-6, n=3, max_tokens=self.max_tokens, ignore_eos=True, seed=0
+        )
         with self.engine(reference, max_num_batched_tokens=25) as llm:
             [output] = llm.generate([self.prompt(text, items)], nearly_greedy, use_tqdm=False)
         assert [list(one.token_ids) for one in output.outputs] == [expected] * 3
 
     def test_logprobs_of_prompts(self, reference: MultimodalReference) -> None:
         """At every token, those of items too: in steps that end anywhere."""
-        items, params = reference.items(2, seed=6), SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        items, params = (
+            reference.items(2, seed=6),
+            SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0),
+        )
         text = f"first {reference.mark} then {reference.mark} and the rest of it"
         inputs = reference.inputs(text, items)
         with torch.inference_mode():
@@ -156,15 +191,22 @@ class MultimodalConformance(Conformance):
         expected = logprobs[:-1].gather(1, tokens[1:, None])[:, 0].tolist()
         for budget in (1024, 23):
             with self.engine(reference, max_num_batched_tokens=budget) as llm:
-                found = llm.generate([self.prompt(text, items)], params, use_tqdm=False)[0].prompt_logprobs
+                found = llm.generate([self.prompt(text, items)], params, use_tqdm=False)[
+                    0
+                ].prompt_logprobs
             assert found is not None
-            of_tokens = [dict(one)[token].logprob for one, token in zip(found[1:], tokens[1:].tolist(), strict=True) if one is not None]
+            of_tokens = [
+                dict(one)[token].logprob
+                for one, token in zip(found[1:], tokens[1:].tolist(), strict=True)
+                if one is not None
+            ]
             assert of_tokens == pytest.approx(expected, abs=1e-3)
 
     # Refusals: the engine goes on
 
     def test_what_does_not_fit_is_refused(self, reference: MultimodalReference) -> None:
-        """Too few items, embeddings of a wrong shape, a modality that the model does not take; placeholders without an item."""
+        """Too few items, embeddings of a wrong shape, a modality that the model does not take;
+        placeholders without an item."""
         text = f"{reference.mark}{reference.mark}"
         wrong_shape = [np.zeros((3, self.hidden_size - 1), np.float32)] * 2
         refused: list[tuple[dict[str, Any], str]] = [
@@ -177,5 +219,7 @@ class MultimodalConformance(Conformance):
         with self.engine(reference) as llm:
             for data, message in refused:
                 with pytest.raises(ToolkitError, match=message):
-                    llm.generate([{"prompt": text, "multi_modal_data": data}], self.params, use_tqdm=False)
+                    llm.generate(
+                        [{"prompt": text, "multi_modal_data": data}], self.params, use_tqdm=False
+                    )
             self.check(llm, reference, [(text, reference.items(2))])

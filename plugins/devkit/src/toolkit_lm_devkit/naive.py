@@ -23,10 +23,10 @@ def naive_attention(
 ) -> np.ndarray:
     """Output [Tq, heads, size] of q [Tq, heads, size], k and v [Tk, kv heads, size].
 
-    kind: "decoder" (the queries are the last of the keys' positions), "encoder" (the keys are the first of the queries' positions, or all
-    of them) or "cross".
-    bias: (head, query position, key position) -> a number that is added to the scaled score.
-    spans: [Tk, 2], of a decoder: [start, end) of the span that each position is in.
+    kind: "decoder" (the queries are the last of the keys' positions), "encoder" (the keys are the
+    first of the queries' positions, or all of them) or "cross". bias: (head, query position, key
+    position) -> a number that is added to the scaled score. spans: [Tk, 2], of a decoder: [start,
+    end) of the span that each position is in.
     """
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     out = np.zeros_like(q)
@@ -34,7 +34,9 @@ def naive_attention(
     for i in range(q.shape[0]):
         position = k.shape[0] - q.shape[0] + i if kind == "decoder" else i
         span = None if spans is None else tuple(spans[position])
-        seen = [j for j in range(k.shape[0]) if sees(position, j, kind=kind, window=window, span=span)]
+        seen = [
+            j for j in range(k.shape[0]) if sees(position, j, kind=kind, window=window, span=span)
+        ]
         for head in range(q.shape[1]):
             scores = []
             for j in seen:
@@ -52,7 +54,9 @@ def naive_attention(
     return out
 
 
-def sees(query: int, key: int, *, kind: str, window: int | None, span: tuple[int, ...] | None = None) -> bool:
+def sees(
+    query: int, key: int, *, kind: str, window: int | None, span: tuple[int, ...] | None = None
+) -> bool:
     """Whether the token at position `query`, which is in `span`, sees the one at `key`."""
     if kind == "cross":
         return True

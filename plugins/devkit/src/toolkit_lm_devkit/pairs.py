@@ -10,17 +10,26 @@ import numpy as np
 Case = dict[str, Any]
 
 
-def all_pairs(factors: Mapping[str, Sequence[Any]], allowed: Callable[[Case], bool] = lambda case: True, seed: int = 0) -> list[Case]:
-    """Cases that cover, between them, each pair of values of any two factors that an allowed case can have (a greedy selection).
+def all_pairs(
+    factors: Mapping[str, Sequence[Any]],
+    allowed: Callable[[Case], bool] = lambda case: True,
+    seed: int = 0,
+) -> list[Case]:
+    """Cases that cover, between them, each pair of values of any two factors that an allowed case
+    can have (a greedy selection).
 
-    A factor's first value is the plain one: a third of the cases that are drawn have most factors plain, so that pairs are found too
-    where little else is allowed.
+    A factor's first value is the plain one: a third of the cases that are drawn have most factors
+    plain, so that pairs are found too where little else is allowed.
     """
     rng = np.random.default_rng(seed)
     names = list(factors)
 
     def pairs(case: Case) -> frozenset[tuple[str, str, str, str]]:
-        return frozenset((a, repr(case[a]), b, repr(case[b])) for n, a in enumerate(names) for b in names[n + 1 :])
+        return frozenset(
+            (a, repr(case[a]), b, repr(case[b]))
+            for n, a in enumerate(names)
+            for b in names[n + 1 :]
+        )
 
     def draw(values: Sequence[Any], plain: float) -> Any:
         return values[0] if rng.random() < plain else values[int(rng.integers(len(values)))]

@@ -1,6 +1,7 @@
 """The pytest plugin, which pytest finds by entry point.
 
-A failed assertion of the kit shows its values, as one in a test module does. The fixture `toolkit` runs the command of that name.
+A failed assertion of the kit shows its values, as one in a test module does. The fixture `toolkit`
+runs the command of that name.
 """
 
 from __future__ import annotations
@@ -34,8 +35,11 @@ class Finished(NamedTuple):
 
 
 @pytest.fixture
-def toolkit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Finished]:
-    """Runs `toolkit` in this process, with the arguments that it is called with: `toolkit("plugins", "list").out`."""
+def toolkit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Finished]:
+    """Runs `toolkit` in this process, with the arguments that it is called with:
+    `toolkit("plugins", "list").out`."""
     # Imported here: every run of pytest loads this module.
     from toolkit_lm_cli import run
 

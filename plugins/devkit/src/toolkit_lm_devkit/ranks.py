@@ -29,11 +29,14 @@ class Computed(NamedTuple):
     """The checkpoint."""
 
 
-def logits_of_ranks(models: Sequence[Computed], token_ids: Tensor, *, ranks: int = 2, **options: Any) -> list[list[Tensor]]:
-    """For each of `models`, the logits [T, V] of each rank at each token of one sequence [T]; `options` are those of VllmConfig.
+def logits_of_ranks(
+    models: Sequence[Computed], token_ids: Tensor, *, ranks: int = 2, **options: Any
+) -> list[list[Tensor]]:
+    """For each of `models`, the logits [T, V] of each rank at each token of one sequence [T];
+    `options` are those of VllmConfig.
 
-    A rank computes all of them one after the other: a start of Python costs more than a small model does. Raises AssertionError where a
-    rank fails; its error is on stderr.
+    A rank computes all of them one after the other: a start of Python costs more than a small model
+    does. Raises AssertionError where a rank fails; its error is on stderr.
     """
     return _run(models, [token_ids], ranks, "logits", options)
 
@@ -41,14 +44,30 @@ def logits_of_ranks(models: Sequence[Computed], token_ids: Tensor, *, ranks: int
 def hidden_states_of_ranks(
     models: Sequence[Computed], sequences: Sequence[Tensor], *, ranks: int = 2, **options: Any
 ) -> list[list[Tensor]]:
-    """As `logits_of_ranks`, but the hidden states [T, H] of `sequences`, token ids, which are one after the other in T."""
+    """As `logits_of_ranks`, but the hidden states [T, H] of `sequences`, token ids, which are one
+    after the other in T."""
     return _run(models, sequences, ranks, "hidden states", options)
 
 
-def _run(models: Sequence[Computed], sequences: Sequence[Tensor], ranks: int, kind: str, options: dict[str, Any]) -> list[list[Tensor]]:
-    names = [(model.model_class.__module__, model.model_class.__qualname__, str(model.folder)) for model in models]
+def _run(
+    models: Sequence[Computed],
+    sequences: Sequence[Tensor],
+    ranks: int,
+    kind: str,
+    options: dict[str, Any],
+) -> list[list[Tensor]]:
+    names = [
+        (model.model_class.__module__, model.model_class.__qualname__, str(model.folder))
+        for model in models
+    ]
     with tempfile.TemporaryDirectory() as folder:
-        work = {"models": names, "sequences": [s.tolist() for s in sequences], "ranks": ranks, "kind": kind, "options": options}
+        work = {
+            "models": names,
+            "sequences": [s.tolist() for s in sequences],
+            "ranks": ranks,
+            "kind": kind,
+            "options": options,
+        }
         Path(folder, "work.json").write_text(json.dumps(work))
         commands = [[sys.executable, "-m", __name__, str(rank), folder] for rank in range(ranks)]
         processes = [subprocess.Popen(command) for command in commands]  # nosec B603 # our own words
@@ -65,13 +84,25 @@ def _run(models: Sequence[Computed], sequences: Sequence[Tensor], ranks: int, ki
 
 def _main(rank: int, folder: Path) -> None:
     work = json.loads((folder / "work.json").read_text())
-    sequences, options = [torch.tensor(s) for s in work["sequences"]], {"tensor_parallel_size": work["ranks"], **work["options"]}
+    sequences, options = (
+        [torch.tensor(s) for s in work["sequences"]],
+        {"tensor_parallel_size": work["ranks"], **work["options"]},
+    )
     parallel = VllmConfig.default(tensor_parallel_size=work["ranks"]).with_rank(rank).parallel
     results = {}
     with torch_groups(parallel, folder / "sync"):
         for index, (module, name, checkpoint) in enumerate(work["models"]):
-            model = load_checkpoint(getattr(importlib.import_module(module), name), Path(checkpoint), rank=rank, **options)
-            out = logits_of([model], sequences[0]) if work["kind"] == "logits" else torch.cat(hidden_states([model], sequences))
+            model = load_checkpoint(
+                getattr(importlib.import_module(module), name),
+                Path(checkpoint),
+                rank=rank,
+                **options,
+            )
+            out = (
+                logits_of([model], sequences[0])
+                if work["kind"] == "logits"
+                else torch.cat(hidden_states([model], sequences))
+            )
             results[str(index)] = out.contiguous()
     save_file(results, folder / f"{rank}.safetensors")
 

@@ -30,10 +30,18 @@ sys.exit("torch" in sys.modules)
 
 
 def config_of(folder: str | Path) -> VllmConfig:
-    """A resolved config for a folder that a renderer reads; config.json and generation_config.json may be missing there."""
-    hf_config, generation = (_read(Path(folder, name)) for name in ("config.json", "generation_config.json"))
+    """A resolved config for a folder that a renderer reads; config.json and generation_config.json
+    may be missing there."""
+    hf_config, generation = (
+        _read(Path(folder, name)) for name in ("config.json", "generation_config.json")
+    )
     architecture = (hf_config.get("architectures") or ["none"])[0]
-    checkpoint = Checkpoint(path=str(folder), architecture=architecture, hf_config=hf_config, generation_config=generation)
+    checkpoint = Checkpoint(
+        path=str(folder),
+        architecture=architecture,
+        hf_config=hf_config,
+        generation_config=generation,
+    )
     return VllmConfig.default(hf_config).with_checkpoint(checkpoint)
 
 
@@ -43,15 +51,24 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class RendererConformance(Conformance):
-    """Subclass it as `class TestMine(RendererConformance)`, name the class, and write its files in `write_files`."""
+    """Subclass it as `class TestMine(RendererConformance)`, name the class, and write its files in
+    `write_files`."""
 
     renderer_class: ClassVar[type[Renderer]]
-    texts: ClassVar[Sequence[str]] = ("The cat sat.", " leading and trailing ", "héllo 😀 日本語", "a\n\nb\tc", "</s> inside")
+    texts: ClassVar[Sequence[str]] = (
+        "The cat sat.",
+        " leading and trailing ",
+        "héllo 😀 日本語",
+        "a\n\nb\tc",
+        "</s> inside",
+    )
     """Texts that come back as they are from encoding, without special tokens, and decoding."""
     has_chat_template: ClassVar[bool] = True
-    """Whether the checkpoint of `write_files` can render conversations. Without, they must be refused by RequestError."""
+    """Whether the checkpoint of `write_files` can render conversations. Without, they must be
+    refused by RequestError."""
     imports_torch: ClassVar[bool] = False
-    """False: the renderer can be imported and used in a process that never imports torch, such as an HTTP front."""
+    """False: the renderer can be imported and used in a process that never imports torch, such as
+    an HTTP front."""
 
     def write_files(self, folder: Path) -> None:
         """Writes what the renderer reads of a checkpoint, such as `write_tokenizer` does."""
@@ -59,7 +76,10 @@ class RendererConformance(Conformance):
 
     @classmethod
     def parameters(cls) -> Mapping[str, Mapping[str, Any]]:
-        return {"text": {repr(text): text for text in cls.texts}, "skip": {"without special": True, "with special": False}}
+        return {
+            "text": {repr(text): text for text in cls.texts},
+            "skip": {"without special": True, "with special": False},
+        }
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -78,7 +98,10 @@ class RendererConformance(Conformance):
         token_ids = renderer.render_prompt(text, add_special_tokens=False).token_ids
         assert all(0 <= token_id < renderer.vocab_size for token_id in token_ids)
         assert renderer.decode(token_ids) == text
-        assert renderer.render_prompt({"prompt": text}, add_special_tokens=False).token_ids == token_ids
+        assert (
+            renderer.render_prompt({"prompt": text}, add_special_tokens=False).token_ids
+            == token_ids
+        )
 
     def test_token_ids_pass_as_they_are(self, renderer: Renderer) -> None:
         assert renderer.render_prompt({"prompt_token_ids": [2, 0, 2]}).token_ids == [2, 0, 2]
@@ -101,12 +124,18 @@ class RendererConformance(Conformance):
         short = renderer.render_conversation([{"role": "user", "content": "Hello"}]).token_ids
         assert "Hello" in renderer.decode(short)
         assert all(0 <= token_id < renderer.vocab_size for token_id in short)
-        more = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}, {"role": "user", "content": "Bye"}]
+        more = [
+            {"role": "user", "content": "Hello"},
+            {"role": "assistant", "content": "Hi!"},
+            {"role": "user", "content": "Bye"},
+        ]
         assert "Bye" in renderer.decode(renderer.render_conversation(more).token_ids)
         with pytest.raises(RequestError):
             renderer.render_conversation([])
 
-    @pytest.mark.parametrize("prompt", [{"prompt": "Hello"}, {"prompt_token_ids": [2, 0, 2]}], ids=repr)
+    @pytest.mark.parametrize(
+        "prompt", [{"prompt": "Hello"}, {"prompt_token_ids": [2, 0, 2]}], ids=repr
+    )
     def test_media_beside_a_prompt_are_refused(self, renderer: Renderer, prompt: Any) -> None:
         """Whoever takes some refuses those that are no media."""
         given: Any = {**prompt, "multi_modal_data": {"image": b"no image"}}
@@ -114,24 +143,34 @@ class RendererConformance(Conformance):
             renderer.render_prompt(given)
 
     @pytest.mark.parametrize(
-        "part", [{"type": "image_url", "image_url": {"url": "http://a/b.png"}}, {"type": "image"}, {"type": "none"}], ids=repr
+        "part",
+        [
+            {"type": "image_url", "image_url": {"url": "http://a/b.png"}},
+            {"type": "image"},
+            {"type": "none"},
+        ],
+        ids=repr,
     )
     def test_media_in_a_conversation_are_refused(self, renderer: Renderer, part: Any) -> None:
         """As above: no host is allowed."""
         with pytest.raises(RequestError):
-            renderer.render_conversation([{"role": "user", "content": [{"type": "text", "text": "Hello"}, part]}])
+            renderer.render_conversation(
+                [{"role": "user", "content": [{"type": "text", "text": "Hello"}, part]}]
+            )
 
     def test_awaited_it_gives_the_same(self, renderer: Renderer, text: str) -> None:
         """From several event loops, too."""
         for _ in range(2):
-            assert asyncio.run(renderer.render_prompt_async(text, add_special_tokens=False)) == renderer.render_prompt(
-                text, add_special_tokens=False
-            )
+            assert asyncio.run(
+                renderer.render_prompt_async(text, add_special_tokens=False)
+            ) == renderer.render_prompt(text, add_special_tokens=False)
         with pytest.raises(RequestError):
             asyncio.run(renderer.render_prompt_async(""))
         if self.has_chat_template:
             messages = [{"role": "user", "content": text}]
-            assert asyncio.run(renderer.render_conversation_async(messages)) == renderer.render_conversation(messages)
+            assert asyncio.run(
+                renderer.render_conversation_async(messages)
+            ) == renderer.render_conversation(messages)
 
     # Decoding
 
@@ -139,7 +178,9 @@ class RendererConformance(Conformance):
         for seed in range(50):
             draw = random.Random(seed)  # nosec B311 # it keeps no secret
             token_ids = [draw.randrange(renderer.vocab_size) for _ in range(draw.randrange(1, 40))]
-            assert self.stream(renderer, token_ids, skip, draw) == renderer.decode(token_ids, skip_special_tokens=skip)
+            assert self.stream(renderer, token_ids, skip, draw) == renderer.decode(
+                token_ids, skip_special_tokens=skip
+            )
 
     def test_a_stream_of_text_holds_no_half_characters(self, renderer: Renderer, text: str) -> None:
         token_ids = renderer.render_prompt(text, add_special_tokens=False).token_ids
@@ -148,8 +189,11 @@ class RendererConformance(Conformance):
         assert not any("�" in piece for piece in pieces)
         assert "".join(pieces) + stream.flush() == text
 
-    def stream(self, renderer: Renderer, token_ids: Sequence[int], skip: bool, draw: random.Random) -> str:
-        """The text of a stream that is given the tokens in pieces of random sizes, none included."""
+    def stream(
+        self, renderer: Renderer, token_ids: Sequence[int], skip: bool, draw: random.Random
+    ) -> str:
+        """The text of a stream that is given the tokens in pieces of random sizes, none
+        included."""
         stream, rest, pieces = renderer.decode_stream(skip_special_tokens=skip), list(token_ids), []
         while rest:
             count = draw.randrange(4)
@@ -175,7 +219,9 @@ class RendererConformance(Conformance):
         def work(seed: int) -> tuple[list[int], str]:
             draw = random.Random(seed)  # nosec B311 # it keeps no secret
             token_ids = [draw.randrange(renderer.vocab_size) for _ in range(30)]
-            rendered = renderer.render_prompt(self.texts[seed % len(self.texts)], add_special_tokens=False).token_ids
+            rendered = renderer.render_prompt(
+                self.texts[seed % len(self.texts)], add_special_tokens=False
+            ).token_ids
             return rendered, self.stream(renderer, token_ids, True, draw)
 
         alone = [work(seed) for seed in range(40)]
@@ -185,6 +231,15 @@ class RendererConformance(Conformance):
     def test_it_needs_no_torch(self, folder: Path) -> None:
         if self.imports_torch:
             return
-        argument = json.dumps([self.renderer_class.__module__, self.renderer_class.__name__, str(folder), self.texts[0]])
-        done = subprocess.run([sys.executable, "-c", _IMPORTS, argument], capture_output=True, text=True, timeout=120)  # nosec B603 # our own words
+        argument = json.dumps(
+            [
+                self.renderer_class.__module__,
+                self.renderer_class.__name__,
+                str(folder),
+                self.texts[0],
+            ]
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", _IMPORTS, argument], capture_output=True, text=True, timeout=120
+        )  # nosec B603 # our own words
         assert done.returncode == 0, done.stderr or f"{self.renderer_class.__name__} imports torch"

@@ -22,19 +22,26 @@ def sampling_rows(
     states: Sequence[SamplerState] | None = None,
     capacity: int = 1,
 ) -> SamplingBatch:
-    """One row for each of `params`; row i is the sequence i. The other arguments are lists, one entry per row, but for `processors`.
+    """One row for each of `params`; row i is the sequence i. The other arguments are lists, one
+    entry per row, but for `processors`.
 
-    `prompts` are [0] and `outputs` [] by default, `seeds` the rows' indices. `arguments`: by logits processor, what `prepare` gave;
-    `states`: what `sample` returned with the row's last draw. `capacity`: tokens that may be appended to the rows' history.
+    `prompts` are [0] and `outputs` [] by default, `seeds` the rows' indices. `arguments`: by logits
+    processor, what `prepare` gave; `states`: what `sample` returned with the row's last draw.
+    `capacity`: tokens that may be appended to the rows' history.
     """
     num = len(params)
     prompts, outputs = prompts or [[0]] * num, outputs or [[]] * num
-    history = TokenHistory(num, capacity + max(len(p) + len(o) for p, o in zip(prompts, outputs, strict=True)))
+    history = TokenHistory(
+        num, capacity + max(len(p) + len(o) for p, o in zip(prompts, outputs, strict=True))
+    )
     rows = SamplingBatch(history, processors)
     for i, one in enumerate(params):
         tokens = [*prompts[i], *outputs[i]]
         history.set(i, tokens, len(prompts[i]))
-        inputs = SequenceInputs(bad_words=bad_words[i] if bad_words else [], logits_processors=dict(arguments[i]) if arguments else {})
+        inputs = SequenceInputs(
+            bad_words=bad_words[i] if bad_words else [],
+            logits_processors=dict(arguments[i]) if arguments else {},
+        )
         seq = NewSequence(
             seq_id=i,
             token_ids=tokens,

@@ -35,11 +35,19 @@ class SchedulingPolicyConformance(Conformance):
 
     policy: ClassVar[Callable[[Request], tuple[float, ...]] | type[SchedulingPolicy]]
     orders: ClassVar[Sequence[Sequence[Mapping[str, Any]]]] = ()
-    """Fields of EngineRequest of requests that are served in this order, in whichever order they arrive."""
+    """Fields of EngineRequest of requests that are served in this order, in whichever order they
+    arrive."""
 
     def request(self, number: int = 0, **fields: Any) -> Request:
-        """A request of one prompt token that arrives at `number` seconds, unless `fields` of EngineRequest say otherwise."""
-        values = {"prompt_token_ids": [5], "params": SamplingParams(), "max_output_tokens": 4, "arrival_time": float(number), **fields}
+        """A request of one prompt token that arrives at `number` seconds, unless `fields` of
+        EngineRequest say otherwise."""
+        values = {
+            "prompt_token_ids": [5],
+            "params": SamplingParams(),
+            "max_output_tokens": 4,
+            "arrival_time": float(number),
+            **fields,
+        }
         return Request(EngineRequest(request_id=str(number), **values), count(number * 1000))
 
     def keys(self, requests: Sequence[Request]) -> list[tuple[float, ...]]:
@@ -85,18 +93,26 @@ class SchedulingPolicyConformance(Conformance):
         running = self.running(made)
         made.begin_step(running, [])
         for position, request in enumerate(running):
-            assert made.gives_way(request, running[position:]) in (None, *running[position:]), "who gives way does not run"
+            assert made.gives_way(request, running[position:]) in (None, *running[position:]), (
+                "who gives way does not run"
+            )
         waiting = self.request(99)
         waiting.sort_key = (*made.key(waiting), waiting.arrival_time, waiting.number)
-        assert list(made.begin_step(running, [waiting])) in ([], [waiting]), "who may be admitted does not wait"
+        assert list(made.begin_step(running, [waiting])) in ([], [waiting]), (
+            "who may be admitted does not wait"
+        )
         assert made.gives_way(waiting, running) in (None, *running), "who gives way does not run"
         assert made.overtakes(waiting, waiting) in (True, False)
 
     def test_a_key_is_numbers(self) -> None:
-        keys = self.keys([self.request(number, **fields) for number, fields in enumerate(_REQUESTS)])
+        keys = self.keys(
+            [self.request(number, **fields) for number, fields in enumerate(_REQUESTS)]
+        )
         for fields, key in zip(_REQUESTS, keys, strict=True):
             assert isinstance(key, tuple), f"the key of {fields} is {key!r}, which is no tuple"
-            assert all(isinstance(part, int | float) and not math.isnan(part) for part in key), f"the key of {fields} is {key!r}"
+            assert all(isinstance(part, int | float) and not math.isnan(part) for part in key), (
+                f"the key of {fields} is {key!r}"
+            )
         assert len({len(key) for key in keys}) == 1, "keys have several lengths"
 
     def test_equal_requests_have_equal_keys(self) -> None:
@@ -108,6 +124,14 @@ class SchedulingPolicyConformance(Conformance):
     def test_orders(self) -> None:
         for order in self.orders:
             for arrival in permutations(range(len(order))):
-                requests = [self.request(number, **fields) for number, fields in zip(arrival, order, strict=True)]
-                keys = [(*key, request.arrival_time) for key, request in zip(self.keys(requests), requests, strict=True)]
-                assert keys == sorted(keys), f"{order} are served in another order, where they arrive as {arrival}"
+                requests = [
+                    self.request(number, **fields)
+                    for number, fields in zip(arrival, order, strict=True)
+                ]
+                keys = [
+                    (*key, request.arrival_time)
+                    for key, request in zip(self.keys(requests), requests, strict=True)
+                ]
+                assert keys == sorted(keys), (
+                    f"{order} are served in another order, where they arrive as {arrival}"
+                )

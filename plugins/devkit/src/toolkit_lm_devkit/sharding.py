@@ -10,16 +10,19 @@ from torch import Tensor, nn
 
 
 def assert_shards(whole: nn.Module, ranks: Sequence[nn.Module]) -> None:
-    """Each parameter of `whole` (loaded on one rank) is made up of those of `ranks` (loaded from the same checkpoint).
+    """Each parameter of `whole` (loaded on one rank) is made up of those of `ranks` (loaded from
+    the same checkpoint).
 
-    A parameter that a ShardLoader fills is cut as it says: the ranks' shares equal the whole's and leave nothing out, and padding is
-    zero. Its parts count stored elements, of which ranks may share one that is for a group of values. Any other parameter is the same
-    on each rank.
+    A parameter that a ShardLoader fills is cut as it says: the ranks' shares equal the whole's and
+    leave nothing out, and padding is zero. Its parts count stored elements, of which ranks may
+    share one that is for a group of values. Any other parameter is the same on each rank.
     """
     shards = [dict(model.named_parameters()) for model in ranks]
     parameters = dict(whole.named_parameters())
     for rank, names in enumerate(shards):
-        assert names.keys() == parameters.keys(), f"rank {rank} has other parameters: {sorted(names.keys() ^ parameters.keys())}"
+        assert names.keys() == parameters.keys(), (
+            f"rank {rank} has other parameters: {sorted(names.keys() ^ parameters.keys())}"
+        )
     for name, param in parameters.items():
         _assert_parameter(name, param, [shard[name] for shard in shards])
 
@@ -39,15 +42,29 @@ def _assert_parameter(name: str, whole: Tensor, shards: Sequence[Tensor]) -> Non
             part = loader.parts[index]
             mine = shard.narrow(dim, sum(p.size for p in loader.parts[:index]), part.size)
             count = max(0, min(part.size, part.full - part.start))
-            expected = whole.narrow(dim, begin + part.start, count) if count else mine.narrow(dim, 0, 0)
-            assert torch.equal(mine.narrow(dim, 0, count), expected), f"{name}: rank {rank} holds other values than its share of the whole"
-            assert not mine.narrow(dim, count, part.size - count).any(), f"{name}: rank {rank} has padding that is not zero"
+            expected = (
+                whole.narrow(dim, begin + part.start, count) if count else mine.narrow(dim, 0, 0)
+            )
+            assert torch.equal(mine.narrow(dim, 0, count), expected), (
+                f"{name}: rank {rank} holds other values than its share of the whole"
+            )
+            assert not mine.narrow(dim, count, part.size - count).any(), (
+                f"{name}: rank {rank} has padding that is not zero"
+            )
             covered[part.start : part.start + count] = True
-        assert covered.all(), f"{name}: no rank holds entries {(~covered).nonzero()[:, 0].tolist()[:10]} of part {index}"
+        assert covered.all(), (
+            f"{name}: no rank holds entries {(~covered).nonzero()[:, 0].tolist()[:10]} of "
+            f"part {index}"
+        )
         begin += first.full
 
 
 def is_sharded(model: Model) -> Mapping[str, bool]:
     """By name: whether the parameter holds less than the whole."""
-    loaders = {name: getattr(param, "weight_loader", None) for name, param in model.named_parameters()}
-    return {n: isinstance(loader, ShardLoader) and any(p.size < p.full for p in loader.parts) for n, loader in loaders.items()}
+    loaders = {
+        name: getattr(param, "weight_loader", None) for name, param in model.named_parameters()
+    }
+    return {
+        n: isinstance(loader, ShardLoader) and any(p.size < p.full for p in loader.parts)
+        for n, loader in loaders.items()
+    }

@@ -42,7 +42,8 @@ class ThreadGroup(Group):
 
 
 def run_ranks(work: Callable[[int], T], ranks: int = 2) -> list[T]:
-    """What `work(rank)` gives on each rank, in threads that are each other's tensor parallel group. Raises what a rank raises."""
+    """What `work(rank)` gives on each rank, in threads that are each other's tensor parallel group.
+    Raises what a rank raises."""
     board: list[Tensor | None] = [None] * ranks
     barrier = threading.Barrier(ranks)
 

@@ -39,7 +39,9 @@ def reference_of(hf_model: Any) -> Reference:
 
     def logits(token_ids: Sequence[int]) -> Tensor:
         with torch.inference_mode():
-            out: Tensor = hf_model(torch.tensor([list(token_ids)], device=hf_model.device)).logits[0]
+            out: Tensor = hf_model(torch.tensor([list(token_ids)], device=hf_model.device)).logits[
+                0
+            ]
         return out
 
     return logits
@@ -57,7 +59,8 @@ def _made(hf_model: Any, values: dict[str, Any]) -> Any | None:
 
 
 class TransformersConformance(ModelConformance):
-    """Subclass it and define `make_hf_model`. Checkpoints are what its `save_pretrained` writes; it is also the reference."""
+    """Subclass it and define `make_hf_model`. Checkpoints are what its `save_pretrained` writes; it
+    is also the reference."""
 
     def make_hf_model(self, **variant: Any) -> Any:
         """A small model of transformers, in float32. Its weights are drawn anew."""
@@ -84,33 +87,57 @@ class TransformersConformance(ModelConformance):
             folder.mkdir()
             make_checkpoint(folder, scaled)
             try:
-                model = load_checkpoint(self.model_class(first), folder, plugins=first.loaded, max_model_len=self.max_model_len)
+                model = load_checkpoint(
+                    self.model_class(first),
+                    folder,
+                    plugins=first.loaded,
+                    max_model_len=self.max_model_len,
+                )
             except (CheckpointError, UnsupportedError) as error:
-                assert name in str(error), f"the refusal does not name the rope type {name!r}: {error}"
+                assert name in str(error), (
+                    f"the refusal does not name the rope type {name!r}: {error}"
+                )
                 continue
             ours = logits_of([model], tokens).log_softmax(-1)
             try:
                 assert_same_logits(ours, reference.log_softmax(-1))
             except AssertionError as error:
-                pytest.fail(f"rope type {name!r} of config.json is neither obeyed nor refused: {error}")
+                pytest.fail(
+                    f"rope type {name!r} of config.json is neither obeyed nor refused: {error}"
+                )
 
     def scaled_models(self, hf_model: Any) -> Iterator[tuple[str, Any]]:
-        """The model with each rope type that its config allows, by name. None of a model without rotary positions."""
+        """The model with each rope type that its config allows, by name. None of a model without
+        rotary positions."""
         values = hf_model.config.to_dict()
         rope = values.get("rope_parameters")
         if not rope:
             return
-        # Of models whose kinds of layers rotate at paces of their own, those that see everything are scaled.
+        # Of models whose kinds of layers rotate at paces of their own, those that see everything
+        # are scaled.
         kind = "full_attention" if "full_attention" in rope else None
-        plain = {"rope_theta": (rope[kind] if kind else rope).get("rope_theta", 1e4), "partial_rotary_factor": 1.0}
-        plain |= {key: value for key, value in (rope[kind] if kind else rope).items() if key in plain}
-        heads = getattr(hf_model.config, "head_dim", None) or values["hidden_size"] // values["num_attention_heads"]
+        plain = {
+            "rope_theta": (rope[kind] if kind else rope).get("rope_theta", 1e4),
+            "partial_rotary_factor": 1.0,
+        }
+        plain |= {
+            key: value for key, value in (rope[kind] if kind else rope).items() if key in plain
+        }
+        heads = (
+            getattr(hf_model.config, "head_dim", None)
+            or values["hidden_size"] // values["num_attention_heads"]
+        )
         pairs = int(heads * plain["partial_rotary_factor"]) // 2
         for name, fields in ROPE_TYPES.items():
             scaling = {**plain, **fields, "rope_type": name}
             if name == "longrope":
-                scaling |= {"short_factor": [1.0 + i / 8 for i in range(pairs)], "long_factor": [2.0 + i for i in range(pairs)]}
-            changes: dict[str, Any] = {"max_position_embeddings": _TRAINED if name == "dynamic" else self.max_model_len}
+                scaling |= {
+                    "short_factor": [1.0 + i / 8 for i in range(pairs)],
+                    "long_factor": [2.0 + i for i in range(pairs)],
+                }
+            changes: dict[str, Any] = {
+                "max_position_embeddings": _TRAINED if name == "dynamic" else self.max_model_len
+            }
             changes["rope_parameters"] = {**rope, kind: scaling} if kind else scaling
             if "original_max_position_embeddings" in values:
                 changes["original_max_position_embeddings"] = _TRAINED
@@ -123,8 +150,15 @@ class TransformersConformance(ModelConformance):
         randomize(half)
         half = half.to(torch.bfloat16)
         make_checkpoint(tmp_path, half)
-        exact, theirs = (Subject(tmp_path, reference_of(model), plugins=self.plugins) for model in (copy.deepcopy(half).float(), half))
+        exact, theirs = (
+            Subject(tmp_path, reference_of(model), plugins=self.plugins)
+            for model in (copy.deepcopy(half).float(), half)
+        )
         prompts = self.prompts(exact)
         generated = self.generate(exact, prompts, dtype="bfloat16")
         work = list(zip(prompts, generated.token_ids, strict=True))
-        assert_bf16_error(generated.logprobs, [theirs.logprobs(p, t) for p, t in work], [exact.logprobs(p, t) for p, t in work])
+        assert_bf16_error(
+            generated.logprobs,
+            [theirs.logprobs(p, t) for p, t in work],
+            [exact.logprobs(p, t) for p, t in work],
+        )

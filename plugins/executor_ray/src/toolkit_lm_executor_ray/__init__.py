@@ -12,7 +12,8 @@ class Options(Struct, frozen=True):
     """`--plugin-option executor_ray.NAME=...`"""
 
     address: str = "auto"
-    """Of the cluster. auto: that of RAY_ADDRESS or of this machine, which must run. local: one that the engine starts and ends.
+    """Of the cluster. auto: that of RAY_ADDRESS or of this machine, which must run. local: one that
+    the engine starts and ends.
 
     A process that is connected to Ray already stays with that cluster.
     """
@@ -23,7 +24,8 @@ class Options(Struct, frozen=True):
     placement_timeout: Annotated[int, Meta(ge=1)] = 60
     """Seconds that Ray may take to find room."""
     runtime_env: str | dict[str, Any] = field(default_factory=dict)
-    """Ray's runtime environment of the nodes, in JSON: {"pip": ["toolkit-lm-mymodel==1.0"]} has it install a plugin there."""
+    """Ray's runtime environment of the nodes, in JSON: {"pip": ["toolkit-lm-mymodel==1.0"]} has it
+    install a plugin there."""
 
 
 @hookimpl

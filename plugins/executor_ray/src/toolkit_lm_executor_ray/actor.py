@@ -12,11 +12,19 @@ from toolkit_lm_executor_mp.node import Node
 class NodeActor:
     """A node: it starts its ranks, and passes on what the engine and they say to each other."""
 
-    def run(self, node: int, host: str, port: int, key: bytes, timeouts: tuple[float, float], num_threads: int) -> str:
+    def run(
+        self,
+        node: int,
+        host: str,
+        port: int,
+        key: bytes,
+        timeouts: tuple[float, float],
+        num_threads: int,
+    ) -> str:
         """Until the engine has ended. Returns what has failed, "" where nothing has.
 
-        `host`, `port`: where the engine is reached. `key`: of the launch, 32 bytes. `timeouts`: Node's, in seconds, of the start
-        and of silence. `num_threads`: of all ranks together.
+        `host`, `port`: where the engine is reached. `key`: of the launch, 32 bytes. `timeouts`:
+        Node's, in seconds, of the start and of silence. `num_threads`: of all ranks together.
         """
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
         try:

@@ -16,7 +16,8 @@ from toolkit_lm_executor_ray.local import LocalCluster, check_address
 
 
 class _Connection:
-    """This process's connection to Ray, of which there can be one. Engines share it: the last one to leave ends it."""
+    """This process's connection to Ray, of which there can be one. Engines share it: the last one
+    to leave ends it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -24,7 +25,8 @@ class _Connection:
         self._local: LocalCluster | None = None
 
     def join(self, address: str) -> bool:
-        """False: the host of the engine has connected it, and ends it. Raises EngineDeadError where the cluster is not reached."""
+        """False: the host of the engine has connected it, and ends it. Raises EngineDeadError where
+        the cluster is not reached."""
         with self._lock:
             if not self._num_engines:
                 if ray.is_initialized():
@@ -65,7 +67,8 @@ def _connect(address: str, local: LocalCluster | None) -> None:
             check_address()
     except (OSError, RuntimeError, ValueError) as error:
         raise EngineDeadError(
-            f"the Ray cluster at executor_ray.address={address} is not reached: {error}. `ray start --head` starts one; "
+            f"the Ray cluster at executor_ray.address={address} is not reached: {error}. `ray "
+            "start --head` starts one; "
             "address=local has the engine start one of its own."
         ) from error
     finally:
@@ -86,8 +89,11 @@ def joined(address: str) -> Iterator[None]:
 
 
 @contextmanager
-def placed(num_nodes: int, resources: dict[str, float], options: Options) -> Iterator[PlacementGroup]:
-    """Room for nodes that take `resources` each, by Ray's names. Raises UnsupportedError where there is none in time."""
+def placed(
+    num_nodes: int, resources: dict[str, float], options: Options
+) -> Iterator[PlacementGroup]:
+    """Room for nodes that take `resources` each, by Ray's names. Raises UnsupportedError where
+    there is none in time."""
     group = placement_group([resources] * num_nodes, strategy=options.strategy)
     try:
         if not group.wait(options.placement_timeout):
@@ -104,9 +110,11 @@ def _no_room(num_nodes: int, resources: dict[str, float], options: Options) -> s
 
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return (
-        f"Ray had no room for {num_nodes} x {told(resources)} (nodes x what the ranks of one need; strategy {options.strategy}) within "
+        f"Ray had no room for {num_nodes} x {told(resources)} (nodes x what the ranks of one "
+        f"need; strategy {options.strategy}) within "
         f"{options.placement_timeout} s: its machines have {'; '.join(map(told, machines))}, and "
         f"{told(ray.available_resources())} are free. "
-        "Give fewer ranks, fewer CPUs for each (executor_ray.cpus), other --nodes or executor_ray.strategy, more machines, or more time "
+        "Give fewer ranks, fewer CPUs for each (executor_ray.cpus), other --nodes or "
+        "executor_ray.strategy, more machines, or more time "
         "(executor_ray.placement_timeout)."
     )

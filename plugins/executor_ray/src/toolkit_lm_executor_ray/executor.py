@@ -11,9 +11,11 @@ from toolkit_lm_executor_ray.nodes import RayNodes
 
 
 class RayExecutor(MpExecutor):
-    """Ray places an actor for each node, and sets aside what its ranks need. The actor starts the ranks, as `toolkit worker` does.
+    """Ray places an actor for each node, and sets aside what its ranks need. The actor starts the
+    ranks, as `toolkit worker` does.
 
-    Plans, results and tensors go their own way: Ray carries nothing but the actors' arguments, which are text, numbers and bytes.
+    Plans, results and tensors go their own way: Ray carries nothing but the actors' arguments,
+    which are text, numbers and bytes.
     """
 
     def make_link(self) -> Link:

@@ -1,4 +1,5 @@
-"""A process that outlives an engine, and ends what is left of its Ray cluster: Ray's agents would run on by themselves."""
+"""A process that outlives an engine, and ends what is left of its Ray cluster: Ray's agents would
+run on by themselves."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _LOOK = 0.1
 
 
 def main() -> None:
-    """Waits for the end of stdin, whose other end dies with the engine. Arguments: the cluster's mark, and its folder.
+    """Waits for the end of stdin, whose other end dies with the engine. Arguments: the cluster's
+    mark, and its folder.
 
     stdin holds the numbers of processes, a line each: of those that are known to be the cluster's.
     """
@@ -40,10 +42,13 @@ def main() -> None:
 
 
 def is_rays(process: psutil.Process) -> bool:
-    """Whether Ray runs it: its program is of Ray's package, Ray has given it its name, or a raylet has started it."""
+    """Whether Ray runs it: its program is of Ray's package, Ray has given it its name, or a raylet
+    has started it."""
     try:
         words = process.cmdline()[:3]
-        if any(word.startswith(_package()) for word in words) or (words and words[0].startswith("ray::")):
+        if any(word.startswith(_package()) for word in words) or (
+            words and words[0].startswith("ray::")
+        ):
             return True
         # This process may be of another cluster's.
         return process.environ().get(_RAYLET) not in (None, os.environ.get(_RAYLET))
@@ -67,13 +72,17 @@ def _package() -> str:
 
 
 def end(mark: str, known: Iterable[psutil.Process]) -> None:
-    """Ends those that are known, and all of the cluster that have its mark: it is lost where a process calls itself a name.
+    """Ends those that are known, and all of the cluster that have its mark: it is lost where a
+    process calls itself a name.
 
-    What the engine's host has started while the cluster started has the mark too, and is none of Ray's.
+    What the engine's host has started while the cluster started has the mark too, and is none of
+    Ray's.
     """
     start = time.monotonic()
     left = set(known)
-    while (left := {one for one in left | _marked(mark) if _lives(one)}) and time.monotonic() < start + _MOST:
+    while (
+        left := {one for one in left | _marked(mark) if _lives(one)}
+    ) and time.monotonic() < start + _MOST:
         if time.monotonic() >= start + _GRACE:
             for process in left:
                 with suppress(psutil.Error):

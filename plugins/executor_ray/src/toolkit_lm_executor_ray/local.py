@@ -20,28 +20,36 @@ from toolkit_lm.errors import EngineDeadError
 from toolkit_lm_executor_ray.guard import VARIABLE, descendants, is_rays
 
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""What has Ray's processes listen on the loopback interface alone, on any system: Ray has no other way, and means firewalls of desktops."""
+"""What has Ray's processes listen on the loopback interface alone, on any system: Ray has no other
+way, and means firewalls of desktops."""
 
 
 class LocalCluster:
-    """Its processes have a variable in their environment, by which those that Ray leaves behind are found, and ended."""
+    """Its processes have a variable in their environment, by which those that Ray leaves behind are
+    found, and ended."""
 
     def __init__(self) -> None:
         """Raises EngineDeadError where its folder cannot be made."""
         self._mark = secrets.token_hex(16)
         # Where Ray's own are: the paths of its sockets have room for no longer one.
         self._folder = _make_folder(os.environ.get("RAY_TMPDIR") or "/tmp")  # nosec B108 # a new folder of mode 0700 in it
-        """Of its sockets and logs: others may not enter it, whatever Ray makes of the folders in it. The guard removes it."""
+        """Of its sockets and logs: others may not enter it, whatever Ray makes of the folders in
+        it. The guard removes it."""
         self._guard: subprocess.Popen[bytes] | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         """Those of ray.init. Nothing of ours goes through the object store."""
-        return {"include_dashboard": False, "object_store_memory": 100 * 2**20, "_temp_dir": f"{self._folder}/r"}
+        return {
+            "include_dashboard": False,
+            "object_store_memory": 100 * 2**20,
+            "_temp_dir": f"{self._folder}/r",
+        }
 
     @contextmanager
     def environment(self) -> Iterator[None]:
-        """What its processes inherit: a token that no file holds, without which they answer nobody. They say nothing to Ray's makers."""
+        """What its processes inherit: a token that no file holds, without which they answer nobody.
+        They say nothing to Ray's makers."""
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         set_here = {**_LOOPBACK, **token, VARIABLE: self._mark, "RAY_USAGE_STATS_ENABLED": "0"}
         before = {name: os.environ.get(name) for name in set_here}
@@ -60,9 +68,13 @@ class LocalCluster:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """What Ray starts within it ends with this process, whatever ends that. Other threads may start what is none of Ray's."""
+        """What Ray starts within it ends with this process, whatever ends that. Other threads may
+        start what is none of Ray's."""
         others = set(psutil.Process().children())
-        code = f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from toolkit_lm_executor_ray.guard import main; main()"
+        code = (
+            f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from "
+            "toolkit_lm_executor_ray.guard import main; main()"
+        )
         # Without a shell, and without a word of a client's.
         self._guard = subprocess.Popen(  # nosec B603
             [sys.executable, "-c", code, self._mark, self._folder],
@@ -92,7 +104,8 @@ def _make_folder(parent: str) -> str:
         return tempfile.mkdtemp(prefix="ray-", dir=parent)
     except OSError as error:
         raise EngineDeadError(
-            f"the folder of the local Ray cluster cannot be made in {parent!r}: {error.strerror}. Set RAY_TMPDIR to another."
+            f"the folder of the local Ray cluster cannot be made in {parent!r}: "
+            f"{error.strerror}. Set RAY_TMPDIR to another."
         ) from error
 
 
@@ -108,6 +121,7 @@ def check_address() -> None:
     address = ray.util.get_node_ip_address()
     if not ipaddress.ip_address(address).is_loopback:
         raise EngineDeadError(
-            f"a local Ray cluster listens at {address}, which others may reach: this version of Ray ({ray.__version__}) does not stay on "
+            f"a local Ray cluster listens at {address}, which others may reach: this version of "
+            f"Ray ({ray.__version__}) does not stay on "
             "the loopback interface. Give executor_ray.address another cluster."
         )

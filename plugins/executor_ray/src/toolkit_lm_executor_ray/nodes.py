@@ -37,8 +37,11 @@ class RayNodes(Nodes):
 
     runs = "Ray actor"
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], config: VllmConfig, options: Options) -> None:
-        """Raises ConfigError, EngineDeadError where Ray is not reached, UnsupportedError where it has no room."""
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], config: VllmConfig, options: Options
+    ) -> None:
+        """Raises ConfigError, EngineDeadError where Ray is not reached, UnsupportedError where it
+        has no room."""
         _check(config)
         environment = _runtime_env(options)
         parallel = config.parallel
@@ -55,7 +58,11 @@ class RayNodes(Nodes):
             if config.device.device.startswith("cuda"):
                 resources["GPU"] = parallel.ranks_per_node
             group = self._ray.enter_context(placed(parallel.nodes, resources, options))
-            master = Master(ray.util.get_node_ip_address(), 0) if config.node.master is None else Master.parse(config.node.master)
+            master = (
+                Master(ray.util.get_node_ip_address(), 0)
+                if config.node.master is None
+                else Master.parse(config.node.master)
+            )
             key = secrets.token_bytes(wire.KEY_BYTES)
             super().__init__(context, config, master, key, range(0))
         except BaseException:
@@ -67,7 +74,11 @@ class RayNodes(Nodes):
                 timeouts = (config.engine.start_timeout, config.node.node_timeout)
                 threads = options.cpus * parallel.ranks_per_node
                 run = self._actors[-1].run
-                self._runs.append(run.remote(number + 1, self.master.host, self.master.port, key, timeouts, threads))
+                self._runs.append(
+                    run.remote(
+                        number + 1, self.master.host, self.master.port, key, timeouts, threads
+                    )
+                )
         except BaseException:
             self.close("")
             raise
@@ -80,7 +91,9 @@ class RayNodes(Nodes):
             for one in ended:
                 number = self._runs.index(one) + 1
                 ranks = ", ".join(map(str, self.ranks_of(number)))
-                return EngineDeadError(f"Ray could not start node {number}, of rank {ranks}: {_end_of(one)}")
+                return EngineDeadError(
+                    f"Ray could not start node {number}, of rank {ranks}: {_end_of(one)}"
+                )
         elif death is not None and not hasattr(death, "__notes__"):
             # The node itself could not say why.
             ended, _ = ray.wait(self._runs, num_returns=1, timeout=_LAST_WORDS)
@@ -97,10 +110,18 @@ class RayNodes(Nodes):
             self._ray.close()
 
 
-def _actor(group: PlacementGroup, bundle: int, resources: dict[str, float], environment: dict[str, Any]) -> Any:
-    """Has Ray start an actor in a bundle of the group. What a rank held is lost with it, so that Ray does not restart one alone."""
+def _actor(
+    group: PlacementGroup, bundle: int, resources: dict[str, float], environment: dict[str, Any]
+) -> Any:
+    """Has Ray start an actor in a bundle of the group. What a rank held is lost with it, so that
+    Ray does not restart one alone."""
     where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-    settings = {"num_cpus": resources["CPU"], "num_gpus": resources.get("GPU", 0), "scheduling_strategy": where, "max_restarts": 0}
+    settings = {
+        "num_cpus": resources["CPU"],
+        "num_gpus": resources.get("GPU", 0),
+        "scheduling_strategy": where,
+        "max_restarts": 0,
+    }
     remote: Any = ray.remote(NodeActor)
     return remote.options(**settings, runtime_env=environment or None).remote()
 
@@ -115,10 +136,14 @@ def _end_of(run: Any) -> str:
 
 def _check(config: VllmConfig) -> None:
     if config.parallel.data_parallel_size > 1:
-        raise ConfigError("the executor 'ray' is for one engine: in place of data_parallel_size, Ray Serve has replicas.")
+        raise ConfigError(
+            "the executor 'ray' is for one engine: in place of data_parallel_size, Ray Serve has "
+            "replicas."
+        )
     if config.node.node_rank or config.node.launch_key_file is not None:
         raise ConfigError(
-            "with the executor 'ray', Ray starts the nodes, with a key of their own: leave node_rank and launch_key_file out."
+            "with the executor 'ray', Ray starts the nodes, with a key of their own: leave "
+            "node_rank and launch_key_file out."
         )
 
 
@@ -127,4 +152,6 @@ def _runtime_env(options: Options) -> dict[str, Any]:
     try:
         return given if isinstance(given, dict) else msgspec.json.decode(given, type=dict[str, Any])
     except msgspec.DecodeError as error:
-        raise ConfigError(f"executor_ray.runtime_env {given!r} is no object in JSON: {error}.") from error
+        raise ConfigError(
+            f"executor_ray.runtime_env {given!r} is no object in JSON: {error}."
+        ) from error

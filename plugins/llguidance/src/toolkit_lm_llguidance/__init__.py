@@ -1,4 +1,5 @@
-"""Structured output by llguidance. This entry module only registers it; llguidance is imported when a request asks for it."""
+"""Structured output by llguidance. This entry module only registers it; llguidance is imported when
+a request asks for it."""
 
 from toolkit_lm.plugin import hookimpl
 from toolkit_lm_structured_output.registry import StructuredOutputRegistry

@@ -12,7 +12,14 @@ from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par
 from toolkit_lm.errors import RequestError
 from toolkit_lm_structured_output.checks import schema_of
-from toolkit_lm_structured_output.contract import NOTHING, GrammarCompiler, Matcher, Reading, Source, WishReader
+from toolkit_lm_structured_output.contract import (
+    NOTHING,
+    GrammarCompiler,
+    Matcher,
+    Reading,
+    Source,
+    WishReader,
+)
 from toolkit_lm_structured_output.wishes import Wish
 
 from toolkit_lm_llguidance.grammars import grammar_of, grammar_of_schema, options_of
@@ -23,8 +30,10 @@ _LOCATING = 0.25
 """Seconds of computing, to say where a schema cannot be used."""
 _OUT_OF_FUEL = "too many expressions constructed"
 _TOO_MANY = (
-    f"its regular expressions take more than {FUEL:,} steps at first, or {FUEL_OF_A_MASK:,} with a token; "
-    "the usual reason is a repetition of repetitions that do not say where one ends, such as ([a-z]{1,50}){1,500}: "
+    f"its regular expressions take more than {FUEL:,} steps at first, or {FUEL_OF_A_MASK:,} with "
+    "a token; "
+    "the usual reason is a repetition of repetitions that do not say where one ends, such as "
+    "([a-z]{1,50}){1,500}: "
     "bound them more tightly, or put a separator between them"
 )
 
@@ -37,7 +46,9 @@ class LLGuidanceReader(WishReader):
         try:
             self._vocabulary = Vocabulary.of(source)
         except ValueError as error:
-            raise RequestError(f"structured output: llguidance cannot read {source.path}: {error}") from None
+            raise RequestError(
+                f"structured output: llguidance cannot read {source.path}: {error}"
+            ) from None
         self._vocabulary.check(renderer)
 
     def read(self, wish: Wish) -> Reading:
@@ -55,7 +66,12 @@ class LLGuidanceMatcher(Matcher):
     def check(self) -> None:
         """Raises ValueError."""
         if self.matcher.is_error():
-            message = self.matcher.get_error().removesuffix("<non-verbose/>").strip().replace("NoExtensionBias", NOTHING)
+            message = (
+                self.matcher.get_error()
+                .removesuffix("<non-verbose/>")
+                .strip()
+                .replace("NoExtensionBias", NOTHING)
+            )
             raise ValueError(_TOO_MANY if _OUT_OF_FUEL in message else message)
 
     def copy(self) -> LLGuidanceMatcher:
@@ -93,14 +109,18 @@ class LLGuidanceCompiler(GrammarCompiler):
         return np.array([len(decode([token])) for token in range(self.size)])
 
     def compile(self, grammar: str) -> LLGuidanceMatcher:
-        return LLGuidanceMatcher(LLMatcher(self._vocabulary.tokenizer, grammar, log_level=0, limits=limits()))
+        return LLGuidanceMatcher(
+            LLMatcher(self._vocabulary.tokenizer, grammar, log_level=0, limits=limits())
+        )
 
     def fill(self, matchers: Sequence[Matcher], masks: np.ndarray) -> None:
         if len(matchers) == 1:
             matchers[0].fill(masks[0])
             return
         ours = cast("Sequence[LLGuidanceMatcher]", matchers)
-        fill_next_token_bitmask_par(self._executor, [(one.matcher, index) for index, one in enumerate(ours)], masks)
+        fill_next_token_bitmask_par(
+            self._executor, [(one.matcher, index) for index, one in enumerate(ours)], masks
+        )
         for one in ours:
             one.check()
 
@@ -112,6 +132,13 @@ class LLGuidanceCompiler(GrammarCompiler):
         end = time.process_time() + _LOCATING
 
         def of_part(schema: dict[str, Any]) -> str:
-            return "" if time.process_time() > end else self.tried(grammar_of_schema(schema, details["options"]))
+            return (
+                ""
+                if time.process_time() > end
+                else self.tried(grammar_of_schema(schema, details["options"]))
+            )
 
-        return f"{message} (at {locate(details['schema'], message, cast('Callable[[dict[str, Any]], str]', of_part))[:200]})"
+        return (
+            f"{message} (at "
+            f"{locate(details['schema'], message, cast('Callable[[dict[str, Any]], str]', of_part))[:200]})"
+        )

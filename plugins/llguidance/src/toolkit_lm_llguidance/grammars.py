@@ -8,13 +8,21 @@ from typing import TYPE_CHECKING, Any, cast
 
 from llguidance import LLMatcher, grammar_from, regex_to_lark
 from toolkit_lm.errors import RequestError
-from toolkit_lm_structured_output.checks import MAX_SCHEMA, MAX_TAGS, checked_schema, choices_of, schema_of, text_of
+from toolkit_lm_structured_output.checks import (
+    MAX_SCHEMA,
+    MAX_TAGS,
+    checked_schema,
+    choices_of,
+    schema_of,
+    text_of,
+)
 from toolkit_lm_structured_output.wishes import Wish, read_json
 
 from toolkit_lm_llguidance.tag_formats import FormatGrammar
 
 _WHITESPACE = r"[ ]|\n[ \t]{0,20}"
-"""Between the parts of a JSON document: what formatters write. Without a bound, a model that has lost its way writes spaces for ever."""
+"""Between the parts of a JSON document: what formatters write. Without a bound, a model that has
+lost its way writes spaces for ever."""
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -31,8 +39,11 @@ def grammar_of(wish: Wish, special_tokens: SpecialTokens) -> str:
             assert schema is not None, "this kind has one"
             return grammar_of_schema(schema, options_of(wish))
         case "regex":
-            # Digits are 0 to 9 and letters a to z, as in JSON Schema: a model asked for a number is not to write it in another script.
-            return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(text_of(wish, 'regular expression'), 'dw')}/")
+            # Digits are 0 to 9 and letters a to z, as in JSON Schema: a model asked for a number is
+            # not to write it in another script.
+            return LLMatcher.grammar_from_lark(
+                f"start: /{regex_to_lark(text_of(wish, 'regular expression'), 'dw')}/"
+            )
         case "choice":
             return _choice(wish)
         case "grammar":
@@ -40,7 +51,9 @@ def grammar_of(wish: Wish, special_tokens: SpecialTokens) -> str:
             try:
                 return grammar_from("grammar", text)
             except ValueError as error:
-                raise RequestError(f"{wish.param}: the grammar is not valid: {error}", wish.param) from None
+                raise RequestError(
+                    f"{wish.param}: the grammar is not valid: {error}", wish.param
+                ) from None
         case _:
             return _tags(wish, special_tokens)
 
@@ -49,13 +62,19 @@ def options_of(wish: Wish) -> dict[str, Any]:
     """How llguidance is to read a schema of this wish."""
     options: dict[str, Any] = {"lenient": wish.lenient, "coerce_one_of": wish.lenient}
     if wish.any_whitespace:
-        return {**options, "whitespace_flexible": True, "whitespace_pattern": wish.whitespace_pattern or _WHITESPACE}
+        return {
+            **options,
+            "whitespace_flexible": True,
+            "whitespace_pattern": wish.whitespace_pattern or _WHITESPACE,
+        }
     return {**options, "whitespace_flexible": False}
 
 
 def grammar_of_schema(schema: dict[str, Any], options: dict[str, Any]) -> str:
     """`options`: as `options_of` gives them."""
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=cast("JsonCompileOptions", options))
+    return LLMatcher.grammar_from_json_schema(
+        json.dumps(schema), overrides=cast("JsonCompileOptions", options)
+    )
 
 
 def _choice(wish: Wish) -> str:
@@ -66,16 +85,27 @@ def _tags(wish: Wish, special_tokens: SpecialTokens) -> str:
     """Free text, in which what begins with a trigger must be one of the structures."""
     told = read_json(wish.value, wish.param, "the structural tag")
     if not isinstance(told, dict) or told.get("type", "structural_tag") != "structural_tag":
-        raise RequestError(f"{wish.param}: a structural tag has structures and triggers.", wish.param)
+        raise RequestError(
+            f"{wish.param}: a structural tag has structures and triggers.", wish.param
+        )
     if "format" in told:
         return _tag_format(told["format"], wish, special_tokens)
     structures, triggers = told.get("structures"), told.get("triggers")
-    if not isinstance(triggers, list) or not (_is_texts(triggers) and isinstance(structures, list) and 0 < len(structures) <= MAX_TAGS):
-        raise RequestError(f"{wish.param}: a structural tag needs triggers, and 1 to {MAX_TAGS} structures.", wish.param)
+    if not isinstance(triggers, list) or not (
+        _is_texts(triggers) and isinstance(structures, list) and 0 < len(structures) <= MAX_TAGS
+    ):
+        raise RequestError(
+            f"{wish.param}: a structural tag needs triggers, and 1 to {MAX_TAGS} structures.",
+            wish.param,
+        )
     options, rules = [], []
     for index, one in enumerate(structures):
         where = f"{wish.param}: structure {index}"
-        if not isinstance(one, dict) or not isinstance(one.get("begin"), str) or not isinstance(one.get("end", ""), str):
+        if (
+            not isinstance(one, dict)
+            or not isinstance(one.get("begin"), str)
+            or not isinstance(one.get("end", ""), str)
+        ):
             raise RequestError(f"{where} must have a begin, a schema and an end.", wish.param)
         begin = one["begin"]
         trigger = next((text for text in triggers if begin.startswith(text)), None)
@@ -83,23 +113,48 @@ def _tags(wish: Wish, special_tokens: SpecialTokens) -> str:
             raise RequestError(f"{where} begins with none of the triggers.", wish.param)
         # Read as a whole schema is, so that the same is refused.
         schema = {**checked_schema(one.get("schema", {}), wish), "x-guidance": options_of(wish)}
-        body = " ".join([*_literal(begin[len(trigger) :]), f"%json {json.dumps(schema)}", *_literal(one.get("end", ""))])
+        body = " ".join(
+            [
+                *_literal(begin[len(trigger) :]),
+                f"%json {json.dumps(schema)}",
+                *_literal(one.get("end", "")),
+            ]
+        )
         pieces = special_tokens(trigger)
         if len(pieces) > 1 or isinstance(pieces[0], str):
-            rules.append(f"tag_{index}_start[lazy]: TEXT {json.dumps(trigger)}\ntag_{index}: tag_{index}_start {body}")
+            rules.append(
+                f"tag_{index}_start[lazy]: TEXT {json.dumps(trigger)}\ntag_{index}: "
+                f"tag_{index}_start {body}"
+            )
         else:
             rules.append(f"tag_{index}: TEXT <[{pieces[0]}]> {body}")
         options.append(f"tag_{index}")
-    lark = "\n".join(["%llguidance {}", f"start: ({' | '.join(options)})* rest", "rest: TEXT", r"TEXT: /(.|\n)*/", *rules])
+    lark = "\n".join(
+        [
+            "%llguidance {}",
+            f"start: ({' | '.join(options)})* rest",
+            "rest: TEXT",
+            r"TEXT: /(.|\n)*/",
+            *rules,
+        ]
+    )
     return LLMatcher.grammar_from_lark(lark)
 
 
 def _tag_format(told: Any, wish: Wish, special_tokens: SpecialTokens) -> str:
     # Schemas are those of tools, whose authors know nothing of what a grammar can hold to.
     options = {**options_of(wish), "lenient": True, "coerce_one_of": True}
-    lark = FormatGrammar(wish.param, lambda schema: {**checked_schema(schema, wish), "x-guidance": options}, special_tokens).lark(told)
+    lark = FormatGrammar(
+        wish.param,
+        lambda schema: {**checked_schema(schema, wish), "x-guidance": options},
+        special_tokens,
+    ).lark(told)
     if len(lark) > 2 * MAX_SCHEMA:
-        raise RequestError(f"{wish.param}: the structural tag makes a grammar of {len(lark)} characters; too many.", wish.param)
+        raise RequestError(
+            f"{wish.param}: the structural tag makes a grammar of {len(lark)} characters; too "
+            "many.",
+            wish.param,
+        )
     return LLMatcher.grammar_from_lark(lark)
 
 
@@ -108,4 +163,8 @@ def _literal(text: str) -> list[str]:
 
 
 def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and 0 < len(value) <= MAX_TAGS and all(isinstance(one, str) and one for one in value)
+    return (
+        isinstance(value, list)
+        and 0 < len(value) <= MAX_TAGS
+        and all(isinstance(one, str) and one for one in value)
+    )

@@ -6,7 +6,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _MAPPINGS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_SCHEMAS = ("additionalProperties", "items", "not", "if", "then", "else", "contains", "propertyNames", "unevaluatedProperties")
+_SCHEMAS = (
+    "additionalProperties",
+    "items",
+    "not",
+    "if",
+    "then",
+    "else",
+    "contains",
+    "propertyNames",
+    "unevaluatedProperties",
+)
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _DEFINITIONS = ("$defs", "definitions", "$schema")
 _TRIES = 300
@@ -14,7 +24,8 @@ _TRIES = 300
 
 
 def locate(schema: dict[str, Any], message: str, error_of: Callable[[dict[str, Any]], str]) -> str:
-    """JSON pointer of the innermost part that fails with `message` by itself. `error_of` compiles a schema; "": it can be compiled."""
+    """JSON pointer of the innermost part that fails with `message` by itself. `error_of` compiles a
+    schema; "": it can be compiled."""
     shared = {name: schema[name] for name in _DEFINITIONS if name in schema}
     pointer, part, tries = "#", schema, 0
     while True:
@@ -32,9 +43,17 @@ def locate(schema: dict[str, Any], message: str, error_of: Callable[[dict[str, A
 def _children(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, value in schema.items():
         if name in _MAPPINGS and isinstance(value, dict):
-            yield from ((f"/{name}/{_escaped(key)}", one) for key, one in value.items() if isinstance(one, dict))
+            yield from (
+                (f"/{name}/{_escaped(key)}", one)
+                for key, one in value.items()
+                if isinstance(one, dict)
+            )
         elif name in _LISTS and isinstance(value, list):
-            yield from ((f"/{name}/{index}", one) for index, one in enumerate(value) if isinstance(one, dict))
+            yield from (
+                (f"/{name}/{index}", one)
+                for index, one in enumerate(value)
+                if isinstance(one, dict)
+            )
         elif name in _SCHEMAS and isinstance(value, dict):
             yield f"/{name}", value
 

@@ -14,14 +14,25 @@ MAX_FORMATS = 4096
 MAX_DEPTH = 32
 _PARENTHESES = 4
 """Levels that are written in parentheses: llguidance takes few, and any number of rules."""
-_TYPES = ("any_text", "const_string", "json_schema", "or", "regex", "sequence", "tag", "tags_with_separator", "triggered_tags")
+_TYPES = (
+    "any_text",
+    "const_string",
+    "json_schema",
+    "or",
+    "regex",
+    "sequence",
+    "tag",
+    "tags_with_separator",
+    "triggered_tags",
+)
 
 Split = Callable[[str], list[str | int]]
 """A text as pieces of text, and the ids of special tokens between them."""
 
 
 class FormatGrammar:
-    """Makes one grammar. Raises RequestError for a format that is none, or of a type that is not supported."""
+    """Makes one grammar. Raises RequestError for a format that is none, or of a type that is not
+    supported."""
 
     def __init__(self, param: str, schema: Callable[[Any], dict[str, Any]], split: Split) -> None:
         """`schema` checks one, and says how it is to be read."""
@@ -39,7 +50,10 @@ class FormatGrammar:
         """As an expression."""
         self._left -= 1
         if depth > MAX_DEPTH or self._left < 0:
-            raise self._wrong(where, f"is nested more than {MAX_DEPTH} deep, or one of more than {MAX_FORMATS} formats")
+            raise self._wrong(
+                where,
+                f"is nested more than {MAX_DEPTH} deep, or one of more than {MAX_FORMATS} formats",
+            )
         if not isinstance(told, Mapping) or told.get("type") not in _TYPES:
             raise self._wrong(where, f"must have a type: one of {', '.join(_TYPES)}")
         match told["type"]:
@@ -53,10 +67,15 @@ class FormatGrammar:
                 return f"/{regex_to_lark(self._text(told, 'pattern', where), 'dw')}/"
             case "sequence" | "or" as kind:
                 elements = [
-                    self._format(one, f"{where}.elements[{i}]", depth + 1) for i, one in enumerate(self._list(told, "elements", where))
+                    self._format(one, f"{where}.elements[{i}]", depth + 1)
+                    for i, one in enumerate(self._list(told, "elements", where))
                 ]
                 joined = (" " if kind == "sequence" else " | ").join(elements)
-                return self._rule(joined) if depth % _PARENTHESES == _PARENTHESES - 1 else f"({joined})"
+                return (
+                    self._rule(joined)
+                    if depth % _PARENTHESES == _PARENTHESES - 1
+                    else f"({joined})"
+                )
             case "tag":
                 return self._tag(told, where, depth)
             case "tags_with_separator":
@@ -64,18 +83,30 @@ class FormatGrammar:
             case _:
                 return self._triggered(told, where, depth)
 
-    def _tag(self, told: Mapping[str, Any], where: str, depth: int, begin: str | None = None) -> str:
+    def _tag(
+        self, told: Mapping[str, Any], where: str, depth: int, begin: str | None = None
+    ) -> str:
         begin = self._text(told, "begin", where) if begin is None else begin
         end, content = self._text(told, "end", where), told.get("content")
         if end and isinstance(content, Mapping) and content.get("type") == "any_text":
             first, *rest = self._split(end)
             return f"({self._literal(begin)} {self._up_to(first)} {' '.join(map(_written, rest))})"
-        return f"({self._literal(begin)} {self._format(content, f'{where}.content', depth + 1)} {self._literal(end)})"
+        return (
+            f"({self._literal(begin)} {self._format(content, f'{where}.content', depth + 1)} "
+            f"{self._literal(end)})"
+        )
 
     def _separated(self, told: Mapping[str, Any], where: str, depth: int) -> str:
-        tags = [self._tag(one, f"{where}.tags[{i}]", depth + 1) for i, one in enumerate(self._tags(told, where))]
+        tags = [
+            self._tag(one, f"{where}.tags[{i}]", depth + 1)
+            for i, one in enumerate(self._tags(told, where))
+        ]
         one = self._rule(" | ".join(tags))
-        more = "" if told.get("stop_after_first") else f" ({self._literal(self._text(told, 'separator', where))} {one})*"
+        more = (
+            ""
+            if told.get("stop_after_first")
+            else f" ({self._literal(self._text(told, 'separator', where))} {one})*"
+        )
         return f"({one}{more})" if told.get("at_least_one") else f"({one}{more})?"
 
     def _triggered(self, told: Mapping[str, Any], where: str, depth: int) -> str:
@@ -101,7 +132,11 @@ class FormatGrammar:
 
     def _up_to(self, end: str | int) -> str:
         """Any text, and the first `end`."""
-        return f"TEXT <[{end}]>" if isinstance(end, int) else self._rule(f"TEXT {json.dumps(end)}", "[lazy]")
+        return (
+            f"TEXT <[{end}]>"
+            if isinstance(end, int)
+            else self._rule(f"TEXT {json.dumps(end)}", "[lazy]")
+        )
 
     def _literal(self, text: str) -> str:
         return " ".join(map(_written, self._split(text))) if text else '""'
@@ -133,10 +168,14 @@ class FormatGrammar:
         try:
             return self._schema(schema)
         except RequestError as error:
-            raise RequestError(f"{str(error).rstrip('.')}, of the structural tag's {where[:200]}.", self._param) from None
+            raise RequestError(
+                f"{str(error).rstrip('.')}, of the structural tag's {where[:200]}.", self._param
+            ) from None
 
     def _wrong(self, where: str, why: str) -> RequestError:
-        return RequestError(f"{self._param}: the structural tag's {where[:200]} {why}.", self._param)
+        return RequestError(
+            f"{self._param}: the structural tag's {where[:200]} {why}.", self._param
+        )
 
 
 def _written(piece: str | int) -> str:

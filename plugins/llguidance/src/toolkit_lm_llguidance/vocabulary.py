@@ -17,7 +17,8 @@ FUEL_OF_A_MASK = 200_000
 
 
 class Vocabulary:
-    """A tokenizer as llguidance has it, shared by all that ask for the same one while any of them lives."""
+    """A tokenizer as llguidance has it, shared by all that ask for the same one while any of them
+    lives."""
 
     _known: WeakValueDictionary[Source, Vocabulary] = WeakValueDictionary()
     _lock = Lock()
@@ -45,9 +46,16 @@ class Vocabulary:
             for token, text in pairs
             if not self.tokenizer.is_special_token(token)
         ]
-        told = [(ours, theirs) for ours, theirs in plain if "\N{REPLACEMENT CHARACTER}" not in ours + theirs]
+        told = [
+            (ours, theirs)
+            for ours, theirs in plain
+            if "\N{REPLACEMENT CHARACTER}" not in ours + theirs
+        ]
         if sum(ours != theirs for ours, theirs in told) > len(told) // 10:
-            raise RequestError(f"structured output: the tokens of {self.source.path} are not those of {type(renderer).__name__}.")
+            raise RequestError(
+                f"structured output: the tokens of {self.source.path} are not those of "
+                f"{type(renderer).__name__}."
+            )
 
     def special_tokens(self, text: str) -> list[str | int]:
         """A text as pieces of text, and the ids of special tokens between them."""
@@ -63,4 +71,6 @@ class Vocabulary:
 
 def limits() -> LLParserLimits:
     """What a grammar may take."""
-    return LLParserLimits(initial_lexer_fuel=FUEL, step_lexer_fuel=FUEL_OF_A_MASK, verbose_errors=False)
+    return LLParserLimits(
+        initial_lexer_fuel=FUEL, step_lexer_fuel=FUEL_OF_A_MASK, verbose_errors=False
+    )

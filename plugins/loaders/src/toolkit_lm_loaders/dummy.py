@@ -13,7 +13,8 @@ _STD = 0.02
 
 
 class DummyLoader(CheckpointLoader):
-    """Random weights, for measurements. Each depends on its name and shape only, so that ranks agree on what they share."""
+    """Random weights, for measurements. Each depends on its name and shape only, so that ranks
+    agree on what they share."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(())

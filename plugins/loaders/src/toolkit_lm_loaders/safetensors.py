@@ -22,11 +22,13 @@ _MOST_MAPPED = 2**27
 
 
 class CheckpointWeights(CheckpointLoader):
-    """Iterates over (name, tensor) of a folder with model.safetensors, or with model.safetensors.index.json and the files it names.
+    """Iterates over (name, tensor) of a folder with model.safetensors, or with
+    model.safetensors.index.json and the files it names.
 
     Without an index, all shards that are numbered are read.
 
-    Tensors are mapped: only what is read of them is read from disk. Raises CheckpointError that names a missing or broken file.
+    Tensors are mapped: only what is read of them is read from disk. Raises CheckpointError that
+    names a missing or broken file.
     """
 
     def __init__(self, source: str | Path) -> None:
@@ -35,7 +37,11 @@ class CheckpointWeights(CheckpointLoader):
 
     def __str__(self) -> str:
         return str(
-            self.source / SINGLE if self.files == [SINGLE] else self.source / INDEX if (self.source / INDEX).is_file() else self.source
+            self.source / SINGLE
+            if self.files == [SINGLE]
+            else self.source / INDEX
+            if (self.source / INDEX).is_file()
+            else self.source
         )
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -55,9 +61,12 @@ class CheckpointWeights(CheckpointLoader):
     def _check(self, path: Path) -> None:
         try:
             with safe_open(path, framework="pt", device="cpu"):
-                pass  # Opening reads the header, and compares the lengths it states with the file's.
+                # Opening reads the header, and compares the lengths it states with the file's.
+                pass
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} is not a readable safetensors file; it may be truncated: {error}") from error
+            raise CheckpointError(
+                f"{path} is not a readable safetensors file; it may be truncated: {error}"
+            ) from error
 
     def _find(self) -> list[str]:
         if (self.source / INDEX).is_file():
@@ -69,7 +78,11 @@ class CheckpointWeights(CheckpointLoader):
         else:
             raise CheckpointError(self._nothing())
         if missing := [file for file in files if not (self.source / file).is_file()]:
-            what = f"{self.source / INDEX} names files" if (self.source / INDEX).is_file() else f"{self.source} lacks files of its weights"
+            what = (
+                f"{self.source / INDEX} names files"
+                if (self.source / INDEX).is_file()
+                else f"{self.source} lacks files of its weights"
+            )
             raise CheckpointError(f"{what} that are missing: {', '.join(missing)}.")
         for file in files:
             self._check(self.source / file)
@@ -83,16 +96,26 @@ class CheckpointWeights(CheckpointLoader):
             raise CheckpointError(f"{path} is not an index of weights: {error!r}") from error
         for file in files:
             if not isinstance(file, str) or Path(file).name != file:
-                raise CheckpointError(f"{path} names {file!r}, which is not a file of the same folder.")
+                raise CheckpointError(
+                    f"{path} names {file!r}, which is not a file of the same folder."
+                )
         return sorted(files)
 
     def _shards(self) -> list[str]:
-        """The files that one without an index belongs to: all of "model-00001-of-00003.safetensors" and its like."""
-        found = sorted(match[0] for path in self.source.glob(SHARDS) if (match := _SHARD.fullmatch(path.name)))
+        """The files that one without an index belongs to: all of "model-00001-of-00003.safetensors"
+        and its like."""
+        found = sorted(
+            match[0] for path in self.source.glob(SHARDS) if (match := _SHARD.fullmatch(path.name))
+        )
         counts = {int(match[1]) for name in found if (match := _SHARD.fullmatch(name))}
         if len(counts) > 1:
-            raise CheckpointError(f"{self.source} holds shards of several checkpoints, and no {INDEX}: {', '.join(found[:20])}.")
-        return [f"model-{i + 1:05}-of-{count:05}.safetensors" for count in counts for i in range(count)]
+            raise CheckpointError(
+                f"{self.source} holds shards of several checkpoints, and no {INDEX}: "
+                f"{', '.join(found[:20])}."
+            )
+        return [
+            f"model-{i + 1:05}-of-{count:05}.safetensors" for count in counts for i in range(count)
+        ]
 
     def _nothing(self) -> str:
         if not self.source.is_dir():
@@ -100,7 +123,11 @@ class CheckpointWeights(CheckpointLoader):
         names = sorted(entry.name for entry in self.source.iterdir())
         if pickled := [name for name in names if name.endswith((".bin", ".pt", ".pth"))]:
             return (
-                f"{self.source} holds weights as pickles only ({', '.join(pickled[:3])}), which can run code and are not read. "
+                f"{self.source} holds weights as pickles only ({', '.join(pickled[:3])}), which "
+                "can run code and are not read. "
                 "Convert to safetensors: load it with transformers and call save_pretrained."
             )
-        return f"{self.source} holds neither {SINGLE} nor {INDEX}. It holds: {', '.join(names[:20]) or 'nothing'}."
+        return (
+            f"{self.source} holds neither {SINGLE} nor {INDEX}. It holds: "
+            f"{', '.join(names[:20]) or 'nothing'}."
+        )

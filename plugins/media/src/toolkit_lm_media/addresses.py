@@ -17,12 +17,17 @@ _LOCAL_NAT64 = IPv6Network("64:ff9b:1::/48")
 
 
 def is_public(address: IPv4Address | IPv6Address) -> bool:
-    """Whether anybody on the internet has this address. An IPv4 address inside an IPv6 address counts."""
+    """Whether anybody on the internet has this address. An IPv4 address inside an IPv6 address
+    counts."""
     if isinstance(address, IPv6Address):
         whole = _translated(address)
         if whole is not None:
             return is_public(whole)
-        if address in _LOCAL_NAT64 or address.is_site_local or (address.sixtofour is not None and not is_public(address.sixtofour)):
+        if (
+            address in _LOCAL_NAT64
+            or address.is_site_local
+            or (address.sixtofour is not None and not is_public(address.sixtofour))
+        ):
             return False
     return address.is_global and not (
         address.is_private
@@ -46,7 +51,9 @@ def resolve(host: str, port: int, deadline: float) -> list[str]:
     if not found:
         raise RefusedError(f"the host {host!r} has no address")
     if not all(is_public(address) for address in found):
-        raise RefusedError(f"the host {host!r} has an address that is not public, such as one of the local network")
+        raise RefusedError(
+            f"the host {host!r} has an address that is not public, such as one of the local network"
+        )
     return [str(address) for address in found][:_MOST_ADDRESSES]
 
 

@@ -17,9 +17,13 @@ from toolkit_lm_media.modes import to_rgb
 from toolkit_lm_media.refusal import RefusedError
 from toolkit_lm_media.video import Video, require_bounds
 
-_DECODERS: dict[str, Callable[[io.BytesIO], ImageFile]] = {"GIF": GifImageFile, "WEBP": WebPImageFile}
+_DECODERS: dict[str, Callable[[io.BytesIO], ImageFile]] = {
+    "GIF": GifImageFile,
+    "WEBP": WebPImageFile,
+}
 _SHORTEST, _USUAL = 10, 100
-"""Milliseconds. A frame that is shown no longer than the one is shown for the other, as browsers do."""
+"""Milliseconds. A frame that is shown no longer than the one is shown for the other, as browsers
+do."""
 
 
 class Animation(Video):

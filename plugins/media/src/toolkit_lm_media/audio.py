@@ -1,4 +1,5 @@
-"""Recordings in memory: what the header of a file says, then its samples, decoded by libsndfile or FFmpeg and resampled by soxr."""
+"""Recordings in memory: what the header of a file says, then its samples, decoded by libsndfile or
+FFmpeg and resampled by soxr."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ _BLOCK = 2**16
 """Frames that are decoded at a time."""
 _MOST_CHANNELS = 8
 _MOST_DECODED = 192_000
-"""Samples of all channels, for each second that is taken: as many as 48,000 a second of four channels."""
+"""Samples of all channels, for each second that is taken: as many as 48,000 a second of four
+channels."""
 KNOWN = ("AAC", "FLAC", "M4A", "MP3", "MP4", "Ogg", "WAV", "WEBM")
 """Formats, as errors name them."""
 _MEMORY = 2**29
@@ -39,11 +41,15 @@ _MOST_TOLD = 100
 class Audio(ABC):
     """An open file, of which the header is read. Its methods raise RefusedError."""
 
-    def __init__(self, format: str, rate: int, channels: int, seconds: float, limits: MediaLimits) -> None:
+    def __init__(
+        self, format: str, rate: int, channels: int, seconds: float, limits: MediaLimits
+    ) -> None:
         """`format`: "WAV" or the like. `rate`: samples a second. `seconds`: as the file says."""
         self.format, self.rate, self.seconds = format, rate, seconds
         if not RATES[0] <= rate <= RATES[1]:
-            raise RefusedError(f"it states {rate} samples a second; {RATES[0]:,} to {RATES[1]:,} are read")
+            raise RefusedError(
+                f"it states {rate} samples a second; {RATES[0]:,} to {RATES[1]:,} are read"
+            )
         if not 0 < channels <= _MOST_CHANNELS:
             raise RefusedError(f"it has {channels} channels; up to {_MOST_CHANNELS} are read")
         if seconds <= 0:
@@ -52,17 +58,26 @@ class Audio(ABC):
             raise RefusedError("its header does not say how long it is")
         most = limits.max_audio_seconds
         if seconds > most:
-            raise RefusedError(f"it has {seconds:.2f} seconds, more than the {most:g} that are taken (max_audio_seconds)")
+            raise RefusedError(
+                f"it has {seconds:.2f} seconds, more than the {most:g} that are taken "
+                "(max_audio_seconds)"
+            )
         if seconds * rate * channels > most * _MOST_DECODED:
-            counted = f"it has {round(seconds * rate) * channels} samples, {channels} channels together"
-            raise RefusedError(f"{counted}, more than are decoded for {most:g} seconds (max_audio_seconds)")
+            counted = (
+                f"it has {round(seconds * rate) * channels} samples, {channels} channels together"
+            )
+            raise RefusedError(
+                f"{counted}, more than are decoded for {most:g} seconds (max_audio_seconds)"
+            )
 
     @abstractmethod
     def _parts(self) -> Iterator[npt.NDArray[np.float32]]:
-        """Samples [n], the mean of the channels, in order. Raises RefusedError where the file is damaged or cut short."""
+        """Samples [n], the mean of the channels, in order. Raises RefusedError where the file is
+        damaged or cut short."""
 
     def read(self, sampling_rate: int) -> npt.NDArray[np.float32]:
-        """Samples [N], the mean of the channels, `sampling_rate` a second. Raises RefusedError where it is damaged or cut short."""
+        """Samples [N], the mean of the channels, `sampling_rate` a second. Raises RefusedError
+        where it is damaged or cut short."""
         stream = Resampler(self.rate, sampling_rate)
         for part in self._parts():
             stream.push(part)
@@ -76,9 +91,12 @@ class Audio(ABC):
 
 class _OfLibsndfile(Audio):
     def __init__(self, file: Any, format: str, limits: MediaLimits, stated: int | None) -> None:
-        """`file`: of soundfile. `format`: "WAV" or the like. `stated`: frames that there must be; None: as many as there are."""
+        """`file`: of soundfile. `format`: "WAV" or the like. `stated`: frames that there must be;
+        None: as many as there are."""
         self._file, self._stated = file, stated
-        super().__init__(format, file.samplerate, file.channels, file.frames / max(file.samplerate, 1), limits)
+        super().__init__(
+            format, file.samplerate, file.channels, file.frames / max(file.samplerate, 1), limits
+        )
 
     def _parts(self) -> Iterator[npt.NDArray[np.float32]]:
         import soundfile
@@ -91,7 +109,9 @@ class _OfLibsndfile(Audio):
         except soundfile.LibsndfileError:
             raise RefusedError(f"it is a broken or truncated {self.format}") from None
         if self._stated is not None and count < self._stated:
-            raise RefusedError(f"it is a truncated {self.format}: {count} of {self._file.frames} samples are there")
+            raise RefusedError(
+                f"it is a truncated {self.format}: {count} of {self._file.frames} samples are there"
+            )
 
 
 class _OfFFmpeg(Audio):
@@ -99,9 +119,20 @@ class _OfFFmpeg(Audio):
         sound_formats.require_whole_container(data, container)
         self._decoder = Decoder()
         try:
-            order = {"format": container, "size": len(data), "memory": _MEMORY, "most_seconds": limits.max_audio_seconds}
+            order = {
+                "format": container,
+                "size": len(data),
+                "memory": _MEMORY,
+                "most_seconds": limits.max_audio_seconds,
+            }
             found = self._decoder.ask(order, data)
-            super().__init__(sound_formats.CONTAINERS[container], found["rate"], found["channels"], found["seconds"], limits)
+            super().__init__(
+                sound_formats.CONTAINERS[container],
+                found["rate"],
+                found["channels"],
+                found["seconds"],
+                limits,
+            )
         except BaseException:
             self.close()
             raise
@@ -124,13 +155,17 @@ class Resampler:
         """`given`, `wanted`: samples a second."""
         import soxr
 
-        self._stream = None if given == wanted else soxr.ResampleStream(given, wanted, 1, dtype="float32")
+        self._stream = (
+            None if given == wanted else soxr.ResampleStream(given, wanted, 1, dtype="float32")
+        )
         self._parts: list[npt.NDArray[np.float32]] = []
 
     def push(self, samples: npt.NDArray[np.float32]) -> None:
         """The next ones, [N]."""
         samples = np.ascontiguousarray(samples)
-        self._parts.append(samples if self._stream is None else self._stream.resample_chunk(samples))
+        self._parts.append(
+            samples if self._stream is None else self._stream.resample_chunk(samples)
+        )
 
     def finish(self) -> npt.NDArray[np.float32]:
         """All of them, [M]."""
@@ -140,11 +175,15 @@ class Resampler:
 
 
 @contextmanager
-def open_audio(data: bytes, limits: MediaLimits, *, what: str = "audio", param: str | None = None) -> Iterator[Audio]:
-    """A WAV, FLAC, Ogg, MP3, AAC, or the sound of an MP4, M4A, MOV or WEBM, within its bounds. Only its header is read.
+def open_audio(
+    data: bytes, limits: MediaLimits, *, what: str = "audio", param: str | None = None
+) -> Iterator[Audio]:
+    """A WAV, FLAC, Ogg, MP3, AAC, or the sound of an MP4, M4A, MOV or WEBM, within its bounds. Only
+    its header is read.
 
-    `what` names the item in errors, such as "audio 2", those of its samples too. Raises RequestError for another format, a broken file,
-    no samples, and more bytes, seconds or channels than are taken.
+    `what` names the item in errors, such as "audio 2", those of its samples too. Raises
+    RequestError for another format, a broken file, no samples, and more bytes, seconds or channels
+    than are taken.
     """
     with named(what, param):
         require_size(data, limits)
@@ -162,7 +201,11 @@ def open_audio(data: bytes, limits: MediaLimits, *, what: str = "audio", param: 
         try:
             file = soundfile.SoundFile(io.BytesIO(data))
         except soundfile.LibsndfileError as error:
-            told = "".join(one for one in error.error_string if one.isprintable()).strip().rstrip(".")[:_MOST_TOLD]
+            told = (
+                "".join(one for one in error.error_string if one.isprintable())
+                .strip()
+                .rstrip(".")[:_MOST_TOLD]
+            )
             # Of an MP3, libsndfile says that the file may be a pipe.
             told = "it has no frames of an MP3" if format == "MP3" else told
             raise RefusedError(f"it cannot be read as audio: {told}") from None
@@ -174,14 +217,23 @@ def open_audio(data: bytes, limits: MediaLimits, *, what: str = "audio", param: 
 
 def _require_sound(data: bytes) -> None:
     if importlib.util.find_spec("soundfile") is None or importlib.util.find_spec("soxr") is None:
-        raise RefusedError("recordings are not read here: that needs pip install 'toolkit-lm-media[audio]'")
+        raise RefusedError(
+            "recordings are not read here: that needs pip install 'toolkit-lm-media[audio]'"
+        )
     container = sound_formats.container_of(data)
     if container is not None and importlib.util.find_spec("av") is None:
         name = sound_formats.CONTAINERS[container]
-        raise RefusedError(f"recordings in a file of the kind {name} are not read here: that needs pip install 'toolkit-lm-media[video]'")
+        raise RefusedError(
+            f"recordings in a file of the kind {name} are not read here: that needs pip install "
+            "'toolkit-lm-media[video]'"
+        )
     modality = modality_of(data)
     if modality != "audio" and container is None:
-        given = "it is no recording of a known format" if modality is None else f"it is {_ARTICLES[modality]}, and no recording"
+        given = (
+            "it is no recording of a known format"
+            if modality is None
+            else f"it is {_ARTICLES[modality]}, and no recording"
+        )
         raise RefusedError(f"{given}; known: {', '.join(KNOWN)}")
 
 

@@ -11,7 +11,8 @@ _RUN_LENGTHS = (1, 2)
 
 
 def read(data: bytes) -> Header:
-    """The size comes from the second header. Raises RefusedError for run lengths: their decoder is slow."""
+    """The size comes from the second header. Raises RefusedError for run lengths: their decoder is
+    slow."""
     (length,) = unpack("<I", data, 14)
     if length == _OLD_HEADER:
         width, height = unpack("<HH", data, 18)

@@ -11,7 +11,8 @@ import httpcore
 
 
 class PinnedBackend(httpcore.NetworkBackend):
-    """Connects to the first of `addresses` that answers, whatever the name asked for. No name is looked up.
+    """Connects to the first of `addresses` that answers, whatever the name asked for. No name is
+    looked up.
 
     Names stay in the request: TLS, the certificate's check and the Host header use them.
     """
@@ -33,7 +34,9 @@ class PinnedBackend(httpcore.NetworkBackend):
         for address in self._addresses:
             left = remaining(self._deadline, httpcore.ConnectTimeout)
             try:
-                stream = self._backend.connect_tcp(address, port, left, local_address, socket_options)
+                stream = self._backend.connect_tcp(
+                    address, port, left, local_address, socket_options
+                )
             except httpcore.ConnectError:
                 continue
             return TimedStream(stream, self._deadline)
@@ -41,7 +44,8 @@ class PinnedBackend(httpcore.NetworkBackend):
 
 
 class TimedStream(httpcore.NetworkStream):
-    """A stream of which each operation ends at the deadline: a timeout per read would start anew with each byte."""
+    """A stream of which each operation ends at the deadline: a timeout per read would start anew
+    with each byte."""
 
     def __init__(self, stream: httpcore.NetworkStream, deadline: float) -> None:
         self._stream = stream
@@ -59,11 +63,17 @@ class TimedStream(httpcore.NetworkStream):
         self._stream.close()
 
     def start_tls(
-        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,
     ) -> httpcore.NetworkStream:
-        """Raises httpcore.ConnectTimeout at the deadline, ConnectError where the certificate is not the host's."""
+        """Raises httpcore.ConnectTimeout at the deadline, ConnectError where the certificate is not
+        the host's."""
         left = remaining(self._deadline, httpcore.ConnectTimeout)
-        return TimedStream(self._stream.start_tls(ssl_context, server_hostname, left), self._deadline)
+        return TimedStream(
+            self._stream.start_tls(ssl_context, server_hostname, left), self._deadline
+        )
 
     def get_extra_info(self, info: str) -> Any:
         return self._stream.get_extra_info(info)

@@ -17,7 +17,9 @@ def decode(url: str, max_bytes: int) -> bytes:
     """
     comma = url.find(",", 0, _MOST_HEAD)
     if comma < 0 or not url[:comma].lower().endswith(";base64"):
-        raise RefusedError("the data URL is not of the form 'data:image/png;base64,...'; only base64 is taken")
+        raise RefusedError(
+            "the data URL is not of the form 'data:image/png;base64,...'; only base64 is taken"
+        )
     length = len(url) - comma - 1
     padding = 2 if url.endswith("==") else int(url.endswith("="))
     if length // 4 * 3 - padding > max_bytes:

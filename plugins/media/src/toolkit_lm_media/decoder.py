@@ -1,4 +1,5 @@
-"""FFmpeg in a process of its own, whose memory and time are bounded: what asks it, and hears its answers."""
+"""FFmpeg in a process of its own, whose memory and time are bounded: what asks it, and hears its
+answers."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _SHARED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 
 
 class Decoder:
-    """One file's. Where it fails, or wants more than it may have, it ends alone. Methods raise RefusedError."""
+    """One file's. Where it fails, or wants more than it may have, it ends alone. Methods raise
+    RefusedError."""
 
     def __init__(self) -> None:
         # -P: this folder's modules are not the child's.
@@ -40,7 +42,9 @@ class Decoder:
         """The answer to a question, after which `data` goes to the process, too."""
         assert self._process.stdin is not None, "it is a pipe"
         try:
-            self._process.stdin.write(json.dumps({"seconds": _SECONDS, **question}).encode() + b"\n" + data)
+            self._process.stdin.write(
+                json.dumps({"seconds": _SECONDS, **question}).encode() + b"\n" + data
+            )
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # Its last words are read below.
@@ -49,7 +53,9 @@ class Decoder:
     def answer(self) -> dict[str, Any]:
         """The next line."""
         assert self._process.stdout is not None, "it is a pipe"
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline() or b'{"refused": "it cannot be decoded within bounds"}')
+        answer: dict[str, Any] = json.loads(
+            self._process.stdout.readline() or b'{"refused": "it cannot be decoded within bounds"}'
+        )
         if "refused" in answer:
             raise RefusedError(answer["refused"])
         return answer

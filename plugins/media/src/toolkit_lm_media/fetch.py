@@ -15,14 +15,19 @@ from toolkit_lm_media.hosts import checked, name_of, parse, port_of, require_all
 from toolkit_lm_media.limits import MediaLimits
 from toolkit_lm_media.refusal import RefusedError, size_text
 
-_HEADERS = (("Accept", "image/*, video/*"), ("Accept-Encoding", "identity"), ("User-Agent", "toolkit-lm-media"))
+_HEADERS = (
+    ("Accept", "image/*, video/*"),
+    ("Accept-Encoding", "identity"),
+    ("User-Agent", "toolkit-lm-media"),
+)
 _REDIRECTS = {301, 302, 303, 307, 308}
 
 
 def fetch(text: str, limits: MediaLimits) -> bytes:
     """The body behind a URL. Redirects are followed, each as if it were the first URL.
 
-    Raises RefusedError for a host that is not allowed or not public, a status other than 200, too many bytes, redirects or seconds.
+    Raises RefusedError for a host that is not allowed or not public, a status other than 200, too
+    many bytes, redirects or seconds.
     """
     deadline = time.monotonic() + limits.timeout
     url = parse(text)
@@ -45,12 +50,20 @@ def _ask(url: httpx.URL, limits: MediaLimits, deadline: float) -> bytes | httpx.
     headers = [("Host", _host_header(url)), *_HEADERS]
     try:
         with (
-            httpcore.HTTPConnection(origin, ssl_context=context, network_backend=backend) as connection,
+            httpcore.HTTPConnection(
+                origin, ssl_context=context, network_backend=backend
+            ) as connection,
             connection.stream("GET", target, headers=headers) as response,
         ):
-            return _redirect(url, response) if response.status in _REDIRECTS else _body(response, limits)
+            return (
+                _redirect(url, response)
+                if response.status in _REDIRECTS
+                else _body(response, limits)
+            )
     except httpcore.TimeoutException:
-        raise RefusedError(f"the fetch from {host!r} took longer than {limits.timeout:g} seconds") from None
+        raise RefusedError(
+            f"the fetch from {host!r} took longer than {limits.timeout:g} seconds"
+        ) from None
     # OSError too: httpcore does not map every error of TLS.
     except (httpcore.NetworkError, httpcore.ProtocolError, OSError):
         raise RefusedError(f"the fetch from {host!r} failed") from None
@@ -85,7 +98,9 @@ def _body(response: httpcore.Response, limits: MediaLimits) -> bytes:
 
 def _header(response: httpcore.Response, name: bytes) -> str:
     """All values of one header, joined by commas; "" where there is none."""
-    return ", ".join(value.decode("latin-1").strip() for key, value in response.headers if key.lower() == name)
+    return ", ".join(
+        value.decode("latin-1").strip() for key, value in response.headers if key.lower() == name
+    )
 
 
 def _host_header(url: httpx.URL) -> str:

@@ -16,7 +16,8 @@ _CONTROL = 0xF9
 
 
 def read(data: bytes) -> Header:
-    """The size spans the screen and the first frame. The body leaves out comments: the decoder adds up their blocks in quadratic time.
+    """The size spans the screen and the first frame. The body leaves out comments: the decoder adds
+    up their blocks in quadratic time.
 
     Raises RefusedError where there is no frame, or where too many blocks come before it.
     """
@@ -24,13 +25,19 @@ def read(data: bytes) -> Header:
     start = 13 + _table_size(flags)
     frame, control = _first_frame(data, start)
     left, top, across, down = unpack("<HHHH", data, frame + 1)
-    return Header("GIF", max(width, left + across), max(height, top + down), data[:start] + control + data[frame:])
+    return Header(
+        "GIF",
+        max(width, left + across),
+        max(height, top + down),
+        data[:start] + control + data[frame:],
+    )
 
 
 def read_animation(data: bytes) -> AnimationHeader:
     """Of all frames. The body has them and what says how they are shown, and nothing else.
 
-    Raises RefusedError where there is no frame, too many, one outside of the first one's canvas, or where too many blocks come.
+    Raises RefusedError where there is no frame, too many, one outside of the first one's canvas, or
+    where too many blocks come.
     """
     width, height, flags = unpack("<HHB", data, 6)
     start = offset = 13 + _table_size(flags)
@@ -42,7 +49,12 @@ def read_animation(data: bytes) -> AnimationHeader:
         if left <= 0:
             raise RefusedError("it is a GIF of too many blocks")
         if head > 2:
-            across, down = (sum(pair) for pair in zip(*(unpack("<HH", data, offset + place) for place in (1, 5)), strict=True))
+            across, down = (
+                sum(pair)
+                for pair in zip(
+                    *(unpack("<HH", data, offset + place) for place in (1, 5)), strict=True
+                )
+            )
             sizes.append((max(width, across), max(height, down)))
             kept += [control, data[offset:end]]
             durations.append(10 * unpack("<H", control, 4)[0] if control else 0)
@@ -60,7 +72,8 @@ def read_animation(data: bytes) -> AnimationHeader:
 
 
 def _frame_head(data: bytes, offset: int) -> int:
-    """Bytes of a frame before its blocks: where it stands, its colour table, and how its pixels are packed."""
+    """Bytes of a frame before its blocks: where it stands, its colour table, and how its pixels are
+    packed."""
     if data[offset] != _FRAME:
         raise RefusedError("it is a broken GIF")
     (flags,) = unpack("<B", data, offset + 9)

@@ -55,7 +55,10 @@ def require_allowed(url: httpx.URL, limits: MediaLimits) -> None:
     wanted = (name_of(url), port_of(url))
     if not any(wanted == _entry(host, url.scheme) for host in limits.allowed_hosts):
         host = wanted[0] if wanted[1] == _PORTS[url.scheme] else f"{wanted[0]}:{wanted[1]}"
-        raise RefusedError(f"the host {host[:200]!r} is not allowed; the operator allows hosts with --allowed-media-hosts")
+        raise RefusedError(
+            f"the host {host[:200]!r} is not allowed; the operator allows hosts with "
+            "--allowed-media-hosts"
+        )
 
 
 def _entry(host: str, scheme: str) -> tuple[str, int] | None:

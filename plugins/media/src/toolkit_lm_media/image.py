@@ -22,7 +22,8 @@ from toolkit_lm_media.orientation import metadata, turned
 from toolkit_lm_media.refusal import RefusedError, named
 from toolkit_lm_media.source import require_size
 
-# The classes rather than Image.open: that one warns of large pictures, and warnings cannot be held back in one thread alone.
+# The classes rather than Image.open: that one warns of large pictures, and warnings cannot be held
+# back in one thread alone.
 _DECODERS: dict[str, Callable[[io.BytesIO], ImageFile]] = {
     "BMP": BmpImageFile,
     "GIF": GifImageFile,
@@ -32,11 +33,15 @@ _DECODERS: dict[str, Callable[[io.BytesIO], ImageFile]] = {
 }
 
 
-def open_image(data: bytes, limits: MediaLimits, *, what: str = "image", param: str | None = None) -> npt.NDArray[np.uint8]:
-    """The pixels of a PNG, JPEG, WEBP, BMP or GIF (its first frame): uint8 [height, width, 3], RGB, the right way up.
+def open_image(
+    data: bytes, limits: MediaLimits, *, what: str = "image", param: str | None = None
+) -> npt.NDArray[np.uint8]:
+    """The pixels of a PNG, JPEG, WEBP, BMP or GIF (its first frame): uint8 [height, width, 3], RGB,
+    the right way up.
 
-    Modes become RGB as `modes.to_rgb` says: transparency is dropped. `what` names the item in errors, such as "image 2".
-    Raises RequestError for another format, a broken file, and a picture of no pixels or more than `limits.max_pixels`.
+    Modes become RGB as `modes.to_rgb` says: transparency is dropped. `what` names the item in
+    errors, such as "image 2". Raises RequestError for another format, a broken file, and a picture
+    of no pixels or more than `limits.max_pixels`.
     """
     with named(what, param):
         require_size(data, limits)
@@ -46,7 +51,8 @@ def open_image(data: bytes, limits: MediaLimits, *, what: str = "image", param: 
 
 
 def image_size(data: bytes) -> tuple[int, int] | None:
-    """Width and height as the header of a picture has them, of a file or its beginning; None where it says nothing."""
+    """Width and height as the header of a picture has them, of a file or its beginning; None where
+    it says nothing."""
     try:
         header = _read_header(data)
     except RefusedError:
@@ -72,7 +78,10 @@ def _require_pixels(header: Header, limits: MediaLimits) -> None:
     if header.width < 1 or header.height < 1:
         raise RefusedError("it has no pixels")
     if header.width * header.height > limits.max_pixels:
-        raise RefusedError(f"it has {header.width} x {header.height} pixels, more than the {limits.max_pixels} that are taken")
+        raise RefusedError(
+            f"it has {header.width} x {header.height} pixels, more than the {limits.max_pixels} "
+            "that are taken"
+        )
 
 
 def _decode(header: Header) -> npt.NDArray[np.uint8]:
@@ -82,7 +91,8 @@ def _decode(header: Header) -> npt.NDArray[np.uint8]:
                 return _pixels(image, header)
     except MemoryError:
         raise RefusedError("it does not fit in memory") from None
-    # Decoders raise nearly anything for a broken file: SyntaxError, OSError, struct.error and others.
+    # Decoders raise nearly anything for a broken file: SyntaxError, OSError, struct.error and
+    # others.
     except Exception:
         raise RefusedError(f"it is a broken or truncated {header.format}") from None
     raise RefusedError(f"it is a {header.format} with two sizes")

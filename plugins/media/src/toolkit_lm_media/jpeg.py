@@ -22,7 +22,8 @@ _XMP = b"http://ns.adobe.com/xap/1.0/\x00"
 
 
 def read(data: bytes) -> Header:
-    """The size comes from the one frame header. The body leaves out what is not for the pixels, such as thumbnails.
+    """The size comes from the one frame header. The body leaves out what is not for the pixels,
+    such as thumbnails.
 
     Raises RefusedError for no frame or several, too many segments, or too many scans.
     """
@@ -32,7 +33,12 @@ def read(data: bytes) -> Header:
     for _ in range(_MOST_SEGMENTS):
         marker, start, end = _segment(data, offset)
         if marker == _SCAN:
-            return _header(b"".join([*kept, data[start - 2 :]]), data.count(b"\xff\xda", start - 2), sizes, texts)
+            return _header(
+                b"".join([*kept, data[start - 2 :]]),
+                data.count(b"\xff\xda", start - 2),
+                sizes,
+                texts,
+            )
         if marker in _FRAMES:
             sizes.append(unpack(">HH", data, start + 3))
         if marker == _EXIF:
@@ -61,7 +67,9 @@ def _keep_text(texts: dict[bytes, bytes], payload: bytes) -> None:
             texts[head] = payload[len(head) :]
 
 
-def _header(body: bytes, scans: int, sizes: list[tuple[int, ...]], texts: dict[bytes, bytes]) -> Header:
+def _header(
+    body: bytes, scans: int, sizes: list[tuple[int, ...]], texts: dict[bytes, bytes]
+) -> Header:
     if len(sizes) != 1:
         raise RefusedError("it is a broken JPEG")
     if scans > _MOST_SCANS:

@@ -10,7 +10,8 @@ from toolkit_lm.errors import ConfigError
 MOST_PIXELS = 89_478_485
 """Above it, Pillow warns of every image."""
 _DECODED = {"movie": 64, "animation": 8}
-"""So many frames of the most pixels, or more of fewer, are decoded. Frames that are not taken count: later ones need them."""
+"""So many frames of the most pixels, or more of fewer, are decoded. Frames that are not taken
+count: later ones need them."""
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s/@:\\\[\]#?%]+)(:[0-9]{1,5})?")
 
 
@@ -18,7 +19,8 @@ _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s/@:\\\[\]#?%]+)(:[0-9]{1,5})?")
 class MediaLimits:
     """What one item may cost. No host is allowed by default.
 
-    An allowed host is a name, at its scheme's port, or `name:port`. Raises ConfigError for a bound that makes no sense.
+    An allowed host is a name, at its scheme's port, or `name:port`. Raises ConfigError for a bound
+    that makes no sense.
     """
 
     max_bytes: int = 25 * 2**20
@@ -40,19 +42,29 @@ class MediaLimits:
         if self.max_bytes < 1:
             raise ConfigError(f"max_bytes is {self.max_bytes}; it must be at least 1.")
         if not 1 <= self.max_pixels <= MOST_PIXELS:
-            raise ConfigError(f"max_pixels is {self.max_pixels}; it must be from 1 to {MOST_PIXELS}.")
+            raise ConfigError(
+                f"max_pixels is {self.max_pixels}; it must be from 1 to {MOST_PIXELS}."
+            )
         if self.max_frames < 1:
             raise ConfigError(f"max_frames is {self.max_frames}; it must be at least 1.")
-        for name, seconds in (("max_seconds", self.max_seconds), ("max_audio_seconds", self.max_audio_seconds)):
+        for name, seconds in (
+            ("max_seconds", self.max_seconds),
+            ("max_audio_seconds", self.max_audio_seconds),
+        ):
             if not 0 < seconds < float("inf"):
                 raise ConfigError(f"{name} is {seconds}; it must be a positive number.")
         if not 0 < self.timeout < float("inf"):
-            raise ConfigError(f"timeout is {self.timeout}; it must be a positive number of seconds.")
+            raise ConfigError(
+                f"timeout is {self.timeout}; it must be a positive number of seconds."
+            )
         if self.max_redirects < 0:
             raise ConfigError(f"max_redirects is {self.max_redirects}; it must be at least 0.")
         for host in self.allowed_hosts:
             if not _HOST.fullmatch(host):
-                raise ConfigError(f"{host!r} in --allowed-media-hosts is not a host: give a name such as 'example.com', or 'name:port'.")
+                raise ConfigError(
+                    f"{host!r} in --allowed-media-hosts is not a host: give a name such as "
+                    "'example.com', or 'name:port'."
+                )
 
     def most_decoded(self, kind: str) -> int:
         """Pixels of all frames of a movie or an animation together."""

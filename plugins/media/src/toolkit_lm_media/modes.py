@@ -12,10 +12,12 @@ _HALF = 256
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """A picture of any mode of Pillow in RGB, 8 bits a sample, as its convert("RGB") has it, which transformers takes too.
+    """A picture of any mode of Pillow in RGB, 8 bits a sample, as its convert("RGB") has it, which
+    transformers takes too.
 
-    Alpha is dropped, in a channel, a palette or a key: what lies under transparent pixels is seen. Samples of 16 bits keep their high
-    byte, where Pillow makes all above 255 white. Raises RefusedError for values of 32 bits, or floats, whose range cannot be told.
+    Alpha is dropped, in a channel, a palette or a key: what lies under transparent pixels is seen.
+    Samples of 16 bits keep their high byte, where Pillow makes all above 255 white. Raises
+    RefusedError for values of 32 bits, or floats, whose range cannot be told.
     """
     if image.mode.startswith("I;16"):
         return _from_16_bits(np.asarray(image))
@@ -40,11 +42,21 @@ def _from_16_bits(samples: np.ndarray) -> Image.Image:
 def _from_integers(samples: np.ndarray) -> Image.Image:
     least, most = int(samples.min()), int(samples.max())
     if least < 0 or most >= _HALF**2:
-        raise RefusedError(f"its samples are from {least} to {most}; of 32-bit samples, those from 0 to {_HALF**2 - 1} are read")
-    return _from_16_bits(samples) if most >= _HALF else Image.fromarray(samples.astype(np.uint8)).convert("RGB")
+        raise RefusedError(
+            f"its samples are from {least} to {most}; of 32-bit samples, those from 0 to "
+            f"{_HALF**2 - 1} are read"
+        )
+    return (
+        _from_16_bits(samples)
+        if most >= _HALF
+        else Image.fromarray(samples.astype(np.uint8)).convert("RGB")
+    )
 
 
 def _check_floats(samples: np.ndarray) -> None:
     least, most = float(samples.min()), float(samples.max())
     if not 0 <= least <= most < _HALF or (0 < most <= 1):
-        raise RefusedError(f"its samples are floats from {least:g} to {most:g}; those from 0 to 255 are read: scale them")
+        raise RefusedError(
+            f"its samples are floats from {least:g} to {most:g}; those from 0 to 255 are read: "
+            "scale them"
+        )

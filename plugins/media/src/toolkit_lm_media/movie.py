@@ -15,7 +15,8 @@ from toolkit_lm_media.refusal import RefusedError
 from toolkit_lm_media.video import Video, require_bounds
 
 _MEMORY, _BYTES_PER_PIXEL = 2**29, 32
-"""Of the process: for itself, and for each pixel of a frame, of which a decoder keeps up to 16 and this one makes another."""
+"""Of the process: for itself, and for each pixel of a frame, of which a decoder keeps up to 16 and
+this one makes another."""
 
 
 class Movie(Video):
@@ -24,7 +25,10 @@ class Movie(Video):
     def __init__(self, data: bytes, format: str, limits: MediaLimits) -> None:
         """Raises RefusedError for one that is broken or beyond the limits."""
         if importlib.util.find_spec("av") is None:
-            raise RefusedError("movies are not read here: that needs pip install 'toolkit-lm-media[video]'; GIF and WEBP are read")
+            raise RefusedError(
+                "movies are not read here: that needs pip install 'toolkit-lm-media[video]'; GIF "
+                "and WEBP are read"
+            )
         movie_formats.require_whole(data, format)
         order = {
             "format": format,
@@ -36,7 +40,9 @@ class Movie(Video):
         try:
             found = self._decoder.ask({"size": len(data), **order}, data)
             super().__init__(int(found["num_frames"]), float(found["fps"]))
-            require_bounds("movie", found["width"], found["height"], self.num_frames, self.fps, limits)
+            require_bounds(
+                "movie", found["width"], found["height"], self.num_frames, self.fps, limits
+            )
         except BaseException:
             self.close()
             raise
@@ -45,7 +51,9 @@ class Movie(Video):
         answer = self._decoder.ask({"indices": list(indices)})
         for _ in indices:
             height, width = answer["height"], answer["width"]
-            pixels = np.frombuffer(self._decoder.read(height * width * 3), np.uint8).reshape(height, width, 3)
+            pixels = np.frombuffer(self._decoder.read(height * width * 3), np.uint8).reshape(
+                height, width, 3
+            )
             yield np.rot90(pixels, answer["turns"]).copy()
             answer = self._decoder.answer()
 

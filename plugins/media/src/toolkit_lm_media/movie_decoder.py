@@ -1,8 +1,10 @@
-"""The program that decodes movies, and recordings in files of their kind, for decoder.py: it is run, and not imported.
+"""The program that decodes movies, and recordings in files of their kind, for decoder.py: it is
+run, and not imported.
 
-It reads a line of JSON and the file, and answers with a line about it. Then it reads a line with the indices of frames, and answers with a
-line and the pixels of each, then a line of an end. Of a recording it answers with a line and float32 samples, part by part, instead.
-A line with "refused" says why there is nothing more.
+It reads a line of JSON and the file, and answers with a line about it. Then it reads a line with
+the indices of frames, and answers with a line and the pixels of each, then a line of an end. Of a
+recording it answers with a line and float32 samples, part by part, instead. A line with "refused"
+says why there is nothing more.
 """
 
 from __future__ import annotations
@@ -13,7 +15,18 @@ import resource
 import sys
 from typing import Any
 
-_CODECS = ("av1", "h264", "hevc", "libdav1d", "libvpx", "libvpx-vp9", "mjpeg", "mpeg4", "vp8", "vp9")
+_CODECS = (
+    "av1",
+    "h264",
+    "hevc",
+    "libdav1d",
+    "libvpx",
+    "libvpx-vp9",
+    "mjpeg",
+    "mpeg4",
+    "vp8",
+    "vp9",
+)
 _SOUND_CODECS = (
     *("aac", "alac", "flac", "libopus", "libvorbis", "mp3", "mp3float", "opus", "vorbis"),
     *("pcm_f32le", "pcm_s16be", "pcm_s16le", "pcm_s24be", "pcm_s24le"),
@@ -33,10 +46,17 @@ class _RefusedError(Exception):
 def main() -> None:
     """Answers two questions."""
     order = json.loads(sys.stdin.buffer.readline())
-    bounds = {resource.RLIMIT_AS: order["memory"], resource.RLIMIT_CPU: order["seconds"], resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}
+    bounds = {
+        resource.RLIMIT_AS: order["memory"],
+        resource.RLIMIT_CPU: order["seconds"],
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_CORE: 0,
+    }
     for kind, most in bounds.items():
         hard = resource.getrlimit(kind)[1]
-        resource.setrlimit(kind, (most, most) if hard == resource.RLIM_INFINITY else (min(most, hard), hard))
+        resource.setrlimit(
+            kind, (most, most) if hard == resource.RLIM_INFINITY else (min(most, hard), hard)
+        )
     try:
         data = sys.stdin.buffer.read(order["size"])
         is_sound = "most_seconds" in order
@@ -54,7 +74,14 @@ def main() -> None:
     except MemoryError:
         _say({"refused": "it does not fit in memory"})
     except Exception:  # whatever the decoder raises: its errors are many classes
-        _say({"refused": f"it is a broken or truncated {'recording' if 'most_seconds' in order else 'movie'}"})
+        _say(
+            {
+                "refused": (
+                    "it is a broken or truncated "
+                    f"{'recording' if 'most_seconds' in order else 'movie'}"
+                )
+            }
+        )
 
 
 def _say(answer: dict[str, Any]) -> None:
@@ -87,9 +114,15 @@ def _survey(data: bytes, order: dict[str, Any]) -> dict[str, Any]:
         if codec not in _CODECS:
             raise _RefusedError("its codec is not read")
         if width * height < 1:
-            raise _RefusedError(f"its pictures are broken, or of more than the {order['max_pixels']} pixels that are taken")
+            raise _RefusedError(
+                f"its pictures are broken, or of more than the {order['max_pixels']} pixels that "
+                "are taken"
+            )
         if width * height > order["max_pixels"]:
-            raise _RefusedError(f"it has {width} x {height} pixels, more than the {order['max_pixels']} that are taken")
+            raise _RefusedError(
+                f"it has {width} x {height} pixels, more than the {order['max_pixels']} that are "
+                "taken"
+            )
         most = min(_MOST_FRAMES, order["most_decoded"] // (width * height))
         num_packets = num_frames = 0
         last = 0.0
@@ -115,7 +148,10 @@ def _open_sound(data: bytes, order: dict[str, Any]) -> Any:
     container = av.open(
         io.BytesIO(data),
         format=order["format"],
-        container_options={"codec_whitelist": ",".join(_SOUND_CODECS), "max_streams": str(_MOST_STREAMS)},
+        container_options={
+            "codec_whitelist": ",".join(_SOUND_CODECS),
+            "max_streams": str(_MOST_STREAMS),
+        },
         buffer_size=_BUFFER,
     )
     if not container.streams.audio:
@@ -127,7 +163,8 @@ def _open_sound(data: bytes, order: dict[str, Any]) -> Any:
 
 
 def _survey_sound(data: bytes, order: dict[str, Any]) -> dict[str, Any]:
-    """Of the first samples, since a decoder may make more of them in a second than the header says, and of packets that are counted."""
+    """Of the first samples, since a decoder may make more of them in a second than the header says,
+    and of packets that are counted."""
     with _open_sound(data, order) as container:
         first = next(container.decode(container.streams.audio[0]), None)
         if first is None:
@@ -137,7 +174,9 @@ def _survey_sound(data: bytes, order: dict[str, Any]) -> dict[str, Any]:
     with _open_sound(data, order) as container:
         for packet in container.demux(container.streams.audio[0]):
             if packet.pts is not None:
-                seconds = max(seconds, float((packet.pts + (packet.duration or 0)) * packet.time_base))
+                seconds = max(
+                    seconds, float((packet.pts + (packet.duration or 0)) * packet.time_base)
+                )
             if seconds > order["most_seconds"]:
                 break
     return {"rate": rate, "channels": channels, "seconds": seconds}
@@ -157,8 +196,13 @@ def _decode_sound(data: bytes, order: dict[str, Any], found: dict[str, Any]) -> 
                 raise _RefusedError("its rate or its channels change on the way")
             left -= frame.samples
             if left < 0:
-                raise _RefusedError(f"it has more than the {order['most_seconds']:g} seconds that are taken (max_audio_seconds)")
-            resampler = av.AudioResampler(format="fltp", layout=frame.layout, rate=frame.sample_rate)
+                raise _RefusedError(
+                    f"it has more than the {order['most_seconds']:g} seconds that are taken "
+                    "(max_audio_seconds)"
+                )
+            resampler = av.AudioResampler(
+                format="fltp", layout=frame.layout, rate=frame.sample_rate
+            )
             for part in [*resampler.resample(frame), *resampler.resample(None)]:
                 samples = part.to_ndarray().mean(axis=0, dtype=np.float32)
                 _say({"samples": len(samples)})
@@ -192,7 +236,9 @@ def _decode(data: bytes, order: dict[str, Any], found: dict[str, Any], indices: 
 def _give(frame: Any) -> None:
     picture = frame.reformat(format="rgb24")
     plane, width = picture.planes[0], 3 * picture.width
-    _say({"width": picture.width, "height": picture.height, "turns": round(frame.rotation / 90) % 4})
+    _say(
+        {"width": picture.width, "height": picture.height, "turns": round(frame.rotation / 90) % 4}
+    )
     rows = memoryview(plane)
     for row in range(picture.height):
         sys.stdout.buffer.write(rows[row * plane.line_size : row * plane.line_size + width])

@@ -19,7 +19,8 @@ def format_of(data: bytes) -> str | None:
 
 
 def require_whole(data: bytes, format: str) -> None:
-    """Raises RefusedError where a part of the file goes on after the file's end. Decoders would show what there is."""
+    """Raises RefusedError where a part of the file goes on after the file's end. Decoders would
+    show what there is."""
     end = _end_of_segment(data) if format == "matroska" else _end_of_boxes(data)
     if end > len(data):
         raise RefusedError("it is a truncated movie")
@@ -51,7 +52,8 @@ def _end_of_segment(data: bytes) -> int:
 
 
 def _number(data: bytes, offset: int) -> tuple[int | None, int]:
-    """A number whose first byte says how many there are, and the offset after it. None: it is not stated."""
+    """A number whose first byte says how many there are, and the offset after it. None: it is not
+    stated."""
     (first,) = unpack("<B", data, offset)
     length = 9 - first.bit_length()
     if length > 8:

@@ -1,6 +1,8 @@
-"""MP3 files that do not say how long they are: libsndfile would guess it by the first frame, and read no further.
+"""MP3 files that do not say how long they are: libsndfile would guess it by the first frame, and
+read no further.
 
-Their frames are counted by their headers (ISO 11172-3, 13818-3), and a frame that says the number (Xing's) is put before them.
+Their frames are counted by their headers (ISO 11172-3, 13818-3), and a frame that says the number
+(Xing's) is put before them.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ def states_length(data: bytes) -> bool:
 
 
 def with_length(data: bytes, max_seconds: float) -> bytes:
-    """A file that says how long it is. Frames are counted until there are more than `max_seconds` of them; one alone may be chance."""
+    """A file that says how long it is. Frames are counted until there are more than `max_seconds`
+    of them; one alone may be chance."""
     start, count, seconds = start_of(data), 0, 0.0
     place = start
     while seconds <= max_seconds + _MORE and (frame := _frame(data[place : place + 4])) is not None:

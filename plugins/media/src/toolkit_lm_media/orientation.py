@@ -23,7 +23,8 @@ _TURNS = {
 
 
 def turned(image: Image.Image, exif: bytes, xmp: bytes) -> Image.Image:
-    """The picture the right way up, as ImageOps.exif_transpose has it. Broken metadata turns nothing, and warns of nothing."""
+    """The picture the right way up, as ImageOps.exif_transpose has it. Broken metadata turns
+    nothing, and warns of nothing."""
     found = _from_exif(exif.removeprefix(b"Exif\x00\x00"))
     turn = _TURNS.get(_from_xmp(xmp) if found is None else found)
     return image if turn is None else image.transpose(turn)

@@ -13,7 +13,8 @@ _BYTES_PER_CHUNK = 1024
 
 
 def read(data: bytes) -> Header:
-    """The size comes from IHDR. Raises RefusedError for a file that begins otherwise, or that is cut into too many chunks."""
+    """The size comes from IHDR. Raises RefusedError for a file that begins otherwise, or that is
+    cut into too many chunks."""
     if data[12:16] != b"IHDR":
         raise RefusedError("it is a PNG without a header")
     width, height = unpack(">II", data, 16)
@@ -23,7 +24,8 @@ def read(data: bytes) -> Header:
 def _still(data: bytes) -> bytes:
     """The file without its animation: the decoder warns of a broken one.
 
-    The decoder takes microseconds per chunk, even for an empty one. Millions of them would take many seconds.
+    The decoder takes microseconds per chunk, even for an empty one. Millions of them would take
+    many seconds.
     """
     kept, begin = [], 0
     offset, left = len(MAGIC), _SPARE_CHUNKS + len(data) // _BYTES_PER_CHUNK

@@ -1,4 +1,5 @@
-"""What the headers of recordings say of their length, where libsndfile reads on without a word: files that are cut short."""
+"""What the headers of recordings say of their length, where libsndfile reads on without a word:
+files that are cut short."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def require_whole_container(data: bytes, container: str) -> None:
 
 
 def require_whole(data: bytes) -> int | None:
-    """How many frames there must be, where a FLAC's header says it. Raises RefusedError for a WAV or an Ogg that ends too early."""
+    """How many frames there must be, where a FLAC's header says it. Raises RefusedError for a WAV
+    or an Ogg that ends too early."""
     if data.startswith(b"RIFF"):
         _require_whole_wav(data)
     elif data.startswith(b"OggS"):
@@ -71,7 +73,10 @@ def _require_whole_wav(data: bytes) -> None:
         (count,) = struct.unpack("<I", size)
         if name == b"data":
             if count != _UNKNOWN and count > len(data) - offset - 8:
-                raise RefusedError(f"it is a truncated WAV: {len(data) - offset - 8} of {count} bytes of samples are there")
+                raise RefusedError(
+                    f"it is a truncated WAV: {len(data) - offset - 8} of {count} bytes of "
+                    "samples are there"
+                )
             return
         offset += 8 + count + count % 2
     raise RefusedError("it is a WAV of too many chunks")

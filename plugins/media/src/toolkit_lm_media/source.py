@@ -10,10 +10,14 @@ _MOST_SCHEME = 16
 """Characters of a text that are searched for a scheme."""
 
 
-def load_bytes(source: bytes | str, limits: MediaLimits, *, what: str = "media", param: str | None = None) -> bytes:
-    """The bytes of one item, at least 1 and at most `limits.max_bytes`. It blocks for `limits.timeout` seconds at most.
+def load_bytes(
+    source: bytes | str, limits: MediaLimits, *, what: str = "media", param: str | None = None
+) -> bytes:
+    """The bytes of one item, at least 1 and at most `limits.max_bytes`. It blocks for
+    `limits.timeout` seconds at most.
 
-    `what` names the item in errors, such as "image 2". Raises RequestError where the item is refused.
+    `what` names the item in errors, such as "image 2". Raises RequestError where the item is
+    refused.
     """
     with named(what, param):
         data = source if isinstance(source, bytes) else _from_text(source, limits)
@@ -26,7 +30,10 @@ def require_size(data: bytes, limits: MediaLimits) -> None:
     if not data:
         raise RefusedError("it is empty")
     if len(data) > limits.max_bytes:
-        raise RefusedError(f"it has {size_text(len(data))}, more than the {size_text(limits.max_bytes)} that are taken")
+        raise RefusedError(
+            f"it has {size_text(len(data))}, more than the {size_text(limits.max_bytes)} that "
+            "are taken"
+        )
 
 
 def _from_text(text: str, limits: MediaLimits) -> bytes:

@@ -14,7 +14,8 @@ def is_webp(data: bytes) -> bool:
 
 
 def read(data: bytes) -> Header:
-    """The size comes from the first chunk, which holds the canvas or the picture. Raises RefusedError for another chunk."""
+    """The size comes from the first chunk, which holds the canvas or the picture. Raises
+    RefusedError for another chunk."""
     body = _FIRST_CHUNK + 8
     match data[_FIRST_CHUNK : _FIRST_CHUNK + 4]:
         case b"VP8X":
@@ -31,7 +32,8 @@ def read(data: bytes) -> Header:
 
 
 def read_animation(data: bytes) -> AnimationHeader:
-    """Of all frames; a file that is no animation has one. Raises RefusedError for a broken file, and too many chunks."""
+    """Of all frames; a file that is no animation has one. Raises RefusedError for a broken file,
+    and too many chunks."""
     header = read(data)
     durations: list[int] = []
     offset = _FIRST_CHUNK

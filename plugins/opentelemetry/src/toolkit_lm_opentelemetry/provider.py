@@ -1,4 +1,5 @@
-"""Where spans go: to the host app's tracer provider, or to one of our own, made from the OTEL_* variables."""
+"""Where spans go: to the host app's tracer provider, or to one of our own, made from the OTEL_*
+variables."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Provider(NamedTuple):
 def find_provider(endpoint: str | None) -> Provider | None:
     """The provider for an engine's spans; None when nothing says where they go.
 
-    Raises PluginError when there is no exporter for `endpoint`. For what only the environment asks for, that is a warning.
+    Raises PluginError when there is no exporter for `endpoint`. For what only the environment asks
+    for, that is a warning.
     """
     if endpoint is not None:
         return _own_provider([_exporter("otlp", endpoint)])
@@ -51,19 +53,32 @@ def find_provider(endpoint: str | None) -> Provider | None:
 def _wanted_exporters() -> Iterator[str]:
     """Names as in OTEL_TRACES_EXPORTER. An endpoint alone means otlp."""
     listed = os.environ.get("OTEL_TRACES_EXPORTER", "")
-    if not listed and any(os.environ.get(f"OTEL_EXPORTER_OTLP_{name}ENDPOINT") for name in ("", "TRACES_")):
+    if not listed and any(
+        os.environ.get(f"OTEL_EXPORTER_OTLP_{name}ENDPOINT") for name in ("", "TRACES_")
+    ):
         listed = "otlp"
     return (name for one in listed.split(",") if (name := one.strip()) not in ("", "none"))
 
 
 def _exporter(name: str, endpoint: str | None) -> SpanExporter:
-    protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or "http/protobuf"
+    protocol = (
+        os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL")
+        or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
+        or "http/protobuf"
+    )
     is_http = protocol != "grpc"
     entry = f"otlp_proto_{'http' if is_http else 'grpc'}" if name == "otlp" else name
     installed = importlib.metadata.entry_points(group=_GROUP)
     if entry not in installed.names:
-        hint = " `pip install toolkit-lm-opentelemetry[otlp]` brings one." if entry == "otlp_proto_http" else ""
-        raise PluginError(f"no OpenTelemetry exporter {entry!r} is installed. {nearest(entry, installed.names)}{hint}")
+        hint = (
+            " `pip install toolkit-lm-opentelemetry[otlp]` brings one."
+            if entry == "otlp_proto_http"
+            else ""
+        )
+        raise PluginError(
+            f"no OpenTelemetry exporter {entry!r} is installed. "
+            f"{nearest(entry, installed.names)}{hint}"
+        )
     kind = installed[entry].load()
     if endpoint is None:
         return kind()  # type: ignore[no-any-return]
@@ -87,7 +102,8 @@ def _own_provider(exporters: list[SpanExporter]) -> Provider:
         ended.wait()
         provider.shutdown()
 
-    # The SDK waits for an unreachable collector much longer, and no thread can be started any more when the interpreter exits.
+    # The SDK waits for an unreachable collector much longer, and no thread can be started any more
+    # when the interpreter exits.
     last = threading.Thread(target=shut_down, name="opentelemetry-shutdown", daemon=True)
     last.start()
 

@@ -38,13 +38,14 @@ class _Open(NamedTuple):
 class RequestSpans:
     """Makes the spans of one engine's requests. An EventListener.
 
-    The parent is the span that the headers `traceparent` and `tracestate` in the request's context name, else the one that is current
-    where the event comes in. Entries of the context whose keys start with "gen_ai." become attributes, and so do those that the
-    HTTP server puts there.
+    The parent is the span that the headers `traceparent` and `tracestate` in the request's context
+    name, else the one that is current where the event comes in. Entries of the context whose keys
+    start with "gen_ai." become attributes, and so do those that the HTTP server puts there.
     """
 
     def __init__(self, provider: TracerProvider, model: str, close: Callable[[], None]) -> None:
-        """`close` is called once: by `close`, or when this object is collected, or at the interpreter's exit."""
+        """`close` is called once: by `close`, or when this object is collected, or at the
+        interpreter's exit."""
         self._tracer = provider.get_tracer("toolkit_lm", __version__)
         self._model = model
         self._open: dict[str, _Open] = {}
@@ -62,13 +63,15 @@ class RequestSpans:
             found.span.add_event(event.kind, timestamp=found.at(event.time))
 
     def close(self) -> None:
-        """Ends the spans of requests that their engine left behind, and gives the last spans away."""
+        """Ends the spans of requests that their engine left behind, and gives the last spans
+        away."""
         for request_id in list(self._open):
             self._abandon(request_id)
         self._close()
 
     def _begin(self, event: RequestEvent) -> None:
-        # An engine that was restarted knows nothing of its requests any more, and their ids may come again.
+        # An engine that was restarted knows nothing of its requests any more, and their ids may
+        # come again.
         self._abandon(event.request_id)
         epoch = time.time_ns() - time.monotonic_ns()
         is_chat = event.context.get("route", "").endswith("/chat/completions")
@@ -78,7 +81,11 @@ class RequestSpans:
             _MODEL: self._model,
             "gen_ai.response.model": self._model,
             "gen_ai.response.id": event.request_id,
-            **{name: event.context[key] for key, name in _FROM_SERVER.items() if key in event.context},
+            **{
+                name: event.context[key]
+                for key, name in _FROM_SERVER.items()
+                if key in event.context
+            },
             **{key: value for key, value in event.context.items() if key.startswith("gen_ai.")},
         }
         if event.num_sequences != 1:
@@ -123,8 +130,14 @@ class RequestSpans:
 
 
 def _latencies(event: RequestEvent) -> Iterator[tuple[str, float]]:
-    """Seconds between a request's arrival, its place in a batch, its first token and its end, by their names in vLLM's spans."""
-    arrival, scheduled, first, end = event.arrival_time, event.scheduled_time, event.first_token_time, event.time
+    """Seconds between a request's arrival, its place in a batch, its first token and its end, by
+    their names in vLLM's spans."""
+    arrival, scheduled, first, end = (
+        event.arrival_time,
+        event.scheduled_time,
+        event.first_token_time,
+        event.time,
+    )
     yield "gen_ai.latency.e2e", end - arrival
     if scheduled is not None:
         yield "gen_ai.latency.time_in_queue", scheduled - arrival

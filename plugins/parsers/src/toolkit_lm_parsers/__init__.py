@@ -1,4 +1,5 @@
-"""How families of models write reasoning and tool calls. This entry module only registers the formats, and what ends reasoning."""
+"""How families of models write reasoning and tool calls. This entry module only registers the
+formats, and what ends reasoning."""
 
 from toolkit_lm.plugin import LogitsProcessorRegistry, ParserRegistry, hookimpl
 
@@ -26,4 +27,9 @@ def toolkit_register_parsers(parsers: ParserRegistry) -> None:
 @hookimpl
 def toolkit_register_logits_processors(processors: LogitsProcessorRegistry) -> None:
     # After structured output: it forces nothing that a grammar rules out.
-    processors.add("thinking_budget", f"{__name__}.thinking_budget:ThinkingBudget", params=ThinkingParams, priority=-20_000)
+    processors.add(
+        "thinking_budget",
+        f"{__name__}.thinking_budget:ThinkingBudget",
+        params=ThinkingParams,
+        priority=-20_000,
+    )

@@ -18,14 +18,26 @@ _TAGS = (_PYTHON_TAG, _PYTHON_START, _PYTHON_END)
 """Around calls: nothing of their own, and never content."""
 _BEGINS = ("{", "[")
 """What a call, or a list of calls, begins with."""
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0", "\n": ""}
+_ESCAPES = {
+    "n": "\n",
+    "t": "\t",
+    "r": "\r",
+    "b": "\b",
+    "f": "\f",
+    "v": "\v",
+    "a": "\a",
+    "0": "\0",
+    "\n": "",
+}
 _CODES = {"x": 2, "u": 4, "U": 8}
 
 
 class BareCallsParser(JsonCalls):
-    """Finds calls of functions of the request in an answer, as JSON and in the manner of Python: models of both kinds write both.
+    """Finds calls of functions of the request in an answer, as JSON and in the manner of Python:
+    models of both kinds write both.
 
-    Content may come before, between and after them. What begins like a call, and is none, stays as it is.
+    Content may come before, between and after them. What begins like a call, and is none, stays as
+    it is.
     """
 
     only_known = True
@@ -42,7 +54,8 @@ class BareCallsParser(JsonCalls):
             self.release()
 
     def _first(self) -> Reading[None]:
-        """Calls at the beginning of an answer may lack their brackets, if nothing but calls follows: else they are spoken of."""
+        """Calls at the beginning of an answer may lack their brackets, if nothing but calls
+        follows: else they are spoken of."""
         self.keep()
         yield from self.spaces()
         yield from self.accept_any(_TAGS)
@@ -132,7 +145,8 @@ class BareCallsParser(JsonCalls):
         return self.named is not None or self.num_calls > 0 or self._may_begin(self.left)
 
     def _may_begin(self, text: str) -> bool:
-        """Whether a text is the beginning of a call to a function of the request, without white space, which a tag may come before."""
+        """Whether a text is the beginning of a call to a function of the request, without white
+        space, which a tag may come before."""
         plain = _plain(text)
         for tag in _TAGS:
             if len(plain) > 1 and tag.startswith(plain):
@@ -146,11 +160,17 @@ class BareCallsParser(JsonCalls):
 
     def _beginnings(self) -> list[str]:
         before = ("{", '{"type":"function",')
-        names = [f'{opening}{first}"name":"{name}' for name in self.functions for first in before for opening in ("", "[")]
+        names = [
+            f'{opening}{first}"name":"{name}'
+            for name in self.functions
+            for first in before
+            for opening in ("", "[")
+        ]
         return [*names, *(f"[{name}(" for name in self.functions)]
 
     def _known_name(self) -> Reading[str | None]:
-        """The name of a function of the request, and what begins its arguments. None: another text comes."""
+        """The name of a function of the request, and what begins its arguments. None: another text
+        comes."""
         name = ""
         while True:
             character = yield from self.peek()
@@ -176,7 +196,8 @@ class BareCallsParser(JsonCalls):
         return name, arguments
 
     def _arguments(self) -> Reading[str | None]:
-        """The JSON of the arguments up to the parenthesis that ends them, which the end of an answer may lack. None: they are malformed."""
+        """The JSON of the arguments up to the parenthesis that ends them, which the end of an
+        answer may lack. None: they are malformed."""
         written: list[str] = []
         yield from self.spaces()
         while not (yield from self.accept(")")):
@@ -192,7 +213,11 @@ class BareCallsParser(JsonCalls):
                 return None
             written.append(f"{dumps(key)}: {value}")
             yield from self.spaces()
-            if not (yield from self.accept(",")) and not (yield from self.comes((")",))) and not self.at_end:
+            if (
+                not (yield from self.accept(","))
+                and not (yield from self.comes((")",)))
+                and not self.at_end
+            ):
                 return None
             yield from self.spaces()
         return f"{{{', '.join(written)}}}"
@@ -270,7 +295,11 @@ class BareCallsParser(JsonCalls):
             self.at += 1
             if character in _CODES:
                 code = ""
-                while len(code) < _CODES[character] and (digit := (yield from self.peek())) and digit in "0123456789abcdefABCDEF":
+                while (
+                    len(code) < _CODES[character]
+                    and (digit := (yield from self.peek()))
+                    and digit in "0123456789abcdefABCDEF"
+                ):
                     code += digit
                     self.at += 1
                 if len(code) < _CODES[character] or int(code, 16) > 0x10FFFF:
@@ -293,16 +322,26 @@ class LlamaJsonFormat(AnswerFormat):
 
     @classmethod
     def refuses(cls, template: str) -> str | None:
-        is_llama = '"parameters"' in template and ("<|python_tag|>" in template or "ipython" in template)
+        is_llama = '"parameters"' in template and (
+            "<|python_tag|>" in template or "ipython" in template
+        )
         return None if is_llama else "the chat template asks for no JSON with name and parameters"
 
     def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
         return BareCallsParser(tools)
 
-    def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True) -> Structure | None:
+    def structure(
+        self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True
+    ) -> Structure | None:
         if not required:
             return None
-        return calls(tools, lambda name: f'{{"name": {json.dumps(name)}, "parameters": ', "}", parallel=parallel, separator="; ")
+        return calls(
+            tools,
+            lambda name: f'{{"name": {json.dumps(name)}, "parameters": ',
+            "}",
+            parallel=parallel,
+            separator="; ",
+        )
 
 
 class PythonicFormat(AnswerFormat):
@@ -313,7 +352,9 @@ class PythonicFormat(AnswerFormat):
     @classmethod
     def refuses(cls, template: str) -> str | None:
         is_pythonic = _PYTHON_START in template or "[func_name1(params_name1=" in template
-        return None if is_pythonic else "the chat template asks for no calls in the manner of Python"
+        return (
+            None if is_pythonic else "the chat template asks for no calls in the manner of Python"
+        )
 
     def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
         return BareCallsParser(tools)

@@ -21,14 +21,19 @@ def _marks(*words: str) -> tuple[str, ...]:
 
 
 _CALLS, _END_CALLS = _marks("tool", "calls", "begin"), _marks("tool", "calls", "end")
-_CALL, _END_CALL, _SEP = _marks("tool", "call", "begin"), _marks("tool", "call", "end"), _marks("tool", "sep")
+_CALL, _END_CALL, _SEP = (
+    _marks("tool", "call", "begin"),
+    _marks("tool", "call", "end"),
+    _marks("tool", "sep"),
+)
 _FENCE = "```"
 _TYPE = "function"
 """What V3 writes for the name, which comes after it."""
 
 
 class DeepSeekParser(MarkedCalls):
-    """V3: the type, a mark, the name, and the arguments in a code block. V3.1: the name, a mark, and the arguments."""
+    """V3: the type, a mark, the name, and the arguments in a code block. V3.1: the name, a mark,
+    and the arguments."""
 
     opens = (*_CALL, *_CALLS, *_END_CALLS, *_END_CALL, *_SEP)
     ends = (*_END_CALL, *_END_CALLS, *_CALL, _FENCE)
@@ -72,9 +77,15 @@ class DeepSeekFormat(AnswerFormat):
     def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
         return DeepSeekParser(tools)
 
-    def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True) -> Structure | None:
+    def structure(
+        self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True
+    ) -> Structure | None:
         def begin(name: str) -> str:
-            return f"{_CALL[0]}{_TYPE}{_SEP[0]}{name}\n{_FENCE}json\n" if is_fenced else f"{_CALL[0]}{name}{_SEP[0]}"
+            return (
+                f"{_CALL[0]}{_TYPE}{_SEP[0]}{name}\n{_FENCE}json\n"
+                if is_fenced
+                else f"{_CALL[0]}{name}{_SEP[0]}"
+            )
 
         if not required:
             return None

@@ -23,7 +23,8 @@ _MOST_BARE = 400
 class GemmaParser(MarkedCalls):
     """Keys have no quotation marks, and texts have marks of their own.
 
-    Also read is what models write for it: no "call", parentheses for braces, = for a colon, JSON's and Python's quotes.
+    Also read is what models write for it: no "call", parentheses for braces, = for a colon, JSON's
+    and Python's quotes.
     """
 
     opens = (*_CLOSES, *_CLOSES.values())
@@ -45,7 +46,9 @@ class GemmaParser(MarkedCalls):
             return False
         self._schemas = Schemas(self.functions.get(name, {}).get("parameters"))
         read: list[str] = []
-        if not (yield from self._mapping(read, 0, self._schemas.root)) or not self.call(name, "".join(read)):
+        if not (yield from self._mapping(read, 0, self._schemas.root)) or not self.call(
+            name, "".join(read)
+        ):
             return False
         yield from self.spaces()
         yield from self.close(_CLOSES[mark])
@@ -75,7 +78,11 @@ class GemmaParser(MarkedCalls):
     def _goes_on(self, brackets: str) -> Reading[bool]:
         """Reads a comma, unless a bracket closes what it would go on with."""
         yield from self.spaces()
-        if not (yield from self.accept(",")) and not (yield from self.comes(brackets)) and not (yield from self.ends_here()):
+        if (
+            not (yield from self.accept(","))
+            and not (yield from self.comes(brackets))
+            and not (yield from self.ends_here())
+        ):
             return False
         yield from self.spaces()
         return True
@@ -125,9 +132,14 @@ class GemmaParser(MarkedCalls):
         return True
 
     def _bare(self, read: list[str], schema: Any) -> Reading[bool]:
-        """A value without quotes: a number or a constant, or a text whose first quote is missing."""
+        """A value without quotes: a number or a constant, or a text whose first quote is
+        missing."""
         word = ""
-        while (character := (yield from self.peek())) and character not in ",]})<\n" and len(word) < _MOST_BARE:
+        while (
+            (character := (yield from self.peek()))
+            and character not in ",]})<\n"
+            and len(word) < _MOST_BARE
+        ):
             word += character
             self.at += 1
         word = word.strip()
@@ -148,12 +160,18 @@ class GemmaFormat(AnswerFormat):
 
     @classmethod
     def refuses(cls, template: str) -> str | None:
-        return None if any(mark in template for mark in _CLOSES) else f"the chat template writes no {' and no '.join(_CLOSES)}"
+        return (
+            None
+            if any(mark in template for mark in _CLOSES)
+            else f"the chat template writes no {' and no '.join(_CLOSES)}"
+        )
 
     def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
         return GemmaParser(tools)
 
-    def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True) -> Structure | None:
+    def structure(
+        self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True
+    ) -> Structure | None:
         if not required:
             # Special tokens, that may mean something else, are no part of free text.
             return None

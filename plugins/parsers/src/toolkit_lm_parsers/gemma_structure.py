@@ -1,4 +1,5 @@
-"""Arguments in Gemma's form, as the `format` of structural tags: {key:value}, with texts between marks of their own."""
+"""Arguments in Gemma's form, as the `format` of structural tags: {key:value}, with texts between
+marks of their own."""
 
 from __future__ import annotations
 
@@ -7,10 +8,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit_lm_parsers.schemas import MOST_COPIED, OF_TEXT, Copies, Schemas
-from toolkit_lm_parsers.structures import ANY_TEXT, Structure, choice, json_schema, sequence, tag, text
+from toolkit_lm_parsers.structures import (
+    ANY_TEXT,
+    Structure,
+    choice,
+    json_schema,
+    sequence,
+    tag,
+    text,
+)
 
 _MOST_DEPTH = 4
-"""Levels of objects and lists that follow their schema. What is deeper has no values but texts, numbers, true, false and null."""
+"""Levels of objects and lists that follow their schema. What is deeper has no values but texts,
+numbers, true, false and null."""
 _FREE_DEPTHS = (4, 3, 2)
 """Levels of what a schema leaves open: the most of which the grammar is small enough."""
 _MOST_FORMATS = 2048
@@ -22,7 +32,8 @@ _MOST_OPTIONS = 8
 _MOST_LENGTH = 1000
 """Characters of a text whose length is held to."""
 _MOST_OPTIONAL = 12
-"""Properties of an object that requires none, in their order: its grammar grows with the square. More may come in any order, and twice."""
+"""Properties of an object that requires none, in their order: its grammar grows with the square.
+More may come in any order, and twice."""
 _LITERALS = ("integer", "number", "boolean", "null")
 _TYPES = (*_LITERALS, "string", "array", "object")
 _KEY: Structure = {"type": "regex", "pattern": "[A-Za-z_][A-Za-z0-9_]{0,63}"}
@@ -35,12 +46,20 @@ class _TooLargeError(Exception):
 class GemmaArguments:
     """The arguments of one function.
 
-    Held to are types, properties, their order and which are required, `enum`, `const`, `anyOf`, `oneOf`, references within the schema, the
-    limits of numbers, short limits of texts, and whether a list may be empty. What else a schema says is left out.
+    Held to are types, properties, their order and which are required, `enum`, `const`, `anyOf`,
+    `oneOf`, references within the schema, the limits of numbers, short limits of texts, and whether
+    a list may be empty. What else a schema says is left out.
     """
 
-    def __init__(self, quote: str, schema: Mapping[str, Any], num_functions: int = 1, copies: Copies | None = None) -> None:
-        """`quote`: the mark around texts. `num_functions`: as many grammars are one. `copies`: counts all of them."""
+    def __init__(
+        self,
+        quote: str,
+        schema: Mapping[str, Any],
+        num_functions: int = 1,
+        copies: Copies | None = None,
+    ) -> None:
+        """`quote`: the mark around texts. `num_functions`: as many grammars are one. `copies`:
+        counts all of them."""
         self._quote = quote
         self._most_formats = _MOST_FORMATS // max(num_functions, 1)
         self._free_depth = _FREE_DEPTHS[-1]
@@ -106,21 +125,34 @@ class GemmaArguments:
             case "object":
                 return self._object(schema, depth)
             case "array":
-                return self._array(self._value(schema.get("items"), depth + 1), is_empty=not schema.get("minItems"))
+                return self._array(
+                    self._value(schema.get("items"), depth + 1), is_empty=not schema.get("minItems")
+                )
             case _:
-                limits = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-                return json_schema({"type": kind, **{name: schema[name] for name in limits if name in schema}})
+                limits = (
+                    "minimum",
+                    "maximum",
+                    "exclusiveMinimum",
+                    "exclusiveMaximum",
+                    "multipleOf",
+                )
+                return json_schema(
+                    {"type": kind, **{name: schema[name] for name in limits if name in schema}}
+                )
 
     def _string(self, schema: Mapping[str, Any]) -> Structure:
         pattern = schema.get("pattern")
         if not (isinstance(pattern, str) and pattern.startswith("^") and pattern.endswith("$")):
             pattern = self._of_length(schema)
         if pattern is not None:
-            return sequence(text(self._quote), {"type": "regex", "pattern": pattern[1:-1]}, text(self._quote))
+            return sequence(
+                text(self._quote), {"type": "regex", "pattern": pattern[1:-1]}, text(self._quote)
+            )
         return tag(self._quote, ANY_TEXT, self._quote)
 
     def _of_length(self, schema: Mapping[str, Any]) -> str | None:
-        """A pattern of texts of these lengths; None: of any. They have no character with which the mark around them begins."""
+        """A pattern of texts of these lengths; None: of any. They have no character with which the
+        mark around them begins."""
         least, most = schema.get("minLength", 0), schema.get("maxLength")
         if not (type(least) is type(most) is int and 0 <= least <= most <= _MOST_LENGTH):
             return None
@@ -129,24 +161,46 @@ class GemmaArguments:
     def _object(self, schema: Mapping[str, Any], depth: int) -> Structure:
         properties = _mapping(schema.get("properties"))
         if not properties:
-            is_empty = "properties" in schema or (depth == 0 and schema.get("additionalProperties") is False)
+            is_empty = "properties" in schema or (
+                depth == 0 and schema.get("additionalProperties") is False
+            )
             return text("{}") if is_empty else self._free_object(depth)
         told = schema.get("required")
-        required = frozenset(name for name in told if isinstance(name, str)) if isinstance(told, list) else frozenset[str]()
-        items = [(f"{self._key(name)}:", self._value(one, depth + 1), name in required) for name, one in properties.items()]
+        required = (
+            frozenset(name for name in told if isinstance(name, str))
+            if isinstance(told, list)
+            else frozenset[str]()
+        )
+        items = [
+            (f"{self._key(name)}:", self._value(one, depth + 1), name in required)
+            for name, one in properties.items()
+        ]
         first = [(key, value) for key, value, is_required in items if is_required]
         later = [(key, value) for key, value, is_required in items if not is_required]
         rest = [choice(sequence(text(f",{key}"), value), text("")) for key, value in later]
         if first:
-            parts = [part for place, (key, value) in enumerate(first) for part in (text(f"{',' if place else '{'}{key}"), value)]
+            parts = [
+                part
+                for place, (key, value) in enumerate(first)
+                for part in (text(f"{',' if place else '{'}{key}"), value)
+            ]
             return sequence(*parts, *rest, text("}"))
         if len(later) > _MOST_OPTIONAL:
-            return sequence(text("{"), _separated(*(tag(key, value, "") for key, value in later), at_least_one=False), text("}"))
-        beginnings = [sequence(text(key), value, *rest[place + 1 :]) for place, (key, value) in enumerate(later)]
+            return sequence(
+                text("{"),
+                _separated(*(tag(key, value, "") for key, value in later), at_least_one=False),
+                text("}"),
+            )
+        beginnings = [
+            sequence(text(key), value, *rest[place + 1 :])
+            for place, (key, value) in enumerate(later)
+        ]
         return sequence(text("{"), choice(*beginnings, text("")), text("}"))
 
     def _array(self, item: Structure, *, is_empty: bool) -> Structure:
-        return sequence(text("["), _separated(tag("", item, ""), at_least_one=not is_empty), text("]"))
+        return sequence(
+            text("["), _separated(tag("", item, ""), at_least_one=not is_empty), text("]")
+        )
 
     def _free(self, depth: int) -> Structure:
         """Any value. It is the same each time."""
@@ -155,7 +209,10 @@ class GemmaArguments:
         return self._open[depth]
 
     def _made_free(self, depth: int) -> Structure:
-        plain = [self._string({}), *(json_schema({"type": kind}) for kind in ("number", "boolean", "null"))]
+        plain = [
+            self._string({}),
+            *(json_schema({"type": kind}) for kind in ("number", "boolean", "null")),
+        ]
         if not depth:
             return choice(*plain)
         inner = self._free(depth - 1)
@@ -165,7 +222,11 @@ class GemmaArguments:
         return self._pairs(self._free(self._free_depth - 1 if depth <= _MOST_DEPTH else 0))
 
     def _pairs(self, value: Structure) -> Structure:
-        return sequence(text("{"), _separated(tag("", sequence(_KEY, text(":"), value), ""), at_least_one=False), text("}"))
+        return sequence(
+            text("{"),
+            _separated(tag("", sequence(_KEY, text(":"), value), ""), at_least_one=False),
+            text("}"),
+        )
 
     def _written(self, value: Any) -> Structure:
         """A value of its own."""
@@ -176,14 +237,24 @@ class GemmaArguments:
             case str():
                 return f"{self._quote}{value}{self._quote}"
             case dict():
-                return "{" + ",".join(f"{self._key(name)}:{self._literal(one)}" for name, one in value.items()) + "}"
+                return (
+                    "{"
+                    + ",".join(
+                        f"{self._key(name)}:{self._literal(one)}" for name, one in value.items()
+                    )
+                    + "}"
+                )
             case list():
                 return f"[{','.join(map(self._literal, value))}]"
             case _:
                 return json.dumps(value)
 
     def _key(self, name: str) -> str:
-        return name if name.replace("_", "a").replace("-", "a").isalnum() else f"{self._quote}{name}{self._quote}"
+        return (
+            name
+            if name.replace("_", "a").replace("-", "a").isalnum()
+            else f"{self._quote}{name}{self._quote}"
+        )
 
     def _resolved(self, schema: Any) -> Any:
         """A schema without references and `allOf`. One that leads nowhere leaves the value open."""
@@ -197,11 +268,18 @@ class GemmaArguments:
 
 
 def _separated(*tags: Structure, at_least_one: bool) -> Structure:
-    return {"type": "tags_with_separator", "tags": [*tags], "separator": ",", "at_least_one": at_least_one, "stop_after_first": False}
+    return {
+        "type": "tags_with_separator",
+        "tags": [*tags],
+        "separator": ",",
+        "at_least_one": at_least_one,
+        "stop_after_first": False,
+    }
 
 
 def _num_formats(found: Structure, most: int) -> int:
-    """How many formats are in a structure, each counted as often as it is written, and for several where its text is long.
+    """How many formats are in a structure, each counted as often as it is written, and for several
+    where its text is long.
 
     More than `most` are not counted to their end.
     """

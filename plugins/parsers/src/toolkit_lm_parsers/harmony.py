@@ -23,7 +23,8 @@ _CHANNELS = ("analysis", "commentary", "final")
 
 
 class HarmonyParser(JsonCalls):
-    """Messages, each with a header: the channel analysis is reasoning, one to a function is a call, all other is content."""
+    """Messages, each with a header: the channel analysis is reasoning, one to a function is a call,
+    all other is content."""
 
     ends = _BREAKS
 
@@ -78,12 +79,21 @@ class HarmonyParser(JsonCalls):
         words = after.split(_CONSTRAIN)[0].split(maxsplit=1)
         if len(words) == 2:
             self.separate()
-            (self.think if words[0] == "analysis" else self.say)(words[1] if words[0] in _CHANNELS else " ".join(words))
+            (self.think if words[0] == "analysis" else self.say)(
+                words[1] if words[0] in _CHANNELS else " ".join(words)
+            )
 
     def _body(self, header: str) -> Reading[None]:
         """A message's own text, up to the mark that ends it."""
         before, _, after = header.partition(_CHANNEL)
-        to = next((word[3:] for word in f"{before} {after}".replace("<", " <").split() if word.startswith("to=")), "")
+        to = next(
+            (
+                word[3:]
+                for word in f"{before} {after}".replace("<", " <").split()
+                if word.startswith("to=")
+            ),
+            "",
+        )
         channel = after.split("<")[0].split()
         if to and (to.startswith(_FUNCTIONS) or to in self.functions):
             yield from self._call(to.removeprefix(_FUNCTIONS))
@@ -124,7 +134,11 @@ class HarmonyFormat(MarkedReasoning):
 
     @classmethod
     def refuses(cls, template: str) -> str | None:
-        return None if _CHANNEL in template and _MESSAGE in template else f"the chat template writes no {_CHANNEL}"
+        return (
+            None
+            if _CHANNEL in template and _MESSAGE in template
+            else f"the chat template writes no {_CHANNEL}"
+        )
 
     def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
         return HarmonyParser(prompt_end, tools)
@@ -135,14 +149,18 @@ class HarmonyFormat(MarkedReasoning):
         parser.content.ends = False
         return ContentScope(parser)
 
-    def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True) -> Structure | None:
+    def structure(
+        self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True
+    ) -> Structure | None:
         # A call ends the answer.
         def begin(name: str) -> str:
             return f"{_CHANNEL}commentary to={_FUNCTIONS}{name} {_CONSTRAIN}json{_MESSAGE}"
 
         return calls(tools, begin, "", parallel=False) if required else None
 
-    def after_reasoning(self, structure: Structure, template_kwargs: Mapping[str, Any]) -> Structure:
+    def after_reasoning(
+        self, structure: Structure, template_kwargs: Mapping[str, Any]
+    ) -> Structure:
         thought = tag(f"{_CHANNEL}analysis{_MESSAGE}", ANY_TEXT, f"{_END}{_START}assistant")
         return choice(sequence(thought, structure), structure)
 

@@ -12,11 +12,13 @@ from toolkit_lm_parsers.scanning import Reading, ScanParser, is_encodable
 _NAMES = ("name", "function")
 _ARGUMENTS = ("arguments", "parameters")
 _BESIDE = (*_NAMES, *_ARGUMENTS, "type", "id")
-"""Keys of a call without marks. An object with another one is none, and it is not waited for its end."""
+"""Keys of a call without marks. An object with another one is none, and it is not waited for its
+end."""
 
 
 class JsonCalls(ScanParser):
-    """Reads calls such as {"name": "f", "arguments": {...}}. A call is told when all of it was read."""
+    """Reads calls such as {"name": "f", "arguments": {...}}. A call is told when all of it was
+    read."""
 
     opens: tuple[str, ...] = ()
     """Marks that begin a call, or several. They are never content."""
@@ -34,7 +36,8 @@ class JsonCalls(ScanParser):
         return (*self.closes, *self.ends)
 
     def json_calls(self, *, is_list: bool = False) -> Reading[bool]:
-        """Calls, in a list or one after the other. False: what comes next is none; what was read since `keep` is of no call.
+        """Calls, in a list or one after the other. False: what comes next is none; what was read
+        since `keep` is of no call.
 
         `is_list`: the list's bracket was read.
         """
@@ -68,7 +71,11 @@ class JsonCalls(ScanParser):
             yield from self.spaces()
             key = yield from self.json_text(is_key=True)
             yield from self.spaces()
-            if key is None or (self.only_known and key not in _BESIDE) or not (yield from self.accept(":")):
+            if (
+                key is None
+                or (self.only_known and key not in _BESIDE)
+                or not (yield from self.accept(":"))
+            ):
                 return False
             yield from self.spaces()
             if key in _NAMES and name is None:
@@ -121,7 +128,11 @@ class JsonCalls(ScanParser):
         if value is None or (isinstance(value, str) and not value.strip()):
             return "{}"
         told = read_json(value) if isinstance(value, str) else None
-        return told if told is not None and told.lstrip().startswith("{") and is_encodable(told) else None
+        return (
+            told
+            if told is not None and told.lstrip().startswith("{") and is_encodable(told)
+            else None
+        )
 
     def ends_here(self) -> Reading[bool]:
         """The model has ended the call, or its answer."""
@@ -129,7 +140,8 @@ class JsonCalls(ScanParser):
         return (self.at_end and not self.cut) or (yield from self.comes(self.all_ends))
 
     def give_up(self) -> None:
-        """After a reading that returned False: what was read since `keep` is content, but for marks.
+        """After a reading that returned False: what was read since `keep` is content, but for
+        marks.
 
         A call that the end of the text cuts is left out.
         """

@@ -35,7 +35,8 @@ class JsonScanner:
         self._open: list[str] = []
         """The brackets that close what is open."""
         self._wanted = "key" if is_key else "value"
-        """What comes next: value, first value, key, first key, colon, comma, string, escape, hex, word."""
+        """What comes next: value, first value, key, first key, colon, comma, string, escape, hex,
+        word."""
         self._is_key = False
         self._quote = ""
         """What ends the string that is being read."""
@@ -76,7 +77,8 @@ class JsonScanner:
         return "".join(read)
 
     def close(self) -> str | None:
-        """Closes what is open, where the model ended the value without. None: it is in the middle of something."""
+        """Closes what is open, where the model ended the value without. None: it is in the middle
+        of something."""
         read: list[str] = []
         if self._wanted == "word" and not self._is_key:
             self.is_wrong = False
@@ -91,7 +93,9 @@ class JsonScanner:
 
     def _string_end(self, text: str, at: int) -> int:
         """Where the next character of a string is that means something."""
-        while at < len(text) and text[at] not in '"\\' and text[at] != self._quote and text[at] >= " ":
+        while (
+            at < len(text) and text[at] not in '"\\' and text[at] != self._quote and text[at] >= " "
+        ):
             at += 1
         return at
 
@@ -128,7 +132,8 @@ class JsonScanner:
             read.append(f"\\u{ord(character):04x}")
 
     def _escape(self, character: str, read: list[str]) -> None:
-        """The character after a backslash. One that is no escape of JSON follows a backslash that is meant."""
+        """The character after a backslash. One that is no escape of JSON follows a backslash that
+        is meant."""
         self._wanted = "string"
         if character in "ux":
             self._wanted, self._word, self._num_hex = "hex", character, 4 if character == "u" else 2
@@ -166,7 +171,9 @@ class JsonScanner:
             self._comma = ","
             return character == ","
         is_key = wanted in ("key", "first key")
-        if not (character in _QUOTES or _is_of_word(character) or (character in _CLOSES and not is_key)):
+        if not (
+            character in _QUOTES or _is_of_word(character) or (character in _CLOSES and not is_key)
+        ):
             return False
         read.append(self._comma)
         self._comma, self._is_key = "", is_key
@@ -185,7 +192,9 @@ class JsonScanner:
     def _close(self, bracket: str, read: list[str]) -> bool:
         """A bracket, which closes what is open in it too."""
         is_item = self._wanted == "value" and bool(self._comma)
-        if bracket not in self._open or not (is_item or self._wanted in ("comma", "key", "first key", "first value")):
+        if bracket not in self._open or not (
+            is_item or self._wanted in ("comma", "key", "first key", "first value")
+        ):
             return False
         while self._open[-1] != bracket:
             self._pop(read)
@@ -230,7 +239,8 @@ def _is_of_word(character: str) -> bool:
 
 
 def literal(word: str) -> str | None:
-    """The JSON of a number, of true, false and null in any case, and of None. None: it is no such word."""
+    """The JSON of a number, of true, false and null in any case, and of None. None: it is no such
+    word."""
     constant = _WORDS.get(word.lower())
     return constant or _number(word)
 
@@ -238,7 +248,9 @@ def literal(word: str) -> str | None:
 def _number(word: str) -> str | None:
     """The JSON of a number, also where Python alone would take it: 1_000, +1, .5, 5. and -.5."""
     sign = "-" if word.startswith("-") else ""
-    mantissa, has_exponent, exponent = word.removeprefix("-" if sign else "+").lower().partition("e")
+    mantissa, has_exponent, exponent = (
+        word.removeprefix("-" if sign else "+").lower().partition("e")
+    )
     if has_exponent and not _are_digits(exponent[1:] if exponent[:1] in ("+", "-") else exponent):
         return None
     whole, point, fraction = mantissa.partition(".")

@@ -1,4 +1,5 @@
-"""Where reasoning begins and ends among the tokens of an answer, however a tokenizer writes its marks. Needs no torch."""
+"""Where reasoning begins and ends among the tokens of an answer, however a tokenizer writes its
+marks. Needs no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class Marks(NamedTuple):
     start: str
     end: str
     repeats: bool = False
-    """Reasoning may begin anywhere, and several times. False: it begins the answer, or the prompt has begun it."""
+    """Reasoning may begin anywhere, and several times. False: it begins the answer, or the prompt
+    has begun it."""
     forced: str | None = None
     """What ends reasoning that has spent its budget; None: the end mark."""
     forced_again: str | None = None
@@ -29,7 +31,8 @@ class Marks(NamedTuple):
 
 
 MarkTexts = Mapping[int, str]
-"""By token id, the texts of the tokens that may be a part of a mark, or are white space before one."""
+"""By token id, the texts of the tokens that may be a part of a mark, or are white space before
+one."""
 _OTHER = "\0"
 """The text of any other token."""
 _KNOWN: WeakKeyDictionary[Renderer, dict[Marks, MarkTexts]] = WeakKeyDictionary()
@@ -44,13 +47,16 @@ def mark_texts(renderer: Renderer, marks: Marks) -> MarkTexts:
             token_ids = range(renderer.vocab_size)
             counts = _part_of(marks)
             known[marks] = {
-                token_id: text for token_id, text in zip(token_ids, renderer.token_texts(token_ids), strict=True) if counts(text)
+                token_id: text
+                for token_id, text in zip(token_ids, renderer.token_texts(token_ids), strict=True)
+                if counts(text)
             }
         return known[marks]
 
 
 def _part_of(marks: Marks) -> Callable[[str], bool]:
-    """Whether a token may be in a mark, have one, end in the beginning of one, or begin with the end of one; or is white space.
+    """Whether a token may be in a mark, have one, end in the beginning of one, or begin with the
+    end of one; or is white space.
 
     So are those that what is forced may be written with.
     """
@@ -122,7 +128,9 @@ class ReasoningReader(ReasoningCounter):
         if self._marks.repeats:
             return self._find(self._marks.start, text) > 0
         self._tail = [begun] if (begun := "".join([*self._tail, text]).lstrip()) else []
-        self._is_over = not (begun.startswith(self._marks.start) or self._marks.start.startswith(begun))
+        self._is_over = not (
+            begun.startswith(self._marks.start) or self._marks.start.startswith(begun)
+        )
         return begun.startswith(self._marks.start)
 
     def _find(self, mark: str, text: str) -> int:
@@ -131,7 +139,14 @@ class ReasoningReader(ReasoningCounter):
         joined = "".join(self._tail)
         if (place := joined.find(mark)) >= 0:
             return len(self._tail) - self._token_at(place)
-        begun = next((at for at in range(max(0, len(joined) - len(mark) + 1), len(joined)) if mark.startswith(joined[at:])), len(joined))
+        begun = next(
+            (
+                at
+                for at in range(max(0, len(joined) - len(mark) + 1), len(joined))
+                if mark.startswith(joined[at:])
+            ),
+            len(joined),
+        )
         self._tail = self._tail[self._token_at(begun) :]
         return 0
 

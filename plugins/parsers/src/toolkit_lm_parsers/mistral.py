@@ -10,13 +10,21 @@ from toolkit_lm.renderer import AnswerFormat, AnswerParser
 from toolkit_lm_parsers.json_calls import MarkedCalls
 from toolkit_lm_parsers.scanning import Reading
 from toolkit_lm_parsers.schemas import Schemas, refers
-from toolkit_lm_parsers.structures import Structure, calls, functions_of, json_schema, sequence, text
+from toolkit_lm_parsers.structures import (
+    Structure,
+    calls,
+    functions_of,
+    json_schema,
+    sequence,
+    text,
+)
 
 _CALLS, _ARGS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
 class MistralParser(MarkedCalls):
-    """[TOOL_CALLS] and a list of JSON objects, or, of newer models, for each call [TOOL_CALLS]name[ARGS]{...}."""
+    """[TOOL_CALLS] and a list of JSON objects, or, of newer models, for each call
+    [TOOL_CALLS]name[ARGS]{...}."""
 
     opens = (_CALLS, _ARGS, _ID)
 
@@ -25,7 +33,9 @@ class MistralParser(MarkedCalls):
             # A part of no call.
             return True
         yield from self.spaces()
-        if (yield from self.peek()) in ("[", "{") and not (yield from self.comes((_ARGS, _ID, _CALLS))):
+        if (yield from self.peek()) in ("[", "{") and not (
+            yield from self.comes((_ARGS, _ID, _CALLS))
+        ):
             return (yield from self.json_calls())
         name = yield from self.word((_ARGS, _ID, "{", _CALLS))
         if name is None:
@@ -54,12 +64,16 @@ class MistralFormat(AnswerFormat):
     def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
         return MistralParser(tools)
 
-    def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True) -> Structure | None:
+    def structure(
+        self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True
+    ) -> Structure | None:
         if not required:
             # Special tokens, that may mean something else, are no part of free text.
             return None
         if _ARGS in self.template:
-            return calls(tools, lambda name: f"{_CALLS}{name}{_ARGS}", "", parallel=parallel, separator="")
+            return calls(
+                tools, lambda name: f"{_CALLS}{name}{_ARGS}", "", parallel=parallel, separator=""
+            )
         # Of an older one, all calls are one list.
         functions: list[dict[str, Any]] = []
         definitions: dict[str, Any] = {}
@@ -68,7 +82,10 @@ class MistralFormat(AnswerFormat):
             if refers(schema):
                 # Its references are from the beginning of a schema, which is the list's now.
                 key = f"arguments{len(definitions)}"
-                arguments, definitions[key] = {"$ref": f"#/$defs/{key}"}, Schemas(schema).definition(key)
+                arguments, definitions[key] = (
+                    {"$ref": f"#/$defs/{key}"},
+                    Schemas(schema).definition(key),
+                )
             functions.append(
                 {
                     "type": "object",
@@ -77,6 +94,11 @@ class MistralFormat(AnswerFormat):
                     "additionalProperties": False,
                 }
             )
-        listed = {"type": "array", "items": {"anyOf": functions}, "minItems": 1, **({} if parallel else {"maxItems": 1})}
+        listed = {
+            "type": "array",
+            "items": {"anyOf": functions},
+            "minItems": 1,
+            **({} if parallel else {"maxItems": 1}),
+        }
         listed |= {"$defs": definitions} if definitions else {}
         return sequence(text(_CALLS), json_schema(listed))

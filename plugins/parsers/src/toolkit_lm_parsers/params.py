@@ -17,7 +17,8 @@ _LOCK = Lock()
 
 
 def _parsers(renderer: Any) -> ParserRegistry:
-    """Those of the renderer's engine, else of the plugins that its config names, which are loaded once."""
+    """Those of the renderer's engine, else of the plugins that its config names, which are loaded
+    once."""
     if renderer.plugins is not None:
         known: ParserRegistry = renderer.plugins.parsers
         return known
@@ -32,11 +33,21 @@ class ThinkingParams(ProcessorParams):
 
     changes_forward = False
     thinking_token_budget: Annotated[
-        int | None, param("Tokens of reasoning, after which its end is forced. 0: none. -1: no limit.", none="no limit", ge=-1)
+        int | None,
+        param(
+            "Tokens of reasoning, after which its end is forced. 0: none. -1: no limit.",
+            none="no limit",
+            ge=-1,
+        ),
     ] = None
     thinking_format: Annotated[
         str | None,
-        param("Answer format whose reasoning thinking_token_budget limits.", none="that of the chat template", max_length=64, flag=False),
+        param(
+            "Answer format whose reasoning thinking_token_budget limits.",
+            none="that of the chat template",
+            max_length=64,
+            flag=False,
+        ),
     ] = None
 
     def prepare(self, renderer: Any) -> Mapping[str, Any] | None:
@@ -47,26 +58,37 @@ class ThinkingParams(ProcessorParams):
 
         parsers = _parsers(renderer)
         try:
-            name = parsers.find_format("reasoning", renderer.chat_template_source, self.thinking_format or "auto")
+            name = parsers.find_format(
+                "reasoning", renderer.chat_template_source, self.thinking_format or "auto"
+            )
         except ConfigError as error:
             raise RequestError(str(error), "thinking_format") from error
         if name is None:
             known = ", ".join(key for key in parsers if "reasoning" in parsers.load(key).finds)
             raise RequestError(
-                f"{_PARAM}: this model's chat template has no reasoning that is known here, and so nothing to end. Formats, for a server's "
+                f"{_PARAM}: this model's chat template has no reasoning that is known here, and "
+                "so nothing to end. Formats, for a server's "
                 f"option reasoning_parser or for thinking_format: {known}.",
                 _PARAM,
             )
         made = parsers.make(name, renderer.chat_template_source)
         if not isinstance(made, MarkedReasoning):
-            raise RequestError(f"{_PARAM}: the answer format {name!r} states no mark that ends reasoning.", _PARAM)
+            raise RequestError(
+                f"{_PARAM}: the answer format {name!r} states no mark that ends reasoning.", _PARAM
+            )
         marks, texts = made.marks, mark_texts(renderer, made.marks)
         forced = marks.forced or marks.end
 
         def token_ids(text: str) -> list[int]:
-            found = shortest(text, texts, renderer.render_prompt(text, add_special_tokens=False).token_ids)
+            found = shortest(
+                text, texts, renderer.render_prompt(text, add_special_tokens=False).token_ids
+            )
             if marks.end not in renderer.decode(found):
-                raise RequestError(f"{_PARAM}: the tokenizer of this model cannot write {marks.end!r}, which ends reasoning.", _PARAM)
+                raise RequestError(
+                    f"{_PARAM}: the tokenizer of this model cannot write {marks.end!r}, which "
+                    "ends reasoning.",
+                    _PARAM,
+                )
             return found
 
         return {

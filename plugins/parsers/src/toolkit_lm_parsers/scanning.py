@@ -15,21 +15,26 @@ from toolkit_lm_parsers.json_scanner import JsonScanner
 MAX_NAME = 256
 """Characters of a function's name, or an argument's."""
 _MOST_AGAIN, _ALWAYS_AGAIN = 4, 4096
-"""Characters that are read again for each one of the answer, and besides: a bound on the work on an answer of nothing but marks."""
+"""Characters that are read again for each one of the answer, and besides: a bound on the work on an
+answer of nothing but marks."""
 Result = TypeVar("Result")
 Reading = Generator[None, None, Result]
-"""A method that reads: `yield from` it. It waits for more text where what there is does not decide what comes next."""
+"""A method that reads: `yield from` it. It waits for more text where what there is does not decide
+what comes next."""
 
 
 class ScanParser(AnswerParser):
     """A parser written as one generator, `run`, that reads the text as if it were all there.
 
-    What it decides depends on what was read, and it waits where that is not enough: so that all cuts of a text give the same.
+    What it decides depends on what was read, and it waits where that is not enough: so that all
+    cuts of a text give the same.
     """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self.functions = {
-            f["name"]: f for tool in tools if isinstance(f := tool.get("function"), Mapping) and isinstance(f.get("name"), str)
+            f["name"]: f
+            for tool in tools
+            if isinstance(f := tool.get("function"), Mapping) and isinstance(f.get("name"), str)
         }
         """What may be called, by name."""
         self.text = ""
@@ -119,7 +124,8 @@ class ScanParser(AnswerParser):
         self.content.starts = not self.content.has_any
 
     def begin_call(self, name: str) -> Callable[[str], None] | None:
-        """The arguments of a call come next. What takes their JSON as it is read; None: they are not wanted in pieces."""
+        """The arguments of a call come next. What takes their JSON as it is read; None: they are
+        not wanted in pieces."""
         if not self.in_pieces:
             return None
         self._end_begun()
@@ -136,7 +142,8 @@ class ScanParser(AnswerParser):
         self._begun = None
 
     def call(self, name: str, arguments: str) -> bool:
-        """A whole call. What was read of it is not read again. False: it is none, as not every reader of JSON takes its arguments."""
+        """A whole call. What was read of it is not read again. False: it is none, as not every
+        reader of JSON takes its arguments."""
         if not is_readable(arguments):
             return False
         self.content.drop_rest()
@@ -213,7 +220,9 @@ class ScanParser(AnswerParser):
     @property
     def left(self) -> str:
         """The text since `keep`."""
-        return "".join(self._held or ()) + self.text[self.at if self._held is None else self._kept :]
+        return (
+            "".join(self._held or ()) + self.text[self.at if self._held is None else self._kept :]
+        )
 
     @property
     def position(self) -> int:
@@ -233,10 +242,18 @@ class ScanParser(AnswerParser):
 
     def accept(self, mark: str) -> Reading[bool]:
         """Reads a mark, if it comes next."""
-        while len(self.text) - self.at < len(mark) and mark.startswith(self.text[self.at :]) and not self._ended:
+        while (
+            len(self.text) - self.at < len(mark)
+            and mark.startswith(self.text[self.at :])
+            and not self._ended
+        ):
             yield
         if not self.text.startswith(mark, self.at):
-            if self._ended and len(self.text) - self.at < len(mark) and mark.startswith(self.text[self.at :]):
+            if (
+                self._ended
+                and len(self.text) - self.at < len(mark)
+                and mark.startswith(self.text[self.at :])
+            ):
                 self._cut_mark = self.at
             return False
         self.at += len(mark)
@@ -266,20 +283,26 @@ class ScanParser(AnswerParser):
             self.at += 1
 
     def until(self, marks: Sequence[str], take: Callable[[str], None]) -> Reading[str | None]:
-        """Reads up to the first of some marks, and the mark. None: there is none. None of them may begin with another.
+        """Reads up to the first of some marks, and the mark. None: there is none. None of them may
+        begin with another.
 
-        What a cut leaves of a mark is left out, where there are functions to call: one character only after calls, it may be anything.
+        What a cut leaves of a mark is left out, where there are functions to call: one character
+        only after calls, it may be anything.
         """
         longest, firsts = max(map(len, marks)), {one[0] for one in marks}
         while True:
-            end, mark = min(((self._place_of(mark), mark) for mark in marks), default=(len(self.text), ""))
+            end, mark = min(
+                ((self._place_of(mark), mark) for mark in marks), default=(len(self.text), "")
+            )
             if end == len(self.text):
                 mark = ""
             if not self._ended or (self.cut and self.functions):
                 # Before it another one may have begun, that goes on in what is to come.
                 last = end if not self._ended or self.num_calls else end - 1
                 for begin in range(max(self.at, len(self.text) - longest + 1), last):
-                    if self.text[begin] in firsts and any(one.startswith(self.text[begin:]) for one in marks):
+                    if self.text[begin] in firsts and any(
+                        one.startswith(self.text[begin:]) for one in marks
+                    ):
                         end, mark = begin, ""
                         break
             take(self.text[self.at : end])
@@ -301,7 +324,8 @@ class ScanParser(AnswerParser):
         return place
 
     def word(self, ends: Sequence[str]) -> Reading[str | None]:
-        """A name: a short text on one line, up to one of some marks, which is not read. None: there is none."""
+        """A name: a short text on one line, up to one of some marks, which is not read. None: there
+        is none."""
         word = ""
         while True:
             if (yield from self.comes(ends)):
@@ -319,10 +343,18 @@ class ScanParser(AnswerParser):
             self.at = len(self.text)
             yield from self.peek()
 
-    def json_value(self, take: Callable[[str], None], *, is_key: bool = False, ends: Sequence[str] | None = None) -> Reading[bool]:
-        """Reads a JSON value, of which `take` gets the JSON. False: what comes next is none, or the text ends in it.
+    def json_value(
+        self,
+        take: Callable[[str], None],
+        *,
+        is_key: bool = False,
+        ends: Sequence[str] | None = None,
+    ) -> Reading[bool]:
+        """Reads a JSON value, of which `take` gets the JSON. False: what comes next is none, or the
+        text ends in it.
 
-        `is_key`: an object's key. `ends`: marks at which brackets may be left open, as at the answer's end; None: nowhere.
+        `is_key`: an object's key. `ends`: marks at which brackets may be left open, as at the
+        answer's end; None: nowhere.
         """
         scanner = JsonScanner(is_key=is_key)
         while True:
@@ -360,7 +392,8 @@ def is_encodable(text: str) -> bool:
 
 
 def is_readable(told: str) -> bool:
-    """False: it has halves of characters, or numbers that are too large, which Python alone takes."""
+    """False: it has halves of characters, or numbers that are too large, which Python alone
+    takes."""
     try:
         msgspec.json.decode(told)
     except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
@@ -369,7 +402,8 @@ def is_readable(told: str) -> bool:
 
 
 class BegunCall:
-    """A call that is given in pieces. The last character of its arguments waits until it is whole: without it they are no JSON."""
+    """A call that is given in pieces. The last character of its arguments waits until it is whole:
+    without it they are no JSON."""
 
     def __init__(self, index: int, name: str) -> None:
         self._index = index

@@ -1,4 +1,5 @@
-"""What the JSON Schema of a tool says of an argument, through references and combinations. Nothing is fetched, and cycles end."""
+"""What the JSON Schema of a tool says of an argument, through references and combinations. Nothing
+is fetched, and cycles end."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ _MOVED = "__{}"
 
 
 class Copies:
-    """Counts what is written anew for each parameter of all tools of a request: it has a copy of all that its schema refers to."""
+    """Counts what is written anew for each parameter of all tools of a request: it has a copy of
+    all that its schema refers to."""
 
     def __init__(self) -> None:
         self.num_left = MOST_COPIED
@@ -38,7 +40,8 @@ class Copies:
         self.num_left -= count
         if self.num_left < 0:
             raise RequestError(
-                f"tools: the schemas of the parameters say too much: written out for each parameter, what they refer to has more than "
+                "tools: the schemas of the parameters say too much: written out for each "
+                "parameter, what they refer to has more than "
                 f"{MOST_COPIED} characters. Refer to smaller schemas, or send fewer tools.",
                 "tools",
             )
@@ -58,7 +61,8 @@ class Schemas:
     """The schema of one function's arguments, to look things up in."""
 
     def __init__(self, root: Any, copies: Copies | None = None) -> None:
-        """`copies`: counts what `alone` and `values_of` give, for several schemas; None: for this one."""
+        """`copies`: counts what `alone` and `values_of` give, for several schemas; None: for this
+        one."""
         self.root = root
         self._copies = copies or Copies()
         self._names: dict[str, str] = {}
@@ -77,12 +81,17 @@ class Schemas:
                 continue
             seen.add(id(one))
             yield one
-            left += [part for name in reversed(names) for part in reversed(_listed(one.get(name))[:_MOST_PARTS])]
+            left += [
+                part
+                for name in reversed(names)
+                for part in reversed(_listed(one.get(name))[:_MOST_PARTS])
+            ]
             if "$ref" in one:
                 left.append(self.target(one["$ref"]))
 
     def target(self, reference: Any) -> Any:
-        """What a reference within the schema means; None: it leads nowhere, or out of the schema."""
+        """What a reference within the schema means; None: it leads nowhere, or out of the
+        schema."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
         found = self.root
@@ -91,7 +100,12 @@ class Schemas:
             return self._anchors.get(pointer)
         for step in pointer.split("/")[1:]:
             step = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list) and step.isascii() and step.isdigit() and int(step) < len(found):
+            if (
+                isinstance(found, list)
+                and step.isascii()
+                and step.isdigit()
+                and int(step) < len(found)
+            ):
                 found = found[int(step)]
             elif isinstance(found, Mapping):
                 found = found.get(step)
@@ -102,16 +116,23 @@ class Schemas:
     @cached_property
     def _anchors(self) -> dict[str, Any]:
         """Definitions by their $anchor, the first one of each."""
-        both = (_mapping(_mapping(self.root).get(name)).values() for name in ("definitions", "$defs"))
+        both = (
+            _mapping(_mapping(self.root).get(name)).values() for name in ("definitions", "$defs")
+        )
         named = [one for definitions in both for one in reversed([*definitions])]
-        return {anchor: one for one in named if isinstance(anchor := _mapping(one).get("$anchor"), str)}
+        return {
+            anchor: one for one in named if isinstance(anchor := _mapping(one).get("$anchor"), str)
+        }
 
     def kinds(self, schema: Any) -> frozenset[str] | None:
         """The types that a value may have; "number" comes with "integer". None: any."""
         return self._kinds(schema, [_MOST_PARTS], ()) or None
 
-    def _kinds(self, schema: Any, left: list[int], within: tuple[int, ...]) -> frozenset[str] | None:
-        """`left`: parts that may still be looked at. `within`: the schemas that this one is a part of."""
+    def _kinds(
+        self, schema: Any, left: list[int], within: tuple[int, ...]
+    ) -> frozenset[str] | None:
+        """`left`: parts that may still be looked at. `within`: the schemas that this one is a part
+        of."""
         left[0] -= 1
         if not isinstance(schema, Mapping) or left[0] < 0:
             return None
@@ -131,9 +152,17 @@ class Schemas:
             if options := _listed(schema.get(name))[: _MOST_PARTS + 1]:
                 kinds = [self._kinds(option, left, within) for option in options]
                 if None not in kinds:
-                    found = _both(found, frozenset[str]().union(*(kind for kind in kinds if kind is not None)))
+                    found = _both(
+                        found, frozenset[str]().union(*(kind for kind in kinds if kind is not None))
+                    )
         if not found:
-            found = frozenset(("object",)) if "properties" in schema else frozenset(("array",)) if "items" in schema else found
+            found = (
+                frozenset(("object",))
+                if "properties" in schema
+                else frozenset(("array",))
+                if "items" in schema
+                else found
+            )
         return found | {"null"} if found is not None and schema.get("nullable") is True else found
 
     def _types_of_all(self, values: Sequence[Any]) -> frozenset[str]:
@@ -141,30 +170,42 @@ class Schemas:
         if len(values) == 1:
             return _types_of(values[0])
         if id(values) not in self._types:
-            self._types[id(values)] = frozenset(kind for value in values for kind in _types_of(value))
+            self._types[id(values)] = frozenset(
+                kind for value in values for kind in _types_of(value)
+            )
         return self._types[id(values)]
 
     def keywords(self, schema: Any, *names: str) -> dict[str, Any]:
-        """What a schema says by some keywords, through references and `allOf`: of one that several have, the first one's counts."""
+        """What a schema says by some keywords, through references and `allOf`: of one that several
+        have, the first one's counts."""
         found: dict[str, Any] = {}
         for part in self.parts(schema, "allOf"):
             found = {**{name: part[name] for name in names if name in part}, **found}
         return found
 
     def values_of(self, keywords: Mapping[str, Any]) -> Sequence[Any]:
-        """The values that `const` or `enum` lists, to be copied. Empty: they list none. Raises RequestError as Copies does."""
+        """The values that `const` or `enum` lists, to be copied. Empty: they list none. Raises
+        RequestError as Copies does."""
         found = _values(keywords) or ()
         self._copies.charge(sum(OF_TEXT + len(str(value)) for value in found))
         return found
 
     def values(self, schema: Any) -> list[Any]:
         """The values that a schema lists. Empty: it lists none."""
-        return [value for part in self.parts(schema, "allOf", "anyOf", "oneOf") for value in _values(part) or ()]
+        return [
+            value
+            for part in self.parts(schema, "allOf", "anyOf", "oneOf")
+            for value in _values(part) or ()
+        ]
 
     def property(self, schema: Any, name: str) -> Any:
         """The schema of an object's property; None: nothing is said of it."""
         parts = list(self.parts(schema, "allOf", "anyOf", "oneOf"))
-        found = [_mapping(part.get("properties"))[name] for part in parts if name in _mapping(part.get("properties"))]
+        found = [
+            _mapping(part.get("properties"))[name]
+            for part in parts
+            if name in _mapping(part.get("properties"))
+        ]
         if not found:
             others = (part.get("additionalProperties") for part in parts)
             found = [one for one in others if isinstance(one, Mapping)]
@@ -173,23 +214,32 @@ class Schemas:
     def may_have(self, schema: Any, name: str) -> bool:
         """Whether an object has a property of a name, or its schema names none."""
         named = [
-            part["properties"] for part in self.parts(schema, "allOf", "anyOf", "oneOf") if isinstance(part.get("properties"), Mapping)
+            part["properties"]
+            for part in self.parts(schema, "allOf", "anyOf", "oneOf")
+            if isinstance(part.get("properties"), Mapping)
         ]
         return not named or any(name in one for one in named)
 
     def items(self, schema: Any) -> Any:
         """The schema of a list's items; None: nothing is said of them."""
-        items = [part["items"] for part in self.parts(schema, "allOf", "anyOf", "oneOf") if isinstance(part.get("items"), Mapping)]
+        items = [
+            part["items"]
+            for part in self.parts(schema, "allOf", "anyOf", "oneOf")
+            if isinstance(part.get("items"), Mapping)
+        ]
         return items[0] if len(items) == 1 else {"anyOf": items} if items else None
 
     def merged(self, schema: Any) -> dict[str, Any]:
-        """A schema without references and `allOf`, as one mapping: of a keyword that several have, the first one's counts."""
+        """A schema without references and `allOf`, as one mapping: of a keyword that several have,
+        the first one's counts."""
         merged: dict[str, Any] = {}
         properties: dict[str, Any] = {}
         required: dict[str, None] = {}
         for part in self.parts(schema, "allOf"):
             properties = {**_mapping(part.get("properties")), **properties}
-            required |= dict.fromkeys(name for name in _listed(part.get("required")) if isinstance(name, str))
+            required |= dict.fromkeys(
+                name for name in _listed(part.get("required")) if isinstance(name, str)
+            )
             merged = {**part, **merged}
         if "properties" in merged:
             merged["properties"] = properties
@@ -200,7 +250,8 @@ class Schemas:
         return {name: value for name, value in merged.items() if name not in ("$ref", "allOf")}
 
     def alone(self, part: Any) -> Any:
-        """A part as a schema of its own, with the definitions that it reaches. They are shared with other parts: leave them as they are.
+        """A part as a schema of its own, with the definitions that it reaches. They are shared with
+        other parts: leave them as they are.
 
         Raises RequestError as Copies does.
         """
@@ -214,7 +265,9 @@ class Schemas:
             self._copies.charge(one.size)
             left += [reference for reference in one.references if reference not in reached]
             reached |= dict.fromkeys(one.references)
-        definitions = {self._names[reference]: self._definition(reference).schema for reference in reached}
+        definitions = {
+            self._names[reference]: self._definition(reference).schema for reference in reached
+        }
         return {**moved.schema, "$defs": definitions} if definitions else moved.schema
 
     def _definition(self, reference: str) -> _Moved:
@@ -242,7 +295,9 @@ class Schemas:
             reference = value.get("$ref")
             if isinstance(reference, str) and self.target(reference) is not None:
                 references[reference] = None
-                copy["$ref"] = f"#/$defs/{self._names.setdefault(reference, _MOVED.format(len(self._names)))}"
+                copy["$ref"] = (
+                    f"#/$defs/{self._names.setdefault(reference, _MOVED.format(len(self._names)))}"
+                )
             return copy
 
         schema = moved(part)
@@ -253,7 +308,8 @@ class Schemas:
         return _moved(self.root, name)
 
     def argument(self, value: str, schema: Any) -> str:
-        """The JSON of an argument that is written without quotes: a text where the schema says so, or nothing else."""
+        """The JSON of an argument that is written without quotes: a text where the schema says so,
+        or nothing else."""
         kinds = self.kinds(schema)
         if kinds is None or kinds == {"string"}:
             return _dumps(value)
@@ -283,7 +339,11 @@ def _dumps(value: str) -> str:
 
 
 def _types(told: Any) -> frozenset[str] | None:
-    names = [told] if isinstance(told, str) else [name for name in _listed(told) if isinstance(name, str)]
+    names = (
+        [told]
+        if isinstance(told, str)
+        else [name for name in _listed(told) if isinstance(name, str)]
+    )
     found = frozenset(names) | (_NUMBERS if "number" in names else frozenset())
     return found or None
 
@@ -352,7 +412,9 @@ def _moved(value: Any, definition: str) -> Any:
         return [_moved(one, definition) for one in value]
     if not isinstance(value, Mapping):
         return value
-    moved = {name: one if name in _VALUES else _moved(one, definition) for name, one in value.items()}
+    moved = {
+        name: one if name in _VALUES else _moved(one, definition) for name, one in value.items()
+    }
     reference = value.get("$ref")
     if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
         moved["$ref"] = f"#/$defs/{definition}{reference[1:]}"

@@ -46,13 +46,25 @@ def calls(
     content: Callable[[dict[str, Any]], Structure] = json_schema,
     trigger: str | None = None,
 ) -> Structure:
-    """One call, or several where `parallel`: each what `begin` makes of the name, the arguments, and `end`.
+    """One call, or several where `parallel`: each what `begin` makes of the name, the arguments,
+    and `end`.
 
     `trigger`: what begins a call, where there need be none.
     """
     tags = [tag(begin(name), content(schema), end) for name, schema in functions_of(tools)]
     if trigger is not None:
-        return {"type": "triggered_tags", "triggers": [trigger], "tags": tags, "stop_after_first": not parallel}
+        return {
+            "type": "triggered_tags",
+            "triggers": [trigger],
+            "tags": tags,
+            "stop_after_first": not parallel,
+        }
     if not parallel:
         return choice(*tags)
-    return {"type": "tags_with_separator", "tags": tags, "separator": separator, "at_least_one": True, "stop_after_first": False}
+    return {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": separator,
+        "at_least_one": True,
+        "stop_after_first": False,
+    }

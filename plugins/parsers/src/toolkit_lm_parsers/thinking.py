@@ -11,7 +11,13 @@ from toolkit_lm_parsers.marks import MarkedReasoning, Marks
 from toolkit_lm_parsers.scanning import Reading, ScanParser
 from toolkit_lm_parsers.structures import ANY_TEXT, Structure, choice, sequence, tag, text
 
-CALL_MARKS = ("<tool_call>", "<function=", "[TOOL_CALLS]", "<|tool_call>", "<\N{FULLWIDTH VERTICAL LINE}tool\N{LOWER ONE EIGHTH BLOCK}call")
+CALL_MARKS = (
+    "<tool_call>",
+    "<function=",
+    "[TOOL_CALLS]",
+    "<|tool_call>",
+    "<\N{FULLWIDTH VERTICAL LINE}tool\N{LOWER ONE EIGHTH BLOCK}call",
+)
 """What calls begin with, in the formats of models that reason."""
 _SWITCHES = ("enable_thinking", "thinking")
 """Names of templates for whether there is to be reasoning."""
@@ -20,11 +26,14 @@ _SWITCHES = ("enable_thinking", "thinking")
 class ThinkParser(ScanParser):
     """Reads reasoning where the answer begins with it, or the prompt has begun it.
 
-    A model may call a tool without having ended its reasoning. What looks like a call is reasoning where its end comes after all, and
-    content where the answer ends without: whether it is a call is another parser's business.
+    A model may call a tool without having ended its reasoning. What looks like a call is reasoning
+    where its end comes after all, and content where the answer ends without: whether it is a call
+    is another parser's business.
     """
 
-    def __init__(self, start: str, end: str, tools: Sequence[Mapping[str, Any]] = (), *, is_begun: bool) -> None:
+    def __init__(
+        self, start: str, end: str, tools: Sequence[Mapping[str, Any]] = (), *, is_begun: bool
+    ) -> None:
         super().__init__(tools)
         self._start = start
         self._end = end
@@ -66,13 +75,20 @@ class ThinkFormat(MarkedReasoning):
         return None if cls.end in template else f"the chat template writes no {cls.end}"
 
     def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
-        return ThinkParser(self.start, self.end, tools, is_begun=prompt_end.rstrip().endswith(self.start.rstrip()))
+        return ThinkParser(
+            self.start, self.end, tools, is_begun=prompt_end.rstrip().endswith(self.start.rstrip())
+        )
 
-    def after_reasoning(self, structure: Structure, template_kwargs: Mapping[str, Any]) -> Structure:
+    def after_reasoning(
+        self, structure: Structure, template_kwargs: Mapping[str, Any]
+    ) -> Structure:
         if any(template_kwargs.get(name) is False for name in _SWITCHES):
             return structure
         # The end mark alone ends the reasoning, so that nothing but the structure can follow it.
-        begun, written = (sequence(tag(start, ANY_TEXT, self.end), text("\n\n"), structure) for start in ("", self.start))
+        begun, written = (
+            sequence(tag(start, ANY_TEXT, self.end), text("\n\n"), structure)
+            for start in ("", self.start)
+        )
         return begun if self._begins_in_prompt() else choice(written, structure)
 
     @property
@@ -80,18 +96,23 @@ class ThinkFormat(MarkedReasoning):
         return Marks(self.start, self.end)
 
     def _begins_in_prompt(self) -> bool:
-        """The template's last lines, which begin an answer, begin reasoning, too, and do not end it at once."""
+        """The template's last lines, which begin an answer, begin reasoning, too, and do not end it
+        at once."""
         _, _, last = self.template.rpartition("add_generation_prompt")
         parts = last.split(self.start)[1:]
         return any(self.end not in part[:40] for part in parts)
 
 
 class BegunThinkFormat(ThinkFormat):
-    """DeepSeek-R1 and others that begin to reason without a mark, though their prompt has none. It is chosen by name."""
+    """DeepSeek-R1 and others that begin to reason without a mark, though their prompt has none. It
+    is chosen by name."""
 
     @classmethod
     def refuses(cls, template: str) -> str | None:
-        return "an answer that begins with reasoning without a mark cannot be told by its template: name this format"
+        return (
+            "an answer that begins with reasoning without a mark cannot be told by its template: "
+            "name this format"
+        )
 
     def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
         return ThinkParser(self.start, self.end, tools, is_begun=True)
@@ -125,4 +146,8 @@ class GemmaThinkFormat(ThinkFormat):
 
     @classmethod
     def refuses(cls, template: str) -> str | None:
-        return None if "<|channel>" in template and cls.end in template else f"the chat template writes no {cls.end}"
+        return (
+            None
+            if "<|channel>" in template and cls.end in template
+            else f"the chat template writes no {cls.end}"
+        )

@@ -14,10 +14,13 @@ from toolkit_lm_parsers.marks import PROMPT_END, Marks, ReasoningReader
 
 
 class SequenceBudget:
-    """Where one sequence stands. All of it follows from its tokens, so that nothing else has to survive a preemption."""
+    """Where one sequence stands. All of it follows from its tokens, so that nothing else has to
+    survive a preemption."""
 
     def __init__(self, row: ProcessorRow, arguments: Mapping[str, Any]) -> None:
-        prompt = row.token_ids[max(0, row.num_prompt_tokens - PROMPT_END) : row.num_prompt_tokens].tolist()
+        prompt = row.token_ids[
+            max(0, row.num_prompt_tokens - PROMPT_END) : row.num_prompt_tokens
+        ].tolist()
         # Keys of mappings may have become texts on their way.
         texts = {int(token_id): text for token_id, text in arguments["texts"].items()}
         self._reader = ReasoningReader(Marks(*arguments["marks"]), texts, prompt)
@@ -26,11 +29,13 @@ class SequenceBudget:
         self._left: list[int] = []
         """Tokens that must follow those that were forced already."""
         self._given_up = 0
-        """The stretch of reasoning whose end was ruled out when it was half written: another try would leave another half."""
+        """The stretch of reasoning whose end was ruled out when it was half written: another try
+        would leave another half."""
         self._num_read = 0
 
     def must_follow(self, row: ProcessorRow) -> list[int]:
-        """The tokens that end the reasoning, where it has spent its budget; empty: anything may follow."""
+        """The tokens that end the reasoning, where it has spent its budget; empty: anything may
+        follow."""
         new = row.token_ids[row.num_prompt_tokens + self._num_read :].tolist()
         self._num_read += len(new)
         for token_id in new:
@@ -46,7 +51,11 @@ class SequenceBudget:
         if self._left:
             return self._left
         reader = self._reader
-        if not reader.is_inside or reader.num_tokens < self._budget or reader.num_spans == self._given_up:
+        if (
+            not reader.is_inside
+            or reader.num_tokens < self._budget
+            or reader.num_spans == self._given_up
+        ):
             return []
         # Reasoning that begins after the budget is spent ends for good.
         begins_spent = reader.num_spans > 1 and reader.num_at_start >= self._budget
@@ -54,7 +63,8 @@ class SequenceBudget:
 
 
 class ThinkingBudget(LogitsProcessor):
-    """Rules out all but the tokens of the end, one after the other. Where these are ruled out by others, it waits until they are not."""
+    """Rules out all but the tokens of the end, one after the other. Where these are ruled out by
+    others, it waits until they are not."""
 
     stage = "logits"
     atomic = True
@@ -63,7 +73,9 @@ class ThinkingBudget(LogitsProcessor):
         super().__init__(config, device)
         self._sequences: dict[int, SequenceBudget] = {}
 
-    def add(self, row: ProcessorRow, arguments: Mapping[str, Any], state: Mapping[str, float]) -> None:
+    def add(
+        self, row: ProcessorRow, arguments: Mapping[str, Any], state: Mapping[str, float]
+    ) -> None:
         self._sequences[row.key] = SequenceBudget(row, arguments)
 
     def remove(self, key: int) -> None:

@@ -11,7 +11,16 @@ from toolkit_lm.renderer import AnswerFormat, AnswerParser
 from toolkit_lm_parsers.json_calls import MarkedCalls, dumps
 from toolkit_lm_parsers.scanning import MAX_NAME, Reading
 from toolkit_lm_parsers.schemas import Copies, Schemas
-from toolkit_lm_parsers.structures import ANY_TEXT, Structure, calls, choice, json_schema, sequence, tag, text
+from toolkit_lm_parsers.structures import (
+    ANY_TEXT,
+    Structure,
+    calls,
+    choice,
+    json_schema,
+    sequence,
+    tag,
+    text,
+)
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION, _END_FUNCTION = "<function=", "</function>"
@@ -64,7 +73,11 @@ class ToolCallTagParser(MarkedCalls):
         written: list[str] = []
         while True:
             mark = yield from self.accept_any((_PARAMETER, _END_FUNCTION))
-            if mark is None and written and ((self.at_end and not self.cut) or (yield from self.comes((_CLOSE,)))):
+            if (
+                mark is None
+                and written
+                and ((self.at_end and not self.cut) or (yield from self.comes((_CLOSE,))))
+            ):
                 mark = _END_FUNCTION
             if mark == _END_FUNCTION:
                 return f"{{{', '.join(written)}}}"
@@ -73,14 +86,17 @@ class ToolCallTagParser(MarkedCalls):
             if key is None or value is None:
                 return None
             text = value.removeprefix("\n").removesuffix("\n")
-            written.append(f"{dumps(key)}: {schemas.argument(text, schemas.property(schemas.root, key))}")
+            written.append(
+                f"{dumps(key)}: {schemas.argument(text, schemas.property(schemas.root, key))}"
+            )
             yield from self.spaces()
 
     def _value(self, schemas: Schemas) -> Reading[str | None]:
-        """A parameter's text, up to </parameter>: other marks before it are a part of the text. None: there is none.
+        """A parameter's text, up to </parameter>: other marks before it are a part of the text.
+        None: there is none.
 
-        Where no </parameter> comes before the call's end, it ends where the next thing begins. A call that begins in it shows that
-        the model has given this one up.
+        Where no </parameter> comes before the call's end, it ends where the next thing begins. A
+        call that begins in it shows that the model has given this one up.
         """
         read: list[str] = []
         places: dict[str, int] = {}
@@ -100,7 +116,12 @@ class ToolCallTagParser(MarkedCalls):
                 break
             at = length
             length += len(mark)
-            if mark == _PARAMETER and is_function and text.count(">") == 1 and text.rstrip().endswith(">"):
+            if (
+                mark == _PARAMETER
+                and is_function
+                and text.count(">") == 1
+                and text.rstrip().endswith(">")
+            ):
                 # Another call has begun.
                 break
             is_function = mark == _FUNCTION
@@ -108,7 +129,9 @@ class ToolCallTagParser(MarkedCalls):
                 name = yield from self._inner_name()
                 read.append(name)
                 length += len(name)
-                is_end = name.endswith(">") and schemas.may_have(schemas.root, name[:-1].strip("\"' "))
+                is_end = name.endswith(">") and schemas.may_have(
+                    schemas.root, name[:-1].strip("\"' ")
+                )
             else:
                 is_end = mark == _END_FUNCTION
             if is_end and end is None:
@@ -133,7 +156,11 @@ class ToolCallTagParser(MarkedCalls):
     def _inner_name(self) -> Reading[str]:
         """What may be a parameter's name, with the bracket that ends it."""
         name = ""
-        while len(name) < MAX_NAME and (character := (yield from self.peek())) and character not in "<\n":
+        while (
+            len(name) < MAX_NAME
+            and (character := (yield from self.peek()))
+            and character not in "<\n"
+        ):
             name += character
             self.at += 1
             if character == ">":
@@ -159,26 +186,37 @@ class HermesFormat(AnswerFormat):
     def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
         return ToolCallTagParser(tools)
 
-    def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True) -> Structure | None:
+    def structure(
+        self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True
+    ) -> Structure | None:
         def begin(name: str) -> str:
             return f'{_OPEN}\n{{"name": {json.dumps(name)}, "arguments": '
 
-        return calls(tools, begin, f"}}\n{_CLOSE}", parallel=parallel, trigger=None if required else _OPEN)
+        return calls(
+            tools, begin, f"}}\n{_CLOSE}", parallel=parallel, trigger=None if required else _OPEN
+        )
 
 
 class QwenCoderFormat(AnswerFormat):
-    """Qwen3-Coder: <tool_call><function=name><parameter=key>value</parameter></function></tool_call>."""
+    """Qwen3-Coder:
+    <tool_call><function=name><parameter=key>value</parameter></function></tool_call>."""
 
     finds = ("tool_calls",)
 
     @classmethod
     def refuses(cls, template: str) -> str | None:
-        return None if _FUNCTION in template and _PARAMETER in template else f"the chat template writes no {_FUNCTION}...>"
+        return (
+            None
+            if _FUNCTION in template and _PARAMETER in template
+            else f"the chat template writes no {_FUNCTION}...>"
+        )
 
     def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
         return QwenCoderParser(tools)
 
-    def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True) -> Structure | None:
+    def structure(
+        self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True
+    ) -> Structure | None:
         def begin(name: str) -> str:
             return f"{_OPEN}\n{_FUNCTION}{name}>\n"
 
@@ -188,16 +226,28 @@ class QwenCoderFormat(AnswerFormat):
             return _parameters(Schemas(schema, copies))
 
         trigger = None if required else _OPEN
-        return calls(tools, begin, f"{_END_FUNCTION}\n{_CLOSE}", parallel=parallel, content=content, trigger=trigger)
+        return calls(
+            tools,
+            begin,
+            f"{_END_FUNCTION}\n{_CLOSE}",
+            parallel=parallel,
+            content=content,
+            trigger=trigger,
+        )
 
 
 def _parameters(schemas: Schemas) -> Structure:
-    """Those that are required must come, in the order of the schema. A schema that names none takes any."""
+    """Those that are required must come, in the order of the schema. A schema that names none takes
+    any."""
     whole = schemas.merged(schemas.root)
     if "properties" not in whole:
         return ANY_TEXT
     told = whole.get("required")
-    required = frozenset(name for name in told if isinstance(name, str)) if isinstance(told, list) else frozenset[str]()
+    required = (
+        frozenset(name for name in told if isinstance(name, str))
+        if isinstance(told, list)
+        else frozenset[str]()
+    )
     elements: list[Structure] = []
     for key, one in _mapping(whole["properties"]).items():
         begin, end = f"{_PARAMETER}{key}>\n", f"\n{_END_PARAMETER}\n"
@@ -216,7 +266,11 @@ def _content(schemas: Schemas, schema: Any) -> Structure:
     told = schemas.keywords(schema, "const", "enum", "anyOf", "oneOf", "pattern")
     if not {"anyOf", "oneOf"} & told.keys() and (listed := schemas.values_of(told)):
         return choice(*(text(one if isinstance(one, str) else json.dumps(one)) for one in listed))
-    if kinds == {"string"} and isinstance(pattern := told.get("pattern"), str) and _is_whole(pattern):
+    if (
+        kinds == {"string"}
+        and isinstance(pattern := told.get("pattern"), str)
+        and _is_whole(pattern)
+    ):
         return {"type": "regex", "pattern": pattern[1:-1]}
     # What is no text may be part of any.
     return ANY_TEXT
@@ -224,8 +278,15 @@ def _content(schemas: Schemas, schema: Any) -> Structure:
 
 def _is_whole(pattern: str) -> bool:
     """Whether a pattern is of a whole text, and looks at nothing but the next character."""
-    looks = pattern.replace("(?:", "").count("(?") or any(f"\\{digit}" in pattern for digit in "123456789")
-    return pattern.startswith("^") and pattern.endswith("$") and not pattern.endswith("\\$") and not looks
+    looks = pattern.replace("(?:", "").count("(?") or any(
+        f"\\{digit}" in pattern for digit in "123456789"
+    )
+    return (
+        pattern.startswith("^")
+        and pattern.endswith("$")
+        and not pattern.endswith("\\$")
+        and not looks
+    )
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

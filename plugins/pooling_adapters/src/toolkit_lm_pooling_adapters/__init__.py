@@ -1,4 +1,5 @@
-"""Any language model as embedder, classifier or reranker. This entry module only registers; each part is imported when it is used."""
+"""Any language model as embedder, classifier or reranker. This entry module only registers; each
+part is imported when it is used."""
 
 from types import ModuleType
 
@@ -26,7 +27,9 @@ def toolkit_register_pooling_inputs(inputs: PoolingInputsRegistry) -> None:
 
 @hookimpl
 def toolkit_register_pair_renderers(renderers: PairRendererRegistry) -> None:
-    renderers.add("score_template", "toolkit_lm_pooling_adapters.template_renderer:make_template_renderer")
+    renderers.add(
+        "score_template", "toolkit_lm_pooling_adapters.template_renderer:make_template_renderer"
+    )
 
 
 @hookimpl
@@ -34,4 +37,8 @@ def toolkit_register_score_templates(templates: ScoreTemplateRegistry) -> None:
     home = "toolkit_lm_pooling_adapters.score_templates"
     templates.add("qwen3-reranker", f"{home}:QWEN3_RERANKER", architectures=("Qwen3ForCausalLM",))
     templates.add("mxbai-rerank-v2", f"{home}:MXBAI_RERANK_V2", architectures=("Qwen2ForCausalLM",))
-    templates.add("bge-reranker-v2-gemma", f"{home}:BGE_RERANKER_V2_GEMMA", architectures=("GemmaForCausalLM",))
+    templates.add(
+        "bge-reranker-v2-gemma",
+        f"{home}:BGE_RERANKER_V2_GEMMA",
+        architectures=("GemmaForCausalLM",),
+    )

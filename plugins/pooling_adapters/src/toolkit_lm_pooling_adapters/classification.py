@@ -26,11 +26,15 @@ class SequenceClassifier(Converted):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         has_bias = self.head_has_bias if self.origin.is_from_head else self.origin.has_bias
-        self.score = Classifier(hidden_size(vllm_config.hf_config), self.origin.num_labels, bias=has_bias)
+        self.score = Classifier(
+            hidden_size(vllm_config.hf_config), self.origin.num_labels, bias=has_bias
+        )
         self.pooler = self.make_pooler(vllm_config)
 
     def make_pooler(self, vllm_config: VllmConfig) -> Pooler:
-        return classification_pooler(vllm_config, self.score, default="LAST", num_labels=self.origin.num_labels)
+        return classification_pooler(
+            vllm_config, self.score, default="LAST", num_labels=self.origin.num_labels
+        )
 
     def take_head(self, name: str, tensor: Tensor) -> None:
         if self.origin.is_from_head:
@@ -51,15 +55,20 @@ class TokenClassifier(SequenceClassifier):
     """Classes of each token: what transformers' `...ForTokenClassification` was trained for."""
 
     def make_pooler(self, vllm_config: VllmConfig) -> Pooler:
-        return token_classification_pooler(vllm_config, self.score, num_labels=self.origin.num_labels)
+        return token_classification_pooler(
+            vllm_config, self.score, num_labels=self.origin.num_labels
+        )
 
 
 def as_seq_cls_model(model_class: type[Model], vllm_config: VllmConfig) -> type[Model]:
-    """The classifier's class of a language model's: `LlamaForCausalLMForSequenceClassification` of `LlamaForCausalLM`.
+    """The classifier's class of a language model's: `LlamaForCausalLMForSequenceClassification` of
+    `LlamaForCausalLM`.
 
-    Where config.json's architecture is a `...ForTokenClassification`, it is a `...ForTokenClassification` too, and classifies tokens only.
-    A class that is a pooling model already comes back unchanged. Raises UnsupportedError for a model without a head to take away, and for
-    a checkpoint that gives no classifier; ConfigError and CheckpointError for options and words that do not fit. Weights are not read.
+    Where config.json's architecture is a `...ForTokenClassification`, it is a
+    `...ForTokenClassification` too, and classifies tokens only. A class that is a pooling model
+    already comes back unchanged. Raises UnsupportedError for a model without a head to take away,
+    and for a checkpoint that gives no classifier; ConfigError and CheckpointError for options and
+    words that do not fit. Weights are not read.
     """
     if is_pooling_model(model_class, vllm_config):
         return model_class

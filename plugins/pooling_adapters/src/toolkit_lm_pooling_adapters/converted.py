@@ -1,4 +1,5 @@
-"""What all adapters do: a subclass of a language model's class, without the head, and with the checkpoint's names as they come."""
+"""What all adapters do: a subclass of a language model's class, without the head, and with the
+checkpoint's names as they come."""
 
 from __future__ import annotations
 
@@ -45,13 +46,16 @@ class Converted(Model):
         return super().load_weights(self._body(weights))
 
     def take_head(self, name: str, tensor: Tensor) -> None:
-        """Is shown the head's tensors ("weight", "bias"), or a tied embedding as "weight", while the weights are loaded."""
+        """Is shown the head's tensors ("weight", "bias"), or a tied embedding as "weight", while
+        the weights are loaded."""
 
     def take_score(self, name: str, tensor: Tensor) -> None:
-        """Is shown the tensors of a trained classifier ("weight", "bias"), while the weights are loaded."""
+        """Is shown the tensors of a trained classifier ("weight", "bias"), while the weights are
+        loaded."""
 
     def _body(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The weights of all but head and classifier, under the names that the language model's class knows."""
+        """The weights of all but head and classifier, under the names that the language model's
+        class knows."""
         head = f"{self.head_name}."
         tied = next((name for name in self.head_weights if not name.startswith(head)), None)
         stand_in, embedding, seen = None, None, set()
@@ -77,10 +81,13 @@ class Converted(Model):
             yield tied, stand_in
 
     def _full_name(self, name: str) -> str:
-        """A checkpoint of the decoder alone lacks the decoder's own name: "layers.0..." is "model.layers.0..."."""
+        """A checkpoint of the decoder alone lacks the decoder's own name: "layers.0..." is
+        "model.layers.0..."."""
         first = name.partition(".")[0]
         children = dict(self.named_children())
-        owners = [owner for owner, child in children.items() if first in dict(child.named_children())]
+        owners = [
+            owner for owner, child in children.items() if first in dict(child.named_children())
+        ]
         return name if first in children or len(owners) != 1 else f"{owners[0]}.{name}"
 
     def _renamed(self, name: str) -> str:
@@ -92,11 +99,22 @@ class Converted(Model):
 ConvertedT = TypeVar("ConvertedT", bound=Converted)
 
 
-def subclass(kind: type[ConvertedT], model_class: type[Model], suffix: str, **attributes: Any) -> type[Model]:
+def subclass(
+    kind: type[ConvertedT], model_class: type[Model], suffix: str, **attributes: Any
+) -> type[Model]:
     """The class of `model_class`'s models with `kind` mixed in; `model_class` stays as it is."""
     name = f"{model_class.__name__}{suffix}"
     doc = f"{model_class.__name__}, by the pooling adapter `{kind.__name__}`."
-    return type(name, (kind, model_class), {"__module__": model_class.__module__, "__doc__": doc, "original": model_class, **attributes})
+    return type(
+        name,
+        (kind, model_class),
+        {
+            "__module__": model_class.__module__,
+            "__doc__": doc,
+            "original": model_class,
+            **attributes,
+        },
+    )
 
 
 def is_pooling_model(model_class: type[Model], vllm_config: VllmConfig) -> bool:
@@ -116,7 +134,8 @@ def is_pooling_model(model_class: type[Model], vllm_config: VllmConfig) -> bool:
 
 
 def _find_head(model: Model, name: str) -> str:
-    """Its name in `model`, whose class is called `name`. Of a pipeline rank without a head, that of what stands for it."""
+    """Its name in `model`, whose class is called `name`. Of a pipeline rank without a head, that of
+    what stands for it."""
     modules: dict[str, nn.Module] = dict(model.named_modules())
     for found, module in modules.items():
         if isinstance(module, ParallelLMHead):
@@ -128,21 +147,35 @@ def _find_head(model: Model, name: str) -> str:
 
 
 def _check_direction(model: Model, name: str) -> None:
-    """Raises UnsupportedError where config.json asks for bidirectional attention, and the model looks back only."""
+    """Raises UnsupportedError where config.json asks for bidirectional attention, and the model
+    looks back only."""
     hf_config = model.vllm_config.hf_config
     asked = [
-        key for key, off in (("is_causal", True), ("use_bidirectional_attention", False)) if hf_config.get(key, off) not in (off, None)
+        key
+        for key, off in (("is_causal", True), ("use_bidirectional_attention", False))
+        if hf_config.get(key, off) not in (off, None)
     ]
     layers = (module for module in model.modules() if isinstance(module, Attention))
     if asked and any(layer.params.attention_type is AttentionType.DECODER for layer in layers):
-        raise _refusal(name, f"config.json's {asked[0]!r} asks for bidirectional attention, which this class does not have")
+        raise _refusal(
+            name,
+            f"config.json's {asked[0]!r} asks for bidirectional attention, which this class does "
+            "not have",
+        )
 
 
 def _names_of_head(model: Model, head: str) -> frozenset[str]:
     """The names of the head's weight: with a tied embedding, the embedding's too."""
     weight = getattr(model.get_submodule(head), "weight", None)
-    return frozenset(name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight)
+    return frozenset(
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter is weight
+    )
 
 
 def _refusal(name: str, reason: str) -> UnsupportedError:
-    return UnsupportedError(f"{name} cannot be converted into a pooling model: {reason}. Supported: decoder-only language models.")
+    return UnsupportedError(
+        f"{name} cannot be converted into a pooling model: {reason}. Supported: decoder-only "
+        "language models."
+    )

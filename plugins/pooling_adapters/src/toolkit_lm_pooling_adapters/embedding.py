@@ -29,15 +29,21 @@ class GeneratingEmbeddingModel(Model):
 
 
 def as_embedding_model(model_class: type[Model], vllm_config: VllmConfig) -> type[Model]:
-    """The embedding model's class of a language model's: `LlamaForCausalLMEmbedding` of `LlamaForCausalLM`.
+    """The embedding model's class of a language model's: `LlamaForCausalLMEmbedding` of
+    `LlamaForCausalLM`.
 
-    In an engine that generates the class keeps its head. A class that is a pooling model already comes back unchanged. Raises
-    UnsupportedError for a model without a head to take away: here, or when the class is used, before weights are read.
+    In an engine that generates the class keeps its head. A class that is a pooling model already
+    comes back unchanged. Raises UnsupportedError for a model without a head to take away: here, or
+    when the class is used, before weights are read.
     """
     if issubclass(model_class, EncoderDecoderModel):
         return _encoder_of(model_class)
     if vllm_config.model.runner == "generate":
-        return type(f"{model_class.__name__}Embedding", (GeneratingEmbeddingModel, model_class), {"__module__": model_class.__module__})
+        return type(
+            f"{model_class.__name__}Embedding",
+            (GeneratingEmbeddingModel, model_class),
+            {"__module__": model_class.__module__},
+        )
     if is_pooling_model(model_class, vllm_config):
         return model_class
     return subclass(EmbeddingModel, model_class, "Embedding")
@@ -46,7 +52,10 @@ def as_embedding_model(model_class: type[Model], vllm_config: VllmConfig) -> typ
 def _encoder_of(model_class: type[EncoderDecoderModel]) -> type[Model]:
     """The pooling model that an encoder-decoder model states to be its encoder."""
     if model_class.embedder is None:
-        raise UnsupportedError(f"{model_class.__name__} is an encoder-decoder model, and has no encoder that embeds by itself.")
+        raise UnsupportedError(
+            f"{model_class.__name__} is an encoder-decoder model, and has no encoder that embeds "
+            "by itself."
+        )
     module, _, name = model_class.embedder.partition(":")
     embedder: type[Model] = getattr(importlib.import_module(module), name)
     return embedder

@@ -1,4 +1,5 @@
-"""What a pooling model reads of its users' texts: with the checkpoint's prompts, as pairs, and as a reranker has them."""
+"""What a pooling model reads of its users' texts: with the checkpoint's prompts, as pairs, and as a
+reranker has them."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ class PoolingInputProcessor(PoolingInputs):
         self.renderer = renderer
         self._boundary = plugins.boundary
         self.max_tokens = config.max_model_len
-        self._matryoshka = matryoshka_dimensions(config.checkpoint.hf_config, config.pooler.matryoshka)
+        self._matryoshka = matryoshka_dimensions(
+            config.checkpoint.hf_config, config.pooler.matryoshka
+        )
         self.prompts: dict[str, str] = {}
         """Of the checkpoint: texts that go before the input, by name."""
         self.default_prompt_name: str | None = None
@@ -54,17 +57,21 @@ class PoolingInputProcessor(PoolingInputs):
         self.scored_normalized: bool | None = None
         """Whether embeddings that are compared have length 1. None: as those of other requests."""
         self.roles: dict[str, LateInteractionRole] = {}
-        """Of late interaction: how texts with the prompt names "query" and "document" are read and compared."""
+        """Of late interaction: how texts with the prompt names "query" and "document" are read and
+        compared."""
         self._num_opening = 0
         """Special tokens with which each text begins, where a role has a marker."""
         self.averages = False
         """Of late interaction: the best products of a query's tokens are averaged, not summed."""
         self.pair_renderer: PairRenderer | None = None
-        """Of rerankers that are language models. None: query and document are a pair of texts, which the renderer joins."""
+        """Of rerankers that are language models. None: query and document are a pair of texts,
+        which the renderer joins."""
         if config.model.runner == "pooling":
             # mypy: an abstract class stands for those that are made.
             kind: Any = PairRenderer
-            self.pair_renderer = plugins.brought_registry(PairRendererRegistry).first_result(kind, config, renderer, plugins)
+            self.pair_renderer = plugins.brought_registry(PairRendererRegistry).first_result(
+                kind, config, renderer, plugins
+            )
         elif not config.model.extra_tasks:
             return
         if found := details_of(config.checkpoint.pooling_profile):
@@ -72,38 +79,72 @@ class PoolingInputProcessor(PoolingInputs):
                 raise CheckpointError(found.refusal)
             self.prompts, self.default_prompt_name = found.prompts, found.default_prompt_name
             self.lower_case = found.lower_case
-            if found.truncate_dim is not None and self._matryoshka is None and config.pooler.matryoshka is None:
+            if (
+                found.truncate_dim is not None
+                and self._matryoshka is None
+                and config.pooler.matryoshka is None
+            ):
                 # Whoever cuts them by default knows that they can be cut.
                 self._matryoshka = ()
             self.averages = found.similarity == "meanmaxsim"
             if found.similarity in ("dot", "euclidean", "manhattan"):
                 self.similarity = found.similarity
-                # These depend on the length, which is then what the checkpoint's modules give, unless an option says otherwise.
-                self.scored_normalized = found.ends_normalized if config.pooler.normalize is None else None
+                # These depend on the length, which is then what the checkpoint's modules give,
+                # unless an option says otherwise.
+                self.scored_normalized = (
+                    found.ends_normalized if config.pooler.normalize is None else None
+                )
             # The option pooling_type takes the place of the checkpoint's Pooling module.
-            if found.pooling is not None and not found.pooling.include_prompt and config.pooler.pooling_type == "auto":
-                self._left_out = {text: self._num_tokens(self._lowered(text)) for text in found.prompts.values() if text}
+            if (
+                found.pooling is not None
+                and not found.pooling.include_prompt
+                and config.pooler.pooling_type == "auto"
+            ):
+                self._left_out = {
+                    text: self._num_tokens(self._lowered(text))
+                    for text in found.prompts.values()
+                    if text
+                }
             self._take_roles(found, config)
             if self.default_prompt_name is not None:
-                # Queries and documents without a prompt of their own have none, as in sentence-transformers, and not the default.
+                # Queries and documents without a prompt of their own have none, as in
+                # sentence-transformers, and not the default.
                 self.prompts = {"query": "", "document": ""} | self.prompts
 
     def check(self, params: PoolingParams, size: int) -> None:
         check_params(params, size, self._matryoshka)
 
-    def render(self, prompts: Sequence[Prompt | TextPair], **options: Unpack[TextOptions]) -> list[RenderedText | RequestError]:
-        most, instruction = self._most(options.get("truncate_prompt_tokens")), options.get("instruction")
+    def render(
+        self, prompts: Sequence[Prompt | TextPair], **options: Unpack[TextOptions]
+    ) -> list[RenderedText | RequestError]:
+        most, instruction = (
+            self._most(options.get("truncate_prompt_tokens")),
+            options.get("instruction"),
+        )
         self._check(instruction)
         with self._boundary:
-            return self._render_each(list(prompts), self._prefixes(options.get("prompt_name"), len(prompts)), most, instruction)
+            return self._render_each(
+                list(prompts),
+                self._prefixes(options.get("prompt_name"), len(prompts)),
+                most,
+                instruction,
+            )
 
     def scoring(
-        self, queries: str | Sequence[str], documents: str | Sequence[str], tasks: Collection[Task], fields: tuple[str, str]
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        tasks: Collection[Task],
+        fields: tuple[str, str],
     ) -> TextScoring:
         return TextScoring(queries, documents, tasks, self, fields=fields)
 
     def _render_each(
-        self, prompts: list[Any], prefixes: list[PromptPrefix], most: int | None, instruction: str | None
+        self,
+        prompts: list[Any],
+        prefixes: list[PromptPrefix],
+        most: int | None,
+        instruction: str | None,
     ) -> list[RenderedText | RequestError]:
         try:
             return list(self._render(prompts, prefixes, most, instruction))
@@ -113,9 +154,19 @@ class PoolingInputProcessor(PoolingInputs):
         # Errors are rare: halves without one are rendered at once.
         half = len(prompts) // 2
         parts = (slice(None, half), slice(half, None))
-        return [one for part in parts for one in self._render_each(prompts[part], prefixes[part], most, instruction)]
+        return [
+            one
+            for part in parts
+            for one in self._render_each(prompts[part], prefixes[part], most, instruction)
+        ]
 
-    def _render(self, prompts: list[Any], prefixes: list[PromptPrefix], most: int | None, instruction: str | None) -> list[RenderedText]:
+    def _render(
+        self,
+        prompts: list[Any],
+        prefixes: list[PromptPrefix],
+        most: int | None,
+        instruction: str | None,
+    ) -> list[RenderedText]:
         rendered: list[RenderedText | None] = []
         texts: list[str | tuple[str, str]] = []
         starts: list[int] = []
@@ -126,7 +177,13 @@ class PoolingInputProcessor(PoolingInputs):
                 rendered.append(RenderedText(item.token_ids[:most]))
             elif not isinstance(item, str) and self.pair_renderer is not None:
                 query, document = item
-                rendered.append(RenderedText(self.pair_renderer.render_pair(query, document, instruction, max_tokens=most)))
+                rendered.append(
+                    RenderedText(
+                        self.pair_renderer.render_pair(
+                            query, document, instruction, max_tokens=most
+                        )
+                    )
+                )
             else:
                 rendered.append(None)
                 texts.append(item)
@@ -134,16 +191,24 @@ class PoolingInputProcessor(PoolingInputs):
                 roles.append(prefix.role if isinstance(item, str) else _NO_ROLE)
         others = iter(self._tokens(texts, roles, most))
         if self._left_out:
-            others = (one._replace(pooling_start=start) for one, start in zip(others, starts, strict=True))
+            others = (
+                one._replace(pooling_start=start) for one, start in zip(others, starts, strict=True)
+            )
         return [next(others) if one is None else one for one in rendered]
 
-    def _tokens(self, texts: list[str | TextPair], roles: list[LateInteractionRole], most: int | None) -> list[RenderedText]:
+    def _tokens(
+        self, texts: list[str | TextPair], roles: list[LateInteractionRole], most: int | None
+    ) -> list[RenderedText]:
         """Of each text or pair, as its role wants it."""
         rendered = dict[int, RenderedText]()
         for role in dict.fromkeys(roles):
             places = [place for place, one in enumerate(roles) if one == role]
             limit = role.text_tokens(most, self.max_tokens)
-            for place, one in zip(places, self.renderer.render_texts([texts[i] for i in places], max_tokens=limit), strict=True):
+            for place, one in zip(
+                places,
+                self.renderer.render_texts([texts[i] for i in places], max_tokens=limit),
+                strict=True,
+            ):
                 rendered[place] = role.complete(one, self._num_opening)
         return [rendered[place] for place in range(len(texts))]
 
@@ -156,7 +221,8 @@ class PoolingInputProcessor(PoolingInputs):
         if parsed.get("prompt_token_ids") is not None:
             if prefix.is_asked_for:
                 raise RequestError(
-                    "prompt_name names what goes before a text, and token ids are read as they are: give a text, or no prompt_name.",
+                    "prompt_name names what goes before a text, and token ids are read as they "
+                    "are: give a text, or no prompt_name.",
                     "prompt_name",
                 )
             return RenderedText(self.renderer.render_prompt(parsed).token_ids)
@@ -164,10 +230,13 @@ class PoolingInputProcessor(PoolingInputs):
         return self._lowered(prefix.text + parsed["prompt"]) if parsed["prompt"] else ""
 
     def _num_tokens(self, prompt: str) -> int:
-        """Of a prompt with the special tokens around it, except for one at the end: as sentence-transformers counts them."""
+        """Of a prompt with the special tokens around it, except for one at the end: as
+        sentence-transformers counts them."""
         (rendered,) = self.renderer.render_texts([prompt], max_tokens=self.max_tokens)
         last = rendered.token_ids[-1:]
-        is_special = self.renderer.decode(last, skip_special_tokens=True) != self.renderer.decode(last)
+        is_special = self.renderer.decode(last, skip_special_tokens=True) != self.renderer.decode(
+            last
+        )
         return len(rendered.token_ids) - is_special
 
     def _lowered(self, text: str) -> str:
@@ -176,27 +245,44 @@ class PoolingInputProcessor(PoolingInputs):
     def _most(self, truncate_prompt_tokens: int | None) -> int | None:
         if truncate_prompt_tokens is None:
             return None
-        if type(truncate_prompt_tokens) is not int or not (truncate_prompt_tokens == -1 or 1 <= truncate_prompt_tokens <= self.max_tokens):
-            smaller = isinstance(truncate_prompt_tokens, int) and truncate_prompt_tokens > self.max_tokens
+        if type(truncate_prompt_tokens) is not int or not (
+            truncate_prompt_tokens == -1 or 1 <= truncate_prompt_tokens <= self.max_tokens
+        ):
+            smaller = (
+                isinstance(truncate_prompt_tokens, int) and truncate_prompt_tokens > self.max_tokens
+            )
             hint = " Please request a smaller truncation size." if smaller else ""
             raise RequestError(
-                f"truncate_prompt_tokens must be -1 or an integer from 1 to {self.max_tokens}, not {truncate_prompt_tokens!r}.{hint}",
+                f"truncate_prompt_tokens must be -1 or an integer from 1 to {self.max_tokens}, "
+                f"not {truncate_prompt_tokens!r}.{hint}",
                 "truncate_prompt_tokens",
             )
         return self.max_tokens if truncate_prompt_tokens == -1 else truncate_prompt_tokens
 
     def _check(self, instruction: str | None) -> None:
         if instruction is not None and self.pair_renderer is None:
-            raise RequestError("this model takes no instruction: it has no score template.", "instruction")
-        if instruction is not None and self.pair_renderer is not None and not self.pair_renderer.takes_instruction:
-            raise RequestError("this model takes no instruction: its score template has no place {instruction}.", "instruction")
+            raise RequestError(
+                "this model takes no instruction: it has no score template.", "instruction"
+            )
+        if (
+            instruction is not None
+            and self.pair_renderer is not None
+            and not self.pair_renderer.takes_instruction
+        ):
+            raise RequestError(
+                "this model takes no instruction: its score template has no place {instruction}.",
+                "instruction",
+            )
 
     def _prefixes(self, names: str | Sequence[str | None] | None, count: int) -> list[PromptPrefix]:
         """What goes before each prompt."""
         if names is None or isinstance(names, str):
             return [self._prefix(names)] * count
         if not isinstance(names, list | tuple) or len(names) != count:
-            raise RequestError(f"prompt_name must be a name, or a list of {count}, one for each prompt.", "prompt_name")
+            raise RequestError(
+                f"prompt_name must be a name, or a list of {count}, one for each prompt.",
+                "prompt_name",
+            )
         return [self._prefix(name) for name in names]
 
     def _prefix(self, name: str | None) -> PromptPrefix:
@@ -207,19 +293,40 @@ class PoolingInputProcessor(PoolingInputs):
         if name is None:
             return PromptPrefix("", role, is_asked_for)
         if not isinstance(name, str) or name not in self.prompts:
-            raise RequestError(f"the checkpoint has no prompt {name!r}. {nearest(str(name), self.prompts)}", "prompt_name")
-        return PromptPrefix(self.prompts[name] if role is _NO_ROLE else role.prompt, role, is_asked_for)
+            raise RequestError(
+                f"the checkpoint has no prompt {name!r}. {nearest(str(name), self.prompts)}",
+                "prompt_name",
+            )
+        return PromptPrefix(
+            self.prompts[name] if role is _NO_ROLE else role.prompt, role, is_asked_for
+        )
 
     def _take_roles(self, found: PoolingDetails, config: VllmConfig) -> None:
-        self.roles = make_roles(found, lambda text: self.renderer.render_prompt(text, add_special_tokens=False).token_ids)
+        self.roles = make_roles(
+            found,
+            lambda text: self.renderer.render_prompt(text, add_special_tokens=False).token_ids,
+        )
         self.prompts = {name: role.prompt for name, role in self.roles.items()} | self.prompts
-        if config.model.convert != "none" and not all(role.profile.attend for role in self.roles.values()):
+        if config.model.convert != "none" and not all(
+            role.profile.attend for role in self.roles.values()
+        ):
             raise CheckpointError(
-                f"{found.folder!r} pads queries with tokens that attention does not see. Only encoders can do that, "
+                f"{found.folder!r} pads queries with tokens that attention does not see. Only "
+                "encoders can do that, "
                 "and this is a language model."
             )
-        if (longest := max((role.profile.filled for role in self.roles.values()), default=0)) > self.max_tokens:
-            raise ConfigError(f"max_model_len is {self.max_tokens}, but the checkpoint pads its queries to {longest} tokens.")
+        if (
+            longest := max((role.profile.filled for role in self.roles.values()), default=0)
+        ) > self.max_tokens:
+            raise ConfigError(
+                f"max_model_len is {self.max_tokens}, but the checkpoint pads its queries to "
+                f"{longest} tokens."
+            )
         if any(role.marker is not None for role in self.roles.values()):
-            plain, whole = (self.renderer.render_prompt("a", add_special_tokens=added).token_ids for added in (False, True))
-            self._num_opening = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+            plain, whole = (
+                self.renderer.render_prompt("a", add_special_tokens=added).token_ids
+                for added in (False, True)
+            )
+            self._num_opening = next(
+                (i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0
+            )

@@ -1,4 +1,5 @@
-"""What a request may ask of a pooler, checked without torch: the front calls it too, before anything runs."""
+"""What a request may ask of a pooler, checked without torch: the front calls it too, before
+anything runs."""
 
 from __future__ import annotations
 
@@ -24,30 +25,53 @@ _HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model", "dim")
 
 
 def check_params(params: PoolingParams, size: int, matryoshka: Sequence[int] | None = ()) -> None:
-    """Raises RequestError, with `param` set, for what a task cannot give. `size`: of an embedding, or the number of logits.
+    """Raises RequestError, with `param` set, for what a task cannot give. `size`: of an embedding,
+    or the number of logits.
 
-    `matryoshka`: the numbers of dimensions that the model was trained for, beside all; empty: any; None: it was trained for all alone.
+    `matryoshka`: the numbers of dimensions that the model was trained for, beside all; empty: any;
+    None: it was trained for all alone.
     """
     for name in _MEANINGLESS[params.task]:
         if getattr(params, name) is not None:
-            raise RequestError(f"{name} has no effect on the task {params.task!r}: leave it out.", name)
+            raise RequestError(
+                f"{name} has no effect on the task {params.task!r}: leave it out.", name
+            )
     if params.dimensions is not None and params.dimensions > size:
-        raise RequestError(f"dimensions is {params.dimensions}, but the model's embeddings have {size}: ask for 1 to {size}.", "dimensions")
+        raise RequestError(
+            f"dimensions is {params.dimensions}, but the model's embeddings have {size}: ask for "
+            f"1 to {size}.",
+            "dimensions",
+        )
     if params.dimensions not in (None, size) and matryoshka is None:
         raise RequestError(
-            f"dimensions is {params.dimensions}, but nothing says that the model's embeddings may be cut (Matryoshka): leave it out, or "
+            f"dimensions is {params.dimensions}, but nothing says that the model's embeddings "
+            "may be cut (Matryoshka): leave it out, or "
             f"start with --matryoshka. All are {size}.",
             "dimensions",
         )
-    if params.dimensions is not None and matryoshka and params.dimensions not in (*matryoshka, size):
+    if (
+        params.dimensions is not None
+        and matryoshka
+        and params.dimensions not in (*matryoshka, size)
+    ):
         known = ", ".join(map(str, sorted({*matryoshka, size})))
-        raise RequestError(f"dimensions is {params.dimensions}, but the model is made for {known} (matryoshka_dimensions).", "dimensions")
+        raise RequestError(
+            f"dimensions is {params.dimensions}, but the model is made for {known} "
+            "(matryoshka_dimensions).",
+            "dimensions",
+        )
     if wrong := [i for i in params.returned_token_ids or () if i >= size]:
-        raise RequestError(f"returned_token_ids has {wrong[0]}, but the model gives {size} logits.", "returned_token_ids")
+        raise RequestError(
+            f"returned_token_ids has {wrong[0]}, but the model gives {size} logits.",
+            "returned_token_ids",
+        )
 
 
-def matryoshka_dimensions(hf_config: dict[str, Any], stated: bool | None = None) -> tuple[int, ...] | None:
-    """What a checkpoint's config.json says of them: empty where it says that there are some; None where it says nothing.
+def matryoshka_dimensions(
+    hf_config: dict[str, Any], stated: bool | None = None
+) -> tuple[int, ...] | None:
+    """What a checkpoint's config.json says of them: empty where it says that there are some; None
+    where it says nothing.
 
     `stated`: what the operator says in its place. Raises CheckpointError.
     """
@@ -57,7 +81,9 @@ def matryoshka_dimensions(hf_config: dict[str, Any], stated: bool | None = None)
     if found is None:
         return () if stated or hf_config.get("is_matryoshka") is True else None
     if not isinstance(found, list) or not all(type(one) is int and one > 0 for one in found):
-        raise CheckpointError("config.json: matryoshka_dimensions must be a list of numbers of dimensions.")
+        raise CheckpointError(
+            "config.json: matryoshka_dimensions must be a list of numbers of dimensions."
+        )
     return tuple(found)
 
 
@@ -67,4 +93,6 @@ def hidden_size(hf_config: dict[str, Any]) -> int:
         for key in _HIDDEN_SIZE:
             if type(values.get(key)) is int:
                 return int(values[key])
-    raise CheckpointError(f"config.json has none of {', '.join(_HIDDEN_SIZE)}: the size of embeddings is unknown.")
+    raise CheckpointError(
+        f"config.json has none of {', '.join(_HIDDEN_SIZE)}: the size of embeddings is unknown."
+    )

@@ -1,4 +1,5 @@
-"""Which options of PoolerConfig mean something to which model. What is given and means nothing is refused, never ignored."""
+"""Which options of PoolerConfig mean something to which model. What is given and means nothing is
+refused, never ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a checkpoint's own files say of poolers and texts, as data: the details of a `PoolingProfile`. Needs no torch."""
+"""What a checkpoint's own files say of poolers and texts, as data: the details of a
+`PoolingProfile`. Needs no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +8,18 @@ from typing import TypeAlias
 from msgspec import Struct, convert, field, json
 from toolkit_lm.config import PoolingProfile
 
-ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid", "ELU", "LeakyReLU", "Mish", "Softplus")
+ACTIVATIONS = (
+    "Identity",
+    "Tanh",
+    "ReLU",
+    "GELU",
+    "SiLU",
+    "Sigmoid",
+    "ELU",
+    "LeakyReLU",
+    "Mish",
+    "Softplus",
+)
 """Classes of torch.nn that a profile may name."""
 
 
@@ -23,7 +35,8 @@ class Pooling(Struct, frozen=True, kw_only=True):
 
 
 class Dense(Struct, frozen=True, kw_only=True, tag="dense"):
-    """activation(x W^T + b), plus x (or a projection of it) where `residual`. Weights lie in `folder`."""
+    """activation(x W^T + b), plus x (or a projection of it) where `residual`. Weights lie in
+    `folder`."""
 
     folder: str
     in_features: int
@@ -49,7 +62,8 @@ Head: TypeAlias = Dense | LayerNorm | Normalize
 
 
 class LogitScore(Struct, frozen=True, kw_only=True):
-    """A cross-encoder's score from a language model's logits: of one token, or the difference of two."""
+    """A cross-encoder's score from a language model's logits: of one token, or the difference of
+    two."""
 
     true_token_id: int
     false_token_id: int | None = None
@@ -63,13 +77,15 @@ class Marker(Struct, frozen=True, kw_only=True):
 
 
 class RoleProfile(Struct, frozen=True, kw_only=True):
-    """How a late-interaction model reads the texts of one role, "query" or "document", and which of their tokens it compares."""
+    """How a late-interaction model reads the texts of one role, "query" or "document", and which of
+    their tokens it compares."""
 
     prompt: str = ""
     """Goes before each text, the marker included."""
     marker: Marker | None = None
     max_tokens: int | None = None
-    """What is longer is cut, marker and special tokens included. None: it has no length of its own."""
+    """What is longer is cut, marker and special tokens included. None: it has no length of its
+    own."""
     filler: int | None = None
     """The token with which texts are filled up to `filled` tokens."""
     filled: int = 0
@@ -87,7 +103,8 @@ class PoolingDetails(Struct, frozen=True, kw_only=True):
     folder: str
     """Where the files lie, as errors name it."""
     is_complete: bool = False
-    """The files list all that is done: without `pooling` nothing is pooled. False: the model class says the rest."""
+    """The files list all that is done: without `pooling` nothing is pooled. False: the model class
+    says the rest."""
     lower_case: bool = False
     """Input is lower-cased before it is tokenized."""
     prompts: dict[str, str] = field(default_factory=dict)
@@ -110,7 +127,8 @@ class PoolingDetails(Struct, frozen=True, kw_only=True):
     activation: str | None = None
     """A cross-encoder's activation, one of ACTIVATIONS; None: not said."""
     refusal: str | None = None
-    """Why texts cannot be read as the files want it: an engine that pools is refused. None: they can be."""
+    """Why texts cannot be read as the files want it: an engine that pools is refused. None: they
+    can be."""
 
     @property
     def ends_normalized(self) -> bool:
@@ -118,9 +136,15 @@ class PoolingDetails(Struct, frozen=True, kw_only=True):
         return bool(self.heads) and isinstance(self.heads[-1], Normalize)
 
     def as_profile(self, max_tokens: int | None = None) -> PoolingProfile:
-        """For a reader of profiles. `max_tokens`: of the longest input, special tokens included; None: not said."""
+        """For a reader of profiles. `max_tokens`: of the longest input, special tokens included;
+        None: not said."""
         details = json.decode(json.encode(self, order="deterministic"))
-        return PoolingProfile(is_complete=self.is_complete, max_tokens=max_tokens, scores=self.logit_score is not None, details=details)
+        return PoolingProfile(
+            is_complete=self.is_complete,
+            max_tokens=max_tokens,
+            scores=self.logit_score is not None,
+            details=details,
+        )
 
 
 def details_of(profile: PoolingProfile | None) -> PoolingDetails | None:

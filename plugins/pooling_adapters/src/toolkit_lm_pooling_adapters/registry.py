@@ -23,19 +23,32 @@ class ScoreTemplateRegistry(Registry[ScoreTemplateEntry]):
     missing = ConfigError
     base = None
 
-    def add(self, name: str, target: str, *, architectures: tuple[str, ...] = (), override: bool = False) -> None:
-        """Registers a ScoreTemplate. Its module must not import torch: the front, which has none, uses it.
+    def add(
+        self, name: str, target: str, *, architectures: tuple[str, ...] = (), override: bool = False
+    ) -> None:
+        """Registers a ScoreTemplate. Its module must not import torch: the front, which has none,
+        uses it.
 
-        `architectures`: of language models that, where they have no trained classifier and are to classify, are rerankers of this kind.
+        `architectures`: of language models that, where they have no trained classifier and are to
+        classify, are rerankers of this kind.
         """
-        self.add_entry(ScoreTemplateEntry, name, target, "module:NAME", architectures=tuple(architectures), override=override)
+        self.add_entry(
+            ScoreTemplateEntry,
+            name,
+            target,
+            "module:NAME",
+            architectures=tuple(architectures),
+            override=override,
+        )
 
 
 class PairRendererRegistry(PlainRegistry):
     """What reads a query and a document as one text, by name.
 
-    A target is a function (config, renderer, plugins) -> toolkit_lm_pooling_adapters.pair_renderer.PairRenderer | None. Its module imports
-    no torch. `config` is that of an engine that pools, resolved; `plugins` is the loaded set. None: queries and documents stay pairs.
+    A target is a function (config, renderer, plugins) ->
+    toolkit_lm_pooling_adapters.pair_renderer.PairRenderer | None. Its module imports no torch.
+    `config` is that of an engine that pools, resolved; `plugins` is the loaded set. None: queries
+    and documents stay pairs.
     """
 
     noun = "pair renderer"

@@ -1,4 +1,5 @@
-"""Score templates: the one text that a reranker made of a language model reads in place of a query and a document. Needs no torch."""
+"""Score templates: the one text that a reranker made of a language model reads in place of a query
+and a document. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,22 +15,27 @@ _DOCUMENT = "{document}"
 
 
 class ScoreTemplate(Struct, frozen=True, kw_only=True):
-    """A prompt with the places {query}, {document} and, if the model takes one, {instruction}. Other braces are plain text.
+    """A prompt with the places {query}, {document} and, if the model takes one, {instruction}.
+    Other braces are plain text.
 
     Raises ConfigError for a place that is missing or in the wrong piece.
     """
 
     pieces: tuple[str, ...]
-    """Are tokenized apart, as in the training of models whose authors do so, and joined. One piece ends with {document}: where a prompt is
-    too long, its end is cut."""
+    """Are tokenized apart, as in the training of models whose authors do so, and joined. One piece
+    ends with {document}: where a prompt is too long, its end is cut.
+    """
     instruction: str = ""
     """Stands for that of a request that brings none."""
     instruction_text: str = "{instruction}"
-    """How an instruction is written where {instruction} stands; nothing is written where there is none."""
+    """How an instruction is written where {instruction} stands; nothing is written where there is
+    none."""
     add_special_tokens: bool = False
-    """The tokenizer's special tokens (such as the one that begins a text) are put around the whole."""
+    """The tokenizer's special tokens (such as the one that begins a text) are put around the
+    whole."""
     classifier_method: str | None = None
-    """The option that its reranker scores with, where the classifier is made of the language-modeling head."""
+    """The option that its reranker scores with, where the classifier is made of the
+    language-modeling head."""
     classifier_tokens: tuple[str, ...] = ()
     """As classifier_method."""
 
@@ -37,9 +43,15 @@ class ScoreTemplate(Struct, frozen=True, kw_only=True):
         text = "".join(self.pieces)
         for place in ("{query}", _DOCUMENT):
             if text.count(place) != 1:
-                raise ConfigError(f"a score template must have {place} once, but this one has it {text.count(place)} times.")
+                raise ConfigError(
+                    f"a score template must have {place} once, but this one has it "
+                    f"{text.count(place)} times."
+                )
         if not self.pieces[self.document_piece].endswith(_DOCUMENT):
-            raise ConfigError(f"a piece of a score template must end with {_DOCUMENT}, so that it can be cut there.")
+            raise ConfigError(
+                f"a piece of a score template must end with {_DOCUMENT}, so that it can be cut "
+                "there."
+            )
 
     @property
     def document_piece(self) -> int:
@@ -58,7 +70,9 @@ class ScoreTemplate(Struct, frozen=True, kw_only=True):
         return [_PLACE.sub(lambda place: values[place[1]], piece) for piece in self.pieces]
 
 
-def score_prompt(template: ScoreTemplate, query: str, document: str, instruction: str | None = None) -> str:
+def score_prompt(
+    template: ScoreTemplate, query: str, document: str, instruction: str | None = None
+) -> str:
     """The whole text, for people to read: `score_tokens` is what models read."""
     return "".join(template.render(query, document, instruction))
 
@@ -72,34 +86,48 @@ def score_tokens(
     *,
     max_tokens: int | None = None,
 ) -> list[int]:
-    """The token ids of a query and a document. Of what is longer than `max_tokens`, the end of the document is cut.
+    """The token ids of a query and a document. Of what is longer than `max_tokens`, the end of the
+    document is cut.
 
-    Raises RequestError for a text that cannot be rendered or is empty, and where all but the document is too long already.
+    Raises RequestError for a text that cannot be rendered or is empty, and where all but the
+    document is too long already.
     """
     _check(query, document, instruction)
     pieces, cut = template.render(query, document, instruction), template.document_piece
     first = next(filter(None, pieces))
-    before, after = _special_tokens(renderer, first) if template.add_special_tokens or max_tokens is not None else ([], [])
-    tokens = [[] if max_tokens is not None and index == cut else _tokens(renderer, piece) for index, piece in enumerate(pieces)]
+    before, after = (
+        _special_tokens(renderer, first)
+        if template.add_special_tokens or max_tokens is not None
+        else ([], [])
+    )
+    tokens = [
+        [] if max_tokens is not None and index == cut else _tokens(renderer, piece)
+        for index, piece in enumerate(pieces)
+    ]
     opening, closing = (before, after) if template.add_special_tokens else ([], [])
     if max_tokens is not None:
         head = _tokens(renderer, template.render(query, "", instruction)[cut])
         room = max_tokens - sum(map(len, tokens)) - len(opening) - len(closing)
         if room > 0:
-            whole = renderer.render_texts([pieces[cut]], max_tokens=room + len(before) + len(after))[0].token_ids
+            whole = renderer.render_texts(
+                [pieces[cut]], max_tokens=room + len(before) + len(after)
+            )[0].token_ids
             tokens[cut] = whole[len(before) : len(whole) - len(after)]
-        # Where the room ends before the document, what is kept is a beginning of what stands before it in its piece.
+        # Where the room ends before the document, what is kept is a beginning of what stands before
+        # it in its piece.
         if room < 1 or (len(tokens[cut]) == room and tokens[cut] == head[:room]):
             taken = max_tokens - room + len(head)
             raise ContextLengthError(
-                f"the query and the score template take {taken} tokens, but {max_tokens} are allowed: ask for more, or shorten the query.",
+                f"the query and the score template take {taken} tokens, but {max_tokens} are "
+                "allowed: ask for more, or shorten the query.",
                 "truncate_prompt_tokens",
             )
     return [*opening, *(token for piece in tokens for token in piece), *closing]
 
 
 def read_score_template(path: Path) -> ScoreTemplate:
-    """A template from a file. It is tokenized in two pieces: to the end of the document, and what follows.
+    """A template from a file. It is tokenized in two pieces: to the end of the document, and what
+    follows.
 
     A last line break is not part of it. Raises ConfigError.
     """
@@ -119,7 +147,9 @@ def _check(query: str, document: str, instruction: str | None) -> None:
         if not text:
             raise RequestError(f"the {name} is empty.", "input")
     if instruction is not None and not isinstance(instruction, str):
-        raise RequestError(f"the instruction must be a text, not a {type(instruction).__name__}.", "instruction")
+        raise RequestError(
+            f"the instruction must be a text, not a {type(instruction).__name__}.", "instruction"
+        )
 
 
 def _tokens(renderer: Renderer, piece: str) -> list[int]:
@@ -128,6 +158,10 @@ def _tokens(renderer: Renderer, piece: str) -> list[int]:
 
 def _special_tokens(renderer: Renderer, text: str) -> tuple[list[int], list[int]]:
     """What the tokenizer puts before and after a text."""
-    plain, whole = (renderer.render_prompt(text, add_special_tokens=added).token_ids for added in (False, True))
-    start = next((i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain), 0)
+    plain, whole = (
+        renderer.render_prompt(text, add_special_tokens=added).token_ids for added in (False, True)
+    )
+    start = next(
+        (i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain), 0
+    )
     return whole[:start], whole[start + len(plain) :]

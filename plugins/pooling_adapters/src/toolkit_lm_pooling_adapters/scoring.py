@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 def cosine(first: np.ndarray, second: np.ndarray) -> float:
-    """Of two embeddings [D]: a bi-encoder's score, from -1 to 1. 0 where one of them has no length."""
+    """Of two embeddings [D]: a bi-encoder's score, from -1 to 1. 0 where one of them has no
+    length."""
     first, second = first.astype(np.float64), second.astype(np.float64)
     lengths = float(np.linalg.norm(first) * np.linalg.norm(second))
     return min(max(float(first @ second) / lengths, -1.0), 1.0) if lengths else 0.0
@@ -55,9 +56,11 @@ _NO_TOKENS = -1e9
 
 
 def max_sim(query: np.ndarray, document: np.ndarray) -> float:
-    """Of two texts' token embeddings [tokens, D]: a late-interaction score (Khattab and Zaharia 2020).
+    """Of two texts' token embeddings [tokens, D]: a late-interaction score (Khattab and Zaharia
+    2020).
 
-    For each token of the query the dot product with the document's token that fits best, summed. A document without tokens fits worst.
+    For each token of the query the dot product with the document's token that fits best, summed. A
+    document without tokens fits worst.
     """
     return float((query @ document.T).max(axis=1).sum()) if len(document) else _NO_TOKENS
 
@@ -85,9 +88,15 @@ def score_kind(tasks: Collection[Task]) -> ScoreKind:
         # A model that embeds tokens only is made for this.
         return ScoreKind.LATE_INTERACTION
     # With one label it would serve "score" too.
-    why = ": its classifier has several labels, and a score needs one" if "classify" in tasks else ""
-    way_out = f" {way_to_serve('embed')} Rerankers: --convert classify." if "generate" in tasks else ""
-    raise RequestError(f"this model does not score texts{why}. Supported: {', '.join(tasks)}.{way_out}", "task")
+    why = (
+        ": its classifier has several labels, and a score needs one" if "classify" in tasks else ""
+    )
+    way_out = (
+        f" {way_to_serve('embed')} Rerankers: --convert classify." if "generate" in tasks else ""
+    )
+    raise RequestError(
+        f"this model does not score texts{why}. Supported: {', '.join(tasks)}.{way_out}", "task"
+    )
 
 
 _TASKS: dict[ScoreKind, PoolingTask] = {
@@ -101,8 +110,8 @@ _ROLES = ("query", "document")
 class TextScoring(Scoring):
     """Pairs of texts to be scored: what the engine is to compute for them, and what comes of it.
 
-    A cross-encoder reads each pair. Other models read each distinct text once, queries and documents with the prompts that the
-    checkpoint has for them.
+    A cross-encoder reads each pair. Other models read each distinct text once, queries and
+    documents with the prompts that the checkpoint has for them.
     """
 
     def __init__(
@@ -114,14 +123,21 @@ class TextScoring(Scoring):
         *,
         fields: tuple[str, str] = ("queries", "documents"),
     ) -> None:
-        """One query for all documents, or one for each. `tasks` and `texts`: those of the model. `fields`: what errors call the two.
+        """One query for all documents, or one for each. `tasks` and `texts`: those of the model.
+        `fields`: what errors call the two.
 
         Raises RequestError.
         """
         self.kind = score_kind(tasks)
         self.task = _TASKS[self.kind]
         is_late = self.kind is ScoreKind.LATE_INTERACTION
-        self._compare = SIMILARITIES[texts.similarity] if not is_late else mean_max_sim if texts.averages else max_sim
+        self._compare = (
+            SIMILARITIES[texts.similarity]
+            if not is_late
+            else mean_max_sim
+            if texts.averages
+            else max_sim
+        )
         self._roles: Mapping[str, LateInteractionRole] = texts.roles if is_late else {}
         self._normalize = texts.scored_normalized if self.kind is ScoreKind.BI_ENCODER else None
         pairs = _pairs(queries, documents, fields)
@@ -145,14 +161,17 @@ class TextScoring(Scoring):
         places = {key: place for place, key in enumerate(first)}
         self._places = [(places[0, query], places[1, document]) for query, document in pairs]
         self.prompts = [text for _, text in first]
-        self.prompt_names = [_ROLES[role] if _ROLES[role] in texts.prompts else None for role, _ in first]
+        self.prompt_names = [
+            _ROLES[role] if _ROLES[role] in texts.prompts else None for role, _ in first
+        ]
         self.names = list(first.values())
 
     def _name(self, role: int, number: int) -> str:
         return self._fields[role] if self._alone[role] else f"{self._fields[role]}[{number}]"
 
     def culprit(self, error: RequestError) -> RequestError:
-        """What the user is to be told of `error`, which one of `prompts` gave: a pair may fail for its query alone.
+        """What the user is to be told of `error`, which one of `prompts` gave: a pair may fail for
+        its query alone.
 
         It tokenizes the queries again.
         """
@@ -165,50 +184,83 @@ class TextScoring(Scoring):
         for query, number in first.items():
             name, most = self._name(0, number), self._texts.max_tokens
             try:
-                [rendered] = self._texts.renderer.render_texts([query], max_tokens=None if is_too_long else most)
+                [rendered] = self._texts.renderer.render_texts(
+                    [query], max_tokens=None if is_too_long else most
+                )
             except RequestError as its:
                 return type(its)(f"{name}: {its}", self._fields[0])
             if is_too_long and len(rendered.token_ids) >= most:
-                limit = f"with a document it must stay within max_model_len, {most}. Please reduce the length of the input prompt"
-                return ContextLengthError(f"{name} alone has {len(rendered.token_ids)} tokens; {limit}.", self._fields[0])
+                limit = (
+                    f"with a document it must stay within max_model_len, {most}. Please reduce "
+                    "the length of the input prompt"
+                )
+                return ContextLengthError(
+                    f"{name} alone has {len(rendered.token_ids)} tokens; {limit}.", self._fields[0]
+                )
         return error
 
     def params(self, given: PoolingParams | None = None) -> PoolingParams:
-        """What was `given`, with the task, and with `normalize` as the comparison needs it. Raises RequestError."""
+        """What was `given`, with the task, and with `normalize` as the comparison needs it. Raises
+        RequestError."""
         given = PoolingParams() if given is None else given
         if not isinstance(given, PoolingParams):
-            raise RequestError(f"params must be PoolingParams, not a {type(given).__name__}.", "params")
+            raise RequestError(
+                f"params must be PoolingParams, not a {type(given).__name__}.", "params"
+            )
         if given.task not in (self.task, PoolingParams().task):
-            raise RequestError(f"this model scores by the task {self.task!r}, but params are for {given.task!r}.", "task")
-        return given.replace(task=self.task, normalize=self._normalize if given.normalize is None else given.normalize)
+            raise RequestError(
+                f"this model scores by the task {self.task!r}, but params are for {given.task!r}.",
+                "task",
+            )
+        return given.replace(
+            task=self.task,
+            normalize=self._normalize if given.normalize is None else given.normalize,
+        )
 
     def scores(self, outputs: Sequence[PoolingRequestOutput]) -> list[PoolingRequestOutput]:
         """One for each pair, of what the engine gave for `prompts`."""
         if self.kind is ScoreKind.CROSS_ENCODER:
             return list(outputs)
-        vectors = [self._compared(output, name) for output, name in zip(outputs, self.prompt_names, strict=True)]
-        return [self._score(outputs[i], outputs[j], vectors[i], vectors[j]) for i, j in self._places]
+        vectors = [
+            self._compared(output, name)
+            for output, name in zip(outputs, self.prompt_names, strict=True)
+        ]
+        return [
+            self._score(outputs[i], outputs[j], vectors[i], vectors[j]) for i, j in self._places
+        ]
 
     def _compared(self, output: PoolingRequestOutput, name: str | None) -> np.ndarray | None:
         """What is compared of it; None where it failed."""
         role = None if name is None else self._roles.get(name)
         data = output.outputs.data
-        return data if data is None or role is None else data[role.compared(output.prompt_token_ids)]
+        return (
+            data if data is None or role is None else data[role.compared(output.prompt_token_ids)]
+        )
 
     def _score(
-        self, query: PoolingRequestOutput, document: PoolingRequestOutput, first: np.ndarray | None, second: np.ndarray | None
+        self,
+        query: PoolingRequestOutput,
+        document: PoolingRequestOutput,
+        first: np.ndarray | None,
+        second: np.ndarray | None,
     ) -> PoolingRequestOutput:
-        score = None if first is None or second is None else np.array([self._compare(first, second)])
+        score = (
+            None if first is None or second is None else np.array([self._compare(first, second)])
+        )
         return replace(document, outputs=PoolingOutput(score), error=query.error or document.error)
 
 
-def _pairs(queries: str | Sequence[str], documents: str | Sequence[str], fields: tuple[str, str]) -> list[TextPair]:
+def _pairs(
+    queries: str | Sequence[str], documents: str | Sequence[str], fields: tuple[str, str]
+) -> list[TextPair]:
     queries, documents = _texts(queries, fields[0]), _texts(documents, fields[1])
     if len(queries) == 1:
         queries = queries * len(documents)
     if len(queries) != len(documents):
         wanted = "give one query, or one for each document"
-        raise RequestError(f"{len(queries)} queries for {len(documents)} documents: {wanted}.", fields[0])
+        raise RequestError(
+            f"{len(queries)} queries for {len(documents)} documents: {wanted}.", fields[0]
+        )
     return list(zip(queries, documents, strict=True))
 
 

@@ -14,25 +14,36 @@ from toolkit_lm_pooling_adapters.weight_names import stored_weights
 
 
 def choose_score_template(config: VllmConfig, plugins: Plugins) -> ScoreTemplate | None:
-    """Of a resolved config: that of the option `score_template` (a name, or a file), else that of a reranker's architecture.
+    """Of a resolved config: that of the option `score_template` (a name, or a file), else that of a
+    reranker's architecture.
 
-    None: query and document are a pair of texts that the renderer joins. A template of an architecture is for language models without a
-    trained classifier that are to classify, and that do so as its reranker does. Raises ConfigError and PluginError.
+    None: query and document are a pair of texts that the renderer joins. A template of an
+    architecture is for language models without a trained classifier that are to classify, and that
+    do so as its reranker does. Raises ConfigError and PluginError.
     """
     assert config.checkpoint is not None, "the config is not resolved: it has no checkpoint"
-    templates, wanted = plugins.brought_registry(ScoreTemplateRegistry), config.pooler.score_template
+    templates, wanted = (
+        plugins.brought_registry(ScoreTemplateRegistry),
+        config.pooler.score_template,
+    )
     if wanted is not None:
         if wanted in templates:
             return _load(wanted, templates)
         if Path(wanted).is_file():
             return read_score_template(Path(wanted))
         known = nearest(wanted, templates.keys())
-        raise ConfigError(f"score_template {wanted!r} is neither the name of a registered template nor a file. {known}")
+        raise ConfigError(
+            f"score_template {wanted!r} is neither the name of a registered template nor a file. "
+            f"{known}"
+        )
     if config.model.convert != "classify":
         return None
     architecture = config.hf_config["architectures"][0]
-    # The one that was registered last: third parties come after the distributions of this repository.
-    name = next((e.key for e in reversed(templates.entries()) if architecture in e.architectures), None)
+    # The one that was registered last: third parties come after the distributions of this
+    # repository.
+    name = next(
+        (e.key for e in reversed(templates.entries()) if architecture in e.architectures), None
+    )
     if name is None or "score.weight" in stored_weights(config.checkpoint.path):
         return None
     template = _load(name, templates)
@@ -43,12 +54,18 @@ def _is_made_for(template: ScoreTemplate, options: PoolerConfig) -> bool:
     if options.classifier_method == "auto":
         return True
     tokens = options.classifier_tokens
-    return options.classifier_method == template.classifier_method and tokens in (None, list(template.classifier_tokens))
+    return options.classifier_method == template.classifier_method and tokens in (
+        None,
+        list(template.classifier_tokens),
+    )
 
 
 def _load(name: str, templates: ScoreTemplateRegistry) -> ScoreTemplate:
     template = templates.load(name)
     if not isinstance(template, ScoreTemplate):
         owner = templates.get(name).owner
-        raise PluginError(f"{owner}: score template {name!r} must be a ScoreTemplate, not a {type(template).__name__}.")
+        raise PluginError(
+            f"{owner}: score template {name!r} must be a ScoreTemplate, not a "
+            f"{type(template).__name__}."
+        )
     return template

@@ -19,11 +19,23 @@ class TemplateRenderer(PairRenderer):
         self._template = template
         self._renderer = renderer
 
-    def render_pair(self, query: str, document: str, instruction: str | None = None, *, max_tokens: int | None = None) -> list[int]:
-        return score_tokens(self._renderer, self._template, query, document, instruction, max_tokens=max_tokens)
+    def render_pair(
+        self,
+        query: str,
+        document: str,
+        instruction: str | None = None,
+        *,
+        max_tokens: int | None = None,
+    ) -> list[int]:
+        return score_tokens(
+            self._renderer, self._template, query, document, instruction, max_tokens=max_tokens
+        )
 
 
-def make_template_renderer(config: VllmConfig, renderer: Renderer, plugins: Plugins) -> TemplateRenderer | None:
-    """With the template that a resolved config asks for; None: there is none. Raises as `choose_score_template`."""
+def make_template_renderer(
+    config: VllmConfig, renderer: Renderer, plugins: Plugins
+) -> TemplateRenderer | None:
+    """With the template that a resolved config asks for; None: there is none. Raises as
+    `choose_score_template`."""
     template = choose_score_template(config, plugins)
     return None if template is None else TemplateRenderer(template, renderer)

@@ -1,4 +1,5 @@
-"""Which weights a checkpoint holds, by name: read from the headers of its safetensors files, without torch."""
+"""Which weights a checkpoint holds, by name: read from the headers of its safetensors files,
+without torch."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ _LENGTH_BYTES = 8
 
 
 def stored_weights(folder: str | Path) -> frozenset[str]:
-    """The names of a checkpoint folder's weights. Empty where there is no safetensors file. Raises CheckpointError for a broken one."""
+    """The names of a checkpoint folder's weights. Empty where there is no safetensors file. Raises
+    CheckpointError for a broken one."""
     index, single = Path(folder, _INDEX), Path(folder, _SINGLE)
     try:
         if index.is_file():
@@ -21,12 +23,15 @@ def stored_weights(folder: str | Path) -> frozenset[str]:
         if single.is_file():
             return frozenset(_header(single)) - {"__metadata__"}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"the names of the weights in {str(folder)!r} cannot be read: {error!r}") from error
+        raise CheckpointError(
+            f"the names of the weights in {str(folder)!r} cannot be read: {error!r}"
+        ) from error
     return frozenset()
 
 
 def _header(path: Path) -> dict[str, object]:
-    """A safetensors file begins with the length of its header (uint64, little-endian), and the header, a JSON object."""
+    """A safetensors file begins with the length of its header (uint64, little-endian), and the
+    header, a JSON object."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if length > path.stat().st_size:

@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from toolkit_lm.errors import ContextLengthError, RequestError
 
 _LONG_RUN = re.compile(r"[^\W\d_]{1024,}|\s{1024,}|[^\w\s]{1024,}|_{1024,}")
-"""Letters, spaces or signs that the tokenizer takes as one piece. Numbers are cut into pieces of three."""
+"""Letters, spaces or signs that the tokenizer takes as one piece. Numbers are cut into pieces of
+three."""
 _MOST_PAIRS = 2**31
-"""Of the characters of long runs: the library's time for a piece grows with the square of its length. About a second."""
+"""Of the characters of long runs: the library's time for a piece grows with the square of its
+length. About a second."""
 
 
 class TextBudget:
@@ -23,17 +25,29 @@ class TextBudget:
         self._pairs = _MOST_PAIRS
 
     def take(self, text: str, param: str) -> str:
-        """The text. Raises RequestError, naming `param`, for too many characters, long runs, or half of a surrogate pair."""
+        """The text. Raises RequestError, naming `param`, for too many characters, long runs, or
+        half of a surrogate pair."""
         self._left -= len(text)
         if self._left < 0:
-            raise ContextLengthError(f"{self._what} has more than {self._max_chars} characters; longer ones are not tokenized.", param)
+            raise ContextLengthError(
+                f"{self._what} has more than {self._max_chars} characters; longer ones are not "
+                "tokenized.",
+                param,
+            )
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise RequestError(f"{self._what} is not a valid text: lone surrogate at position {error.start}.", param) from None
+            raise RequestError(
+                f"{self._what} is not a valid text: lone surrogate at position {error.start}.",
+                param,
+            ) from None
         self._pairs -= sum((run.end() - run.start()) ** 2 for run in _LONG_RUN.finditer(text))
         if self._pairs < 0:
-            raise RequestError(f"{self._what} has tens of thousands of letters, spaces or signs in a row, which are not tokenized.", param)
+            raise RequestError(
+                f"{self._what} has tens of thousands of letters, spaces or signs in a row, which "
+                "are not tokenized.",
+                param,
+            )
         return text
 
 
@@ -45,7 +59,11 @@ def refusals(param: str) -> Iterator[None]:
     except RequestError:
         raise
     except BaseException as error:
-        # Of HarmonyError, pydantic's errors, and a panic of Rust code, whose class cannot be imported.
-        if not isinstance(error, RuntimeError | ValueError) and type(error).__module__ not in ("openai_harmony", "pyo3_runtime"):
+        # Of HarmonyError, pydantic's errors, and a panic of Rust code, whose class cannot be
+        # imported.
+        if not isinstance(error, RuntimeError | ValueError) and type(error).__module__ not in (
+            "openai_harmony",
+            "pyo3_runtime",
+        ):
             raise
         raise RequestError(f"openai-harmony refuses this: {str(error)[:300]}", param) from error

@@ -1,4 +1,5 @@
-"""HarmonyRenderer: prompts and conversations become token ids, token ids become text, by openai-harmony."""
+"""HarmonyRenderer: prompts and conversations become token ids, token ids become text, by
+openai-harmony."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ _FIRST_SPECIAL, _SIZE = 199_998, 201_088
 class HarmonyRenderer(Renderer):
     """Text renderer of gpt-oss.
 
-    Raises CheckpointError for a missing or another vocabulary, ConfigError where `refuses` has a reason.
+    Raises CheckpointError for a missing or another vocabulary, ConfigError where `refuses` has a
+    reason.
     """
 
     @classmethod
@@ -45,31 +47,66 @@ class HarmonyRenderer(Renderer):
         self._encoding = load_encoding(Path(config.renderer.tokenizer or config.checkpoint.path))
         self._max_chars = max(_MAX_CHARS, config.max_model_len * _LONGEST)
         self._pieces: dict[int, bytes] = {}
-        stated = [config.checkpoint.generation_config.get("eos_token_id"), config.hf_config.get("eos_token_id")]
-        listed = [one for value in stated if value is not None for one in (value if isinstance(value, list) else [value])]
+        stated = [
+            config.checkpoint.generation_config.get("eos_token_id"),
+            config.hf_config.get("eos_token_id"),
+        ]
+        listed = [
+            one
+            for value in stated
+            if value is not None
+            for one in (value if isinstance(value, list) else [value])
+        ]
         if any(type(one) is not int for one in listed):
-            raise CheckpointError(f"eos_token_id must be a token id or a list of them, not {listed!r:.100}.")
-        self._eos_token_ids = [*dict.fromkeys([*listed, *sorted(self._encoding.stop_tokens_for_assistant_actions())])]
+            raise CheckpointError(
+                f"eos_token_id must be a token id or a list of them, not {listed!r:.100}."
+            )
+        self._eos_token_ids = [
+            *dict.fromkeys([*listed, *sorted(self._encoding.stop_tokens_for_assistant_actions())])
+        ]
 
     def render_conversation(self, messages: Conversation, **kwargs: Any) -> Rendered:
         for name in kwargs:
             if name not in _CHAT_OPTIONS:
-                raise RequestError(f"render_conversation takes no option {name!r}. {nearest(name, _CHAT_OPTIONS)}", name)
+                raise RequestError(
+                    f"render_conversation takes no option {name!r}. {nearest(name, _CHAT_OPTIONS)}",
+                    name,
+                )
         import openai_harmony as harmony  # type: ignore[import-not-found, unused-ignore]
 
         goes_on = kwargs.get("continue_final_message", False)
         generates = kwargs.get("add_generation_prompt", not goes_on)
         if goes_on and generates:
-            raise RequestError("Cannot set both `continue_final_message` and `add_generation_prompt` to True.", "continue_final_message")
-        chat = Chat(self._max_chars).read(messages, kwargs.get("tools"), kwargs.get("chat_template_kwargs"))
+            raise RequestError(
+                "Cannot set both `continue_final_message` and `add_generation_prompt` to True.",
+                "continue_final_message",
+            )
+        chat = Chat(self._max_chars).read(
+            messages, kwargs.get("tools"), kwargs.get("chat_template_kwargs")
+        )
         if goes_on and (chat[-1]["role"], chat[-1].get("channel")) != ("assistant", "final"):
-            raise RequestError("continue_final_message needs a final message of the assistant, with content.", "continue_final_message")
+            raise RequestError(
+                "continue_final_message needs a final message of the assistant, with content.",
+                "continue_final_message",
+            )
         with refusals("messages"):
-            conversation = harmony.Conversation.from_messages([harmony.Message.from_dict(one) for one in chat])
+            conversation = harmony.Conversation.from_messages(
+                [harmony.Message.from_dict(one) for one in chat]
+            )
             if generates:
-                return Rendered(list(self._encoding.render_conversation_for_completion(conversation, harmony.Role.ASSISTANT)))
+                return Rendered(
+                    list(
+                        self._encoding.render_conversation_for_completion(
+                            conversation, harmony.Role.ASSISTANT
+                        )
+                    )
+                )
             # What the assistant thought stays: a later message decides that it goes.
-            token_ids = list(self._encoding.render_conversation(conversation, harmony.RenderConversationConfig(auto_drop_analysis=False)))
+            token_ids = list(
+                self._encoding.render_conversation(
+                    conversation, harmony.RenderConversationConfig(auto_drop_analysis=False)
+                )
+            )
         # The last token ends the message.
         return Rendered(token_ids[:-1] if goes_on else token_ids)
 
@@ -77,8 +114,11 @@ class HarmonyRenderer(Renderer):
     def chat_template_source(self) -> str:
         return "<|start|>assistant<|channel|>analysis<|message|>"
 
-    def render_prompt(self, prompt: SingletonPrompt, *, add_special_tokens: bool = True) -> Rendered:
-        """Text is text: the names of special tokens in it are none. There are no special tokens to add."""
+    def render_prompt(
+        self, prompt: SingletonPrompt, *, add_special_tokens: bool = True
+    ) -> Rendered:
+        """Text is text: the names of special tokens in it are none. There are no special tokens to
+        add."""
         parsed = parse_prompt(prompt)
         token_ids = parsed.get("prompt_token_ids")
         if token_ids is not None:
@@ -92,7 +132,9 @@ class HarmonyRenderer(Renderer):
         with refusals("prompt"):
             return Rendered(list(self._encoding.encode(text, disallowed_special=())))
 
-    def decode_stream(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> DecodeStream:
+    def decode_stream(
+        self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> DecodeStream:
         return TextStream(self, skip_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -101,7 +143,9 @@ class HarmonyRenderer(Renderer):
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         return [self.decode([token_id]) for token_id in token_ids]
 
-    def token_bytes(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> list[bytes]:
+    def token_bytes(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False
+    ) -> list[bytes]:
         return [self.bytes_of([token_id], skip_special_tokens) for token_id in token_ids]
 
     def bytes_of(self, token_ids: Sequence[int], skip_special_tokens: bool) -> bytes:
@@ -113,7 +157,9 @@ class HarmonyRenderer(Renderer):
         piece = self._pieces.get(token_id)
         if piece is None:
             # Bytes that are no UTF-8 pass through Python's text and come back.
-            piece = self._pieces[token_id] = self._encoding.decode([token_id], errors="surrogateescape").encode("utf-8", "surrogateescape")
+            piece = self._pieces[token_id] = self._encoding.decode(
+                [token_id], errors="surrogateescape"
+            ).encode("utf-8", "surrogateescape")
         return piece
 
     @property

@@ -1,4 +1,5 @@
-"""The vocabulary of harmony, o200k_base: from its own file, or from the tokenizer.json of a gpt-oss checkpoint."""
+"""The vocabulary of harmony, o200k_base: from its own file, or from the tokenizer.json of a gpt-oss
+checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from toolkit_lm.errors import CheckpointError
 FILE = "o200k_base.tiktoken"
 _TOKENIZER = "tokenizer.json"
 _FOLDER = "TIKTOKEN_ENCODINGS_BASE"
-"""The environment variable in which openai-harmony finds the folder of the file. Without it, it would fetch the file."""
+"""The environment variable in which openai-harmony finds the folder of the file. Without it, it
+would fetch the file."""
 _SIZE = 199_998
 """Tokens without special ones."""
 _lock = threading.Lock()
@@ -30,7 +32,8 @@ def missing() -> str | None:
 
 
 def load_encoding(folder: Path) -> Any:
-    """The HarmonyEncoding of a checkpoint. Raises CheckpointError where neither file is there, or it is another vocabulary."""
+    """The HarmonyEncoding of a checkpoint. Raises CheckpointError where neither file is there, or
+    it is another vocabulary."""
     if (folder / FILE).is_file():
         return _load(folder, folder / FILE)
     if not (folder / _TOKENIZER).is_file():
@@ -50,7 +53,9 @@ def _load(folder: Path, source: Path) -> Any:
             # It compares the file's hash with that of the vocabulary.
             return load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
         except HarmonyError as error:
-            raise CheckpointError(f"{source} is not the vocabulary of gpt-oss: {str(error)[:300]}") from error
+            raise CheckpointError(
+                f"{source} is not the vocabulary of gpt-oss: {str(error)[:300]}"
+            ) from error
         finally:
             if before is None:
                 del os.environ[_FOLDER]
@@ -64,14 +69,25 @@ def _rebuilt(path: Path) -> bytes:
         vocabulary = json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"]
         tokens = sorted((number, text) for text, number in vocabulary.items() if number < _SIZE)
         values = _bytes_of_characters()
-        lines = [b"%b %d\n" % (base64.b64encode(bytes(values[character] for character in text)), number) for number, text in tokens]
+        lines = [
+            b"%b %d\n" % (base64.b64encode(bytes(values[character] for character in text)), number)
+            for number, text in tokens
+        ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not the tokenizer of gpt-oss: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"{path} is not the tokenizer of gpt-oss: {type(error).__name__}: {error}"
+        ) from error
     return b"".join(lines)
 
 
 def _bytes_of_characters() -> dict[str, int]:
     """The byte that each character of a byte-level vocabulary stands for: GPT-2's table."""
-    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    shown = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + index): byte for index, byte in enumerate(hidden)}
+    return {chr(byte): byte for byte in shown} | {
+        chr(256 + index): byte for index, byte in enumerate(hidden)
+    }

@@ -1,4 +1,5 @@
-"""Renderers for checkpoints in Hugging Face layout, without torch or transformers: `tokenizers` and sandboxed Jinja, or token ids alone."""
+"""Renderers for checkpoints in Hugging Face layout, without torch or transformers: `tokenizers` and
+sandboxed Jinja, or token ids alone."""
 
 from toolkit_lm.plugin import RendererRegistry, hookimpl
 

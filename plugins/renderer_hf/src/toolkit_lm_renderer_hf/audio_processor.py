@@ -1,4 +1,5 @@
-"""The checkpoint's feature extractor: transformers' own, of Whisper's features. It is imported with the first recording."""
+"""The checkpoint's feature extractor: transformers' own, of Whisper's features. It is imported with
+the first recording."""
 
 from __future__ import annotations
 
@@ -23,11 +24,31 @@ logger = logging.getLogger(__name__)
 
 _FILES = ("processor_config.json", "preprocessor_config.json")
 _WHISPER = "WhisperFeatureExtractor"
-_PACKAGES = ("transformers", "torch", "numpy", "soxr", "soundfile", "toolkit-lm-media", "toolkit-lm-renderer-hf")
+_PACKAGES = (
+    "transformers",
+    "torch",
+    "numpy",
+    "soxr",
+    "soundfile",
+    "toolkit-lm-media",
+    "toolkit-lm-renderer-hf",
+)
 """What may change a number."""
-_DEFAULTS = {"feature_size": 80, "sampling_rate": 16000, "hop_length": 160, "chunk_length": 30, "n_fft": 400}
+_DEFAULTS = {
+    "feature_size": 80,
+    "sampling_rate": 16000,
+    "hop_length": 160,
+    "chunk_length": 30,
+    "n_fft": 400,
+}
 """Of transformers' WhisperFeatureExtractor."""
-_MOST = {"feature_size": 2**10, "sampling_rate": RATES[1], "hop_length": 2**14, "chunk_length": 2**12, "n_fft": 2**14}
+_MOST = {
+    "feature_size": 2**10,
+    "sampling_rate": RATES[1],
+    "hop_length": 2**14,
+    "chunk_length": 2**12,
+    "n_fft": 2**14,
+}
 _MOST_SAMPLES, _MOST_FEATURES = 2**25, 2**24
 """Of a window."""
 _BYTES_PER_BIN = 16
@@ -50,12 +71,19 @@ class Window:
 
     @classmethod
     def read(cls, folder: Path) -> Window:
-        """Raises CheckpointError where the folder does not say it, or for numbers that would make features of any size."""
+        """Raises CheckpointError where the folder does not say it, or for numbers that would make
+        features of any size."""
         stated = cls._stated(folder)
-        found = {name: default if stated.get(name) is None else stated[name] for name, default in _DEFAULTS.items()}
+        found = {
+            name: default if stated.get(name) is None else stated[name]
+            for name, default in _DEFAULTS.items()
+        }
         for name, number in found.items():
             if type(number) is not int or not 0 < number <= _MOST[name]:
-                raise CheckpointError(f"{folder}: the feature extractor's {name} is {number!r:.50}; it may be from 1 to {_MOST[name]}.")
+                raise CheckpointError(
+                    f"{folder}: the feature extractor's {name} is {number!r:.50}; it may be from "
+                    f"1 to {_MOST[name]}."
+                )
         window = cls(
             kind=str(stated.get("feature_extractor_type", _WHISPER)),
             num_mels=found["feature_size"],
@@ -64,8 +92,15 @@ class Window:
             seconds=found["chunk_length"],
             fft_size=found["n_fft"],
         )
-        if window.num_samples > _MOST_SAMPLES or window.num_mels * window.num_frames > _MOST_FEATURES or stated.get("dither"):
-            raise CheckpointError(f"{folder}: the feature extractor's numbers make no sense for a window of speech: {window}.")
+        if (
+            window.num_samples > _MOST_SAMPLES
+            or window.num_mels * window.num_frames > _MOST_FEATURES
+            or stated.get("dither")
+        ):
+            raise CheckpointError(
+                f"{folder}: the feature extractor's numbers make no sense for a window of "
+                f"speech: {window}."
+            )
         return window
 
     @staticmethod
@@ -74,7 +109,10 @@ class Window:
         nested = read_json(folder / _FILES[0]).get("feature_extractor")
         stated = nested if isinstance(nested, Mapping) else read_json(folder / _FILES[1])
         if not stated:
-            raise CheckpointError(f"{folder} has neither {' nor '.join(_FILES)}, which say how recordings are processed.")
+            raise CheckpointError(
+                f"{folder} has neither {' nor '.join(_FILES)}, which say how recordings are "
+                "processed."
+            )
         return stated
 
     @property
@@ -93,35 +131,49 @@ class Window:
     @property
     def read_bytes(self) -> int:
         """That a recording takes beside that while it is read."""
-        return BYTES_PER_SAMPLE * self.num_samples + _BYTES_PER_BIN * self.num_frames * (self.fft_size // 2 + 1)
+        return BYTES_PER_SAMPLE * self.num_samples + _BYTES_PER_BIN * self.num_frames * (
+            self.fft_size // 2 + 1
+        )
 
 
 class AudioProcessor:
-    """Makes arrays of recordings, one at a time. Thread-safe. Raises CheckpointError where the folder does not say how."""
+    """Makes arrays of recordings, one at a time. Thread-safe. Raises CheckpointError where the
+    folder does not say how."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
         self.window = Window.read(folder)
         if importlib.util.find_spec("transformers") is None:
-            raise CheckpointError("recordings need transformers: pip install 'toolkit-lm-renderer-hf[multimodal]'.")
+            raise CheckpointError(
+                "recordings need transformers: pip install 'toolkit-lm-renderer-hf[multimodal]'."
+            )
         self.fingerprint = _fingerprint([folder / name for name in _FILES])
         """Of all that decides what arrays come of a recording."""
 
     def require_known(self) -> None:
         """Raises RequestError for a checkpoint whose features are not Whisper's."""
         if self.window.kind != _WHISPER:
-            told = f"this renderer makes Whisper's features of recordings, and the checkpoint names {self.window.kind!r:.100}"
+            told = (
+                "this renderer makes Whisper's features of recordings, and the checkpoint names "
+                f"{self.window.kind!r:.100}"
+            )
             raise RequestError(f"{told}. Give audio_embeds.")
 
     def require_room(self, seconds: float) -> None:
-        """Raises RequestError for a recording that is longer than a window: what is after it would not be heard."""
+        """Raises RequestError for a recording that is longer than a window: what is after it would
+        not be heard."""
         if seconds > self.window.seconds:
-            raise RequestError(f"it has {seconds:.2f} seconds, and the model hears {self.window.seconds} at a time: cut it into several.")
+            raise RequestError(
+                f"it has {seconds:.2f} seconds, and the model hears {self.window.seconds} at a "
+                "time: cut it into several."
+            )
 
     def process(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """The arrays of samples [N] float32, at the window's rate: `input_features` [1, mels, frames] float32, and
-        `feature_attention_mask` [1, frames] int32, which is 0 in the silence after them."""
+        """The arrays of samples [N] float32, at the window's rate: `input_features` [1, mels,
+        frames] float32, and `feature_attention_mask` [1, frames] int32, which is 0 in the silence
+        after them.
+        """
         made = self._loaded(
             samples[: self.window.num_samples],
             sampling_rate=self.window.sampling_rate,
@@ -129,8 +181,14 @@ class AudioProcessor:
             return_attention_mask=True,
             return_tensors="np",
         )
-        features, mask = np.asarray(made["input_features"], np.float32), np.asarray(made["attention_mask"], np.int32)
-        return {"input_features": np.ascontiguousarray(features), "feature_attention_mask": np.ascontiguousarray(mask)}
+        features, mask = (
+            np.asarray(made["input_features"], np.float32),
+            np.asarray(made["attention_mask"], np.int32),
+        )
+        return {
+            "input_features": np.ascontiguousarray(features),
+            "feature_attention_mask": np.ascontiguousarray(mask),
+        }
 
     @property
     def _loaded(self) -> Any:

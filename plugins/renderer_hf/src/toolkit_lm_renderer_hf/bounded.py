@@ -1,7 +1,9 @@
-"""Chat templates that come from nobody knows whom: a Jinja sandbox in which a rendering has a budget of time and of characters.
+"""Chat templates that come from nobody knows whom: a Jinja sandbox in which a rendering has a
+budget of time and of characters.
 
-Generated code asks the budget at the start of each block (a loop's body, a macro, a branch), and has it count what expressions make. What
-could make far more than it is given (a product, a format, a filter with a width) is estimated before it runs.
+Generated code asks the budget at the start of each block (a loop's body, a macro, a branch), and
+has it count what expressions make. What could make far more than it is given (a product, a format,
+a filter with a width) is estimated before it runs.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ class _SizedList(list[Any]):
 
 
 class Budget:
-    """What is left to one rendering, in the thread that makes it. Its methods raise OverBudgetError where that is too little."""
+    """What is left to one rendering, in the thread that makes it. Its methods raise OverBudgetError
+    where that is too little."""
 
     def __init__(self, max_length: int) -> None:
         """`max_length`: characters of the text that is to come out."""
@@ -78,13 +81,18 @@ class Budget:
         """Of all values together."""
 
     def tick(self) -> None:
-        """Raises when the thread has used up its time of the processor: a machine with much else to do is no fault of a template."""
+        """Raises when the thread has used up its time of the processor: a machine with much else to
+        do is no fault of a template."""
         # The clock on the wall costs less to read, and is never behind.
         if time.monotonic() <= self._next_look:
             return
         left = self._end - time.thread_time()
         if left <= 0:
-            raise OverBudgetError(f"the chat template took too long: more than {MOST_SECONDS:g} seconds of processor time.", "messages")
+            raise OverBudgetError(
+                f"the chat template took too long: more than {MOST_SECONDS:g} seconds of "
+                "processor time.",
+                "messages",
+            )
         self._next_look = time.monotonic() + left
 
     def spend(self, value: T) -> T:
@@ -167,7 +175,9 @@ def _counting(name: str) -> Callable[[CodeGenerator, Any, Frame], None]:
 
     def visit_counted(self: CodeGenerator, node: Any, frame: Frame) -> None:
         makes_nothing = isinstance(node, nodes.Tuple) and node.ctx != "load"
-        if makes_nothing or (isinstance(node, nodes.Getitem) and not isinstance(node.arg, nodes.Slice)):
+        if makes_nothing or (
+            isinstance(node, nodes.Getitem) and not isinstance(node.arg, nodes.Slice)
+        ):
             visit(self, node, frame)
         else:
             self.write("budget.spend(")
@@ -178,7 +188,8 @@ def _counting(name: str) -> Callable[[CodeGenerator, Any, Frame], None]:
 
 
 class _Generator(CodeGenerator):
-    """Generates code that asks the budget, under the name `budget`. Variables of templates have other names."""
+    """Generates code that asks the budget, under the name `budget`. Variables of templates have
+    other names."""
 
     def write_commons(self) -> None:
         super().write_commons()
@@ -244,7 +255,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             if isinstance(left, str | bytes):
                 _check_percent(current, left, right)
         elif isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            bits = (
+                left.bit_length() * right
+                if operator == "**"
+                else left.bit_length() + right.bit_length()
+            )
             if bits > _MOST_BITS:
                 raise _too_large(f"it has numbers of more than {_MOST_BITS} bits")
         elif operator == "*":
@@ -258,7 +273,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         method = __obj if isinstance(__obj, _METHODS) else getattr(__obj, "__wrapped__", None)
         owner = getattr(method, "__self__", None)
         if isinstance(owner, _TEXT):
-            args = _check_method(current, owner, str(getattr(method, "__name__", "")), args, _own(kwargs))
+            args = _check_method(
+                current, owner, str(getattr(method, "__name__", "")), args, _own(kwargs)
+            )
         elif isinstance(__obj, Macro) and (__obj.catch_varargs or __obj.catch_kwargs):
             current.spend((args, _own(kwargs)))
         return current.spend(super().call(__context, __obj, *args, **kwargs))
@@ -266,10 +283,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 def _own(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Without what generated code passes beside the template's arguments."""
-    return {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}
+    return {
+        name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")
+    }
 
 
-def _check_method(current: Budget, owner: str | bytes, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def _check_method(
+    current: Budget, owner: str | bytes, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
     """Raises for a method of a text that makes too much of it; returns its arguments."""
     if name in _WIDE_METHODS:
         _check_widths((*args, *kwargs.values()))
@@ -286,14 +307,18 @@ def _check_method(current: Budget, owner: str | bytes, name: str, args: tuple[An
     return args
 
 
-def _check_filter(current: Budget, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _check_filter(
+    current: Budget, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Raises for a filter that makes too much of a value; returns the value."""
     given = (*args, *kwargs.values())
     if name in _WIDE_FILTERS:
         _check_widths(given)
     if name == "indent":
         lines = str(value).count("\n") + 1
-        current.take(lines * sum(len(width) if isinstance(width, str) else int(width) for width in given))
+        current.take(
+            lines * sum(len(width) if isinstance(width, str) else int(width) for width in given)
+        )
     elif name == "replace" and len(given) > 1:
         _check_replace(current, str(value), given[0], given[1])
     elif name == "join" and not isinstance(value, str):
@@ -307,12 +332,18 @@ def _check_filter(current: Budget, name: str, value: Any, args: tuple[Any, ...],
 
 
 def _check_widths(values: Iterable[Any]) -> None:
-    if any((width if isinstance(width, int) else len(width) if isinstance(width, str) else 0) > _MOST_WIDTH for width in values):
+    if any(
+        (width if isinstance(width, int) else len(width) if isinstance(width, str) else 0)
+        > _MOST_WIDTH
+        for width in values
+    ):
         raise _too_large(_WIDE)
 
 
 def _check_replace(current: Budget, text: str | bytes, old: Any, new: Any) -> None:
-    if isinstance(new, str | bytes) and isinstance(old, type(text) if isinstance(text, bytes) else str):
+    if isinstance(new, str | bytes) and isinstance(
+        old, type(text) if isinstance(text, bytes) else str
+    ):
         current.take(text.count(old) * len(new))  # type: ignore[arg-type]
 
 
@@ -324,7 +355,8 @@ def _check_percent(current: Budget, text: str | bytes, values: Any) -> None:
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter, within the budget. It is given what Jinja passes before the value, as `function` asks for it."""
+    """The filter, within the budget. It is given what Jinja passes before the value, as `function`
+    asks for it."""
     num_passed = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @wraps(function)

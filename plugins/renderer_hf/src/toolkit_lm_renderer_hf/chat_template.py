@@ -1,4 +1,5 @@
-"""Chat templates: found in the checkpoint or given by the operator, rendered in a sandbox as transformers renders them."""
+"""Chat templates: found in the checkpoint or given by the operator, rendered in a sandbox as
+transformers renders them."""
 
 from __future__ import annotations
 
@@ -12,13 +13,29 @@ from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from toolkit_lm.errors import CheckpointError, ConfigError, ContextLengthError, RequestError
 from toolkit_lm.prompts import Conversation
 
-from toolkit_lm_renderer_hf.bounded import MOST_SOURCE, BoundedEnvironment, OverBudgetError, rendering
+from toolkit_lm_renderer_hf.bounded import (
+    MOST_SOURCE,
+    BoundedEnvironment,
+    OverBudgetError,
+    rendering,
+)
 from toolkit_lm_renderer_hf.environment import make_environment
 from toolkit_lm_renderer_hf.forms import REASONING, Plain, Sort, with_reasoning
 from toolkit_lm_renderer_hf.tokenizer import read_json
 from toolkit_lm_renderer_hf.trials import Trials
 
-_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "namespace", "dict"})
+_RESERVED = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "raise_exception",
+        "strftime_now",
+        "namespace",
+        "dict",
+    }
+)
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _MOST_TRIED = 10**6
 """Characters of a rendering without a request."""
@@ -31,24 +48,36 @@ _PROBE_PART = {"type": "text", "text": _PROBE}
 
 
 class ChatTemplate:
-    """The chat template of a checkpoint, or several by name: "tool_use" is taken where a conversation has tools, else "default".
+    """The chat template of a checkpoint, or several by name: "tool_use" is taken where a
+    conversation has tools, else "default".
 
-    Raises `error` for one that does not parse: ConfigError where it is the operator's, CheckpointError where it is the checkpoint's.
-    What messages and tools must look like for it, it is asked when they come: see `trials`.
+    Raises `error` for one that does not parse: ConfigError where it is the operator's,
+    CheckpointError where it is the checkpoint's. What messages and tools must look like for it, it
+    is asked when they come: see `trials`.
     """
 
     def __init__(
-        self, sources: Mapping[str, str], special_tokens: Mapping[str, str], error: Callable[[str], Exception] = CheckpointError
+        self,
+        sources: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        error: Callable[[str], Exception] = CheckpointError,
     ) -> None:
         environment = make_environment()
-        self.source = "\n".join(sources[name] for name in ("default", "tool_use") if name in sources)
+        self.source = "\n".join(
+            sources[name] for name in ("default", "tool_use") if name in sources
+        )
         """Of the templates that conversations are rendered by."""
         self._sources = sources
         self._special_tokens = special_tokens
-        self._templates = {name: _compile(environment, source, error) for name, source in sources.items()}
-        self._trials = {name: Trials(partial(self._tried, name), source) for name, source in sources.items()}
+        self._templates = {
+            name: _compile(environment, source, error) for name, source in sources.items()
+        }
+        self._trials = {
+            name: Trials(partial(self._tried, name), source) for name, source in sources.items()
+        }
         self._as_they_are: set[tuple[str, bool, tuple[str, ...]]] = set()
-        """Templates, and roles of conversations of texts that they were found to write in full as they are."""
+        """Templates, and roles of conversations of texts that they were found to write in full as
+        they are."""
         self._media_tokens: Mapping[str, str] = {}
         self._media_texts: Mapping[str, str] = {}
         self._takes_media: dict[str, bool] = {}
@@ -70,10 +99,13 @@ class ChatTemplate:
         """By template, the names that it reads of what it is given, or of what is there anyway."""
         environment = make_environment()
         trees = {name: environment.parse(source) for name, source in self._sources.items()}
-        return {name: frozenset(meta.find_undeclared_variables(tree)) for name, tree in trees.items()}
+        return {
+            name: frozenset(meta.find_undeclared_variables(tree)) for name, tree in trees.items()
+        }
 
     def take_media(self, tokens: Mapping[str, str], texts: Mapping[str, str]) -> None:
-        """For conversations with items of media: by modality its placeholder, and what stands for it where a template writes none."""
+        """For conversations with items of media: by modality its placeholder, and what stands for
+        it where a template writes none."""
         self._media_tokens, self._media_texts = tokens, texts
 
     def render(
@@ -88,26 +120,38 @@ class ChatTemplate:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         hide: Callable[[str], str] = str,
     ) -> str:
-        """The conversation as one text of at most `max_length` characters. `hide` is applied to all texts in it. Raises RequestError."""
+        """The conversation as one text of at most `max_length` characters. `hide` is applied to all
+        texts in it. Raises RequestError."""
         name = self._name(bool(tools))
         if name not in self._templates:
             raise RequestError(
-                f"the checkpoint has no chat template named {name!r}, only: {', '.join(sorted(self._templates))}.", "messages"
+                f"the checkpoint has no chat template named {name!r}, only: "
+                f"{', '.join(sorted(self._templates))}.",
+                "messages",
             )
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
         elif add_generation_prompt and continue_final_message:
-            raise RequestError("Cannot set both `continue_final_message` and `add_generation_prompt` to True.", "continue_final_message")
+            raise RequestError(
+                "Cannot set both `continue_final_message` and `add_generation_prompt` to True.",
+                "continue_final_message",
+            )
         extra = _plain(chat_template_kwargs or {}, "chat_template_kwargs", hide)
         for key in extra:
             if key in _RESERVED:
-                raise RequestError(f"chat_template_kwargs cannot set {key!r}.", "chat_template_kwargs")
+                raise RequestError(
+                    f"chat_template_kwargs cannot set {key!r}.", "chat_template_kwargs"
+                )
         if tools is not None and not isinstance(tools, list | tuple):
-            raise RequestError(f"tools must be a list of mappings, not a {type(tools).__name__}.", "tools")
+            raise RequestError(
+                f"tools must be a list of mappings, not a {type(tools).__name__}.", "tools"
+            )
         if documents and "documents" not in (names := self._names_of[name]):
             known = ", ".join(sorted(names - {*self._special_tokens, *make_environment().globals}))
             raise RequestError(
-                f"documents: the chat template does not read them, only: {known:.300}. Put their texts into a message.", "documents"
+                f"documents: the chat template does not read them, only: {known:.300}. Put their "
+                "texts into a message.",
+                "documents",
             )
         given = {
             "documents": _plain(documents, "documents", hide) or None,
@@ -137,7 +181,8 @@ class ChatTemplate:
         return "tool_use" if has_tools and "tool_use" in self._templates else "default"
 
     def _chat(self, name: str, messages: Conversation, hide: Callable[[str], str]) -> list[Plain]:
-        """The messages as plain data, with items of media as the template takes them. Call it within a budget."""
+        """The messages as plain data, with items of media as the template takes them. Call it
+        within a budget."""
         trials = self._trials[name]
         read = _Reader(self._media_texts, hide)
         chat = [read.message(message) for message in messages]
@@ -146,7 +191,12 @@ class ChatTemplate:
         if self._media_texts and any(isinstance(message.get("content"), list) for message in chat):
             takes_parts = trials.form(Sort("user", "text", False)).content == "parts"
             takes_media = self._writes_media(name)
-            chat = [_with_media(message, self._media_texts, takes_parts=takes_parts, takes_media=takes_media) for message in chat]
+            chat = [
+                _with_media(
+                    message, self._media_texts, takes_parts=takes_parts, takes_media=takes_media
+                )
+                for message in chat
+            ]
         return chat
 
     def _run(self, name: str, names: Mapping[str, Any]) -> str:
@@ -159,27 +209,42 @@ class ChatTemplate:
                 length += len(chunk)
                 if length > max_length:
                     raise ContextLengthError(
-                        f"the conversation makes a text of more than {max_length} characters; longer ones are not tokenized.",
+                        f"the conversation makes a text of more than {max_length} characters; "
+                        "longer ones are not tokenized.",
                         "messages",
                     )
         except RequestError:
             raise
         except SecurityError as error:
-            raise RequestError(f"the chat template tried what its sandbox forbids: {error}", "messages") from error
+            raise RequestError(
+                f"the chat template tried what its sandbox forbids: {error}", "messages"
+            ) from error
         except TemplateError as error:
-            raise RequestError(f"the chat template refuses this conversation: {error}", "messages") from error
+            raise RequestError(
+                f"the chat template refuses this conversation: {error}", "messages"
+            ) from error
         except Exception as error:  # a template can raise whatever its expressions raise
-            raise RequestError(f"the chat template cannot render this conversation: {type(error).__name__}: {error}", "messages") from error
+            raise RequestError(
+                f"the chat template cannot render this conversation: {type(error).__name__}: "
+                f"{error}",
+                "messages",
+            ) from error
         return "".join(chunks)
 
     def _writes_media(self, name: str) -> bool:
-        """True where the template writes the placeholder of an item that stands beside a text in a list of parts."""
+        """True where the template writes the placeholder of an item that stands beside a text in a
+        list of parts."""
         if name not in self._takes_media:
-            self._takes_media[name] = any(self._writes(name, modality, token) for modality, token in self._media_tokens.items())
+            self._takes_media[name] = any(
+                self._writes(name, modality, token)
+                for modality, token in self._media_tokens.items()
+            )
         return self._takes_media[name]
 
     def _writes(self, name: str, modality: str, token: str) -> bool:
-        text = self._tried(name, [{"role": "user", "content": [{"type": modality}, _PROBE_PART]}], None)
+        text = self._tried(
+            name, [{"role": "user", "content": [{"type": modality}, _PROBE_PART]}], None
+        )
         return text is not None and _PROBE in text and token in text
 
     def _tried(
@@ -189,8 +254,15 @@ class ChatTemplate:
         tools: list[Any] | None,
         given: Mapping[str, Any] | None = None,
     ) -> str | None:
-        """What the template makes of it; None where it refuses. Call it within a budget, of which it raises the errors."""
-        names = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True, **(given or {})}
+        """What the template makes of it; None where it refuses. Call it within a budget, of which
+        it raises the errors."""
+        names = {
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": True,
+            **(given or {}),
+        }
         try:
             return self._run(name, names)
         except (ContextLengthError, OverBudgetError):
@@ -200,9 +272,13 @@ class ChatTemplate:
 
 
 def find_chat_template(
-    option: str | None, folder: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]
+    option: str | None,
+    folder: Path,
+    tokenizer_config: Mapping[str, Any],
+    special_tokens: Mapping[str, str],
 ) -> ChatTemplate | None:
-    """The operator's template (a text, or the path of a file), else the checkpoint's; None where there is none.
+    """The operator's template (a text, or the path of a file), else the checkpoint's; None where
+    there is none.
 
     Raises ConfigError or CheckpointError.
     """
@@ -212,15 +288,28 @@ def find_chat_template(
     if (path := folder / "chat_template.jinja").is_file():
         found = _read(path)
     else:
-        found = tokenizer_config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
+        found = tokenizer_config.get("chat_template") or read_json(
+            folder / "chat_template.json"
+        ).get("chat_template")
     if not found:
         return None
     if isinstance(found, str):
         found = {"default": found}
     elif isinstance(found, list):
-        found = {str(one["name"]): one.get("template") for one in found if isinstance(one, dict) and "name" in one}
-    if not found or not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
-        raise CheckpointError(f"{folder}: chat_template must be a text, or a list of objects with a name and a template.")
+        found = {
+            str(one["name"]): one.get("template")
+            for one in found
+            if isinstance(one, dict) and "name" in one
+        }
+    if (
+        not found
+        or not isinstance(found, dict)
+        or not all(isinstance(text, str) for text in found.values())
+    ):
+        raise CheckpointError(
+            f"{folder}: chat_template must be a text, or a list of objects with a name and a "
+            "template."
+        )
     return ChatTemplate(found, special_tokens)
 
 
@@ -233,15 +322,28 @@ def _read(path: Path) -> str:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def _compile(environment: BoundedEnvironment, source: str, error: Callable[[str], Exception]) -> Template:
+def _compile(
+    environment: BoundedEnvironment, source: str, error: Callable[[str], Exception]
+) -> Template:
     if len(source) > MOST_SOURCE:
         raise error(f"the chat template is too long: it may have {MOST_SOURCE} characters.")
     try:
         return environment.from_string(source)
     except TemplateSyntaxError as failure:
-        raise error(f"the chat template does not parse: line {failure.lineno}: {failure.message}") from failure
-    except (ArithmeticError, MemoryError, RecursionError, SyntaxError, TypeError, ValueError) as failure:
-        raise error(f"the chat template cannot be compiled: {type(failure).__name__}: {failure}") from failure
+        raise error(
+            f"the chat template does not parse: line {failure.lineno}: {failure.message}"
+        ) from failure
+    except (
+        ArithmeticError,
+        MemoryError,
+        RecursionError,
+        SyntaxError,
+        TypeError,
+        ValueError,
+    ) as failure:
+        raise error(
+            f"the chat template cannot be compiled: {type(failure).__name__}: {failure}"
+        ) from failure
 
 
 def _read_option(option: str) -> str:
@@ -250,7 +352,10 @@ def _read_option(option: str) -> str:
     try:
         return Path(option).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat_template {option!r} is neither a Jinja template nor a file that can be read: {error}") from error
+        raise ConfigError(
+            f"chat_template {option!r} is neither a Jinja template nor a file that can be read: "
+            f"{error}"
+        ) from error
 
 
 class _Reader(NamedTuple):
@@ -261,20 +366,31 @@ class _Reader(NamedTuple):
     hide: Callable[[str], str]
 
     def message(self, message: Any) -> Plain:
-        """`message` as plain data. Keys without a value are left out, and reasoning has its names, as in transformers."""
+        """`message` as plain data. Keys without a value are left out, and reasoning has its names,
+        as in transformers."""
         if not isinstance(message, Mapping):
-            raise RequestError(f"a message must be a mapping with 'role' and 'content', not a {type(message).__name__}.", "messages")
+            raise RequestError(
+                "a message must be a mapping with 'role' and 'content', not a "
+                f"{type(message).__name__}.",
+                "messages",
+            )
         read = _plain(message, "messages", self.hide)
         plain = {key: value for key, value in read.items() if value is not None}
         if not _REASONING.isdisjoint(plain):
             plain = dict(with_reasoning(plain))
         if not isinstance(plain.get("role"), str):
-            raise RequestError("a message must have a 'role', such as 'user', 'assistant' or 'system'.", "messages")
+            raise RequestError(
+                "a message must have a 'role', such as 'user', 'assistant' or 'system'.", "messages"
+            )
         content = plain.get("content")
         if isinstance(content, list):
             plain["content"] = [self._part(part) for part in content]
         elif content is not None and not isinstance(content, str):
-            raise RequestError(f"a message's content must be a text or a list of parts, not a {type(content).__name__}.", "messages")
+            raise RequestError(
+                "a message's content must be a text or a list of parts, not a "
+                f"{type(content).__name__}.",
+                "messages",
+            )
         return plain
 
     def _part(self, part: Any) -> dict[str, str]:
@@ -283,14 +399,17 @@ class _Reader(NamedTuple):
             return {"type": kind}
         if kind != "text":
             known = f"text and {', '.join(self.media_texts)}" if self.media_texts else "text only"
-            raise RequestError(f"this model takes {known}, not content of type {kind!r:.100}.", "messages")
+            raise RequestError(
+                f"this model takes {known}, not content of type {kind!r:.100}.", "messages"
+            )
         if not isinstance(part.get("text"), str):
             raise RequestError("a content part of type 'text' must have a 'text'.", "messages")
         return {"type": "text", "text": str(part["text"])}
 
 
 def _roles(chat: list[Plain]) -> tuple[str, ...] | None:
-    """Those of a conversation of texts that is not long; None: it is another one. A blank content is no text: it gets no mark."""
+    """Those of a conversation of texts that is not long; None: it is another one. A blank content
+    is no text: it gets no mark."""
     if len(chat) > _LONGEST_KNOWN or not all(_is_text(one) for one in chat):
         return None
     return tuple(one["role"] for one in chat)
@@ -298,20 +417,31 @@ def _roles(chat: list[Plain]) -> tuple[str, ...] | None:
 
 def _is_text(message: Plain) -> bool:
     content = message.get("content")
-    return len(message) == 2 and message["role"] in _ROLES and type(content) is str and bool(content.strip())
+    return (
+        len(message) == 2
+        and message["role"] in _ROLES
+        and type(content) is str
+        and bool(content.strip())
+    )
 
 
-def _with_media(message: Plain, texts: Mapping[str, str], *, takes_parts: bool, takes_media: bool) -> Plain:
-    """A message whose items the template will write: as parts, as texts among parts, or as lines of one text."""
+def _with_media(
+    message: Plain, texts: Mapping[str, str], *, takes_parts: bool, takes_media: bool
+) -> Plain:
+    """A message whose items the template will write: as parts, as texts among parts, or as lines of
+    one text."""
     parts = message.get("content")
     if not isinstance(parts, list) or takes_media or all(part["type"] == "text" for part in parts):
         return message
-    made = [{"type": "text", "text": texts.get(part["type"], part.get("text", ""))} for part in parts]
+    made = [
+        {"type": "text", "text": texts.get(part["type"], part.get("text", ""))} for part in parts
+    ]
     return {**message, "content": made if takes_parts else "\n".join(part["text"] for part in made)}
 
 
 def _plain(value: Any, param: str, hide: Callable[[str], str]) -> Any:
-    """A copy of `value` made of JSON types only: a template must not reach methods of the caller's objects."""
+    """A copy of `value` made of JSON types only: a template must not reach methods of the caller's
+    objects."""
     if value is None or type(value) in (int, float, bool):
         return value
     if isinstance(value, str):
@@ -326,13 +456,19 @@ def _plain(value: Any, param: str, hide: Callable[[str], str]) -> Any:
 def _tag_final(chat: list[dict[str, Any]]) -> str:
     content = chat[-1].get("content")
     if content is None or content == []:
-        raise RequestError("continue_final_message needs a final message with content to continue.", "continue_final_message")
+        raise RequestError(
+            "continue_final_message needs a final message with content to continue.",
+            "continue_final_message",
+        )
     if isinstance(content, str):
         chat[-1]["content"] = content + _CONTINUE_TAG
         return content
     final: str | None = content[-1].get("text")
     if final is None:
-        raise RequestError("continue_final_message needs a final message that ends with a text to continue.", "continue_final_message")
+        raise RequestError(
+            "continue_final_message needs a final message that ends with a text to continue.",
+            "continue_final_message",
+        )
     content[-1]["text"] = final + _CONTINUE_TAG
     return final
 
@@ -341,7 +477,10 @@ def _cut_final(text: str, final: str) -> str:
     at = text.rfind(_CONTINUE_TAG.strip())
     if at < 0 or final.strip() not in text:
         raise RequestError(
-            "the chat template does not write the final message as it is, so it cannot be continued.", "continue_final_message"
+            "the chat template does not write the final message as it is, so it cannot be "
+            "continued.",
+            "continue_final_message",
         )
-    # A template that trims messages has eaten the tag's space, and would have eaten the message's own.
+    # A template that trims messages has eaten the tag's space, and would have eaten the message's
+    # own.
     return text[:at] if text[at : at + len(_CONTINUE_TAG)] == _CONTINUE_TAG else text[:at].rstrip()

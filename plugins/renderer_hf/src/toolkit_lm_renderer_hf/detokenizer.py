@@ -21,9 +21,10 @@ _PER_TOKEN = {"ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiec
 class Detokenizer:
     """The bytes of each token.
 
-    With the decoders that language models use, what a token adds depends on one thing besides the token: whether it is the first (a
-    leading space may be dropped). So text comes out in constant time per token, whatever stands before. Bytes are joined before they are
-    read as UTF-8, with one U+FFFD for each ill-formed sequence.
+    With the decoders that language models use, what a token adds depends on one thing besides the
+    token: whether it is the first (a leading space may be dropped). So text comes out in constant
+    time per token, whatever stands before. Bytes are joined before they are read as UTF-8, with one
+    U+FFFD for each ill-formed sequence.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -32,16 +33,22 @@ class Detokenizer:
         unknown = decoders - ({"ByteLevel", "Fuse"} if self._byte_level else _PER_TOKEN)
         if unknown:
             raise CheckpointError(
-                f"the tokenizer's decoder {sorted(unknown)[0]!r} is not supported. Supported: ByteLevel, {', '.join(sorted(_PER_TOKEN))}."
+                f"the tokenizer's decoder {sorted(unknown)[0]!r} is not supported. Supported: "
+                f"ByteLevel, {', '.join(sorted(_PER_TOKEN))}."
             )
         self._tokenizer = tokenizer
         self._byte_fallback = "ByteFallback" in decoders
-        self._special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        self._special = frozenset(
+            i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        )
         self._first: dict[int, bytes] = {}
         self._later: dict[int, bytes] = {}
 
-    def pieces(self, token_ids: Iterable[int], *, first: bool, skip_special_tokens: bool) -> Iterator[bytes]:
-        """The bytes of each token that has any. `first`: these tokens begin the text. Ids without a token are passed over."""
+    def pieces(
+        self, token_ids: Iterable[int], *, first: bool, skip_special_tokens: bool
+    ) -> Iterator[bytes]:
+        """The bytes of each token that has any. `first`: these tokens begin the text. Ids without a
+        token are passed over."""
         for token_id in token_ids:
             if skip_special_tokens and token_id in self._special:
                 continue
@@ -57,11 +64,15 @@ class Detokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of these tokens together."""
-        return b"".join(self.pieces(token_ids, first=True, skip_special_tokens=skip_special_tokens)).decode("utf-8", "replace")
+        return b"".join(
+            self.pieces(token_ids, first=True, skip_special_tokens=skip_special_tokens)
+        ).decode("utf-8", "replace")
 
     def token_text(self, token_id: int) -> str:
         """The text that a token adds where it is not the first."""
-        return b"".join(self.pieces([token_id], first=False, skip_special_tokens=False)).decode("utf-8", "replace")
+        return b"".join(self.pieces([token_id], first=False, skip_special_tokens=False)).decode(
+            "utf-8", "replace"
+        )
 
     def _bytes(self, token: str, first: bool) -> bytes:
         if self._byte_level:
@@ -69,7 +80,8 @@ class Detokenizer:
                 return bytes(map(_BYTE_OF_CHAR.__getitem__, token))
             except KeyError:
                 return token.encode()
-        # A space is the one byte that a decoder may drop at the start, so it takes the way of other tokens.
+        # A space is the one byte that a decoder may drop at the start, so it takes the way of other
+        # tokens.
         if self._byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)) and match[1] != "20":
             return bytes.fromhex(match[1])
         once = self._decode([token])
@@ -83,23 +95,36 @@ class Detokenizer:
             return str(decoder.decode(tokens))
         except BaseException as error:
             if is_panic(error):
-                # Of a decoder's regular expression, for one: the tokens are there, and their requests go on.
+                # Of a decoder's regular expression, for one: the tokens are there, and their
+                # requests go on.
                 return "".join(tokens)
             raise
 
 
 class TextStream(DecodeStream):
-    """The text of one sequence as its tokens come. It goes on from the prompt's text, where there is one."""
+    """The text of one sequence as its tokens come. It goes on from the prompt's text, where there
+    is one."""
 
-    def __init__(self, detokenizer: Detokenizer, skip_special_tokens: bool, prompt_token_ids: Sequence[int] = ()) -> None:
-        before = detokenizer.pieces(reversed(prompt_token_ids), first=False, skip_special_tokens=skip_special_tokens)
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        skip_special_tokens: bool,
+        prompt_token_ids: Sequence[int] = (),
+    ) -> None:
+        before = detokenizer.pieces(
+            reversed(prompt_token_ids), first=False, skip_special_tokens=skip_special_tokens
+        )
         self._first = next(before, None) is None
         self._detokenizer = detokenizer
         self._skip_special_tokens = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_ids: Sequence[int]) -> str:
-        pieces = list(self._detokenizer.pieces(token_ids, first=self._first, skip_special_tokens=self._skip_special_tokens))
+        pieces = list(
+            self._detokenizer.pieces(
+                token_ids, first=self._first, skip_special_tokens=self._skip_special_tokens
+            )
+        )
         self._first = self._first and not pieces
         return self._utf8.decode(b"".join(pieces))
 
@@ -116,10 +141,17 @@ def _decoder_types(decoder: dict[str, Any] | None) -> set[str]:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """The characters that stand for bytes in byte-level BPE (GPT-2): printable Latin-1 for itself, the rest from U+0100 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    """The characters that stand for bytes in byte-level BPE (GPT-2): printable Latin-1 for itself,
+    the rest from U+0100 on."""
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
 
 
 _BYTE_OF_CHAR = _byte_of_char()

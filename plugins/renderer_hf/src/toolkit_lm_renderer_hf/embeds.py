@@ -1,4 +1,5 @@
-"""Outputs of encoders, as callers give them in the place of an image: arrays of numpy or torch, or arrays in JSON."""
+"""Outputs of encoders, as callers give them in the place of an image: arrays of numpy or torch, or
+arrays in JSON."""
 
 from __future__ import annotations
 
@@ -20,16 +21,22 @@ _MOST_ARRAYS = 8
 
 
 def read_embeds(modality: str, source: Any, max_bytes: int) -> dict[str, np.ndarray]:
-    """The named arrays: `embeds` [n, hidden size], float32, and what the model needs beside them. Raises RequestError.
+    """The named arrays: `embeds` [n, hidden size], float32, and what the model needs beside them.
+    Raises RequestError.
 
-    `source`: the embeddings alone, or a mapping with `embeds` (or `image_embeds`). In JSON, an array is {"dtype", "shape", "data"}, where
-    data is base64, in C order, little-endian.
+    `source`: the embeddings alone, or a mapping with `embeds` (or `image_embeds`). In JSON, an
+    array is {"dtype", "shape", "data"}, where data is base64, in C order, little-endian.
     """
     if not isinstance(source, Mapping) or set(source) == _KEYS:
         source = {"embeds": source}
     if len(source) > _MOST_ARRAYS:
-        raise RequestError(f"its embeddings come with {len(source)} arrays; there may be {_MOST_ARRAYS}.")
-    found = {"embeds" if name == f"{modality}_embeds" else str(name): _array(value, max_bytes) for name, value in source.items()}
+        raise RequestError(
+            f"its embeddings come with {len(source)} arrays; there may be {_MOST_ARRAYS}."
+        )
+    found = {
+        "embeds" if name == f"{modality}_embeds" else str(name): _array(value, max_bytes)
+        for name, value in source.items()
+    }
     embeds = found.get("embeds")
     if embeds is not None and embeds.ndim == 3 and len(embeds) == 1:
         embeds = embeds[0]
@@ -37,7 +44,9 @@ def read_embeds(modality: str, source: Any, max_bytes: int) -> dict[str, np.ndar
         raise RequestError("its embeddings must be floats of the shape [n, hidden size].")
     found["embeds"] = embeds.astype(np.float32, copy=False)
     if sum(array.nbytes for array in found.values()) > max_bytes:
-        raise RequestError(f"its arrays have more than the {max_bytes} bytes that are taken (max_media_bytes).")
+        raise RequestError(
+            f"its arrays have more than the {max_bytes} bytes that are taken (max_media_bytes)."
+        )
     if not all(np.isfinite(array).all() for array in found.values()):
         raise RequestError("its arrays hold numbers that are not finite.")
     return {name: np.ascontiguousarray(array) for name, array in found.items()}
@@ -53,7 +62,10 @@ def _array(value: Any, max_bytes: int) -> np.ndarray:
         value = value.detach().cpu()
         value = (value.float() if value.is_floating_point() else value).numpy()
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "fiu":
-        raise RequestError(f"its embeddings must be arrays of numbers: of numpy, of torch, or {_form()}; not a {type(value).__name__}.")
+        raise RequestError(
+            f"its embeddings must be arrays of numbers: of numpy, of torch, or {_form()}; not a "
+            f"{type(value).__name__}."
+        )
     return value.astype(value.dtype.newbyteorder("="), copy=False)
 
 
@@ -69,7 +81,9 @@ def _decoded(value: Mapping[Any, Any], max_bytes: int) -> np.ndarray:
     ):
         raise RequestError(f"an array must be {_form()}, dtype one of {', '.join(_TYPES)}.")
     if len(data) // 4 * 3 > max_bytes + 2:
-        raise RequestError(f"its arrays have more than the {max_bytes} bytes that are taken (max_media_bytes).")
+        raise RequestError(
+            f"its arrays have more than the {max_bytes} bytes that are taken (max_media_bytes)."
+        )
     try:
         content = binascii.a2b_base64(data, strict_mode=True)
     except (ValueError, UnicodeEncodeError):
@@ -83,8 +97,13 @@ def _decoded(value: Mapping[Any, Any], max_bytes: int) -> np.ndarray:
 def _listed(value: list[Any] | tuple[Any, ...]) -> np.ndarray:
     rows = [row if isinstance(row, list | tuple) else [row] for row in value[: _MOST_ENTRIES + 1]]
     numbers = [number for row in rows for number in row[: _MOST_ENTRIES + 1]]
-    if len(numbers) > _MOST_ENTRIES or not all(type(number) is int and abs(number) < 2**63 for number in numbers):
-        raise RequestError(f"an array in a list must have at most {_MOST_ENTRIES} integers; longer ones are {_form()}.")
+    if len(numbers) > _MOST_ENTRIES or not all(
+        type(number) is int and abs(number) < 2**63 for number in numbers
+    ):
+        raise RequestError(
+            f"an array in a list must have at most {_MOST_ENTRIES} integers; longer ones are "
+            f"{_form()}."
+        )
     try:
         return np.array(value, np.int64)
     except ValueError:

@@ -20,28 +20,44 @@ def text_config(hf_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def end_tokens(config: VllmConfig, of_tokenizer: int | None, vocab_size: int) -> list[int]:
-    """Of generation_config.json, config.json and the tokenizer. Those that the model has no logit for are left out: it never draws them.
+    """Of generation_config.json, config.json and the tokenizer. Those that the model has no logit
+    for are left out: it never draws them.
 
     Raises CheckpointError for what is no token id.
     """
     found: dict[int, None] = {}
     for file, token_id in _stated(config):
         if not 0 <= token_id < vocab_size:
-            logger.warning("%s: eos_token_id %d is not in the vocabulary of %d tokens, and never ends a text.", file, token_id, vocab_size)
+            logger.warning(
+                "%s: eos_token_id %d is not in the vocabulary of %d tokens, and never ends a text.",
+                file,
+                token_id,
+                vocab_size,
+            )
         else:
             found[token_id] = None
     if of_tokenizer is not None and of_tokenizer < vocab_size:
         if found and of_tokenizer not in found:
-            logger.warning("the tokenizer's eos_token %d is none of eos_token_id %s: all of them end a text.", of_tokenizer, list(found))
+            logger.warning(
+                "the tokenizer's eos_token %d is none of eos_token_id %s: all of them end a text.",
+                of_tokenizer,
+                list(found),
+            )
         found[of_tokenizer] = None
     return list(found)
 
 
 def _stated(config: VllmConfig) -> Iterator[tuple[Path, int]]:
     assert config.checkpoint is not None
-    for name, values in (("generation_config.json", config.checkpoint.generation_config), ("config.json", text_config(config.hf_config))):
+    for name, values in (
+        ("generation_config.json", config.checkpoint.generation_config),
+        ("config.json", text_config(config.hf_config)),
+    ):
         file, value = Path(config.checkpoint.path, name), values.get("eos_token_id")
         for token_id in value if isinstance(value, list) else [] if value is None else [value]:
             if type(token_id) is not int:
-                raise CheckpointError(f"{file}: eos_token_id must be a token id or a list of them, not {reprlib.repr(token_id)}.")
+                raise CheckpointError(
+                    f"{file}: eos_token_id must be a token id or a list of them, not "
+                    f"{reprlib.repr(token_id)}."
+                )
             yield file, token_id

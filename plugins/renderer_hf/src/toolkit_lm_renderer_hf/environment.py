@@ -1,4 +1,5 @@
-"""The sandbox that chat templates are rendered in, with the names and filters that transformers gives them."""
+"""The sandbox that chat templates are rendered in, with the names and filters that transformers
+gives them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ class _Generation(Extension):
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+        return nodes.Scope(
+            parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
+        )
 
 
 class _Dict:
@@ -62,7 +65,9 @@ def _check_name(name: Any) -> None:
 
 def make_environment() -> BoundedEnvironment:
     """An environment of its own, since a template compiles into its environment's names."""
-    environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment = BoundedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
     environment.add_filter("tojson", _tojson)
     functions: dict[str, Callable[..., Any]] = {
         "raise_exception": _raise_exception,
@@ -74,9 +79,17 @@ def make_environment() -> BoundedEnvironment:
     return environment
 
 
-def _tojson(x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+def _tojson(
+    x: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
     # Jinja's own filter escapes HTML characters, which prompts must not have.
-    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    encoder = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
     if indent is None and separators is None:
         return encoder.encode(x)
     # Indentation can be far longer than what is indented: it is counted piece by piece.

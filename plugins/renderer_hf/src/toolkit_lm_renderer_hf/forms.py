@@ -1,7 +1,9 @@
-"""The forms of messages and of tools that clients send, and those that a chat template writes in full.
+"""The forms of messages and of tools that clients send, and those that a chat template writes in
+full.
 
-A form says the same in other words: no content as null, as an empty text or by its absence; arguments as a mapping or
-as the text of JSON. Which form a template writes in full is found by trials, each when it is first needed.
+A form says the same in other words: no content as null, as an empty text or by its absence;
+arguments as a mapping or as the text of JSON. Which form a template writes in full is found by
+trials, each when it is first needed.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ Plain = dict[str, Any]
 Content = Literal["given", "text", "parts", "absent", "null"]
 Calls = Literal["given", "mapping", "text", "absent", "empty", "null"]
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""The names of a message's reasoning, as transformers knows them; the first is what templates read."""
+"""The names of a message's reasoning, as transformers knows them; the first is what templates
+read."""
 _CLIENTS = ("system", "developer", "user")
 """Roles whose messages always have a content."""
 
@@ -26,7 +29,8 @@ class Sort(NamedTuple):
 
     role: str
     content: Literal["text", "parts", "media", "empty", "none"]
-    """`parts`: a list of texts. `empty`: a text or list without anything in it. `none`: null, or no key."""
+    """`parts`: a list of texts. `empty`: a text or list without anything in it. `none`: null, or no
+    key."""
     has_calls: bool
 
 
@@ -40,7 +44,8 @@ class Form(NamedTuple):
     is_flat: bool = False
     """Calls have `name` and `arguments` themselves, without a mapping `function` around them."""
     apart: Content | None = None
-    """A content beside calls is a message of its own, before that of the calls, whose content is this; None: it is not."""
+    """A content beside calls is a message of its own, before that of the calls, whose content is
+    this; None: it is not."""
 
 
 class ToolForm(NamedTuple):
@@ -67,9 +72,11 @@ def sort_of(message: Plain) -> Sort:
 
 
 def forms_of(sort: Sort, source: str) -> Iterator[Form]:
-    """The forms that a message of a sort may have, the one to be preferred first: the form that apply_chat_template of transformers gets.
+    """The forms that a message of a sort may have, the one to be preferred first: the form that
+    apply_chat_template of transformers gets.
 
-    `source`: of the template. One that does not name the role developer does not know it: it stands for system.
+    `source`: of the template. One that does not name the role developer does not know it: it stands
+    for system.
     """
     role = "system" if sort.role == "developer" and "developer" not in source else sort.role
     contents: Sequence[Content] = ("given",)
@@ -79,10 +86,16 @@ def forms_of(sort: Sort, source: str) -> Iterator[Form]:
         case "parts":
             contents = ("given", "text")
         case "none" | "empty" if sort.role not in _CLIENTS:
-            contents = ("absent", "null", "text", "parts") if sort.content == "none" else ("given", "absent", "null", "parts")
+            contents = (
+                ("absent", "null", "text", "parts")
+                if sort.content == "none"
+                else ("given", "absent", "null", "parts")
+            )
         case "empty":
             contents = ("given", "text", "parts")
-    calls: Sequence[Calls] = ("absent", "empty", "null") if sort.role == "assistant" else ("absent",)
+    calls: Sequence[Calls] = (
+        ("absent", "empty", "null") if sort.role == "assistant" else ("absent",)
+    )
     flat = [False]
     if sort.has_calls:
         calls, flat = ("mapping", "text"), [False, True]
@@ -94,12 +107,16 @@ def forms_of(sort: Sort, source: str) -> Iterator[Form]:
 
 
 def written(message: Plain, form: Form) -> list[Plain]:
-    """A message in a form, which may be two messages. Keys keep their order, since a template may write them all."""
+    """A message in a form, which may be two messages. Keys keep their order, since a template may
+    write them all."""
     if form.apart is None:
         return [_written(message, form)]
     said = {name: value for name, value in message.items() if name != "tool_calls"}
     called = {name: value for name, value in message.items() if name not in ("content", *REASONING)}
-    return [_written(said, form._replace(calls="absent")), _written(called, form._replace(content=form.apart))]
+    return [
+        _written(said, form._replace(calls="absent")),
+        _written(called, form._replace(content=form.apart)),
+    ]
 
 
 def _written(message: Plain, form: Form) -> Plain:
@@ -107,15 +124,23 @@ def _written(message: Plain, form: Form) -> Plain:
     content = message.get("content")
     match form.content:
         case "text":
-            made["content"] = "\n".join(part["text"] for part in content) if isinstance(content, list) else content or ""
+            made["content"] = (
+                "\n".join(part["text"] for part in content)
+                if isinstance(content, list)
+                else content or ""
+            )
         case "parts":
-            made["content"] = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+            made["content"] = (
+                content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+            )
         case "absent":
             made.pop("content", None)
         case "null":
             made["content"] = None
     if calls := message.get("tool_calls"):
-        made["tool_calls"] = [_call(call, form) for call in calls] if isinstance(calls, list) else calls
+        made["tool_calls"] = (
+            [_call(call, form) for call in calls] if isinstance(calls, list) else calls
+        )
     elif form.calls in ("given", "absent"):
         made.pop("tool_calls", None)
     else:
@@ -133,7 +158,11 @@ def _call(call: Any, form: Form) -> Any:
     elif form.calls == "text" and not isinstance(arguments, str):
         arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
     made = {**function, "arguments": arguments}
-    return {**{name: value for name, value in call.items() if name != "function"}, **made} if form.is_flat else {**call, "function": made}
+    return (
+        {**{name: value for name, value in call.items() if name != "function"}, **made}
+        if form.is_flat
+        else {**call, "function": made}
+    )
 
 
 def _mapping(arguments: Any) -> Any:
@@ -150,20 +179,34 @@ def _mapping(arguments: Any) -> Any:
 def with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """A message with its reasoning under the names that templates read."""
     reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
-    return message if reasoning is None else {"thinking": reasoning, **message, REASONING[0]: reasoning}
+    return (
+        message
+        if reasoning is None
+        else {"thinking": reasoning, **message, REASONING[0]: reasoning}
+    )
 
 
 def with_names(messages: Sequence[Plain]) -> list[Plain]:
-    """Messages whose results of tools have the name of the function, where the call that they answer has one."""
+    """Messages whose results of tools have the name of the function, where the call that they
+    answer has one."""
     names: dict[Any, Any] = {}
     made = []
     for message in messages:
         calls = message.get("tool_calls")
         for call in calls if isinstance(calls, list) else ():
-            if isinstance(call, dict) and isinstance(call.get("function"), dict) and isinstance(call.get("id"), str):
+            if (
+                isinstance(call, dict)
+                and isinstance(call.get("function"), dict)
+                and isinstance(call.get("id"), str)
+            ):
                 names[call["id"]] = call["function"].get("name")
         called = message.get("tool_call_id")
-        if message["role"] == "tool" and "name" not in message and isinstance(called, str) and isinstance(names.get(called), str):
+        if (
+            message["role"] == "tool"
+            and "name" not in message
+            and isinstance(called, str)
+            and isinstance(names.get(called), str)
+        ):
             message = {**message, "name": names[called]}
         made.append(message)
     return made
@@ -172,7 +215,12 @@ def with_names(messages: Sequence[Plain]) -> list[Plain]:
 TOOL_FORMS = [
     ToolForm(filled, is_flat)
     for is_flat in (False, True)
-    for filled in ((), ("parameters",), ("parameters", "description"), ("parameters", "description", "required"))
+    for filled in (
+        (),
+        ("parameters",),
+        ("parameters", "description"),
+        ("parameters", "description", "required"),
+    )
 ]
 """In the order of preference. The first hands tools on as they are."""
 _NO_PARAMETERS = {"type": "object", "properties": {}}
@@ -211,7 +259,9 @@ def tool_sort_of(tool: Any) -> ToolSort | None:
     stated = "given" if parameters else "empty"
     if isinstance(parameters, dict) and not isinstance(parameters.get("properties"), dict):
         stated = "empty" if not parameters else "without properties"
-    description = "given" if function.get("description") is not None else _missing(function, "description")
+    description = (
+        "given" if function.get("description") is not None else _missing(function, "description")
+    )
     return ToolSort(
         description,
         stated if parameters is not None else _missing(function, "parameters"),

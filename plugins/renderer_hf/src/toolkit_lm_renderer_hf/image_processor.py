@@ -1,4 +1,5 @@
-"""The checkpoint's image processor: transformers' own, computed by Pillow and numpy. It is imported with the first image."""
+"""The checkpoint's image processor: transformers' own, computed by Pillow and numpy. It is imported
+with the first image."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ QWEN = re.compile("Qwen2(_5_)?VL(Video|Image)Processor(Fast|Pil)?")
 
 
 class ImageProcessor:
-    """Makes arrays of images, one at a time. Thread-safe. Raises CheckpointError where the folder says of none."""
+    """Makes arrays of images, one at a time. Thread-safe. Raises CheckpointError where the folder
+    says of none."""
 
     def __init__(self, folder: Path, max_pixels: int) -> None:
         self._folder = folder
@@ -46,11 +48,15 @@ class ImageProcessor:
         self._lock = threading.Lock()
         found = [path for name in _FILES if (path := folder / name).is_file()]
         if not found:
-            raise CheckpointError(f"{folder} has neither {' nor '.join(_FILES)}, which say how images are processed.")
+            raise CheckpointError(
+                f"{folder} has neither {' nor '.join(_FILES)}, which say how images are processed."
+            )
         for path in found:
             read_json(path)
         if importlib.util.find_spec("transformers") is None:
-            raise CheckpointError("images need transformers: pip install 'toolkit-lm-renderer-hf[multimodal]'.")
+            raise CheckpointError(
+                "images need transformers: pip install 'toolkit-lm-renderer-hf[multimodal]'."
+            )
         self.fingerprint = _fingerprint([*found, folder / VIDEO_FILE, folder / "config.json"])
         """Of all that decides what arrays come of an image, or of a video."""
 
@@ -59,14 +65,16 @@ class ImageProcessor:
         return {"size": chosen_size(given, self.loaded.size)} if set(given) & set(SIZES) else {}
 
     def process(self, pixels: np.ndarray, options: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """The arrays of an image, uint8 [height, width, 3]. Raises RequestError where the processor refuses it."""
+        """The arrays of an image, uint8 [height, width, 3]. Raises RequestError where the processor
+        refuses it."""
         processor = self.loaded
         height, width = pixels.shape[:2]
         self._check_sides(height, width, options.get("size") or processor.size)
         return run(processor, pixels, options)
 
     def num_tokens(self, width: int, height: int, options: Mapping[str, Any]) -> int | None:
-        """That stand for an image of this size, where that is known before it is processed: of Qwen2-VL and its like."""
+        """That stand for an image of this size, where that is known before it is processed: of
+        Qwen2-VL and its like."""
         processor = self.loaded
         if not QWEN.fullmatch(type(processor).__name__) or not processor.do_resize:
             return None
@@ -74,10 +82,17 @@ class ImageProcessor:
 
         check_ratio(height, width)
         try:
-            size, factor = options.get("size") or processor.size, processor.patch_size * processor.merge_size
-            height, width = smart_resize(height, width, factor, size["shortest_edge"], size["longest_edge"])
+            size, factor = (
+                options.get("size") or processor.size,
+                processor.patch_size * processor.merge_size,
+            )
+            height, width = smart_resize(
+                height, width, factor, size["shortest_edge"], size["longest_edge"]
+            )
             num_tokens: int = (height // factor) * (width // factor)
-        except Exception:  # whatever is raised for numbers that make no sense: the processor will say it better
+        except (
+            Exception
+        ):  # whatever is raised for numbers that make no sense: the processor will say it better
             return None
         return num_tokens
 
@@ -96,21 +111,29 @@ class ImageProcessor:
                 str(self._folder), backend="pil", trust_remote_code=False, local_files_only=True
             )
         except Exception as error:  # whatever its own reader raises
-            raise CheckpointError(f"{self._folder}: transformers cannot make the image processor: {error}") from error
+            raise CheckpointError(
+                f"{self._folder}: transformers cannot make the image processor: {error}"
+            ) from error
         if getattr(made, "backend", "pil") != "pil":
-            raise CheckpointError(f"{self._folder}: {type(made).__name__} needs torchvision, and there is no other of its kind.")
+            raise CheckpointError(
+                f"{self._folder}: {type(made).__name__} needs torchvision, and there is no other "
+                "of its kind."
+            )
         self._check_config(made.to_dict(), hasattr(made, "merge_size"))
         logger.info("Images are processed by %s.", type(made).__name__)
         return made
 
     def _check_config(self, config: Mapping[str, Any], counts_pixels: bool) -> None:
-        """Raises CheckpointError for numbers that would make images of any size. `counts_pixels`: edges count pixels, as Qwen's."""
+        """Raises CheckpointError for numbers that would make images of any size. `counts_pixels`:
+        edges count pixels, as Qwen's."""
         for name, number in _numbers(config):
             most = _MOST_CROPS if _CROPS.search(name) else _MOST_EDGE
             if counts_pixels and name in _PIXEL_COUNTS:
                 most = self._max_pixels
             if abs(number) > most:
-                raise CheckpointError(f"{self._folder}: the image processor's {name} is {number}; it may be {most}.")
+                raise CheckpointError(
+                    f"{self._folder}: the image processor's {name} is {number}; it may be {most}."
+                )
 
     def _check_sides(self, height: int, width: int, size: Mapping[str, Any]) -> None:
         """A resize that keeps the ratio makes far more pixels of a narrow image than it has."""
@@ -119,7 +142,10 @@ class ImageProcessor:
         edges = dict(size)
         edge = edges.get("shortest_edge")
         if edge and not edges.get("longest_edge") and edge * edge * long > self._max_pixels * short:
-            raise RequestError(f"it has {width} x {height} pixels, and would be resized to more than {self._max_pixels}.")
+            raise RequestError(
+                f"it has {width} x {height} pixels, and would be resized to more than "
+                f"{self._max_pixels}."
+            )
 
 
 def check_options(given: Any, known: Iterable[str]) -> Mapping[str, Any]:
@@ -130,7 +156,9 @@ def check_options(given: Any, known: Iterable[str]) -> Mapping[str, Any]:
         raise refusal(f"it must be a mapping, not a {type(given).__name__}.")
     for name in given:
         if name not in known:
-            raise refusal(f"{name!r:.100} cannot be set by a request. {nearest(str(name)[:100], known)}")
+            raise refusal(
+                f"{name!r:.100} cannot be set by a request. {nearest(str(name)[:100], known)}"
+            )
     return given
 
 
@@ -147,14 +175,19 @@ def chosen_size(given: Mapping[str, Any], size: Any) -> dict[str, int]:
         chosen |= changed
     for name, number in chosen.items():
         if type(number) is not int or not 0 < number <= max(own.values()):
-            raise refusal(f"{name} must be an integer from 1 to the checkpoint's own, {max(own.values())}.")
+            raise refusal(
+                f"{name} must be an integer from 1 to the checkpoint's own, {max(own.values())}."
+            )
     return chosen
 
 
 def check_ratio(height: int, width: int) -> None:
     """Raises RequestError for what is too narrow."""
     if max(height, width) > _MOST_RATIO * min(height, width):
-        raise RequestError(f"it has {width} x {height} pixels; a side may be {_MOST_RATIO} times as long as the other.")
+        raise RequestError(
+            f"it has {width} x {height} pixels; a side may be {_MOST_RATIO} times as long as the "
+            "other."
+        )
 
 
 def run(processor: Any, pixels: np.ndarray, options: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -162,8 +195,14 @@ def run(processor: Any, pixels: np.ndarray, options: Mapping[str, Any]) -> dict[
     try:
         made = processor(pixels, return_tensors="np", input_data_format="channels_last", **options)
     except Exception as error:  # whatever a processor raises for a size that it cannot make
-        raise RequestError(f"the checkpoint's processor cannot read it: {str(error)[:_MOST_REASON]}") from error
-    return {name: np.ascontiguousarray(array) for name, array in made.items() if isinstance(array, np.ndarray)}
+        raise RequestError(
+            f"the checkpoint's processor cannot read it: {str(error)[:_MOST_REASON]}"
+        ) from error
+    return {
+        name: np.ascontiguousarray(array)
+        for name, array in made.items()
+        if isinstance(array, np.ndarray)
+    }
 
 
 def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:

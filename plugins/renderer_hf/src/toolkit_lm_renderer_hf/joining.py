@@ -1,7 +1,8 @@
 """Texts and pairs of texts as the model reads them: cut, and with special tokens.
 
-The package tokenizers cuts what it has encoded into overflowing parts, and joins each part of a text with each part of the other: two
-texts of 10,000 tokens that are cut to 64 make 25,000 encodings. Here the special tokens are learned once, and lists are cut.
+The package tokenizers cuts what it has encoded into overflowing parts, and joins each part of a
+text with each part of the other: two texts of 10,000 tokens that are cut to 64 make 25,000
+encodings. Here the special tokens are learned once, and lists are cut.
 """
 
 from __future__ import annotations
@@ -43,8 +44,12 @@ class Joiner:
     def token_ids(self, texts: Iterable[str]) -> dict[str, list[int]]:
         """Of each text, once, without special tokens."""
         found: dict[str, list[int]] = {text: [] for text in texts}
-        for batch in _batches((text, piece) for text in found for piece in self._cutter.pieces(text)):
-            for (text, _), ids in zip(batch, self._tokenize([piece for _, piece in batch]), strict=True):
+        for batch in _batches(
+            (text, piece) for text in found for piece in self._cutter.pieces(text)
+        ):
+            for (text, _), ids in zip(
+                batch, self._tokenize([piece for _, piece in batch]), strict=True
+            ):
                 found[text] += ids
         return found
 
@@ -54,7 +59,8 @@ class Joiner:
         return self.join(ids, None, None).token_ids if add_special_tokens else ids
 
     def cut(self, text: str, max_tokens: int) -> str:
-        """The beginning of a text that has so many tokens at most, without special tokens; at least its first character."""
+        """The beginning of a text that has so many tokens at most, without special tokens; at least
+        its first character."""
         start, room = 0, max_tokens
         for piece in self._cutter.pieces(text):
             # One at a time: an encoding is larger than its text.
@@ -68,10 +74,17 @@ class Joiner:
         """Bytes of a text, in UTF-8, that are tokenized at a time."""
         return max(len(piece.encode(errors="surrogatepass")) for piece in self._cutter.pieces(text))
 
-    def join(self, first: list[int], second: list[int] | None, max_tokens: int | None) -> RenderedText:
-        """What is too long is cut at the end; of a pair the longer text gives way first, as transformers' "longest_first"."""
+    def join(
+        self, first: list[int], second: list[int] | None, max_tokens: int | None
+    ) -> RenderedText:
+        """What is too long is cut at the end; of a pair the longer text gives way first, as
+        transformers' "longest_first"."""
         frame = self.frame(second is not None)
-        room = len(first) + len(second or ()) if max_tokens is None else max_tokens - frame.num_special_tokens
+        room = (
+            len(first) + len(second or ())
+            if max_tokens is None
+            else max_tokens - frame.num_special_tokens
+        )
         if second is None:
             return RenderedText([*frame.before, *first[:room], *frame.after])
         if len(first) + len(second) > room:
@@ -85,17 +98,25 @@ class Joiner:
         """Learned from a short text."""
         if is_pair not in self._frames:
             first, second = self._sample(), self._sample()
-            joined = self._tokenizer.post_process(first, second if is_pair else None, add_special_tokens=True)
-            places = [i for i, is_special in enumerate(joined.special_tokens_mask) if not is_special]
+            joined = self._tokenizer.post_process(
+                first, second if is_pair else None, add_special_tokens=True
+            )
+            places = [
+                i for i, is_special in enumerate(joined.special_tokens_mask) if not is_special
+            ]
             begin, end = places[0], places[len(first) - 1] + 1
             begin2, end2 = (places[len(first)], places[-1] + 1) if is_pair else (end, end)
             typed = joined.type_ids.index(1) if 1 in joined.type_ids else begin2
-            self._frames[is_pair] = Frame(joined.ids[:begin], joined.ids[end:begin2], joined.ids[end2:], begin2 - typed)
+            self._frames[is_pair] = Frame(
+                joined.ids[:begin], joined.ids[end:begin2], joined.ids[end2:], begin2 - typed
+            )
         return self._frames[is_pair]
 
     def _sample(self) -> Encoding:
         """Of a text that has tokens: of letters, or of what the vocabulary's tokens stand for."""
-        for text in chain([_SAMPLE], map(self._token_text, range(self._tokenizer.get_vocab_size()))):
+        for text in chain(
+            [_SAMPLE], map(self._token_text, range(self._tokenizer.get_vocab_size()))
+        ):
             [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=False)
             if len(encoding):
                 return encoding
@@ -105,11 +126,15 @@ class Joiner:
         return self._tokenizer.decode([token_id])
 
     def _tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        return [
+            encoding.ids
+            for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        ]
 
 
 def _batches(pieces: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    """Pieces, each with its text, of the length of one together: encodings are larger than token ids."""
+    """Pieces, each with its text, of the length of one together: encodings are larger than token
+    ids."""
     batch: list[tuple[str, str]] = []
     size = 0
     for text, piece in pieces:
@@ -129,5 +154,6 @@ def _end(encoding: Encoding, most: int) -> int:
     # Not of `offsets`, which is a list of all of them.
     last, following = encoding.token_to_chars(most - 1), encoding.token_to_chars(most)
     assert last is not None and following is not None, "both are among its tokens"
-    # A character of several tokens is left out when not all of them fit, unless it is the first one.
+    # A character of several tokens is left out when not all of them fit, unless it is the first
+    # one.
     return min(last[1], following[0]) or last[1]

@@ -1,4 +1,5 @@
-"""MediaReader: items of media become features of a prompt. It is imported for multimodal models only."""
+"""MediaReader: items of media become features of a prompt. It is imported for multimodal models
+only."""
 
 from __future__ import annotations
 
@@ -54,7 +55,11 @@ class ReadItem(NamedTuple):
         """Of the item at a place of a prompt."""
         at = PlaceholderRange(offset, len(self.replacement.token_ids), self.replacement.mask)
         return MultiModalFeatureSpec(
-            modality=self.modality, mm_identifier=self.identifier, mm_position=at, data=self.data, layout=self.replacement.layout
+            modality=self.modality,
+            mm_identifier=self.identifier,
+            mm_position=at,
+            data=self.data,
+            layout=self.replacement.layout,
         )
 
 
@@ -83,13 +88,18 @@ class _Content:
 
 
 class MediaReader:
-    """Reads items within the operator's bounds, and makes of them what the model's rules say. Thread-safe.
+    """Reads items within the operator's bounds, and makes of them what the model's rules say.
+    Thread-safe.
 
-    Raises CheckpointError where the checkpoint does not say how, ConfigError for bounds that make no sense.
+    Raises CheckpointError where the checkpoint does not say how, ConfigError for bounds that make
+    no sense.
     """
 
-    def __init__(self, config: VllmConfig, rules: MultiModalRules, folder: Path, modalities: Container[str]) -> None:
-        """`folder`: of the checkpoint's processors. `modalities`: those of which items are read, and not their embeddings alone."""
+    def __init__(
+        self, config: VllmConfig, rules: MultiModalRules, folder: Path, modalities: Container[str]
+    ) -> None:
+        """`folder`: of the checkpoint's processors. `modalities`: those of which items are read,
+        and not their embeddings alone."""
         self._rules = rules
         self._max_model_len = config.max_model_len
         bounds = config.renderer
@@ -105,13 +115,18 @@ class MediaReader:
         self._videos: VideoProcessor | None = None
         if self._images is not None and "video" in rules.modalities:
             timed = "tokens_per_second" in (config.hf_config.get("vision_config") or {})
-            self._videos = VideoProcessor(folder, self._images, bounds.max_media_pixels, timed=timed)
+            self._videos = VideoProcessor(
+                folder, self._images, bounds.max_media_pixels, timed=timed
+            )
         self._audio = AudioProcessor(folder) if "audio" in modalities else None
 
-    def read(self, items: Sequence[Item], options: Any, held: FeatureLookup | None) -> list[ReadItem]:
+    def read(
+        self, items: Sequence[Item], options: Any, held: FeatureLookup | None
+    ) -> list[ReadItem]:
         """Each item once, however often it stands in a prompt. `options`: mm_processor_kwargs.
 
-        None is processed that has no room beside those before it: a prompt that is cut keeps all of its items, too. Raises RequestError.
+        None is processed that has no room beside those before it: a prompt that is cut keeps all of
+        its items, too. Raises RequestError.
         """
         chosen = self._options(items, options)
         made: dict[str, ReadItem] = {}
@@ -121,7 +136,9 @@ class MediaReader:
             identifier = self._identifier(item, content, chosen.get(item.modality, {}))
             check = partial(self._check_room, total)
             if identifier not in made:
-                made[identifier] = self._read(item, content, identifier, chosen.get(item.modality, {}), held, check)
+                made[identifier] = self._read(
+                    item, content, identifier, chosen.get(item.modality, {}), held, check
+                )
             found.append(made[identifier])
             num_tokens = len(made[identifier].replacement.token_ids)
             with _naming(item):
@@ -130,32 +147,61 @@ class MediaReader:
         return found
 
     def _check_room(self, total: int, num_tokens: int) -> None:
-        """Raises ContextLengthError for an item that does not fit beside those before it, which have `total` tokens."""
+        """Raises ContextLengthError for an item that does not fit beside those before it, which
+        have `total` tokens."""
         if total + num_tokens >= self._max_model_len:
             before = f", {total + num_tokens} with the items before it" if total else ""
-            longest = f"this model's maximum context length is {self._max_model_len} tokens (max_model_len)"
+            longest = (
+                f"this model's maximum context length is {self._max_model_len} tokens "
+                "(max_model_len)"
+            )
             raise ContextLengthError(f"it has {num_tokens} tokens{before}; {longest}.")
 
     def _options(self, items: Sequence[Item], given: Any) -> dict[str, dict[str, Any]]:
         """By modality. Those of sampling say nothing of an image; recordings have none."""
         if given is None:
             return {}
-        known = check_options(given, [*(SIZES if self._images is not None else ()), *(OPTIONS if self._videos is not None else ())])
+        known = check_options(
+            given,
+            [
+                *(SIZES if self._images is not None else ()),
+                *(OPTIONS if self._videos is not None else ()),
+            ],
+        )
         chosen = {}
         for item in items:
-            if item.modality == "image" and self._images is not None and item.modality not in chosen:
+            if (
+                item.modality == "image"
+                and self._images is not None
+                and item.modality not in chosen
+            ):
                 chosen["image"] = self._images.options(known)
-            elif item.modality == "video" and item.modality not in chosen and self._videos is not None:
+            elif (
+                item.modality == "video"
+                and item.modality not in chosen
+                and self._videos is not None
+            ):
                 with _naming(item, param="mm_processor_kwargs"):
                     chosen["video"] = self._videos.options(known)
         return chosen
 
     def _read(
-        self, item: Item, content: _Content, identifier: str, options: Mapping[str, Any], held: FeatureLookup | None, check: _Check
+        self,
+        item: Item,
+        content: _Content,
+        identifier: str,
+        options: Mapping[str, Any],
+        held: FeatureLookup | None,
+        check: _Check,
     ) -> ReadItem:
         known = held.get(identifier) if held is not None else None
         if known is not None:
-            return ReadItem(item.modality, identifier, Replacement(known.token_ids, known.mask, known.layout), None)
+            return ReadItem(
+                item.modality,
+                identifier,
+                Replacement(known.token_ids, known.mask, known.layout),
+                None,
+            )
         if content.arrays is not None:
             arrays = content.arrays
         elif item.modality == "image":
@@ -166,25 +212,45 @@ class MediaReader:
             arrays = self._video(item, content, options, check)
         with _naming(item):
             replacement = self._rules.replacement(item.modality, arrays)
-        return ReadItem(item.modality, identifier, replacement, {name: Array.of(array) for name, array in arrays.items()})
+        return ReadItem(
+            item.modality,
+            identifier,
+            replacement,
+            {name: Array.of(array) for name, array in arrays.items()},
+        )
 
-    def _image(self, item: Item, content: _Content, options: Mapping[str, Any], check: _Check) -> dict[str, np.ndarray]:
+    def _image(
+        self, item: Item, content: _Content, options: Mapping[str, Any], check: _Check
+    ) -> dict[str, np.ndarray]:
         assert self._images is not None, "no image is read"
         pixels = content.pixels
-        width, height = (image_size(content.file) or (0, 0)) if pixels is None else (pixels.shape[1], pixels.shape[0])
+        width, height = (
+            (image_size(content.file) or (0, 0))
+            if pixels is None
+            else (pixels.shape[1], pixels.shape[0])
+        )
         with _naming(item):
-            if width and height and (num_tokens := self._images.num_tokens(width, height, options)) is not None:
+            if (
+                width
+                and height
+                and (num_tokens := self._images.num_tokens(width, height, options)) is not None
+            ):
                 check(num_tokens)
         if pixels is None:
             pixels = open_image(content.file, self._limits, what=item.what, param=item.param)
         with _naming(item):
             return self._images.process(pixels, options)
 
-    def _video(self, item: Item, content: _Content, options: Mapping[str, Any], check: _Check) -> dict[str, np.ndarray]:
+    def _video(
+        self, item: Item, content: _Content, options: Mapping[str, Any], check: _Check
+    ) -> dict[str, np.ndarray]:
         if content.frames is not None:
             with _naming(item):
                 return self._arrays(content.frames, options, check, is_file=False)
-        with open_video(content.file, self._limits, what=item.what, param=item.param) as video, _naming(item):
+        with (
+            open_video(content.file, self._limits, what=item.what, param=item.param) as video,
+            _naming(item),
+        ):
             return self._arrays(video, options, check, is_file=True)
 
     def _recording(self, item: Item, content: _Content) -> dict[str, np.ndarray]:
@@ -197,22 +263,34 @@ class MediaReader:
                 stream = Resampler(given, rate)
                 stream.push(samples)
                 return audio.process(stream.finish())
-        with open_audio(content.file, self._limits, what=item.what, param=item.param) as file, _naming(item):
+        with (
+            open_audio(content.file, self._limits, what=item.what, param=item.param) as file,
+            _naming(item),
+        ):
             audio.require_room(file.seconds)
             return audio.process(file.read(rate))
 
-    def _arrays(self, video: Video | Frames, options: Mapping[str, Any], check: _Check, *, is_file: bool) -> dict[str, np.ndarray]:
+    def _arrays(
+        self, video: Video | Frames, options: Mapping[str, Any], check: _Check, *, is_file: bool
+    ) -> dict[str, np.ndarray]:
         assert self._videos is not None, "no video is read"
         sampling = self._videos.sampling
         indices = sampling.indices(video.num_frames, video.fps, options, is_file=is_file)
         if len(indices) > self._limits.max_frames:
-            taken = f"{len(indices)} of its {video.num_frames} frames would be read, more than the {self._limits.max_frames} that are taken"
-            raise RequestError(f"{taken} (max_media_frames). mm_processor_kwargs may ask for fewer: fps, num_frames.")
+            taken = (
+                f"{len(indices)} of its {video.num_frames} frames would be read, more than the "
+                f"{self._limits.max_frames} that are taken"
+            )
+            raise RequestError(
+                f"{taken} (max_media_frames). mm_processor_kwargs may ask for fewer: fps, "
+                "num_frames."
+            )
         seconds = sampling.seconds(len(indices), video.num_frames, video.fps)
         return self._videos.process(video.frames(indices), len(indices), seconds, options, check)
 
     def _identifier(self, item: Item, content: _Content, options: Mapping[str, Any]) -> str:
-        """Of the content and all that decides what is made of it; and of the caller's name, which cannot stand for the content."""
+        """Of the content and all that decides what is made of it; and of the caller's name, which
+        cannot stand for the content."""
         said = json.dumps([item.modality, content.kind, item.uuid, options], sort_keys=True)
         processor = self._audio if item.modality == "audio" else self._images
         fingerprint = processor.fingerprint if processor is not None else b""
@@ -230,15 +308,26 @@ class MediaReader:
     def _content(self, item: Item) -> _Content:
         if item.is_embeds:
             with _naming(item):
-                return _Content("embeds", arrays=read_embeds(item.modality, item.source, self._limits.max_bytes))
-        if {"image": self._images, "video": self._videos, "audio": self._audio}.get(item.modality) is None:
+                return _Content(
+                    "embeds", arrays=read_embeds(item.modality, item.source, self._limits.max_bytes)
+                )
+        if {"image": self._images, "video": self._videos, "audio": self._audio}.get(
+            item.modality
+        ) is None:
             known = "images, videos and recordings"
-            raise RequestError(f"{item.what}: this renderer processes {known} only. Give {item.modality}_embeds.", item.param)
+            raise RequestError(
+                f"{item.what}: this renderer processes {known} only. Give {item.modality}_embeds.",
+                item.param,
+            )
         if self._audio is not None and item.modality == "audio":
             return self._sound(item, self._audio)
-        source = bytes(item.source) if isinstance(item.source, bytearray | memoryview) else item.source
+        source = (
+            bytes(item.source) if isinstance(item.source, bytearray | memoryview) else item.source
+        )
         if isinstance(source, str | bytes):
-            return _Content("file", file=load_bytes(source, self._limits, what=item.what, param=item.param))
+            return _Content(
+                "file", file=load_bytes(source, self._limits, what=item.what, param=item.param)
+            )
         with _naming(item):
             if item.modality == "video":
                 frames = Frames(source, self._limits.max_pixels)
@@ -254,10 +343,16 @@ class MediaReader:
             file = load_bytes(source, self._limits, what=item.what, param=item.param)
             is_known = modality_of(file) == "audio" or container_of(file) is not None
             if item.format and is_known and item.format != (format := format_of(file)):
-                raise RequestError(f"{item.what}: it is said to be of the format {item.format}, and is of the format {format}.", item.param)
+                raise RequestError(
+                    f"{item.what}: it is said to be of the format {item.format}, and is of the "
+                    f"format {format}.",
+                    item.param,
+                )
             return _Content("file", file=file)
         with _naming(item):
-            rate, samples = read_samples(item.source, audio.window.sampling_rate, self._limits.max_audio_seconds)
+            rate, samples = read_samples(
+                item.source, audio.window.sampling_rate, self._limits.max_audio_seconds
+            )
             return _Content(f"samples {rate}", samples=(rate, samples))
 
 

@@ -1,4 +1,5 @@
-"""Items of media in conversations and prompts, as callers give them: found, counted, and not yet read."""
+"""Items of media in conversations and prompts, as callers give them: found, counted, and not yet
+read."""
 
 from __future__ import annotations
 
@@ -76,7 +77,10 @@ class ItemLimits:
         for entry in given:
             modality, _, count = entry.partition("=")
             if modality not in modalities or not (count.isascii() and count.isdecimal()):
-                raise ConfigError(f"limit_mm_per_prompt: {entry!r} is not like image=8. The model takes: {', '.join(modalities)}.")
+                raise ConfigError(
+                    f"limit_mm_per_prompt: {entry!r} is not like image=8. The model takes: "
+                    f"{', '.join(modalities)}."
+                )
             self._most[modality] = int(count)
 
     def most(self, modality: str) -> int:
@@ -87,50 +91,85 @@ class ItemLimits:
         for modality, count in Counter(item.modality for item in items).items():
             first = next(item for item in items if item.modality == modality)
             if modality not in modalities:
-                raise RequestError(f"{first.what}: this model takes no {modality}, only {' and '.join(modalities)}.", first.param)
+                raise RequestError(
+                    f"{first.what}: this model takes no {modality}, only "
+                    f"{' and '.join(modalities)}.",
+                    first.param,
+                )
             most = self.most(modality)
             if count > most:
                 allowed = f"a prompt may have {most} of modality {modality!r} (limit_mm_per_prompt)"
-                raise RequestError(f"{modality} {most + 1}: there are {count}; {allowed}.", first.param)
+                raise RequestError(
+                    f"{modality} {most + 1}: there are {count}; {allowed}.", first.param
+                )
 
 
 def take_items(messages: Conversation) -> tuple[list[Any], list[Item]]:
-    """The messages with bare parts, such as {"type": "image"}, where items stand; and the items in order. Raises RequestError."""
+    """The messages with bare parts, such as {"type": "image"}, where items stand; and the items in
+    order. Raises RequestError."""
     items: list[Item] = []
     return [_bare_message(message, items) for message in messages], items
 
 
 def items_of_prompt(prompt: Mapping[str, Any]) -> list[Item]:
-    """Those beside a text or token ids: `multi_modal_data`, with `multi_modal_uuids`. Raises RequestError."""
+    """Those beside a text or token ids: `multi_modal_data`, with `multi_modal_uuids`. Raises
+    RequestError."""
     data, uuids = prompt.get("multi_modal_data") or {}, prompt.get("multi_modal_uuids") or {}
     for name, given in (("multi_modal_data", data), ("multi_modal_uuids", uuids)):
-        if not isinstance(given, Mapping) or not all(isinstance(modality, str) for modality in given):
-            raise RequestError(f"{name} must be a mapping such as {{'image': [...]}}, not a {type(given).__name__}.", name)
+        if not isinstance(given, Mapping) or not all(
+            isinstance(modality, str) for modality in given
+        ):
+            raise RequestError(
+                f"{name} must be a mapping such as {{'image': [...]}}, not a "
+                f"{type(given).__name__}.",
+                name,
+            )
     items: list[Item] = []
     for modality, given in data.items():
         sources = _sources(modality, given)
         names = uuids.get(modality)
-        named = list(names) if isinstance(names, list | tuple) else [names] * (1 if names is not None else len(sources))
+        named = (
+            list(names)
+            if isinstance(names, list | tuple)
+            else [names] * (1 if names is not None else len(sources))
+        )
         if len(named) != len(sources):
-            raise RequestError(f"multi_modal_uuids has {len(named)} of {modality!r} for {len(sources)} items.", "multi_modal_uuids")
+            raise RequestError(
+                f"multi_modal_uuids has {len(named)} of {modality!r} for {len(sources)} items.",
+                "multi_modal_uuids",
+            )
         for number, (source, uuid) in enumerate(zip(sources, named, strict=True), 1):
             what, param = f"{modality} {number}", "multi_modal_data"
-            items.append(Item(modality, source, what, param, _is_embeds(source), _uuid(uuid, what, "multi_modal_uuids")))
+            items.append(
+                Item(
+                    modality,
+                    source,
+                    what,
+                    param,
+                    _is_embeds(source),
+                    _uuid(uuid, what, "multi_modal_uuids"),
+                )
+            )
     if set(uuids) - set(data):
         raise RequestError("multi_modal_uuids names items that are not there.", "multi_modal_uuids")
     return items
 
 
 def _sources(modality: str, given: Any) -> list[Any]:
-    """The items of a modality. A video may be a list of frames, or a pair of frames and what is said of them; a recording a pair, too."""
+    """The items of a modality. A video may be a list of frames, or a pair of frames and what is
+    said of them; a recording a pair, too."""
     if not isinstance(given, list | tuple) or (modality == "audio" and is_with_rate(given)):
         return [given]
-    return [given] if modality == "video" and (is_with_fps(given) or is_frames(given)) else list(given)
+    return (
+        [given] if modality == "video" and (is_with_fps(given) or is_frames(given)) else list(given)
+    )
 
 
 def _bare_message(message: Any, items: list[Item]) -> Any:
     content = message.get("content") if isinstance(message, Mapping) else None
-    if not isinstance(content, list | tuple) or not any(_type_of(part) in _KINDS for part in content):
+    if not isinstance(content, list | tuple) or not any(
+        _type_of(part) in _KINDS for part in content
+    ):
         return message
     return {**message, "content": [_bare_part(part, items) for part in content]}
 
@@ -153,20 +192,37 @@ def _bare_part(part: Any, items: list[Item]) -> Any:
     if kind.endswith("_url") and isinstance(source, Mapping):
         source = source.get("url")
     if source is None:
-        raise RequestError(f"{what}: a content part of type {kind!r} must have {keys[0]!r}.", "messages")
+        raise RequestError(
+            f"{what}: a content part of type {kind!r} must have {keys[0]!r}.", "messages"
+        )
     source, format = _of_input_audio(source, what) if kind == _INPUT_AUDIO else (source, "")
     embeds = kind.endswith("_embeds") or _is_embeds(source)
-    items.append(Item(modality, source, what, "messages", embeds, _uuid(part.get("uuid"), what, "messages"), format))
+    items.append(
+        Item(
+            modality,
+            source,
+            what,
+            "messages",
+            embeds,
+            _uuid(part.get("uuid"), what, "messages"),
+            format,
+        )
+    )
     return {"type": modality}
 
 
 def _of_input_audio(given: Any, what: str) -> tuple[str | bytes, str]:
-    """The source of OpenAI's {"data": base64, "format": "wav"}, and the format; a data URL is taken, too. Raises RequestError."""
+    """The source of OpenAI's {"data": base64, "format": "wav"}, and the format; a data URL is
+    taken, too. Raises RequestError."""
     if not isinstance(given, Mapping) or not isinstance(given.get("data"), str | bytes):
-        raise RequestError(f"{what}: input_audio must be {{'data': base64, 'format': 'wav'}}.", "messages")
+        raise RequestError(
+            f"{what}: input_audio must be {{'data': base64, 'format': 'wav'}}.", "messages"
+        )
     data, format = given["data"], given.get("format")
     if format is not None and (not isinstance(format, str) or format not in _FORMATS):
-        raise RequestError(f"{what}: its format is {format!r:.50}; known: {', '.join(_FORMATS)}.", "messages")
+        raise RequestError(
+            f"{what}: its format is {format!r:.50}; known: {', '.join(_FORMATS)}.", "messages"
+        )
     if isinstance(data, str) and data[:5].lower() != "data:":
         data = f"data:;base64,{data}"
     return data, _FORMATS[format] if format else ""
@@ -179,7 +235,9 @@ def _of_file(part: Mapping[str, Any], items: Sequence[Item]) -> dict[str, Any]:
     if not isinstance(file, Mapping):
         raise RequestError(f"{what}: a content part of type 'file' must have 'file'.", "messages")
     if file.get("file_id") is not None:
-        raise RequestError(f"{what}: no files are kept here: give file_data instead of file_id.", "messages")
+        raise RequestError(
+            f"{what}: no files are kept here: give file_data instead of file_id.", "messages"
+        )
     data = file.get("file_data")
     if not isinstance(data, str | bytes) or not data:
         raise RequestError(f"{what}: it must have file_data: a data URL, or base64.", "messages")
@@ -187,7 +245,9 @@ def _of_file(part: Mapping[str, Any], items: Sequence[Item]) -> dict[str, Any]:
         data = f"data:;base64,{data}"
     modality = modality_of(beginning(data) if isinstance(data, str) else data)
     if modality is None:
-        raise RequestError(f"{what}: it is of no known format: images, videos and recordings are.", "messages")
+        raise RequestError(
+            f"{what}: it is of no known format: images, videos and recordings are.", "messages"
+        )
     return {**part, "type": modality, modality: data}
 
 
@@ -202,5 +262,7 @@ def _uuid(given: Any, what: str, param: str) -> str:
     if given is None:
         return ""
     if not isinstance(given, str) or not 0 < len(given) <= _MOST_UUID:
-        raise RequestError(f"{what}: its uuid must be a text of 1 to {_MOST_UUID} characters.", param)
+        raise RequestError(
+            f"{what}: its uuid must be a text of 1 to {_MOST_UUID} characters.", param
+        )
     return given

@@ -1,4 +1,5 @@
-"""What comes of items of media, told before any is read: by their headers and the checkpoint's JSON, without transformers."""
+"""What comes of items of media, told before any is read: by their headers and the checkpoint's
+JSON, without transformers."""
 
 from __future__ import annotations
 
@@ -17,26 +18,48 @@ from toolkit_lm_renderer_hf.tokenizer import read_json
 _MADE, _READ = 3 * 4, 3
 """Bytes of a pixel: of what is made of it, and while it is read."""
 _BEGINNING = 3 * 2**15
-"""Bytes of a file that are looked at. Headers of JPEG files may come later, after what a camera has to say."""
-_QWEN = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+"""Bytes of a file that are looked at. Headers of JPEG files may come later, after what a camera has
+to say."""
+_QWEN = {
+    "shortest_edge": 56 * 56,
+    "longest_edge": 28 * 28 * 1280,
+    "patch_size": 14,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+}
 """Of transformers' Qwen2VLImageProcessor."""
 
 
 class MediaSizes:
-    """Bounds for one checkpoint. What it cannot tell counts as the most that the operator lets in."""
+    """Bounds for one checkpoint. What it cannot tell counts as the most that the operator lets
+    in."""
 
-    def __init__(self, folder: Path, max_pixels: int, max_tokens: int, modalities: Container[str]) -> None:
-        """`max_pixels`: of an image, or of a video's frames. `max_tokens`: of all items of a prompt. `modalities`: those that are read."""
+    def __init__(
+        self, folder: Path, max_pixels: int, max_tokens: int, modalities: Container[str]
+    ) -> None:
+        """`max_pixels`: of an image, or of a video's frames. `max_tokens`: of all items of a
+        prompt. `modalities`: those that are read."""
         self._modalities, self._max_pixels = modalities, max_pixels
         self._window = Window.read(folder) if "audio" in modalities else None
         nested = read_json(folder / "processor_config.json").get("image_processor")
-        stated = nested if isinstance(nested, Mapping) else read_json(folder / "preprocessor_config.json")
+        stated = (
+            nested
+            if isinstance(nested, Mapping)
+            else read_json(folder / "preprocessor_config.json")
+        )
         self._is_qwen = bool(QWEN.fullmatch(str(stated.get("image_processor_type"))))
         size = stated.get("size")
         edges: Mapping[str, Any] = size if isinstance(size, Mapping) else {}
         if self._is_qwen:
-            numbers = {"shortest_edge": stated.get("min_pixels"), "longest_edge": stated.get("max_pixels"), **edges}
-            found = {name: self._number(stated.get(name) or numbers.get(name) or default) for name, default in _QWEN.items()}
+            numbers = {
+                "shortest_edge": stated.get("min_pixels"),
+                "longest_edge": stated.get("max_pixels"),
+                **edges,
+            }
+            found = {
+                name: self._number(stated.get(name) or numbers.get(name) or default)
+                for name, default in _QWEN.items()
+            }
             self._depth = found["temporal_patch_size"]
             self._most_of_prompt = max_tokens * (found["patch_size"] * found["merge_size"]) ** 2
             self._least, self._most = found["shortest_edge"], found["longest_edge"]
@@ -45,10 +68,13 @@ class MediaSizes:
             if stated.get("do_center_crop") is not False and crop is not None:
                 edges = crop if isinstance(crop, Mapping) else {"height": crop, "width": crop}
             self._depth, self._most_of_prompt = 1, max_pixels
-            self._least = self._most = min(self._number(edges.get("height")) * self._number(edges.get("width")), max_pixels)
+            self._least = self._most = min(
+                self._number(edges.get("height")) * self._number(edges.get("width")), max_pixels
+            )
 
     def bytes_of(self, item: Item, options: Mapping[str, Any]) -> tuple[int, int]:
-        """Of what is made of an item at most, and what it takes beside that while it is read. `options`: of the processor, as given."""
+        """Of what is made of an item at most, and what it takes beside that while it is read.
+        `options`: of the processor, as given."""
         if item.is_embeds or item.modality not in self._modalities:
             return 0, 0
         if self._window is not None and item.modality == "audio":
@@ -60,7 +86,9 @@ class MediaSizes:
         most = min(self._most, self._most_of_prompt)
         if self._is_qwen:
             size = options.get("size")
-            chosen = options.get("max_pixels") or (size.get("longest_edge") if isinstance(size, Mapping) else None)
+            chosen = options.get("max_pixels") or (
+                size.get("longest_edge") if isinstance(size, Mapping) else None
+            )
             most = min(most, self._number(chosen))
         return _MADE * self._depth * min(max(pixels, self._least), most), _READ * pixels
 
@@ -77,4 +105,10 @@ def _pixels(source: Any) -> int | None:
         return width * height
     size = getattr(source, "size", None)
     # Of an image of Pillow, and of an array.
-    return size[0] * size[1] if isinstance(size, tuple) and len(size) == 2 else size if isinstance(size, int) else None
+    return (
+        size[0] * size[1]
+        if isinstance(size, tuple) and len(size) == 2
+        else size
+        if isinstance(size, int)
+        else None
+    )

@@ -1,4 +1,5 @@
-"""MultiModal: what HfRenderer does for a model that reads items of media. It is imported for such models only."""
+"""MultiModal: what HfRenderer does for a model that reads items of media. It is imported for such
+models only."""
 
 from __future__ import annotations
 
@@ -21,25 +22,34 @@ from toolkit_lm_renderer_hf.placeholders import Placeholders, TypedPlaceholders
 
 
 class MultiModal:
-    """Takes items out of conversations and prompts, and puts what the model reads in the places of their placeholders. Thread-safe.
+    """Takes items out of conversations and prompts, and puts what the model reads in the places of
+    their placeholders. Thread-safe.
 
     Raises CheckpointError or ConfigError where it cannot be made.
     """
 
-    def __init__(self, config: VllmConfig, rules: MultiModalRules, tokenizer: Tokenizer, folder: Path) -> None:
+    def __init__(
+        self, config: VllmConfig, rules: MultiModalRules, tokenizer: Tokenizer, folder: Path
+    ) -> None:
         self._rules = rules
         self._placeholders = Placeholders(tokenizer, rules)
         self._limits = ItemLimits(config.renderer.limit_mm_per_prompt, rules.modalities)
         read = [modality for modality in rules.modalities if self._limits.most(modality) > 0]
         self._reader = MediaReader(config, rules, folder, read)
-        self._sizes = MediaSizes(folder, config.renderer.max_media_pixels, config.max_model_len, read)
+        self._sizes = MediaSizes(
+            folder, config.renderer.max_media_pixels, config.max_model_len, read
+        )
         self.tokens = self._placeholders.tokens
         """By modality, the text of its placeholder."""
-        self.texts = {modality: rules.placeholder_text(modality, token) for modality, token in self.tokens.items()}
+        self.texts = {
+            modality: rules.placeholder_text(modality, token)
+            for modality, token in self.tokens.items()
+        }
         """The same as it is put into a conversation for a template that writes none."""
 
     def take(self, messages: Conversation) -> tuple[list[Any], list[Item]]:
-        """The messages with bare parts in the places of items, and the items. Raises RequestError."""
+        """The messages with bare parts in the places of items, and the items. Raises
+        RequestError."""
         bare, items = take_items(messages)
         self._limits.check(items, self._rules.modalities)
         return bare, items
@@ -62,10 +72,16 @@ class MultiModal:
         """For a conversation: its `hide` is applied to all that is in it."""
         return self._placeholders.typed()
 
-    def whole_text(self, text: str, typed: TypedPlaceholders | None = None) -> tuple[str, Tokenizer | None]:
+    def whole_text(
+        self, text: str, typed: TypedPlaceholders | None = None
+    ) -> tuple[str, Tokenizer | None]:
         """A text as it is tokenized, and by which tokenizer; None: the model's own."""
         text = self._placeholders.surrounded(text)
-        return self._placeholders.as_typed(text, typed) if typed is not None and typed.used else (text, None)
+        return (
+            self._placeholders.as_typed(text, typed)
+            if typed is not None and typed.used
+            else (text, None)
+        )
 
     def render(
         self,
@@ -75,19 +91,25 @@ class MultiModal:
         held: FeatureLookup | None,
         encode: Callable[[str], list[int]] | None = None,
     ) -> Rendered:
-        """Tokens with items in the places of placeholders. `encode`: what the model has around these is put there too.
+        """Tokens with items in the places of placeholders. `encode`: what the model has around
+        these is put there too.
 
         Placeholders are counted before any item is read. Raises RequestError.
         """
         if not items:
             return Rendered(list(token_ids))
         places = self._placeholders.places(token_ids, items)
-        read = {id(item): one for item, one in zip(items, self._reader.read(items, options, held), strict=True)}
+        read = {
+            id(item): one
+            for item, one in zip(items, self._reader.read(items, options, held), strict=True)
+        }
         rendered: list[int] = []
         features: list[MultiModalFeatureSpec] = []
         end = 0
         for place, item in places:
-            before, after = self._placeholders.around(item.modality, encode) if encode is not None else ([], [])
+            before, after = (
+                self._placeholders.around(item.modality, encode) if encode is not None else ([], [])
+            )
             rendered += [*token_ids[end:place], *before]
             features.append(read[id(item)].feature(len(rendered)))
             rendered += [*read[id(item)].replacement.token_ids, *after]

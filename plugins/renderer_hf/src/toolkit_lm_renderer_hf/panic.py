@@ -1,4 +1,5 @@
-"""Panics of the package tokenizers: its Rust code raises them as a BaseException that no `except Exception` sees."""
+"""Panics of the package tokenizers: its Rust code raises them as a BaseException that no `except
+Exception` sees."""
 
 from __future__ import annotations
 

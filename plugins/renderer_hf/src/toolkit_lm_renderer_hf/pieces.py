@@ -1,4 +1,5 @@
-"""Cuts long texts where their tokenizer splits them anyway: the tokens of the pieces, one after the other, are those of the whole.
+"""Cuts long texts where their tokenizer splits them anyway: the tokens of the pieces, one after the
+other, are those of the whole.
 
 An encoding takes some 150 bytes a token. Of a long text no more than a piece is encoded at a time.
 """
@@ -21,9 +22,23 @@ _WINDOW = 512
 _TRIES = 16
 """Places of these that are looked at."""
 
-_NORMALIZERS = frozenset({"BertNormalizer", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "StripAccents"})
+_NORMALIZERS = frozenset(
+    {
+        "BertNormalizer",
+        "Lowercase",
+        "NFC",
+        "NFD",
+        "NFKC",
+        "NFKD",
+        "Nmt",
+        "Precompiled",
+        "StripAccents",
+    }
+)
 """They change characters one by one, or with their marks."""
-_PRE_TOKENIZERS = frozenset({"BertPreTokenizer", "ByteLevel", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit"})
+_PRE_TOKENIZERS = frozenset(
+    {"BertPreTokenizer", "ByteLevel", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit"}
+)
 """None of them makes a word that goes from a letter over a space, or looks back."""
 _SPACES = ({"Regex": " {2,}"}, {"Regex": r"\s+"})
 """Patterns that a normalizer may replace."""
@@ -36,11 +51,13 @@ _TOKEN = re.compile(
     r"|(?P<atom>\\[pP]\{\^?\w+\}|\\[sSdDwWrnt]|\\[^a-zA-Z0-9]|\[\^?(?:\\[^xuUoc0-9]|[^\]\[\\])+\]|[^\\\[\](){}|?*+.^$])"
     r"(?P<times>(?:[?*+]|\{\d+(?:,\d*)?\})?[?+]?)"
 )
-"""Of a regular expression: no looking back, no anchor, and ahead no further than the next character, after spaces."""
+"""Of a regular expression: no looking back, no anchor, and ahead no further than the next
+character, after spaces."""
 
 
 class Cutter:
-    """Cuts the texts of one tokenizer. One whose words may go over a space, as those of a model that splits no words, is not cut for."""
+    """Cuts the texts of one tokenizer. One whose words may go over a space, as those of a model
+    that splits no words, is not cut for."""
 
     def __init__(self, tokenizer: Tokenizer, size: int = PIECE) -> None:
         """`size`: characters of a piece, about. A text that is not longer is not cut."""
@@ -59,7 +76,11 @@ class Cutter:
 
     def _place(self, text: str, start: int, end: int) -> int | None:
         """Where a piece may end: after a letter, before a space and another letter."""
-        places = [at for at in range(start + 1, end) if text[at] == " " and text[at - 1].isalpha() and text[at + 1].isalpha()]
+        places = [
+            at
+            for at in range(start + 1, end)
+            if text[at] == " " and text[at - 1].isalpha() and text[at + 1].isalpha()
+        ]
         for number in range(len(places) - 2, max(0, len(places) - 2 - _TRIES), -1):
             before, place, after = places[number - 1 : number + 2]
             if self._splits(text[before:place], text[place:after]):
@@ -67,10 +88,13 @@ class Cutter:
         return None
 
     def _splits(self, left: str, right: str) -> bool:
-        """Whether a word ends between these texts, which begin with a space each, and end before one."""
+        """Whether a word ends between these texts, which begin with a space each, and end before
+        one."""
         try:
             whole, first, second = map(self._normalized, (left + right, left, right))
-            if whole != first + second or not (first[-1:].isalpha() and second[:1] == " " and second[1:2].isalpha()):
+            if whole != first + second or not (
+                first[-1:].isalpha() and second[:1] == " " and second[1:2].isalpha()
+            ):
                 return False
             if self._added_tokens.search(left + right) or self._added_tokens.search(whole):
                 return False
@@ -95,7 +119,9 @@ class Cutter:
     def _added(self) -> list[str]:
         """The texts of added tokens: as they are stated, and as they are after normalization."""
         tokens = list(self._tokenizer.get_added_tokens_decoder().values())
-        found = {token.content for token in tokens} | {self._normalized(token.content) for token in tokens if token.normalized}
+        found = {token.content for token in tokens} | {
+            self._normalized(token.content) for token in tokens if token.normalized
+        }
         return sorted(found - {""})
 
     @cached_property
@@ -104,15 +130,16 @@ class Cutter:
 
     @cached_property
     def _is_safe(self) -> bool:
-        """No part of the tokenizer makes more of a letter and a space after it than of each by itself."""
+        """No part of the tokenizer makes more of a letter and a space after it than of each by
+        itself."""
         tokenizer = self._tokenizer
         if tokenizer.pre_tokenizer is None or getattr(tokenizer.model, "dropout", None):
             return False
         if any(re.search(r"[^\W\d_] ", content) for content in self._added):
             return False
-        return (tokenizer.normalizer is None or _is_safe_normalizer(_state(tokenizer.normalizer))) and _is_safe_splitter(
-            _state(tokenizer.pre_tokenizer)
-        )
+        return (
+            tokenizer.normalizer is None or _is_safe_normalizer(_state(tokenizer.normalizer))
+        ) and _is_safe_splitter(_state(tokenizer.pre_tokenizer))
 
 
 def _state(part: Any) -> Mapping[str, Any]:
@@ -124,14 +151,18 @@ def _state(part: Any) -> Mapping[str, Any]:
 def _is_safe_normalizer(state: Mapping[str, Any]) -> bool:
     if state["type"] == "Sequence":
         return all(map(_is_safe_normalizer, state["normalizers"]))
-    return state["type"] in _NORMALIZERS or (state["type"] == "Replace" and state["pattern"] in _SPACES and state["content"] == " ")
+    return state["type"] in _NORMALIZERS or (
+        state["type"] == "Replace" and state["pattern"] in _SPACES and state["content"] == " "
+    )
 
 
 def _is_safe_splitter(state: Mapping[str, Any]) -> bool:
     if state["type"] == "Sequence":
         parts = state["pretokenizers"]
         # After it a space is a letter of another kind.
-        is_last = all(part["type"] != "ByteLevel" or part.get("use_regex", True) for part in parts[:-1])
+        is_last = all(
+            part["type"] != "ByteLevel" or part.get("use_regex", True) for part in parts[:-1]
+        )
         return is_last and all(map(_is_safe_splitter, parts))
     if state["type"] == "Metaspace":
         return bool(state.get("split", True))
@@ -144,10 +175,11 @@ def _is_safe_splitter(state: Mapping[str, Any]) -> bool:
 
 
 def stays_in_words(pattern: str) -> bool:
-    """Whether no match of a regular expression has a space after a letter, and none depends on what is beyond.
+    """Whether no match of a regular expression has a space after a letter, and none depends on what
+    is beyond.
 
-    That is so where in each alternative only the first character, or a run of spaces that begins it, can be a space. Of other syntax than
-    tokenizers have, False.
+    That is so where in each alternative only the first character, or a run of spaces that begins
+    it, can be a space. Of other syntax than tokenizers have, False.
     """
     position, depth, is_first = 0, 0, True
     while position < len(pattern):

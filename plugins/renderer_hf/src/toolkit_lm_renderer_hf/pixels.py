@@ -1,4 +1,5 @@
-"""Pictures and frames in memory, as callers give them: images of Pillow, arrays of numpy or torch."""
+"""Pictures and frames in memory, as callers give them: images of Pillow, arrays of numpy or
+torch."""
 
 from __future__ import annotations
 
@@ -20,10 +21,16 @@ def read_pixels(source: Any, max_pixels: int) -> tuple[str, np.ndarray]:
     """The mode of a picture, and its pixels: uint8 [height, width, 3]. Raises RequestError."""
     image = _image_of_array(source) if isinstance(source, np.ndarray) else source
     if not isinstance(image, Image.Image):
-        raise RequestError(f"it must be a URL, bytes of a file, an image of Pillow or an array, not a {type(source).__name__}.")
+        raise RequestError(
+            "it must be a URL, bytes of a file, an image of Pillow or an array, not a "
+            f"{type(source).__name__}."
+        )
     width, height = image.size
     if not 0 < width * height <= max_pixels:
-        raise RequestError(f"it has {width} x {height} pixels; from 1 to {max_pixels} are taken (max_media_pixels).")
+        raise RequestError(
+            f"it has {width} x {height} pixels; from 1 to {max_pixels} are taken "
+            "(max_media_pixels)."
+        )
     try:
         # A copy: an array over Pillow's memory cannot be written to.
         return image.mode, np.array(to_rgb(image), dtype=np.uint8)
@@ -34,7 +41,8 @@ def read_pixels(source: Any, max_pixels: int) -> tuple[str, np.ndarray]:
 
 
 class Frames:
-    """The frames of a video: an array [n, height, width, 3], or a list of pictures of one size; or a pair of these and {"fps": ...}.
+    """The frames of a video: an array [n, height, width, 3], or a list of pictures of one size; or
+    a pair of these and {"fps": ...}.
 
     Raises RequestError for anything else.
     """
@@ -45,9 +53,13 @@ class Frames:
         if hasattr(frames, "detach"):
             # A tensor, without an import of torch.
             frames = frames.detach().cpu().numpy()
-        if not (isinstance(frames, np.ndarray) and frames.ndim == 4) and not (isinstance(frames, list | tuple) and is_frames(frames)):
+        if not (isinstance(frames, np.ndarray) and frames.ndim == 4) and not (
+            isinstance(frames, list | tuple) and is_frames(frames)
+        ):
             form = "its frames: an array uint8 [n, height, width, 3], or a list of images"
-            raise RequestError(f"it must be a URL, bytes of a file, or {form}; not a {type(frames).__name__}.")
+            raise RequestError(
+                f"it must be a URL, bytes of a file, or {form}; not a {type(frames).__name__}."
+            )
         self._frames: Any = frames
         self.num_frames = len(frames)
         if not self.num_frames:
@@ -62,7 +74,8 @@ class Frames:
         return digest.digest()
 
     def frames(self, indices: Sequence[int]) -> Iterator[np.ndarray]:
-        """Those at `indices`: uint8 [height, width, 3]. Raises RequestError where one is no picture, or of another size."""
+        """Those at `indices`: uint8 [height, width, 3]. Raises RequestError where one is no
+        picture, or of another size."""
         shape = None
         for index in indices:
             _, pixels = read_pixels(self._frames[index], self._max_pixels)
@@ -74,7 +87,9 @@ class Frames:
 
 def is_frames(source: Sequence[Any]) -> bool:
     """Whether a list is one video's frames, and no list of videos."""
-    return bool(source) and all(isinstance(one, Image.Image) or getattr(one, "ndim", 0) == 3 for one in source)
+    return bool(source) and all(
+        isinstance(one, Image.Image) or getattr(one, "ndim", 0) == 3 for one in source
+    )
 
 
 def is_with_fps(source: Any) -> bool:
@@ -88,7 +103,9 @@ def _with_fps(source: Any) -> tuple[Any, float | None]:
     frames, said = source
     fps = said.get("fps")
     if set(said) - {"fps"}:
-        raise RequestError(f"its frames come with {sorted(map(str, said))}; only 'fps' may be said.")
+        raise RequestError(
+            f"its frames come with {sorted(map(str, said))}; only 'fps' may be said."
+        )
     if fps is None:
         return frames, None
     return frames, checked_fps(fps)
@@ -96,18 +113,29 @@ def _with_fps(source: Any) -> tuple[Any, float | None]:
 
 def checked_fps(fps: Any) -> float:
     """Raises RequestError unless it is a number of frames in a second."""
-    if isinstance(fps, bool) or not isinstance(fps, int | float) or not math.isfinite(fps) or not 0 < fps <= _MOST_FPS:
-        raise RequestError(f"fps must be a number above 0, and at most {_MOST_FPS:g}, not {fps!r:.50}.")
+    if (
+        isinstance(fps, bool)
+        or not isinstance(fps, int | float)
+        or not math.isfinite(fps)
+        or not 0 < fps <= _MOST_FPS
+    ):
+        raise RequestError(
+            f"fps must be a number above 0, and at most {_MOST_FPS:g}, not {fps!r:.50}."
+        )
     return float(fps)
 
 
 def _image_of_array(array: np.ndarray) -> Image.Image:
     if array.dtype != np.uint8 or array.ndim not in (2, 3):
-        raise RequestError(f"an array must be uint8 [height, width, 3], not {array.dtype} {list(array.shape)}.")
+        raise RequestError(
+            f"an array must be uint8 [height, width, 3], not {array.dtype} {list(array.shape)}."
+        )
     if array.ndim == 3 and array.shape[2] not in (1, 3, 4) and array.shape[0] in (1, 3, 4):
         array = np.moveaxis(array, 0, -1)
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[:, :, 0]
     if not array.size or (array.ndim == 3 and array.shape[2] not in (3, 4)):
-        raise RequestError(f"an array must be uint8 [height, width, 3], not of the shape {list(array.shape)}.")
+        raise RequestError(
+            f"an array must be uint8 [height, width, 3], not of the shape {list(array.shape)}."
+        )
     return Image.fromarray(np.ascontiguousarray(array))

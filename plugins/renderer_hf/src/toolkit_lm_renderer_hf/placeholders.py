@@ -1,4 +1,5 @@
-"""The tokens that stand for items of media: found where a template or a prompt has put them, and nowhere else."""
+"""The tokens that stand for items of media: found where a template or a prompt has put them, and
+nowhere else."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from toolkit_lm_renderer_hf.media_items import Item
 
 
 class TypedPlaceholders:
-    """Stand-ins for the texts of placeholders that a user has typed. One for each conversation: nobody can type its stand-ins."""
+    """Stand-ins for the texts of placeholders that a user has typed. One for each conversation:
+    nobody can type its stand-ins."""
 
     def __init__(self, tokens: Iterable[str]) -> None:
         # Digits pass through whatever a template does to a text.
@@ -33,7 +35,8 @@ class TypedPlaceholders:
 
 
 class Placeholders:
-    """A model's placeholder tokens, by modality. Raises CheckpointError where the tokenizer has none of an id."""
+    """A model's placeholder tokens, by modality. Raises CheckpointError where the tokenizer has
+    none of an id."""
 
     def __init__(self, tokenizer: Tokenizer, rules: MultiModalRules) -> None:
         self._tokenizer = tokenizer
@@ -54,7 +57,8 @@ class Placeholders:
         return text
 
     def as_typed(self, text: str, typed: TypedPlaceholders) -> tuple[str, Tokenizer]:
-        """The text with what the user has typed, and a tokenizer that reads that as any other text."""
+        """The text with what the user has typed, and a tokenizer that reads that as any other
+        text."""
         tokenizer, renamed = self._plain
         for token, name in renamed.items():
             text = text.replace(token, name)
@@ -63,30 +67,50 @@ class Placeholders:
         return text, tokenizer
 
     def places(self, token_ids: Sequence[int], items: Sequence[Item]) -> list[tuple[int, Item]]:
-        """Where each item stands, in the order of the places. Raises RequestError where there are more or fewer than items."""
+        """Where each item stands, in the order of the places. Raises RequestError where there are
+        more or fewer than items."""
         modalities = {token: modality for modality, token in self.ids.items()}
-        found = [(place, modalities[token]) for place, token in enumerate(token_ids) if token in modalities]
-        counts, wanted = Counter(modality for _, modality in found), Counter(item.modality for item in items)
+        found = [
+            (place, modalities[token])
+            for place, token in enumerate(token_ids)
+            if token in modalities
+        ]
+        counts, wanted = (
+            Counter(modality for _, modality in found),
+            Counter(item.modality for item in items),
+        )
         for modality in {**wanted, **counts}:
             if counts[modality] != wanted[modality]:
                 raise RequestError(
-                    f"the prompt has {counts[modality]} placeholders {self.tokens[modality]!r} for {wanted[modality]} items of modality "
+                    f"the prompt has {counts[modality]} placeholders {self.tokens[modality]!r} "
+                    f"for {wanted[modality]} items of modality "
                     f"{modality!r}; it must have one for each.",
                     items[0].param,
                 )
-        queues = {modality: deque(item for item in items if item.modality == modality) for modality in wanted}
+        queues = {
+            modality: deque(item for item in items if item.modality == modality)
+            for modality in wanted
+        }
         return [(place, queues[modality].popleft()) for place, modality in found]
 
-    def around(self, modality: str, encode: Callable[[str], list[int]]) -> tuple[list[int], list[int]]:
+    def around(
+        self, modality: str, encode: Callable[[str], list[int]]
+    ) -> tuple[list[int], list[int]]:
         """What the model has around a placeholder, in tokens."""
-        before, after = (encode(text) if text else [] for text in self._surround.get(modality, ("", "")))
+        before, after = (
+            encode(text) if text else [] for text in self._surround.get(modality, ("", ""))
+        )
         return before, after
 
     def _token(self, modality: str) -> str:
         token_id = self.ids[modality]
         token = self._tokenizer.id_to_token(token_id) if token_id >= 0 else None
-        if token is None or self._tokenizer.encode(token, add_special_tokens=False).ids != [token_id]:
-            raise CheckpointError(f"the tokenizer has no token {token_id}, which stands for {modality} in a prompt.")
+        if token is None or self._tokenizer.encode(token, add_special_tokens=False).ids != [
+            token_id
+        ]:
+            raise CheckpointError(
+                f"the tokenizer has no token {token_id}, which stands for {modality} in a prompt."
+            )
         return token
 
     @property
@@ -103,11 +127,17 @@ class Placeholders:
             added["content"] = names.get(added["content"], added["content"])
         vocab = state["model"]["vocab"]
         if isinstance(vocab, dict):
-            state["model"]["vocab"] = {names.get(token, token): number for token, number in vocab.items()}
+            state["model"]["vocab"] = {
+                names.get(token, token): number for token, number in vocab.items()
+            }
         else:
             state["model"]["vocab"] = [[names.get(token, token), *rest] for token, *rest in vocab]
         plain = Tokenizer.from_str(json.dumps(state))
         for token, name in names.items():
-            if plain.encode(name, add_special_tokens=False).ids != [self._tokenizer.token_to_id(token)]:
-                raise CheckpointError(f"the tokenizer cannot tell its token {token!r} from that text.")
+            if plain.encode(name, add_special_tokens=False).ids != [
+                self._tokenizer.token_to_id(token)
+            ]:
+                raise CheckpointError(
+                    f"the tokenizer cannot tell its token {token!r} from that text."
+                )
         return plain, names

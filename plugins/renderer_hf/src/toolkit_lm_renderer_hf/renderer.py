@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tokenizers import Tokenizer
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.errors import CheckpointError, ContextLengthError, RequestError, UnsupportedError, nearest
+from toolkit_lm.errors import (
+    CheckpointError,
+    ContextLengthError,
+    RequestError,
+    UnsupportedError,
+    nearest,
+)
 from toolkit_lm.prompts import Conversation, SingletonPrompt, parse_prompt
 from toolkit_lm.renderer import DecodeStream, MultiModalRules, Rendered, RenderedText, Renderer
 
@@ -30,11 +36,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_CHARS = 1 << 20
-"""Of one text: about a second of work. A text may have far more characters than its tokens are long: spaces that are left out, or a word
-that is one unknown token."""
+"""Of one text: about a second of work. A text may have far more characters than its tokens are
+long: spaces that are left out, or a word that is one unknown token.
+"""
 
 _CHAT_OPTIONS = (
-    *("add_generation_prompt", "continue_final_message", "tools", "documents", "chat_template", "chat_template_kwargs"),
+    *(
+        "add_generation_prompt",
+        "continue_final_message",
+        "tools",
+        "documents",
+        "chat_template",
+        "chat_template_kwargs",
+    ),
     "add_special_tokens",
 )
 _REQUESTED = 16
@@ -44,8 +58,9 @@ _REQUESTED = 16
 class HfRenderer(Renderer):
     """Text renderer for a checkpoint in Hugging Face layout.
 
-    Reads tokenizer.json (else whatever transformers can convert), tokenizer_config.json and the chat template. Raises CheckpointError
-    for a missing or broken file, ConfigError for a wrong `tokenizer` or `chat_template` option.
+    Reads tokenizer.json (else whatever transformers can convert), tokenizer_config.json and the
+    chat template. Raises CheckpointError for a missing or broken file, ConfigError for a wrong
+    `tokenizer` or `chat_template` option.
     """
 
     def __init__(self, config: VllmConfig) -> None:
@@ -56,22 +71,32 @@ class HfRenderer(Renderer):
             raise CheckpointError(f"tokenizer folder {str(folder)!r} does not exist.")
         self._folder, self._tokenizer_folder = Path(config.checkpoint.path), folder
         self._multimodal: MultiModal | None = None
-        self._tokenizer, special_tokens, tokenizer_config = load_tokenizer(folder, config.model.trust_remote_code)
+        self._tokenizer, special_tokens, tokenizer_config = load_tokenizer(
+            folder, config.model.trust_remote_code
+        )
         self._detokenizer = Detokenizer(self._tokenizer)
         self._joiner = Joiner(self._tokenizer)
-        self._chat_template = find_chat_template(config.renderer.chat_template, folder, tokenizer_config, special_tokens)
+        self._chat_template = find_chat_template(
+            config.renderer.chat_template, folder, tokenizer_config, special_tokens
+        )
         self._special_tokens = special_tokens
         self._requested = lru_cache(_REQUESTED)(self._compile_requested)
         vocab = self._tokenizer.get_vocab()
         tokenizer_size = max(vocab.values(), default=-1) + 1
         self._vocab_size = max(tokenizer_size, text_config(config.hf_config).get("vocab_size") or 0)
         self._max_chars = max(_MAX_CHARS, config.max_model_len * max(map(len, vocab), default=1))
-        self._eos_token_ids = end_tokens(config, vocab.get(special_tokens.get("eos_token", "")), config.vocab_size or self._vocab_size)
+        self._eos_token_ids = end_tokens(
+            config,
+            vocab.get(special_tokens.get("eos_token", "")),
+            config.vocab_size or self._vocab_size,
+        )
 
     def get_tokenizer(self) -> Any:
-        """That of transformers. Raises UnsupportedError where transformers is not installed, or cannot read the folder.
+        """That of transformers. Raises UnsupportedError where transformers is not installed, or
+        cannot read the folder.
 
-        Where its class makes other ids than tokenizer.json, by which the engine goes, a warning in the log says so.
+        Where its class makes other ids than tokenizer.json, by which the engine goes, a warning in
+        the log says so.
         """
         try:
             from transformers import AutoTokenizer
@@ -81,11 +106,18 @@ class HfRenderer(Renderer):
                 self._tokenizer_folder, trust_remote_code=trusted, local_files_only=True
             )
         except (ImportError, ValueError, OSError) as error:
-            raise UnsupportedError(f"transformers gives no tokenizer of {str(self._tokenizer_folder)!r}: {error}") from error
+            raise UnsupportedError(
+                f"transformers gives no tokenizer of {str(self._tokenizer_folder)!r}: {error}"
+            ) from error
         ours = self._tokenizer.encode(PROBE, add_special_tokens=False).ids
         if tokenizer(PROBE, add_special_tokens=False)["input_ids"] != ours:
-            told = "makes other token ids than its tokenizer.json, by which the engine goes: tokenizer_class is not that file's"
-            logger.warning("transformers' %s of %s %s.", type(tokenizer).__name__, self._tokenizer_folder, told)
+            told = (
+                "makes other token ids than its tokenizer.json, by which the engine goes: "
+                "tokenizer_class is not that file's"
+            )
+            logger.warning(
+                "transformers' %s of %s %s.", type(tokenizer).__name__, self._tokenizer_folder, told
+            )
         return tokenizer
 
     def take_rules(self, rules: MultiModalRules) -> None:
@@ -104,23 +136,35 @@ class HfRenderer(Renderer):
             template.take_media(self._multimodal.tokens, self._multimodal.texts)
         return template
 
-    def media_size(self, part: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[int, int] | None:
+    def media_size(
+        self, part: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> tuple[int, int] | None:
         # A model that takes none refuses it.
-        return self._multimodal.media_size(part, options) if self._multimodal is not None else (0, 0)
+        return (
+            self._multimodal.media_size(part, options) if self._multimodal is not None else (0, 0)
+        )
 
     def render_conversation(self, messages: Conversation, **kwargs: Any) -> Rendered:
         options = kwargs.pop("mm_processor_kwargs", None)
         for name in kwargs:
             if name not in _CHAT_OPTIONS:
                 known = (*_CHAT_OPTIONS, "mm_processor_kwargs")
-                raise RequestError(f"render_conversation takes no option {name!r}. {nearest(name, known)}", name)
+                raise RequestError(
+                    f"render_conversation takes no option {name!r}. {nearest(name, known)}", name
+                )
         source, special = kwargs.pop("chat_template", None), kwargs.pop("add_special_tokens", False)
         template = self._chat_template if source is None else self._requested(str(source))
         if template is None:
-            raise RequestError("the checkpoint has no chat template. Give one by --chat-template, or use plain completions.", "messages")
+            raise RequestError(
+                "the checkpoint has no chat template. Give one by --chat-template, or use plain "
+                "completions.",
+                "messages",
+            )
         if self._multimodal is None:
             if options:
-                raise RequestError("this model takes no images or other media.", "mm_processor_kwargs")
+                raise RequestError(
+                    "this model takes no images or other media.", "mm_processor_kwargs"
+                )
             text = template.render(messages, max_length=self._max_chars, **kwargs)
             return Rendered(self._encode(text, "messages", add_special_tokens=special))
         messages, items = self._multimodal.take(messages)
@@ -146,7 +190,9 @@ class HfRenderer(Renderer):
     def template_names(self) -> frozenset[str] | None:
         return None if self._chat_template is None else self._chat_template.names
 
-    def render_prompt(self, prompt: SingletonPrompt, *, add_special_tokens: bool = True) -> Rendered:
+    def render_prompt(
+        self, prompt: SingletonPrompt, *, add_special_tokens: bool = True
+    ) -> Rendered:
         if isinstance(prompt, str):
             return Rendered(self._encode(prompt, "prompt", add_special_tokens=add_special_tokens))
         parsed = parse_prompt(prompt, media=self._multimodal is not None)
@@ -155,9 +201,13 @@ class HfRenderer(Renderer):
         token_ids = parsed.get("prompt_token_ids")
         if token_ids is not None:
             return Rendered(_not_empty(cast(list[int], token_ids), "prompt_token_ids"))
-        return Rendered(self._encode(parsed["prompt"], "prompt", add_special_tokens=add_special_tokens))
+        return Rendered(
+            self._encode(parsed["prompt"], "prompt", add_special_tokens=add_special_tokens)
+        )
 
-    def _with_items(self, multimodal: MultiModal, prompt: Any, items: list[Item], add_special_tokens: bool) -> Rendered:
+    def _with_items(
+        self, multimodal: MultiModal, prompt: Any, items: list[Item], add_special_tokens: bool
+    ) -> Rendered:
         options, given = prompt.get("mm_processor_kwargs"), prompt.get("prompt_token_ids")
         if given is None:
             text, _ = multimodal.whole_text(prompt["prompt"])
@@ -169,20 +219,28 @@ class HfRenderer(Renderer):
 
         return multimodal.render(given, items, options, self.feature_cache, encode)
 
-    def render_texts(self, texts: Sequence[str | tuple[str, str]], *, max_tokens: int | None = None) -> list[RenderedText]:
+    def render_texts(
+        self, texts: Sequence[str | tuple[str, str]], *, max_tokens: int | None = None
+    ) -> list[RenderedText]:
         pairs = [(text, None) if isinstance(text, str) else text for text in texts]
         both = [text for pair in pairs for text in pair if text is not None]
         for text in both:
             self._check_text(text, "input", where="the text")
         with panics_as(_unable("input")):
-            special = self._joiner.frame(any(second is not None for _, second in pairs)).num_special_tokens
+            special = self._joiner.frame(
+                any(second is not None for _, second in pairs)
+            ).num_special_tokens
             if max_tokens is not None and max_tokens <= special:
                 raise RequestError(
-                    f"{max_tokens} tokens leave no room for a text beside {special} special tokens: ask for more.",
+                    f"{max_tokens} tokens leave no room for a text beside {special} special "
+                    "tokens: ask for more.",
                     "truncate_prompt_tokens",
                 )
             ids = self._joiner.token_ids(both)
-        joined = [self._joiner.join(ids[first], None if second is None else ids[second], max_tokens) for first, second in pairs]
+        joined = [
+            self._joiner.join(ids[first], None if second is None else ids[second], max_tokens)
+            for first, second in pairs
+        ]
         for one in joined:
             _not_empty(one.token_ids, "input")
         return joined
@@ -191,7 +249,9 @@ class HfRenderer(Renderer):
         room = max_tokens - self._tokenizer.num_special_tokens_to_add(False)
         if room < 1:
             raise RequestError(
-                f"{max_tokens} tokens leave no room for a text beside {max_tokens - room} special tokens: ask for more.", "max_tokens"
+                f"{max_tokens} tokens leave no room for a text beside {max_tokens - room} "
+                "special tokens: ask for more.",
+                "max_tokens",
             )
         for text in texts:
             self._check_text(text, "input", where="the text")
@@ -201,7 +261,9 @@ class HfRenderer(Renderer):
     def tokenized_at_once(self, text: str) -> int:
         return self._joiner.at_once(text)
 
-    def decode_stream(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> DecodeStream:
+    def decode_stream(
+        self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> DecodeStream:
         return TextStream(self._detokenizer, skip_special_tokens, prompt_token_ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -210,9 +272,14 @@ class HfRenderer(Renderer):
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         return [self._detokenizer.token_text(token_id) for token_id in token_ids]
 
-    def token_bytes(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> list[bytes]:
+    def token_bytes(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False
+    ) -> list[bytes]:
         pieces = self._detokenizer.pieces
-        return [b"".join(pieces([one], first=False, skip_special_tokens=skip_special_tokens)) for one in token_ids]
+        return [
+            b"".join(pieces([one], first=False, skip_special_tokens=skip_special_tokens))
+            for one in token_ids
+        ]
 
     def vocabulary_texts(self, token_ids: Sequence[int]) -> list[str]:
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
@@ -225,15 +292,20 @@ class HfRenderer(Renderer):
     def eos_token_ids(self) -> list[int]:
         return list(self._eos_token_ids)
 
-    def _encode(self, text: str, param: str, *, add_special_tokens: bool, tokenizer: Tokenizer | None = None) -> list[int]:
+    def _encode(
+        self, text: str, param: str, *, add_special_tokens: bool, tokenizer: Tokenizer | None = None
+    ) -> list[int]:
         self._check_text(text, param)
         try:
             if len(text) > PIECE:
                 joiner = self._joiner if tokenizer is None else Joiner(tokenizer)
                 token_ids = joiner.encode(text, add_special_tokens=add_special_tokens)
             else:
-                # encode() would hold the interpreter meanwhile. Without offsets, it takes two thirds of the memory.
-                [encoding] = (tokenizer or self._tokenizer).encode_batch_fast([text], add_special_tokens=add_special_tokens)
+                # encode() would hold the interpreter meanwhile. Without offsets, it takes two
+                # thirds of the memory.
+                [encoding] = (tokenizer or self._tokenizer).encode_batch_fast(
+                    [text], add_special_tokens=add_special_tokens
+                )
                 token_ids = encoding.ids
         except BaseException as error:
             if is_panic(error):
@@ -247,16 +319,25 @@ class HfRenderer(Renderer):
         if not text:
             raise RequestError(f"{where} is empty.", param)
         if len(text) > self._max_chars:
-            raise ContextLengthError(f"{where} has {len(text)} characters; no more than {self._max_chars} are tokenized.", param)
+            raise ContextLengthError(
+                f"{where} has {len(text)} characters; no more than {self._max_chars} are "
+                "tokenized.",
+                param,
+            )
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise RequestError(f"{where} is not a valid text: lone surrogate at position {error.start}.", param) from None
+            raise RequestError(
+                f"{where} is not a valid text: lone surrogate at position {error.start}.", param
+            ) from None
 
 
 def _unable(param: str) -> Callable[[str], RequestError]:
-    """Words a panic of the tokenizer, such as that of a regular expression which takes too many steps."""
-    return lambda message: RequestError(f"the checkpoint's tokenizer cannot tokenize this text: {message}", param)
+    """Words a panic of the tokenizer, such as that of a regular expression which takes too many
+    steps."""
+    return lambda message: RequestError(
+        f"the checkpoint's tokenizer cannot tokenize this text: {message}", param
+    )
 
 
 def _not_empty(token_ids: list[int], param: str) -> list[int]:

@@ -16,7 +16,8 @@ from toolkit_lm_renderer_hf.pixels import checked_fps
 OPTIONS = ("fps", "num_frames", "do_sample_frames")
 """Those that a request may set."""
 _FPS = 2.0
-"""Frames in a second that are taken of a file, where the checkpoint says of none: as Qwen's own programs do. Transformers takes all."""
+"""Frames in a second that are taken of a file, where the checkpoint says of none: as Qwen's own
+programs do. Transformers takes all."""
 _UNKNOWN_FPS = 24.0
 """Of frames whose caller does not say it, as transformers has it."""
 
@@ -33,8 +34,11 @@ class Sampling:
     of_frames: bool
     """Those that a caller has decoded are sampled too (do_sample_frames)."""
 
-    def indices(self, total: int, fps: float | None, options: Mapping[str, Any], *, is_file: bool) -> list[int]:
-        """Of the frames that are taken, of `total`. `options`: of the request. Raises RequestError."""
+    def indices(
+        self, total: int, fps: float | None, options: Mapping[str, Any], *, is_file: bool
+    ) -> list[int]:
+        """Of the frames that are taken, of `total`. `options`: of the request. Raises
+        RequestError."""
         asked = options.get("fps") is not None or options.get("num_frames") is not None
         if not options.get("do_sample_frames", asked or is_file or self.of_frames):
             return list(range(total))
@@ -46,9 +50,13 @@ class Sampling:
         # A video of one frame is taken as it is. Transformers divides by zero.
         step = total / max(count, 1)
         # As torch.arange has it, which ends in 32 bits, and may be longer than asked for.
-        return [int(number) for number in (np.arange(math.ceil(total / step)) * step).astype(np.float32)]
+        return [
+            int(number) for number in (np.arange(math.ceil(total / step)) * step).astype(np.float32)
+        ]
 
-    def _count(self, total: int, fps: float | None, options: Mapping[str, Any], is_file: bool) -> int | None:
+    def _count(
+        self, total: int, fps: float | None, options: Mapping[str, Any], is_file: bool
+    ) -> int | None:
         """How many frames are taken; None: all."""
         patch = self.temporal_patch_size
         count: int | None = options.get("num_frames")
@@ -62,9 +70,14 @@ class Sampling:
         if rate is None:
             return None
         if fps is None:
-            raise RequestError('its frames come at an unknown rate: give (frames, {"fps": ...}), or num_frames in the place of fps.')
+            raise RequestError(
+                'its frames come at an unknown rate: give (frames, {"fps": ...}), or num_frames '
+                "in the place of fps."
+            )
         most = min(self.max_frames, total) // patch * patch
-        return math.floor(min(max(total / fps * rate, self.min_frames), most, total) / patch) * patch
+        return (
+            math.floor(min(max(total / fps * rate, self.min_frames), most, total) / patch) * patch
+        )
 
     def seconds(self, taken: int, total: int, fps: float | None) -> float:
         """Between groups of frames that are one patch, where `taken` of `total` are taken."""
@@ -87,5 +100,7 @@ def check_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     if type(chosen.get("do_sample_frames", True)) is not bool:
         raise refusal("do_sample_frames must be true or false.")
     if chosen.get("do_sample_frames") is False and len(chosen) > 1:
-        raise refusal("do_sample_frames: false takes all frames, so that fps and num_frames make no sense.")
+        raise refusal(
+            "do_sample_frames: false takes all frames, so that fps and num_frames make no sense."
+        )
     return chosen

@@ -12,7 +12,15 @@ from toolkit_lm.errors import CheckpointError
 from toolkit_lm_renderer_hf.panic import panics_as
 from toolkit_lm_renderer_hf.tokenizer_class import apply_class_options
 
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 _MOST_BYTES = 2**24
 """Of a JSON file that is not the tokenizer itself."""
 
@@ -33,31 +41,45 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> LoadedToken
     config = read_json(folder / "tokenizer_config.json")
     older = read_json(folder / "special_tokens_map.json")
     # As in transformers: a config that lists its added tokens wins over the older file.
-    special_tokens = _special_tokens(older | config if "added_tokens_decoder" in config else config | older)
+    special_tokens = _special_tokens(
+        older | config if "added_tokens_decoder" in config else config | older
+    )
     path = folder / "tokenizer.json"
-    with panics_as(lambda message: CheckpointError(f"the package tokenizers panics on the tokenizer in {folder}: {message}")):
+    with panics_as(
+        lambda message: CheckpointError(
+            f"the package tokenizers panics on the tokenizer in {folder}: {message}"
+        )
+    ):
         tokenizer, special_tokens = _load(path, config, special_tokens, trust_remote_code)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return LoadedTokenizer(tokenizer, special_tokens, config)
 
 
-def _load(path: Path, config: dict[str, Any], special_tokens: dict[str, str], trust_remote_code: bool) -> tuple[Tokenizer, dict[str, str]]:
+def _load(
+    path: Path, config: dict[str, Any], special_tokens: dict[str, str], trust_remote_code: bool
+) -> tuple[Tokenizer, dict[str, str]]:
     folder = path.parent
     if path.is_file():
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises bare Exception for any broken file
-            raise CheckpointError(f"{path} is not a tokenizer that the package tokenizers can read: {error}") from error
-        # As in transformers 5, add_bos_token and add_eos_token of the config have no say where there is a tokenizer.json.
+            raise CheckpointError(
+                f"{path} is not a tokenizer that the package tokenizers can read: {error}"
+            ) from error
+        # As in transformers 5, add_bos_token and add_eos_token of the config have no say where
+        # there is a tokenizer.json.
         apply_class_options(tokenizer, config, special_tokens, read_json(folder / "config.json"))
         _add_named_tokens(tokenizer, config, special_tokens)
         return tokenizer, special_tokens
     return _convert(folder, trust_remote_code)
 
 
-def _add_named_tokens(tokenizer: Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]) -> None:
-    """Tokens that only the config knows come after the vocabulary, as transformers adds them. Raises CheckpointError for a broken one."""
+def _add_named_tokens(
+    tokenizer: Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]
+) -> None:
+    """Tokens that only the config knows come after the vocabulary, as transformers adds them.
+    Raises CheckpointError for a broken one."""
     listed, extra = (
         config.get("added_tokens_decoder") or {},
         config.get("extra_special_tokens", config.get("additional_special_tokens")) or [],
@@ -67,7 +89,9 @@ def _add_named_tokens(tokenizer: Tokenizer, config: dict[str, Any], special_toke
         more = [*special_tokens.values(), *(extra.values() if isinstance(extra, dict) else extra)]
         tokens = [*map(_added_token, ordered), *map(_added_token, more)]
     except (TypeError, ValueError, LookupError, AttributeError) as error:
-        raise CheckpointError(f"tokenizer_config.json has a token that cannot be read: {error}") from error
+        raise CheckpointError(
+            f"tokenizer_config.json has a token that cannot be read: {error}"
+        ) from error
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     tokenizer.add_tokens([token for token in tokens if token.content not in known])
 
@@ -77,11 +101,14 @@ def _added_token(given: Any) -> AddedToken:
     if isinstance(given, str):
         return AddedToken(given, special=True, normalized=False)
     flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
-    return AddedToken(given["content"], **{name: bool(given[name]) for name in flags if name in given})
+    return AddedToken(
+        given["content"], **{name: bool(given[name]) for name in flags if name in given}
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The mapping in a JSON file, {} where there is no such file. Raises CheckpointError for a broken one."""
+    """The mapping in a JSON file, {} where there is no such file. Raises CheckpointError for a
+    broken one."""
     if not path.is_file():
         return {}
     if path.stat().st_size > _MOST_BYTES:
@@ -111,7 +138,8 @@ def _convert(folder: Path, trust_remote_code: bool) -> tuple[Tokenizer, dict[str
         from transformers import AutoTokenizer
     except ImportError as error:
         raise CheckpointError(
-            f"{folder} has no tokenizer.json. To convert another tokenizer file, install transformers: "
+            f"{folder} has no tokenizer.json. To convert another tokenizer file, install "
+            "transformers: "
             "pip install 'toolkit-lm-renderer-hf[transformers]'."
         ) from error
     try:
@@ -120,9 +148,13 @@ def _convert(folder: Path, trust_remote_code: bool) -> tuple[Tokenizer, dict[str
         )
     except Exception as error:  # whatever the file's own reader raises
         raise CheckpointError(
-            f"{folder} has no tokenizer.json, and transformers finds no tokenizer there that it can read: {error}"
+            f"{folder} has no tokenizer.json, and transformers finds no tokenizer there that it "
+            f"can read: {error}"
         ) from error
     backend = getattr(converted, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
-        raise CheckpointError(f"{folder}: {type(converted).__name__} cannot be converted to a form that the package tokenizers can run.")
+        raise CheckpointError(
+            f"{folder}: {type(converted).__name__} cannot be converted to a form that the "
+            "package tokenizers can run."
+        )
     return backend, dict(converted.special_tokens_map)

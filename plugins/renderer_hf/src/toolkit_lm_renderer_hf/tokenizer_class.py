@@ -1,4 +1,5 @@
-"""What transformers 5 builds of a tokenizer by its class and tokenizer_config.json, over what tokenizer.json says."""
+"""What transformers 5 builds of a tokenizer by its class and tokenizer_config.json, over what
+tokenizer.json says."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from toolkit_lm.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-PROBE = "The cat's 12 dogs said:\n\n\t\u00c9tude, e\u0301 \u5317\u4eac \U0001f600 it's   DON'T x=3.14;"
+PROBE = (
+    "The cat's 12 dogs said:\n\n\t\u00c9tude, e\u0301 \u5317\u4eac \U0001f600 it's   DON'T x=3.14;"
+)
 """Where tokenizers that are not the same differ."""
 
 
@@ -24,24 +27,31 @@ def _classes(words: str) -> tuple[str, ...]:
     return _names(words, "Tokenizer")
 
 
-_BERT = frozenset(_classes("Bert DistilBert Electra Funnel LayoutLM Lxmert MPNet MobileBert Splinter SqueezeBert"))
+_BERT = frozenset(
+    _classes("Bert DistilBert Electra Funnel LayoutLM Lxmert MPNet MobileBert Splinter SqueezeBert")
+)
 """Classes that make their normalizer of do_lower_case, strip_accents and tokenize_chinese_chars."""
 
 _BYTE_LEVEL: Mapping[str, bool] = MappingProxyType(
     dict.fromkeys(
-        _classes("Bart CodeGen Cohere Deberta GPT2 GPTNeoX LED Longformer Luke Mvp Qwen2 Qwen3_5 Roberta Whisper"),
+        _classes(
+            "Bart CodeGen Cohere Deberta GPT2 GPTNeoX LED Longformer Luke Mvp Qwen2 Qwen3_5 "
+            "Roberta Whisper"
+        ),
         False,
     )
     | dict.fromkeys(_classes("Blenderbot"), True)
 )
-"""Classes that build a byte-level BPE anew, and their add_prefix_space where the config does not say."""
+"""Classes that build a byte-level BPE anew, and their add_prefix_space where the config does not
+say."""
 
 _COMPOSED = frozenset(_classes("Cohere GPTNeoX Qwen2 Qwen3_5"))
 """Those of them that normalize by NFC. The others do not normalize."""
 
 _WORDS: Mapping[str, str] = MappingProxyType(
     {
-        "Qwen2Tokenizer": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        "Qwen2Tokenizer": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
+        r"?[^\s\p{L}\p{N}]+[\r\n]*"
         r"|\s*[\r\n]+|\s+(?!\S)|\s+",
         "Qwen3_5Tokenizer": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
         r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -59,30 +69,47 @@ class _Around(NamedTuple):
     opening: str
     closing: str
     is_doubled: bool
-    """Two closing tokens stand between the texts of a pair, and token types do not tell them apart."""
+    """Two closing tokens stand between the texts of a pair, and token types do not tell them
+    apart."""
 
     def processor(self, tokenizer: Tokenizer) -> processors.PostProcessor | None:
         """None where the vocabulary has no such tokens."""
-        tokens = [(token, tokenizer.token_to_id(token)) for token in dict.fromkeys((self.opening, self.closing))]
+        tokens = [
+            (token, tokenizer.token_to_id(token))
+            for token in dict.fromkeys((self.opening, self.closing))
+        ]
         if any(number is None for _, number in tokens):
             return None
         single = f"{self.opening} $A {self.closing}"
-        pair = f"{single} {self.closing} $B {self.closing}" if self.is_doubled else f"{single} $B:1 {self.closing}:1"
-        return processors.TemplateProcessing(single=single.split(), pair=pair.split(), special_tokens=tokens)
+        pair = (
+            f"{single} {self.closing} $B {self.closing}"
+            if self.is_doubled
+            else f"{single} $B:1 {self.closing}:1"
+        )
+        return processors.TemplateProcessing(
+            single=single.split(), pair=pair.split(), special_tokens=tokens
+        )
 
 
 _AROUND: Mapping[str, _Around] = MappingProxyType(
     dict.fromkeys(
-        _classes("Bert ConvBert DebertaV2 DistilBert Electra LayoutLM Lxmert MobileBert SqueezeBert"), _Around("[CLS]", "[SEP]", False)
+        _classes(
+            "Bert ConvBert DebertaV2 DistilBert Electra LayoutLM Lxmert MobileBert SqueezeBert"
+        ),
+        _Around("[CLS]", "[SEP]", False),
     )
-    | dict.fromkeys(_classes("Bart Camembert LED Longformer MPNet Mvp Roberta XLMRoberta"), _Around("<s>", "</s>", True))
+    | dict.fromkeys(
+        _classes("Bart Camembert LED Longformer MPNet Mvp Roberta XLMRoberta"),
+        _Around("<s>", "</s>", True),
+    )
     | dict.fromkeys(_classes("Deberta"), _Around("[CLS]", "[SEP]", True))
 )
 """Classes that put special tokens around texts whatever tokenizer.json says."""
 
 _CHECKED = frozenset(
     _classes(
-        "Albert Barthez BigBird Camembert CodeLlama DPRContextEncoder DPRQuestionEncoder DPRReader DebertaV2 FNet LayoutLMv2 Llama RemBert "
+        "Albert Barthez BigBird Camembert CodeLlama DPRContextEncoder DPRQuestionEncoder "
+        "DPRReader DebertaV2 FNet LayoutLMv2 Llama RemBert "
         "RoFormer XGLM XLMRoberta XLNet"
     )
 )
@@ -116,7 +143,10 @@ _TYPES_OF_CLASS: Mapping[str, str] = MappingProxyType(
         "qwen2_vl qwen3 qwen3_asr qwen3_moe qwen3_next qwen3_omni_moe "
         "qwen3_vl qwen3_vl_moe vibevoice",
         "Qwen3_5Tokenizer": "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen4_exp",
-        "RobertaTokenizer": "bart bridgetower clap data2vec-text ibert lilt longformer mra roberta roberta-prelayernorm",
+        "RobertaTokenizer": (
+            "bart bridgetower clap data2vec-text ibert lilt longformer mra roberta "
+            "roberta-prelayernorm"
+        ),
         "Siglip2Tokenizer": "siglip2",
         "SplinterTokenizer": "splinter",
         "WhisperTokenizer": "whisper",
@@ -125,9 +155,13 @@ _TYPES_OF_CLASS: Mapping[str, str] = MappingProxyType(
 )
 """Model types whose checkpoints have a class when they name none."""
 
-_OF_MODEL_TYPE = {model_type: name for name, types in _TYPES_OF_CLASS.items() for model_type in _names(types)}
+_OF_MODEL_TYPE = {
+    model_type: name for name, types in _TYPES_OF_CLASS.items() for model_type in _names(types)
+}
 
-_ONLY_ITS_OWN = frozenset(_names("hyperclovax_vision_v2 qwen2 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen4_exp siglip2"))
+_ONLY_ITS_OWN = frozenset(
+    _names("hyperclovax_vision_v2 qwen2 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen4_exp siglip2")
+)
 """Those for which it counts whatever class is named."""
 
 _AS_IN_THE_FILE = frozenset(
@@ -149,11 +183,16 @@ _AS_IN_THE_FILE = frozenset(
 
 
 def apply_class_options(
-    tokenizer: Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str], hf_config: Mapping[str, Any]
+    tokenizer: Tokenizer,
+    config: Mapping[str, Any],
+    special_tokens: Mapping[str, str],
+    hf_config: Mapping[str, Any],
 ) -> None:
-    """`config`: of tokenizer_config.json; `special_tokens`: by name ("cls_token"); `hf_config`: of config.json.
+    """`config`: of tokenizer_config.json; `special_tokens`: by name ("cls_token"); `hf_config`: of
+    config.json.
 
-    Raises CheckpointError for a broken option, and where one contradicts tokenizer.json and the class makes of it what is not known here.
+    Raises CheckpointError for a broken option, and where one contradicts tokenizer.json and the
+    class makes of it what is not known here.
     """
     name = tokenizer_class(config, hf_config)
     if name is None:
@@ -177,16 +216,28 @@ def apply_class_options(
         _check(tokenizer, config, name)
     if tokenizer.encode(PROBE, add_special_tokens=False).ids != before:
         file = "name PreTrainedTokenizerFast in tokenizer_config.json to go by the file"
-        logger.warning("%s splits texts in another way than tokenizer.json, and counts, as in transformers: %s.", name, file)
+        logger.warning(
+            "%s splits texts in another way than tokenizer.json, and counts, as in transformers: "
+            "%s.",
+            name,
+            file,
+        )
     around = _AROUND.get(name)
     # A byte-level tokenizer in a checkpoint of BERT's model type is none of BERT's.
     if around is not None and bool(_byte_levels(tokenizer.pre_tokenizer)) == (name in _BYTE_LEVEL):
-        opening, closing = special_tokens.get("cls_token", around.opening), special_tokens.get("sep_token", around.closing)
-        tokenizer.post_processor = around._replace(opening=opening, closing=closing).processor(tokenizer) or tokenizer.post_processor
+        opening, closing = (
+            special_tokens.get("cls_token", around.opening),
+            special_tokens.get("sep_token", around.closing),
+        )
+        tokenizer.post_processor = (
+            around._replace(opening=opening, closing=closing).processor(tokenizer)
+            or tokenizer.post_processor
+        )
 
 
 def tokenizer_class(config: Mapping[str, Any], hf_config: Mapping[str, Any]) -> str | None:
-    """The class that transformers takes for a checkpoint, without "Fast" at its end. None: tokenizer.json is taken as it is."""
+    """The class that transformers takes for a checkpoint, without "Fast" at its end. None:
+    tokenizer.json is taken as it is."""
     model_type = str(hf_config.get("model_type"))
     of_type = _OF_MODEL_TYPE.get(model_type)
     named = config.get("tokenizer_class") or hf_config.get("tokenizer_class") or of_type
@@ -197,19 +248,32 @@ def tokenizer_class(config: Mapping[str, Any], hf_config: Mapping[str, Any]) -> 
 
 def _build_byte_level(tokenizer: Tokenizer, config: Mapping[str, Any], name: str) -> None:
     given, words = _flag(config, "add_prefix_space"), _WORDS.get(name)
-    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=_BYTE_LEVEL[name] if given is None else given, use_regex=words is None)
-    before: list[pre_tokenizers.PreTokenizer] = [] if words is None else [pre_tokenizers.Split(Regex(words), "isolated")]
+    bytes_of = pre_tokenizers.ByteLevel(
+        add_prefix_space=_BYTE_LEVEL[name] if given is None else given, use_regex=words is None
+    )
+    before: list[pre_tokenizers.PreTokenizer] = (
+        [] if words is None else [pre_tokenizers.Split(Regex(words), "isolated")]
+    )
     if name == "CohereTokenizer":
         before = [pre_tokenizers.Digits(individual_digits=True)]
     tokenizer.normalizer = normalizers.NFC() if name in _COMPOSED else None
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, bytes_of]) if before else bytes_of
-    _set_model(tokenizer, unk_token=None, fuse_unk=False, byte_fallback=False, continuing_subword_prefix="", end_of_word_suffix="")
+    _set_model(
+        tokenizer,
+        unk_token=None,
+        fuse_unk=False,
+        byte_fallback=False,
+        continuing_subword_prefix="",
+        end_of_word_suffix="",
+    )
 
 
 def _build_llama(tokenizer: Tokenizer, config: Mapping[str, Any], name: str) -> None:
     """A space before a text, and, in the older behaviour, after each special token."""
     is_first = name == "CodeLlamaTokenizer" or not config.get("legacy", False)
-    scheme = "never" if _flag(config, "add_prefix_space") is False else "first" if is_first else "always"
+    scheme = (
+        "never" if _flag(config, "add_prefix_space") is False else "first" if is_first else "always"
+    )
     tokenizer.normalizer = None
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     _set_model(tokenizer, fuse_unk=True, byte_fallback=True)
@@ -223,25 +287,37 @@ def _set_model(tokenizer: Tokenizer, **options: Any) -> None:
 def _flag(config: Mapping[str, Any], option: str) -> bool | None:
     value = config.get(option)
     if value is not None and not isinstance(value, bool):
-        raise CheckpointError(f"{option} of tokenizer_config.json must be true or false, not {value!r}.")
+        raise CheckpointError(
+            f"{option} of tokenizer_config.json must be true or false, not {value!r}."
+        )
     return value
 
 
 def _byte_levels(part: pre_tokenizers.PreTokenizer | None) -> list[pre_tokenizers.ByteLevel]:
     if isinstance(part, pre_tokenizers.Sequence):
-        parts = cast("Iterable[pre_tokenizers.PreTokenizer]", part)  # which it is, though the stubs do not say so
+        parts = cast(
+            "Iterable[pre_tokenizers.PreTokenizer]", part
+        )  # which it is, though the stubs do not say so
         return [found for one in parts for found in _byte_levels(one)]
     return [part] if isinstance(part, pre_tokenizers.ByteLevel) else []
 
 
 def _check(tokenizer: Tokenizer, config: Mapping[str, Any], name: str) -> None:
     text = "A" if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str("A")
-    pieces = [(text, (0, 1))] if tokenizer.pre_tokenizer is None else tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    pieces = (
+        [(text, (0, 1))]
+        if tokenizer.pre_tokenizer is None
+        else tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    )
     first = pieces[0][0] if pieces else text
-    for option, in_file in (("do_lower_case", "a" in first), ("add_prefix_space", first.startswith("▁"))):
+    for option, in_file in (
+        ("do_lower_case", "a" in first),
+        ("add_prefix_space", first.startswith("▁")),
+    ):
         given = _flag(config, option)
         if given is not None and given != in_file:
             raise CheckpointError(
-                f"tokenizer_config.json and tokenizer.json of {name} disagree: only the first has {option}={given!r}. "
+                f"tokenizer_config.json and tokenizer.json of {name} disagree: only the first "
+                f"has {option}={given!r}. "
                 "Save the tokenizer again with transformers, or edit one of the two."
             )

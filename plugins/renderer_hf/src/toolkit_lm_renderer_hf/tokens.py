@@ -1,4 +1,5 @@
-"""TokenRenderer: token ids in, token ids out, for checkpoints without a tokenizer, and for callers that have their own."""
+"""TokenRenderer: token ids in, token ids out, for checkpoints without a tokenizer, and for callers
+that have their own."""
 
 from __future__ import annotations
 
@@ -35,16 +36,22 @@ class TokenRenderer(Renderer):
     def has_chat_template(self) -> bool:
         return False
 
-    def render_prompt(self, prompt: SingletonPrompt, *, add_special_tokens: bool = True) -> Rendered:
+    def render_prompt(
+        self, prompt: SingletonPrompt, *, add_special_tokens: bool = True
+    ) -> Rendered:
         parsed = {"prompt": prompt} if isinstance(prompt, str) else parse_prompt(prompt)
         token_ids = parsed.get("prompt_token_ids")
         if not isinstance(token_ids, list):
             _refuse("prompt")
         if not token_ids:
-            raise RequestError("the prompt is empty: it needs at least one token.", "prompt_token_ids")
+            raise RequestError(
+                "the prompt is empty: it needs at least one token.", "prompt_token_ids"
+            )
         return Rendered(token_ids)
 
-    def decode_stream(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> DecodeStream:
+    def decode_stream(
+        self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> DecodeStream:
         return _NoText()
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -72,4 +79,7 @@ class _NoText(DecodeStream):
 
 
 def _refuse(param: str) -> NoReturn:
-    raise RequestError("this engine takes token ids, and no text (--renderer tokens): give prompt_token_ids.", param)
+    raise RequestError(
+        "this engine takes token ids, and no text (--renderer tokens): give prompt_token_ids.",
+        param,
+    )

@@ -1,4 +1,5 @@
-"""Trials of a chat template: marks stand in the place of texts, and what comes out shows what the template writes."""
+"""Trials of a chat template: marks stand in the place of texts, and what comes out shows what the
+template writes."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ _ID = "abcdefghi"
 """Of a call: some templates refuse others than nine letters."""
 _FILLER = "a text of no interest"
 _SECRET = f"qz{secrets.token_hex(4)}q"
-"""Begins each mark: a client that knew it could write marks itself, and have a template pass for one that writes all."""
+"""Begins each mark: a client that knew it could write marks itself, and have a template pass for
+one that writes all."""
 _MARK = re.compile(f"{_SECRET}([0-9]+)qz")
 _WHOLE_TOOL = ToolSort("given", "given", has_required=True)
 _SHAPES = 256
@@ -63,7 +65,8 @@ class Faults(NamedTuple):
     num_missing: int
     """Marks that are left out; where it refuses, all, and one more."""
     num_raw: int
-    """Places where a list or a mapping is written as Python writes it, or a JSON text once more as JSON."""
+    """Places where a list or a mapping is written as Python writes it, or a JSON text once more as
+    JSON."""
     num_nones: int
     """How often it says None. A template may say so by itself."""
 
@@ -95,10 +98,11 @@ def _best(forms: Sequence[Chosen], faults: Callable[[Chosen], Faults]) -> Chosen
 
 
 class Trials:
-    """Finds the forms of messages and tools that one template writes in full. Several threads may share it.
+    """Finds the forms of messages and tools that one template writes in full. Several threads may
+    share it.
 
-    A form is found when the first message of its sort comes, and is remembered where the role is a usual one.
-    `tried` must be called within a budget of time: see `bounded.rendering`.
+    A form is found when the first message of its sort comes, and is remembered where the role is a
+    usual one. `tried` must be called within a budget of time: see `bounded.rendering`.
     """
 
     def __init__(self, tried: Tried, source: str) -> None:
@@ -148,17 +152,27 @@ class Trials:
                 self._forms[sort] = form
         return form
 
-    def check(self, messages: list[Plain], origins: Sequence[int], tools: list[Any] | None, tried: Tried, options: Any) -> bool:
-        """Raises RequestError for what the template leaves out without a word: contents, tool calls, tools.
+    def check(
+        self,
+        messages: list[Plain],
+        origins: Sequence[int],
+        tools: list[Any] | None,
+        tried: Tried,
+        options: Any,
+    ) -> bool:
+        """Raises RequestError for what the template leaves out without a word: contents, tool
+        calls, tools.
 
-        `messages`, `origins`, `tools`: in their forms. `tried` renders with the `options` of the request. False: the template
-        refuses marks in the place of texts, so that nothing is known.
+        `messages`, `origins`, `tools`: in their forms. `tried` renders with the `options` of the
+        request. False: the template refuses marks in the place of texts, so that nothing is known.
         """
         shape = (tuple(map(_shape, messages)), _shape_of_tools(tools), repr(options))
         if shape in self._whole:
             return True
         marked = _Marked()
-        conversation = [marked.message(message, index) for message, index in zip(messages, origins, strict=True)]
+        conversation = [
+            marked.message(message, index) for message, index in zip(messages, origins, strict=True)
+        ]
         text = tried(conversation, [marked.tool(tool) for tool in tools] if tools else tools)
         if text is None:
             return False
@@ -184,12 +198,16 @@ class Trials:
 
     @cached_property
     def _usual_tools(self) -> list[Any] | None:
-        """What conversations of trials have for tools: none, or where the template takes no other conversation, some."""
+        """What conversations of trials have for tools: none, or where the template takes no other
+        conversation, some."""
         tool, _ = _tool_sample(_WHOLE_TOOL, 0)
         usual: list[list[Any] | None] = [None, [], [tool]]
         user = {"role": "user", "content": _FILLER}
         users = [written(user, Form("user")), written(user, Form("user", "parts"))]
-        return next((one for one in usual if any(self._tried(chat, one) is not None for chat in users)), None)
+        return next(
+            (one for one in usual if any(self._tried(chat, one) is not None for chat in users)),
+            None,
+        )
 
     def _around(self, sort: Sort, message: list[Plain]) -> list[list[Plain]]:
         """Conversations that such a message may stand in. Templates refuse some of them."""
@@ -201,7 +219,9 @@ class Trials:
         if sort.role == "assistant":
             result = {"role": "tool", "tool_call_id": _ID, "name": _mark(0), "content": _FILLER}
             results = [written(result, form) for form in (Form("tool"), Form("tool", "parts"))]
-            ends = [end for one in results for end in ([*one, *self._said("assistant"), *user], one)]
+            ends = [
+                end for one in results for end in ([*one, *self._said("assistant"), *user], one)
+            ]
             return [[*user, *message, *end] for end in (*ends, [])]
         if sort.role != "tool":
             return [[*message, *user], [*user, *message, *user]]
@@ -279,14 +299,18 @@ def _tool_sample(sort: ToolSort, first: int) -> tuple[Plain, set[int]]:
 
 
 def _shape(message: Plain) -> Hashable:
-    """What decides how a message is written, but for its texts. Of two with one shape, the same places get marks."""
+    """What decides how a message is written, but for its texts. Of two with one shape, the same
+    places get marks."""
     calls, content = message.get("tool_calls"), message.get("content")
     if isinstance(content, str):
         content = bool(content.strip())
     elif isinstance(content, list):
         content = tuple((part["type"], bool(part.get("text", "").strip())) for part in content)
     calls = tuple(map(_shape_of_call, calls)) if isinstance(calls, list) else type(calls).__name__
-    keys = tuple((key, bool(value.strip() if isinstance(value, str) else value)) for key, value in message.items())
+    keys = tuple(
+        (key, bool(value.strip() if isinstance(value, str) else value))
+        for key, value in message.items()
+    )
     return message["role"], keys, content, calls
 
 
@@ -298,7 +322,9 @@ def _shape_of_call(call: Any) -> Hashable:
 def _shape_of_tools(tools: list[Any] | None) -> Hashable:
     """Whether there is one or several, and of which sorts."""
     functions = [_function(tool) for tool in tools or ()]
-    sorts = frozenset((isinstance(one.get("name"), str), tool_sort_of({"function": one})) for one in functions)
+    sorts = frozenset(
+        (isinstance(one.get("name"), str), tool_sort_of({"function": one})) for one in functions
+    )
     return min(len(functions), 2), sorts
 
 
@@ -336,7 +362,11 @@ class _Marked:
 
     def message(self, message: Plain, index: int) -> Plain:
         """`index`: in the conversation."""
-        content, calls, where = message.get("content"), message.get("tool_calls"), f"messages[{index}]"
+        content, calls, where = (
+            message.get("content"),
+            message.get("tool_calls"),
+            f"messages[{index}]",
+        )
         made = dict(message)
         beside = ", beside its tool calls" if calls else ""
         told = f"the content of {where} (role {message['role'][:40]!r}){beside}"
@@ -344,7 +374,10 @@ class _Marked:
         if isinstance(content, str) and content.strip():
             made["content"] = mark()
         elif isinstance(content, list):
-            made["content"] = [{**part, "text": mark()} if part.get("text", "").strip() else part for part in content]
+            made["content"] = [
+                {**part, "text": mark()} if part.get("text", "").strip() else part
+                for part in content
+            ]
         if isinstance(calls, list):
             made["tool_calls"] = [self._call(call, f"the tool calls of {where}") for call in calls]
         return made

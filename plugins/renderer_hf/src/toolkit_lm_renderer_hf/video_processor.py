@@ -1,4 +1,5 @@
-"""The checkpoint's video processor, without torchvision: its image processor makes the arrays of frames, as Qwen2-VL has them."""
+"""The checkpoint's video processor, without torchvision: its image processor makes the arrays of
+frames, as Qwen2-VL has them."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ import numpy as np
 from PIL import Image
 from toolkit_lm.errors import CheckpointError, RequestError
 
-from toolkit_lm_renderer_hf.image_processor import QWEN, VIDEO_FILE, ImageProcessor, check_ratio, chosen_size, run
+from toolkit_lm_renderer_hf.image_processor import (
+    QWEN,
+    VIDEO_FILE,
+    ImageProcessor,
+    check_ratio,
+    chosen_size,
+    run,
+)
 from toolkit_lm_renderer_hf.sampling import Sampling, check_sampling
 from toolkit_lm_renderer_hf.tokenizer import read_json
 
@@ -48,7 +56,9 @@ _SHARE = 0.9
 class VideoProcessor:
     """Makes arrays of videos, one at a time. Thread-safe."""
 
-    def __init__(self, folder: Path, images: ImageProcessor, max_pixels: int, *, timed: bool) -> None:
+    def __init__(
+        self, folder: Path, images: ImageProcessor, max_pixels: int, *, timed: bool
+    ) -> None:
         """`max_pixels`: of all frames together. `timed`: the model is told how fast they come."""
         self._folder = folder
         self._images = images
@@ -58,12 +68,17 @@ class VideoProcessor:
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Those of a request, which may make frames smaller or fewer. Raises RequestError."""
-        sizes = {"size": chosen_size(given, self._config["size"])} if {"size", "min_pixels", "max_pixels"} & set(given) else {}
+        sizes = (
+            {"size": chosen_size(given, self._config["size"])}
+            if {"size", "min_pixels", "max_pixels"} & set(given)
+            else {}
+        )
         return sizes | check_sampling(given)
 
     @property
     def sampling(self) -> Sampling:
-        """Raises RequestError for a model whose videos are processed otherwise, CheckpointError for a config of no sense."""
+        """Raises RequestError for a model whose videos are processed otherwise, CheckpointError for
+        a config of no sense."""
         config = self._config
         return Sampling(
             config["temporal_patch_size"],
@@ -75,9 +90,15 @@ class VideoProcessor:
         )
 
     def process(
-        self, frames: Iterable[np.ndarray], count: int, seconds: float, options: Mapping[str, Any], check: Callable[[int], None]
+        self,
+        frames: Iterable[np.ndarray],
+        count: int,
+        seconds: float,
+        options: Mapping[str, Any],
+        check: Callable[[int], None],
     ) -> dict[str, np.ndarray]:
-        """The arrays of `count` frames, uint8 [height, width, 3], read one by one. `seconds`: between patches. Raises RequestError.
+        """The arrays of `count` frames, uint8 [height, width, 3], read one by one. `seconds`:
+        between patches. Raises RequestError.
 
         `check` hears how many tokens it will be, before anything is processed.
         """
@@ -90,38 +111,64 @@ class VideoProcessor:
             if made is None:
                 height, width = self._target(pixels.shape[0], pixels.shape[1], count, options)
                 check(num_groups * height * width // (patch * config["merge_size"]) ** 2)
-                made = np.empty((num_groups, height * width // patch**2, pixels.shape[2], depth, patch**2), np.float32)
+                made = np.empty(
+                    (num_groups, height * width // patch**2, pixels.shape[2], depth, patch**2),
+                    np.float32,
+                )
             image = Image.fromarray(pixels)
             if image.size != (width, height):
                 image = image.resize((width, height), config["resample"])
             patches = run(processor, np.asarray(image), self._of_a_frame)["pixel_values"]
-            made[number // depth, :, :, number % depth] = patches.reshape(made.shape[1], made.shape[2], -1)
-        assert made is not None and number == count - 1, "there are as many frames as were asked for"
+            made[number // depth, :, :, number % depth] = patches.reshape(
+                made.shape[1], made.shape[2], -1
+            )
+        assert made is not None and number == count - 1, (
+            "there are as many frames as were asked for"
+        )
         last, used = made[-1], (count - 1) % depth + 1
         # Its last frame stands in for those that are missing.
         last[:, :, used:] = last[:, :, used - 1 : used]
         grid = np.array([[num_groups, height // patch, width // patch]], np.int64)
-        arrays = {"pixel_values_videos": made.reshape(num_groups * made.shape[1], -1), "video_grid_thw": grid}
+        arrays = {
+            "pixel_values_videos": made.reshape(num_groups * made.shape[1], -1),
+            "video_grid_thw": grid,
+        }
         return arrays | ({"second_per_grid_ts": np.array([seconds])} if self._timed else {})
 
-    def _target(self, height: int, width: int, count: int, options: Mapping[str, Any]) -> tuple[int, int]:
+    def _target(
+        self, height: int, width: int, count: int, options: Mapping[str, Any]
+    ) -> tuple[int, int]:
         """The size that frames are resized to."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
         config = self._config
         check_ratio(height, width)
-        size, factor = options.get("size") or config["size"], config["patch_size"] * config["merge_size"]
+        size, factor = (
+            options.get("size") or config["size"],
+            config["patch_size"] * config["merge_size"],
+        )
         most = size["longest_edge"]
         if config["cap_pixels_per_frame"]:
             total = int(config["max_video_tokens"] * factor * factor * _SHARE)
-            most = max(min(most, total * config["temporal_patch_size"] // count), int(size["shortest_edge"] * 1.05))
+            most = max(
+                min(most, total * config["temporal_patch_size"] // count),
+                int(size["shortest_edge"] * 1.05),
+            )
         if config["do_resize"]:
             height, width = smart_resize(height, width, factor, size["shortest_edge"], most)
         elif height % factor or width % factor:
-            raise RequestError(f"it has {width} x {height} pixels; the checkpoint takes multiples of {factor}.")
+            raise RequestError(
+                f"it has {width} x {height} pixels; the checkpoint takes multiples of {factor}."
+            )
         if count * height * width > self._max_pixels:
-            counted = f"its {count} frames of {width} x {height} pixels are more than the {self._max_pixels} pixels that are taken"
-            raise RequestError(f"{counted} (max_media_pixels). mm_processor_kwargs may ask for fewer: max_pixels, fps, num_frames.")
+            counted = (
+                f"its {count} frames of {width} x {height} pixels are more than the "
+                f"{self._max_pixels} pixels that are taken"
+            )
+            raise RequestError(
+                f"{counted} (max_media_pixels). mm_processor_kwargs may ask for fewer: "
+                "max_pixels, fps, num_frames."
+            )
         return height, width
 
     @property
@@ -133,24 +180,37 @@ class VideoProcessor:
     def _read(self) -> dict[str, Any]:
         found = self._stated()
         name = found.get("video_processor_type") or found.get("image_processor_type")
-        if not hasattr(self._images.loaded, "temporal_patch_size") or (name is not None and not QWEN.fullmatch(str(name))):
+        if not hasattr(self._images.loaded, "temporal_patch_size") or (
+            name is not None and not QWEN.fullmatch(str(name))
+        ):
             raise RequestError(
-                f"this renderer processes videos for Qwen2-VL and its like, and transformers' {name or 'processor of this model'} needs "
+                "this renderer processes videos for Qwen2-VL and its like, and transformers' "
+                f"{name or 'processor of this model'} needs "
                 "torchvision. Give video_embeds."
             )
-        config = {key: default if found.get(key) is None else found[key] for key, default in _DEFAULTS.items()}
+        config = {
+            key: default if found.get(key) is None else found[key]
+            for key, default in _DEFAULTS.items()
+        }
         config["size"] = dict(config["size"]) if isinstance(config["size"], Mapping) else {}
         for option, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
-            stated = config["size"].pop(option, None) if found.get(option) is None else found[option]
+            stated = (
+                config["size"].pop(option, None) if found.get(option) is None else found[option]
+            )
             if stated is not None:
                 config["size"][edge] = stated
         self._check(config)
         return config
 
     def _stated(self) -> Mapping[str, Any]:
-        """As transformers reads it: a part of processor_config.json, else a file of its own, else the image processor's."""
+        """As transformers reads it: a part of processor_config.json, else a file of its own, else
+        the image processor's."""
         nested = self._json("processor_config.json").get("video_processor")
-        return nested if isinstance(nested, Mapping) else self._json(VIDEO_FILE) or self._json("preprocessor_config.json")
+        return (
+            nested
+            if isinstance(nested, Mapping)
+            else self._json(VIDEO_FILE) or self._json("preprocessor_config.json")
+        )
 
     def _json(self, name: str) -> Mapping[str, Any]:
         path = self._folder / name
@@ -158,23 +218,47 @@ class VideoProcessor:
 
     def _check(self, config: Mapping[str, Any]) -> None:
         bounds = [(name, config[name], most) for name, most in _COUNTS.items()]
-        bounds += [(name, config["size"].get(name), self._max_pixels) for name in ("shortest_edge", "longest_edge")]
-        bounds += [("num_frames", config["num_frames"], _MOST)] if config["num_frames"] is not None else []
+        bounds += [
+            (name, config["size"].get(name), self._max_pixels)
+            for name in ("shortest_edge", "longest_edge")
+        ]
+        bounds += (
+            [("num_frames", config["num_frames"], _MOST)]
+            if config["num_frames"] is not None
+            else []
+        )
         for name, number, most in bounds:
             if type(number) is not int or not 0 < number <= most:
-                raise CheckpointError(f"{self._folder}: the video processor's {name} is {number!r:.50}; it may be from 1 to {most}.")
-        numbers = [config["rescale_factor"], *config["image_mean"], *config["image_std"], 1 if config["fps"] is None else config["fps"]]
-        if not all(isinstance(number, int | float) for number in numbers) or min(numbers[0], numbers[-1]) <= 0:
-            raise CheckpointError(f"{self._folder}: the video processor's numbers are not numbers: {numbers!r:.200}.")
+                raise CheckpointError(
+                    f"{self._folder}: the video processor's {name} is {number!r:.50}; it may be "
+                    f"from 1 to {most}."
+                )
+        numbers = [
+            config["rescale_factor"],
+            *config["image_mean"],
+            *config["image_std"],
+            1 if config["fps"] is None else config["fps"],
+        ]
+        if (
+            not all(isinstance(number, int | float) for number in numbers)
+            or min(numbers[0], numbers[-1]) <= 0
+        ):
+            raise CheckpointError(
+                f"{self._folder}: the video processor's numbers are not numbers: {numbers!r:.200}."
+            )
 
     @cached_property
     def _of_a_frame(self) -> dict[str, Any]:
-        """Options of the image processor. Scaling is a part of normalizing, in the order and the precision of transformers' videos."""
+        """Options of the image processor. Scaling is a part of normalizing, in the order and the
+        precision of transformers' videos."""
         config = self._config
         mean, std, scale = config["image_mean"], config["image_std"], config["rescale_factor"]
         fused = config["do_rescale"] and config["do_normalize"]
         if fused:
-            mean, std = ((np.array(numbers, np.float32) * np.float32(1 / scale)).tolist() for numbers in (mean, std))
+            mean, std = (
+                (np.array(numbers, np.float32) * np.float32(1 / scale)).tolist()
+                for numbers in (mean, std)
+            )
         return {
             "do_resize": False,
             "do_rescale": config["do_rescale"] and not fused,

@@ -1,9 +1,13 @@
-"""A renderer for checkpoints in Mistral's own format (tekken.json), through mistral-common: no tokenizers, no transformers, no torch."""
+"""A renderer for checkpoints in Mistral's own format (tekken.json), through mistral-common: no
+tokenizers, no transformers, no torch."""
 
 from toolkit_lm.plugin import RendererRegistry, hookimpl
 
 
 @hookimpl
 def toolkit_register_renderers(renderers: RendererRegistry) -> None:
-    # Of equal priority with hf, which comes first: a checkpoint with files of both stays with hf, unless this one is asked for by name.
-    renderers.add("mistral", "toolkit_lm_renderer_mistral.renderer:MistralRenderer", reads=("tekken.json",))
+    # Of equal priority with hf, which comes first: a checkpoint with files of both stays with hf,
+    # unless this one is asked for by name.
+    renderers.add(
+        "mistral", "toolkit_lm_renderer_mistral.renderer:MistralRenderer", reads=("tekken.json",)
+    )

@@ -23,13 +23,15 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
 }
 """What a message of each role is made of. As with chat templates, other keys are not looked at."""
 _PART_KEYS: Mapping[str, tuple[str, ...]] = {"text": ("text",), "thinking": ("thinking", "closed")}
-"""Parts of a content. Those that name an image or a sound must not reach the library: it would fetch what they name."""
+"""Parts of a content. Those that name an image or a sound must not reach the library: it would
+fetch what they name."""
 _PARAMS = {"InvalidToolException": "tools", "InvalidToolSchemaException": "tools"}
 """Of errors that do not speak of messages."""
 
 
 class Chat:
-    """Tokenizes conversations of at most `max_chars` characters. `tokenizer`: a MistralTokenizer."""
+    """Tokenizes conversations of at most `max_chars` characters. `tokenizer`: a
+    MistralTokenizer."""
 
     def __init__(self, tokenizer: Any, max_chars: int) -> None:
         self._tokenizer = tokenizer
@@ -57,8 +59,12 @@ class Chat:
         _check_end(chat[-1], add_generation_prompt, continue_final_message)
         settings = self._settings(chat_template_kwargs)
         converted = _tools(tools, plain)
-        with refusals("messages", _PARAMS | ({"InvalidRequestException": _SETTINGS} if settings else {})):
-            request = ChatCompletionRequest.from_openai(messages=chat, continue_final_message=continue_final_message, **settings)
+        with refusals(
+            "messages", _PARAMS | ({"InvalidRequestException": _SETTINGS} if settings else {})
+        ):
+            request = ChatCompletionRequest.from_openai(
+                messages=chat, continue_final_message=continue_final_message, **settings
+            )
             request.tools = converted
             return list(self._tokenizer.encode_chat_completion(request).tokens)
 
@@ -66,12 +72,22 @@ class Chat:
         from mistral_common.protocol.instruct.request import ChatCompletionRequest  # type: ignore[import-not-found, unused-ignore]
 
         if given is not None and not isinstance(given, Mapping):
-            raise RequestError(f"{_SETTINGS} must be a mapping, not a {type(given).__name__}.", _SETTINGS)
+            raise RequestError(
+                f"{_SETTINGS} must be a mapping, not a {type(given).__name__}.", _SETTINGS
+            )
         for name in given or {}:
             if name != _EFFORT:
-                raise RequestError(f"mistral-common has no chat template, and takes no {name!r:.100} for one. Known: {_EFFORT}.", _SETTINGS)
+                raise RequestError(
+                    f"mistral-common has no chat template, and takes no {name!r:.100} for one. "
+                    f"Known: {_EFFORT}.",
+                    _SETTINGS,
+                )
             if not self._takes_effort:
-                raise RequestError(f"a tokenizer of version {self._version} takes no {_EFFORT}: those from v15 on do.", _SETTINGS)
+                raise RequestError(
+                    f"a tokenizer of version {self._version} takes no {_EFFORT}: those from v15 "
+                    "on do.",
+                    _SETTINGS,
+                )
         settings = dict(given or {})
         with refusals(_SETTINGS):
             # Without messages, so that what it says is about the settings.
@@ -79,44 +95,72 @@ class Chat:
         return settings
 
 
-def _check_end(final: Mapping[str, Any], add_generation_prompt: bool | None, continue_final_message: bool) -> None:
+def _check_end(
+    final: Mapping[str, Any], add_generation_prompt: bool | None, continue_final_message: bool
+) -> None:
     if add_generation_prompt and continue_final_message:
-        raise RequestError("Cannot set both `continue_final_message` and `add_generation_prompt` to True.", "continue_final_message")
+        raise RequestError(
+            "Cannot set both `continue_final_message` and `add_generation_prompt` to True.",
+            "continue_final_message",
+        )
     is_answer = final["role"] == "assistant"
     if continue_final_message and not (is_answer and final.get("content")):
-        raise RequestError("continue_final_message needs a final message of the assistant, with content.", "continue_final_message")
+        raise RequestError(
+            "continue_final_message needs a final message of the assistant, with content.",
+            "continue_final_message",
+        )
     if add_generation_prompt is False and is_answer and not continue_final_message:
         raise RequestError(
-            "mistral-common renders no conversation that ends with an answer: give another message, or continue_final_message.",
+            "mistral-common renders no conversation that ends with an answer: give another "
+            "message, or continue_final_message.",
             "add_generation_prompt",
         )
 
 
 def _message(message: Any, plain: PlainCopy) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise RequestError(f"a message must be a mapping with 'role' and 'content', not a {type(message).__name__}.", "messages")
+        raise RequestError(
+            "a message must be a mapping with 'role' and 'content', not a "
+            f"{type(message).__name__}.",
+            "messages",
+        )
     role = message.get("role")
     if not isinstance(role, str) or role not in _KEYS:
         known = nearest(role, _KEYS) if isinstance(role, str) else f"Known: {', '.join(_KEYS)}."
-        raise RequestError(f"a message must have a 'role' that mistral-common knows, not {role!r:.100}. {known}", "messages")
-    found = {key: plain.copy(message[key], "messages") for key in _KEYS[role] if message.get(key) is not None}
+        raise RequestError(
+            f"a message must have a 'role' that mistral-common knows, not {role!r:.100}. {known}",
+            "messages",
+        )
+    found = {
+        key: plain.copy(message[key], "messages")
+        for key in _KEYS[role]
+        if message.get(key) is not None
+    }
     content = found.get("content")
     if isinstance(content, list):
         found["content"] = [_part(part) for part in content]
     elif content is None and role != "assistant":
         raise RequestError(f"a message of role {role!r} must have a 'content'.", "messages")
     elif content is not None and not isinstance(content, str):
-        raise RequestError(f"a message's content must be a text or a list of parts, not a {type(content).__name__}.", "messages")
+        raise RequestError(
+            "a message's content must be a text or a list of parts, not a "
+            f"{type(content).__name__}.",
+            "messages",
+        )
     return {"role": "system" if role == "developer" else role, **found}
 
 
 def _part(part: Any) -> dict[str, Any]:
     kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
     if not isinstance(part, dict) or not isinstance(kind, str) or kind not in _PART_KEYS:
-        raise RequestError(f"this renderer takes text only, not content of type {kind!r:.100}.", "messages")
+        raise RequestError(
+            f"this renderer takes text only, not content of type {kind!r:.100}.", "messages"
+        )
     found = {key: part[key] for key in _PART_KEYS[kind] if key in part}
     if not isinstance(found.get(kind), str):
-        raise RequestError(f"a content part of type {kind!r} must have a {kind!r}, which is a text.", "messages")
+        raise RequestError(
+            f"a content part of type {kind!r} must have a {kind!r}, which is a text.", "messages"
+        )
     return {"type": kind, **found}
 
 
@@ -126,9 +170,13 @@ def _tools(tools: Any, plain: PlainCopy) -> list[Any] | None:
     if tools is None:
         return None
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise RequestError("tools must be a list of mappings, each with 'type' and 'function'.", "tools")
+        raise RequestError(
+            "tools must be a list of mappings, each with 'type' and 'function'.", "tools"
+        )
     with refusals("tools"):
-        return [Tool.from_openai(_with_parameters(plain.copy(tool, "tools"))) for tool in tools] or None
+        return [
+            Tool.from_openai(_with_parameters(plain.copy(tool, "tools"))) for tool in tools
+        ] or None
 
 
 def _with_parameters(tool: Any) -> Any:

@@ -24,7 +24,9 @@ class Detokenizer:
     def bytes_of(self, token_ids: Iterable[int], skip_special_tokens: bool) -> bytes:
         """Of these tokens together. Ids without a token are passed over."""
         start = self._num_special if skip_special_tokens else 0
-        return b"".join(self._piece(token_id) for token_id in token_ids if start <= token_id < self._size)
+        return b"".join(
+            self._piece(token_id) for token_id in token_ids if start <= token_id < self._size
+        )
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool) -> str:
         """The text of these tokens together."""
@@ -33,7 +35,9 @@ class Detokenizer:
     def _piece(self, token_id: int) -> bytes:
         piece = self._pieces.get(token_id)
         if piece is None:
-            piece = self._pieces[token_id] = bytes(self._tekken.id_to_byte_piece(token_id, self._keep))
+            piece = self._pieces[token_id] = bytes(
+                self._tekken.id_to_byte_piece(token_id, self._keep)
+            )
         return piece
 
 

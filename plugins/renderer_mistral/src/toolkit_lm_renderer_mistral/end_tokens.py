@@ -21,22 +21,35 @@ def text_config(hf_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def end_tokens(config: VllmConfig, of_tokenizer: int, vocab_size: int) -> list[int]:
-    """Of generation_config.json, config.json and the tokenizer. Those that the model has no logit for are left out: it never draws them.
+    """Of generation_config.json, config.json and the tokenizer. Those that the model has no logit
+    for are left out: it never draws them.
 
     Raises CheckpointError for what is no token id.
     """
     found = dict.fromkeys(_stated(config))
     if found and of_tokenizer not in found:
-        logger.warning("the tokenizer's eos_token %d is none of eos_token_id %s: all of them end a text.", of_tokenizer, list(found))
-    return [token_id for token_id in dict.fromkeys([*found, of_tokenizer]) if 0 <= token_id < vocab_size]
+        logger.warning(
+            "the tokenizer's eos_token %d is none of eos_token_id %s: all of them end a text.",
+            of_tokenizer,
+            list(found),
+        )
+    return [
+        token_id for token_id in dict.fromkeys([*found, of_tokenizer]) if 0 <= token_id < vocab_size
+    ]
 
 
 def _stated(config: VllmConfig) -> Iterator[int]:
     assert config.checkpoint is not None
-    for name, values in (("generation_config.json", config.checkpoint.generation_config), ("config.json", text_config(config.hf_config))):
+    for name, values in (
+        ("generation_config.json", config.checkpoint.generation_config),
+        ("config.json", text_config(config.hf_config)),
+    ):
         value = values.get("eos_token_id")
         for token_id in value if isinstance(value, list) else [] if value is None else [value]:
             if type(token_id) is not int:
                 file = Path(config.checkpoint.path, name)
-                raise CheckpointError(f"{file}: eos_token_id must be a token id or a list of them, not {reprlib.repr(token_id)}.")
+                raise CheckpointError(
+                    f"{file}: eos_token_id must be a token id or a list of them, not "
+                    f"{reprlib.repr(token_id)}."
+                )
             yield token_id

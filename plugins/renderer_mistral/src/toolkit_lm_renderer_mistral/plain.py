@@ -20,7 +20,8 @@ class PlainCopy:
         self._left = max_chars
 
     def copy(self, value: Any, param: str, depth: int = 0) -> Any:
-        """A copy of JSON types only. Raises RequestError for `param` where there is none, or it is too large."""
+        """A copy of JSON types only. Raises RequestError for `param` where there is none, or it is
+        too large."""
         if depth > _MOST_DEPTH:
             raise RequestError(f"{param} is nested more than {_MOST_DEPTH} levels deep.", param)
         self._take(_ITEM, param)
@@ -29,10 +30,15 @@ class PlainCopy:
         if isinstance(value, str):
             return self._text(value, param)
         if isinstance(value, Mapping):
-            return {self._text(str(key), param): self.copy(item, param, depth + 1) for key, item in value.items()}
+            return {
+                self._text(str(key), param): self.copy(item, param, depth + 1)
+                for key, item in value.items()
+            }
         if isinstance(value, list | tuple):
             return [self.copy(item, param, depth + 1) for item in value]
-        raise RequestError(f"{param} must hold JSON values only, not a {type(value).__name__}.", param)
+        raise RequestError(
+            f"{param} must hold JSON values only, not a {type(value).__name__}.", param
+        )
 
     def _text(self, value: str, param: str) -> str:
         self._take(len(value), param)
@@ -42,7 +48,11 @@ class PlainCopy:
     def _take(self, size: int, param: str) -> None:
         self._left -= size
         if self._left < 0:
-            raise ContextLengthError(f"the conversation has more than {self._max_chars} characters; longer ones are not tokenized.", param)
+            raise ContextLengthError(
+                f"the conversation has more than {self._max_chars} characters; longer ones are "
+                "not tokenized.",
+                param,
+            )
 
 
 def check_unicode(text: str, where: str, param: str) -> None:
@@ -50,4 +60,6 @@ def check_unicode(text: str, where: str, param: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise RequestError(f"{where} is not a valid text: lone surrogate at position {error.start}.", param) from None
+        raise RequestError(
+            f"{where} is not a valid text: lone surrogate at position {error.start}.", param
+        ) from None

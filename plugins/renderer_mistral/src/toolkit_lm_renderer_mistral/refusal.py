@@ -1,4 +1,5 @@
-"""Refusals: what mistral-common raises about a request, as a RequestError that names the parameter."""
+"""Refusals: what mistral-common raises about a request, as a RequestError that names the
+parameter."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ _MOST = 500
 
 @contextmanager
 def refusals(param: str, by_class: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Raises RequestError for `param`, or for that of the error's class in `by_class`, where the code within fails."""
+    """Raises RequestError for `param`, or for that of the error's class in `by_class`, where the
+    code within fails."""
     try:
         yield
     except RequestError:
@@ -21,12 +23,15 @@ def refusals(param: str, by_class: Mapping[str, str] | None = None) -> Iterator[
     except BaseException as error:
         if isinstance(error, Exception) or is_panic(error):
             name = (by_class or {}).get(type(error).__name__, param)
-            raise RequestError(f"mistral-common refuses this request: {wording(error)}", name) from error
+            raise RequestError(
+                f"mistral-common refuses this request: {wording(error)}", name
+            ) from error
         raise
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether Rust code has panicked: tiktoken's raises that as a BaseException, whose class cannot be imported."""
+    """Whether Rust code has panicked: tiktoken's raises that as a BaseException, whose class cannot
+    be imported."""
     return type(error).__module__ == "pyo3_runtime"
 
 

@@ -1,4 +1,5 @@
-"""Tekken: the tokenizer file of Mistral's checkpoints, and whether mistral-common is there to read it."""
+"""Tekken: the tokenizer file of Mistral's checkpoints, and whether mistral-common is there to read
+it."""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ def load_tekken(folder: Path) -> Any:
     try:
         return MistralTokenizer.from_file(str(path))
     except BaseException as error:
-        # It raises whatever comes: AssertionError, KeyError, a panic of the regular expression's compiler.
+        # It raises whatever comes: AssertionError, KeyError, a panic of the regular expression's
+        # compiler.
         if isinstance(error, Exception) or is_panic(error):
-            raise CheckpointError(f"{path} is not a tokenizer that mistral-common can read: {wording(error)}") from error
+            raise CheckpointError(
+                f"{path} is not a tokenizer that mistral-common can read: {wording(error)}"
+            ) from error
         raise

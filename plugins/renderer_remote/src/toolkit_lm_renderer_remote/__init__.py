@@ -1,4 +1,5 @@
-"""A renderer that asks render servers elsewhere: `toolkit render`, or whatever speaks its protocol. No torch, no tokenizer library."""
+"""A renderer that asks render servers elsewhere: `toolkit render`, or whatever speaks its protocol.
+No torch, no tokenizer library."""
 
 from msgspec import Struct
 from toolkit_lm.plugin import RendererRegistry, hookimpl
@@ -14,7 +15,8 @@ class Options(Struct, frozen=True):
     api_key: str | None = None
     """Key of the render servers."""
     max_answer_size: str = "1GiB"
-    """Most that an answer with media may have; a request with more is refused. One picture's arrays may be 300 MiB.
+    """Most that an answer with media may have; a request with more is refused. One picture's arrays
+    may be 300 MiB.
 
     Answers without media are held to what their tokens need.
     """

@@ -1,4 +1,5 @@
-"""RenderServerConformance: what every render server must do, in whatever language it is written. Needs pytest."""
+"""RenderServerConformance: what every render server must do, in whatever language it is written.
+Needs pytest."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ Kind = TypeVar("Kind")
 
 
 class RenderServerConformance:
-    """Subclass it as `class TestMine(RenderServerConformance)`, with a fixture `url`: where the server listens."""
+    """Subclass it as `class TestMine(RenderServerConformance)`, with a fixture `url`: where the
+    server listens."""
 
     texts: ClassVar[Sequence[str]] = ("The cat sat.", " spaces ", "héllo 😀 日本語", "a\n\nb\tc")
     """Texts that come back as they are from tokens, without special tokens."""
@@ -63,34 +65,48 @@ class RenderServerConformance:
     # Text
 
     def test_a_conversation(self, client: httpx.Client) -> None:
-        found = self.ask(client, RENDER_CHAT, RenderedPrompt, messages=[{"role": "user", "content": "Hello"}])
+        found = self.ask(
+            client, RENDER_CHAT, RenderedPrompt, messages=[{"role": "user", "content": "Hello"}]
+        )
         assert found.token_ids
         assert not found.features
         assert "Hello" in self.ask(client, "/derender", Derendered, token_ids=found.token_ids).text
 
     def test_prompts_are_answered_in_order(self, client: httpx.Client) -> None:
         [one] = self.ask(client, RENDER_PROMPTS, RenderedPrompts, prompt="one").data
-        [first, second] = self.ask(client, RENDER_PROMPTS, RenderedPrompts, prompt=["one", "two"]).data
+        [first, second] = self.ask(
+            client, RENDER_PROMPTS, RenderedPrompts, prompt=["one", "two"]
+        ).data
         assert first.token_ids == one.token_ids != second.token_ids
         [given] = self.ask(client, RENDER_PROMPTS, RenderedPrompts, prompt=one.token_ids).data
         assert given.token_ids == one.token_ids
 
     def test_texts_come_back(self, client: httpx.Client) -> None:
         for text in self.texts:
-            tokens = self.ask(client, TOKENIZE, TokenizedText, prompt=text, add_special_tokens=False).tokens
+            tokens = self.ask(
+                client, TOKENIZE, TokenizedText, prompt=text, add_special_tokens=False
+            ).tokens
             whole = self.ask(client, "/derender", Derendered, token_ids=tokens).text
-            rest = self.ask(client, "/derender", Derendered, token_ids=tokens[1:], prompt_token_ids=tokens[:1]).text
+            rest = self.ask(
+                client, "/derender", Derendered, token_ids=tokens[1:], prompt_token_ids=tokens[:1]
+            ).text
             assert whole == text
             assert rest and (whole.endswith(rest) or "�" in rest)
 
     def test_a_prompt_that_is_too_long(self, client: httpx.Client) -> None:
-        longest = self.ask(client, RENDER_CHAT, RenderedPrompt, messages=[{"role": "user", "content": "a"}]).max_model_len
+        longest = self.ask(
+            client, RENDER_CHAT, RenderedPrompt, messages=[{"role": "user", "content": "a"}]
+        ).max_model_len
         if longest is None:
             return
-        [token, *_] = self.ask(client, TOKENIZE, TokenizedText, prompt="a", add_special_tokens=False).tokens
+        [token, *_] = self.ask(
+            client, TOKENIZE, TokenizedText, prompt="a", add_special_tokens=False
+        ).tokens
         error = self.refused(client, RENDER_PROMPTS, prompt=[token] * longest).error
         assert error.code == "context_length_exceeded"
-        [found] = self.ask(client, RENDER_PROMPTS, RenderedPrompts, prompt=[token] * longest, check_length=False).data
+        [found] = self.ask(
+            client, RENDER_PROMPTS, RenderedPrompts, prompt=[token] * longest, check_length=False
+        ).data
         assert len(found.token_ids) == longest
 
     @pytest.mark.parametrize(
@@ -110,25 +126,46 @@ class RenderServerConformance:
             ("/derender", {"token_ids": "a"}),
         ],
     )
-    def test_a_bad_request_is_refused_with_a_reason(self, client: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    def test_a_bad_request_is_refused_with_a_reason(
+        self, client: httpx.Client, path: str, body: dict[str, Any]
+    ) -> None:
         self.refused(client, path, **body)
 
     def test_a_body_that_is_no_json_is_refused(self, client: httpx.Client) -> None:
-        assert client.post(RENDER_CHAT, content=b"{", headers={"content-type": "application/json"}).status_code == 400
+        assert (
+            client.post(
+                RENDER_CHAT, content=b"{", headers={"content-type": "application/json"}
+            ).status_code
+            == 400
+        )
         self.test_a_conversation(client)
 
     # Media
 
-    def chat(self, client: httpx.Client, *images: bytes, accept: str = "application/json", **body: Any) -> Rendered:
+    def chat(
+        self, client: httpx.Client, *images: bytes, accept: str = "application/json", **body: Any
+    ) -> Rendered:
         """A conversation with images, as an engine reads the answer."""
-        messages = [{"role": "user", "content": [*map(_part, images), {"type": "text", "text": "What is it?"}]}]
-        response = client.post(RENDER_CHAT, json={"messages": messages, **body}, headers={"accept": accept})
+        messages = [
+            {
+                "role": "user",
+                "content": [*map(_part, images), {"type": "text", "text": "What is it?"}],
+            }
+        ]
+        response = client.post(
+            RENDER_CHAT, json={"messages": messages, **body}, headers={"accept": accept}
+        )
         assert response.status_code == 200, response.text
-        return Answer(response.content, response.headers["content-type"]).prompt(len(images), body.get("held", ()))
+        return Answer(response.content, response.headers["content-type"]).prompt(
+            len(images), body.get("held", ())
+        )
 
     def test_images_are_features_in_their_order(self, client: httpx.Client) -> None:
         if not self.images:
-            error = client.post(RENDER_CHAT, json={"messages": [{"role": "user", "content": [_part(b"P6 1 1 255\nabc")]}]})
+            error = client.post(
+                RENDER_CHAT,
+                json={"messages": [{"role": "user", "content": [_part(b"P6 1 1 255\nabc")]}]},
+            )
             assert error.status_code == 400
             return
         first, second = self.images
@@ -149,8 +186,12 @@ class RenderServerConformance:
                 assert found.token_ids == whole.token_ids
                 assert found.features is not None
                 assert [one.data is None for one in found.features] == [True, False]
-                assert [one.mm_position for one in found.features] == [one.mm_position for one in whole.features]
-                assert [one.layout for one in found.features] == [one.layout for one in whole.features]
+                assert [one.mm_position for one in found.features] == [
+                    one.mm_position for one in whole.features
+                ]
+                assert [one.layout for one in found.features] == [
+                    one.layout for one in whole.features
+                ]
 
     def test_a_broken_image_is_named(self, client: httpx.Client) -> None:
         if self.images:
@@ -161,22 +202,39 @@ class RenderServerConformance:
     def test_images_in_a_prompt(self, client: httpx.Client) -> None:
         if self.images and self.takes_media_in_prompts:
             media = {"image": [_url(one) for one in self.images]}
-            response = client.post(RENDER_PROMPTS, json={"prompt": f"{self.placeholder}{self.placeholder}a", "multi_modal_data": media})
+            response = client.post(
+                RENDER_PROMPTS,
+                json={
+                    "prompt": f"{self.placeholder}{self.placeholder}a",
+                    "multi_modal_data": media,
+                },
+            )
             assert response.status_code == 200, response.text
             found = Answer(response.content, response.headers["content-type"]).only_prompt(2)
             assert found.features is not None
             in_chat = self.chat(client, *self.images).features
             assert in_chat is not None
-            assert [one.mm_identifier for one in found.features] == [one.mm_identifier for one in in_chat]
+            assert [one.mm_identifier for one in found.features] == [
+                one.mm_identifier for one in in_chat
+            ]
             self.refused(client, RENDER_PROMPTS, prompt=self.placeholder, multi_modal_data=media)
 
     def test_msgpack_says_the_same(self, client: httpx.Client) -> None:
         images = self.images
         for accept in MSGPACK:
-            found, plain = self.chat(client, *images, accept=f"{accept}, application/json;q=0.5"), self.chat(client, *images)
+            found, plain = (
+                self.chat(client, *images, accept=f"{accept}, application/json;q=0.5"),
+                self.chat(client, *images),
+            )
             assert found == plain
-            sent = client.post(RENDER_CHAT, json={"messages": [{"role": "user", "content": "a"}]}, headers={"accept": accept})
-            assert sent.headers["content-type"].startswith(accept if self.speaks_msgpack else "application/json")
+            sent = client.post(
+                RENDER_CHAT,
+                json={"messages": [{"role": "user", "content": "a"}]},
+                headers={"accept": accept},
+            )
+            assert sent.headers["content-type"].startswith(
+                accept if self.speaks_msgpack else "application/json"
+            )
 
 
 def _part(image: bytes) -> dict[str, Any]:

@@ -20,9 +20,11 @@ class _Own(NamedTuple):
 
 
 class LoopConnections:
-    """Each event loop that asks has connections of its own, kept until it ends: a connection belongs to the loop that made it.
+    """Each event loop that asks has connections of its own, kept until it ends: a connection
+    belongs to the loop that made it.
 
-    They are held by an asynchronous generator, which a loop closes at its end (`shutdown_asyncgens`, as `asyncio.run` does).
+    They are held by an asynchronous generator, which a loop closes at its end
+    (`shutdown_asyncgens`, as `asyncio.run` does).
     """
 
     def __init__(self, most: int, options: Mapping[str, Any]) -> None:
@@ -39,12 +41,16 @@ class LoopConnections:
             for ended in [one for one in list(self._by_loop) if one.is_closed()]:
                 self._by_loop.pop(ended, None)
             lifetime = self._lifetime(loop)
-            self._by_loop[loop] = _Own(await anext(lifetime), asyncio.Semaphore(self._most), lifetime)
+            self._by_loop[loop] = _Own(
+                await anext(lifetime), asyncio.Semaphore(self._most), lifetime
+            )
         own = self._by_loop[loop]
         async with own.slots:
             yield own.client
 
-    async def _lifetime(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[httpx.AsyncClient, None]:
+    async def _lifetime(
+        self, loop: asyncio.AbstractEventLoop
+    ) -> AsyncGenerator[httpx.AsyncClient, None]:
         client = httpx.AsyncClient(**self._options)
         try:
             yield client

@@ -1,4 +1,5 @@
-"""Answers of render servers become rendered prompts. Nothing in them is believed that can be checked, and counts come before objects."""
+"""Answers of render servers become rendered prompts. Nothing in them is believed that can be
+checked, and counts come before objects."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ _MOST_INSIDE = _MOST_ARRAYS * (_MOST_AXES + 3) + _MOST_NUMBERS + 16
 """Commas inside of a feature, as JSON, beside its mask's."""
 _IDENTIFIER = 512
 """Characters of an identifier."""
-_DTYPES = frozenset(("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"))
+_DTYPES = frozenset(
+    ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+)
 
 _ABSENT = Raw()
 _NULLS = (b"", b"null", b"\xc0")
@@ -74,14 +77,19 @@ class Answer:
             raise WrongAnswerError("its answer is neither JSON nor msgpack")
         self._is_msgpack = kind in MSGPACK
 
-    def prompt(self, num_media: int = 0, held: Collection[str] = (), fewest: int | None = None) -> Rendered:
-        """A rendered prompt. `num_media`: items of media in what was sent, of which some may be none, but not the `fewest`.
+    def prompt(
+        self, num_media: int = 0, held: Collection[str] = (), fewest: int | None = None
+    ) -> Rendered:
+        """A rendered prompt. `num_media`: items of media in what was sent, of which some may be
+        none, but not the `fewest`.
 
         `held`: identifiers whose data may be left out. Raises WrongAnswerError.
         """
         return self._rendered(self._as(_Prompt, self._body), num_media, held, fewest)
 
-    def only_prompt(self, num_media: int = 0, held: Collection[str] = (), fewest: int | None = None) -> Rendered:
+    def only_prompt(
+        self, num_media: int = 0, held: Collection[str] = (), fewest: int | None = None
+    ) -> Rendered:
         """As `prompt`, of an answer that lists one."""
         found = self._as(_Prompts, self._body).data
         if len(found) != 1:
@@ -96,11 +104,19 @@ class Answer:
         """What is wrong with a request. Raises WrongAnswerError."""
         return self._as(ErrorAnswer, self._body).error
 
-    def _rendered(self, found: _Prompt, num_media: int, held: Collection[str], fewest: int | None) -> Rendered:
+    def _rendered(
+        self, found: _Prompt, num_media: int, held: Collection[str], fewest: int | None
+    ) -> Rendered:
         token_ids = self._token_ids(found.token_ids)
-        features = [] if _is_null(found.features) else self._features(found.features, len(token_ids), num_media)
+        features = (
+            []
+            if _is_null(found.features)
+            else self._features(found.features, len(token_ids), num_media)
+        )
         if len(features) < (num_media if fewest is None else fewest):
-            raise WrongAnswerError(f"it gave {len(features)} features for {num_media} items of media")
+            raise WrongAnswerError(
+                f"it gave {len(features)} features for {num_media} items of media"
+            )
         end = 0
         for one in features:
             if one.mm_position.offset < end:
@@ -120,7 +136,9 @@ class Answer:
 
     def _features(self, raw: Raw, num_tokens: int, num_media: int) -> list[MultiModalFeatureSpec]:
         # In JSON, with all that the features of so many items may have inside.
-        self._check_count(raw, num_media, "the features", num_commas=2 * num_tokens + _MOST_INSIDE * num_media)
+        self._check_count(
+            raw, num_media, "the features", num_commas=2 * num_tokens + _MOST_INSIDE * num_media
+        )
         given = self._as(list[Raw], raw)
         if len(given) > num_media:
             raise WrongAnswerError(f"it gave {len(given)} features for {num_media} items of media")
@@ -129,7 +147,10 @@ class Answer:
     def _feature(self, raw: Raw, num_tokens: int) -> MultiModalFeatureSpec:
         found = self._as(_Feature, raw)
         position = found.mm_position
-        if not 0 < len(found.mm_identifier) <= _IDENTIFIER or not 0 < len(found.modality) <= _IDENTIFIER:
+        if (
+            not 0 < len(found.mm_identifier) <= _IDENTIFIER
+            or not 0 < len(found.modality) <= _IDENTIFIER
+        ):
             raise WrongAnswerError("a feature's identifier or modality is empty or too long")
         if not (0 <= position.offset < num_tokens and 0 < position.length <= num_tokens):
             raise WrongAnswerError("a feature stands outside of the prompt")
@@ -148,7 +169,9 @@ class Answer:
         )
 
     def _data(self, raw: Raw) -> dict[str, Array]:
-        self._check_count(raw, _MOST_ARRAYS, "a feature's data", num_commas=_MOST_ARRAYS * (_MOST_AXES + 3))
+        self._check_count(
+            raw, _MOST_ARRAYS, "a feature's data", num_commas=_MOST_ARRAYS * (_MOST_AXES + 3)
+        )
         return {name: self._array(one) for name, one in self._as(dict[str, _Array], raw).items()}
 
     def _array(self, one: _Array) -> Array:
@@ -156,7 +179,10 @@ class Answer:
         shape = self._as(list[int], one.shape)
         if one.dtype not in _DTYPES:
             raise WrongAnswerError(f"an array has the dtype {one.dtype[:20]!r}")
-        if min(shape, default=0) < 0 or math.prod(shape) * np.dtype(one.dtype).itemsize != one.data.nbytes:
+        if (
+            min(shape, default=0) < 0
+            or math.prod(shape) * np.dtype(one.dtype).itemsize != one.data.nbytes
+        ):
             raise WrongAnswerError("an array has not as many bytes as its shape and dtype say")
         return Array(one.dtype, shape, one.data)
 
@@ -167,19 +193,28 @@ class Answer:
         return self._as(dict[str, list[float]], raw)
 
     def _check_count(self, raw: Raw, most: int, what: str, num_commas: int | None = None) -> None:
-        """Of a list or a mapping, before its items are made. `num_commas`: of JSON whose items have commas inside."""
+        """Of a list or a mapping, before its items are made. `num_commas`: of JSON whose items have
+        commas inside."""
         if self._is_msgpack:
             too_many = _count(bytes(memoryview(raw)[:5])) > most
         else:
-            too_many = bytes(raw).count(b",") > (max(most - 1, 0) if num_commas is None else num_commas)
+            too_many = bytes(raw).count(b",") > (
+                max(most - 1, 0) if num_commas is None else num_commas
+            )
         if too_many:
             raise WrongAnswerError(f"too much is in {what}: {most} at most")
 
     def _as(self, kind: type[Kind], body: Any) -> Kind:
         try:
-            return msgspec.msgpack.decode(body, type=kind) if self._is_msgpack else msgspec.json.decode(body, type=kind)
+            return (
+                msgspec.msgpack.decode(body, type=kind)
+                if self._is_msgpack
+                else msgspec.json.decode(body, type=kind)
+            )
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise WrongAnswerError(f"its answer is no rendered prompt: {str(error)[:200]}") from None
+            raise WrongAnswerError(
+                f"its answer is no rendered prompt: {str(error)[:200]}"
+            ) from None
 
 
 def _count(head: bytes) -> int:

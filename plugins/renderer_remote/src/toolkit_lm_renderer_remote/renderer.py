@@ -22,7 +22,14 @@ from toolkit_lm_renderer_remote.servers import RenderServers
 from toolkit_lm_renderer_remote.wire import RENDER_CHAT, RENDER_PROMPTS, TOKENIZE
 
 _CHAT_OPTIONS = (
-    *("add_generation_prompt", "continue_final_message", "tools", "documents", "chat_template", "chat_template_kwargs"),
+    *(
+        "add_generation_prompt",
+        "continue_final_message",
+        "tools",
+        "documents",
+        "chat_template",
+        "chat_template_kwargs",
+    ),
     *("add_special_tokens", "mm_processor_kwargs"),
 )
 _MEDIA = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids")
@@ -60,17 +67,24 @@ class _Bounds(TypedDict):
 
 
 class RemoteRenderer(Renderer):
-    """Asks the servers of `renderer_url`. They must serve the same model: their answers are checked, but not known to be the right ones.
+    """Asks the servers of `renderer_url`. They must serve the same model: their answers are
+    checked, but not known to be the right ones.
 
-    A stream of tokens becomes text without a call per token, by a renderer in this process that reads the checkpoint's tokenizer. It makes
-    the texts of pooling, too, which render servers have no route for.
+    A stream of tokens becomes text without a call per token, by a renderer in this process that
+    reads the checkpoint's tokenizer. It makes the texts of pooling, too, which render servers have
+    no route for.
 
-    Raises ConfigError where there is no server, or nothing here that reads the tokenizer. The servers need not be up yet.
+    Raises ConfigError where there is no server, or nothing here that reads the tokenizer. The
+    servers need not be up yet.
     """
 
     @classmethod
     def refuses(cls, config: VllmConfig) -> str | None:
-        return None if config.renderer.renderer_url else "no render server is named: give --renderer-url"
+        return (
+            None
+            if config.renderer.renderer_url
+            else "no render server is named: give --renderer-url"
+        )
 
     def __init__(self, config: VllmConfig) -> None:
         super().__init__(config)
@@ -82,10 +96,16 @@ class RemoteRenderer(Renderer):
         options: Options = plugins.options("renderer_remote")
         most = parse_memory(options.max_answer_size)
         if not isinstance(most, int):
-            raise ConfigError(f"option renderer_remote.max_answer_size: {options.max_answer_size!r} must be bytes, such as '256MiB'.")
+            raise ConfigError(
+                f"option renderer_remote.max_answer_size: {options.max_answer_size!r} must be "
+                "bytes, such as '256MiB'."
+            )
         self._most_media = most
         self._servers = RenderServers(
-            config.renderer.renderer_url, timeout=options.timeout, connect_timeout=options.connect_timeout, api_key=options.api_key
+            config.renderer.renderer_url,
+            timeout=options.timeout,
+            connect_timeout=options.connect_timeout,
+            api_key=options.api_key,
         )
 
     # Input, rendered elsewhere
@@ -94,17 +114,25 @@ class RemoteRenderer(Renderer):
         return self._render(self._conversation(messages, kwargs))
 
     async def render_conversation_async(self, messages: Conversation, **kwargs: Any) -> Rendered:
-        return await self._render_async(await asyncio.to_thread(self._conversation, messages, kwargs))
+        return await self._render_async(
+            await asyncio.to_thread(self._conversation, messages, kwargs)
+        )
 
-    def render_prompt(self, prompt: SingletonPrompt, *, add_special_tokens: bool = True) -> Rendered:
+    def render_prompt(
+        self, prompt: SingletonPrompt, *, add_special_tokens: bool = True
+    ) -> Rendered:
         question = self._prompt(prompt, add_special_tokens)
         return question if isinstance(question, Rendered) else self._render(question)
 
-    async def render_prompt_async(self, prompt: SingletonPrompt, *, add_special_tokens: bool = True) -> Rendered:
+    async def render_prompt_async(
+        self, prompt: SingletonPrompt, *, add_special_tokens: bool = True
+    ) -> Rendered:
         question = await asyncio.to_thread(self._prompt, prompt, add_special_tokens)
         return question if isinstance(question, Rendered) else await self._render_async(question)
 
-    def render_texts(self, texts: Sequence[str | tuple[str, str]], *, max_tokens: int | None = None) -> list[RenderedText]:
+    def render_texts(
+        self, texts: Sequence[str | tuple[str, str]], *, max_tokens: int | None = None
+    ) -> list[RenderedText]:
         return self._local.render_texts(texts, max_tokens=max_tokens)
 
     def cut_texts(self, texts: Sequence[str], max_tokens: int) -> list[str]:
@@ -116,7 +144,10 @@ class RemoteRenderer(Renderer):
                 raise RequestError(f"render_conversation takes no option {name!r}.", name)
         fewest, most = count_media(messages)
         messages = plain_messages(messages) if most else messages
-        body = {"messages": messages, **{name: value for name, value in options.items() if value is not None}}
+        body = {
+            "messages": messages,
+            **{name: value for name, value in options.items() if value is not None},
+        }
         return _Question(RENDER_CHAT, plain(body) if most else body, fewest, most, Answer.prompt)
 
     def _prompt(self, prompt: SingletonPrompt, add_special_tokens: bool) -> _Question | Rendered:
@@ -146,7 +177,9 @@ class RemoteRenderer(Renderer):
 
     async def _render_async(self, question: _Question) -> Rendered:
         """As `_render`."""
-        path, sent, read, bounds = await asyncio.to_thread(self._sent, question, self._held(question))
+        path, sent, read, bounds = await asyncio.to_thread(
+            self._sent, question, self._held(question)
+        )
         rendered = await self._servers.ask_async(path, sent, read, **bounds)
         if self._lacks(rendered):
             path, sent, read, bounds = await asyncio.to_thread(self._sent, question, [])
@@ -154,7 +187,11 @@ class RemoteRenderer(Renderer):
         return rendered
 
     def _held(self, question: _Question) -> list[str]:
-        return [] if self.feature_cache is None or not question.most_media else self.feature_cache.held_keys(_MOST_HELD)
+        return (
+            []
+            if self.feature_cache is None or not question.most_media
+            else self.feature_cache.held_keys(_MOST_HELD)
+        )
 
     def _sent(self, question: _Question, held: list[str]) -> _Sent:
         """What a question comes to, where the engine holds these items."""
@@ -164,10 +201,15 @@ class RemoteRenderer(Renderer):
         most, too_large = _SLACK + _BYTES_OF_TOKEN * self.config.max_model_len + 8 * len(sent), None
         if question.most_media:
             most += self._most_media
-            too_large = f"the prompt's images and other media are too large: renderer_remote.max_answer_size is {self._most_media} bytes."
+            too_large = (
+                "the prompt's images and other media are too large: "
+                f"renderer_remote.max_answer_size is {self._most_media} bytes."
+            )
 
         def checked(answer: Answer) -> Rendered:
-            return self._checked(question.read(answer, question.most_media, held, question.fewest_media))
+            return self._checked(
+                question.read(answer, question.most_media, held, question.fewest_media)
+            )
 
         return _Sent(question.path, sent, checked, {"most": most, "too_large": too_large})
 
@@ -187,11 +229,16 @@ class RemoteRenderer(Renderer):
     def _lacks(self, rendered: Rendered) -> bool:
         """Whether the engine lacks an item. Those that it has stay until the request is sent."""
         cache = self.feature_cache
-        return any(one.data is None and (cache is None or cache.get(one.mm_identifier) is None) for one in rendered.features or ())
+        return any(
+            one.data is None and (cache is None or cache.get(one.mm_identifier) is None)
+            for one in rendered.features or ()
+        )
 
     # Output, and what is known of the tokenizer
 
-    def decode_stream(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> DecodeStream:
+    def decode_stream(
+        self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> DecodeStream:
         return self._local.decode_stream(prompt_token_ids, skip_special_tokens=skip_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -200,7 +247,9 @@ class RemoteRenderer(Renderer):
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         return self._local.token_texts(token_ids)
 
-    def token_bytes(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> list[bytes]:
+    def token_bytes(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False
+    ) -> list[bytes]:
         return self._local.token_bytes(token_ids, skip_special_tokens=skip_special_tokens)
 
     def vocabulary_texts(self, token_ids: Sequence[int]) -> list[str]:
@@ -243,7 +292,8 @@ def _local(config: VllmConfig, plugins: Plugins) -> Renderer:
         name, _ = choose_renderer(config, plugins)
     except UnsupportedError as error:
         raise ConfigError(
-            "renderer 'remote' makes text of tokens in this process, for a call per token would hold up all requests, and nothing here "
+            "renderer 'remote' makes text of tokens in this process, for a call per token would "
+            "hold up all requests, and nothing here "
             f"reads the model's tokenizer: {error} Give its folder with --tokenizer."
         ) from error
     made: Renderer = plugins.renderers.make(name, config)
@@ -255,6 +305,10 @@ def _encoded(body: dict[str, Any]) -> bytes:
     try:
         return msgspec.json.encode(body)
     except UnicodeEncodeError as error:
-        raise RequestError(f"the prompt is not a valid text: lone surrogate at position {error.start}.", "prompt") from None
+        raise RequestError(
+            f"the prompt is not a valid text: lone surrogate at position {error.start}.", "prompt"
+        ) from None
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"the prompt cannot be sent to a render server: {error}", "prompt") from None
+        raise RequestError(
+            f"the prompt cannot be sent to a render server: {error}", "prompt"
+        ) from None

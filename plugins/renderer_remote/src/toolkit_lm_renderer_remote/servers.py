@@ -1,4 +1,5 @@
-"""RenderServers: a request goes to one of several render servers, and to the next where that one fails."""
+"""RenderServers: a request goes to one of several render servers, and to the next where that one
+fails."""
 
 from __future__ import annotations
 
@@ -37,16 +38,26 @@ Result = TypeVar("Result")
 
 
 class _FailedError(Exception):
-    """One server gave nothing of use. `answered`: it gave something. `rests`: it is asked last for a while."""
+    """One server gave nothing of use. `answered`: it gave something. `rests`: it is asked last for
+    a while."""
 
-    def __init__(self, reason: str, *, answered: bool, rests: bool = True, again: bool = False, too_large: bool = False) -> None:
+    def __init__(
+        self,
+        reason: str,
+        *,
+        answered: bool,
+        rests: bool = True,
+        again: bool = False,
+        too_large: bool = False,
+    ) -> None:
         super().__init__(reason)
         self.answered = answered
         self.rests = rests
         self.too_large = too_large
         """It answered with more than is read of what may be a right answer."""
         self.again = again
-        """The connection may have been an old one that the server had given up: the same server is asked once more."""
+        """The connection may have been an old one that the server had given up: the same server is
+        asked once more."""
 
 
 class _Body(NamedTuple):
@@ -56,7 +67,8 @@ class _Body(NamedTuple):
 
 
 class RenderServers:
-    """Render servers that serve the same model. They are asked by turns, from threads and from event loops."""
+    """Render servers that serve the same model. They are asked by turns, from threads and from
+    event loops."""
 
     def __init__(
         self,
@@ -75,13 +87,21 @@ class RenderServers:
             raise ConfigError("timeouts of renderer_remote must be positive numbers of seconds.")
         self._timeout = timeout
         # Answers that are compressed could be of any size.
-        headers = {"accept": _ACCEPTED, "accept-encoding": "identity", "content-type": "application/json"}
+        headers = {
+            "accept": _ACCEPTED,
+            "accept-encoding": "identity",
+            "content-type": "application/json",
+        }
         if api_key:
             headers["authorization"] = f"Bearer {api_key}"
         options: dict[str, Any] = {
             "headers": headers,
             "timeout": httpx.Timeout(timeout, connect=min(connect_timeout, timeout)),
-            "limits": httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS, keepalive_expiry=20),
+            "limits": httpx.Limits(
+                max_connections=_CONNECTIONS,
+                max_keepalive_connections=_CONNECTIONS,
+                keepalive_expiry=20,
+            ),
             "transport": transport,
         }
         self._client = httpx.Client(**options)
@@ -93,10 +113,20 @@ class RenderServers:
         self._turn = 0
         self._lock = threading.Lock()
 
-    def ask(self, path: str, body: bytes, read: Callable[[Answer], Result], *, most: int, too_large: str | None = None) -> Result:
-        """What `read` makes of an answer, of `most` bytes at most. `too_large`: the request's fault where it has more; None: the server's.
+    def ask(
+        self,
+        path: str,
+        body: bytes,
+        read: Callable[[Answer], Result],
+        *,
+        most: int,
+        too_large: str | None = None,
+    ) -> Result:
+        """What `read` makes of an answer, of `most` bytes at most. `too_large`: the request's fault
+        where it has more; None: the server's.
 
-        Raises RequestError where the request is wrong, BadAnswerError and UnreachableError where no server gives what can be used.
+        Raises RequestError where the request is wrong, BadAnswerError and UnreachableError where no
+        server gives what can be used.
         """
         attempts = _Attempts(self._order(), self._resting, too_large)
         for url in attempts:
@@ -105,7 +135,13 @@ class RenderServers:
         raise attempts.summed_up()
 
     async def ask_async(
-        self, path: str, body: bytes, read: Callable[[Answer], Result], *, most: int, too_large: str | None = None
+        self,
+        path: str,
+        body: bytes,
+        read: Callable[[Answer], Result],
+        *,
+        most: int,
+        too_large: str | None = None,
     ) -> Result:
         """As `ask`, awaited. `read` is called in a thread."""
         async with self._connections.one() as client:
@@ -126,7 +162,8 @@ class RenderServers:
         return sorted(turns, key=lambda url: self._resting.get(url, 0) > now)
 
     def _post(self, url: str, body: bytes, most: int) -> _Body:
-        """An answer, which is read no further than to `most` bytes, and for no longer than the timeout. Raises _FailedError."""
+        """An answer, which is read no further than to `most` bytes, and for no longer than the
+        timeout. Raises _FailedError."""
         deadline = time.monotonic() + self._timeout
         with _failing(self._timeout), self._client.stream("POST", url, content=body) as response:
             reading = _Reading(response, most, deadline, self._timeout)
@@ -134,7 +171,9 @@ class RenderServers:
                 reading.add(part)
             return reading.whole()
 
-    async def _post_async(self, client: httpx.AsyncClient, url: str, body: bytes, most: int) -> _Body:
+    async def _post_async(
+        self, client: httpx.AsyncClient, url: str, body: bytes, most: int
+    ) -> _Body:
         """As `_post`."""
         deadline = time.monotonic() + self._timeout
         with _failing(self._timeout):
@@ -146,7 +185,8 @@ class RenderServers:
 
 
 class _Attempts:
-    """Whom a request goes to, one after the other: `for url in attempts: with attempts.one(): return ...`."""
+    """Whom a request goes to, one after the other: `for url in attempts: with attempts.one():
+    return ...`."""
 
     def __init__(self, urls: list[str], resting: dict[str, float], too_large: str | None) -> None:
         self._urls = urls
@@ -182,22 +222,36 @@ class _Attempts:
     def summed_up(self) -> RenderServerError:
         """With the addresses in the log only: clients have no business with them."""
         wrong = [failure for _, failure in self._failures if failure.answered]
-        number = f"{len(self._failures)} render servers" if len(self._failures) > 1 else "the render server"
+        number = (
+            f"{len(self._failures)} render servers"
+            if len(self._failures) > 1
+            else "the render server"
+        )
         if wrong:
-            return BadAnswerError(f"the prompt was not rendered: {number} gave no usable answer; {wrong[-1]}.")
-        return UnreachableError(f"the prompt was not rendered: {number} gave no answer; {self._failures[-1][1]}. Try again later.")
+            return BadAnswerError(
+                f"the prompt was not rendered: {number} gave no usable answer; {wrong[-1]}."
+            )
+        return UnreachableError(
+            f"the prompt was not rendered: {number} gave no answer; {self._failures[-1][1]}. Try "
+            "again later."
+        )
 
 
 class _Reading:
-    """An answer on its way. Methods raise _FailedError where it is too large, too late, or compressed."""
+    """An answer on its way. Methods raise _FailedError where it is too large, too late, or
+    compressed."""
 
-    def __init__(self, response: httpx.Response, most: int, deadline: float, timeout: float) -> None:
+    def __init__(
+        self, response: httpx.Response, most: int, deadline: float, timeout: float
+    ) -> None:
         if response.headers.get("content-encoding", "identity").lower() not in ("", "identity"):
             raise _FailedError("its answer is compressed", answered=True)
         is_good = response.status_code == 200
         self._response = response
         self._most = most if is_good else _MOST_ERROR
-        self._too_large = _FailedError(f"its answer has more than {self._most} bytes", answered=True, too_large=is_good)
+        self._too_large = _FailedError(
+            f"its answer has more than {self._most} bytes", answered=True, too_large=is_good
+        )
         self._deadline, self._timeout = deadline, timeout
         self._data = bytearray()
         declared = response.headers.get("content-length", "")
@@ -209,10 +263,16 @@ class _Reading:
         if len(self._data) > self._most:
             raise self._too_large
         if time.monotonic() > self._deadline:
-            raise _FailedError(f"it gave no whole answer within {self._timeout:g} s", answered=False)
+            raise _FailedError(
+                f"it gave no whole answer within {self._timeout:g} s", answered=False
+            )
 
     def whole(self) -> _Body:
-        return _Body(self._response.status_code, self._response.headers.get("content-type", ""), bytes(self._data))
+        return _Body(
+            self._response.status_code,
+            self._response.headers.get("content-type", ""),
+            bytes(self._data),
+        )
 
 
 @contextmanager
@@ -223,13 +283,18 @@ def _failing(timeout: float) -> Iterator[None]:
     except httpx.TimeoutException:
         raise _FailedError(f"it gave no answer within {timeout:g} s", answered=False) from None
     except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as error:
-        raise _FailedError(f"the connection broke off ({type(error).__name__})", answered=False, again=True) from None
+        raise _FailedError(
+            f"the connection broke off ({type(error).__name__})", answered=False, again=True
+        ) from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise _FailedError(f"it cannot be reached ({type(error).__name__})", answered=False) from None
+        raise _FailedError(
+            f"it cannot be reached ({type(error).__name__})", answered=False
+        ) from None
 
 
 def _read(found: _Body, read: Callable[[Answer], Result]) -> Result:
-    """What `read` makes of an answer. Raises RequestError for one that blames the request, _FailedError for one that is of no use."""
+    """What `read` makes of an answer. Raises RequestError for one that blames the request,
+    _FailedError for one that is of no use."""
     if found.status in _CLIENTS:
         raise _refusal(found)
     if found.status in _BUSY:
@@ -244,8 +309,16 @@ def _read(found: _Body, read: Callable[[Answer], Result]) -> Result:
 
 def _checked(url: str) -> str:
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
-        raise ConfigError(f"renderer_url {url!r} is not the address of a server, such as 'http://127.0.0.1:8001'.")
+    if (
+        parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or parts.username
+        or parts.query
+        or parts.fragment
+    ):
+        raise ConfigError(
+            f"renderer_url {url!r} is not the address of a server, such as 'http://127.0.0.1:8001'."
+        )
     try:
         httpx.URL(url)
         _ = parts.port
@@ -259,6 +332,10 @@ def _refusal(found: _Body) -> RequestError:
     try:
         detail = Answer(found.data, found.content_type).error()
     except WrongAnswerError:
-        raise _FailedError(f"it refused the request (status {found.status}) without a reason", answered=True, rests=False) from None
+        raise _FailedError(
+            f"it refused the request (status {found.status}) without a reason",
+            answered=True,
+            rests=False,
+        ) from None
     kind = ContextLengthError if detail.code == "context_length_exceeded" else RequestError
     return kind(detail.message[:_MOST_MESSAGE], detail.param)

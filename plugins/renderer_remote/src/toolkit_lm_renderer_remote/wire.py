@@ -1,6 +1,8 @@
-"""The wire form of a rendered prompt, as render servers send it: JSON, with arrays in base64, or msgpack.
+"""The wire form of a rendered prompt, as render servers send it: JSON, with arrays in base64, or
+msgpack.
 
-`schema()` is its JSON Schema, which docs/renderer.schema.json holds. A render server need not be Python.
+`schema()` is its JSON Schema, which docs/renderer.schema.json holds. A render server need not be
+Python.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class RenderedPrompt(Struct, kw_only=True):
 
     token_ids: list[int]
     features: list[MultiModalFeatureSpec] | None = None
-    """Items of media among the tokens, by offset; none overlap. `data` is null where the request's `held` has the identifier."""
+    """Items of media among the tokens, by offset; none overlap. `data` is null where the request's
+    `held` has the identifier."""
     model: str | None = None
     sampling_params: dict[str, Any] = field(default_factory=dict)
     """Those of the request that differ from their defaults."""
@@ -58,7 +61,8 @@ class ErrorDetail(Struct, kw_only=True):
 
 
 class ErrorAnswer(Struct, kw_only=True):
-    """With the status 400, what is wrong with a request. Other statuses say that the server is to blame."""
+    """With the status 400, what is wrong with a request. Other statuses say that the server is to
+    blame."""
 
     error: ErrorDetail
 
@@ -68,7 +72,10 @@ ANSWERS = (RenderedPrompt, RenderedPrompts, TokenizedText, Derendered, ErrorAnsw
 
 def schema() -> dict[str, Any]:
     """The JSON Schema of all answers: `$defs` has one for each, and for their parts."""
-    about = "As JSON; in msgpack, `data` of an Array is binary. An Array is in C order and little-endian, its dtype numpy's name."
+    about = (
+        "As JSON; in msgpack, `data` of an Array is binary. An Array is in C order and "
+        "little-endian, its dtype numpy's name."
+    )
     _, parts = msgspec.json.schema_components(ANSWERS, ref_template="#/$defs/{name}")
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -1,4 +1,5 @@
-"""DRY, "don't repeat yourself": a token that would go on with a repetition is the less likely the longer the repetition is.
+"""DRY, "don't repeat yourself": a token that would go on with a repetition is the less likely the
+longer the repetition is.
 
 As its author states it (p-e-w, text-generation-webui, pull request 5677).
 """
@@ -27,7 +28,8 @@ class _Arguments(NamedTuple):
 
 
 class Dry(LogitsProcessor):
-    """Subtracts multiplier * base ** (length - allowed_length) from the logit of a token that continues a repetition of `length` tokens."""
+    """Subtracts multiplier * base ** (length - allowed_length) from the logit of a token that
+    continues a repetition of `length` tokens."""
 
     stage = "logits"
 
@@ -35,39 +37,57 @@ class Dry(LogitsProcessor):
         super().__init__(config, device)
         self._arguments: dict[int, _Arguments] = {}
 
-    def add(self, row: ProcessorRow, arguments: Mapping[str, Any], state: Mapping[str, float]) -> None:
+    def add(
+        self, row: ProcessorRow, arguments: Mapping[str, Any], state: Mapping[str, float]
+    ) -> None:
         found = np.array(arguments["breakers"], np.int64)
         breakers = np.zeros(max(found, default=-1) + 3, bool)
         breakers[found + 1] = True
         multiplier, base = np.float32(arguments["multiplier"]), np.float32(arguments["base"])
-        # No repetition counts as longer than _LONGEST, and no array holds larger integers than 64 bits.
-        self._arguments[row.key] = _Arguments(float(multiplier), float(base), min(arguments["allowed_length"], 2**31), breakers)
+        # No repetition counts as longer than _LONGEST, and no array holds larger integers than 64
+        # bits.
+        self._arguments[row.key] = _Arguments(
+            float(multiplier), float(base), min(arguments["allowed_length"], 2**31), breakers
+        )
 
     def remove(self, key: int) -> None:
         self._arguments.pop(key, None)
 
     def apply(self, values: Tensor, rows: Sequence[ProcessorRow]) -> Tensor:
         users = [self._arguments[row.key] for row in rows]
-        row, token, length = _repetitions([row.token_ids for row in rows], [user.breakers for user in users])
+        row, token, length = _repetitions(
+            [row.token_ids for row in rows], [user.breakers for user in users]
+        )
         excess = length - np.array([user.allowed_length for user in users], np.int64)[row]
         row, token, excess = row[excess >= 0], token[excess >= 0], excess[excess >= 0]
-        # Float64 holds 1000 * 100 ** 50; a penalty that float32 does not is infinite, and rules the token out.
-        multiplier, base = (np.array(one, np.float64) for one in zip(*((user.multiplier, user.base) for user in users), strict=True))
+        # Float64 holds 1000 * 100 ** 50; a penalty that float32 does not is infinite, and rules the
+        # token out.
+        multiplier, base = (
+            np.array(one, np.float64)
+            for one in zip(*((user.multiplier, user.base) for user in users), strict=True)
+        )
         penalties = multiplier[row] * base[row] ** excess
         total = torch.zeros(values.shape, dtype=torch.float64, device=values.device)
         flat = torch.from_numpy(row * values.shape[-1] + token).to(values.device)
         # A token that goes on with several repetitions is judged by the longest.
-        total.view(-1).scatter_reduce_(0, flat, torch.from_numpy(penalties).to(values.device), "amax")
+        total.view(-1).scatter_reduce_(
+            0, flat, torch.from_numpy(penalties).to(values.device), "amax"
+        )
         return values - total.to(values.dtype)
 
 
-def _repetitions(sequences: list[np.ndarray], breakers: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(index of the sequence, next token, length) of each earlier place that matches the end of its sequence."""
+def _repetitions(
+    sequences: list[np.ndarray], breakers: list[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(index of the sequence, next token, length) of each earlier place that matches the end of its
+    sequence."""
     ends = np.array([len(line) for line in sequences]) - 1
     tokens = np.full((len(sequences), ends.max() + 1), -1, np.int64)
     for padded, line in zip(tokens, sequences, strict=True):
         padded[: len(line)] = line
-    broken = np.stack([own.take(line + 1, mode="clip") for line, own in zip(tokens, breakers, strict=True)])
+    broken = np.stack(
+        [own.take(line + 1, mode="clip") for line, own in zip(tokens, breakers, strict=True)]
+    )
     index = np.arange(len(sequences))
     # The last token itself is no earlier place, and across a breaker nothing is repeated.
     same = (tokens == tokens[index, ends][:, None]) & ~broken
@@ -81,7 +101,9 @@ def _repetitions(sequences: list[np.ndarray], breakers: list[np.ndarray]) -> tup
     for back in range(1, _LONGEST):
         alive = alive[place[alive] >= back]
         before, expected = place[alive] - back, ends[row[alive]] - back
-        matches = (tokens[row[alive], before] == tokens[row[alive], expected]) & ~broken[row[alive], before]
+        matches = (tokens[row[alive], before] == tokens[row[alive], expected]) & ~broken[
+            row[alive], before
+        ]
         alive = alive[matches]
         if not len(alive):
             break

@@ -1,4 +1,5 @@
-"""epsilon_cutoff: unlikely tokens are never drawn (Hewitt, Manning and Liang 2022, "Truncation Sampling as Language Model Desmoothing")."""
+"""epsilon_cutoff: unlikely tokens are never drawn (Hewitt, Manning and Liang 2022, "Truncation
+Sampling as Language Model Desmoothing")."""
 
 from __future__ import annotations
 
@@ -20,12 +21,19 @@ class EpsilonCutoff(LogitsProcessor):
         super().__init__(config, device)
         self._epsilons: dict[int, float] = {}
 
-    def add(self, row: ProcessorRow, arguments: Mapping[str, Any], state: Mapping[str, float]) -> None:
+    def add(
+        self, row: ProcessorRow, arguments: Mapping[str, Any], state: Mapping[str, float]
+    ) -> None:
         self._epsilons[row.key] = arguments["epsilon"]
 
     def remove(self, key: int) -> None:
         self._epsilons.pop(key, None)
 
     def apply(self, values: Tensor, rows: Sequence[ProcessorRow]) -> Tensor:
-        unlikely = values < torch.tensor([self._epsilons[row.key] for row in rows], device=values.device)[:, None]
-        return values.masked_fill(unlikely.scatter_(-1, values.argmax(dim=-1, keepdim=True), False), 0.0)
+        unlikely = (
+            values
+            < torch.tensor([self._epsilons[row.key] for row in rows], device=values.device)[:, None]
+        )
+        return values.masked_fill(
+            unlikely.scatter_(-1, values.argmax(dim=-1, keepdim=True), False), 0.0
+        )

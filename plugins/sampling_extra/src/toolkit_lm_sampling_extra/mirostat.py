@@ -13,7 +13,8 @@ from torch import Tensor
 
 
 class Mirostat(LogitsProcessor):
-    """Keeps the tokens of at most `mu` bits, and the likeliest; each draw moves `mu` by `eta` times what it misses `tau` by."""
+    """Keeps the tokens of at most `mu` bits, and the likeliest; each draw moves `mu` by `eta` times
+    what it misses `tau` by."""
 
     stage = "probs"
 
@@ -23,7 +24,9 @@ class Mirostat(LogitsProcessor):
         """tau and eta."""
         self._mu: dict[int, float] = {}
 
-    def add(self, row: ProcessorRow, arguments: Mapping[str, Any], state: Mapping[str, float]) -> None:
+    def add(
+        self, row: ProcessorRow, arguments: Mapping[str, Any], state: Mapping[str, float]
+    ) -> None:
         tau, eta = arguments["tau"], arguments["eta"]
         self._arguments[row.key] = tau, float(np.float32(eta))
         self._mu[row.key] = state.get("mu", 2.0 * tau)
@@ -33,9 +36,13 @@ class Mirostat(LogitsProcessor):
         self._mu.pop(key, None)
 
     def apply(self, values: Tensor, rows: Sequence[ProcessorRow]) -> Tensor:
-        most = torch.tensor([self._mu[row.key] for row in rows], dtype=values.dtype, device=values.device)[:, None]
+        most = torch.tensor(
+            [self._mu[row.key] for row in rows], dtype=values.dtype, device=values.device
+        )[:, None]
         dropped = -values.log2() > most
-        return values.masked_fill(dropped.scatter_(-1, values.argmax(dim=-1, keepdim=True), False), 0.0)
+        return values.masked_fill(
+            dropped.scatter_(-1, values.argmax(dim=-1, keepdim=True), False), 0.0
+        )
 
     def after_draw(self, row: ProcessorRow, token_id: int, prob: float) -> Mapping[str, float]:
         tau, eta = self._arguments[row.key]

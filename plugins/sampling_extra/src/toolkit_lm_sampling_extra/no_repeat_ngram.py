@@ -13,7 +13,8 @@ from torch import Tensor
 
 
 class NoRepeatNgram(LogitsProcessor):
-    """Rules out the tokens that would complete a sequence of `size` tokens that prompt and output hold already."""
+    """Rules out the tokens that would complete a sequence of `size` tokens that prompt and output
+    hold already."""
 
     stage = "logits"
 
@@ -21,7 +22,9 @@ class NoRepeatNgram(LogitsProcessor):
         super().__init__(config, device)
         self._sizes: dict[int, int] = {}
 
-    def add(self, row: ProcessorRow, arguments: Mapping[str, Any], state: Mapping[str, float]) -> None:
+    def add(
+        self, row: ProcessorRow, arguments: Mapping[str, Any], state: Mapping[str, float]
+    ) -> None:
         self._sizes[row.key] = arguments["size"]
 
     def remove(self, key: int) -> None:
@@ -29,7 +32,11 @@ class NoRepeatNgram(LogitsProcessor):
 
     def apply(self, values: Tensor, rows: Sequence[ProcessorRow]) -> Tensor:
         for row, scores in zip(rows, values, strict=True):
-            scores[torch.from_numpy(_completions(row.token_ids, self._sizes[row.key])).to(scores.device)] = -torch.inf
+            scores[
+                torch.from_numpy(_completions(row.token_ids, self._sizes[row.key])).to(
+                    scores.device
+                )
+            ] = -torch.inf
         return values
 
 
@@ -38,5 +45,7 @@ def _completions(tokens: np.ndarray, size: int) -> np.ndarray:
     if len(tokens) < size:
         return np.zeros(0, np.int64)
     earlier = np.lib.stride_tricks.sliding_window_view(tokens, size)
-    found: np.ndarray = earlier[(earlier[:, :-1] == tokens[len(tokens) - size + 1 :]).all(axis=1), -1].astype(np.int64)
+    found: np.ndarray = earlier[
+        (earlier[:, :-1] == tokens[len(tokens) - size + 1 :]).all(axis=1), -1
+    ].astype(np.int64)
     return found

@@ -1,4 +1,5 @@
-"""What requests may ask of the processors: the halves that run where a request arrives. No torch here."""
+"""What requests may ask of the processors: the halves that run where a request arrives. No torch
+here."""
 
 from __future__ import annotations
 
@@ -22,17 +23,32 @@ DRY_BREAKERS = ("\n", ":", '"', "*")
 class DryParams(ProcessorParams):
     """DRY, "don't repeat yourself".
 
-    The penalty is dry_multiplier * dry_base ** (length - dry_allowed_length), for a repetition of `length` tokens.
+    The penalty is dry_multiplier * dry_base ** (length - dry_allowed_length), for a repetition of
+    `length` tokens.
     """
 
     changes_forward = False
     dry_multiplier: Annotated[
-        float, param("DRY (don't repeat yourself): factor of the penalty on tokens that continue a repetition. 0: off.", ge=0, le=1000)
+        float,
+        param(
+            "DRY (don't repeat yourself): factor of the penalty on tokens that continue a "
+            "repetition. 0: off.",
+            ge=0,
+            le=1000,
+        ),
     ] = 0.0
-    dry_base: Annotated[float, param("DRY: base of the penalty, whose exponent grows with the repetition.", ge=1, le=100, flag=False)] = (
-        1.75
-    )
-    dry_allowed_length: Annotated[int, param("DRY: tokens of the shortest repetition that is penalized.", ge=1, flag=False)] = 2
+    dry_base: Annotated[
+        float,
+        param(
+            "DRY: base of the penalty, whose exponent grows with the repetition.",
+            ge=1,
+            le=100,
+            flag=False,
+        ),
+    ] = 1.75
+    dry_allowed_length: Annotated[
+        int, param("DRY: tokens of the shortest repetition that is penalized.", ge=1, flag=False)
+    ] = 2
     dry_sequence_breakers: Annotated[
         list[str | int] | None,
         param(
@@ -55,10 +71,16 @@ class DryParams(ProcessorParams):
         for one in self.dry_sequence_breakers or ():
             if isinstance(one, int) and one >= (vocab_size := _vocab_size(renderer)):
                 name = "dry_sequence_breakers"
-                raise RequestError(f"token id {one} is not in the vocabulary, which has the ids from 0 to {vocab_size - 1}.", name)
+                raise RequestError(
+                    f"token id {one} is not in the vocabulary, which has the ids from 0 to "
+                    f"{vocab_size - 1}.",
+                    name,
+                )
         if not self.dry_multiplier:
             return None
-        breakers = DRY_BREAKERS if self.dry_sequence_breakers is None else self.dry_sequence_breakers
+        breakers = (
+            DRY_BREAKERS if self.dry_sequence_breakers is None else self.dry_sequence_breakers
+        )
         return {
             "multiplier": self.dry_multiplier,
             "base": self.dry_base,
@@ -71,13 +93,28 @@ class XtcParams(ProcessorParams):
     """XTC, "exclude top choices"."""
 
     changes_forward = False
-    xtc_probability: Annotated[float, param("XTC (exclude top choices): probability that it applies to a draw. 0: off.", ge=0, le=1)] = 0.0
+    xtc_probability: Annotated[
+        float,
+        param(
+            "XTC (exclude top choices): probability that it applies to a draw. 0: off.", ge=0, le=1
+        ),
+    ] = 0.0
     xtc_threshold: Annotated[
-        float, param("XTC: probability from which a token is a top choice. Only the least likely top choice is kept.", ge=0, le=1)
+        float,
+        param(
+            "XTC: probability from which a token is a top choice. Only the least likely top "
+            "choice is kept.",
+            ge=0,
+            le=1,
+        ),
     ] = 0.1
 
     def prepare(self, renderer: Renderer) -> Mapping[str, Any] | None:
-        return {"probability": self.xtc_probability, "threshold": self.xtc_threshold} if self.xtc_probability else None
+        return (
+            {"probability": self.xtc_probability, "threshold": self.xtc_threshold}
+            if self.xtc_probability
+            else None
+        )
 
 
 _USUAL_TAU = 5.0
@@ -99,8 +136,13 @@ class MirostatParams(ProcessorParams):
             flag=False,
         ),
     ] = None
-    mirostat_tau: Annotated[float | None, param("Mirostat 2.0: target surprise of a token, in bits.", none="off", gt=0, le=100)] = None
-    mirostat_eta: Annotated[float, param("Mirostat 2.0: learning rate.", ge=0, le=1, flag=False)] = 0.1
+    mirostat_tau: Annotated[
+        float | None,
+        param("Mirostat 2.0: target surprise of a token, in bits.", none="off", gt=0, le=100),
+    ] = None
+    mirostat_eta: Annotated[
+        float, param("Mirostat 2.0: learning rate.", ge=0, le=1, flag=False)
+    ] = 0.1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,7 +160,12 @@ class NgramParams(ProcessorParams):
 
     changes_forward = False
     no_repeat_ngram_size: Annotated[
-        int, param("No sequence of so many tokens comes twice, in prompt and output together. 0: off.", ge=0, le=2**31 - 1)
+        int,
+        param(
+            "No sequence of so many tokens comes twice, in prompt and output together. 0: off.",
+            ge=0,
+            le=2**31 - 1,
+        ),
     ] = 0
 
     def prepare(self, renderer: Renderer) -> Mapping[str, Any] | None:
@@ -130,7 +177,12 @@ class EpsilonParams(ProcessorParams):
 
     changes_forward = False
     epsilon_cutoff: Annotated[
-        float, param("Drop the tokens that are less likely than this, but for the likeliest. 0: off.", ge=0, le=1)
+        float,
+        param(
+            "Drop the tokens that are less likely than this, but for the likeliest. 0: off.",
+            ge=0,
+            le=1,
+        ),
     ] = 0.0
 
     def prepare(self, renderer: Renderer) -> Mapping[str, Any] | None:
@@ -142,7 +194,13 @@ class TypicalParams(ProcessorParams):
 
     changes_forward = False
     typical_p: Annotated[
-        float, param("Typical sampling: keep tokens of about average surprise that together have this probability.", gt=0, le=1)
+        float,
+        param(
+            "Typical sampling: keep tokens of about average surprise that together have this "
+            "probability.",
+            gt=0,
+            le=1,
+        ),
     ] = 1.0
     """Tokens are taken in the order of how far their surprise is from the entropy."""
 
@@ -168,7 +226,10 @@ class _Texts:
 
     def with_text(self, text: bytes) -> set[int]:
         """The tokens that have it."""
-        return {bisect_right(self._ends, match.start()) for match in re.finditer(re.escape(text), self._joined)}
+        return {
+            bisect_right(self._ends, match.start())
+            for match in re.finditer(re.escape(text), self._joined)
+        }
 
 
 _known: WeakKeyDictionary[Renderer, _Texts] = WeakKeyDictionary()
@@ -176,7 +237,8 @@ _known: WeakKeyDictionary[Renderer, _Texts] = WeakKeyDictionary()
 
 
 def _breaking_tokens(breakers: Sequence[str | int], renderer: Renderer) -> list[int]:
-    """The token ids; of texts all tokens that have one of them, such as ".\\n" of "\\n", and the last of the text's own."""
+    """The token ids; of texts all tokens that have one of them, such as ".\\n" of "\\n", and the
+    last of the text's own."""
     found = {one for one in breakers if isinstance(one, int)}
     texts = [one for one in breakers if isinstance(one, str)]
     found |= {_last_token(one, renderer) for one in texts}
@@ -186,7 +248,11 @@ def _breaking_tokens(breakers: Sequence[str | int], renderer: Renderer) -> list[
         found |= _known[renderer].with_text(text.encode())
         if len(found) > _MOST_BREAKERS:
             name = "dry_sequence_breakers"
-            raise RequestError(f"{name}: more than {_MOST_BREAKERS} tokens have one of these texts: give longer ones.", name)
+            raise RequestError(
+                f"{name}: more than {_MOST_BREAKERS} tokens have one of these texts: give longer "
+                "ones.",
+                name,
+            )
     return sorted(found)
 
 

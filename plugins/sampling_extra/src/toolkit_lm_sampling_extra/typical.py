@@ -1,4 +1,5 @@
-"""Typical sampling: tokens are drawn whose surprise is near the average (Meister et al. 2022, "Locally Typical Sampling")."""
+"""Typical sampling: tokens are drawn whose surprise is near the average (Meister et al. 2022,
+"Locally Typical Sampling")."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from torch import Tensor
 
 
 class Typical(LogitsProcessor):
-    """Keeps the tokens whose surprise is nearest to the entropy: the fewest that together have probability `p`, and at least one."""
+    """Keeps the tokens whose surprise is nearest to the entropy: the fewest that together have
+    probability `p`, and at least one."""
 
     stage = "probs"
 
@@ -20,7 +22,9 @@ class Typical(LogitsProcessor):
         super().__init__(config, device)
         self._ps: dict[int, float] = {}
 
-    def add(self, row: ProcessorRow, arguments: Mapping[str, Any], state: Mapping[str, float]) -> None:
+    def add(
+        self, row: ProcessorRow, arguments: Mapping[str, Any], state: Mapping[str, float]
+    ) -> None:
         self._ps[row.key] = arguments["p"]
 
     def remove(self, key: int) -> None:

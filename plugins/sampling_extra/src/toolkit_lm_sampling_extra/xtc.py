@@ -19,7 +19,8 @@ STREAM = 1
 
 
 class Xtc(LogitsProcessor):
-    """Drops tokens of at least `threshold`, but for the least likely of them, from so many draws as `probability` says."""
+    """Drops tokens of at least `threshold`, but for the least likely of them, from so many draws as
+    `probability` says."""
 
     stage = "probs"
 
@@ -28,7 +29,9 @@ class Xtc(LogitsProcessor):
         self._arguments: dict[int, tuple[float, float]] = {}
         """Probability and threshold."""
 
-    def add(self, row: ProcessorRow, arguments: Mapping[str, Any], state: Mapping[str, float]) -> None:
+    def add(
+        self, row: ProcessorRow, arguments: Mapping[str, Any], state: Mapping[str, float]
+    ) -> None:
         self._arguments[row.key] = arguments["probability"], arguments["threshold"]
 
     def remove(self, key: int) -> None:

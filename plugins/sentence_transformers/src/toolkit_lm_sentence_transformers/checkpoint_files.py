@@ -1,4 +1,5 @@
-"""What sentence-transformers says of a checkpoint: modules.json, each module's config.json, prompts."""
+"""What sentence-transformers says of a checkpoint: modules.json, each module's config.json,
+prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +11,10 @@ from msgspec import Struct, field
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm_pooling_adapters.pooling_details import Dense, Head, LogitScore, Normalize, Pooling
 
-from toolkit_lm_sentence_transformers.artifact_metadata import ArtifactMetadata, read_artifact_metadata
+from toolkit_lm_sentence_transformers.artifact_metadata import (
+    ArtifactMetadata,
+    read_artifact_metadata,
+)
 from toolkit_lm_sentence_transformers.json_file import JsonObject, choose, read_json_file
 from toolkit_lm_sentence_transformers.module_config import (
     PUNCTUATION,
@@ -27,18 +31,27 @@ from toolkit_lm_sentence_transformers.module_config import (
     positive,
 )
 
-_SIMILARITIES = {name: name for name in ("cosine", "dot", "euclidean", "manhattan", "maxsim", "meanmaxsim")} | {
+_SIMILARITIES = {
+    name: name for name in ("cosine", "dot", "euclidean", "manhattan", "maxsim", "meanmaxsim")
+} | {
     "dot_product": "dot",
     "MaxSim": "maxsim",
 }
 _MODEL_TYPES = ("SentenceTransformer", "CrossEncoder", "MultiVectorEncoder", "ColBERT")
-_PYLATE_KEYS = ("query_prefix", "document_prefix", "do_query_expansion", "attend_to_expansion_tokens", "skiplist_words")
+_PYLATE_KEYS = (
+    "query_prefix",
+    "document_prefix",
+    "do_query_expansion",
+    "attend_to_expansion_tokens",
+    "skiplist_words",
+)
 _PYLATE_QUERY = 32
 """Tokens of a query of PyLate's models that do not say."""
 
 
 class SentenceTransformersConfig(Struct, frozen=True, kw_only=True):
-    """A checkpoint's sentence-transformers files, in the one form that their old and new versions share."""
+    """A checkpoint's sentence-transformers files, in the one form that their old and new versions
+    share."""
 
     folder: str
     has_modules: bool = False
@@ -65,7 +78,8 @@ class SentenceTransformersConfig(Struct, frozen=True, kw_only=True):
     truncate_dim: int | None = None
     """Dimensions that are kept of an embedding where a request does not say."""
     activation: str | None = None
-    """A cross-encoder's activation, a class of torch.nn ("Sigmoid", "Identity", ...); None: not said."""
+    """A cross-encoder's activation, a class of torch.nn ("Sigmoid", "Identity", ...); None: not
+    said."""
 
     @property
     def max_seq_length(self) -> int | None:
@@ -74,7 +88,11 @@ class SentenceTransformersConfig(Struct, frozen=True, kw_only=True):
         if transformer.max_seq_length is None:
             return None
         # PyLate's own count of a document leaves its marker out.
-        lengths = (transformer.query_length, transformer.document_length, expansion.length if expansion is not None else None)
+        lengths = (
+            transformer.query_length,
+            transformer.document_length,
+            expansion.length if expansion is not None else None,
+        )
         return max(transformer.max_seq_length, *(length or 0 for length in lengths))
 
     @property
@@ -82,24 +100,37 @@ class SentenceTransformersConfig(Struct, frozen=True, kw_only=True):
         """Size of an embedding; None: not said."""
         if self.vector_size is not None:
             return self.vector_size
-        sizes = [head.out_features for head in self.heads or self.token_heads if isinstance(head, Dense)]
+        sizes = [
+            head.out_features for head in self.heads or self.token_heads if isinstance(head, Dense)
+        ]
         if sizes:
             return sizes[-1]
         return self.pooling.size * len(self.pooling.methods) if self.pooling else None
 
 
-def read_sentence_transformers(folder: Path, hf_config: dict[str, Any]) -> SentenceTransformersConfig | None:
-    """What the files of sentence-transformers beside a checkpoint say; None where there are none. `hf_config`: its config.json.
+def read_sentence_transformers(
+    folder: Path, hf_config: dict[str, Any]
+) -> SentenceTransformersConfig | None:
+    """What the files of sentence-transformers beside a checkpoint say; None where there are none.
+    `hf_config`: its config.json.
 
-    The forms of all its versions are read. Raises CheckpointError that names the file, and the module, key or value in it that is not
-    understood.
+    The forms of all its versions are read. Raises CheckpointError that names the file, and the
+    module, key or value in it that is not understood.
     """
     listing, general_path = folder / "modules.json", folder / "config_sentence_transformers.json"
     said = JsonObject(repr(str(folder / "config.json")), hf_config)
     activation = _activation_of_model(said)
     # The class of the library of ColBERT's authors.
-    metadata = read_artifact_metadata(folder) if "HF_ColBERT" in (said.take_or("architectures", list) or []) else None
-    known = metadata is not None or activation is not None or find_transformer_config(folder) is not None
+    metadata = (
+        read_artifact_metadata(folder)
+        if "HF_ColBERT" in (said.take_or("architectures", list) or [])
+        else None
+    )
+    known = (
+        metadata is not None
+        or activation is not None
+        or find_transformer_config(folder) is not None
+    )
     if not (known or listing.is_file() or general_path.is_file()):
         return None
     general = _read_general(general_path) if general_path.is_file() else _General()
@@ -156,7 +187,9 @@ def _read_general(path: Path) -> _General:
     if general.default_prompt_name is not None:
         choose(said.source, "default_prompt_name", general.default_prompt_name, general.prompts)
     if (similarity := said.take_or("similarity_fn_name", str)) is not None:
-        general.similarity = _SIMILARITIES[choose(said.source, "similarity_fn_name", similarity, _SIMILARITIES)]
+        general.similarity = _SIMILARITIES[
+            choose(said.source, "similarity_fn_name", similarity, _SIMILARITIES)
+        ]
     if (activation := said.take_or("activation_fn", str)) is not None:
         general.activation = activation_class(said.source, "activation_fn", activation)
     _read_pylate(said, general)
@@ -173,15 +206,21 @@ def _prompts(said: JsonObject) -> dict[str, str]:
 
 
 def _read_pylate(said: JsonObject, general: _General) -> None:
-    """PyLate's keys: its models put a marker before the prompt, and fill up queries unless told otherwise."""
-    if not any(key in said for key in (*_PYLATE_KEYS, "query_length", "document_length", "query_expansion")):
+    """PyLate's keys: its models put a marker before the prompt, and fill up queries unless told
+    otherwise."""
+    if not any(
+        key in said for key in (*_PYLATE_KEYS, "query_length", "document_length", "query_expansion")
+    ):
         return
     for name in ("query", "document"):
         if prefix := said.take_or(f"{name}_prefix", str):
             general.markers[name] = prefix
             general.prompts[name] = prefix + general.prompts.get(name, "").removeprefix(prefix)
     length, document_length = positive(said, "query_length"), positive(said, "document_length")
-    expands, attends = said.take_or("do_query_expansion", bool), said.take_or("attend_to_expansion_tokens", bool)
+    expands, attends = (
+        said.take_or("do_query_expansion", bool),
+        said.take_or("attend_to_expansion_tokens", bool),
+    )
     if "query_expansion" in said:
         expansion = parse_expansion(said)
     elif expands is not False:
@@ -189,7 +228,9 @@ def _read_pylate(said: JsonObject, general: _General) -> None:
     else:
         expansion = None
     lengths = {"query_length": length, "document_length": document_length}
-    general.lengths = {key: value for key, value in lengths.items() if value is not None} | {"query_expansion": expansion}
+    general.lengths = {key: value for key, value in lengths.items() if value is not None} | {
+        "query_expansion": expansion
+    }
     if (words := said.take_or("skiplist_words", list)) is not None:
         general.skiplist = TokenMask(skiplist_words=words)
     # Its first versions did not name a type.
@@ -197,7 +238,8 @@ def _read_pylate(said: JsonObject, general: _General) -> None:
 
 
 def _add_metadata(general: _General, said: ArtifactMetadata) -> None:
-    """What the library of ColBERT's authors does; what the files of sentence-transformers say counts before it."""
+    """What the library of ColBERT's authors does; what the files of sentence-transformers say
+    counts before it."""
     general.markers = {"query": f"{said.query_marker} ", "document": f"{said.document_marker} "}
     general.prompts = general.markers | general.prompts
     general.skiplist = PUNCTUATION if said.mask_punctuation else TokenMask()
@@ -210,7 +252,11 @@ def _add_metadata(general: _General, said: ArtifactMetadata) -> None:
 
 def _with_lengths(transformer: Transformer, lengths: dict[str, Any]) -> Transformer:
     """With what the module's own file leaves open."""
-    left_open = {key: value for key, value in lengths.items() if value is not None and getattr(transformer, key) is None}
+    left_open = {
+        key: value
+        for key, value in lengths.items()
+        if value is not None and getattr(transformer, key) is None
+    }
     return msgspec.structs.replace(transformer, **left_open)
 
 
@@ -223,7 +269,8 @@ def _read_modules(path: Path, general: _General) -> list[Module]:
     found = (parse_module(path, entry, "token" if token_level else "sentence") for entry in listed)
     modules = [module for module in found if module is not None]
     if general.model_type == "ColBERT":
-        # PyLate lists its Transformer and Dense only. It skips punctuation and normalizes without saying so.
+        # PyLate lists its Transformer and Dense only. It skips punctuation and normalizes without
+        # saying so.
         modules += [general.skiplist, HeadModule("token", Normalize())]
     return modules
 
@@ -233,30 +280,51 @@ def _sorted(modules: list[Module], path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"heads": (), "token_heads": ()}
     for index, module in enumerate(modules):
         if isinstance(module, Transformer) != (index == 0):
-            raise CheckpointError(f"{str(path)!r}: the first module, and no other, must be a Transformer.")
+            raise CheckpointError(
+                f"{str(path)!r}: the first module, and no other, must be a Transformer."
+            )
         if isinstance(module, HeadModule):
             pooled = "pooling" in found
             if pooled != (module.level == "sentence"):
-                where = f"{module.level} vectors stands {'after' if pooled else 'before'} the Pooling module"
+                where = (
+                    f"{module.level} vectors stands {'after' if pooled else 'before'} the "
+                    "Pooling module"
+                )
                 raise CheckpointError(f"{str(path)!r}: a {type(module.head).__name__} of {where}.")
             key = "heads" if pooled else "token_heads"
             found[key] = (*found[key], module.head)
             continue
-        names = {Transformer: "transformer", Pooling: "pooling", TokenMask: "token_mask", LogitScore: "logit_score"}
+        names = {
+            Transformer: "transformer",
+            Pooling: "pooling",
+            TokenMask: "token_mask",
+            LogitScore: "logit_score",
+        }
         name = names[type(module)]
         if name in found:
-            raise CheckpointError(f"{str(path)!r} lists more than one {type(module).__name__} module.")
+            raise CheckpointError(
+                f"{str(path)!r} lists more than one {type(module).__name__} module."
+            )
         found[name] = module
     return found
 
 
 def _activation_of_model(hf_config: JsonObject) -> str | None:
-    """What a cross-encoder says in config.json: since version 4 in an object `sentence_transformers`, before that in a key."""
+    """What a cross-encoder says in config.json: since version 4 in an object
+    `sentence_transformers`, before that in a key."""
     if (values := hf_config.take_or("sentence_transformers", dict)) is not None:
         said = JsonObject(f"{hf_config.source}, in sentence_transformers", values)
         said.ignore(("version",))
         activation = said.take_or("activation_fn", str)
         said.finish()
-        return activation_class(said.source, "activation_fn", activation) if activation is not None else None
+        return (
+            activation_class(said.source, "activation_fn", activation)
+            if activation is not None
+            else None
+        )
     old = hf_config.take_or("sbert_ce_default_activation_function", str)
-    return activation_class(hf_config.source, "sbert_ce_default_activation_function", old) if old is not None else None
+    return (
+        activation_class(hf_config.source, "sbert_ce_default_activation_function", old)
+        if old is not None
+        else None
+    )

@@ -31,7 +31,8 @@ def read_json_file(path: Path, most: int | None = MOST_BYTES) -> Any:
 
 
 class JsonObject:
-    """A JSON object of a checkpoint. Each key is taken once; `finish` refuses the rest, so that no setting is passed over in silence."""
+    """A JSON object of a checkpoint. Each key is taken once; `finish` refuses the rest, so that no
+    setting is passed over in silence."""
 
     def __init__(self, source: str, data: Any) -> None:
         if not isinstance(data, dict):
@@ -58,10 +59,13 @@ class JsonObject:
         return value
 
     def take_or(self, key: str, kind: type[T]) -> T | None:
-        """The value of a key that may be missing or null. Raises CheckpointError unless it is of `kind`."""
+        """The value of a key that may be missing or null. Raises CheckpointError unless it is of
+        `kind`."""
         value = self.take_any(key)
         if value is not None and type(value) is not kind:
-            raise CheckpointError(f"{self.source}: {key!r} must be {_NAMES[kind]}, not {reprlib.repr(value)}.")
+            raise CheckpointError(
+                f"{self.source}: {key!r} must be {_NAMES[kind]}, not {reprlib.repr(value)}."
+            )
         return value
 
     def take_any(self, key: str) -> Any:
@@ -78,12 +82,18 @@ class JsonObject:
     def finish(self) -> None:
         """Raises CheckpointError when keys are left."""
         for key in self._left:
-            raise CheckpointError(f"{self.source} has the key {key!r}, which is not understood. {nearest(key, self._known)}")
+            raise CheckpointError(
+                f"{self.source} has the key {key!r}, which is not understood. "
+                f"{nearest(key, self._known)}"
+            )
 
 
 def choose(source: str, key: str, value: Any, known: Iterable[str]) -> str:
     """`value`, when it is one of `known`. Raises CheckpointError that names `source` and `key`."""
     known = list(known)
     if value not in known:
-        raise CheckpointError(f"{source}: {key!r} is {reprlib.repr(value)}, which is not understood. {nearest(str(value), known)}")
+        raise CheckpointError(
+            f"{source}: {key!r} is {reprlib.repr(value)}, which is not understood. "
+            f"{nearest(str(value), known)}"
+        )
     return str(value)

@@ -1,4 +1,5 @@
-"""How a late-interaction checkpoint's queries and documents are read, and which of their tokens are compared."""
+"""How a late-interaction checkpoint's queries and documents are read, and which of their tokens are
+compared."""
 
 from __future__ import annotations
 
@@ -17,9 +18,11 @@ logger = logging.getLogger(__name__)
 
 
 def read_roles(found: SentenceTransformersConfig, tokenizer: Path) -> dict[str, RoleProfile]:
-    """The roles of a checkpoint that treats queries and documents differently, by name; {} for others.
+    """The roles of a checkpoint that treats queries and documents differently, by name; {} for
+    others.
 
-    `tokenizer`: its folder. Raises CheckpointError for what cannot be done as sentence-transformers does it.
+    `tokenizer`: its folder. Raises CheckpointError for what cannot be done as sentence-transformers
+    does it.
     """
     transformer, mask = found.transformer, found.token_mask
     lengths = (transformer.query_expansion, transformer.query_length, transformer.document_length)
@@ -27,18 +30,25 @@ def read_roles(found: SentenceTransformersConfig, tokenizer: Path) -> dict[str, 
         return {}
     vocabulary = Vocabulary(tokenizer)
     query = _filled(_marked(found, "query", vocabulary), found, vocabulary)
-    document = replace(_marked(found, "document", vocabulary), max_tokens=transformer.document_length)
+    document = replace(
+        _marked(found, "document", vocabulary), max_tokens=transformer.document_length
+    )
     if mask is not None:
         skipped, kept = _skiplist(mask, vocabulary), frozenset(mask.keep_only_token_ids or ())
         query = replace(query, left_out=skipped if "query" in mask.skiplist_tasks else frozenset())
-        document = replace(document, left_out=skipped if "document" in mask.skiplist_tasks else frozenset(), kept=kept or None)
+        document = replace(
+            document,
+            left_out=skipped if "document" in mask.skiplist_tasks else frozenset(),
+            kept=kept or None,
+        )
     return {"query": query, "document": document}
 
 
 def _marked(found: SentenceTransformersConfig, name: str, vocabulary: Vocabulary) -> RoleProfile:
     """A role's prompt, and the token that it begins with."""
     prompt, marker = found.prompts.get(name, ""), found.markers.get(name, "")
-    # PyLate's markers are tokens with their blank ("[Q] "), those of ColBERT's authors without it ("[unused0]").
+    # PyLate's markers are tokens with their blank ("[Q] "), those of ColBERT's authors without it
+    # ("[unused0]").
     for piece in (marker, *marker.split(None, 1)[:1]):
         token = vocabulary.id_of(piece)
         if token is not None and prompt.startswith(piece):
@@ -46,13 +56,18 @@ def _marked(found: SentenceTransformersConfig, name: str, vocabulary: Vocabulary
     return RoleProfile(prompt=prompt)
 
 
-def _filled(role: RoleProfile, found: SentenceTransformersConfig, vocabulary: Vocabulary) -> RoleProfile:
+def _filled(
+    role: RoleProfile, found: SentenceTransformersConfig, vocabulary: Vocabulary
+) -> RoleProfile:
     """The role of queries, with their length, and what they are filled up with."""
     length, expansion = found.transformer.query_length, found.transformer.query_expansion
     if expansion is None:
         return replace(role, max_tokens=length)
     if length is not None and length < expansion.length:
-        raise CheckpointError(f"{found.folder!r} pads queries to {expansion.length} tokens, but cuts them to {length} (query_length).")
+        raise CheckpointError(
+            f"{found.folder!r} pads queries to {expansion.length} tokens, but cuts them to "
+            f"{length} (query_length)."
+        )
     role = replace(role, max_tokens=expansion.length if expansion.strategy == "fixed" else length)
     if not expansion.attend and found.token_mask is None:
         # Tokens that attention does not see are compared only where a module says so.
@@ -60,12 +75,19 @@ def _filled(role: RoleProfile, found: SentenceTransformersConfig, vocabulary: Vo
     filler = vocabulary.mask_id if expansion.token is None else vocabulary.id_of(expansion.token)
     if filler is None:
         name = "mask token" if expansion.token is None else f"token {expansion.token!r}"
-        raise CheckpointError(f"{found.folder!r} pads queries with the {name}, which {str(vocabulary.path)!r} does not have.")
+        raise CheckpointError(
+            f"{found.folder!r} pads queries with the {name}, which {str(vocabulary.path)!r} does "
+            "not have."
+        )
     return replace(role, filler=filler, filled=expansion.length, attend=expansion.attend)
 
 
 def _skiplist(mask: TokenMask, vocabulary: Vocabulary) -> frozenset[int]:
     found = {word: vocabulary.id_of(word) for word in mask.skiplist_words}
     if unknown := [word for word, token in found.items() if token is None]:
-        logger.warning("%s has no token for the words %s of the skiplist: they are ignored.", vocabulary.path, " ".join(unknown))
+        logger.warning(
+            "%s has no token for the words %s of the skiplist: they are ignored.",
+            vocabulary.path,
+            " ".join(unknown),
+        )
     return frozenset(token for token in found.values() if token is not None)

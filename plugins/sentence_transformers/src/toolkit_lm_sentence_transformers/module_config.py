@@ -1,4 +1,5 @@
-"""The modules of sentence-transformers: what each one's config.json says, in the forms of all its versions."""
+"""The modules of sentence-transformers: what each one's config.json says, in the forms of all its
+versions."""
 
 from __future__ import annotations
 
@@ -10,7 +11,15 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from msgspec import Struct, field
 from toolkit_lm.errors import CheckpointError, nearest
-from toolkit_lm_pooling_adapters.pooling_details import ACTIVATIONS, Dense, Head, LayerNorm, LogitScore, Normalize, Pooling
+from toolkit_lm_pooling_adapters.pooling_details import (
+    ACTIVATIONS,
+    Dense,
+    Head,
+    LayerNorm,
+    LogitScore,
+    Normalize,
+    Pooling,
+)
 
 from toolkit_lm_sentence_transformers.json_file import JsonObject, choose
 
@@ -37,7 +46,8 @@ OLD_MODES = {
 """The keys before version 5.4, in the order in which their vectors are concatenated."""
 
 _TRANSFORMER_FILES = tuple(
-    f"sentence_{name}_config.json" for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+    f"sentence_{name}_config.json"
+    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 _TASKS = {
     "feature-extraction": ("token_embeddings", "last_hidden_state"),
@@ -45,8 +55,18 @@ _TASKS = {
     "text-generation": ("causal_logits", "logits"),
 }
 """What a transformer of each task hands on, and what of the model's output that is."""
-_HARMLESS = ("torch_dtype", "dtype", "attn_implementation", "trust_remote_code", "revision", "add_pooling_layer", "use_fast", "device_map")
-"""Arguments of the transformer that do not change what it computes, or that are decided elsewhere."""
+_HARMLESS = (
+    "torch_dtype",
+    "dtype",
+    "attn_implementation",
+    "trust_remote_code",
+    "revision",
+    "add_pooling_layer",
+    "use_fast",
+    "device_map",
+)
+"""Arguments of the transformer that do not change what it computes, or that are decided
+elsewhere."""
 
 
 class QueryExpansion(Struct, frozen=True, kw_only=True):
@@ -100,7 +120,8 @@ PUNCTUATION = TokenMask(skiplist_words=list(string.punctuation))
 
 
 def parse_module(listing: Path, entry: Any, default_level: Level) -> Module | None:
-    """The module of an entry of modules.json; None for one that does nothing when a model is used (Dropout).
+    """The module of an entry of modules.json; None for one that does nothing when a model is used
+    (Dropout).
 
     `default_level` is that of a Dense module that does not say. Raises CheckpointError.
     """
@@ -110,14 +131,20 @@ def parse_module(listing: Path, entry: Any, default_level: Level) -> Module | No
     said.take_or("kwargs", list)
     said.finish()
     if path.startswith("/") or ".." in Path(path).parts:
-        raise CheckpointError(f"{str(listing)!r} names the path {path!r}, which is outside its own folder.")
+        raise CheckpointError(
+            f"{str(listing)!r} names the path {path!r}, which is outside its own folder."
+        )
     name = _class_name(kind)
     if name is None:
-        raise CheckpointError(f"{str(listing)!r} names a module of type {kind!r}, which is not understood. {nearest(kind, _known_types())}")
+        raise CheckpointError(
+            f"{str(listing)!r} names a module of type {kind!r}, which is not understood. "
+            f"{nearest(kind, _known_types())}"
+        )
     if name == "Transformer":
         if path and (listing.parent / path / "config.json").is_file():
             raise CheckpointError(
-                f"{str(listing)!r} has the language model in the folder {path!r}, which is not supported: "
+                f"{str(listing)!r} has the language model in the folder {path!r}, which is not "
+                "supported: "
                 "move its files beside modules.json."
             )
         return parse_transformer(listing.parent, path)
@@ -125,14 +152,22 @@ def parse_module(listing: Path, entry: Any, default_level: Level) -> Module | No
 
 
 def _class_name(kind: str) -> str | None:
-    """The class that a type names: the path of a class, or, in old versions, of the module file of the same name."""
+    """The class that a type names: the path of a class, or, in old versions, of the module file of
+    the same name."""
     home, _, name = kind.rpartition(".")
     if name not in ("Transformer", *_PARSERS):
         return None
     snake = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
-    homes = {"sentence_transformers", "sentence_transformers.models", f"sentence_transformers.models.{name}", f"pylate.models.{name}"}
+    homes = {
+        "sentence_transformers",
+        "sentence_transformers.models",
+        f"sentence_transformers.models.{name}",
+        f"pylate.models.{name}",
+    }
     rooms = ("base", "sentence_transformer", "cross_encoder", "multi_vector_encoder")
-    homes |= {f"sentence_transformers.{room}.modules{end}" for room in rooms for end in ("", f".{snake}")}
+    homes |= {
+        f"sentence_transformers.{room}.modules{end}" for room in rooms for end in ("", f".{snake}")
+    }
     return name if home in homes else None
 
 
@@ -171,7 +206,12 @@ def _check_output(said: JsonObject) -> None:
     """The transformer must hand on what this project's models give."""
     task = said.take_or("transformer_task", str) or "feature-extraction"
     output, part = _TASKS[choose(said.source, "transformer_task", task, _TASKS)]
-    choose(said.source, "module_output_name", said.take_or("module_output_name", str) or output, [output])
+    choose(
+        said.source,
+        "module_output_name",
+        said.take_or("module_output_name", str) or output,
+        [output],
+    )
     modalities = said.take_or("modality_config", dict)
     if modalities is not None:
         text = JsonObject(f"{said.source}, in modality_config", modalities.get("text"))
@@ -182,9 +222,14 @@ def _check_output(said: JsonObject) -> None:
 
 
 def _longest_of_arguments(said: JsonObject) -> int | None:
-    """`model_max_length` among the arguments of model, config and tokenizer. Raises CheckpointError for one that changes results."""
+    """`model_max_length` among the arguments of model, config and tokenizer. Raises CheckpointError
+    for one that changes results."""
     longest = None
-    for new, old in (("model_kwargs", "model_args"), ("config_kwargs", "config_args"), ("processor_kwargs", "tokenizer_args")):
+    for new, old in (
+        ("model_kwargs", "model_args"),
+        ("config_kwargs", "config_args"),
+        ("processor_kwargs", "tokenizer_args"),
+    ):
         for key in (new, old):
             arguments = JsonObject(f"{said.source}, in {key}", said.take_or(key, dict) or {})
             arguments.ignore(_HARMLESS)
@@ -207,22 +252,38 @@ def parse_expansion(said: JsonObject) -> QueryExpansion | None:
         raise CheckpointError(f"{inner.source} does not say 'length'.")
     attend, token = inner.take_or("attend", bool) or False, inner.take_or("token", str)
     inner.finish()
-    return QueryExpansion(length=length, strategy="fixed" if strategy == "fixed" else "min", attend=attend, token=token)
+    return QueryExpansion(
+        length=length,
+        strategy="fixed" if strategy == "fixed" else "min",
+        attend=attend,
+        token=token,
+    )
 
 
 def _parse_pooling(folder: Path, _: Level) -> Pooling:
     said = JsonObject.read(folder / "config.json")
-    size = positive(said, "embedding_dimension" if "embedding_dimension" in said else "word_embedding_dimension")
+    size = positive(
+        said, "embedding_dimension" if "embedding_dimension" in said else "word_embedding_dimension"
+    )
     if size is None:
-        raise CheckpointError(f"{said.source} says neither 'embedding_dimension' nor 'word_embedding_dimension'.")
+        raise CheckpointError(
+            f"{said.source} says neither 'embedding_dimension' nor 'word_embedding_dimension'."
+        )
     old = [mode for key, mode in OLD_MODES.items() if said.take_or(key, bool)]
     modes = _modes(said) if "pooling_mode" in said else old
     said.ignore(("pooling_mode",))
     if not modes:
-        raise CheckpointError(f"{said.source} turns no pooling mode on. Known: pooling_mode {', '.join(MODES)}; {', '.join(OLD_MODES)}.")
+        raise CheckpointError(
+            f"{said.source} turns no pooling mode on. Known: pooling_mode {', '.join(MODES)}; "
+            f"{', '.join(OLD_MODES)}."
+        )
     include_prompt = said.take_or("include_prompt", bool)
     said.finish()
-    return Pooling(size=size, methods=tuple(MODES[mode] for mode in modes), include_prompt=include_prompt is not False)
+    return Pooling(
+        size=size,
+        methods=tuple(MODES[mode] for mode in modes),
+        include_prompt=include_prompt is not False,
+    )
 
 
 def _modes(said: JsonObject) -> list[str]:
@@ -243,7 +304,9 @@ def _parse_dense(folder: Path, default_level: Level) -> HeadModule:
         in_features=sizes[0] or 0,
         out_features=sizes[1] or 0,
         bias=said.take("bias", bool),
-        activation=activation_class(said.source, "activation_function", said.take("activation_function", str)),
+        activation=activation_class(
+            said.source, "activation_function", said.take("activation_function", str)
+        ),
         residual=said.take_or("use_residual", bool) or False,
     )
     said.finish()
@@ -294,8 +357,16 @@ def _parse_token_mask(folder: Path, _: Level) -> TokenMask:
 
 def _parse_logit_score(folder: Path, _: Level) -> LogitScore:
     said = JsonObject.read(folder / "config.json")
-    choose(said.source, "module_input_name", said.take_or("module_input_name", str) or "causal_logits", ["causal_logits"])
-    score = LogitScore(true_token_id=said.take("true_token_id", int), false_token_id=said.take_or("false_token_id", int))
+    choose(
+        said.source,
+        "module_input_name",
+        said.take_or("module_input_name", str) or "causal_logits",
+        ["causal_logits"],
+    )
+    score = LogitScore(
+        true_token_id=said.take("true_token_id", int),
+        false_token_id=said.take_or("false_token_id", int),
+    )
     said.finish()
     return score
 
@@ -316,11 +387,14 @@ _PARSERS: dict[str, Callable[[Path, Level], Module | None]] = {
 
 
 def activation_class(source: str, key: str, path: str) -> str:
-    """The class of torch.nn that a path names ("torch.nn.modules.activation.Tanh" -> "Tanh"). Raises CheckpointError."""
+    """The class of torch.nn that a path names ("torch.nn.modules.activation.Tanh" -> "Tanh").
+    Raises CheckpointError."""
     match = re.fullmatch(r"torch\.nn\.(?:modules\.\w+\.)?(\w+)", path)
     if match is None or match[1] not in ACTIVATIONS:
         known = ", ".join(f"torch.nn.{name}" for name in ACTIVATIONS)
-        raise CheckpointError(f"{source}: {key!r} is {path!r}, which is not understood. Known: {known}.")
+        raise CheckpointError(
+            f"{source}: {key!r} is {path!r}, which is not understood. Known: {known}."
+        )
     return match[1]
 
 

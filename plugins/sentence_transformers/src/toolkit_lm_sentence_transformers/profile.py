@@ -9,7 +9,10 @@ from toolkit_lm.config import PoolingProfile
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm_pooling_adapters.pooling_details import PoolingDetails
 
-from toolkit_lm_sentence_transformers.checkpoint_files import SentenceTransformersConfig, read_sentence_transformers
+from toolkit_lm_sentence_transformers.checkpoint_files import (
+    SentenceTransformersConfig,
+    read_sentence_transformers,
+)
 from toolkit_lm_sentence_transformers.json_file import JsonObject
 from toolkit_lm_sentence_transformers.late_interaction import read_roles
 
@@ -17,8 +20,11 @@ _UNBOUNDED = 2**63
 """transformers writes 1e30, as an integer, where there is no longest input."""
 
 
-def read_pooling_profile(folder: Path, hf_config: dict[str, Any], tokenizer: Path) -> PoolingProfile | None:
-    """Of a checkpoint folder, its config.json and the folder of its tokenizer; None where there are no such files.
+def read_pooling_profile(
+    folder: Path, hf_config: dict[str, Any], tokenizer: Path
+) -> PoolingProfile | None:
+    """Of a checkpoint folder, its config.json and the folder of its tokenizer; None where there are
+    no such files.
 
     Raises CheckpointError that names the file, and what in it is not understood.
     """
@@ -53,11 +59,15 @@ def read_pooling_profile(folder: Path, hf_config: dict[str, Any], tokenizer: Pat
 
 
 def _refusal(found: SentenceTransformersConfig) -> str | None:
-    """What is wrong with arguments of the tokenizer that would change what the model reads. Those of chat templates do not."""
+    """What is wrong with arguments of the tokenizer that would change what the model reads. Those
+    of chat templates do not."""
     unknown = [key for key in found.transformer.processing_options if key != "chat_template"]
     if not unknown:
         return None
-    return f"the Transformer module of {found.folder!r} has processing_kwargs for {', '.join(map(repr, unknown))}, which is not supported."
+    return (
+        f"the Transformer module of {found.folder!r} has processing_kwargs for "
+        f"{', '.join(map(repr, unknown))}, which is not supported."
+    )
 
 
 def _max_tokens_of_tokenizer(folder: Path) -> int | None:

@@ -14,7 +14,8 @@ _USUAL_MASKS = ("[MASK]", "<mask>")
 
 
 class Vocabulary:
-    """The tokens of tokenizer.json, with the names that the files beside it have for special ones. Raises CheckpointError."""
+    """The tokens of tokenizer.json, with the names that the files beside it have for special ones.
+    Raises CheckpointError."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "tokenizer.json"
@@ -22,10 +23,19 @@ class Vocabulary:
         try:
             vocab = content["model"]["vocab"]
             # Unigram models list each piece with its score; its place is its id.
-            self._ids: dict[str, int] = dict(vocab) if isinstance(vocab, dict) else {piece: i for i, (piece, _) in enumerate(vocab)}
-            self._ids.update((token["content"], token["id"]) for token in content.get("added_tokens") or [])
+            self._ids: dict[str, int] = (
+                dict(vocab)
+                if isinstance(vocab, dict)
+                else {piece: i for i, (piece, _) in enumerate(vocab)}
+            )
+            self._ids.update(
+                (token["content"], token["id"]) for token in content.get("added_tokens") or []
+            )
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{str(self.path)!r} has no vocabulary that can be read: {type(error).__name__}: {error}") from error
+            raise CheckpointError(
+                f"{str(self.path)!r} has no vocabulary that can be read: {type(error).__name__}: "
+                f"{error}"
+            ) from error
         self._named: dict[str, Any] = {}
         for name in ("special_tokens_map.json", "tokenizer_config.json"):
             if (folder / name).is_file():

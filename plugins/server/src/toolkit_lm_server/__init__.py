@@ -1,4 +1,5 @@
-"""OpenAI-compatible HTTP server: the commands `toolkit serve`, `toolkit render` and `toolkit run-batch`; routes for other apps."""
+"""OpenAI-compatible HTTP server: the commands `toolkit serve`, `toolkit render` and `toolkit
+run-batch`; routes for other apps."""
 
 from types import ModuleType
 
@@ -16,9 +17,19 @@ def toolkit_register_hookspecs() -> ModuleType:
 # Optional: what else it brings works without the command line, too.
 @hookimpl(optionalhook=True)
 def toolkit_register_commands(commands: CommandRegistry) -> None:
-    commands.add("serve", "toolkit_lm_server.cli:serve", help="Serve a model over HTTP, with OpenAI's API.")
-    commands.add("render", "toolkit_lm_server.cli:render", help="Serve a model's renderer over HTTP, without an engine.")
-    commands.add("run-batch", "toolkit_lm_server.batch.command:run_batch", help="Answer a file of requests in OpenAI's batch format.")
+    commands.add(
+        "serve", "toolkit_lm_server.cli:serve", help="Serve a model over HTTP, with OpenAI's API."
+    )
+    commands.add(
+        "render",
+        "toolkit_lm_server.cli:render",
+        help="Serve a model's renderer over HTTP, without an engine.",
+    )
+    commands.add(
+        "run-batch",
+        "toolkit_lm_server.batch.command:run_batch",
+        help="Answer a file of requests in OpenAI's batch format.",
+    )
 
 
 @hookimpl

@@ -1,4 +1,5 @@
-"""The parts of chats' answers: reasoning, tool calls and content, by the parsers that plugins bring."""
+"""The parts of chats' answers: reasoning, tool calls and content, by the parsers that plugins
+bring."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from msgspec import structs
 from toolkit_lm.errors import RequestError
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import ParserRegistry
-from toolkit_lm.renderer import AnswerDelta, AnswerFormat, AnswerParser, ReasoningCounter, ToolCallDelta, prompt_end
+from toolkit_lm.renderer import (
+    AnswerDelta,
+    AnswerFormat,
+    AnswerParser,
+    ReasoningCounter,
+    ToolCallDelta,
+    prompt_end,
+)
 
 from toolkit_lm_server.generation import Generation, Piece
 from toolkit_lm_server.tools import NO_TOOLS, ToolUse
@@ -43,8 +51,11 @@ _STRUCTURES = (
 )
 
 
-def make_format(parsers: ParserRegistry, what: str, wanted: str, template: str) -> tuple[str | None, AnswerFormat | None]:
-    """The format by which `what` is found, and its name before it, as ParserRegistry.find_format says; None: by none."""
+def make_format(
+    parsers: ParserRegistry, what: str, wanted: str, template: str
+) -> tuple[str | None, AnswerFormat | None]:
+    """The format by which `what` is found, and its name before it, as ParserRegistry.find_format
+    says; None: by none."""
     name = parsers.find_format(what, template, wanted)
     return name, None if name is None else parsers.make(name, template)
 
@@ -67,13 +78,21 @@ class Plan(NamedTuple):
 
     @property
     def keeps_special_tokens(self) -> bool:
-        return any(one is not None and one.keeps_special_tokens for one in (self.tools, self.reasoning))
+        return any(
+            one is not None and one.keeps_special_tokens for one in (self.tools, self.reasoning)
+        )
 
     def applied(self, params: SamplingParams) -> SamplingParams:
         """The parameters of the request, so that its answers can be read."""
-        changed: dict[str, Any] = {"skip_special_tokens": False} if self.keeps_special_tokens else {}
+        changed: dict[str, Any] = (
+            {"skip_special_tokens": False} if self.keeps_special_tokens else {}
+        )
         if self.structure is not None:
-            extra = {name: value for name, value in (params.extra_args or {}).items() if name not in _STRUCTURES}
+            extra = {
+                name: value
+                for name, value in (params.extra_args or {}).items()
+                if name not in _STRUCTURES
+            }
             changed |= {"structured_outputs": self.structure, "extra_args": extra or None}
         given = changed.get("extra_args", params.extra_args) or {}
         if self.reasoning_name is not None and given.get(BUDGET) is not None:
@@ -98,7 +117,11 @@ class Plan(NamedTuple):
 
     def parser(self, prompt_end: str, *, in_pieces: bool = False) -> AnswerParser:
         """For one answer. `in_pieces`: calls that must become whole need not come whole."""
-        is_chain = self.reasoning is not None and self.tools is not None and type(self.reasoning) is not type(self.tools)
+        is_chain = (
+            self.reasoning is not None
+            and self.tools is not None
+            and type(self.reasoning) is not type(self.tools)
+        )
         one = self.tools or self.reasoning
         assert one is not None, "a plain answer needs no parser"
         parser = one.parser("" if is_chain else prompt_end, self.use.tools)
@@ -120,15 +143,22 @@ class AnswerParts:
         """Raises ConfigError, PluginError as ParserRegistry.find_format."""
         self._parsers, self._renderer = engine.plugins.parsers, engine.renderer
         template = engine.renderer.chat_template_source
-        _, self._tools = make_format(self._parsers, "tool_calls", options.tool_call_parser, template)
-        self._name, self.reasoning = make_format(self._parsers, "reasoning", options.reasoning_parser, template)
+        _, self._tools = make_format(
+            self._parsers, "tool_calls", options.tool_call_parser, template
+        )
+        self._name, self.reasoning = make_format(
+            self._parsers, "reasoning", options.reasoning_parser, template
+        )
         self._counters: Counters | None = None
         self._has_counters = False
 
     async def prepare(self) -> None:
-        """Before the first plan: reads the vocabulary, which takes its time, for the marks of reasoning."""
+        """Before the first plan: reads the vocabulary, which takes its time, for the marks of
+        reasoning."""
         if not self._has_counters and self.reasoning is not None:
-            self._counters = await asyncio.to_thread(self.reasoning.reasoning_counters, self._renderer)
+            self._counters = await asyncio.to_thread(
+                self.reasoning.reasoning_counters, self._renderer
+            )
         self._has_counters = True
 
     def plan(self, body: ChatBody, use: ToolUse) -> Plan:
@@ -142,7 +172,8 @@ class AnswerParts:
                 tools = self._parsers.make(_BARE, "")
             if tools is None:
                 raise RequestError(
-                    "this model's chat template has no tool calls that this server knows: start it with --tool-call-parser, or ask with "
+                    "this model's chat template has no tool calls that this server knows: start "
+                    "it with --tool-call-parser, or ask with "
                     'tool_choice "required".',
                     "tools",
                 )
@@ -151,16 +182,26 @@ class AnswerParts:
             structure = tools.structure(use.callable, parallel=use.parallel)
             if structure is None:
                 raise RequestError(
-                    "this model's tool calls cannot be required: only tool_choice auto and none are supported.", "tool_choice"
+                    "this model's tool calls cannot be required: only tool_choice auto and none "
+                    "are supported.",
+                    "tool_choice",
                 )
             if asked := body.structures(_STRUCTURES):
                 raise RequestError(
-                    f"tool_choice and {next(iter(asked))} both say what the answer is to be: give one of them.", "tool_choice"
+                    f"tool_choice and {next(iter(asked))} both say what the answer is to be: "
+                    "give one of them.",
+                    "tool_choice",
                 )
             structure = (reasoning or tools).after_reasoning(structure, kwargs)
-        elif tools is not None and any(_is_strict(tool) for tool in use.tools) and not body.structures(_STRUCTURES):
+        elif (
+            tools is not None
+            and any(_is_strict(tool) for tool in use.tools)
+            and not body.structures(_STRUCTURES)
+        ):
             structure = tools.structure(
-                [tool if _is_strict(tool) else _loose(tool) for tool in use.tools], parallel=use.parallel, required=False
+                [tool if _is_strict(tool) else _loose(tool) for tool in use.tools],
+                parallel=use.parallel,
+                required=False,
             )
         elif reasoning is not None and (asked := body.structures(_STRUCTURES)):
             # Otherwise the structure would begin in the reasoning.
@@ -169,9 +210,22 @@ class AnswerParts:
                 reasoning = None
             else:
                 structure, field = reasoning.after_reasoning(content, kwargs), next(iter(asked))
-        told = None if structure is None else {"structural_tag": {"type": "structural_tag", "format": structure}}
+        told = (
+            None
+            if structure is None
+            else {"structural_tag": {"type": "structural_tag", "format": structure}}
+        )
         name, counters = (None, None) if reasoning is None else (self._name, self._counters)
-        return Plan(tools, reasoning, use, told, body.include_reasoning is not False, name, counters, "" if told is None else field)
+        return Plan(
+            tools,
+            reasoning,
+            use,
+            told,
+            body.include_reasoning is not False,
+            name,
+            counters,
+            "" if told is None else field,
+        )
 
 
 class _Chain(AnswerParser):
@@ -188,7 +242,9 @@ class _Chain(AnswerParser):
     def finish(self, *, cut: bool) -> AnswerDelta:
         first = self._reasoning.finish(cut=cut)
         second, last = self._tools.push(first.content), self._tools.finish(cut=cut)
-        return AnswerDelta(second.content + last.content, first.reasoning, (*second.tool_calls, *last.tool_calls))
+        return AnswerDelta(
+            second.content + last.content, first.reasoning, (*second.tool_calls, *last.tool_calls)
+        )
 
     @property
     def calls_tools(self) -> bool:
@@ -244,13 +300,19 @@ class Parts:
             if reason == "stop" and parser.calls_tools:
                 reason = "tool_calls"
         if not self._plan.use.parallel:
-            deltas = [one._replace(tool_calls=tuple(call for call in one.tool_calls if call.index == 0)) for one in deltas]
+            deltas = [
+                one._replace(tool_calls=tuple(call for call in one.tool_calls if call.index == 0))
+                for one in deltas
+            ]
         return [one for one in deltas if any(one)], reason
 
     def delta(self, parts: Sequence[AnswerDelta]) -> dict[str, Any]:
         """Of a stream, as OpenAI has it."""
         delta: dict[str, Any] = {}
-        reasoning, content = "".join(one.reasoning for one in parts), "".join(one.content for one in parts)
+        reasoning, content = (
+            "".join(one.reasoning for one in parts),
+            "".join(one.content for one in parts),
+        )
         if reasoning and self._plan.shows_reasoning:
             delta |= {"reasoning_content": reasoning, "reasoning": reasoning}
         calls: dict[int, dict[str, Any]] = {}
@@ -267,9 +329,16 @@ class Parts:
 
     def message(self, parts: Sequence[AnswerDelta]) -> dict[str, Any]:
         """The whole of a choice."""
-        reasoning, content = "".join(one.reasoning for one in parts), "".join(one.content for one in parts)
+        reasoning, content = (
+            "".join(one.reasoning for one in parts),
+            "".join(one.content for one in parts),
+        )
         calls = [self._call(call) for one in parts for call in one.tool_calls]
-        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": content or (None if calls else ""),
+            "refusal": None,
+        }
         if reasoning and self._plan.shows_reasoning:
             message |= {"reasoning_content": reasoning, "reasoning": reasoning}
         return message | ({"tool_calls": calls} if calls else {})
@@ -299,7 +368,8 @@ def _loose(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _content_structure(asked: dict[str, Any]) -> dict[str, Any] | None:
-    """What a request's own fields ask of the content, as a `format` of structural tags; None: that cannot be said."""
+    """What a request's own fields ask of the content, as a `format` of structural tags; None: that
+    cannot be said."""
     if len(asked) != 1:
         return None
     [(name, value)] = asked.items()
@@ -309,11 +379,17 @@ def _content_structure(asked: dict[str, Any]) -> dict[str, Any] | None:
         schema, beside = value.get("json_schema"), value.get("schema", value.get("value"))
         kinds: dict[str, dict[str, Any]] = {
             "json_object": {"json_object": True} if beside is None else {"json": beside},
-            "json_schema": {"json": schema.get("schema", {}) if isinstance(schema, Mapping) else beside},
+            "json_schema": {
+                "json": schema.get("schema", {}) if isinstance(schema, Mapping) else beside
+            },
         }
         asked = kinds.get(str(value.get("type")), {})
     elif name == "structured_outputs":
-        asked = {key: one for key, one in value.items() if one is not None and one is not False} if isinstance(value, Mapping) else {}
+        asked = (
+            {key: one for key, one in value.items() if one is not None and one is not False}
+            if isinstance(value, Mapping)
+            else {}
+        )
     else:
         asked = {"json" if name == "json_schema" else name.removeprefix("guided_"): value}
     if len(asked) != 1:
@@ -327,5 +403,8 @@ def _content_structure(asked: dict[str, Any]) -> dict[str, Any] | None:
         case "regex", str():
             return {"type": "regex", "pattern": value}
         case "choice", [*_] if value and all(isinstance(one, str) for one in value):
-            return {"type": "or", "elements": [{"type": "const_string", "value": one} for one in value]}
+            return {
+                "type": "or",
+                "elements": [{"type": "const_string", "value": one} for one in value],
+            }
     return None

@@ -1,4 +1,5 @@
-"""What answers look like, for the description of the API. Answers are made elsewhere, without these classes."""
+"""What answers look like, for the description of the API. Answers are made elsewhere, without these
+classes."""
 
 from __future__ import annotations
 
@@ -172,7 +173,8 @@ class Completion(Head):
 
 
 class Filling(BaseModel):
-    """The whole answer of /infill, or an event of its stream. An event that is not the last of its choice has the first three alone."""
+    """The whole answer of /infill, or an event of its stream. An event that is not the last of its
+    choice has the first three alone."""
 
     index: int
     content: str
@@ -272,7 +274,10 @@ class Ranking(BaseModel):
 class CohereEmbeddings(BaseModel):
     id: str
     response_type: Literal["embeddings_by_type"]
-    embeddings: dict[Literal["float", "int8", "uint8", "binary", "ubinary", "base64"], list[list[float]] | list[str]]
+    embeddings: dict[
+        Literal["float", "int8", "uint8", "binary", "ubinary", "base64"],
+        list[list[float]] | list[str],
+    ]
     texts: list[str]
     meta: CohereMeta
 
@@ -416,7 +421,9 @@ class Status(BaseModel):
     """Of several, each."""
 
 
-NOT_NOW: dict[int | str, dict[str, Any]] = {503: {"model": Status, "description": "It is not so, with the status and its reason."}}
+NOT_NOW: dict[int | str, dict[str, Any]] = {
+    503: {"model": Status, "description": "It is not so, with the status and its reason."}
+}
 """What else /live, /health and /ready answer."""
 
 
@@ -429,18 +436,28 @@ def streams(kind: type[BaseModel], chunk: type[BaseModel]) -> dict[int | str, di
     """The same, or a stream of events with these chunks."""
     event = {"anyOf": [{"const": "[DONE]"}, _of_text(chunk), _of_text(ErrorBody)]}
     # The fields that server-sent events have beside their data are not used.
-    item = {"type": "object", "properties": {"data": event}, "required": ["data"], "additionalProperties": True}
+    item = {
+        "type": "object",
+        "properties": {"data": event},
+        "required": ["data"],
+        "additionalProperties": True,
+    }
     return {200: {"model": kind, "content": {"text/event-stream": {"itemSchema": item}}}}
 
 
 def _of_text(kind: type[BaseModel]) -> dict[str, Any]:
     """The schema of a text that is JSON of this kind."""
     schema = kind.model_json_schema()
-    return {"type": "string", "contentMediaType": "application/json", "contentSchema": _inlined(schema, schema.get("$defs", {}))}
+    return {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": _inlined(schema, schema.get("$defs", {})),
+    }
 
 
 def _inlined(schema: Any, parts: dict[str, Any]) -> Any:
-    """A schema without references: what is not the schema of a whole answer has no name in the description."""
+    """A schema without references: what is not the schema of a whole answer has no name in the
+    description."""
     if isinstance(schema, list):
         return [_inlined(one, parts) for one in schema]
     if not isinstance(schema, dict):

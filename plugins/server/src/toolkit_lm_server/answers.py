@@ -13,10 +13,16 @@ _JSON, _MSGPACK = msgspec.json.Encoder().encode, msgspec.msgpack.Encoder().encod
 _MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack")
 
 
-async def answer(make: Callable[[], dict[str, Any]], *, is_large: bool = True, media_type: str = "application/json") -> Response:
+async def answer(
+    make: Callable[[], dict[str, Any]],
+    *,
+    is_large: bool = True,
+    media_type: str = "application/json",
+) -> Response:
     """What `make` returns, as JSON. Millions of numbers take their time: not on the event loop.
 
-    A value that is an iterator is a list of which one item at a time is made and encoded. Other threads run between items only.
+    A value that is an iterator is a list of which one item at a time is made and encoded. Other
+    threads run between items only.
     """
     encode = _encoded if media_type == "application/json" else _packed
     body = await asyncio.to_thread(encode, make) if is_large else encode(make)
@@ -24,10 +30,13 @@ async def answer(make: Callable[[], dict[str, Any]], *, is_large: bool = True, m
 
 
 def accepted(request: Request) -> str:
-    """The media type of an answer that may be msgpack: JSON unless the client accepts the other. Arrays take a third more in JSON."""
+    """The media type of an answer that may be msgpack: JSON unless the client accepts the other.
+    Arrays take a third more in JSON."""
     for part in request.headers.get("accept", "").split(","):
         kind, *parameters = (text.strip().lower() for text in part.split(";"))
-        if kind in _MSGPACK_TYPES and not any(text.replace(" ", "") in ("q=0", "q=0.0", "q=0.00", "q=0.000") for text in parameters):
+        if kind in _MSGPACK_TYPES and not any(
+            text.replace(" ", "") in ("q=0", "q=0.0", "q=0.00", "q=0.000") for text in parameters
+        ):
             return kind
     return "application/json"
 
@@ -38,7 +47,9 @@ def encoded(value: Any) -> msgspec.Raw:
 
 
 def _encoded(make: Callable[[], dict[str, Any]]) -> bytes:
-    return b"{%b}" % b",".join([b"%b:%b" % (_JSON(name), _value(value)) for name, value in make().items()])
+    return b"{%b}" % b",".join(
+        [b"%b:%b" % (_JSON(name), _value(value)) for name, value in make().items()]
+    )
 
 
 def _value(value: Any) -> bytes:

@@ -117,7 +117,10 @@ class Served:
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
         self._created = int(time.time())
-        self._permission = _PERMISSION | {"id": f"modelperm-{uuid.uuid4().hex}", "created": self._created}
+        self._permission = _PERMISSION | {
+            "id": f"modelperm-{uuid.uuid4().hex}",
+            "created": self._created,
+        }
 
     async def reset_prefix_cache(self) -> dict[str, str]:
         """Forgets what is cached of prompts that were seen before. Requests under way go on."""
@@ -126,7 +129,10 @@ class Served:
 
     async def models(self) -> dict[str, Any]:
         """The models that are served."""
-        return {"object": "list", "data": [self._card(name) for name in self._engine.config.served_model_names]}
+        return {
+            "object": "list",
+            "data": [self._card(name) for name in self._engine.config.served_model_names],
+        }
 
     async def model(self, model: str) -> dict[str, Any]:
         """One model."""
@@ -156,11 +162,13 @@ def create_router(
     readiness: Readiness | None = None,
     page: Page | None = None,
 ) -> APIRouter:
-    """The server's routes, to be included in any FastAPI app. Only those of plugins may need its lifespan; the caller owns the engine.
+    """The server's routes, to be included in any FastAPI app. Only those of plugins may need its
+    lifespan; the caller owns the engine.
 
-    /metrics is there when `metrics` is given, and / when `page` is. `readiness`: for a caller that wants to refuse requests before it ends.
-    Raises ConfigError for an unknown name in `options.routes`, PluginError when a plugin's routes fail, or a logits processor of a plugin
-    has a parameter with the name of another field.
+    /metrics is there when `metrics` is given, and / when `page` is. `readiness`: for a caller that
+    wants to refuse requests before it ends. Raises ConfigError for an unknown name in
+    `options.routes`, PluginError when a plugin's routes fail, or a logits processor of a plugin has
+    a parameter with the name of another field.
     """
     options = options or ServerOptions()
     readiness = readiness or Readiness(engine)
@@ -171,34 +179,82 @@ def create_router(
     route_kind = route_class(options, keys, readiness, metrics)
     router = APIRouter(route_class=route_kind)
     served, tokens = Served(engine), Tokens(engine, budgeted.hold_rendering)
-    with_fields = engine.plugins.logits_processors, engine.config.sampling_defaults, options.force_include_usage
+    with_fields = (
+        engine.plugins.logits_processors,
+        engine.config.sampling_defaults,
+        options.force_include_usage,
+    )
     chat = Chat(engine, body_of(ChatBody, *with_fields), options)
     completions = Completions(engine, options, body_of(CompletionBody, *with_fields))
     for path, handler, whole, success in (
-        ("/v1/chat/completions", chat.create, chat.body, streams(ChatCompletion, ChatCompletionChunk)),
-        ("/v1/chat/completions/batch", chat.create, body_of(ChatBatchBody, *with_fields), answers(ChatCompletion)),
+        (
+            "/v1/chat/completions",
+            chat.create,
+            chat.body,
+            streams(ChatCompletion, ChatCompletionChunk),
+        ),
+        (
+            "/v1/chat/completions/batch",
+            chat.create,
+            body_of(ChatBatchBody, *with_fields),
+            answers(ChatCompletion),
+        ),
         ("/v1/completions", completions.create, completions.body, streams(Completion, Completion)),
-        ("/infill", Infill(engine, completions).create, body_of(InfillBody, *with_fields), streams(Filling, Filling)),
+        (
+            "/infill",
+            Infill(engine, completions).create,
+            body_of(InfillBody, *with_fields),
+            streams(Filling, Filling),
+        ),
     ):
         responses = success | described(404, 429, 504)
-        router.add_api_route(path, with_body(handler, whole), methods=["POST"], response_model=None, responses=responses)
+        router.add_api_route(
+            path,
+            with_body(handler, whole),
+            methods=["POST"],
+            response_model=None,
+            responses=responses,
+        )
     add_responses(router, engine, chat, body_of(ResponsesBody, *with_fields), options)
     embeddings, reranking = Embeddings(engine, options), Reranking(engine, options)
     _add_pooling_routes(router, route_kind, embeddings, reranking)
     invocations = Invocations(engine, chat, completions, embeddings, reranking)
     whichever = with_body(invocations.create, dict[str, Any])
     responses = answers(AnyAnswer) | described(404, 429, 504)
-    router.add_api_route("/invocations", whichever, methods=["POST"], response_model=None, responses=responses)
-    router.add_api_route("/load", Load(budget).load, response_model=None, responses=answers(ServerLoad))
-    router.add_api_route("/v1/models", served.models, response_model=None, responses=answers(ModelList))
+    router.add_api_route(
+        "/invocations", whichever, methods=["POST"], response_model=None, responses=responses
+    )
+    router.add_api_route(
+        "/load", Load(budget).load, response_model=None, responses=answers(ServerLoad)
+    )
+    router.add_api_route(
+        "/v1/models", served.models, response_model=None, responses=answers(ModelList)
+    )
     unknown = described(404)
-    router.add_api_route("/v1/models/{model:path}", served.model, response_model=None, responses=answers(ModelCard) | unknown)
+    router.add_api_route(
+        "/v1/models/{model:path}",
+        served.model,
+        response_model=None,
+        responses=answers(ModelCard) | unknown,
+    )
     own = of_vllm(route_kind)
-    for path, convert, kind in (("/tokenize", tokens.tokenize, TokenIds), ("/detokenize", tokens.detokenize, Text)):
+    for path, convert, kind in (
+        ("/tokenize", tokens.tokenize, TokenIds),
+        ("/detokenize", tokens.detokenize, Text),
+    ):
         responses = answers(kind) | unknown
-        router.add_api_route(path, convert, methods=["POST"], response_model=None, responses=responses, route_class_override=own)
+        router.add_api_route(
+            path,
+            convert,
+            methods=["POST"],
+            response_model=None,
+            responses=responses,
+            route_class_override=own,
+        )
     if options.tokenizer_info:
-        router.add_api_route("/tokenizer_info", tokens.info, response_model=None, responses=answers(TokenizerInfo))
+        router.add_api_route(
+            "/tokenizer_info", tokens.info, response_model=None, responses=answers(TokenizerInfo)
+        )
     if options.admin_routes:
         router.add_api_route("/reset_prefix_cache", served.reset_prefix_cache, methods=["POST"])
     add_own_routes(router, options, keys, readiness, metrics)
@@ -208,12 +264,24 @@ def create_router(
     return router
 
 
-def add_own_routes(router: APIRouter, options: ServerOptions, keys: Keys | None, readiness: Readiness, metrics: Metrics | None) -> None:
+def add_own_routes(
+    router: APIRouter,
+    options: ServerOptions,
+    keys: Keys | None,
+    readiness: Readiness,
+    metrics: Metrics | None,
+) -> None:
     """Those that need no engine."""
     about, always = About(readiness, metrics), route_class(options, keys)
     router.add_api_route("/version", about.version, route_class_override=always)
     if metrics is not None:
-        router.add_api_route("/metrics", about.metrics, response_model=None, response_class=PlainTextResponse, route_class_override=always)
+        router.add_api_route(
+            "/metrics",
+            about.metrics,
+            response_model=None,
+            response_class=PlainTextResponse,
+            route_class_override=always,
+        )
     # These are open to all, so they are no ServerRoutes.
     for method, path, handler in (
         ("GET", "/live", readiness.live),
@@ -223,11 +291,21 @@ def add_own_routes(router: APIRouter, options: ServerOptions, keys: Keys | None,
         ("POST", "/ping", readiness.health),
     ):
         responses = answers(Status) | NOT_NOW
-        router.add_api_route(path, handler, methods=[method], response_model=None, route_class_override=APIRoute, responses=responses)
+        router.add_api_route(
+            path,
+            handler,
+            methods=[method],
+            response_model=None,
+            route_class_override=APIRoute,
+            responses=responses,
+        )
 
 
-def _add_pooling_routes(router: APIRouter, route_kind: type[ServerRoute], embeddings: Embeddings, reranking: Reranking) -> None:
-    """They are there whatever the model: a task that it does not serve is an error that says which it does."""
+def _add_pooling_routes(
+    router: APIRouter, route_kind: type[ServerRoute], embeddings: Embeddings, reranking: Reranking
+) -> None:
+    """They are there whatever the model: a task that it does not serve is an error that says which
+    it does."""
     handlers: dict[str, tuple[Callable[..., Any], type[BaseModel]]] = {
         "/v1/embeddings": (embeddings.embed, EmbeddingList),
         "/v1/embed": (embeddings.old_cohere_embed, OldCohereEmbeddings),
@@ -241,8 +319,18 @@ def _add_pooling_routes(router: APIRouter, route_kind: type[ServerRoute], embedd
         "/v2/rerank": (reranking.cohere_rerank, Ranking),
     }
     for path, (handler, kind) in handlers.items():
-        responses, route = answers(kind) | described(404, 429, 504), of_vllm(route_kind) if path in _OF_VLLM else route_kind
-        router.add_api_route(path, handler, methods=["POST"], response_model=None, responses=responses, route_class_override=route)
+        responses, route = (
+            answers(kind) | described(404, 429, 504),
+            of_vllm(route_kind) if path in _OF_VLLM else route_kind,
+        )
+        router.add_api_route(
+            path,
+            handler,
+            methods=["POST"],
+            response_model=None,
+            responses=responses,
+            route_class_override=route,
+        )
 
 
 def create_app(
@@ -253,7 +341,8 @@ def create_app(
     readiness: Readiness | None = None,
     page: Page | None = None,
 ) -> FastAPI:
-    """An app with the server's routes. The caller owns the engine. Raises as `create_router` does."""
+    """An app with the server's routes. The caller owns the engine. Raises as `create_router`
+    does."""
     options = options or ServerOptions()
     app = make_app(options)
     router = create_router(engine, options, metrics=metrics, readiness=readiness, page=page)
@@ -262,8 +351,11 @@ def create_app(
     return app
 
 
-def create_early_app(options: ServerOptions, metrics: Metrics, readiness: Readiness, page: Page | None = None) -> FastAPI:
-    """An app for as long as `readiness` refuses requests: its engine is being made. It answers as `create_app`'s would."""
+def create_early_app(
+    options: ServerOptions, metrics: Metrics, readiness: Readiness, page: Page | None = None
+) -> FastAPI:
+    """An app for as long as `readiness` refuses requests: its engine is being made. It answers as
+    `create_app`'s would."""
     app = make_app(options)
     keys = Keys.of(options)
     router = APIRouter(route_class=route_class(options, keys, readiness, metrics))
@@ -272,7 +364,11 @@ def create_early_app(options: ServerOptions, metrics: Metrics, readiness: Readin
         page.add_routes(router, route_class(options, keys), readiness, None)
     app.state.early = [*app.routes, *router.routes]
     # Which others there will be depends on the engine.
-    router.add_api_route("/{path:path}", _refused, methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
+    router.add_api_route(
+        "/{path:path}",
+        _refused,
+        methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"],
+    )
     app.include_router(router)
     return app
 
@@ -305,7 +401,11 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     told = as_api_error(error)
     if told.status == 405:
         # One path may have several routes.
-        matching = [route for route in request.app.state.api if route.matches(request.scope)[0] is not Match.NONE]
+        matching = [
+            route
+            for route in request.app.state.api
+            if route.matches(request.scope)[0] is not Match.NONE
+        ]
         methods = {method for route in matching for method in getattr(route, "methods", ())}
         told.headers = {"Allow": ", ".join(sorted(methods))} if methods else told.headers
     return told.response()

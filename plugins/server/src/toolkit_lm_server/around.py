@@ -14,7 +14,8 @@ from toolkit_lm.errors import ConfigError
 from toolkit_lm_server.options import ServerOptions
 
 _EXPOSED = ("x-request-id", "retry-after")
-"""Headers of answers that a page's scripts may read, beside those that browsers allow by themselves."""
+"""Headers of answers that a page's scripts may read, beside those that browsers allow by
+themselves."""
 _PREFLIGHT = 600
 """Seconds for which a browser remembers what it may send."""
 
@@ -32,24 +33,39 @@ def _load(name: str) -> Any:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except AttributeError as error:
-        raise ConfigError(f"option 'middleware': {name!r}: the module {module!r} has no {attribute!r}.") from error
+        raise ConfigError(
+            f"option 'middleware': {name!r}: the module {module!r} has no {attribute!r}."
+        ) from error
     except ModuleNotFoundError as error:
-        hint = "" if error.name != module.partition(".")[0] else " PYTHONPATH lists folders to look in."
-        raise ConfigError(f"option 'middleware': {name!r}: there is no module {error.name!r}.{hint}") from error
+        hint = (
+            ""
+            if error.name != module.partition(".")[0]
+            else " PYTHONPATH lists folders to look in."
+        )
+        raise ConfigError(
+            f"option 'middleware': {name!r}: there is no module {error.name!r}.{hint}"
+        ) from error
     except Exception as error:
-        raise ConfigError(f"option 'middleware': {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"option 'middleware': {name!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     if not callable(found):
         raise ConfigError(f"option 'middleware': {name!r} is neither a class nor a function.")
     return found
 
 
 def wrapped(app: ASGIApp, options: ServerOptions) -> ASGIApp:
-    """The app with what is around it: CORS outermost, then middleware in its order. Raises ConfigError."""
-    for name, made in reversed(list(zip(options.middleware, load_middleware(options.middleware), strict=True))):
+    """The app with what is around it: CORS outermost, then middleware in its order. Raises
+    ConfigError."""
+    for name, made in reversed(
+        list(zip(options.middleware, load_middleware(options.middleware), strict=True))
+    ):
         try:
             app = BaseHTTPMiddleware(app, made) if inspect.iscoroutinefunction(made) else made(app)
         except Exception as error:
-            raise ConfigError(f"option 'middleware': {name!r} cannot be made: {type(error).__name__}: {error}") from error
+            raise ConfigError(
+                f"option 'middleware': {name!r} cannot be made: {type(error).__name__}: {error}"
+            ) from error
         if not callable(app):
             raise ConfigError(f"option 'middleware': {name!r} makes no ASGI app.")
     if options.allowed_origins:

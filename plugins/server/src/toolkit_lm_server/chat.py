@@ -37,8 +37,14 @@ _SWITCHES = ("enable_thinking", "thinking")
 class Chat:
     """Conversations with the engine's model."""
 
-    def __init__(self, engine: AsyncLLM, body: type[ChatBody] = ChatBody, options: ServerOptions | None = None) -> None:
-        """`body`: with the fields of plugins. Raises ConfigError for a parser of the options that there is not, PluginError."""
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        body: type[ChatBody] = ChatBody,
+        options: ServerOptions | None = None,
+    ) -> None:
+        """`body`: with the fields of plugins. Raises ConfigError for a parser of the options that
+        there is not, PluginError."""
         self._engine = engine
         self.body = body
         options = options or ServerOptions()
@@ -56,15 +62,25 @@ class Chat:
         return await answer(lambda: reply.whole(choices), is_large=is_large)
 
     def budget(self, tokens: int | None, name: str) -> dict[str, Any]:
-        """The field that limits reasoning, where the model is known to reason. Else it is ignored, and `name`, another API's, told of."""
+        """The field that limits reasoning, where the model is known to reason. Else it is ignored,
+        and `name`, another API's, told of."""
         if tokens is None:
             return {}
         if self._parts.reasoning is not None:
             return {BUDGET: tokens}
-        UNKNOWN.get().drop(name, "this model's chat template shows no reasoning that is known here, and --reasoning-parser names none.")
+        UNKNOWN.get().drop(
+            name,
+            "this model's chat template shows no reasoning that is known here, and "
+            "--reasoning-parser names none.",
+        )
         return {}
 
-    async def ask(self, fields: Mapping[str, Any], context: dict[str, str], names: Mapping[str, str] = MappingProxyType({})) -> ChatAnswer:
+    async def ask(
+        self,
+        fields: Mapping[str, Any],
+        context: dict[str, str],
+        names: Mapping[str, str] = MappingProxyType({}),
+    ) -> ChatAnswer:
         """As `begin`, of a body that is not checked yet. Raises RequestValidationError, too.
 
         `names`: by field of ours, what another API calls it.
@@ -77,19 +93,26 @@ class Chat:
         check_model(self._engine, body.model)
         use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
         options = body.render_options() | self._told(use)
-        with cast(BudgetedLLM, self._engine).hold_rendering([(body.messages, options)], {"context": context}):
-            rendered = await self._engine.renderer.render_conversation_async(body.messages, **options)
+        with cast(BudgetedLLM, self._engine).hold_rendering(
+            [(body.messages, options)], {"context": context}
+        ):
+            rendered = await self._engine.renderer.render_conversation_async(
+                body.messages, **options
+            )
         return len(rendered.token_ids)
 
     def _told(self, use: ToolUse) -> dict[str, Any]:
-        """The option that has the prompt tell of tools. An answer that must call one is bound to them without that, too."""
+        """The option that has the prompt tell of tools. An answer that must call one is bound to
+        them without that, too."""
         is_told = use.tools and (not use.required or self._engine.renderer.writes_tools)
         return {"tools": use.tools} if is_told else {}
 
     def _tell_unread(self, body: ChatBody, names: Mapping[str, str]) -> None:
-        """Tells of switches that the chat template is given, and does not read. Raises RequestError for what is no name.
+        """Tells of switches that the chat template is given, and does not read. Raises RequestError
+        for what is no name.
 
-        Documents that it does not read the renderer refuses: an answer without them would be another one.
+        Documents that it does not read the renderer refuses: an answer without them would be
+        another one.
         """
         given = body.template_kwargs() or {}
         if (unknown := UNKNOWN.get(None)) is None or body.chat_template is not None or not given:
@@ -101,12 +124,20 @@ class Chat:
             if name in read or (name in _SWITCHES and value == (self._parts.reasoning is not None)):
                 continue
             if not is_plain(name):
-                raise RequestError(f"chat_template_kwargs: the chat template reads no {printable(name)!r}.", "chat_template_kwargs")
+                raise RequestError(
+                    f"chat_template_kwargs: the chat template reads no {printable(name)!r}.",
+                    "chat_template_kwargs",
+                )
             is_inside = name in (body.chat_template_kwargs or ())
             field = f"chat_template_kwargs.{name}" if is_inside else "reasoning_effort"
             unknown.drop(names.get(field, field), "the model's chat template does not read it.")
 
-    async def begin(self, body: ChatBody, context: dict[str, str], names: Mapping[str, str] = MappingProxyType({})) -> ChatAnswer:
+    async def begin(
+        self,
+        body: ChatBody,
+        context: dict[str, str],
+        names: Mapping[str, str] = MappingProxyType({}),
+    ) -> ChatAnswer:
         """Asks the engine. `context`: what plugins that watch it are told. `names`: as of `ask`.
 
         Raises RequestError, ApiError for what gets no answer.
@@ -122,7 +153,11 @@ class Chat:
             await self._parts.prepare()
             use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
             # What tools' schemas say is read meanwhile: other requests do not wait for it.
-            plan = await asyncio.to_thread(self._parts.plan, body, use) if use.tools else self._parts.plan(body, use)
+            plan = (
+                await asyncio.to_thread(self._parts.plan, body, use)
+                if use.tools
+                else self._parts.plan(body, use)
+            )
             params = plan.applied(params)
             if plan.reasoning is not None:
                 options["stop_scope"] = plan.reasoning.stop_scope
@@ -135,16 +170,26 @@ class Chat:
                 first = await anext(outputs)
             except RequestError as error:
                 raise plan.named(error) from error
-            generation = Generation(first, outputs, len(conversations), params.n, names=body.return_tokens_as_token_ids)
+            generation = Generation(
+                first, outputs, len(conversations), params.n, names=body.return_tokens_as_token_ids
+            )
             on_error.pop_all()
         await generation.check_first()
         return ChatAnswer(self._engine, body, conversations, generation, plan)
 
 
 class ChatAnswer:
-    """The answer to conversations, as OpenAI's objects. Take its `chunks` where the body asks for a stream, else `completion`."""
+    """The answer to conversations, as OpenAI's objects. Take its `chunks` where the body asks for a
+    stream, else `completion`."""
 
-    def __init__(self, engine: AsyncLLM, body: ChatBody, conversations: Sequence[Conversation], generation: Generation, plan: Plan) -> None:
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        body: ChatBody,
+        conversations: Sequence[Conversation],
+        generation: Generation,
+        plan: Plan,
+    ) -> None:
         """`conversations`: those of the body. A stream is of one."""
         self._engine = engine
         self._body = body
@@ -175,42 +220,86 @@ class ChatAnswer:
         self._parts.count(choices)
         found = map(self._choice, choices)
         is_one = len(self._echoes) == 1
-        prompt = {"prompt_token_ids": generation.prompt(0).prompt_token_ids if body.return_token_ids and is_one else None}
-        of_prompt = prompt_logprobs(None if body.prompt_logprobs is None else generation.prompt(0).prompt_logprobs)
-        return {**self._head("chat.completion"), "choices": found, "usage": self.usage(), "prompt_logprobs": of_prompt, **prompt}
+        prompt = {
+            "prompt_token_ids": generation.prompt(0).prompt_token_ids
+            if body.return_token_ids and is_one
+            else None
+        }
+        of_prompt = prompt_logprobs(
+            None if body.prompt_logprobs is None else generation.prompt(0).prompt_logprobs
+        )
+        return {
+            **self._head("chat.completion"),
+            "choices": found,
+            "usage": self.usage(),
+            "prompt_logprobs": of_prompt,
+            **prompt,
+        }
 
     def raw(self, choice: Piece) -> list[tuple[str, list[int]]]:
-        """Text and tokens of the prompt, as the model read it, and of a whole choice, as it was drawn."""
+        """Text and tokens of the prompt, as the model read it, and of a whole choice, as it was
+        drawn."""
         decode = self._engine.renderer.decode
-        return [(decode(tokens), [*tokens]) for tokens in (self._generation.prompt(choice.index).prompt_token_ids, choice.token_ids)]
+        return [
+            (decode(tokens), [*tokens])
+            for tokens in (self._generation.prompt(choice.index).prompt_token_ids, choice.token_ids)
+        ]
 
-    async def chunks(self, *, in_pieces: bool = False) -> AsyncGenerator[list[dict[str, Any]], None]:
+    async def chunks(
+        self, *, in_pieces: bool = False
+    ) -> AsyncGenerator[list[dict[str, Any]], None]:
         """A stream's objects, each a chat.completion.chunk, as they come. Raises ApiError.
 
-        `in_pieces`: a call that a grammar holds the answer to comes as it is written, and may be cut. Else all calls come whole.
+        `in_pieces`: a call that a grammar holds the answer to comes as it is written, and may be
+        cut. Else all calls come whole.
         """
         body, generation = self._body, self._generation
         self._parts.in_pieces = in_pieces
         head = self._head("chat.completion.chunk")
 
-        def chunk(index: int, delta: dict[str, Any], logprobs: Any = None, finish_reason: str | None = None, **more: Any) -> dict[str, Any]:
-            choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason, **more}
+        def chunk(
+            index: int,
+            delta: dict[str, Any],
+            logprobs: Any = None,
+            finish_reason: str | None = None,
+            **more: Any,
+        ) -> dict[str, Any]:
+            choice = {
+                "index": index,
+                "delta": delta,
+                "logprobs": logprobs,
+                "finish_reason": finish_reason,
+                **more,
+            }
             return {**head, "choices": [choice], **body.usage_so_far(self.usage)}
 
         first = [chunk(index, {"role": "assistant", "content": ""}) for index in range(body.n or 1)]
         if body.return_token_ids:
             first[0]["prompt_token_ids"] = generation.first_prompt_token_ids
-        yield first + [chunk(index, {"content": echo}) for index in range(body.n or 1) for echo in self._echoes if echo]
+        yield first + [
+            chunk(index, {"content": echo})
+            for index in range(body.n or 1)
+            for echo in self._echoes
+            if echo
+        ]
         async for deltas in generation.pieces():
             chunks = []
             self._parts.count(deltas)
             for delta in deltas:
-                wanted: dict[str, Any] = {"token_ids": delta.token_ids} if body.return_token_ids else {}
+                wanted: dict[str, Any] = (
+                    {"token_ids": delta.token_ids} if body.return_token_ids else {}
+                )
                 parts, reason = self._parts.read(delta)
-                end: dict[str, Any] = {} if reason is None else {"finish_reason": reason, "stop_reason": delta.stop_reason}
+                end: dict[str, Any] = (
+                    {}
+                    if reason is None
+                    else {"finish_reason": reason, "stop_reason": delta.stop_reason}
+                )
                 if parts or delta.logprobs or wanted.get("token_ids"):
                     logprobs = self._logprobs(delta)
-                    chunks.append(chunk(delta.index, self._parts.delta(parts), logprobs, **wanted, **end))
+                    chunks.append(
+                        chunk(delta.index, self._parts.delta(parts), logprobs, **wanted, **end)
+                    )
                 elif end:
                     chunks.append(chunk(delta.index, {}, **end))
             yield chunks
@@ -221,7 +310,9 @@ class ChatAnswer:
         if not self._body.logprobs:
             return None
         token_bytes, named = self._engine.renderer.token_bytes, self._body.logprob_token_ids
-        return chat_logprobs(piece.token_ids, piece.logprobs, self._body.top_logprobs or 0, token_bytes, named)
+        return chat_logprobs(
+            piece.token_ids, piece.logprobs, self._body.top_logprobs or 0, token_bytes, named
+        )
 
     def _choice(self, choice: Piece) -> dict[str, Any]:
         body, reader = self._body, self._parts
@@ -252,4 +343,8 @@ def _echo(messages: Conversation) -> str:
     last = messages[-1]
     content = last.get("content") if last.get("role") == "assistant" else None
     parts = content if isinstance(content, list) else [{"text": content}]
-    return "".join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
+    return "".join(
+        part["text"]
+        for part in parts
+        if isinstance(part, dict) and isinstance(part.get("text"), str)
+    )

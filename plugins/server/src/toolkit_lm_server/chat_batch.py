@@ -10,18 +10,37 @@ from toolkit_lm_server.protocol import ChatBody, Items, examples
 
 
 class ChatBatchBody(ChatBody):
-    """POST /v1/chat/completions/batch: several conversations, each answered as a request of its own would be."""
+    """POST /v1/chat/completions/batch: several conversations, each answered as a request of its own
+    would be."""
 
-    model_config = examples({"messages": [[{"role": "user", "content": "Hi!"}], [{"role": "user", "content": "Bye!"}]], "max_tokens": 8})
+    model_config = examples(
+        {
+            "messages": [
+                [{"role": "user", "content": "Hi!"}],
+                [{"role": "user", "content": "Bye!"}],
+            ],
+            "max_tokens": 8,
+        }
+    )
 
     messages: Items[Items[dict[str, Any]]]  # type: ignore[assignment]
 
     def conversations(self, most: int) -> list[list[dict[str, Any]]]:
         for name in ("stream", "prompt_logprobs"):
             if getattr(self, name):
-                raise RequestError(f"{name} is not supported for several conversations: send each to /v1/chat/completions.", name)
+                raise RequestError(
+                    f"{name} is not supported for several conversations: send each to "
+                    "/v1/chat/completions.",
+                    name,
+                )
         if not 1 <= len(self.messages) <= most:
-            raise RequestError(f"messages has {len(self.messages):,} conversations: give 1 to {most:,}.", "messages")
+            raise RequestError(
+                f"messages has {len(self.messages):,} conversations: give 1 to {most:,}.",
+                "messages",
+            )
         if not all(self.messages):
-            raise RequestError(f"messages[{self.messages.index([])}] is a conversation without messages.", "messages")
+            raise RequestError(
+                f"messages[{self.messages.index([])}] is a conversation without messages.",
+                "messages",
+            )
         return self.messages

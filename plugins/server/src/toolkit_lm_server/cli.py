@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 _WAITING = 64
 """Threads, where they mostly wait for render servers."""
 _ALONE = 0.5
-"""Seconds that the making of the engine has the interpreter for itself: its process waits for what it is to load."""
+"""Seconds that the making of the engine has the interpreter for itself: its process waits for what
+it is to load."""
 
 
 @engine_command(ServerOptions)
@@ -75,7 +76,8 @@ def serve(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None:
 
 @engine_command(ServerOptions)
 def render(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None:
-    """Serve a model's renderer over HTTP: prompts and conversations to tokens, and tokens to text. No engine runs."""
+    """Serve a model's renderer over HTTP: prompts and conversations to tokens, and tokens to text.
+    No engine runs."""
     if options.routes:
         raise ConfigError("routes of plugins need an engine: leave --routes to toolkit serve.")
 
@@ -113,7 +115,8 @@ def _run(
 ) -> None:
     """Serves what is made meanwhile, until a signal ends it."""
     open_closed_streams()
-    # A tokenizer whose regular expression takes too many steps panics, in Rust: its report has 3 lines, and 60 with a stack.
+    # A tokenizer whose regular expression takes too many steps panics, in Rust: its report has 3
+    # lines, and 60 with a stack.
     if os.environ.get("RUST_BACKTRACE") != "full":
         os.environ["RUST_BACKTRACE"] = "0"
     configure(options)
@@ -125,7 +128,8 @@ def _run(
         load_middleware(options.middleware)
     with listen(options) as listener:
         set_title(f"toolkit-lm {command} {metrics.model_name}")
-        # Until the lifecycle handles them: a KeyboardInterrupt in the middle of an import can keep a lock that the thread's imports need.
+        # Until the lifecycle handles them: a KeyboardInterrupt in the middle of an import can keep
+        # a lock that the thread's imports need.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, partial(_end_at_once, options.uds))
         # Plugins and files may keep it for long, while the server answers already.
@@ -134,7 +138,17 @@ def _run(
             wait([making], _ALONE)
             from toolkit_lm_server.lifecycle import Lifecycle
 
-            lifecycle = Lifecycle(making, make_app, options, metrics, listener, threads, make_page(), start_timeout, context)
+            lifecycle = Lifecycle(
+                making,
+                make_app,
+                options,
+                metrics,
+                listener,
+                threads,
+                make_page(),
+                start_timeout,
+                context,
+            )
             with logging_in_threads("", ACCESS):
                 asyncio.run(lifecycle.run())
         finally:

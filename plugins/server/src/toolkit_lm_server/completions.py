@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 class Completions:
     """Texts that the engine's model goes on with."""
 
-    def __init__(self, engine: AsyncLLM, options: ServerOptions, body: type[CompletionBody] = CompletionBody) -> None:
+    def __init__(
+        self, engine: AsyncLLM, options: ServerOptions, body: type[CompletionBody] = CompletionBody
+    ) -> None:
         """`body`: with the fields of plugins."""
         self._engine = engine
         self._options = options
@@ -48,8 +50,11 @@ class Completions:
         is_large = body.echo or body.prompt_logprobs is not None or are_large(choices)
         return await answer(lambda: self._whole(body, generation, choices), is_large=is_large)
 
-    async def begin(self, body: CompletionBody, context: dict[str, str], *, fills: bool = False) -> Generation:
-        """Asks the engine. `fills`: the middle is wanted, though there may be no suffix. Raises RequestError, ApiError."""
+    async def begin(
+        self, body: CompletionBody, context: dict[str, str], *, fills: bool = False
+    ) -> Generation:
+        """Asks the engine. `fills`: the middle is wanted, though there may be no suffix. Raises
+        RequestError, ApiError."""
         check_model(self._engine, body.model)
         check_generates(self._engine)
         params = body.params()
@@ -65,12 +70,20 @@ class Completions:
         outputs = self._engine.generate_many(prompts, params, **options)
         async with AsyncExitStack() as on_error:
             on_error.push_async_callback(outputs.aclose)
-            generation = Generation(await anext(outputs), outputs, len(prompts), params.n, names=body.return_tokens_as_token_ids)
+            generation = Generation(
+                await anext(outputs),
+                outputs,
+                len(prompts),
+                params.n,
+                names=body.return_tokens_as_token_ids,
+            )
             on_error.pop_all()
         await generation.check_first()
         return generation
 
-    async def _rendered(self, body: CompletionBody, prompts: Sequence[Prompt], fills: bool) -> list[Prompt]:
+    async def _rendered(
+        self, body: CompletionBody, prompts: Sequence[Prompt], fills: bool
+    ) -> list[Prompt]:
         """Prompts that are not tokenized as texts usually are."""
         if body.suffix and body.echo:
             raise RequestError("suffix is not supported with echo.", "suffix")
@@ -78,7 +91,12 @@ class Completions:
             raise RequestError("suffix is allowed only for prompts that are texts.", "suffix")
         if body.suffix or fills:
             suffix = body.suffix or ""
-            return await asyncio.to_thread(lambda: [self._fim.prompt(one, suffix) if isinstance(one, str) else one for one in prompts])
+            return await asyncio.to_thread(
+                lambda: [
+                    self._fim.prompt(one, suffix) if isinstance(one, str) else one
+                    for one in prompts
+                ]
+            )
         return await side_by_side(self._bare(prompt) for prompt in prompts)
 
     async def _bare(self, prompt: Prompt) -> Prompt:
@@ -88,11 +106,19 @@ class Completions:
         rendered = await self._engine.renderer.render_prompt_async(prompt, add_special_tokens=False)
         return {"prompt_token_ids": rendered.token_ids, "prompt": prompt}
 
-    async def _beginnings(self, body: CompletionBody, prompts: Sequence[Prompt], most: int) -> list[Prompt]:
+    async def _beginnings(
+        self, body: CompletionBody, prompts: Sequence[Prompt], most: int
+    ) -> list[Prompt]:
         """The first tokens of each."""
-        if body.suffix or body.encoder_prompt is not None or body.decoder_prompt is not None or most < 1:
+        if (
+            body.suffix
+            or body.encoder_prompt is not None
+            or body.decoder_prompt is not None
+            or most < 1
+        ):
             message = (
-                "truncation_side right is for prompts without a suffix, of models that only decode, and a number of tokens of at least 1."
+                "truncation_side right is for prompts without a suffix, of models that only "
+                "decode, and a number of tokens of at least 1."
             )
             raise RequestError(message, "truncation_side")
         return [await self._beginning(prompt, most) for prompt in prompts]
@@ -105,30 +131,49 @@ class Completions:
         """As `begin`, of a body that is not checked yet. Raises RequestValidationError, too."""
         return await self.begin(validated(self.body, fields), context)
 
-    def _whole(self, body: CompletionBody, generation: Generation, choices: Sequence[Piece]) -> dict[str, Any]:
+    def _whole(
+        self, body: CompletionBody, generation: Generation, choices: Sequence[Piece]
+    ) -> dict[str, Any]:
         """The answer that is not a stream."""
-        return {**self._head(generation), "choices": self._whole_choices(body, generation, choices), "usage": generation.usage()}
+        return {
+            **self._head(generation),
+            "choices": self._whole_choices(body, generation, choices),
+            "usage": generation.usage(),
+        }
 
-    def _whole_choices(self, body: CompletionBody, generation: Generation, choices: Sequence[Piece]) -> Iterator[dict[str, Any]]:
+    def _whole_choices(
+        self, body: CompletionBody, generation: Generation, choices: Sequence[Piece]
+    ) -> Iterator[dict[str, Any]]:
         """With the log probabilities of a prompt, which may be many, made once for its choices."""
         known: RequestOutput | None = None
         made: dict[str, Any] = {"prompt_logprobs": None}
         for one in choices:
             prompt = generation.prompt(one.index)
             if body.prompt_logprobs is not None and prompt is not known:
-                known, made = prompt, {"prompt_logprobs": encoded(prompt_logprobs(prompt.prompt_logprobs))}
+                known, made = (
+                    prompt,
+                    {"prompt_logprobs": encoded(prompt_logprobs(prompt.prompt_logprobs))},
+                )
             yield self._whole_choice(body, generation, one) | made
 
-    def _whole_choice(self, body: CompletionBody, generation: Generation, one: Piece) -> dict[str, Any]:
-        echo: dict[str, Any] = self._echo(body, generation, one.index) if body.echo else {"text": ""}
+    def _whole_choice(
+        self, body: CompletionBody, generation: Generation, one: Piece
+    ) -> dict[str, Any]:
+        echo: dict[str, Any] = (
+            self._echo(body, generation, one.index) if body.echo else {"text": ""}
+        )
         choice = self._choice(one, body, len(echo["text"]))
         choice |= generation.token_ids(one) if body.return_token_ids else {}
         if body.echo:
             choice["text"] = echo["text"] + choice["text"]
-            choice["logprobs"] = joined(echo["logprobs"], choice["logprobs"]) if body.echoes_logprobs else None
+            choice["logprobs"] = (
+                joined(echo["logprobs"], choice["logprobs"]) if body.echoes_logprobs else None
+            )
         return choice
 
-    async def _chunks(self, body: CompletionBody, generation: Generation) -> AsyncGenerator[list[dict[str, Any]], None]:
+    async def _chunks(
+        self, body: CompletionBody, generation: Generation
+    ) -> AsyncGenerator[list[dict[str, Any]], None]:
         head = self._head(generation)
         echoed: dict[int, int] = {}
         """By choice, the characters of its prompt."""
@@ -139,11 +184,20 @@ class Completions:
                 if body.echo and one.index not in echoed:
                     echo = await asyncio.to_thread(self._echo, body, generation, one.index)
                     echoed[one.index] = len(echo["text"])
-                    chunks.append({**head, "choices": [echo], **body.usage_so_far(generation.usage)})
+                    chunks.append(
+                        {**head, "choices": [echo], **body.usage_so_far(generation.usage)}
+                    )
                 wanted = generation.token_ids(one) if body.return_token_ids else {}
-                if one.text or one.logprobs or one.finish_reason is not None or wanted.get("token_ids"):
+                if (
+                    one.text
+                    or one.logprobs
+                    or one.finish_reason is not None
+                    or wanted.get("token_ids")
+                ):
                     choice = self._choice(one, body, echoed.get(one.index, 0)) | wanted
-                    chunks.append({**head, "choices": [choice], **body.usage_so_far(generation.usage)})
+                    chunks.append(
+                        {**head, "choices": [choice], **body.usage_so_far(generation.usage)}
+                    )
             yield chunks
         if body.include_usage:
             yield [{**head, "choices": [], "usage": generation.usage()}]
@@ -152,22 +206,35 @@ class Completions:
         """The part of a choice that gives its prompt back, as the engine read it."""
         prompt = generation.prompt(index)
         renderer = self._engine.renderer
-        choice = self._choice(Piece(index, renderer.decode(prompt.prompt_token_ids) if prompt.prompt is None else prompt.prompt), None)
+        choice = self._choice(
+            Piece(
+                index,
+                renderer.decode(prompt.prompt_token_ids)
+                if prompt.prompt is None
+                else prompt.prompt,
+            ),
+            None,
+        )
         if body.echoes_logprobs:
             assert prompt.prompt_logprobs is not None and body.logprobs is not None
             [first] = renderer.token_texts(prompt.prompt_token_ids[:1])
             [name] = generation.token_names(renderer, prompt.prompt_token_ids[:1])
             # Only the first where the time was over before the prompt was computed.
             known = prompt.prompt_token_ids[: len(prompt.prompt_logprobs)]
-            choice["logprobs"] = echo_logprobs(known, prompt.prompt_logprobs, body.logprobs, first, name, renderer.token_bytes)
+            choice["logprobs"] = echo_logprobs(
+                known, prompt.prompt_logprobs, body.logprobs, first, name, renderer.token_bytes
+            )
         return choice
 
     def _choice(self, one: Piece, body: CompletionBody | None, offset: int = 0) -> dict[str, Any]:
-        """`body`: None where no log probabilities are told. `offset`: characters of the prompt before the choice's text."""
+        """`body`: None where no log probabilities are told. `offset`: characters of the prompt
+        before the choice's text."""
         logprobs, offset = None, offset + one.text_offset
         if body is not None and body.logprobs is not None:
             token_bytes, named = self._engine.renderer.token_bytes, body.logprob_token_ids
-            logprobs = completion_logprobs(one.token_ids, one.logprobs, body.logprobs, offset, token_bytes, named)
+            logprobs = completion_logprobs(
+                one.token_ids, one.logprobs, body.logprobs, offset, token_bytes, named
+            )
         return {
             "index": one.index,
             "text": one.text,

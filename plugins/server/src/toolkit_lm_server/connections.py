@@ -1,4 +1,5 @@
-"""The server's connections: how many there may be, and how long each may keep the server waiting."""
+"""The server's connections: how many there may be, and how long each may keep the server
+waiting."""
 
 from __future__ import annotations
 
@@ -29,12 +30,14 @@ _BACKLOG = 2048
 """Connections that the kernel keeps until the server takes them."""
 _MOST_HEADERS = 100
 _SLOWEST = 1024
-"""Bytes that a client must read in a second, or all that waits, as long as some of its answer does."""
+"""Bytes that a client must read in a second, or all that waits, as long as some of its answer
+does."""
 _LOOK = 0.5
 """Seconds between two looks at what connections wait for."""
 
 Wait = Literal["head", "body", "reader", "server"]
-"""What a connection waits for: a part of the request, the client that reads its answer, or the server."""
+"""What a connection waits for: a part of the request, the client that reads its answer, or the
+server."""
 
 
 class _Stage(NamedTuple):
@@ -47,7 +50,9 @@ class _Stage(NamedTuple):
 class HttpServer(uvicorn.Server):
     """Serves an app over connections with bounds."""
 
-    def __init__(self, app: ASGIApp, options: ServerOptions, context: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, options: ServerOptions, context: ssl.SSLContext | None = None
+    ) -> None:
         """`context`: what secures connections; None: nothing does."""
         self.bounded = Connections(options, context)
         super().__init__(_settings(app, options, self.bounded))
@@ -71,14 +76,19 @@ class HttpServer(uvicorn.Server):
 
 
 class Connections:
-    """All connections of a server. Beyond the maximum, a new one takes the place of the one that has been idle for longest."""
+    """All connections of a server. Beyond the maximum, a new one takes the place of the one that
+    has been idle for longest."""
 
     def __init__(self, options: ServerOptions, context: ssl.SSLContext | None = None) -> None:
         self._context = context
         self._most = options.num_connections
         # Few files are left to a server that may have few connections.
         self._spare = min(_SPARE, max(1, self._most // 4))
-        self._seconds = {"head": options.header_timeout, "body": options.body_timeout, "reader": options.write_timeout}
+        self._seconds = {
+            "head": options.header_timeout,
+            "body": options.body_timeout,
+            "reader": options.write_timeout,
+        }
         self.least_read = _SLOWEST * options.write_timeout
         """Bytes of its answer that a client must read within write_timeout, where so many wait."""
         self._max_header_bytes = options.max_header_bytes
@@ -91,7 +101,9 @@ class Connections:
     def protocol(self, **options: Any) -> asyncio.BaseProtocol:
         """That of a new connection."""
         one = self._kind(**options)
-        return one if self._context is None else Handshake(one, self._context, self._seconds["head"])
+        return (
+            one if self._context is None else Handshake(one, self._context, self._seconds["head"])
+        )
 
     def opened(self, one: AnyConnection) -> None:
         """Takes a connection in, at the cost of another one where there are too many."""
@@ -118,18 +130,34 @@ class Connections:
             self._idle.pop(one, None)
 
     def check(self, scope: Scope) -> None:
-        """Raises ApiError (400) for a body without one clear end, (431) for too many headers, (503) where too many are under way."""
+        """Raises ApiError (400) for a body without one clear end, (431) for too many headers, (503)
+        where too many are under way."""
         headers = scope["headers"]
         names = {name for name, _ in headers}
-        if b"transfer-encoding" in names and (b"content-length" in names or scope["http_version"] == "1.0"):
-            # A proxy in front may take another end, and the rest for a request of its own (RFC 9112, 6.1 and 11.2).
-            raise ApiError(400, "Transfer-Encoding is for HTTP/1.1 alone, and without Content-Length.", code="invalid_framing")
-        if len(headers) > _MOST_HEADERS or sum(len(name) + len(value) for name, value in headers) > self._max_header_bytes:
+        if b"transfer-encoding" in names and (
+            b"content-length" in names or scope["http_version"] == "1.0"
+        ):
+            # A proxy in front may take another end, and the rest for a request of its own (RFC
+            # 9112, 6.1 and 11.2).
+            raise ApiError(
+                400,
+                "Transfer-Encoding is for HTTP/1.1 alone, and without Content-Length.",
+                code="invalid_framing",
+            )
+        if (
+            len(headers) > _MOST_HEADERS
+            or sum(len(name) + len(value) for name, value in headers) > self._max_header_bytes
+        ):
             raise _large_head()
         num_busy = len(self._stages) - len(self._idle)
         if num_busy > self._most and scope["path"].removeprefix(scope["root_path"]) not in POLLS:
             retry = {"Retry-After": str(RETRY_AFTER)}
-            raise ApiError(503, f"The server has {self._most} requests under way (max_connections).", code="server_busy", headers=retry)
+            raise ApiError(
+                503,
+                f"The server has {self._most} requests under way (max_connections).",
+                code="server_busy",
+                headers=retry,
+            )
 
     def head_error(self, num_bytes: int, message: str) -> ApiError:
         """What is wrong with a head that cannot be read, of which so many bytes wait."""
@@ -259,7 +287,13 @@ class Connection(H11Protocol):
         if wait == "reader" or nothing_came:
             self.abort()
         else:
-            self._refuse(ApiError(408, f"The request's {wait} took too long ({wait}_timeout).", code="request_timeout"))
+            self._refuse(
+                ApiError(
+                    408,
+                    f"The request's {wait} took too long ({wait}_timeout).",
+                    code="request_timeout",
+                )
+            )
 
     def abort(self) -> None:
         """Ends the connection at once. Its place is free at once, too."""
@@ -275,7 +309,11 @@ class Connection(H11Protocol):
         answer = error.response()
         headers = [*answer.raw_headers, (b"connection", b"close")]
         body = h11.Data(data=bytes(answer.body))
-        for event in (h11.Response(status_code=answer.status_code, headers=headers), body, h11.EndOfMessage()):
+        for event in (
+            h11.Response(status_code=answer.status_code, headers=headers),
+            body,
+            h11.EndOfMessage(),
+        ):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
@@ -292,7 +330,8 @@ class Connection(H11Protocol):
 
 
 class Handshake(SSLProtocol):
-    """A connection whose TLS handshake is under way. After that, what its Connection reads and writes goes through it."""
+    """A connection whose TLS handshake is under way. After that, what its Connection reads and
+    writes goes through it."""
 
     below: Counted
     num_unsent = 0
@@ -301,7 +340,15 @@ class Handshake(SSLProtocol):
     def __init__(self, inner: Connection, context: ssl.SSLContext, seconds: int) -> None:
         """`seconds`: those that it may take."""
         loop, end = asyncio.get_running_loop(), CLOSING
-        super().__init__(loop, inner, context, cast(Any, None), server_side=True, ssl_handshake_timeout=seconds, ssl_shutdown_timeout=end)
+        super().__init__(
+            loop,
+            inner,
+            context,
+            cast(Any, None),
+            server_side=True,
+            ssl_handshake_timeout=seconds,
+            ssl_shutdown_timeout=end,
+        )
         self._inner = inner
         inner.handshake = self
 
@@ -331,7 +378,11 @@ AnyConnection = Connection | Handshake
 
 
 def _large_head() -> ApiError:
-    return ApiError(431, f"The request's headers are more than {_MOST_HEADERS}, or larger than max_header_size.", code="headers_too_large")
+    return ApiError(
+        431,
+        f"The request's headers are more than {_MOST_HEADERS}, or larger than max_header_size.",
+        code="headers_too_large",
+    )
 
 
 def _settings(app: ASGIApp, options: ServerOptions, connections: Connections) -> uvicorn.Config:
@@ -350,8 +401,8 @@ def _settings(app: ASGIApp, options: ServerOptions, connections: Connections) ->
         timeout_keep_alive=options.keep_alive_timeout,
         timeout_graceful_shutdown=CLOSING,
         h11_max_incomplete_event_size=options.max_header_bytes,
-        # asyncio takes so many at a time, before any is counted. Where there is no file descriptor left, it tries each of them in vain, and
-        # then all of them so many times over.
+        # asyncio takes so many at a time, before any is counted. Where there is no file descriptor
+        # left, it tries each of them in vain, and then all of them so many times over.
         backlog=1,
     )
 

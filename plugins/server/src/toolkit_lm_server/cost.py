@@ -35,9 +35,11 @@ AtOnce = Callable[[str], int]
 """Renderer.tokenized_at_once."""
 
 _CHARACTER = 24
-"""Bytes of memory for each byte of a text, in UTF-8, or token id, while it is read, checked and rendered."""
+"""Bytes of memory for each byte of a text, in UTF-8, or token id, while it is read, checked and
+rendered."""
 _TOKENIZING = 160
-"""Bytes more for each that is tokenized at a time, where each is a token: what the package tokenizers keeps of them."""
+"""Bytes more for each that is tokenized at a time, where each is a token: what the package
+tokenizers keeps of them."""
 _AT_A_TIME = 2**19
 """Bytes of short texts, or pieces of long ones, that are tokenized together."""
 _SEQUENCE = 4096
@@ -47,7 +49,8 @@ _NUMBER = 40
 _ENTRY = 40
 """Bytes of memory for an entry of a list: a token id, say."""
 _MESSAGE = 64
-"""Bytes that a message of a conversation counts as, beside its own: it is read, checked and copied for the template."""
+"""Bytes that a message of a conversation counts as, beside its own: it is read, checked and copied
+for the template."""
 _SHORT = 64
 _MEDIA = "images and other media"
 _REQUESTS = 3
@@ -63,12 +66,16 @@ def generation_cost(
 ) -> Cost:
     """Of prompts that generate, in one call.
 
-    `measure`: tells what items of media take. `at_once`: how much of a text is tokenized at a time; None: all.
+    `measure`: tells what items of media take. `at_once`: how much of a text is tokenized at a time;
+    None: all.
     """
     sizes = [_size(prompt) for prompt in prompts]
     of_prompts = sum(sizes)
     name, width = params.widest
-    sequences, most = len(prompts) * width, max_model_len if params.max_tokens is None else min(params.max_tokens, max_model_len)
+    sequences, most = (
+        len(prompts) * width,
+        max_model_len if params.max_tokens is None else min(params.max_tokens, max_model_len),
+    )
     stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
     words = sum(map(len, params.bad_words or ())) + len(repr(params.of_processors))
     # The best of several are chosen by the log probabilities of their tokens.
@@ -80,18 +87,27 @@ def generation_cost(
         f"prompts x {name}": sequences * _SEQUENCE,
         f"prompts x {name} x max_tokens": sequences * most * _ENTRY,
         f"prompts x {name} x max_tokens x logprobs": sequences * most * entries * _LOGPROB,
-        "prompt x prompt_logprobs": min(of_prompts, len(prompts) * max_model_len) * _entries(params.prompt_logprobs) * _LOGPROB,
+        "prompt x prompt_logprobs": min(of_prompts, len(prompts) * max_model_len)
+        * _entries(params.prompt_logprobs)
+        * _LOGPROB,
         f"prompts x {name} x stop": sum(map(len, stops)) * 4 + sequences * len(stops) * 8,
         "prompts x bad_words": len(prompts) * words * 2 * _ENTRY,
-        "prompts x allowed_token_ids": len(prompts) * len(params.allowed_token_ids or ()) * 2 * _ENTRY,
+        "prompts x allowed_token_ids": len(prompts)
+        * len(params.allowed_token_ids or ())
+        * 2
+        * _ENTRY,
         "prompts x logit_bias": len(prompts) * len(params.logit_bias or ()) * 4 * _ENTRY,
     }
 
 
-def rendering_cost(prompts: Sequence[object], measure: Measure | None = None, at_once: AtOnce | None = None) -> Cost:
+def rendering_cost(
+    prompts: Sequence[object], measure: Measure | None = None, at_once: AtOnce | None = None
+) -> Cost:
     """Of prompts, or conversations with their options, that are rendered only: side by side."""
     sizes = [_size(prompt) for prompt in prompts]
-    tokenizing = sum(_tokenizing([one], [size], at_once) for one, size in zip(prompts, sizes, strict=True))
+    tokenizing = sum(
+        _tokenizing([one], [size], at_once) for one, size in zip(prompts, sizes, strict=True)
+    )
     return {
         _MEDIA: sum(media_cost(prompt, measure) for prompt in prompts if _may_hold_media(prompt)),
         "prompt": sum(sizes) * (_CHARACTER + _ENTRY) + tokenizing,
@@ -99,18 +115,30 @@ def rendering_cost(prompts: Sequence[object], measure: Measure | None = None, at
 
 
 def pooling_cost(
-    prompts: Sequence[object], *, cut: bool, size: int, per_token: bool, max_model_len: int, at_once: AtOnce | None = None
+    prompts: Sequence[object],
+    *,
+    cut: bool,
+    size: int,
+    per_token: bool,
+    max_model_len: int,
+    at_once: AtOnce | None = None,
 ) -> Cost:
     """Of prompts that are pooled, in one call.
 
-    `cut`: they are cut to max_model_len at most. `size`: numbers of a result, or, with `per_token`, of each token's.
+    `cut`: they are cut to max_model_len at most. `size`: numbers of a result, or, with `per_token`,
+    of each token's.
     """
-    distinct = {id(text): text for prompt in prompts for text in (prompt if isinstance(prompt, tuple) else (prompt,))}
+    distinct = {
+        id(text): text
+        for prompt in prompts
+        for text in (prompt if isinstance(prompt, tuple) else (prompt,))
+    }
     sizes = [_size(text) for text in distinct.values()]
     lengths = [min(length, max_model_len) if cut else length for length in map(_size, prompts)]
     vectors = sum(min(length, max_model_len) for length in lengths) if per_token else len(prompts)
     return {
-        "text": sum(sizes) * (_CHARACTER + _ENTRY) + _tokenizing(list(distinct.values()), sizes, at_once),
+        "text": sum(sizes) * (_CHARACTER + _ENTRY)
+        + _tokenizing(list(distinct.values()), sizes, at_once),
         "inputs x text": len(prompts) * _SEQUENCE + sum(lengths) * _ENTRY,
         "inputs x result": vectors * size * _NUMBER,
     }
@@ -122,7 +150,8 @@ def _entries(asked: int | None) -> int:
 
 
 def _tokenizing(given: Sequence[object], sizes: Sequence[int], at_once: AtOnce | None) -> int:
-    """Bytes of memory that it takes to tokenize prompts one after the other. Token ids take nothing."""
+    """Bytes of memory that it takes to tokenize prompts one after the other. Token ids take
+    nothing."""
     texts = [(one, size) for one, size in zip(given, sizes, strict=True) if not _is_tokens(one)]
     longest = max((_longest(one, size, at_once) for one, size in texts), default=0)
     return min(sum(size for _, size in texts), max(_AT_A_TIME, longest)) * _TOKENIZING
@@ -132,7 +161,8 @@ def _longest(given: object, size: int, at_once: AtOnce | None) -> int:
     """Bytes of a prompt of this size that are tokenized at a time."""
     if at_once is None or size <= _AT_A_TIME:
         return size
-    # A template writes a conversation in its own way: where its text is cut depends on all that is in it.
+    # A template writes a conversation in its own way: where its text is cut depends on all that is
+    # in it.
     texts = list(_texts(given))
     whole = sum(map(_utf8, texts))
     return min(size, max(0, size - whole) + sum(map(at_once, texts)))
@@ -199,7 +229,8 @@ def _message_size(message: object) -> int:
 
 
 class Shares:
-    """What clients share. Each may take seven eighths of what the others leave, so that who comes later finds some. Thread-safe."""
+    """What clients share. Each may take seven eighths of what the others leave, so that who comes
+    later finds some. Thread-safe."""
 
     def __init__(self, most: int | None) -> None:
         """None: there is no bound."""
@@ -216,18 +247,24 @@ class Shares:
 
     @contextmanager
     def take(self, client: str, amount: int, told: Callable[[int], str]) -> Iterator[None]:
-        """Raises QueueFullError where that is too much beside the others, RequestError where it is too much alone.
+        """Raises QueueFullError where that is too much beside the others, RequestError where it is
+        too much alone.
 
         `told`: formats an amount for the error.
         """
         if self._most is not None and amount > self._most * 7 // 8:
-            raise RequestError(f"this takes {told(amount)}, and no client may take more than {told(self._most * 7 // 8)}.")
+            raise RequestError(
+                f"this takes {told(amount)}, and no client may take more than "
+                f"{told(self._most * 7 // 8)}."
+            )
         with self._lock:
             own, taken = self._taken[client], self._taken.total()
             if self._most is not None and own + amount > (self._most - (taken - own)) * 7 // 8:
                 whose = f", {told(own)} of them this client's" if own < taken else ""
                 raise QueueFullError(
-                    f"the engine is busy: {told(taken)} are taken{whose}. This takes {told(amount)} more. Try again later.", 1.0
+                    f"the engine is busy: {told(taken)} are taken{whose}. This takes "
+                    f"{told(amount)} more. Try again later.",
+                    1.0,
                 )
             self._taken[client] = own + amount
         try:
@@ -240,10 +277,12 @@ class Shares:
 
 
 class CostBudget:
-    """What the requests under way may cost, each and together, and how many there may be. Thread-safe."""
+    """What the requests under way may cost, each and together, and how many there may be.
+    Thread-safe."""
 
     def __init__(self, most: int, max_queued: int | None = None) -> None:
-        """`most`: bytes that one request may cost. `max_queued`: requests that may wait; a short queue is not shared."""
+        """`most`: bytes that one request may cost. `max_queued`: requests that may wait; a short
+        queue is not shared."""
         self._most = most
         self._bytes = Shares(_REQUESTS * most)
         self._requests = Shares(None if max_queued is None or max_queued < _SHORT else max_queued)
@@ -255,13 +294,16 @@ class CostBudget:
 
     @contextmanager
     def spend(self, cost: Cost, client: str = "", num_requests: int = 1) -> Iterator[None]:
-        """Raises RequestError for what is too much, QueueFullError for what is too much beside the others."""
+        """Raises RequestError for what is too much, QueueFullError for what is too much beside the
+        others."""
         total = sum(cost.values())
         if total > self._most:
             largest = sorted(cost.items(), key=lambda item: -item[1])[:2]
             told = " and ".join(f"{name} ({_mib(size)})" for name, size in largest if size)
             limit = f"max_request_cost is {_mib(self._most)}"
-            raise RequestError(f"the request could take {_mib(total)} of memory, most of it for {told}; {limit}.")
+            raise RequestError(
+                f"the request could take {_mib(total)} of memory, most of it for {told}; {limit}."
+            )
         requests = self._requests.take(client, num_requests, "{:,} requests".format)
         with requests, self._bytes.take(client, total, lambda size: f"{_mib(size)} of memory"):
             yield
@@ -273,7 +315,13 @@ class BudgetedLLM:
     All routes get it, those of plugins too.
     """
 
-    def __init__(self, engine: AsyncLLM, budget: CostBudget, keys: Keys | None = None, metrics: Metrics | None = None) -> None:
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        budget: CostBudget,
+        keys: Keys | None = None,
+        metrics: Metrics | None = None,
+    ) -> None:
         self._engine = engine
         self._budget = budget
         self._metrics = metrics
@@ -282,27 +330,43 @@ class BudgetedLLM:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def hold(self, cost: Cost, options: Mapping[str, Any] | None = None) -> AbstractContextManager[None]:
-        """What a route itself takes of memory, beside the requests that it makes. Raises RequestError, QueueFullError on entry."""
+    def hold(
+        self, cost: Cost, options: Mapping[str, Any] | None = None
+    ) -> AbstractContextManager[None]:
+        """What a route itself takes of memory, beside the requests that it makes. Raises
+        RequestError, QueueFullError on entry."""
         return self._budget.spend(cost, _client(options), 0)
 
-    def hold_rendering(self, prompts: Sequence[object], options: Mapping[str, Any]) -> AbstractContextManager[None]:
-        """What it takes to render prompts, or conversations with their options, on a route that makes no request of them."""
-        return self._budget.spend(rendering_cost(prompts, self._measure, self._at_once), _client(options), 0)
+    def hold_rendering(
+        self, prompts: Sequence[object], options: Mapping[str, Any]
+    ) -> AbstractContextManager[None]:
+        """What it takes to render prompts, or conversations with their options, on a route that
+        makes no request of them."""
+        return self._budget.spend(
+            rendering_cost(prompts, self._measure, self._at_once), _client(options), 0
+        )
 
-    def _measure(self, part: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[int, int] | None:
+    def _measure(
+        self, part: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> tuple[int, int] | None:
         return self._engine.renderer.media_size(part, options)
 
     def _at_once(self, text: str) -> int:
         return self._engine.renderer.tokenized_at_once(text)
 
-    def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> AsyncGenerator[RequestOutput, None]:
+    def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
         outputs = self._engine.generate(prompt, params, **options)
         return self._held([prompt], params, options, outputs, lambda output: [output])
 
-    def chat(self, messages: Conversation, params: SamplingParams | None = None, **options: Any) -> AsyncGenerator[RequestOutput, None]:
+    def chat(
+        self, messages: Conversation, params: SamplingParams | None = None, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
         outputs = self._engine.chat(messages, params, **options)
-        return self._held([(messages, options)], params, options.get("options"), outputs, lambda output: [output])
+        return self._held(
+            [(messages, options)], params, options.get("options"), outputs, lambda output: [output]
+        )
 
     def generate_many(
         self, prompts: Sequence[Prompt], params: SamplingParams | None = None, **options: Any
@@ -311,18 +375,26 @@ class BudgetedLLM:
         return self._held(prompts, params, options, outputs, _without_numbers)
 
     def chat_many(
-        self, conversations: Sequence[Conversation], params: SamplingParams | None = None, **options: Any
+        self,
+        conversations: Sequence[Conversation],
+        params: SamplingParams | None = None,
+        **options: Any,
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         outputs = self._engine.chat_many(conversations, params, **options)
         prompts = [(messages, options) for messages in conversations]
         return self._held(prompts, params, options.get("options"), outputs, _without_numbers)
 
-    async def encode(self, prompt: Prompt | TextPair, params: PoolingParams | None = None, **how: Any) -> PoolingRequestOutput:
+    async def encode(
+        self, prompt: Prompt | TextPair, params: PoolingParams | None = None, **how: Any
+    ) -> PoolingRequestOutput:
         [output] = await self.encode_many([prompt], params, **how)
         return output
 
     async def encode_many(
-        self, prompts: Any, params: PoolingParams | Sequence[PoolingParams] | None = None, **how: Any
+        self,
+        prompts: Any,
+        params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **how: Any,
     ) -> list[PoolingRequestOutput]:
         many = listed(prompts)
         account = self._account(how)
@@ -333,8 +405,17 @@ class BudgetedLLM:
             account.used(sum(len(output.prompt_token_ids) for output in outputs))
         return outputs
 
-    def _pooling(self, prompts: Sequence[object], params: PoolingParams | Sequence[PoolingParams] | None, how: Mapping[str, Any]) -> Cost:
-        each = [params] if isinstance(params, PoolingParams) else params or [PoolingParams(task=how.get("pooling_task") or "embed")]
+    def _pooling(
+        self,
+        prompts: Sequence[object],
+        params: PoolingParams | Sequence[PoolingParams] | None,
+        how: Mapping[str, Any],
+    ) -> Cost:
+        each = (
+            [params]
+            if isinstance(params, PoolingParams)
+            else params or [PoolingParams(task=how.get("pooling_task") or "embed")]
+        )
         tasks = {one.task for one in each}
         limits = self._engine.processor.limits
         return pooling_cost(
@@ -395,7 +476,10 @@ class _Paid(Generic[Output]):
 
 
 async def _counted(
-    account: Account, params: SamplingParams, outputs: AsyncGenerator[Output, None], each: Callable[[Output], list[RequestOutput]]
+    account: Account,
+    params: SamplingParams,
+    outputs: AsyncGenerator[Output, None],
+    each: Callable[[Output], list[RequestOutput]],
 ) -> AsyncGenerator[Output, None]:
     """`outputs`, whose tokens are counted."""
     counted: dict[str, int] = {}

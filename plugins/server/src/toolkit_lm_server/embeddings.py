@@ -36,11 +36,17 @@ from toolkit_lm_server.route import request_context
 if TYPE_CHECKING:
     from toolkit_lm_async_llm import AsyncLLM
 
-_PROMPT_NAMES = {"search_query": "query", "search_document": "document", "classification": "classification", "clustering": "clustering"}
+_PROMPT_NAMES = {
+    "search_query": "query",
+    "search_document": "document",
+    "classification": "classification",
+    "clustering": "clustering",
+}
 """Cohere's input types, by the names that sentence-transformers' checkpoints give their prompts."""
 
 _OTHER_TOKENIZER = (
-    " They are another tokenizer's: some clients tokenize texts themselves (LangChain's OpenAIEmbeddings, unless it is given "
+    " They are another tokenizer's: some clients tokenize texts themselves (LangChain's "
+    "OpenAIEmbeddings, unless it is given "
     "check_embedding_ctx_length=False). Send texts."
 )
 
@@ -59,7 +65,10 @@ class Embeddings:
             return await asyncio.to_thread(in_bytes, outputs, body, head(self._engine, "embd"))
 
         def make() -> dict[str, Any]:
-            data = ({"object": "embedding", "index": index, "embedding": _encoded(output, body)} for index, output in enumerate(outputs))
+            data = (
+                {"object": "embedding", "index": index, "embedding": _encoded(output, body)}
+                for index, output in enumerate(outputs)
+            )
             return {**head(self._engine, "embd"), "data": data, "usage": usage(outputs)}
 
         return await answer(make)
@@ -74,17 +83,29 @@ class Embeddings:
             body.task = served[0] if served else "embed"
         if body.task not in POOLING_TASKS:
             plugin = "No IOProcessor plugin installed. " if body.task == "plugin" else ""
-            raise RequestError(f"{plugin}Unsupported task: {body.task!r}. Supported: {', '.join(served) or 'generate'}.", "task")
+            raise RequestError(
+                f"{plugin}Unsupported task: {body.task!r}. Supported: "
+                f"{', '.join(served) or 'generate'}.",
+                "task",
+            )
         outputs = await self._pool(body, request, body.params())
         if body.encoding_format in ("bytes", "bytes_only"):
             return await asyncio.to_thread(in_bytes, outputs, body, head(self._engine, "pool"))
 
         def one(index: int, output: PoolingRequestOutput) -> dict[str, Any]:
-            shape = {"shape": output.outputs.data.shape} if body.encoding_format == "base64" and output.outputs.data is not None else {}
+            shape = (
+                {"shape": output.outputs.data.shape}
+                if body.encoding_format == "base64" and output.outputs.data is not None
+                else {}
+            )
             return {"object": "pooling", "index": index, "data": _encoded(output, body), **shape}
 
         def make() -> dict[str, Any]:
-            return {**head(self._engine, "pool"), "data": starmap(one, enumerate(outputs)), "usage": usage(outputs)}
+            return {
+                **head(self._engine, "pool"),
+                "data": starmap(one, enumerate(outputs)),
+                "usage": usage(outputs),
+            }
 
         return await answer(make)
 
@@ -100,7 +121,12 @@ class Embeddings:
                 best = int(output.outputs.data.argmax())
                 label = labels.get(str(best), f"LABEL_{best}")
                 data.append(
-                    {"index": index, "label": label, "probs": output.outputs.data.tolist(), "num_classes": output.outputs.data.size}
+                    {
+                        "index": index,
+                        "label": label,
+                        "probs": output.outputs.data.tolist(),
+                        "num_classes": output.outputs.data.size,
+                    }
                 )
             return {**head(self._engine, "classify"), "data": data, "usage": usage(outputs)}
 
@@ -118,12 +144,17 @@ class Embeddings:
         def make() -> dict[str, Any]:
             made = self._by_type(body, texts, outputs, "1")
             if body.embedding_types is None:
-                made |= {"response_type": "embeddings_floats", "embeddings": made["embeddings"]["float"]}
+                made |= {
+                    "response_type": "embeddings_floats",
+                    "embeddings": made["embeddings"]["float"],
+                }
             return made
 
         return await answer(make)
 
-    async def _cohere(self, body: CohereEmbedBody, request: Request) -> tuple[list[str], list[PoolingRequestOutput]]:
+    async def _cohere(
+        self, body: CohereEmbedBody, request: Request
+    ) -> tuple[list[str], list[PoolingRequestOutput]]:
         check_model(self._engine, body.model)
         texts = read_texts(body.texts, "texts", self._options.max_inputs)
         names = [f"texts[{index}]" for index in range(len(texts))]
@@ -135,24 +166,51 @@ class Embeddings:
             texts,
             body.params(),
             names=names,
-            fields={"truncate_prompt_tokens": "truncate" if body.truncate == "NONE" else "max_tokens", "dimensions": "output_dimension"},
-            prompt_name=prompt_name if prompt_name in self._engine.processor.texts.prompts else None,
+            fields={
+                "truncate_prompt_tokens": "truncate" if body.truncate == "NONE" else "max_tokens",
+                "dimensions": "output_dimension",
+            },
+            prompt_name=prompt_name
+            if prompt_name in self._engine.processor.texts.prompts
+            else None,
             truncate_prompt_tokens=body.most_tokens(self._engine.config.max_model_len),
         )
         body.check_lengths(names, outputs)
         return texts, outputs
 
-    def _by_type(self, body: CohereEmbedBody, texts: list[str], outputs: list[PoolingRequestOutput], version: str) -> dict[str, Any]:
-        embeddings = {form: [quantized(output.outputs.data, form) for output in outputs] for form in encodings(body.embedding_types)}
-        meta = {"api_version": {"version": version}, "billed_units": {"input_tokens": usage(outputs)["total_tokens"]}}
+    def _by_type(
+        self,
+        body: CohereEmbedBody,
+        texts: list[str],
+        outputs: list[PoolingRequestOutput],
+        version: str,
+    ) -> dict[str, Any]:
+        embeddings = {
+            form: [quantized(output.outputs.data, form) for output in outputs]
+            for form in encodings(body.embedding_types)
+        }
+        meta = {
+            "api_version": {"version": version},
+            "billed_units": {"input_tokens": usage(outputs)["total_tokens"]},
+        }
         start = head(self._engine, "embd")
-        return {"id": start["id"], "response_type": "embeddings_by_type", "embeddings": embeddings, "texts": texts, "meta": meta}
+        return {
+            "id": start["id"],
+            "response_type": "embeddings_by_type",
+            "embeddings": embeddings,
+            "texts": texts,
+            "meta": meta,
+        }
 
-    async def _pool(self, body: InputBody, request: Request, params: PoolingParams) -> list[PoolingRequestOutput]:
+    async def _pool(
+        self, body: InputBody, request: Request, params: PoolingParams
+    ) -> list[PoolingRequestOutput]:
         check_model(self._engine, body.model)
         body.check_input()
         if body.messages is not None:
-            prompts, names = Inputs([await self._rendered(body.messages, body.render_options(), request)], ["messages"])
+            prompts, names = Inputs(
+                [await self._rendered(body.messages, body.render_options(), request)], ["messages"]
+            )
         else:
             prompts, names = read_inputs(body.input, self._options.max_inputs)
             if body.add_special_tokens is False:
@@ -176,19 +234,31 @@ class Embeddings:
     async def _bare(self, body: InputBody, prompts: list[Prompt], request: Request) -> list[Prompt]:
         """Texts in tokens, without those that the tokenizer adds."""
         if body.prompt_name is not None:
-            raise RequestError("add_special_tokens false is not supported with prompt_name.", "add_special_tokens")
+            raise RequestError(
+                "add_special_tokens false is not supported with prompt_name.", "add_special_tokens"
+            )
         render = self._engine.renderer.render_prompt_async
         texts = [one for one in prompts if isinstance(one, str)]
-        with cast(BudgetedLLM, self._engine).hold_rendering(texts, {"context": request_context(request)}):
+        with cast(BudgetedLLM, self._engine).hold_rendering(
+            texts, {"context": request_context(request)}
+        ):
             rendered = await side_by_side(render(one, add_special_tokens=False) for one in texts)
-        return [TokensPrompt(prompt_token_ids=one.token_ids) for one in rendered] if texts else prompts
+        return (
+            [TokensPrompt(prompt_token_ids=one.token_ids) for one in rendered] if texts else prompts
+        )
 
-    async def _rendered(self, messages: Sequence[dict[str, Any]], options: dict[str, Any], request: Request) -> TokensPrompt:
+    async def _rendered(
+        self, messages: Sequence[dict[str, Any]], options: dict[str, Any], request: Request
+    ) -> TokensPrompt:
         """A conversation in tokens."""
-        with cast(BudgetedLLM, self._engine).hold_rendering([(messages, options)], {"context": request_context(request)}):
+        with cast(BudgetedLLM, self._engine).hold_rendering(
+            [(messages, options)], {"context": request_context(request)}
+        ):
             rendered = await self._engine.renderer.render_conversation_async(messages, **options)
         if rendered.features:
-            raise RequestError("images and other media are not supported by pooling tasks.", "messages")
+            raise RequestError(
+                "images and other media are not supported by pooling tasks.", "messages"
+            )
         return TokensPrompt(prompt_token_ids=rendered.token_ids)
 
 

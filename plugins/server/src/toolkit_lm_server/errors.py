@@ -1,4 +1,5 @@
-"""Errors as OpenAI's API words them: a status, and {"error": {"message", "type", "param", "code"}}."""
+"""Errors as OpenAI's API words them: a status, and {"error": {"message", "type", "param",
+"code"}}."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
-from toolkit_lm.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestError, ToolkitError
+from toolkit_lm.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    QueueFullError,
+    RequestError,
+    ToolkitError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -60,15 +67,19 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def validated(kind: type[Model], fields: Mapping[str, Any]) -> Model:
-    """A body of fields that are not checked yet. Raises RequestValidationError, as where FastAPI reads a body."""
+    """A body of fields that are not checked yet. Raises RequestValidationError, as where FastAPI
+    reads a body."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors()]) from None
+        raise RequestValidationError(
+            [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+        ) from None
 
 
 def described(*statuses: int, kind: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
-    """The answers with these statuses, for the description of the API. `kind`: what an error looks like."""
+    """The answers with these statuses, for the description of the API. `kind`: what an error looks
+    like."""
     return {status: {"model": kind, "description": _MEANINGS[status]} for status in statuses}
 
 
@@ -76,24 +87,43 @@ class ApiError(Exception):
     """An answer other than success."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.headers = headers
         kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
         param = None if param is None else printable(param)
-        self.body = {"error": {"message": printable(message, _MESSAGE), "type": kind, "param": param, "code": code}}
+        self.body = {
+            "error": {
+                "message": printable(message, _MESSAGE),
+                "type": kind,
+                "param": param,
+                "code": code,
+            }
+        }
         self.in_full: str | None = None
-        """The message with what pydantic says of each wrong value, for clients of OpenAI's API and vLLM's."""
+        """The message with what pydantic says of each wrong value, for clients of OpenAI's API and
+        vLLM's."""
         self.beside: dict[str, str] = {}
         """Fields beside the error."""
 
     def response(self, types: Mapping[int, str] = MappingProxyType({})) -> JSONResponse:
         """`types`: by status, what the error's type is, in the place of OpenAI's."""
         told = self.body["error"]
-        changed = {"message": self.in_full or told["message"], "type": types.get(self.status, told["type"])}
-        return JSONResponse({**self.beside, "error": {**told, **changed}}, self.status, self.headers)
+        changed = {
+            "message": self.in_full or told["message"],
+            "type": types.get(self.status, told["type"]),
+        }
+        return JSONResponse(
+            {**self.beside, "error": {**told, **changed}}, self.status, self.headers
+        )
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
@@ -102,17 +132,33 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     ours, message = told["param"], told["message"] or ""
     if ours is None or (param := names.get(ours)) is None:
         return error
-    return ApiError(error.status, message.replace(ours, param), param=param, code=told["code"], headers=error.headers)
+    return ApiError(
+        error.status,
+        message.replace(ours, param),
+        param=param,
+        code=told["code"],
+        headers=error.headers,
+    )
 
 
 def missing(field: str) -> ApiError:
     """The error of a field that must be given."""
-    return ApiError(400, f"You must provide the parameter {field!r}.", param=field, code="missing_required_parameter")
+    return ApiError(
+        400,
+        f"You must provide the parameter {field!r}.",
+        param=field,
+        code="missing_required_parameter",
+    )
 
 
 def printable(text: str, most: int = _NAME) -> str:
-    """The beginning of a client's text as it can be sent back: JSON may name lone surrogates, which UTF-8 cannot."""
-    return (text if len(text) <= most else f"{text[:most]}...").encode(errors="backslashreplace").decode()
+    """The beginning of a client's text as it can be sent back: JSON may name lone surrogates, which
+    UTF-8 cannot."""
+    return (
+        (text if len(text) <= most else f"{text[:most]}...")
+        .encode(errors="backslashreplace")
+        .decode()
+    )
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -143,33 +189,51 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def _of_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Of pydantic's complaints, of which there is one for each member of a union, those of several places."""
+    """Of pydantic's complaints, of which there is one for each member of a union, those of several
+    places."""
     first, places = problems[0], {_place(problem["loc"]): problem for problem in reversed(problems)}
     error = _of_problem(first)
-    if first["type"] not in ("json_invalid", "unknown", "unsupported", "two_names") and len(first["loc"]) > 1:
-        told = ", ".join(_in_full(place, problem) for place, problem in list(reversed(places.items()))[:_PROBLEMS])
+    if (
+        first["type"] not in ("json_invalid", "unknown", "unsupported", "two_names")
+        and len(first["loc"]) > 1
+    ):
+        told = ", ".join(
+            _in_full(place, problem)
+            for place, problem in list(reversed(places.items()))[:_PROBLEMS]
+        )
         message, count = error.body["error"]["message"], len(places)
         rest = f", and {count - _PROBLEMS} more errors" if count > _PROBLEMS else ""
-        whole = f"{message} (1 validation error: {told})" if count == 1 else f"{count} validation errors: {message} {told}{rest}"
+        whole = (
+            f"{message} (1 validation error: {told})"
+            if count == 1
+            else f"{count} validation errors: {message} {told}{rest}"
+        )
         error.in_full = printable(whole, 2 * _MESSAGE)
     return error
 
 
 def _place(loc: Sequence[int | str]) -> str:
-    """Where a wrong value is, as vLLM writes it: "body.messages.0.content", without what pydantic calls a union's members."""
+    """Where a wrong value is, as vLLM writes it: "body.messages.0.content", without what pydantic
+    calls a union's members."""
     start, *path = loc
     return ".".join(map(str, (start, *_path(path))))[:_PART]
 
 
 def _path(path: Sequence[int | str]) -> list[int | str]:
     return [
-        part for index, part in enumerate(path) if isinstance(part, int) or index == 0 or (part.isidentifier() and part not in _BRANCHES)
+        part
+        for index, part in enumerate(path)
+        if isinstance(part, int) or index == 0 or (part.isidentifier() and part not in _BRANCHES)
     ]
 
 
 def _in_full(place: str, problem: Mapping[str, Any]) -> str:
     told = {"type": problem["type"], "loc": place, "msg": problem["msg"][:_PART]}
-    return str(told if problem["type"] == "missing" else {**told, "input": _described_input(problem.get("input"))})
+    return str(
+        told
+        if problem["type"] == "missing"
+        else {**told, "input": _described_input(problem.get("input"))}
+    )
 
 
 def _described_input(value: Any) -> Any:
@@ -190,23 +254,36 @@ def _described_input(value: Any) -> Any:
 
 
 def _of_problem(problem: Mapping[str, Any]) -> ApiError:
-    """pydantic's complaint of one value. `loc` is ("body", field, ...), or ("body", offset) where the body is no JSON."""
+    """pydantic's complaint of one value. `loc` is ("body", field, ...), or ("body", offset) where
+    the body is no JSON."""
     _, *path = problem["loc"]
     path = _path(path)
     field = path[0] if path and isinstance(path[0], str) else None
     match problem["type"]:
         case "json_invalid":
-            return ApiError(400, f"The body is not valid JSON: {problem.get('ctx', {}).get('error', 'it cannot be parsed')}.")
+            return ApiError(
+                400,
+                "The body is not valid JSON: "
+                f"{problem.get('ctx', {}).get('error', 'it cannot be parsed')}.",
+            )
         case "unknown":
             return ApiError(400, problem["msg"], param=field or problem["ctx"]["param"])
         case "missing" if field is not None:
             return missing(field)
         case "unsupported":
-            return ApiError(400, problem["msg"], param=problem["ctx"]["param"], code="unsupported_parameter")
+            return ApiError(
+                400, problem["msg"], param=problem["ctx"]["param"], code="unsupported_parameter"
+            )
         case "two_names":
             return ApiError(400, problem["msg"], param=problem["ctx"]["param"])
         case _ if field is None:
-            return ApiError(400, "The body must be a JSON object, sent with the header 'content-type: application/json'.")
+            return ApiError(
+                400,
+                "The body must be a JSON object, sent with the header 'content-type: "
+                "application/json'.",
+            )
         case _:
-            where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:]
+            where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[
+                1:
+            ]
             return ApiError(400, f"Invalid value for {where!r}: {problem['msg']}.", param=field)

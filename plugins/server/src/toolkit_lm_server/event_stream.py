@@ -35,10 +35,11 @@ class ToldError(Exception):
 
 
 class EventStream(Response):
-    """Sends objects as they come, then "[DONE]". `source`, what they are made of, is closed when the client goes away.
+    """Sends objects as they come, then "[DONE]". `source`, what they are made of, is closed when
+    the client goes away.
 
-    Objects that come together are sent together. An error after the start of the stream is an event of its own, in the shape of an error
-    body.
+    Objects that come together are sent together. An error after the start of the stream is an event
+    of its own, in the shape of an error body.
     """
 
     media_type = "text/event-stream"
@@ -63,13 +64,21 @@ class EventStream(Response):
                 return
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
         end = self.end
         try:
             async with _beating(send, self.comment, self._seconds) as send_counted:
                 async for events in self._events:
                     if events:
-                        await send_counted({"type": "http.response.body", "body": b"".join(map(self.frame, events)), "more_body": True})
+                        await send_counted(
+                            {
+                                "type": "http.response.body",
+                                "body": b"".join(map(self.frame, events)),
+                                "more_body": True,
+                            }
+                        )
         except OSError:
             raise
         except ToldError as error:
@@ -121,9 +130,12 @@ async def _beating(send: Send, comment: bytes, seconds: float | None) -> AsyncIt
 
 
 async def stream_of(
-    begin: Coroutine[Any, Any, SourceT], events: Callable[[SourceT], Events], kind: type[EventStream] = EventStream
+    begin: Coroutine[Any, Any, SourceT],
+    events: Callable[[SourceT], Events],
+    kind: type[EventStream] = EventStream,
 ) -> EventStream:
-    """The stream of what `begin` gives. It begins without it, with comments, where that takes long: errors are events then."""
+    """The stream of what `begin` gives. It begins without it, with comments, where that takes long:
+    errors are events then."""
     late = _Late(asyncio.ensure_future(begin), events)
     try:
         await asyncio.wait([late.task], timeout=KEEP_ALIVE.get() if kind.comment else None)
@@ -168,7 +180,8 @@ class _Late:
 
 
 class NamedEvents(EventStream):
-    """Events that are named by the field `type` of their objects. The last one says itself that it is."""
+    """Events that are named by the field `type` of their objects. The last one says itself that it
+    is."""
 
     end = b""
 

@@ -21,9 +21,11 @@ _MANY = 10_000
 _GUESS, _FEWEST, _MOST = 16, 4, 2048
 """Rows of a step that cost as much as a step itself, and their bounds."""
 _RISE = 1.05
-"""By so much the cheapest step is forgotten with each dearer one: rows that cost more, as with log probabilities, soon count so."""
+"""By so much the cheapest step is forgotten with each dearer one: rows that cost more, as with log
+probabilities, soon count so."""
 _SLOWER = 1.25
-"""How much longer a shared step may take than if all clients wanted as little as the one that wants least."""
+"""How much longer a shared step may take than if all clients wanted as little as the one that wants
+least."""
 _LOOKED_AT = 16
 """Requests of a client that wait, and may be admitted in a step."""
 _KEPT_FREE = 32
@@ -36,14 +38,16 @@ _BETWEEN = 8
 class FairPolicy(SchedulingPolicy):
     """One client's flood delays its own requests first.
 
-    - **What waits** is ordered by start-time fair queueing (Goyal, Vin and Cheng 1996), by tokens: each client has a clock, which a request
-      of its own moves on by the tokens that it may compute. A request's key is where the clock stands. A clock that was left behind
-      begins with the requests that are served now: nobody saves up turns.
-    - **Places**: a client leaves some free. Where there is none, or no block, the client that runs most sequences has its last request
-      preempted, once in its life, for one that would run fewer.
-    - **A step** is shared by max-min fairness. It takes at most about 1.25 times as long as if all clients wanted as little as the one
-      that wants least. A prompt that cannot be cut is computed once its client's shares have come to its length. Where those before it
-      leave too little of the step, they leave room for it in the next one.
+    - **What waits** is ordered by start-time fair queueing (Goyal, Vin and Cheng 1996), by tokens:
+      each client has a clock, which a request of its own moves on by the tokens that it may
+      compute. A request's key is where the clock stands. A clock that was left behind begins with
+      the requests that are served now: nobody saves up turns.
+    - **Places**: a client leaves some free. Where there is none, or no block, the client that runs
+      most sequences has its last request preempted, once in its life, for one that would run fewer.
+    - **A step** is shared by max-min fairness. It takes at most about 1.25 times as long as if all
+      clients wanted as little as the one that wants least. A prompt that cannot be cut is computed
+      once its client's shares have come to its length. Where those before it leave too little of
+      the step, they leave room for it in the next one.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -57,9 +61,11 @@ class FairPolicy(SchedulingPolicy):
         self._running: set[int] = set()
         """Numbers of the requests that run."""
         self._left: dict[str, int] | None = None
-        """Tokens that clients may still compute in the step that is planned. None: as many as they want."""
+        """Tokens that clients may still compute in the step that is planned. None: as many as they
+        want."""
         self._saved: dict[str, int] = {}
-        """Tokens that clients could not use in the step before, since what they wanted cannot be cut."""
+        """Tokens that clients could not use in the step before, since what they wanted cannot be
+        cut."""
         self._owed: int | None = None
         """Number of the request that the next step, or the one that is planned, leaves room for."""
         self._reserved = 0
@@ -76,10 +82,16 @@ class FairPolicy(SchedulingPolicy):
         if len(self._clocks) >= _MANY:
             # Who has not come for the longest time.
             del self._clocks[next(iter(self._clocks))]
-        self._clocks[client] = start + request.num_prompt_tokens + request.max_output_tokens * request.params.num_sequences
+        self._clocks[client] = (
+            start
+            + request.num_prompt_tokens
+            + request.max_output_tokens * request.params.num_sequences
+        )
         return (start,)
 
-    def begin_step(self, running: Sequence[Request], waiting: Sequence[Request]) -> Sequence[Request]:
+    def begin_step(
+        self, running: Sequence[Request], waiting: Sequence[Request]
+    ) -> Sequence[Request]:
         if running:
             self._now = max(self._now, running[-1].sort_key[0])
         self._held = _rows_by_client(running)
@@ -97,13 +109,16 @@ class FairPolicy(SchedulingPolicy):
         """Of a step, for the request that is owed it."""
         self._reserved, self._rest = 0, max(0, self._rest - 1)
         if self._owed is not None and self._rest == 0:
-            self._reserved = next((one.least_tokens for one in (*running, *waiting) if one.number == self._owed), 0)
+            self._reserved = next(
+                (one.least_tokens for one in (*running, *waiting) if one.number == self._owed), 0
+            )
             self._rest = _BETWEEN
         if not self._reserved:
             self._owed = None
 
     def _with_places(self, waiting: Sequence[Request]) -> list[Request]:
-        """Those that their clients have places for. Only the first ones of each client are looked at: there may be thousands."""
+        """Those that their clients have places for. Only the first ones of each client are looked
+        at: there may be thousands."""
         seen: Counter[str] = Counter()
         found = []
         for request in waiting:
@@ -117,13 +132,18 @@ class FairPolicy(SchedulingPolicy):
         held = self._held[client]
         return not held or held + request.num_rows <= self._num_places
 
-    def _share(self, running: Sequence[Request], waiting: Sequence[Request], saved: dict[str, int]) -> None:
+    def _share(
+        self, running: Sequence[Request], waiting: Sequence[Request], saved: dict[str, int]
+    ) -> None:
         """Splits a step between clients, the one that wants least first."""
         wanted: Counter[str] = Counter()
         for request in (*running, *waiting):
             wanted[_client(request)] += request.num_wanted_tokens
         clients = sorted(wanted, key=wanted.__getitem__)
-        left = int(_SLOWER * len(clients) * wanted[clients[0]] + (_SLOWER - 1) * self._cost.num_tokens_of_base)
+        left = int(
+            _SLOWER * len(clients) * wanted[clients[0]]
+            + (_SLOWER - 1) * self._cost.num_tokens_of_base
+        )
         if wanted.total() <= left:
             return
         self._left = {}
@@ -179,7 +199,9 @@ class FairPolicy(SchedulingPolicy):
             return None
         held = _rows_by_client(running)
         # The last of the client that holds most.
-        victim = max(reversed(running), key=lambda one: 0 if waits and one.gave_way else held[_client(one)])
+        victim = max(
+            reversed(running), key=lambda one: 0 if waits and one.gave_way else held[_client(one)]
+        )
         if waits and (victim.gave_way or held[_client(victim)] <= held[client] + rows):
             return None
         return victim
@@ -189,7 +211,8 @@ class FairPolicy(SchedulingPolicy):
 
 
 class StepCost:
-    """How the time of a decode step grows with its rows: base + rows * each, from the cheapest steps of few and of many rows."""
+    """How the time of a decode step grows with its rows: base + rows * each, from the cheapest
+    steps of few and of many rows."""
 
     def __init__(self) -> None:
         self._cheapest: dict[int, tuple[int, float]] = {}
@@ -202,11 +225,14 @@ class StepCost:
         size = rows.bit_length()
         before = self._cheapest.get(size, (rows, math.inf))
         # What was cheap long ago may be so no more.
-        self._cheapest[size] = (rows, seconds) if seconds <= _RISE * before[1] else (before[0], _RISE * before[1])
+        self._cheapest[size] = (
+            (rows, seconds) if seconds <= _RISE * before[1] else (before[0], _RISE * before[1])
+        )
 
     @property
     def num_tokens_of_base(self) -> int:
-        """Rows whose own time is as long as the base; a guess where steps of few rows, or of many, have not been seen."""
+        """Rows whose own time is as long as the base; a guess where steps of few rows, or of many,
+        have not been seen."""
         if len(self._cheapest) < 2:
             return _GUESS
         few, many = self._cheapest[min(self._cheapest)], self._cheapest[max(self._cheapest)]

@@ -14,29 +14,39 @@ _SPELLINGS = (
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),
     ("<PRE>", "<SUF>", "<MID>"),
 )
-"""Of Qwen and CodeGemma, StarCoder, SantaCoder, DeepSeek, CodeLlama: the tokens before the prefix, the suffix, and what is wanted."""
+"""Of Qwen and CodeGemma, StarCoder, SantaCoder, DeepSeek, CodeLlama: the tokens before the prefix,
+the suffix, and what is wanted."""
 _ANCHOR = "☺"
-"""No token goes on after it, as CodeLlama's reference has it. Two have less tokens than twice one where a space is put before texts."""
+"""No token goes on after it, as CodeLlama's reference has it. Two have less tokens than twice one
+where a space is put before texts."""
 
 
 class FillInTheMiddle:
-    """Makes prompts with a suffix, by the tokens that the vocabulary has for that. Its methods take a while."""
+    """Makes prompts with a suffix, by the tokens that the vocabulary has for that. Its methods take
+    a while."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         self._marks: list[int] | None = None
 
     def prompt(self, prefix: str, suffix: str) -> TokensPrompt:
-        """The two texts as they are, with the tokens that tell them apart. Raises RequestError where there are none."""
+        """The two texts as they are, with the tokens that tell them apart. Raises RequestError
+        where there are none."""
         before, after, middle = self._known()
         start, token_ids = self._split(prefix)
-        return TokensPrompt(prompt_token_ids=[*start, before, *token_ids, after, *self._following(suffix), middle])
+        return TokensPrompt(
+            prompt_token_ids=[*start, before, *token_ids, after, *self._following(suffix), middle]
+        )
 
     def _known(self) -> list[int]:
         if self._marks is None:
             self._marks = next((found for marks in _SPELLINGS if (found := self._find(marks))), [])
         if not self._marks:
-            raise RequestError("suffix is not supported by this model: its tokenizer has no tokens for filling in the middle.", "suffix")
+            raise RequestError(
+                "suffix is not supported by this model: its tokenizer has no tokens for filling "
+                "in the middle.",
+                "suffix",
+            )
         return self._marks
 
     def _find(self, marks: tuple[str, ...]) -> list[int]:
@@ -52,14 +62,17 @@ class FillInTheMiddle:
         return found
 
     def _following(self, text: str) -> list[int]:
-        """The tokens of a text that comes after another: tokenizers that put a space before each text put none before this one."""
+        """The tokens of a text that comes after another: tokenizers that put a space before each
+        text put none before this one."""
         one, two, whole = (self._bare(_ANCHOR + more) for more in ("", _ANCHOR, text))
         if text and len(two) < 2 * len(one) and whole[: len(one)] == one:
             return whole[len(one) :]
         return self._bare(text) if text else []
 
     def _bare(self, text: str) -> list[int]:
-        token_ids: list[int] = self._renderer.render_prompt(text, add_special_tokens=False).token_ids
+        token_ids: list[int] = self._renderer.render_prompt(
+            text, add_special_tokens=False
+        ).token_ids
         return token_ids
 
     def _split(self, text: str) -> tuple[list[int], list[int]]:
@@ -68,5 +81,8 @@ class FillInTheMiddle:
             return self._split("a")[0], []
         bare = self._bare(text)
         whole = self._renderer.render_prompt(text).token_ids
-        start = next((at for at in range(len(whole) - len(bare) + 1) if whole[at : at + len(bare)] == bare), 0)
+        start = next(
+            (at for at in range(len(whole) - len(bare) + 1) if whole[at : at + len(bare)] == bare),
+            0,
+        )
         return whole[:start], bare

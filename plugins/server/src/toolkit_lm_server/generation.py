@@ -51,10 +51,20 @@ class Piece:
 
 
 class Generation:
-    """The engine's work on some prompts. Take its `pieces` or its `choices`; `usage` is final after that."""
+    """The engine's work on some prompts. Take its `pieces` or its `choices`; `usage` is final after
+    that."""
 
-    def __init__(self, first: list[tuple[int, RequestOutput]], rest: Outputs, num_prompts: int, n: int, *, names: bool = False) -> None:
-        """`first`: what `rest` gave before. Whoever awaits it learns of a bad request (RequestError) before an answer has begun.
+    def __init__(
+        self,
+        first: list[tuple[int, RequestOutput]],
+        rest: Outputs,
+        num_prompts: int,
+        n: int,
+        *,
+        names: bool = False,
+    ) -> None:
+        """`first`: what `rest` gave before. Whoever awaits it learns of a bad request
+        (RequestError) before an answer has begun.
 
         Outputs are deltas, or final ones only. `names`: log probabilities name tokens by their ids.
         """
@@ -70,13 +80,16 @@ class Generation:
         self._num_tokens = [0] * (num_prompts * n)
 
     async def check_first(self) -> None:
-        """Raises ApiError where a sequence failed at once (400, 500), or the time was over before there was any token (504).
+        """Raises ApiError where a sequence failed at once (400, 500), or the time was over before
+        there was any token (504).
 
         A partial answer is an answer.
         """
         choices = [choice for _, output in self._first for choice in output.outputs]
         # What is not there yet may still get a token.
-        late = len(choices) == self._num_prompts * self._n and all(_is_late(choice) for choice in choices)
+        late = len(choices) == self._num_prompts * self._n and all(
+            _is_late(choice) for choice in choices
+        )
         failures = [_failure(output) for _, output in self._first if _has_failed(output)]
         if late or failures:
             await self.aclose()
@@ -92,7 +105,8 @@ class Generation:
         return self._first[0][1].prompt_token_ids
 
     def prompt(self, choice: int) -> RequestOutput:
-        """What is known of a choice's prompt: the tokens that the engine read, its log probabilities once the choice has a token."""
+        """What is known of a choice's prompt: the tokens that the engine read, its log
+        probabilities once the choice has a token."""
         return self._latest[choice // self._n]
 
     def token_names(self, renderer: Renderer, token_ids: Sequence[int]) -> list[str]:
@@ -100,18 +114,25 @@ class Generation:
         return list(map(_name, token_ids)) if self._names else renderer.token_texts(token_ids)
 
     def token_ids(self, one: Piece) -> dict[str, Any]:
-        """vLLM's fields of a choice: its token ids, and with the first of them those of its prompt."""
-        first = {} if one.token_offset else {"prompt_token_ids": self.prompt(one.index).prompt_token_ids}
+        """vLLM's fields of a choice: its token ids, and with the first of them those of its
+        prompt."""
+        first = (
+            {}
+            if one.token_offset
+            else {"prompt_token_ids": self.prompt(one.index).prompt_token_ids}
+        )
         return {"token_ids": one.token_ids, **first}
 
     async def pieces(self) -> AsyncGenerator[list[Piece], None]:
-        """What is new, as it comes. Raises ApiError when a sequence fails: 400 where the request's parameters are why, else 500."""
+        """What is new, as it comes. Raises ApiError when a sequence fails: 400 where the request's
+        parameters are why, else 500."""
         yield self._pieces(self._first)
         async for found in self._rest:
             yield self._pieces(found)
 
     async def choices(self) -> list[Piece]:
-        """Every choice, in order, where outputs are final ones only. Aborts the requests when it is cancelled."""
+        """Every choice, in order, where outputs are final ones only. Aborts the requests when it is
+        cancelled."""
         async with aclosing(self):
             found = [piece async for pieces in self.pieces() for piece in pieces]
         if all(map(_is_late, found)):
@@ -120,12 +141,17 @@ class Generation:
 
     def usage(self) -> dict[str, Any]:
         """Token counts, so far. Prompts count as the engine read them."""
-        prompt, completion = sum(output.num_prompt_tokens for output in self._latest.values()), sum(self._num_tokens)
+        prompt, completion = (
+            sum(output.num_prompt_tokens for output in self._latest.values()),
+            sum(self._num_tokens),
+        )
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in self._latest.values())},
+            "prompt_tokens_details": {
+                "cached_tokens": sum(output.num_cached_tokens for output in self._latest.values())
+            },
         }
 
     def _pieces(self, found: list[tuple[int, RequestOutput]]) -> list[Piece]:
@@ -133,7 +159,9 @@ class Generation:
         for number, output in found:
             if self._names:
                 known = () if number in self._latest else output.prompt_logprobs or ()
-                _name_tokens([*known, *(table for one in output.outputs for table in one.logprobs or ())])
+                _name_tokens(
+                    [*known, *(table for one in output.outputs for table in one.logprobs or ())]
+                )
             self._latest[number] = output
             if _has_failed(output):
                 raise _failure(output)
@@ -144,7 +172,16 @@ class Generation:
         offset, before = self._num_characters[index], self._num_tokens[index]
         self._num_characters[index] += len(new.text)
         self._num_tokens[index] += len(new.token_ids)
-        return Piece(index, new.text, offset, new.token_ids, before, new.logprobs or [], new.finish_reason, new.stop_reason)
+        return Piece(
+            index,
+            new.text,
+            offset,
+            new.token_ids,
+            before,
+            new.logprobs or [],
+            new.finish_reason,
+            new.stop_reason,
+        )
 
 
 def _name(token_id: int) -> str:
@@ -175,7 +212,8 @@ def _failure(output: RequestOutput) -> ApiError:
 
 
 def model_failure(what: str, error: str) -> ApiError:
-    """The answer where the model has failed on `what`. Where the files of plugins lie goes to the log only."""
+    """The answer where the model has failed on `what`. Where the files of plugins lie goes to the
+    log only."""
     logger.error("the model failed on %s: %s", what, json.dumps(error))
     told = _PLACE.sub(r"\1)", error)
     return ApiError(500, f"The model failed on {what}: {told}.", code="model_error")
@@ -186,4 +224,6 @@ def _is_late(one: CompletionOutput | Piece) -> bool:
 
 
 def _too_late() -> ApiError:
-    return ApiError(504, "The request's timeout was over before a token was generated.", code="timeout")
+    return ApiError(
+        504, "The request's timeout was over before a token was generated.", code="timeout"
+    )

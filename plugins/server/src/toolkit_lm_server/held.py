@@ -1,4 +1,5 @@
-"""What a render server knows of the items that engines elsewhere hold: it need not decode and process them again."""
+"""What a render server knows of the items that engines elsewhere hold: it need not decode and
+process them again."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class HeldElsewhere:
 
     def __init__(self, most: int = _MOST_TOKENS) -> None:
         self._facts: OrderedDict[str, _Facts] = OrderedDict()
-        """By identifier, the longest unused first: small facts of items that were rendered here, and none of their data."""
+        """By identifier, the longest unused first: small facts of items that were rendered here,
+        and none of their data."""
         self._most = most
         self._size = 0
         self._lock = threading.Lock()
@@ -63,7 +65,8 @@ class HeldElsewhere:
         return sorted(_HELD.get())[:limit]
 
     def without_data(self, rendered: Rendered) -> Rendered:
-        """What an engine is sent: without the data that it holds. The items are known from now on."""
+        """What an engine is sent: without the data that it holds. The items are known from now
+        on."""
         if not rendered.features:
             return rendered
         held = _HELD.get()
@@ -73,7 +76,9 @@ class HeldElsewhere:
                 place = one.mm_position
                 tokens = rendered.token_ids[place.offset : place.end]
                 num_bytes = sum(values.data.nbytes for values in one.data.values())
-                self._remember(one.mm_identifier, tokens, _Facts(array("i"), place.mask, one.layout, num_bytes))
+                self._remember(
+                    one.mm_identifier, tokens, _Facts(array("i"), place.mask, one.layout, num_bytes)
+                )
                 if one.mm_identifier in held:
                     one = structs.replace(one, data=None)
             features.append(one)

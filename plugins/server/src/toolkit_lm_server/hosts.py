@@ -1,6 +1,7 @@
 """The check of a request's Host header.
 
-A web page in a browser on this machine can give its own name our address (DNS rebinding), and then ask us as if we were its server.
+A web page in a browser on this machine can give its own name our address (DNS rebinding), and then
+ask us as if we were its server.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ def host_names(options: ServerOptions, listener: socket.socket) -> frozenset[str
     """The hosts that requests may name. None: any."""
     if is_unix(listener):
         # No browser's.
-        return frozenset(name.lower() for name in (*_LOCAL, *options.allowed_hosts)) if options.allowed_hosts else None
+        return (
+            frozenset(name.lower() for name in (*_LOCAL, *options.allowed_hosts))
+            if options.allowed_hosts
+            else None
+        )
     address = listener.getsockname()[0]
     is_local = ipaddress.ip_address(address.partition("%")[0]).is_loopback
     if not options.allowed_hosts and (options.needs_key or not is_local):
@@ -32,7 +37,8 @@ def host_names(options: ServerOptions, listener: socket.socket) -> frozenset[str
 
 
 class HostCheck:
-    """Refuses requests (403) for hosts of other names. HTTP/1.0 without a Host header is not a browser's."""
+    """Refuses requests (403) for hosts of other names. HTTP/1.0 without a Host header is not a
+    browser's."""
 
     def __init__(self, app: ASGIApp, names: frozenset[str] | None) -> None:
         self._app = app
@@ -45,7 +51,8 @@ class HostCheck:
             return
         error = ApiError(
             403,
-            f"The Host header names {printable(given)!r}, not this server. Add the name to the option allowed_hosts, or set an API key.",
+            f"The Host header names {printable(given)!r}, not this server. Add the name to the "
+            "option allowed_hosts, or set an API key.",
             code="host_not_allowed",
         )
         await error.response()(scope, receive, send)

@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 _MOST = 128
 """Tokens, where the body says nothing."""
-_WITHOUT_PLACE = ("prompt_logprobs", "logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids")
+_WITHOUT_PLACE = (
+    "prompt_logprobs",
+    "logprob_token_ids",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+)
 _SNIPPET = "\n\n--- snippet ---\n\n"
 _STOP_TYPES = {"stop": "eos", "length": "limit"}
 
@@ -39,7 +44,9 @@ class Snippet(BaseModel):
 class InfillBody(SamplingBody):
     """POST /infill."""
 
-    model_config = examples({"input_prefix": "def add(a, b):\n    return", "input_suffix": "\n", "n_predict": 8})
+    model_config = examples(
+        {"input_prefix": "def add(a, b):\n    return", "input_suffix": "\n", "n_predict": 8}
+    )
 
     verdicts = INFILL
 
@@ -55,12 +62,20 @@ class InfillBody(SamplingBody):
         """The same, as OpenAI has it. Raises ValidationError, RequestError."""
         for name in _WITHOUT_PLACE:
             if getattr(self, name) not in (None, False):
-                raise RequestError(f"{name} is for /v1/completions: an answer here has no place for it.", name)
+                raise RequestError(
+                    f"{name} is for /v1/completions: an answer here has no place for it.", name
+                )
         if self.n not in (None, 1):
             raise RequestError("n must be 1: an answer here is one text.", "n")
         fields = self.model_dump(exclude_unset=True, exclude=set(InfillBody.__annotations__))
         before = "".join(f"{_SNIPPET}{one.text}" for one in self.input_extra)
-        most = _MOST if self.n_predict is None else max_model_len if self.n_predict < 0 else max(self.n_predict, 1)
+        most = (
+            _MOST
+            if self.n_predict is None
+            else max_model_len
+            if self.n_predict < 0
+            else max(self.n_predict, 1)
+        )
         given = {"prompt": before + self.input_prefix + self.prompt, "suffix": self.input_suffix}
         made: CompletionBody = kind.model_validate({"max_tokens": most, **fields, **given})
         return made
@@ -86,7 +101,9 @@ class Infill:
     async def _events(self, generation: Generation) -> AsyncGenerator[list[dict[str, Any]], None]:
         async for pieces in generation.pieces():
             yield [
-                {"index": one.index, "content": one.text, "stop": False} if one.finish_reason is None else self._last(generation, one)
+                {"index": one.index, "content": one.text, "stop": False}
+                if one.finish_reason is None
+                else self._last(generation, one)
                 for one in pieces
             ]
 

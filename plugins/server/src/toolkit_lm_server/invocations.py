@@ -11,7 +11,13 @@ from toolkit_lm_server.chat import Chat
 from toolkit_lm_server.completions import Completions
 from toolkit_lm_server.embeddings import Embeddings
 from toolkit_lm_server.errors import ApiError, validated
-from toolkit_lm_server.pooling_protocol import AnyPoolingBody, ClassifyBody, EmbeddingBody, RerankBody, ScoreBody
+from toolkit_lm_server.pooling_protocol import (
+    AnyPoolingBody,
+    ClassifyBody,
+    EmbeddingBody,
+    RerankBody,
+    ScoreBody,
+)
 from toolkit_lm_server.protocol import Body
 from toolkit_lm_server.reranking import Reranking
 
@@ -24,7 +30,14 @@ Handler = Callable[[Any, Request], Awaitable[Response]]
 class Invocations:
     """Hands a body to the route whose fields it has."""
 
-    def __init__(self, engine: AsyncLLM, chat: Chat, completions: Completions, embeddings: Embeddings, reranking: Reranking) -> None:
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        chat: Chat,
+        completions: Completions,
+        embeddings: Embeddings,
+        reranking: Reranking,
+    ) -> None:
         self._engine = engine
         self._generating: dict[str, tuple[Handler, type[Body]]] = {
             "messages": (chat.create, chat.body),
@@ -42,16 +55,27 @@ class Invocations:
         self._any_pooling: tuple[Handler, type[Body]] = embeddings.pooling, AnyPoolingBody
 
     async def create(self, body: dict[str, Any], request: Request) -> Response:
-        """Answers as the route of such bodies: chats, completions, embeddings, classes, pooling, scores, ranks."""
+        """Answers as the route of such bodies: chats, completions, embeddings, classes, pooling,
+        scores, ranks."""
         handler, kind = self._route(body)
         return await handler(validated(kind, body), request)
 
     def _route(self, body: dict[str, Any]) -> tuple[Handler, type[Body]]:
         generates, tasks = "generate" in self._engine.tasks, self._engine.tasks
-        for name, route in {**(self._generating if generates or "prompt" in body else {}), **self._scoring}.items():
+        for name, route in {
+            **(self._generating if generates or "prompt" in body else {}),
+            **self._scoring,
+        }.items():
             if name in body:
                 return route
         if "input" in body or "messages" in body:
-            return next((route for task, route in self._pooling.items() if task in tasks and "task" not in body), self._any_pooling)
+            return next(
+                (
+                    route
+                    for task, route in self._pooling.items()
+                    if task in tasks and "task" not in body
+                ),
+                self._any_pooling,
+            )
         names = ", ".join([*self._generating, "input", *self._scoring])
         raise ApiError(400, f"The body has the fields of no route. It needs one of: {names}.")

@@ -29,7 +29,8 @@ class ApiKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     key: Annotated[str, Meta(min_length=1, max_length=1024, pattern=r"^[!-~]+$")]
     requests_per_minute: Limit = None
     tokens_per_minute: Limit = None
-    """Of prompts and outputs. What a request takes is known when it has run: then it delays the next one."""
+    """Of prompts and outputs. What a request takes is known when it has run: then it delays the
+    next one."""
     max_sequences: Limit = None
     """Sequences at a time: prompts x n."""
 
@@ -62,8 +63,13 @@ class Account:
         self._key = key
         self._clock = clock
         self._num_sequences = 0
-        limits = {"requests_per_minute": key.requests_per_minute, "tokens_per_minute": key.tokens_per_minute}
-        self._buckets = {name: _Bucket(limit, clock()) for name, limit in limits.items() if limit is not None}
+        limits = {
+            "requests_per_minute": key.requests_per_minute,
+            "tokens_per_minute": key.tokens_per_minute,
+        }
+        self._buckets = {
+            name: _Bucket(limit, clock()) for name, limit in limits.items() if limit is not None
+        }
 
     def begin(self) -> None:
         """A request has come. Raises ApiError (429) where a minute's limit is met."""
@@ -76,7 +82,8 @@ class Account:
     def run(self, num_sequences: int) -> Iterator[None]:
         """For the life of so many sequences.
 
-        Raises ApiError: (400) for more than the key may ever have, (429) where they are too many beside the others.
+        Raises ApiError: (400) for more than the key may ever have, (429) where they are too many
+        beside the others.
         """
         most = self._key.max_sequences
         if most is not None and num_sequences > most:
@@ -93,8 +100,11 @@ class Account:
         finally:
             self._num_sequences -= num_sequences
 
-    def count(self, output: RequestOutput, counted: dict[str, int], kind: RequestOutputKind) -> None:
-        """Counts the tokens of a request's output. `counted`: by request, what its outputs had so far."""
+    def count(
+        self, output: RequestOutput, counted: dict[str, int], kind: RequestOutputKind
+    ) -> None:
+        """Counts the tokens of a request's output. `counted`: by request, what its outputs had so
+        far."""
         tokens = sum(len(one.token_ids) for one in output.outputs)
         before = counted.get(output.request_id)
         if before is None:
@@ -112,7 +122,10 @@ class Account:
 
     def _refuse(self, name: str, limit: int, seconds: float) -> None:
         headers = {"Retry-After": str(int(seconds) + 1)}
-        message = f"The key {self.name!r} has met its limit: {name} is {limit}. Try again in {int(seconds) + 1} s."
+        message = (
+            f"The key {self.name!r} has met its limit: {name} is {limit}. Try again in "
+            f"{int(seconds) + 1} s."
+        )
         raise ApiError(429, message, code="rate_limit_exceeded", headers=headers)
 
 
@@ -122,7 +135,11 @@ class Keys:
     def __init__(self, keys: Sequence[ApiKey], clock: Callable[[], float] = time.monotonic) -> None:
         """Raises ConfigError where two have a name or a key in common."""
         self.accounts = {key.name: Account(key, clock) for key in keys}
-        self.limited = any((key.requests_per_minute, key.tokens_per_minute, key.max_sequences) != (None, None, None) for key in keys)
+        self.limited = any(
+            (key.requests_per_minute, key.tokens_per_minute, key.max_sequences)
+            != (None, None, None)
+            for key in keys
+        )
         """Some key has a limit."""
         # Digests are looked up: the time that this takes tells nothing of the keys.
         self._names = {_digest(key.key): key.name for key in keys}
@@ -131,11 +148,15 @@ class Keys:
 
     @classmethod
     def of(cls, options: ServerOptions) -> Keys | None:
-        """Those of the options; None where no client needs one. Raises ConfigError, which repeats no key."""
+        """Those of the options; None where no client needs one. Raises ConfigError, which repeats
+        no key."""
         if not options.needs_key:
             return None
         listed = [] if options.api_keys_file is None else cls._read(options.api_keys_file)
-        own = [ApiKey(name="api_key" if number == 0 else f"api_key-{number + 1}", key=key) for number, key in enumerate(options.own_keys)]
+        own = [
+            ApiKey(name="api_key" if number == 0 else f"api_key-{number + 1}", key=key)
+            for number, key in enumerate(options.own_keys)
+        ]
         return cls([*listed, *own])
 
     @staticmethod
@@ -154,7 +175,9 @@ class Keys:
         name = self._names.get(_digest(given.strip())) if scheme.lower() == "bearer" else None
         if name is None:
             message = "Incorrect API key provided: send it as 'Authorization: Bearer KEY'."
-            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            raise ApiError(
+                401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+            )
         return self.accounts[name]
 
 

@@ -47,7 +47,8 @@ _POLL = 0.05
 _DEAD = 1.0
 """Seconds for which requests are told that the engine has died, before the server ends."""
 _SWITCH = 0.0005
-"""Seconds that a thread may compute while another wants to. A request passes through several: each would wait as long for a busy one."""
+"""Seconds that a thread may compute while another wants to. A request passes through several: each
+would wait as long for a busy one."""
 _ADDRESS = re.compile(r"[0-9A-Fa-f:.]+(%[0-9A-Za-z._-]+)?")
 """Of a client; a link-local one names an interface."""
 
@@ -87,7 +88,8 @@ class InFlight:
 
 
 class KnownClient:
-    """Forgets the client's address where it is none: X-Forwarded-For may say anything, and the access log writes it as it is."""
+    """Forgets the client's address where it is none: X-Forwarded-For may say anything, and the
+    access log writes it as it is."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -114,7 +116,8 @@ class _StoppedError(Exception):
 
 
 class Lifecycle:
-    """Serves an engine that is made meanwhile, and then loads, until a signal stops it or the engine dies."""
+    """Serves an engine that is made meanwhile, and then loads, until a signal stops it or the
+    engine dies."""
 
     def __init__(
         self,
@@ -130,7 +133,8 @@ class Lifecycle:
     ) -> None:
         """`threads`: for the work of requests that may not hold up the event loop.
 
-        `start_timeout`: seconds that requests wait for the engine which starts. `context`: what secures connections.
+        `start_timeout`: seconds that requests wait for the engine which starts. `context`: what
+        secures connections.
         """
         self._url = url_of(listener, secure=context is not None)
         self._threads = threads
@@ -140,10 +144,16 @@ class Lifecycle:
         self._metrics = metrics
         self._listener = listener
         self._readiness = Readiness(_NoEngine())
-        self._gate = StartGate(create_early_app(options, metrics, self._readiness, page), options, start_timeout)
+        self._gate = StartGate(
+            create_early_app(options, metrics, self._readiness, page), options, start_timeout
+        )
         self._in_flight = InFlight(wrapped(self._gate, options))
         checked = HostCheck(self._in_flight, host_names(options, listener))
-        self._server = HttpServer(KnownClient(RequestLog(checked, metrics, all_requests=options.access_log)), options, context)
+        self._server = HttpServer(
+            KnownClient(RequestLog(checked, metrics, all_requests=options.access_log)),
+            options,
+            context,
+        )
         self._page = page
         self._stopped = False
 
@@ -192,7 +202,9 @@ class Lifecycle:
         except _StoppedError:
             await self._drain()
         if engine is not None and engine.error is not None:
-            raise EngineDeadError(f"the engine has died: {engine.health().reason}") from engine.error
+            raise EngineDeadError(
+                f"the engine has died: {engine.health().reason}"
+            ) from engine.error
 
     async def _open(self, engine: Servable, lifespan: AsyncExitStack) -> None:
         """Puts the engine's routes in the place of the early ones."""
@@ -208,7 +220,9 @@ class Lifecycle:
         try:
             while not task.done():
                 self._check_stopped()
-                await asyncio.wait([self._serving, task], timeout=_POLL, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    [self._serving, task], timeout=_POLL, return_when=asyncio.FIRST_COMPLETED
+                )
             return task.result()
         finally:
             # No effect on one that is done.
@@ -224,7 +238,8 @@ class Lifecycle:
         self._gate.open()
         await self._until_idle(self._options.shutdown_timeout)
         if self._is_busy:
-            # What is still under way is told that the engine has been shut down, and so comes to its end.
+            # What is still under way is told that the engine has been shut down, and so comes to
+            # its end.
             close(self._making)
             await self._until_idle(CLOSING)
         # Clients that neither send nor read cannot keep the server.

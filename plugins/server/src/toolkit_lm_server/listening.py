@@ -41,11 +41,16 @@ def listen(options: ServerOptions) -> Iterator[socket.socket]:
 def bind(host: str, port: int) -> socket.socket:
     """A socket that listens on the address. Raises ConfigError when it cannot be had."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        # asyncio turns Nagle's algorithm off for sockets that name their protocol, and for no others.
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        # asyncio turns Nagle's algorithm off for sockets that name their protocol, and for no
+        # others.
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     except OSError as error:
-        raise ConfigError(f"option 'host': {host!r} is not an address to listen on: {error}") from error
+        raise ConfigError(
+            f"option 'host': {host!r} is not an address to listen on: {error}"
+        ) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -56,11 +61,14 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         in_use = error.errno == errno.EADDRINUSE
         hint = " Is another server running there? --port 0 takes a free port." if in_use else ""
-        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}.{hint}") from error
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror or error}.{hint}"
+        ) from error
 
 
 def bind_unix(path: str, mode: int) -> socket.socket:
-    """A Unix socket that listens at `path`, with these permissions. Takes the place of one that nobody listens on any more.
+    """A Unix socket that listens at `path`, with these permissions. Takes the place of one that
+    nobody listens on any more.
 
     Raises ConfigError when it cannot be had.
     """
@@ -75,7 +83,9 @@ def bind_unix(path: str, mode: int) -> socket.socket:
     except OSError as error:
         listener.close()
         # A path that is too long has no errno.
-        raise ConfigError(f"option 'uds': cannot listen on {path!r}: {error.strerror or error}.") from error
+        raise ConfigError(
+            f"option 'uds': cannot listen on {path!r}: {error.strerror or error}."
+        ) from error
     except ConfigError:
         listener.close()
         raise
@@ -113,7 +123,8 @@ def url_of(listener: socket.socket, *, secure: bool = False) -> str:
 
 
 def tls_context(options: ServerOptions) -> ssl.SSLContext | None:
-    """What connections are secured with; None: they are not. Raises ConfigError for files that cannot be used."""
+    """What connections are secured with; None: they are not. Raises ConfigError for files that
+    cannot be used."""
     if options.ssl_certfile is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -123,12 +134,17 @@ def tls_context(options: ServerOptions) -> ssl.SSLContext | None:
         context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, _no_password)
     except (OSError, ValueError) as error:
         given = f"{options.ssl_certfile!r}, ssl_keyfile {options.ssl_keyfile!r}"
-        raise ConfigError(f"options 'ssl_certfile' {given}: they are no certificate with its key: {_why(error)}.") from error
+        raise ConfigError(
+            f"options 'ssl_certfile' {given}: they are no certificate with its key: {_why(error)}."
+        ) from error
     if options.ssl_ca_certs is not None:
         try:
             context.load_verify_locations(options.ssl_ca_certs)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"option 'ssl_ca_certs': {options.ssl_ca_certs!r} has no certificates: {_why(error)}.") from error
+            raise ConfigError(
+                f"option 'ssl_ca_certs': {options.ssl_ca_certs!r} has no certificates: "
+                f"{_why(error)}."
+            ) from error
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 

@@ -64,7 +64,10 @@ def configure(options: ServerOptions) -> None:
 def announce(text: str, options: ServerOptions) -> None:
     """Prints a line to stdout, whatever the log's level."""
     line = {"msg": text, "name": __name__, "levelno": logging.INFO, "levelname": "INFO"}
-    print(JsonFormat().format(logging.makeLogRecord(line)) if options.log_format == "json" else text, flush=True)
+    print(
+        JsonFormat().format(logging.makeLogRecord(line)) if options.log_format == "json" else text,
+        flush=True,
+    )
 
 
 class Clock:

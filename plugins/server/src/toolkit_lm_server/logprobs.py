@@ -30,10 +30,15 @@ def chat_logprobs(
     token_bytes: TokenBytes,
     named: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Of chat completions: per token its own entry, and the `top` likeliest ones in order, or in their place it and those `named`."""
+    """Of chat completions: per token its own entry, and the `top` likeliest ones in order, or in
+    their place it and those `named`."""
     content = []
     for token_id, candidates in zip(token_ids, logprobs, strict=True):
-        others = [other for other, one in candidates.items() if one.rank <= top] if named is None else {token_id, *named}
+        others = (
+            [other for other, one in candidates.items() if one.rank <= top]
+            if named is None
+            else {token_id, *named}
+        )
         likeliest = sorted(others, key=lambda other: candidates[other].rank)
         entries = [_entry(one, candidates[one], token_bytes) for one in (token_id, *likeliest)]
         content.append({**entries[0], "top_logprobs": entries[1:]})
@@ -49,16 +54,27 @@ def completion_logprobs(
     named: Sequence[int] | None = None,
     begun: bytes = b"",
 ) -> dict[str, Any]:
-    """Of plain completions: parallel lists. `text_offset`: characters before the first of these tokens.
+    """Of plain completions: parallel lists. `text_offset`: characters before the first of these
+    tokens.
 
-    `named`: token ids that are told in the place of the `top` likeliest. `begun`: the first bytes of a character that these tokens end.
+    `named`: token ids that are told in the place of the `top` likeliest. `begun`: the first bytes
+    of a character that these tokens end.
     """
-    made: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    made: dict[str, Any] = {
+        "tokens": [],
+        "token_logprobs": [],
+        "top_logprobs": [],
+        "text_offset": [],
+    }
     utf8 = _utf8()
     utf8.decode(begun)
     for token_id, candidates in zip(token_ids, logprobs, strict=True):
         # The chosen token is in its own table, even where it is not among the likeliest.
-        told = {other: one for other, one in candidates.items() if (one.rank <= top if named is None else other in named)}
+        told = {
+            other: one
+            for other, one in candidates.items()
+            if (one.rank <= top if named is None else other in named)
+        }
         shown = {token_id: candidates[token_id]} | told
         table: dict[str, float] = {}
         for other, one in shown.items():
@@ -74,7 +90,8 @@ def completion_logprobs(
 
 
 def token_name(token_id: int, text: str, token_bytes: TokenBytes) -> str:
-    """Of plain completions: the token's text, or its bytes where it is part of a character, as OpenAI writes them: "bytes:\\xf0"."""
+    """Of plain completions: the token's text, or its bytes where it is part of a character, as
+    OpenAI writes them: "bytes:\\xf0"."""
     if "\ufffd" not in text:
         return text
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes([token_id])[0])
@@ -95,9 +112,14 @@ def echo_logprobs(
     known = [one for one in logprobs if one is not None]
     utf8 = _utf8()
     length = len(utf8.decode(_bytes(prompt[0], first, token_bytes)))
-    rest = completion_logprobs(prompt[1:], known, top, length, token_bytes, begun=utf8.getstate()[0])
+    rest = completion_logprobs(
+        prompt[1:], known, top, length, token_bytes, begun=utf8.getstate()[0]
+    )
     told = token_name(prompt[0], name, token_bytes)
-    return joined({"tokens": [told], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}, rest)
+    return joined(
+        {"tokens": [told], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]},
+        rest,
+    )
 
 
 def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
@@ -105,11 +127,18 @@ def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     return {name: values + second[name] for name, values in first.items()}
 
 
-def prompt_logprobs(logprobs: Sequence[dict[int, Logprob] | None] | None) -> list[dict[str, Any] | None] | None:
+def prompt_logprobs(
+    logprobs: Sequence[dict[int, Logprob] | None] | None,
+) -> list[dict[str, Any] | None] | None:
     """In vLLM's shape: per prompt token None, or by token id."""
     if logprobs is None:
         return None
-    return [None if one is None else {str(token): _ranked(candidate) for token, candidate in one.items()} for one in logprobs]
+    return [
+        None
+        if one is None
+        else {str(token): _ranked(candidate) for token, candidate in one.items()}
+        for one in logprobs
+    ]
 
 
 def _ranked(one: Logprob) -> dict[str, Any]:
@@ -118,7 +147,11 @@ def _ranked(one: Logprob) -> dict[str, Any]:
 
 def _entry(token_id: int, one: Logprob, token_bytes: TokenBytes) -> dict[str, Any]:
     text = _text(one)
-    return {"token": text, "logprob": _value(one), "bytes": list(_bytes(token_id, text, token_bytes))}
+    return {
+        "token": text,
+        "logprob": _value(one),
+        "bytes": list(_bytes(token_id, text, token_bytes)),
+    }
 
 
 def _utf8() -> codecs.IncrementalDecoder:
@@ -141,7 +174,8 @@ def _value(one: Logprob) -> float:
 
 
 def settle_logprobs(engine: AsyncLLM, body: SamplingBody) -> None:
-    """Where a body asks for -1 log probabilities, it wants them of the whole vocabulary. max_logprobs is what bounds it."""
+    """Where a body asks for -1 log probabilities, it wants them of the whole vocabulary.
+    max_logprobs is what bounds it."""
     for name in ("prompt_logprobs", "top_logprobs", "logprobs"):
         if type(value := getattr(body, name, None)) is int and value == -1:
             setattr(body, name, engine.config.vocab_size or engine.renderer.vocab_size)

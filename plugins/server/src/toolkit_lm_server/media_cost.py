@@ -15,11 +15,16 @@ _ENCODED = 3
 
 
 def media_cost(given: object, measure: Measure | None = None) -> int:
-    """Of the items in a prompt, or in a conversation with its options: what is made of all, and what one takes while it is read."""
+    """Of the items in a prompt, or in a conversation with its options: what is made of all, and
+    what one takes while it is read."""
     parts, options = _parts(given)
     total = most = 0
     for part in parts:
-        found = None if measure is None else measure(part, options if isinstance(options, Mapping) else {})
+        found = (
+            None
+            if measure is None
+            else measure(part, options if isinstance(options, Mapping) else {})
+        )
         kept, meanwhile = found if found is not None else (_unknown(part.get("type")), 0)
         total += kept + _ENCODED * _length(part)
         most = max(most, meanwhile)
@@ -28,7 +33,13 @@ def media_cost(given: object, measure: Measure | None = None) -> int:
 
 def _unknown(kind: object) -> int:
     """Nothing is made of embeddings."""
-    return 0 if isinstance(kind, str) and kind.endswith("_embeds") else _VIDEO if kind in ("video", "video_url", "file") else _UNKNOWN
+    return (
+        0
+        if isinstance(kind, str) and kind.endswith("_embeds")
+        else _VIDEO
+        if kind in ("video", "video_url", "file")
+        else _UNKNOWN
+    )
 
 
 def items_of(message: object) -> Iterator[Mapping[str, Any]]:
@@ -45,11 +56,19 @@ def _parts(given: object) -> tuple[Iterator[Mapping[str, Any]], object]:
     """The items as content parts, and the options of their processor."""
     if isinstance(given, Mapping):
         data: Mapping[str, Any] = given.get("multi_modal_data") or {}
-        listed = ((kind, one) for kind, items in data.items() for one in (items if isinstance(items, list | tuple) else [items]))
+        listed = (
+            (kind, one)
+            for kind, items in data.items()
+            for one in (items if isinstance(items, list | tuple) else [items])
+        )
         return ({"type": kind, kind: one} for kind, one in listed), given.get("mm_processor_kwargs")
     if not (isinstance(given, tuple) and given and isinstance(given[0], list)):
         return iter(()), None
-    options = given[1].get("mm_processor_kwargs") if len(given) > 1 and isinstance(given[1], Mapping) else None
+    options = (
+        given[1].get("mm_processor_kwargs")
+        if len(given) > 1 and isinstance(given[1], Mapping)
+        else None
+    )
     return (part for message in given[0] for part in items_of(message)), options
 
 

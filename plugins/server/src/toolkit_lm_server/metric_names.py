@@ -50,7 +50,11 @@ VLLM_NAMES = {
     "request_preemptions": VllmName("request_num_preemptions"),
     "kv_cache_info": VllmName(
         "cache_config_info",
-        {"num_blocks": "num_gpu_blocks", "size_tokens": "kv_cache_size_tokens", "max_concurrency": "kv_cache_max_concurrency"},
+        {
+            "num_blocks": "num_gpu_blocks",
+            "size_tokens": "kv_cache_size_tokens",
+            "max_concurrency": "kv_cache_max_concurrency",
+        },
     ),
 }
 """By our name, without its prefix."""
@@ -59,9 +63,12 @@ _BY_REASON = "vllm:num_requests_waiting_by_reason"
 
 
 class _Named(Collector):
-    """A registry's metrics under other names, those of the engine with labels that say which it is."""
+    """A registry's metrics under other names, those of the engine with labels that say which it
+    is."""
 
-    def __init__(self, registry: CollectorRegistry, names: MetricNames, model_name: str, several: bool) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, names: MetricNames, model_name: str, several: bool
+    ) -> None:
         self._several = several
         self._registry = registry
         self._names = names
@@ -78,7 +85,9 @@ class _Named(Collector):
                 if other.name == "num_requests_waiting":
                     yield _renamed(family, _BY_REASON, labels | {"reason": "capacity"}, {})
             else:
-                yield self._of_one(_renamed(family, family.name, {"model_name": self._model_name}, {}))
+                yield self._of_one(
+                    _renamed(family, family.name, {"model_name": self._model_name}, {})
+                )
 
     def _of_one(self, family: Metric) -> Metric:
         """Without the label of the engine, where there is but one."""
@@ -88,17 +97,23 @@ class _Named(Collector):
         return family
 
 
-def named(registry: CollectorRegistry, names: MetricNames, model_name: str, *, several: bool = False) -> Collector:
-    """What there is in a registry, as it is told. `several`: engines, so that figures say of which they are."""
+def named(
+    registry: CollectorRegistry, names: MetricNames, model_name: str, *, several: bool = False
+) -> Collector:
+    """What there is in a registry, as it is told. `several`: engines, so that figures say of which
+    they are."""
     return _Named(registry, names, model_name, several)
 
 
-def _renamed(family: Metric, name: str, labels: dict[str, str], others: Mapping[str, str]) -> Metric:
+def _renamed(
+    family: Metric, name: str, labels: dict[str, str], others: Mapping[str, str]
+) -> Metric:
     made = Metric(name, family.documentation, family.type)
     made.samples = [
         sample._replace(
             name=name + sample.name.removeprefix(family.name),
-            labels=labels | {others.get(label, label): value for label, value in sample.labels.items()},
+            labels=labels
+            | {others.get(label, label): value for label, value in sample.labels.items()},
         )
         for sample in family.samples
         # When each series began is told by process_start_time_seconds well enough.

@@ -10,7 +10,14 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from toolkit_lm.events import Event, LoadEvent, RequestEvent, StepEvent
@@ -24,7 +31,29 @@ if TYPE_CHECKING:
     from toolkit_lm.config import VllmConfig
     from toolkit_lm_async_llm import Health
 
-_LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
+_LATENCY = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    640.0,
+)
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _LENGTHS = (*_TOKENS, 32768, 65536, 131072, 262144)
 _FEW = (1, 2, 5, 10, 20)
@@ -73,7 +102,10 @@ def total_load(loads: Iterable[LoadEvent]) -> LoadEvent | None:
     if len(found) < 2:
         return found[0] if found else None
     counts = [name for name in LoadEvent.__struct_fields__ if name.startswith("num_")]
-    return LoadEvent(time=max(one.time for one in found), **{name: sum(getattr(one, name) for one in found) for name in counts})
+    return LoadEvent(
+        time=max(one.time for one in found),
+        **{name: sum(getattr(one, name) for one in found) for name in counts},
+    )
 
 
 class EngineProcesses(Collector):
@@ -87,9 +119,16 @@ class EngineProcesses(Collector):
         families: dict[str, Metric] = {}
         for number, pid in enumerate(self._pids()):
             # It reads what it is given at once; 0 is no process.
-            for family in ProcessCollector("toolkit_lm_engine", pid=partial(int, pid or 0), registry=None).collect():
-                its = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-                its.samples += [one._replace(labels={**one.labels, ENGINE: str(number)}) for one in family.samples]
+            for family in ProcessCollector(
+                "toolkit_lm_engine", pid=partial(int, pid or 0), registry=None
+            ).collect():
+                its = families.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                its.samples += [
+                    one._replace(labels={**one.labels, ENGINE: str(number)})
+                    for one in family.samples
+                ]
         yield from families.values()
 
 
@@ -114,7 +153,8 @@ class Intervals(Collector):
 
 
 class Metrics:
-    """A plugin that watches the engine's events: give it to `AsyncLLM(config, plugins=[metrics])`, then to `create_app`.
+    """A plugin that watches the engine's events: give it to `AsyncLLM(config, plugins=[metrics])`,
+    then to `create_app`.
 
     It keeps a registry of its own, so that two engines in one process do not meet.
     """
@@ -138,26 +178,72 @@ class Metrics:
         """By request under way, how often it was preempted."""
         self.registry = CollectorRegistry()
         its = self._of_engine
-        self._running = its(Gauge, "num_sequences_running", "Sequences of the requests that have a place in the batch.")
-        self._waiting = its(Gauge, "num_requests_waiting", "Requests that wait for a place in the batch.")
-        self._cache_usage = its(Gauge, "kv_cache_usage_ratio", "Used part of the KV cache blocks, 0 to 1.")
-        self._host_usage = its(Gauge, "kv_cache_host_usage_ratio", "Used part of the host blocks that requests are swapped to, 0 to 1.")
-        self._queued_tokens = self._gauge("num_prompt_tokens_waiting", "Prompt tokens of the requests that wait.")
-        self._restarts = self._gauge("engine_restarts", "How many times a dead engine process was started anew.")
-        self._status = Gauge("toolkit_lm_engine_status", "1 for the engine's status, 0 for others.", ["status"], registry=self.registry)
-        self._ready = Gauge("toolkit_lm_engine_ready", "Of several engines: 1 for one that serves.", ["engine"], registry=self.registry)
+        self._running = its(
+            Gauge,
+            "num_sequences_running",
+            "Sequences of the requests that have a place in the batch.",
+        )
+        self._waiting = its(
+            Gauge, "num_requests_waiting", "Requests that wait for a place in the batch."
+        )
+        self._cache_usage = its(
+            Gauge, "kv_cache_usage_ratio", "Used part of the KV cache blocks, 0 to 1."
+        )
+        self._host_usage = its(
+            Gauge,
+            "kv_cache_host_usage_ratio",
+            "Used part of the host blocks that requests are swapped to, 0 to 1.",
+        )
+        self._queued_tokens = self._gauge(
+            "num_prompt_tokens_waiting", "Prompt tokens of the requests that wait."
+        )
+        self._restarts = self._gauge(
+            "engine_restarts", "How many times a dead engine process was started anew."
+        )
+        self._status = Gauge(
+            "toolkit_lm_engine_status",
+            "1 for the engine's status, 0 for others.",
+            ["status"],
+            registry=self.registry,
+        )
+        self._ready = Gauge(
+            "toolkit_lm_engine_ready",
+            "Of several engines: 1 for one that serves.",
+            ["engine"],
+            registry=self.registry,
+        )
         self._in_flight = Gauge(
             "toolkit_lm_engine_tokens_in_flight",
             "Of several engines: tokens of prompts and outputs of the requests that one has.",
             ["engine"],
             registry=self.registry,
         )
-        self._preemptions = its(Counter, "preemptions", "Requests that lost their place in the batch for want of blocks.")
-        self._prompt_tokens = its(Counter, "prompt_tokens", "Prompt tokens of the requests that got a first token, or were pooled.")
-        self._queries = its(Counter, "prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.")
-        self._hits = its(Counter, "prefix_cache_hits", "Of these, tokens whose keys and values were in the cache.")
+        self._preemptions = its(
+            Counter,
+            "preemptions",
+            "Requests that lost their place in the batch for want of blocks.",
+        )
+        self._prompt_tokens = its(
+            Counter,
+            "prompt_tokens",
+            "Prompt tokens of the requests that got a first token, or were pooled.",
+        )
+        self._queries = its(
+            Counter,
+            "prefix_cache_queries",
+            "Prompt tokens that were looked up in the prefix cache.",
+        )
+        self._hits = its(
+            Counter,
+            "prefix_cache_hits",
+            "Of these, tokens whose keys and values were in the cache.",
+        )
         self._generation_tokens = its(Counter, "generation_tokens", "Output tokens, as they come.")
-        self._compilations = its(Counter, "compilations_after_ready", "Graphs that torch compiled while requests waited. It should stay 0.")
+        self._compilations = its(
+            Counter,
+            "compilations_after_ready",
+            "Graphs that torch compiled while requests waited. It should stay 0.",
+        )
         self._finished = Counter(
             "toolkit_lm_requests_finished",
             "Ended requests of the engine, by reason: each input of an HTTP request is one.",
@@ -165,36 +251,76 @@ class Metrics:
             registry=self.registry,
         )
         self._aborted = Counter(
-            "toolkit_lm_requests_aborted", "Requests ended from outside, by reason.", ["reason"], registry=self.registry
+            "toolkit_lm_requests_aborted",
+            "Requests ended from outside, by reason.",
+            ["reason"],
+            registry=self.registry,
         )
-        self._refused = Counter("toolkit_lm_requests_refused", "Requests not taken, by HTTP status.", ["status"], registry=self.registry)
-        self._queue_time = self._seconds("request_queue_time_seconds", "From arrival to a place in the batch.")
-        self._first_token = self._seconds("time_to_first_token_seconds", "From arrival to the first output token.")
+        self._refused = Counter(
+            "toolkit_lm_requests_refused",
+            "Requests not taken, by HTTP status.",
+            ["status"],
+            registry=self.registry,
+        )
+        self._queue_time = self._seconds(
+            "request_queue_time_seconds", "From arrival to a place in the batch."
+        )
+        self._first_token = self._seconds(
+            "time_to_first_token_seconds", "From arrival to the first output token."
+        )
         self._between = Intervals(
-            "toolkit_lm_inter_token_latency_seconds", "Seconds: From one token of a sequence to the next.", self.registry
+            "toolkit_lm_inter_token_latency_seconds",
+            "Seconds: From one token of a sequence to the next.",
+            self.registry,
         )
-        self._per_token = self._seconds("time_per_output_token_seconds", "Mean time of a request's output tokens after the first.")
-        self._prefill = self._seconds("request_prefill_time_seconds", "From a place in the batch to the first output token.")
-        self._decode = self._seconds("request_decode_time_seconds", "From the first output token to the end.")
-        self._inference = self._seconds("request_inference_time_seconds", "From a place in the batch to the end.")
+        self._per_token = self._seconds(
+            "time_per_output_token_seconds",
+            "Mean time of a request's output tokens after the first.",
+        )
+        self._prefill = self._seconds(
+            "request_prefill_time_seconds", "From a place in the batch to the first output token."
+        )
+        self._decode = self._seconds(
+            "request_decode_time_seconds", "From the first output token to the end."
+        )
+        self._inference = self._seconds(
+            "request_inference_time_seconds", "From a place in the batch to the end."
+        )
         self._latency = self._seconds("e2e_request_latency_seconds", "From arrival to the end.")
-        self._prompt_length = self._lengths("request_prompt_tokens", "Prompt tokens of an ended request.")
-        self._output_length = self._lengths("request_generation_tokens", "Output tokens of an ended request, over its sequences.")
-        self._sequences = self._numbers("request_sequences", "Sequences of an ended request, its n.", _FEW)
-        self._max_tokens = self._lengths("request_max_tokens", "Output tokens that a request allows, where it says how many.")
-        self._request_preemptions = self._numbers("request_preemptions", "How often an ended request was preempted.", (0, *_FEW))
+        self._prompt_length = self._lengths(
+            "request_prompt_tokens", "Prompt tokens of an ended request."
+        )
+        self._output_length = self._lengths(
+            "request_generation_tokens", "Output tokens of an ended request, over its sequences."
+        )
+        self._sequences = self._numbers(
+            "request_sequences", "Sequences of an ended request, its n.", _FEW
+        )
+        self._max_tokens = self._lengths(
+            "request_max_tokens", "Output tokens that a request allows, where it says how many."
+        )
+        self._request_preemptions = self._numbers(
+            "request_preemptions", "How often an ended request was preempted.", (0, *_FEW)
+        )
         self._kv_cache = Gauge(
             "toolkit_lm_kv_cache_info",
-            "1. The labels tell the size of the KV cache: tokens, and requests of the longest context, that have room at a time.",
+            "1. The labels tell the size of the KV cache: tokens, and requests of the longest "
+            "context, that have room at a time.",
             ["block_size", "num_blocks", "size_tokens", "max_concurrency"],
             registry=self.registry,
         )
         self._step_time = self._seconds("step_duration_seconds", "Of one step of the engine.")
         self._step_tokens = Histogram(
-            "toolkit_lm_step_tokens", "Tokens computed in one step of the engine.", buckets=_TOKENS, registry=self.registry
+            "toolkit_lm_step_tokens",
+            "Tokens computed in one step of the engine.",
+            buckets=_TOKENS,
+            registry=self.registry,
         )
         self._http_requests = Counter(
-            "http_requests", "HTTP requests, by route, method and class of status.", ["handler", "method", "status"], registry=self.registry
+            "http_requests",
+            "HTTP requests, by route, method and class of status.",
+            ["handler", "method", "status"],
+            registry=self.registry,
         )
         self._http_time = Histogram(
             "http_request_duration_seconds",
@@ -224,8 +350,12 @@ class Metrics:
                 self.loads[event.engine] = event
                 self._running.labels(engine).set(event.num_running)
                 self._waiting.labels(engine).set(event.num_waiting)
-                self._cache_usage.labels(engine).set(event.num_used_blocks / max(event.num_total_blocks, 1))
-                self._host_usage.labels(engine).set(event.num_used_host_blocks / max(event.num_total_host_blocks, 1))
+                self._cache_usage.labels(engine).set(
+                    event.num_used_blocks / max(event.num_total_blocks, 1)
+                )
+                self._host_usage.labels(engine).set(
+                    event.num_used_host_blocks / max(event.num_total_host_blocks, 1)
+                )
 
     @property
     def load(self) -> LoadEvent | None:
@@ -233,7 +363,8 @@ class Metrics:
         return total_load(self.loads.copy().values())
 
     def refused(self, status: int) -> None:
-        """A request was answered with `status`; it counts where the server, not the request, is the reason."""
+        """A request was answered with `status`; it counts where the server, not the request, is the
+        reason."""
         if status in (429, 503):
             self._refused.labels(str(status)).inc()
 
@@ -244,7 +375,8 @@ class Metrics:
         self._http_time.labels(handler, method).observe(seconds)
 
     def asked(self, max_tokens: int | None, num_prompts: int) -> None:
-        """The engine is asked for at most so many tokens of each of some prompts. None: of as many as there is room for."""
+        """The engine is asked for at most so many tokens of each of some prompts. None: of as many
+        as there is room for."""
         if max_tokens is not None:
             for _ in range(num_prompts):
                 self._max_tokens.observe(max_tokens)
@@ -254,7 +386,9 @@ class Metrics:
         self.model_name = getattr(engine, "served_model_name", self.model_name)
         client = getattr(getattr(engine, "engine", None), "client", None)
         engines = getattr(engine, "engines", ())
-        self._engine_pids = [one.pid for one in engines] or [getattr(getattr(client, "process", None), "pid", None)]
+        self._engine_pids = [one.pid for one in engines] or [
+            getattr(getattr(client, "process", None), "pid", None)
+        ]
         for number, one in enumerate(engines):
             self._ready.labels(str(number)).set(one.status == "ready")
             self._in_flight.labels(str(number)).set(one.num_tokens)
@@ -271,12 +405,19 @@ class Metrics:
 
     def _tell_kv_cache(self, kv_cache: KVCacheConfig, config: VllmConfig) -> None:
         fit = num_fitting(kv_cache, config)
-        block_size, num_blocks = kv_cache.groups[0].spec.block_size, sum(pool.num_blocks for pool in kv_cache.pools)
-        self._kv_cache.labels(block_size, num_blocks, int(fit * config.max_model_len), f"{fit:.2f}").set(1)
+        block_size, num_blocks = (
+            kv_cache.groups[0].spec.block_size,
+            sum(pool.num_blocks for pool in kv_cache.pools),
+        )
+        self._kv_cache.labels(
+            block_size, num_blocks, int(fit * config.max_model_len), f"{fit:.2f}"
+        ).set(1)
 
     def text(self) -> bytes:
         """The figures in Prometheus' text format."""
-        return generate_latest(named(self.registry, self._names, self.model_name, several=len(self._engine_pids) > 1))
+        return generate_latest(
+            named(self.registry, self._names, self.model_name, several=len(self._engine_pids) > 1)
+        )
 
     def _step(self, event: StepEvent) -> None:
         self._step_time.observe(event.duration)
@@ -326,7 +467,10 @@ class Metrics:
             return
         if event.scheduled_time is not None:
             self._prefill.observe(event.first_token_time - event.scheduled_time)
-        decode, each = event.time - event.first_token_time, event.num_output_tokens / event.num_sequences
+        decode, each = (
+            event.time - event.first_token_time,
+            event.num_output_tokens / event.num_sequences,
+        )
         self._decode.observe(decode)
         if each > 1:
             self._per_token.observe(decode / (each - 1))
@@ -349,7 +493,9 @@ class Metrics:
         return made
 
     def _seconds(self, name: str, help: str) -> Histogram:
-        return Histogram(f"toolkit_lm_{name}", f"Seconds: {help}", buckets=_LATENCY, registry=self.registry)
+        return Histogram(
+            f"toolkit_lm_{name}", f"Seconds: {help}", buckets=_LATENCY, registry=self.registry
+        )
 
     def _lengths(self, name: str, help: str) -> Histogram:
         return self._numbers(name, help, _LENGTHS)
@@ -360,5 +506,14 @@ class Metrics:
 
 def num_fitting(kv_cache: KVCacheConfig, config: VllmConfig) -> float:
     """Requests of the longest context that the KV cache has room for at a time."""
-    needed = kv_cache.max_blocks(config.max_model_len, config.scheduler.token_budget, config.max_encoder_len)
-    return min((pool.num_blocks / count for pool, count in zip(kv_cache.pools, needed, strict=True) if count), default=0.0)
+    needed = kv_cache.max_blocks(
+        config.max_model_len, config.scheduler.token_budget, config.max_encoder_len
+    )
+    return min(
+        (
+            pool.num_blocks / count
+            for pool, count in zip(kv_cache.pools, needed, strict=True)
+            if count
+        ),
+        default=0.0,
+    )

@@ -18,7 +18,8 @@ CLIENT = "client"
 _MOST_CONNECTIONS = 10_000
 """The default where the process may have many files open."""
 _OTHER_FILES = 64
-"""File descriptors that the server needs for itself, and for connections that hear that there are too many."""
+"""File descriptors that the server needs for itself, and for connections that hear that there are
+too many."""
 _LEAST_FILES = 32
 """Those that it cannot do without: by default, a part of the others is left to connections."""
 
@@ -28,101 +29,231 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
 
     host: Annotated[str, option("Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, option("Port to listen on. 0: a free one.", ge=0, le=65535)] = 8000
-    uds: Annotated[str | None, option("Path of a Unix socket to listen on, in place of host and port.", none="no socket")] = None
-    uds_mode: Annotated[str, option("Permissions of that socket, in octal. 600: its owner's programs alone; 660: its group's, too.")] = (
-        "600"
-    )
-    ssl_certfile: Annotated[str | None, option("PEM file of the certificate for TLS, with its chain.", none="no TLS")] = None
-    ssl_keyfile: Annotated[str | None, option("PEM file of the certificate's private key.", none="in the certificate's file")] = None
+    uds: Annotated[
+        str | None,
+        option("Path of a Unix socket to listen on, in place of host and port.", none="no socket"),
+    ] = None
+    uds_mode: Annotated[
+        str,
+        option(
+            "Permissions of that socket, in octal. 600: its owner's programs alone; 660: its "
+            "group's, too."
+        ),
+    ] = "600"
+    ssl_certfile: Annotated[
+        str | None, option("PEM file of the certificate for TLS, with its chain.", none="no TLS")
+    ] = None
+    ssl_keyfile: Annotated[
+        str | None,
+        option("PEM file of the certificate's private key.", none="in the certificate's file"),
+    ] = None
     ssl_ca_certs: Annotated[
-        str | None, option("PEM file of authorities: clients must have a certificate of theirs.", none="clients need none")
+        str | None,
+        option(
+            "PEM file of authorities: clients must have a certificate of theirs.",
+            none="clients need none",
+        ),
     ] = None
     api_key: Annotated[
         list[str] | str | None,
-        option("API key that clients must send, except to /live, /health, /ready and /ping. Of several, any.", none="none needed"),
+        option(
+            "API key that clients must send, except to /live, /health, /ready and /ping. Of "
+            "several, any.",
+            none="none needed",
+        ),
     ] = None
     allowed_hosts: Annotated[
         list[str],
-        option("Hosts that requests may name in their Host header, beside those of this machine. Checked on loopback without an API key."),
+        option(
+            "Hosts that requests may name in their Host header, beside those of this machine. "
+            "Checked on loopback without an API key."
+        ),
     ] = field(default_factory=list)
-    api_keys_file: Annotated[str | None, option("YAML file of API keys, each with a name and limits.", none="no file")] = None
+    api_keys_file: Annotated[
+        str | None, option("YAML file of API keys, each with a name and limits.", none="no file")
+    ] = None
     tool_call_parser: Annotated[
-        str, option("How the model's tool calls are read: the name of a parser, auto (by the chat template), or none.")
+        str,
+        option(
+            "How the model's tool calls are read: the name of a parser, auto (by the chat "
+            "template), or none."
+        ),
     ] = "auto"
     reasoning_parser: Annotated[
-        str, option("How the model's reasoning is told from the answer: the name of a parser, auto (by the chat template), or none.")
+        str,
+        option(
+            "How the model's reasoning is told from the answer: the name of a parser, auto (by "
+            "the chat template), or none."
+        ),
     ] = "auto"
     routes: Annotated[
         list[str] | None,
-        option("Plugins whose HTTP routes are served, by name.", none="those of anthropic, cohere, ollama that are installed"),
+        option(
+            "Plugins whose HTTP routes are served, by name.",
+            none="those of anthropic, cohere, ollama that are installed",
+        ),
     ] = None
-    ui: Annotated[bool, option("Serve the page at /: a chat, and a live view of the engine.")] = True
-    tokenizer_info: Annotated[bool, option("Serve GET /tokenizer_info: the tokenizer's config and chat template.")] = False
-    admin_routes: Annotated[bool, option("Serve the routes for operators: POST /reset_prefix_cache.")] = False
-    force_include_usage: Annotated[bool, option("Tell usage in each event of streams, though no request asks for it.")] = False
-    strict_fields: Annotated[bool, option("Refuse unknown fields of requests. Off: they are ignored, with a warning.")] = False
-    allow_request_chat_template: Annotated[bool, option("Take chat templates of requests. They are rendered in a sandbox.")] = False
+    ui: Annotated[bool, option("Serve the page at /: a chat, and a live view of the engine.")] = (
+        True
+    )
+    tokenizer_info: Annotated[
+        bool, option("Serve GET /tokenizer_info: the tokenizer's config and chat template.")
+    ] = False
+    admin_routes: Annotated[
+        bool, option("Serve the routes for operators: POST /reset_prefix_cache.")
+    ] = False
+    force_include_usage: Annotated[
+        bool, option("Tell usage in each event of streams, though no request asks for it.")
+    ] = False
+    strict_fields: Annotated[
+        bool, option("Refuse unknown fields of requests. Off: they are ignored, with a warning.")
+    ] = False
+    allow_request_chat_template: Annotated[
+        bool, option("Take chat templates of requests. They are rendered in a sandbox.")
+    ] = False
     allowed_origins: Annotated[
-        list[str], option("Origins whose pages may use the server from a browser (CORS), such as 'https://chat.example'. '*': any page.")
+        list[str],
+        option(
+            "Origins whose pages may use the server from a browser (CORS), such as "
+            "'https://chat.example'. '*': any page."
+        ),
     ] = field(default_factory=list)
-    allowed_methods: Annotated[list[str], option("Methods that these pages may use. '*': all.")] = field(default_factory=lambda: ["*"])
-    allowed_headers: Annotated[list[str], option("Headers that these pages may send. '*': all.")] = field(default_factory=lambda: ["*"])
-    allow_credentials: Annotated[bool, option("Let these pages send cookies and certificates of their users.")] = False
+    allowed_methods: Annotated[list[str], option("Methods that these pages may use. '*': all.")] = (
+        field(default_factory=lambda: ["*"])
+    )
+    allowed_headers: Annotated[
+        list[str], option("Headers that these pages may send. '*': all.")
+    ] = field(default_factory=lambda: ["*"])
+    allow_credentials: Annotated[
+        bool, option("Let these pages send cookies and certificates of their users.")
+    ] = False
     middleware: Annotated[
         list[str],
         option(
-            "ASGI middleware around the app, the first outermost: module:Class, or a function (request, call_next). It is trusted code."
+            "ASGI middleware around the app, the first outermost: module:Class, or a function "
+            "(request, call_next). It is trusted code."
         ),
     ] = field(default_factory=list)
     max_body_size: Annotated[str, option("Maximum size of a request body ('16MiB').")] = "16MiB"
     max_request_cost: Annotated[
         str,
-        option("Maximum memory that a request could take, told from its fields: prompts x n, logprobs, ... ('512MiB')."),
+        option(
+            "Maximum memory that a request could take, told from its fields: prompts x n, "
+            "logprobs, ... ('512MiB')."
+        ),
     ] = "512MiB"
     max_stored_responses: Annotated[
-        int, option("Answers of /v1/responses that are kept in memory, so that previous_response_id can name them. 0: none.", ge=0)
+        int,
+        option(
+            "Answers of /v1/responses that are kept in memory, so that previous_response_id can "
+            "name them. 0: none.",
+            ge=0,
+        ),
     ] = 0
-    max_prompts: Annotated[int, option("Maximum number of prompts in a completion request.", ge=1)] = 256
-    max_inputs: Annotated[int, option("Maximum number of inputs in a request for embeddings, classes or scores.", ge=1)] = 2048
+    max_prompts: Annotated[
+        int, option("Maximum number of prompts in a completion request.", ge=1)
+    ] = 256
+    max_inputs: Annotated[
+        int,
+        option("Maximum number of inputs in a request for embeddings, classes or scores.", ge=1),
+    ] = 2048
     max_connections: Annotated[
         int | None,
         option(
-            "Maximum number of connections.", ge=1, none="three quarters of the files that may be open beside the server's own, to 10,000"
+            "Maximum number of connections.",
+            ge=1,
+            none="three quarters of the files that may be open beside the server's own, to 10,000",
         ),
     ] = None
-    max_header_size: Annotated[str, option("Maximum size of a request's headers ('16KiB').")] = "16KiB"
-    header_timeout: Annotated[int, option("Seconds within which all headers of a request must have come.", ge=1)] = 10
-    body_timeout: Annotated[int, option("Seconds within which the whole body of a request must have come.", ge=1)] = 60
-    keep_alive_timeout: Annotated[int, option("Seconds that a connection may wait for its next request.", ge=1)] = 60
-    write_timeout: Annotated[int, option("Seconds within which a client must read on: a KiB of its answer for each of them.", ge=1)] = 30
+    max_header_size: Annotated[str, option("Maximum size of a request's headers ('16KiB').")] = (
+        "16KiB"
+    )
+    header_timeout: Annotated[
+        int, option("Seconds within which all headers of a request must have come.", ge=1)
+    ] = 10
+    body_timeout: Annotated[
+        int, option("Seconds within which the whole body of a request must have come.", ge=1)
+    ] = 60
+    keep_alive_timeout: Annotated[
+        int, option("Seconds that a connection may wait for its next request.", ge=1)
+    ] = 60
+    write_timeout: Annotated[
+        int,
+        option(
+            "Seconds within which a client must read on: a KiB of its answer for each of them.",
+            ge=1,
+        ),
+    ] = 30
     sse_keep_alive: Annotated[
-        int | None, option("Seconds after which a stream that has nothing to send sends a comment.", ge=1, none="no comments")
+        int | None,
+        option(
+            "Seconds after which a stream that has nothing to send sends a comment.",
+            ge=1,
+            none="no comments",
+        ),
     ] = 15
     root_path: Annotated[str, option("Path prefix that a reverse proxy strips.")] = ""
-    log_level: Annotated[Literal["critical", "error", "warning", "info", "debug"], option("Log level of the HTTP server.")] = "info"
+    log_level: Annotated[
+        Literal["critical", "error", "warning", "info", "debug"],
+        option("Log level of the HTTP server."),
+    ] = "info"
     log_format: Annotated[Literal["text", "json"], option("Form of the log's lines.")] = "text"
-    access_log: Annotated[bool, option("Log each HTTP request, but for /health, /metrics and the like. Off: those that failed.")] = True
+    access_log: Annotated[
+        bool,
+        option(
+            "Log each HTTP request, but for /health, /metrics and the like. Off: those that failed."
+        ),
+    ] = True
     metrics_names: Annotated[
-        MetricNames, option("Names of the metrics: this project's, or vLLM's for those that it has, for dashboards that know them.")
+        MetricNames,
+        option(
+            "Names of the metrics: this project's, or vLLM's for those that it has, for "
+            "dashboards that know them."
+        ),
     ] = "toolkit-lm"
-    shutdown_timeout: Annotated[int, option("Seconds that running requests get to finish when the server stops.", ge=0)] = 10
+    shutdown_timeout: Annotated[
+        int, option("Seconds that running requests get to finish when the server stops.", ge=0)
+    ] = 10
 
     def __post_init__(self) -> None:
         for name in ("max_body_size", "max_header_size", "max_request_cost"):
             if not isinstance(parse_memory(getattr(self, name)), int):
-                raise ConfigError(f"{name} must be a number of bytes, such as '16MiB', not {getattr(self, name)!r}.")
+                raise ConfigError(
+                    f"{name} must be a number of bytes, such as '16MiB', not "
+                    f"{getattr(self, name)!r}."
+                )
         if not re.fullmatch("0?[0-7]{3}", self.uds_mode):
-            raise ConfigError(f"uds_mode must be three octal digits, such as '660', not {self.uds_mode!r}.")
+            raise ConfigError(
+                f"uds_mode must be three octal digits, such as '660', not {self.uds_mode!r}."
+            )
         if self.allow_credentials and "*" in self.allowed_origins:
-            raise ConfigError("allow_credentials needs allowed_origins by name: with '*', any page could act for its reader.")
-        if self.ssl_certfile is None and (self.ssl_keyfile is not None or self.ssl_ca_certs is not None):
-            raise ConfigError("ssl_keyfile and ssl_ca_certs need ssl_certfile: there is no TLS without a certificate.")
-        if self.max_connections is not None and self.max_connections > (most := _open_files() - _OTHER_FILES):
-            raise ConfigError(f"max_connections is {self.max_connections}, but the open files of this process (ulimit -n) allow {most}.")
+            raise ConfigError(
+                "allow_credentials needs allowed_origins by name: with '*', any page could act "
+                "for its reader."
+            )
+        if self.ssl_certfile is None and (
+            self.ssl_keyfile is not None or self.ssl_ca_certs is not None
+        ):
+            raise ConfigError(
+                "ssl_keyfile and ssl_ca_certs need ssl_certfile: there is no TLS without a "
+                "certificate."
+            )
+        if self.max_connections is not None and self.max_connections > (
+            most := _open_files() - _OTHER_FILES
+        ):
+            raise ConfigError(
+                f"max_connections is {self.max_connections}, but the open files of this process "
+                f"(ulimit -n) allow {most}."
+            )
         if self.api_key is not None and not all(self.own_keys or [""]):
             raise ConfigError("api_key is empty. Give a key, or none at all.")
-        if not all(key.isascii() and key.isprintable() and key == key.strip() for key in self.own_keys):
-            raise ConfigError("api_key must be printable ASCII characters, without spaces around it: others do not fit in a header.")
+        if not all(
+            key.isascii() and key.isprintable() and key == key.strip() for key in self.own_keys
+        ):
+            raise ConfigError(
+                "api_key must be printable ASCII characters, without spaces around it: others do "
+                "not fit in a header."
+            )
 
     @property
     def own_keys(self) -> list[str]:
@@ -149,7 +280,9 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     @property
     def num_connections(self) -> int:
         """`max_connections`, or its default in this process."""
-        return self.max_connections or min(max((_open_files() - _LEAST_FILES) * 3 // 4, 4), _MOST_CONNECTIONS)
+        return self.max_connections or min(
+            max((_open_files() - _LEAST_FILES) * 3 // 4, 4), _MOST_CONNECTIONS
+        )
 
 
 def _open_files() -> int:

@@ -42,12 +42,17 @@ def check_names(plugins: Plugins, names: Sequence[str] | None) -> None:
     known = {info.name for info, _ in plugins.implementations(HOOK)}
     for name in names or ():
         if name not in known:
-            raise ConfigError(f"option 'routes': no loaded plugin {name!r} has HTTP routes. {nearest(name, known)}")
+            raise ConfigError(
+                f"option 'routes': no loaded plugin {name!r} has HTTP routes. "
+                f"{nearest(name, known)}"
+            )
 
 
-def add_plugin_routes(router: APIRouter, engine: AsyncLLM, api: OpenAIApi, kind: type[APIRoute]) -> None:
-    """Adds the routes of the plugins that the options name, and of the one whose model is served, to `router`, as routes of class `kind`,
-    and their lifespans to its own.
+def add_plugin_routes(
+    router: APIRouter, engine: AsyncLLM, api: OpenAIApi, kind: type[APIRoute]
+) -> None:
+    """Adds the routes of the plugins that the options name, and of the one whose model is served,
+    to `router`, as routes of class `kind`, and their lifespans to its own.
 
     Raises ConfigError or PluginError.
     """
@@ -68,15 +73,24 @@ def add_plugin_routes(router: APIRouter, engine: AsyncLLM, api: OpenAIApi, kind:
             lifespan = register(router=own, engine=engine, options=options, api=api)
         if lifespan is not None:
             if not callable(lifespan):
-                raise PluginError(f"{info}: {HOOK} must return a function that makes an async context manager, or None, not {lifespan!r}.")
+                raise PluginError(
+                    f"{info}: {HOOK} must return a function that makes an async context manager, "
+                    f"or None, not {lifespan!r}."
+                )
             lifespans.append((info, lifespan))
         for route in own.routes:
             # Any other kind of route would go round the key check and the body limit.
             if not isinstance(route, kind):
                 raise PluginError(
-                    f"{info}: {getattr(route, 'path', route)!r} is not a plain HTTP route, the only kind that {HOOK} may add."
+                    f"{info}: {getattr(route, 'path', route)!r} is not a plain HTTP route, the "
+                    f"only kind that {HOOK} may add."
                 )
-            taken = {(other.path, method) for other in router.routes if isinstance(other, APIRoute) for method in other.methods or ()}
+            taken = {
+                (other.path, method)
+                for other in router.routes
+                if isinstance(other, APIRoute)
+                for method in other.methods or ()
+            }
             for method in sorted(route.methods or ()):
                 if (route.path, method) in taken:
                     raise PluginError(f"{info}: the route {method} {route.path} is in use.")

@@ -1,4 +1,5 @@
-"""One HTTP request's work in a pooling engine: all of its inputs at once, and parts of its answer."""
+"""One HTTP request's work in a pooling engine: all of its inputs at once, and parts of its
+answer."""
 
 from __future__ import annotations
 
@@ -41,11 +42,13 @@ async def pool(
     fields: Mapping[str, str] = MappingProxyType({}),
     **how: Any,
 ) -> list[PoolingRequestOutput]:
-    """The results of all prompts, each with data. `names` and `how`: keywords of AsyncLLM.encode_many.
+    """The results of all prompts, each with data. `names` and `how`: keywords of
+    AsyncLLM.encode_many.
 
     `fields`: how the route calls parameters that other routes have under our names.
 
-    Raises RequestError; ApiError (500) where the model fails on one of them, (504) when the time is over.
+    Raises RequestError; ApiError (500) where the model fails on one of them, (504) when the time is
+    over.
     """
     options = body.request_options(request_context(request))
     check_priority(engine, options)
@@ -58,7 +61,11 @@ async def pool(
         raise
     for output, name in zip(outputs, names, strict=True):
         if output.finish_reason == "timeout":
-            raise ApiError(504, "The request's timeout was over before all of its inputs were computed.", code="timeout")
+            raise ApiError(
+                504,
+                "The request's timeout was over before all of its inputs were computed.",
+                code="timeout",
+            )
         if output.outputs.data is None:
             raise model_failure(name, str(output.error or output.finish_reason))
     return outputs
@@ -80,30 +87,52 @@ def usage(outputs: Sequence[PoolingRequestOutput]) -> dict[str, int]:
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
-def encoded(data: np.ndarray | None, form: EncodingFormat, dtype: EmbedDtype = "float32", order: str = "little") -> Any:
-    """An array as nested lists, or as base64 of its values in C order, of this type and byte order."""
+def encoded(
+    data: np.ndarray | None,
+    form: EncodingFormat,
+    dtype: EmbedDtype = "float32",
+    order: str = "little",
+) -> Any:
+    """An array as nested lists, or as base64 of its values in C order, of this type and byte
+    order."""
     assert data is not None, "`pool` gives results with data"
-    return data.tolist() if form == "float" else base64.b64encode(packed(data, dtype, order)).decode()
+    return (
+        data.tolist() if form == "float" else base64.b64encode(packed(data, dtype, order)).decode()
+    )
 
 
-def in_bytes(outputs: Sequence[PoolingRequestOutput], body: EmbeddingBody, start: dict[str, Any]) -> Response:
-    """The values of all results, one after the other; as vLLM, with a header that tells where each is. `start`: `head`.
+def in_bytes(
+    outputs: Sequence[PoolingRequestOutput], body: EmbeddingBody, start: dict[str, Any]
+) -> Response:
+    """The values of all results, one after the other; as vLLM, with a header that tells where each
+    is. `start`: `head`.
 
     Raises RequestError for more results than a header has room for.
     """
     assert body.encoding_format in ("bytes", "bytes_only")
     if body.encoding_format == "bytes" and len(outputs) > _MOST_TOLD:
-        message = f"encoding_format bytes is for up to {_MOST_TOLD} inputs, not {len(outputs):,}: a header tells of each. Use bytes_only."
+        message = (
+            f"encoding_format bytes is for up to {_MOST_TOLD} inputs, not {len(outputs):,}: a "
+            "header tells of each. Use bytes_only."
+        )
         raise RequestError(message, "encoding_format")
     parts, items, end = [], [], 0
     for index, output in enumerate(outputs):
         assert output.outputs.data is not None, "`pool` gives results with data"
         parts.append(packed(output.outputs.data, body.embed_dtype, body.endianness))
         begin, end = end, end + len(parts[-1])
-        what = {"embed_dtype": body.embed_dtype, "endianness": body.endianness, "shape": output.outputs.data.shape}
+        what = {
+            "embed_dtype": body.embed_dtype,
+            "endianness": body.endianness,
+            "shape": output.outputs.data.shape,
+        }
         items.append({"index": index, "start": begin, "end": end, **what})
     told = {**start, "data": items, "usage": usage(outputs)}
-    headers = {"metadata": json.dumps(told, separators=(",", ":"))} if body.encoding_format == "bytes" else {}
+    headers = (
+        {"metadata": json.dumps(told, separators=(",", ":"))}
+        if body.encoding_format == "bytes"
+        else {}
+    )
     return Response(b"".join(parts), media_type="application/octet-stream", headers=headers)
 
 
@@ -118,23 +147,32 @@ def packed(data: np.ndarray, dtype: EmbedDtype, order: str) -> bytes:
             values = _e4m3(data)
         case _:
             values = data.astype(dtype, copy=False)
-    return values.astype(values.dtype.newbyteorder(">" if order == "big" else "<"), copy=False).tobytes()
+    return values.astype(
+        values.dtype.newbyteorder(">" if order == "big" else "<"), copy=False
+    ).tobytes()
 
 
-def _upper_half(data: np.ndarray, whole: type[np.unsignedinteger[Any]], half: type[np.unsignedinteger[Any]]) -> np.ndarray:
-    """The upper halves of the bits of values, rounded to the nearest, of two the even one. bfloat16 is that of float32, e5m2 of float16."""
+def _upper_half(
+    data: np.ndarray, whole: type[np.unsignedinteger[Any]], half: type[np.unsignedinteger[Any]]
+) -> np.ndarray:
+    """The upper halves of the bits of values, rounded to the nearest, of two the even one. bfloat16
+    is that of float32, e5m2 of float16."""
     bits, size = data.view(whole).astype(np.uint64), 8 * np.dtype(half).itemsize
     halves: np.ndarray = ((bits + (1 << size - 1) - 1 + ((bits >> size) & 1)) >> size).astype(half)
     return halves
 
 
 _STEPS = np.arange(8) / 8
-_E4M3 = np.concatenate([_STEPS / 64, *((1 + _STEPS) * 2.0**exponent for exponent in range(-6, 9))])[:127]
-"""The values of e4m3 from 0, by their codes: there is no infinity, and the last code is no number."""
+_E4M3 = np.concatenate([_STEPS / 64, *((1 + _STEPS) * 2.0**exponent for exponent in range(-6, 9))])[
+    :127
+]
+"""The values of e4m3 from 0, by their codes: there is no infinity, and the last code is no
+number."""
 
 
 def _e4m3(data: np.ndarray) -> np.ndarray:
-    """Codes of the nearest values, of two the even one; what is larger than all becomes the largest."""
+    """Codes of the nearest values, of two the even one; what is larger than all becomes the
+    largest."""
     size = np.minimum(np.abs(data), _E4M3[-1])
     above = np.clip(np.searchsorted(_E4M3, size), 1, len(_E4M3) - 1)
     low, high = size - _E4M3[above - 1], _E4M3[above] - size
@@ -144,7 +182,8 @@ def _e4m3(data: np.ndarray) -> np.ndarray:
 
 
 def quantized(data: np.ndarray | None, form: CohereType) -> Any:
-    """A vector as Cohere has it: also in whole numbers, for values from -1 to 1, or in bits, eight to a number."""
+    """A vector as Cohere has it: also in whole numbers, for values from -1 to 1, or in bits, eight
+    to a number."""
     assert data is not None, "`pool` gives results with data"
     match form:
         case "float" | "base64":

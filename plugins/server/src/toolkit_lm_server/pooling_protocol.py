@@ -46,7 +46,8 @@ class PoolingBody(EngineBody):
 
 
 class InputBody(PoolingBody, RenderBody):
-    """Inputs, or one conversation in their place, which is rendered as it is: without a generation prompt."""
+    """Inputs, or one conversation in their place, which is rendered as it is: without a generation
+    prompt."""
 
     input: AnyInput | None = None
     messages: Items[dict[str, Any]] | None = None
@@ -72,9 +73,14 @@ class EmbeddingBody(InputBody):
         **POOLING,
         **refused("vectors are what this route gives", "task", "embed"),
         # vLLM activates vectors so, too.
-        **renamed(normalized="normalize", **dict.fromkeys(("use_activation", "activation", "softmax"), "normalize")),
+        **renamed(
+            normalized="normalize",
+            **dict.fromkeys(("use_activation", "activation", "softmax"), "normalize"),
+        ),
     }
-    model_config = examples({"input": "Once upon a time"}, {"messages": [{"role": "user", "content": "hi"}]})
+    model_config = examples(
+        {"input": "Once upon a time"}, {"messages": [{"role": "user", "content": "hi"}]}
+    )
 
     encoding_format: EncodingFormat | BytesFormat = "float"
     embed_dtype: EmbedDtype = "float32"
@@ -91,7 +97,11 @@ class EmbeddingBody(InputBody):
 class ClassifyBody(InputBody):
     """POST /classify."""
 
-    verdicts = {**POOLING, **ACTIVATION, **refused("classes are what this route gives", "task", "classify")}
+    verdicts = {
+        **POOLING,
+        **ACTIVATION,
+        **refused("classes are what this route gives", "task", "classify"),
+    }
     model_config = examples({"input": "Once upon a time"})
 
     use_activation: bool | None = None
@@ -133,7 +143,8 @@ class ScoreBody(PoolingBody):
     use_activation: bool | None = None
 
     def texts(self, most: int) -> dict[str, str | list[str]]:
-        """Queries and documents, in this order, by the names under which they came. Raises RequestError."""
+        """Queries and documents, in this order, by the names under which they came. Raises
+        RequestError."""
         sides: dict[str, str | list[str]] = {}
         for names in (("queries", "text_1", "data_1"), ("documents", "text_2", "data_2", "items")):
             given = [name for name in names if getattr(self, name) is not None]
@@ -161,7 +172,8 @@ class RerankBody(PoolingBody):
 
 
 class CohereRerankBody(RerankBody):
-    """POST /v2/rerank: as Cohere has it, what is too long is cut, and documents are not sent back."""
+    """POST /v2/rerank: as Cohere has it, what is too long is cut, and documents are not sent
+    back."""
 
     return_documents: bool = False
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = 4096
@@ -175,7 +187,9 @@ class CohereEmbedBody(EngineBody):
     model_config = examples({"texts": ["Once upon a time"]})
 
     texts: Texts
-    input_type: Literal["search_query", "search_document", "classification", "clustering"] | None = None
+    input_type: (
+        Literal["search_query", "search_document", "classification", "clustering"] | None
+    ) = None
     embedding_types: Items[CohereType] | None = None
     output_dimension: int | None = None
     truncate: Literal["NONE", "END"] = "END"
@@ -187,7 +201,11 @@ class CohereEmbedBody(EngineBody):
 
     def most_tokens(self, max_model_len: int) -> int | None:
         """As `truncate_prompt_tokens`."""
-        return None if self.truncate == "NONE" else min(self.max_tokens or max_model_len, max_model_len)
+        return (
+            None
+            if self.truncate == "NONE"
+            else min(self.max_tokens or max_model_len, max_model_len)
+        )
 
     def check_lengths(self, names: Sequence[str], outputs: Sequence[PoolingRequestOutput]) -> None:
         """Raises ContextLengthError for a text that is longer than `max_tokens` and was not cut."""
@@ -196,12 +214,15 @@ class CohereEmbedBody(EngineBody):
         for name, output in zip(names, outputs, strict=True):
             if (length := len(output.prompt_token_ids)) > self.max_tokens:
                 raise ContextLengthError(
-                    f"{name}: the text has {length} tokens, but max_tokens is {self.max_tokens} and truncate is NONE.", "texts"
+                    f"{name}: the text has {length} tokens, but max_tokens is {self.max_tokens} "
+                    "and truncate is NONE.",
+                    "texts",
                 )
 
 
 def read_inputs(value: Any, most: int) -> Inputs:
-    """One text, one list of token ids, or a list of either, without a mixture. Raises RequestError."""
+    """One text, one list of token ids, or a list of either, without a mixture. Raises
+    RequestError."""
     if isinstance(value, str):
         return Inputs([value], ["input"])
     _check_list(value, "input", most=None)
@@ -214,12 +235,16 @@ def read_inputs(value: Any, most: int) -> Inputs:
     if isinstance(value[0], list):
         for name, one in zip(names, value, strict=True):
             if not isinstance(one, list) or not all(type(token) is int for token in one):
-                raise RequestError(f"{name} must be a list of token ids: input is of one kind throughout.", "input")
+                raise RequestError(
+                    f"{name} must be a list of token ids: input is of one kind throughout.", "input"
+                )
         return Inputs([TokensPrompt(prompt_token_ids=one) for one in value], names)
     kind = str if isinstance(value[0], str) else int
     wrong = next(index for index, one in enumerate(value) if type(one) is not kind)
     what = "texts, or of token ids, or of lists of token ids"
-    raise RequestError(f"input[{wrong}] is of another kind: input must be a text, or a list of {what}.", "input")
+    raise RequestError(
+        f"input[{wrong}] is of another kind: input must be a text, or a list of {what}.", "input"
+    )
 
 
 def read_texts(value: Any, name: str, most: int) -> list[str]:
@@ -227,7 +252,9 @@ def read_texts(value: Any, name: str, most: int) -> list[str]:
     if isinstance(value, str):
         return [value]
     _check_list(value, name, most)
-    texts = [one["text"] if isinstance(one, dict) and set(one) == {"text"} else one for one in value]
+    texts = [
+        one["text"] if isinstance(one, dict) and set(one) == {"text"} else one for one in value
+    ]
     for index, text in enumerate(texts):
         if not isinstance(text, str):
             raise RequestError(f'{name}[{index}] must be a text, or {{"text": text}}.', name)
@@ -240,7 +267,11 @@ def _check_list(value: Any, name: str, most: int | None) -> None:
     if not value:
         raise RequestError(f"{name} is an empty list: give at least one.", name)
     if most is not None and len(value) > most:
-        raise RequestError(f"{name} has {len(value)} items; this server takes at most {most} in one request (max_inputs).", name)
+        raise RequestError(
+            f"{name} has {len(value)} items; this server takes at most {most} in one request "
+            "(max_inputs).",
+            name,
+        )
 
 
 def encodings(types: Sequence[CohereType] | None) -> list[CohereType]:

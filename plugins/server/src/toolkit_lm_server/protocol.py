@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+)
 
 from pydantic import (
     BaseModel,
@@ -26,7 +36,15 @@ from toolkit_lm.plugin import LogitsProcessorRegistry
 from toolkit_lm.prompts import ExplicitEncoderDecoderPrompt, Prompt, SingletonPrompt, TokensPrompt
 
 from toolkit_lm_server.errors import ApiError, printable
-from toolkit_lm_server.request_fields import CHAT, COMMON, SAMPLING, STREAM_OPTIONS, TOKENS, Verdicts, described_others
+from toolkit_lm_server.request_fields import (
+    CHAT,
+    COMMON,
+    SAMPLING,
+    STREAM_OPTIONS,
+    TOKENS,
+    Verdicts,
+    described_others,
+)
 from toolkit_lm_server.unknown_fields import kept_fields
 
 if TYPE_CHECKING:
@@ -42,7 +60,9 @@ def examples(*bodies: dict[str, Any]) -> ConfigDict:
 class _FailFast:
     """As pydantic.FailFast, and hashable, which members of unions must be."""
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
         schema = handler(source)
         assert schema["type"] == "list"
         return {**schema, "fail_fast": True}
@@ -50,7 +70,8 @@ class _FailFast:
 
 Item = TypeVar("Item")
 Items = Annotated[list[Item], _FailFast()]
-"""A list of which the first wrong item is told. A body has room for millions of them, and each error costs time and memory."""
+"""A list of which the first wrong item is told. A body has room for millions of them, and each
+error costs time and memory."""
 
 
 class Body(BaseModel):
@@ -69,7 +90,9 @@ class Body(BaseModel):
     """None: the model that is served."""
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
         schema = handler.resolve_ref_schema(handler(core_schema))
         schema["properties"] = {**described_others(cls.verdicts), **schema["properties"]}
         return schema
@@ -79,7 +102,10 @@ class Body(BaseModel):
         """Raises TypeError for another name of a field that the body does not have."""
         for name, one in cls.verdicts.items():
             if one.becomes == "renamed" and one.note not in cls.model_fields:
-                raise TypeError(f"{cls.__name__}: {name!r} is another name of {one.note!r}, which is no field of this body.")
+                raise TypeError(
+                    f"{cls.__name__}: {name!r} is another name of {one.note!r}, which is no "
+                    "field of this body."
+                )
 
     @model_validator(mode="before")
     @classmethod
@@ -90,17 +116,23 @@ class Body(BaseModel):
         for name, (stated, verdicts) in cls.nested.items():
             if isinstance(value := kept.get(name), dict):
                 kept[name] = kept_fields(value, stated, verdicts, inside=f"{name}.")
-        return {name: value for name, value in kept.items() if not _stands_for_default(cls, name, value)}
+        return {
+            name: value for name, value in kept.items() if not _stands_for_default(cls, name, value)
+        }
 
 
 def _stands_for_default(cls: type[BaseModel], name: str, value: Any) -> bool:
     """null where a value may be left out, and false where none is true."""
     field = cls.model_fields[name]
-    return not field.is_required() and (value is None or (value is False and not _takes_bool(field.annotation)))
+    return not field.is_required() and (
+        value is None or (value is False and not _takes_bool(field.annotation))
+    )
 
 
 def _takes_bool(kind: Any) -> bool:
-    return kind in (bool, Any) or (get_origin(kind) in (Union, UnionType, Annotated) and any(map(_takes_bool, get_args(kind))))
+    return kind in (bool, Any) or (
+        get_origin(kind) in (Union, UnionType, Annotated) and any(map(_takes_bool, get_args(kind)))
+    )
 
 
 def _as_switch(value: Any) -> Any:
@@ -133,17 +165,24 @@ class EngineBody(Body):
 
     def request_options(self, context: dict[str, str]) -> RequestOptions:
         """`context`: what plugins that watch the engine are told of the HTTP request."""
-        return {"priority": self.priority, "timeout": self.timeout, "cache_salt": self.cache_salt, "context": context}
+        return {
+            "priority": self.priority,
+            "timeout": self.timeout,
+            "cache_salt": self.cache_salt,
+            "context": context,
+        }
 
 
 _TOLD = 5
 """Wrong keys of a mapping that an error names."""
 _ELSEWHERE = ("logprobs", "detokenize", "extra_args")
-"""Each route has a field `logprobs` of its own, an answer is text, and the parameters of plugins have fields as core's have."""
+"""Each route has a field `logprobs` of its own, an answer is text, and the parameters of plugins
+have fields as core's have."""
 
 
 def _body_type(kind: Any) -> Any:
-    """The type of a parameter's field: lists tell their first wrong item, and mappings are left to the parameter's own check."""
+    """The type of a parameter's field: lists tell their first wrong item, and mappings are left to
+    the parameter's own check."""
     if get_origin(kind) is list:
         return Annotated[kind, _FailFast()]
     # JSON can only write token ids as text where they are keys.
@@ -152,17 +191,26 @@ def _body_type(kind: Any) -> Any:
 
 def _fields(params: Mapping[str, Option]) -> dict[str, Any]:
     """Type and default of each parameter's field. None: not given."""
-    return {name: (Union[(*map(_body_type, o.kinds), None)], _described(o)) for name, o in params.items() if name not in _ELSEWHERE}
+    return {
+        name: (Union[(*map(_body_type, o.kinds), None)], _described(o))
+        for name, o in params.items()
+        if name not in _ELSEWHERE
+    }
 
 
 def _described(o: Option) -> Any:
-    """The description has the parameter's bounds. SamplingParams checks them: its errors name them."""
+    """The description has the parameter's bounds. SamplingParams checks them: its errors name
+    them."""
     spec = spec_of(o)
     bounds: dict[str, Any] = {"minimum": spec.ge, "exclusiveMinimum": spec.gt, "maximum": spec.le}
     bounds |= {"maxItems": spec.max_items, "maxLength": spec.max_length}
     if any(get_origin(kind) is dict for kind in o.kinds):
         bounds = {"maxProperties": spec.max_items}
-    return Field(None, description=o.help, json_schema_extra={name: value for name, value in bounds.items() if value is not None})
+    return Field(
+        None,
+        description=o.help,
+        json_schema_extra={name: value for name, value in bounds.items() if value is not None},
+    )
 
 
 _FIELDS = _fields(SAMPLING_PARAMS)
@@ -183,7 +231,9 @@ class SamplingBody(create_model("SamplingFields", __base__=EngineBody, **_FIELDS
     forces_usage: ClassVar[bool] = False
     """Streams tell usage in each event, whether they are asked to or not."""
 
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = Field(None, description=SAMPLING_PARAMS["seed"].help)
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = Field(
+        None, description=SAMPLING_PARAMS["seed"].help
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
@@ -205,60 +255,121 @@ class SamplingBody(create_model("SamplingFields", __base__=EngineBody, **_FIELDS
         """Raises RequestError for a value out of range."""
         if self.truncation_side == "right" and not self.may_cut_ends:
             raise RequestError(
-                "truncation_side right is for plain completions: other prompts are cut at their beginning.", "truncation_side"
+                "truncation_side right is for plain completions: other prompts are cut at their "
+                "beginning.",
+                "truncation_side",
             )
         if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options is allowed only when stream is true.", "stream_options")
+            raise RequestError(
+                "stream_options is allowed only when stream is true.", "stream_options"
+            )
         if self.logprob_token_ids is not None and more.get("logprobs") is None:
-            raise RequestError("logprob_token_ids is allowed only with logprobs.", "logprob_token_ids")
+            raise RequestError(
+                "logprob_token_ids is allowed only with logprobs.", "logprob_token_ids"
+            )
         if self.prompt_logprobs is not None and self.stream:
-            raise RequestError("prompt_logprobs is allowed only when stream is false.", "prompt_logprobs")
-        given = {name: value for name in _FIELDS if name != "max_tokens" and (value := getattr(self, name)) is not None}
+            raise RequestError(
+                "prompt_logprobs is allowed only when stream is false.", "prompt_logprobs"
+            )
+        given = {
+            name: value
+            for name in _FIELDS
+            if name != "max_tokens" and (value := getattr(self, name)) is not None
+        }
         if not self.use_beam_search:
             given = {**self.defaults, **given}
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        extra = {name: value for name in self.plugin_fields if (value := getattr(self, name)) is not None}
+        extra = {
+            name: value for name in self.plugin_fields if (value := getattr(self, name)) is not None
+        }
         if self.use_beam_search and extra:
             name = next(iter(extra))
-            raise RequestError(f"{name} has no effect with use_beam_search, which draws no tokens: leave one of them out.", name)
-        params = SamplingParams(**{**given, "logit_bias": self._logit_bias(), "extra_args": extra or None, "output_kind": kind, **more})
+            raise RequestError(
+                f"{name} has no effect with use_beam_search, which draws no tokens: leave one of "
+                "them out.",
+                name,
+            )
+        params = SamplingParams(
+            **{
+                **given,
+                "logit_bias": self._logit_bias(),
+                "extra_args": extra or None,
+                "output_kind": kind,
+                **more,
+            }
+        )
         if params.ranks and self.stream:
             name = "use_beam_search" if params.use_beam_search else "best_of"
-            raise RequestError(f"{name} is allowed only when stream is false: which sequences are the best is known at the end.", name)
+            raise RequestError(
+                f"{name} is allowed only when stream is false: which sequences are the best is "
+                "known at the end.",
+                name,
+            )
         return params
 
     def _logit_bias(self) -> dict[int, float] | None:
-        wrong = [key for key in self.logit_bias or {} if not (key.isascii() and key.isdigit() and len(key) < 12)]
+        wrong = [
+            key
+            for key in self.logit_bias or {}
+            if not (key.isascii() and key.isdigit() and len(key) < 12)
+        ]
         if wrong:
             told = ", ".join(repr(key[:20]) for key in wrong[:_TOLD])
-            raise RequestError(f"logit_bias maps token ids to numbers; not a token id: {told}.", "logit_bias")
-        return None if self.logit_bias is None else {int(key): value for key, value in self.logit_bias.items()}
+            raise RequestError(
+                f"logit_bias maps token ids to numbers; not a token id: {told}.", "logit_bias"
+            )
+        return (
+            None
+            if self.logit_bias is None
+            else {int(key): value for key, value in self.logit_bias.items()}
+        )
 
     @property
     def include_usage(self) -> bool:
-        return self.forces_usage or (self.stream_options is not None and self.stream_options.include_usage)
+        return self.forces_usage or (
+            self.stream_options is not None and self.stream_options.include_usage
+        )
 
     def usage_so_far(self, usage: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """A field of a stream's events before the last. `usage` gives the token counts so far."""
         if not self.include_usage:
             return {}
-        is_told = self.forces_usage or (self.stream_options is not None and self.stream_options.continuous_usage_stats)
+        is_told = self.forces_usage or (
+            self.stream_options is not None and self.stream_options.continuous_usage_stats
+        )
         return {"usage": usage() if is_told else None}
 
 
 BodyT = TypeVar("BodyT", bound=SamplingBody)
 
 
-def body_of(body: type[BodyT], processors: LogitsProcessorRegistry, defaults: Mapping[str, Any], forces_usage: bool = False) -> type[BodyT]:
-    """`body` with a field for each parameter of plugins' logits processors, and the sampling defaults of the model.
+def body_of(
+    body: type[BodyT],
+    processors: LogitsProcessorRegistry,
+    defaults: Mapping[str, Any],
+    forces_usage: bool = False,
+) -> type[BodyT]:
+    """`body` with a field for each parameter of plugins' logits processors, and the sampling
+    defaults of the model.
 
     Raises PluginError for a field that it has already.
     """
     for entry in processors.entries():
-        if taken := [name for name in entry.params.__struct_fields__ if name in body.model_fields.keys() - SAMPLING_PARAMS.keys()]:
-            raise PluginError(f"{entry.owner}: logits processor {entry.key!r}: {taken[0]!r} is a field of HTTP requests already.")
+        if taken := [
+            name
+            for name in entry.params.__struct_fields__
+            if name in body.model_fields.keys() - SAMPLING_PARAMS.keys()
+        ]:
+            raise PluginError(
+                f"{entry.owner}: logits processor {entry.key!r}: {taken[0]!r} is a field of HTTP "
+                "requests already."
+            )
     made: type[BodyT] = create_model(body.__name__, __base__=body, **_fields(processors.params))
-    made.__doc__, made.plugin_fields, made.defaults = body.__doc__, tuple(processors.params), defaults
+    made.__doc__, made.plugin_fields, made.defaults = (
+        body.__doc__,
+        tuple(processors.params),
+        defaults,
+    )
     made.forces_usage = forces_usage
     return made
 
@@ -281,18 +392,41 @@ class RenderBody(Body):
     """Options of the checkpoint's processor of images and other media."""
 
     def refuse_render_options(self) -> None:
-        """For a body without a conversation. Raises RequestError for what only a conversation has."""
-        for name in ("continue_final_message", "documents", "chat_template", "chat_template_kwargs", "mm_processor_kwargs", "tools"):
+        """For a body without a conversation. Raises RequestError for what only a conversation
+        has."""
+        for name in (
+            "continue_final_message",
+            "documents",
+            "chat_template",
+            "chat_template_kwargs",
+            "mm_processor_kwargs",
+            "tools",
+        ):
             if getattr(self, name, None):
-                raise RequestError(f"{name} is for messages: a text goes through no chat template.", name)
+                raise RequestError(
+                    f"{name} is for messages: a text goes through no chat template.", name
+                )
 
     def render_options(self) -> dict[str, Any]:
-        """Keywords of Renderer.render_conversation. Raises RequestError for a template that the server does not allow."""
+        """Keywords of Renderer.render_conversation. Raises RequestError for a template that the
+        server does not allow."""
         if self.chat_template is not None and not TEMPLATES_ALLOWED.get():
-            message = "the server takes no chat_template of requests. Its operator may allow it: --allow-request-chat-template."
+            message = (
+                "the server takes no chat_template of requests. Its operator may allow it: "
+                "--allow-request-chat-template."
+            )
             raise RequestError(message, "chat_template")
-        options: dict[str, Any] = {"continue_final_message": self.continue_final_message, "chat_template_kwargs": self.chat_template_kwargs}
-        for name in ("add_generation_prompt", "add_special_tokens", "documents", "chat_template", "mm_processor_kwargs"):
+        options: dict[str, Any] = {
+            "continue_final_message": self.continue_final_message,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+        for name in (
+            "add_generation_prompt",
+            "add_special_tokens",
+            "documents",
+            "chat_template",
+            "mm_processor_kwargs",
+        ):
             if (value := getattr(self, name)) is not None:
                 options[name] = value
         return options
@@ -302,8 +436,16 @@ class ChatBody(SamplingBody, RenderBody):
     """POST /v1/chat/completions."""
 
     model_config = examples(
-        {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 8},
-        {"messages": [{"role": "user", "content": "What is the capital of Italy?"}], "logprobs": True, "top_logprobs": 2, "stream": True},
+        {
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "max_tokens": 8,
+        },
+        {
+            "messages": [{"role": "user", "content": "What is the capital of Italy?"}],
+            "logprobs": True,
+            "top_logprobs": 2,
+            "stream": True,
+        },
     )
 
     verdicts = CHAT
@@ -341,7 +483,11 @@ class ChatBody(SamplingBody, RenderBody):
 
     def render_options(self) -> dict[str, Any]:
         options = super().render_options()
-        return options if self.reasoning_effort is None else options | {"chat_template_kwargs": self.template_kwargs()}
+        return (
+            options
+            if self.reasoning_effort is None
+            else options | {"chat_template_kwargs": self.template_kwargs()}
+        )
 
     def structures(self, names: Sequence[str]) -> dict[str, Any]:
         """Those of plugins' parameters that are given."""
@@ -349,24 +495,30 @@ class ChatBody(SamplingBody, RenderBody):
 
     def params(self) -> SamplingParams:
         if self.top_logprobs is not None and not self.logprobs:
-            raise RequestError("top_logprobs is allowed only when logprobs is true.", "top_logprobs")
+            raise RequestError(
+                "top_logprobs is allowed only when logprobs is true.", "top_logprobs"
+            )
         most = self.most_tokens(self.defaults.get("max_tokens"))
         max_tokens = most if self.max_completion_tokens is None else self.max_completion_tokens
-        return self.sampling_params(max_tokens=max_tokens, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+        return self.sampling_params(
+            max_tokens=max_tokens, logprobs=(self.top_logprobs or 0) if self.logprobs else None
+        )
 
 
 class CompletionBody(SamplingBody):
     """POST /v1/completions."""
 
     model_config = examples(
-        {"prompt": "Once upon a time", "max_tokens": 8}, {"prompt": ["Once upon", "The cat"], "logprobs": 2, "stream": True}
+        {"prompt": "Once upon a time", "max_tokens": 8},
+        {"prompt": ["Once upon", "The cat"], "logprobs": 2, "stream": True},
     )
 
     may_cut_ends = True
 
     prompt: str | Items[str] | Items[int] | Items[Items[int]] | None = None
     encoder_prompt: str | Items[int] | None = None
-    """Of an encoder-decoder model, in place of `prompt`, which is its encoder's too: so that the decoder's can be given beside it."""
+    """Of an encoder-decoder model, in place of `prompt`, which is its encoder's too: so that the
+    decoder's can be given beside it."""
     decoder_prompt: str | Items[int] | None = None
     suffix: str | None = None
     """What comes after the completion, of a model that fills in the middle."""
@@ -394,20 +546,29 @@ class CompletionBody(SamplingBody):
             return [self._both_prompts()]
         if prompts is None:
             message = "Either prompt or prompt_embeds must be provided and non-empty."
-            raise RequestError(f"{message} This server takes no prompt_embeds: give a prompt, or an encoder_prompt.", "prompt")
+            raise RequestError(
+                f"{message} This server takes no prompt_embeds: give a prompt, or an "
+                "encoder_prompt.",
+                "prompt",
+            )
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
         if not prompts:
             raise RequestError("prompt is an empty list: give at least one prompt.", "prompt")
         if len(prompts) > most:
             raise RequestError(
-                f"prompt has {len(prompts)} prompts; this server takes at most {most} in one request (max_prompts).", "prompt"
+                f"prompt has {len(prompts)} prompts; this server takes at most {most} in one "
+                "request (max_prompts).",
+                "prompt",
             )
         return [_prompt(one) for one in prompts]
 
     def _both_prompts(self) -> ExplicitEncoderDecoderPrompt:
         if self.prompt is not None or self.encoder_prompt is None:
-            raise RequestError("give decoder_prompt beside encoder_prompt, and either of them without prompt.", "encoder_prompt")
+            raise RequestError(
+                "give decoder_prompt beside encoder_prompt, and either of them without prompt.",
+                "encoder_prompt",
+            )
         both = ExplicitEncoderDecoderPrompt(encoder_prompt=_prompt(self.encoder_prompt))
         if self.decoder_prompt is not None:
             both["decoder_prompt"] = _prompt(self.decoder_prompt)
@@ -423,7 +584,9 @@ class TokenizeBody(RenderBody):
 
     verdicts = TOKENS
 
-    model_config = examples({"prompt": "Once upon a time"}, {"messages": [{"role": "user", "content": "hi"}]})
+    model_config = examples(
+        {"prompt": "Once upon a time"}, {"messages": [{"role": "user", "content": "hi"}]}
+    )
 
     prompt: str | None = None
     messages: Items[dict[str, Any]] | None = None
@@ -451,14 +614,19 @@ def check_model(engine: AsyncLLM, name: str | None) -> None:
         return
     served = engine.config.served_model_names
     if name not in served:
-        message = f"The model {printable(name)!r} does not exist. This server has {', '.join(map(repr, served))}."
+        message = (
+            f"The model {printable(name)!r} does not exist. This server has "
+            f"{', '.join(map(repr, served))}."
+        )
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def check_generates(engine: AsyncLLM) -> None:
     """Raises RequestError for a model that only pools."""
     if "generate" not in engine.tasks:
-        raise RequestError(f"this model generates no text. Supported: {', '.join(engine.tasks)}.", "task")
+        raise RequestError(
+            f"this model generates no text. Supported: {', '.join(engine.tasks)}.", "task"
+        )
 
 
 def check_priority(engine: AsyncLLM, options: RequestOptions) -> None:
@@ -466,4 +634,7 @@ def check_priority(engine: AsyncLLM, options: RequestOptions) -> None:
     policies = engine.plugins.scheduling_policies
     if options.get("priority") and not policies.get(engine.config.scheduler.policy).reads_priority:
         able = " or ".join(entry.key for entry in policies.entries() if entry.reads_priority)
-        raise RequestError(f"priority has no effect here: the server runs without --scheduling-policy {able}.", "priority")
+        raise RequestError(
+            f"priority has no effect here: the server runs without --scheduling-policy {able}.",
+            "priority",
+        )

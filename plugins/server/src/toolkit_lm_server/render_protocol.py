@@ -44,10 +44,12 @@ class CompletionRenderBody(CompletionBody, Held):
     """POST /v1/completions/render."""
 
     multi_modal_data: dict[str, Any] | None = None
-    """By modality, an item or a list of items: {"image": ["data:image/png;base64,..."]}. For one prompt."""
+    """By modality, an item or a list of items: {"image": ["data:image/png;base64,..."]}. For one
+    prompt."""
     mm_processor_kwargs: dict[str, Any] | None = None
     multi_modal_uuids: dict[str, Any] | None = None
-    """By modality, the caller's own names of the items. Equal items of unlike names share nothing."""
+    """By modality, the caller's own names of the items. Equal items of unlike names share
+    nothing."""
 
     def prompts(self, most: int) -> list[Prompt]:
         prompts: list[Any] = super().prompts(most)
@@ -56,6 +58,13 @@ class CompletionRenderBody(CompletionBody, Held):
         if not media:
             return prompts
         if len(prompts) > 1:
-            raise RequestError("items of media are for one prompt, and there are several: ask for each of them.", "multi_modal_data")
+            raise RequestError(
+                "items of media are for one prompt, and there are several: ask for each of them.",
+                "multi_modal_data",
+            )
         [prompt] = prompts
-        return [cast("Prompt", ({"prompt": prompt} if isinstance(prompt, str) else dict(prompt)) | media)]
+        return [
+            cast(
+                "Prompt", ({"prompt": prompt} if isinstance(prompt, str) else dict(prompt)) | media
+            )
+        ]

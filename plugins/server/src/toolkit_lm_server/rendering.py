@@ -18,7 +18,16 @@ from toolkit_lm.renderer import Rendered, Renderer, make_renderer
 from toolkit_lm.resolution.resolution import resolve_configured
 from toolkit_lm_async_llm import Health
 
-from toolkit_lm_server.answer_schemas import Derendered, ModelCard, ModelList, RenderedList, RenderedPrompt, Text, TokenIds, answers
+from toolkit_lm_server.answer_schemas import (
+    Derendered,
+    ModelCard,
+    ModelList,
+    RenderedList,
+    RenderedPrompt,
+    Text,
+    TokenIds,
+    answers,
+)
 from toolkit_lm_server.answers import accepted, answer
 from toolkit_lm_server.app import Served, add_own_routes, make_app
 from toolkit_lm_server.cost import BudgetedLLM, CostBudget, HoldRendering
@@ -28,7 +37,12 @@ from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.protocol import body_of, check_model
-from toolkit_lm_server.render_protocol import ChatRenderBody, CompletionRenderBody, DerenderBody, Held
+from toolkit_lm_server.render_protocol import (
+    ChatRenderBody,
+    CompletionRenderBody,
+    DerenderBody,
+    Held,
+)
 from toolkit_lm_server.route import Readiness, request_context, route_class, with_body
 from toolkit_lm_server.tokens import Tokens
 
@@ -51,7 +65,10 @@ class Rendering:
         self.config = resolve_configured(plugins.configure(config), plugins)
         assert self.config.checkpoint is not None
         if plugins.models.load_rules(self.config.checkpoint.architecture) is not None:
-            raise UnsupportedError("toolkit render cannot render for an encoder-decoder model: its prompts go to toolkit serve.")
+            raise UnsupportedError(
+                "toolkit render cannot render for an encoder-decoder model: its prompts go to "
+                "toolkit serve."
+            )
         self.renderer: Renderer = make_renderer(self.config, plugins)
         self.held = HeldElsewhere()
         self.renderer.feature_cache = self.held
@@ -68,7 +85,8 @@ class Rendering:
         """Nothing is held."""
 
     def check(self, rendered: Rendered, params: SamplingParams, *, length: bool) -> Rendered:
-        """A prompt, cut where the request asks for it. Raises RequestError for one that no engine of this model takes.
+        """A prompt, cut where the request asks for it. Raises RequestError for one that no engine
+        of this model takes.
 
         `length`: one that is too long is refused.
         """
@@ -83,7 +101,10 @@ class Rendering:
             features = cut_features(features or [], len(token_ids) - len(cut)) or None
             token_ids = cut
         if length and len(token_ids) >= longest:
-            whole = f"the prompt has {len(token_ids)} tokens; this model's maximum context length is {longest} tokens (max_model_len)"
+            whole = (
+                f"the prompt has {len(token_ids)} tokens; this model's maximum context length is "
+                f"{longest} tokens (max_model_len)"
+            )
             raise ContextLengthError(f"{whole}, output included.", "prompt")
         return Rendered(token_ids, features)
 
@@ -102,16 +123,28 @@ class Render:
         params, options = self._params(body), body.render_options()
         render = partial(self._rendering.renderer.render_conversation, body.messages, **options)
         with self._hold([(body.messages, options)], {"context": request_context(request)}):
-            return await answer(lambda: self._rendered(render, params, body), media_type=accepted(request))
+            return await answer(
+                lambda: self._rendered(render, params, body), media_type=accepted(request)
+            )
 
     async def completion(self, body: CompletionRenderBody, request: Request) -> Response:
         """The prompts of a completion, in tokens."""
-        params, render = self._params(body), partial(self._rendering.renderer.render_prompt, add_special_tokens=body.add_special_tokens)
+        params, render = (
+            self._params(body),
+            partial(
+                self._rendering.renderer.render_prompt, add_special_tokens=body.add_special_tokens
+            ),
+        )
         prompts: list[Any] = [*body.prompts(self._options.max_prompts)]
 
         def rendered() -> dict[str, Any]:
             # One at a time: texts may have far more tokens than fit in memory as Python integers.
-            return {"object": "list", "data": (self._rendered(partial(render, prompt), params, body) for prompt in prompts)}
+            return {
+                "object": "list",
+                "data": (
+                    self._rendered(partial(render, prompt), params, body) for prompt in prompts
+                ),
+            }
 
         with self._hold(prompts, {"context": request_context(request)}):
             return await answer(rendered, media_type=accepted(request))
@@ -119,7 +152,10 @@ class Render:
     async def derender(self, body: DerenderBody) -> Response:
         """The text that tokens add to a prompt."""
         check_model(self._engine, body.model)
-        for name, token_ids in (("token_ids", body.token_ids), ("prompt_token_ids", body.prompt_token_ids)):
+        for name, token_ids in (
+            ("token_ids", body.token_ids),
+            ("prompt_token_ids", body.prompt_token_ids),
+        ):
             try:
                 check_token_ids(token_ids, self._rendering.vocab_size, name)
             except RequestError as error:
@@ -127,7 +163,9 @@ class Render:
 
         def text() -> dict[str, Any]:
             with self._rendering.plugins.boundary:
-                stream = self._rendering.renderer.decode_stream(body.prompt_token_ids, skip_special_tokens=body.skip_special_tokens)
+                stream = self._rendering.renderer.decode_stream(
+                    body.prompt_token_ids, skip_special_tokens=body.skip_special_tokens
+                )
                 return {"text": stream.push(body.token_ids) + stream.flush()}
 
         return await answer(text)
@@ -144,12 +182,18 @@ class Render:
         check_bounds(params, self._rendering.config.limits)
         return params
 
-    def _rendered(self, render: Callable[[], Rendered], params: SamplingParams, body: Held) -> dict[str, Any]:
+    def _rendered(
+        self, render: Callable[[], Rendered], params: SamplingParams, body: Held
+    ) -> dict[str, Any]:
         held = self._rendering.held
         with held.of(body.held), self._rendering.plugins.boundary:
             rendered = held.without_data(render())
         rendered = self._rendering.check(rendered, params, length=body.check_length)
-        said = {name: value for name, value in structs.asdict(params).items() if value != getattr(_UNSAID, name)}
+        said = {
+            name: value
+            for name, value in structs.asdict(params).items()
+            if value != getattr(_UNSAID, name)
+        }
         # How outputs are to come is between a client and its engine.
         said.pop("output_kind", None)
         return {
@@ -161,8 +205,11 @@ class Render:
         }
 
 
-def create_render_app(rendering: Rendering, options: ServerOptions, *, metrics: Metrics, readiness: Readiness) -> FastAPI:
-    """An app that renders for engines elsewhere. Raises ConfigError, PluginError as `create_router` does."""
+def create_render_app(
+    rendering: Rendering, options: ServerOptions, *, metrics: Metrics, readiness: Readiness
+) -> FastAPI:
+    """An app that renders for engines elsewhere. Raises ConfigError, PluginError as `create_router`
+    does."""
     keys = Keys.of(options)
     router = APIRouter(route_class=route_class(options, keys, readiness, metrics))
     engine = cast("AsyncLLM", rendering)
@@ -173,18 +220,33 @@ def create_render_app(rendering: Rendering, options: ServerOptions, *, metrics: 
         ("/v1/chat/completions/render", render.chat, ChatRenderBody, RenderedPrompt),
         ("/v1/completions/render", render.completion, CompletionRenderBody, RenderedList),
     ):
-        whole = body_of(body, rendering.plugins.logits_processors, rendering.config.sampling_defaults)
+        whole = body_of(
+            body, rendering.plugins.logits_processors, rendering.config.sampling_defaults
+        )
         router.add_api_route(
-            path, with_body(handler, whole), methods=["POST"], response_model=None, responses=answers(whole_answer) | unknown
+            path,
+            with_body(handler, whole),
+            methods=["POST"],
+            response_model=None,
+            responses=answers(whole_answer) | unknown,
         )
     for path, convert, kind in (
         ("/derender", render.derender, Derendered),
         ("/tokenize", tokens.tokenize, TokenIds),
         ("/detokenize", tokens.detokenize, Text),
     ):
-        router.add_api_route(path, convert, methods=["POST"], response_model=None, responses=answers(kind) | unknown)
-    router.add_api_route("/v1/models", served.models, response_model=None, responses=answers(ModelList))
-    router.add_api_route("/v1/models/{model:path}", served.model, response_model=None, responses=answers(ModelCard) | unknown)
+        router.add_api_route(
+            path, convert, methods=["POST"], response_model=None, responses=answers(kind) | unknown
+        )
+    router.add_api_route(
+        "/v1/models", served.models, response_model=None, responses=answers(ModelList)
+    )
+    router.add_api_route(
+        "/v1/models/{model:path}",
+        served.model,
+        response_model=None,
+        responses=answers(ModelCard) | unknown,
+    )
     add_own_routes(router, options, keys, readiness, metrics)
     app = make_app(options)
     app.include_router(router)

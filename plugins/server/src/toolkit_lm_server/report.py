@@ -1,4 +1,5 @@
-"""What the log says of the engine: a summary at the start, and its throughput while there is work."""
+"""What the log says of the engine: a summary at the start, and its throughput while there is
+work."""
 
 from __future__ import annotations
 
@@ -37,7 +38,11 @@ class Throughput:
             return
         now, before = self._metrics.totals, self._before
         self._before = Totals(now.prompt, now.cached, now.output)
-        prompt, cached, output = now.prompt - before.prompt, now.cached - before.cached, now.output - before.output
+        prompt, cached, output = (
+            now.prompt - before.prompt,
+            now.cached - before.cached,
+            now.output - before.output,
+        )
         load = self._metrics.load
         running, waiting = (0, 0) if load is None else (load.num_running, load.num_waiting)
         if not (prompt or output or running or waiting):
@@ -45,7 +50,8 @@ class Throughput:
         usage = 0.0 if load is None else load.num_used_blocks / max(load.num_total_blocks, 1)
         hits = cached / prompt if prompt else 0.0
         logger.info(
-            "%.1f prompt tokens/s, %.1f output tokens/s; %d sequences running, %d requests waiting; KV cache %.1f%% used, "
+            "%.1f prompt tokens/s, %.1f output tokens/s; %d sequences running, %d requests "
+            "waiting; KV cache %.1f%% used, "
             "prefix cache hits %.1f%%",
             *(prompt / seconds, output / seconds, running, waiting, 100 * usage, 100 * hits),
             extra=fields(
@@ -73,18 +79,25 @@ def summary(engine: AsyncLLM) -> Iterator[str]:
     assert config.checkpoint is not None, "the engine is ready"
     names = ", ".join(config.served_model_names)
     yield (
-        f"Model {names}: {config.checkpoint.architecture}, {config.model.dtype} on {config.device.device}, "
+        f"Model {names}: {config.checkpoint.architecture}, {config.model.dtype} on "
+        f"{config.device.device}, "
         f"{config.max_model_len:,} tokens of context"
     )
     quantization = config.load.quantization
-    yield f"Weights: {as_size(weight_bytes(config))} of files ({config.load.load_format}), quantization {quantization}"
+    yield (
+        f"Weights: {as_size(weight_bytes(config))} of files ({config.load.load_format}), "
+        f"quantization {quantization}"
+    )
     kv_cache = engine.processor.limits.kv_cache
     yield f"KV cache: {_capacity(kv_cache, config)}"
     backends = ", ".join(sorted({group.backend for group in kv_cache.groups})) or "none"
     yield f"Attention: {backends}; scheduling: {config.scheduler.policy}"
     if defaults := config.sampling_defaults:
         told = ", ".join(f"{name} {value}" for name, value in defaults.items())
-        yield f"Sampling defaults of generation_config.json: {told} (--generation-config none leaves them out)"
+        yield (
+            f"Sampling defaults of generation_config.json: {told} (--generation-config none "
+            "leaves them out)"
+        )
     yield f"Plugins: {', '.join(info.name for info in engine.plugins.infos if info.status == 'ok')}"
 
 
@@ -93,7 +106,10 @@ def _capacity(kv_cache: KVCacheConfig, config: VllmConfig) -> str:
         return "none"
     size = as_size(sum(pool.block_bytes * pool.num_blocks for pool in kv_cache.pools))
     fit = num_fitting(kv_cache, config)
-    return f"{int(fit * config.max_model_len):,} tokens in {size}, {fit:.1f} requests of the longest context at a time"
+    return (
+        f"{int(fit * config.max_model_len):,} tokens in {size}, {fit:.1f} requests of the "
+        "longest context at a time"
+    )
 
 
 def weight_bytes(config: VllmConfig) -> int:
@@ -101,7 +117,11 @@ def weight_bytes(config: VllmConfig) -> int:
     assert config.checkpoint is not None
     source = Path(config.checkpoint.source or config.checkpoint.path)
     with suppress(OSError):
-        files = [source] if source.is_file() else [one for one in source.iterdir() if one.suffix in _WEIGHTS]
+        files = (
+            [source]
+            if source.is_file()
+            else [one for one in source.iterdir() if one.suffix in _WEIGHTS]
+        )
         return sum(one.stat().st_size for one in files)
     return 0
 

@@ -1,7 +1,9 @@
-"""What becomes of request fields that a body does not state: those of vLLM, SGLang, llama.cpp, TGI, Ollama, OpenAI and others.
+"""What becomes of request fields that a body does not state: those of vLLM, SGLang, llama.cpp, TGI,
+Ollama, OpenAI and others.
 
-A field that would change the answer is obeyed or refused by name. The checks of bodies, and the documentation's page on request fields,
-come from this table. Which fields each of the others has is in `peer_fields`.
+A field that would change the answer is obeyed or refused by name. The checks of bodies, and the
+documentation's page on request fields, come from this table. Which fields each of the others has is
+in `peer_fields`.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from typing import Any, Literal, NamedTuple
 from toolkit_lm.params import SAMPLING_PARAMS
 
 Becomes = Literal["refused", "idle", "told", "renamed"]
-"""refused: unless its value changes nothing. idle: it has no effect on any answer. told: the header and the log say that it is ignored,
-because clients cannot leave it out. renamed: obeyed under another name, or, where a body states both, of the same meaning."""
+"""refused: unless its value changes nothing. idle: it has no effect on any answer. told: the header
+and the log say that it is ignored, because clients cannot leave it out. renamed: obeyed under
+another name, or, where a body states both, of the same meaning.
+"""
 
 
 class Verdict(NamedTuple):
@@ -23,7 +27,8 @@ class Verdict(NamedTuple):
     note: str
     """Of idle ones the reason, of refused ones what to use, of renamed ones the name of ours."""
     neutral: tuple[Any, ...] = ()
-    """Values that change nothing. null is one; so are false and what is empty, unless true is one too."""
+    """Values that change nothing. null is one; so are false and what is empty, unless true is one
+    too."""
     qualifies: tuple[str, ...] = ()
     """Where a body has none of these, the field says nothing."""
     false_asks: bool = False
@@ -33,9 +38,15 @@ class Verdict(NamedTuple):
         """Whether a value changes nothing. `given`: the body that it is in."""
         if value is None or any(same(value, one) for one in self.neutral):
             return True
-        if self.qualifies and given is not None and not any(given.get(name) for name in self.qualifies):
+        if (
+            self.qualifies
+            and given is not None
+            and not any(given.get(name) for name in self.qualifies)
+        ):
             return True
-        return asks_nothing(value) and not (value is False and (self.false_asks or True in self.neutral))
+        return asks_nothing(value) and not (
+            value is False and (self.false_asks or True in self.neutral)
+        )
 
 
 def same(value: Any, other: Any) -> bool:
@@ -51,9 +62,13 @@ def asks_nothing(value: Any) -> bool:
 Verdicts = Mapping[str, Verdict]
 
 
-def refused(note: str, names: str, *neutral: Any, qualifies: Collection[str] = (), false_asks: bool = False) -> dict[str, Verdict]:
+def refused(
+    note: str, names: str, *neutral: Any, qualifies: Collection[str] = (), false_asks: bool = False
+) -> dict[str, Verdict]:
     """Rows of fields that are refused. `names`: several, with spaces between them."""
-    return dict.fromkeys(names.split(), Verdict("refused", note, neutral, tuple(qualifies), false_asks))
+    return dict.fromkeys(
+        names.split(), Verdict("refused", note, neutral, tuple(qualifies), false_asks)
+    )
 
 
 def idle(note: str, names: str) -> dict[str, Verdict]:
@@ -76,8 +91,12 @@ _OF_THE_CHECKPOINT = ("temperature", "top_p", "top_k", "min_p", "repetition_pena
 
 
 def sampling_parameters(note: str) -> dict[str, Verdict]:
-    """Rows of all sampling parameters, for a body that states few of them: they are refused, but for their defaults."""
-    return {name: Verdict("refused", note, () if name in _OF_THE_CHECKPOINT else (o.default,)) for name, o in SAMPLING_PARAMS.items()}
+    """Rows of all sampling parameters, for a body that states few of them: they are refused, but
+    for their defaults."""
+    return {
+        name: Verdict("refused", note, () if name in _OF_THE_CHECKPOINT else (o.default,))
+        for name, o in SAMPLING_PARAMS.items()
+    }
 
 
 _NO_ADAPTERS = "no adapters are applied to the model: serve a merged checkpoint"
@@ -94,13 +113,23 @@ COMMON: Verdicts = {
     **idle("it names the request: send the header x-request-id", "request_id rid"),
     **idle(
         "it can make an answer come sooner, and changes none",
-        "prediction prompt_cache_key prompt_cache_retention prompt_cache_options cache_prompt n_cache_reuse id_slot session_id "
+        "prediction prompt_cache_key prompt_cache_retention prompt_cache_options cache_prompt "
+        "n_cache_reuse id_slot session_id "
         "ngram_corpus_id routed_dp_rank data_parallel_rank disagg_prefill_dp_rank backend_sampling",
     ),
     **idle("answers tell it anyway", "return_cached_tokens_details"),
-    **idle("it is about how a stream is cut into events", "stream_interval sse_ping_interval stream_reasoning"),
-    **idle("it asks for figures of speed beside the answer: /metrics has them", "timings_per_token return_progress"),
-    **idle("a context is never shifted: an answer that reaches its end has the finish_reason length", "n_keep n_discard"),
+    **idle(
+        "it is about how a stream is cut into events",
+        "stream_interval sse_ping_interval stream_reasoning",
+    ),
+    **idle(
+        "it asks for figures of speed beside the answer: /metrics has them",
+        "timings_per_token return_progress",
+    ),
+    **idle(
+        "a context is never shifted: an answer that reaches its end has the finish_reason length",
+        "n_keep n_discard",
+    ),
     # What only plugins, or other routes, implement.
     **refused("this route has no tools", "tools tool_choice", "none", "auto"),
     **refused("this route has no tools", "parallel_tool_calls", True, False),
@@ -131,10 +160,19 @@ COMMON: Verdicts = {
     **refused("a tokenizer joins tokens in one way", "spaces_between_special_tokens", True),
     **refused("there are no watermarks", "watermarking watermark"),
     **refused("use the penalties, or no_repeat_ngram_size", "repetition_detection"),
-    **refused("use mm_processor_kwargs", "media_io_kwargs images_config max_dynamic_patch min_dynamic_patch use_audio_in_video"),
+    **refused(
+        "use mm_processor_kwargs",
+        "media_io_kwargs images_config max_dynamic_patch min_dynamic_patch use_audio_in_video",
+    ),
     **refused("use return_token_ids", "return_prompt_text return_prompt_token_ids return_tokens"),
-    **refused("what the model computes inside is not told", "return_hidden_states return_routed_experts"),
-    **refused("what the model computes inside is not told", "routed_experts_prompt_start routed_experts_start_len", 0),
+    **refused(
+        "what the model computes inside is not told", "return_hidden_states return_routed_experts"
+    ),
+    **refused(
+        "what the model computes inside is not told",
+        "routed_experts_prompt_start routed_experts_start_len",
+        0,
+    ),
     **refused("/tokenize has the tokens", "return_token_offsets"),
     **refused("the route renders whole features", "return_mm_kwargs", True),
     # SGLang.
@@ -152,7 +190,9 @@ COMMON: Verdicts = {
     **refused("use mirostat_tau", "adaptive_target", -1),
     **refused("use mirostat_tau", "adaptive_decay", qualifies=["adaptive_target"]),
     **refused("penalties look at the whole context: -1", "repeat_last_n", -1, qualifies=_PENALTIES),
-    **refused("DRY looks at the whole context: -1", "dry_penalty_last_n", -1, qualifies=["dry_multiplier"]),
+    **refused(
+        "DRY looks at the whole context: -1", "dry_penalty_last_n", -1, qualifies=["dry_multiplier"]
+    ),
     **refused("penalties are of all tokens", "penalize_nl penalize_newline", True),
     **refused("use top_p, min_p or typical_p", "tfs_z tfs", 1),
     **refused("it comes with toolkit-lm-sampling-extra", "mirostat", 0),
@@ -204,7 +244,8 @@ SAMPLING: Verdicts = {
 INFILL: Verdicts = {
     **SAMPLING,
     **told(
-        "editors send it always; here filters come in one order, and an answer ends by its length or `timeout`",
+        "editors send it always; here filters come in one order, and an answer ends by its "
+        "length or `timeout`",
         "samplers t_max_predict_ms t_max_prompt_ms n_indent response_fields",
         0,
     ),
@@ -228,7 +269,11 @@ RESPONSES: Verdicts = {
 
 TEXT: Verdicts = refused("ask for it in instructions", "verbosity", "medium")
 """Inside of `text`."""
-REASONING: Verdicts = told("reasoning is told whole, and as the model thinks it", "summary generate_summary context mode", "auto")
+REASONING: Verdicts = told(
+    "reasoning is told whole, and as the model thinks it",
+    "summary generate_summary context mode",
+    "auto",
+)
 """Inside of `reasoning`."""
 STREAM_OPTIONS: Verdicts = idle("nothing is obfuscated", "include_obfuscation")
 """Inside of `stream_options`."""
@@ -236,17 +281,29 @@ STREAM_OPTIONS: Verdicts = idle("nothing is obfuscated", "include_obfuscation")
 POOLING: Verdicts = {
     **COMMON,
     **refused("/v1/embeddings and /pooling have it", "normalize normalized", false_asks=True),
-    **refused("/classify, /score, /rerank and /pooling have it", "use_activation activation softmax", false_asks=True),
+    **refused(
+        "/classify, /score, /rerank and /pooling have it",
+        "use_activation activation softmax",
+        false_asks=True,
+    ),
     **refused("use the prompt of the checkpoint: prompt_name", "instruct"),
-    **refused("vectors are of length 1, or as the model makes them: normalize", "embd_normalize", 2),
+    **refused(
+        "vectors are of length 1, or as the model makes them: normalize", "embd_normalize", 2
+    ),
     **refused("each input is read by itself", "late_chunking"),
     **refused("use encoding_format", "embedding_type output_dtype"),
     **refused("send texts", "images inputs"),
     **refused("documents are texts", "rank_fields relevant_spans"),
     **refused("use max_tokens_per_doc", "max_chunks_per_doc"),
-    **refused("use /classify, or logprob_token_ids of /v1/completions", "label_token_ids apply_softmax item_first"),
+    **refused(
+        "use /classify, or logprob_token_ids of /v1/completions",
+        "label_token_ids apply_softmax item_first",
+    ),
     **refused("use input", "content"),
-    **refused("this route renders no conversation", "chat_template chat_template_kwargs mm_processor_kwargs add_special_tokens"),
+    **refused(
+        "this route renders no conversation",
+        "chat_template chat_template_kwargs mm_processor_kwargs add_special_tokens",
+    ),
     **refused("embeddings are of all dimensions here", "dimensions output_dimension"),
 }
 """Of bodies for pooling models."""
@@ -272,23 +329,35 @@ SPEECH: Verdicts = {
     **refused("there are no log probabilities", "include include[]"),
     **refused("timestamps are of segments", "timestamp_granularities[]"),
     **refused("translations are English", "language to_language"),
-    **refused("each window is drawn as Whisper draws it", "seed top_p top_k min_p frequency_penalty presence_penalty repetition_penalty"),
-    **refused("each window is drawn as Whisper draws it", "max_completion_tokens use_beam_search n length_penalty"),
+    **refused(
+        "each window is drawn as Whisper draws it",
+        "seed top_p top_k min_p frequency_penalty presence_penalty repetition_penalty",
+    ),
+    **refused(
+        "each window is drawn as Whisper draws it",
+        "max_completion_tokens use_beam_search n length_penalty",
+    ),
     **idle("a stream ends with its usage", "stream_include_usage stream_continuous_usage_stats"),
 }
 """Of forms with recordings."""
 
 
 def described_others(verdicts: Verdicts) -> dict[str, Any]:
-    """The properties of a JSON Schema that say what becomes of the fields that a body does not state."""
+    """The properties of a JSON Schema that say what becomes of the fields that a body does not
+    state."""
     told: dict[str, Any] = {}
     for name, one in sorted(verdicts.items()):
         match one.becomes:
             case "refused" if one.qualifies:
-                told[name] = {"description": f"It is refused beside {' or '.join(one.qualifies)}: {one.note}."}
+                told[name] = {
+                    "description": f"It is refused beside {' or '.join(one.qualifies)}: {one.note}."
+                }
             case "refused":
                 nothing = [None] if True in one.neutral or one.false_asks else [None, False]
-                told[name] = {"enum": [*nothing, *one.neutral], "description": f"Any other value is refused: {one.note}."}
+                told[name] = {
+                    "enum": [*nothing, *one.neutral],
+                    "description": f"Any other value is refused: {one.note}.",
+                }
             case "renamed":
                 told[name] = {"description": f"Another name of {one.note}."}
             case _:

@@ -1,4 +1,5 @@
-"""A line of the log for each request, and its figures: what was asked, the answer's status, how long it took, and what was wrong."""
+"""A line of the log for each request, and its figures: what was asked, the answer's status, how
+long it took, and what was wrong."""
 
 from __future__ import annotations
 
@@ -67,7 +68,9 @@ class RequestLog:
 
     def _end(self, scope: Scope, answer: _Answer, seconds: float) -> None:
         status = answer.status or _LEFT
-        self._metrics.answered(getattr(scope.get("route"), "path", "none"), scope["method"], status, seconds)
+        self._metrics.answered(
+            getattr(scope.get("route"), "path", "none"), scope["method"], status, seconds
+        )
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         reason = scope.get(REASON) or (reason_of(answer.body) if status >= 400 else "")
         if path not in POLLS and (self._all or status >= 400 or reason):
@@ -121,7 +124,12 @@ def log_answer(
         reason=reason or None,
         request_id=request_id,
     )
-    _logger.log(logging.WARNING if status >= 500 else logging.INFO, "%s", " ".join(filter(None, parts)), extra=said)
+    _logger.log(
+        logging.WARNING if status >= 500 else logging.INFO,
+        "%s",
+        " ".join(filter(None, parts)),
+        extra=said,
+    )
 
 
 def reason_of(body: bytes) -> str:
@@ -132,5 +140,12 @@ def reason_of(body: bytes) -> str:
         return ""
     for _ in range(3):
         if isinstance(found, dict):
-            found = next((found[name] for name in ("error", "message", "detail", "reason") if found.get(name)), "")
+            found = next(
+                (
+                    found[name]
+                    for name in ("error", "message", "detail", "reason")
+                    if found.get(name)
+                ),
+                "",
+            )
     return found if isinstance(found, str) else ""

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class Reranking:
-    """How well documents fit queries, with whatever the model is made for: a cross-encoder, a bi-encoder or late interaction."""
+    """How well documents fit queries, with whatever the model is made for: a cross-encoder, a
+    bi-encoder or late interaction."""
 
     def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
         self._engine = engine
@@ -34,17 +35,26 @@ class Reranking:
         """One query with each document, or as many queries as documents, pair by pair."""
         check_model(self._engine, body.model)
         scores, outputs = await self._score(body, request, body.texts(self._options.max_inputs))
-        data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
-        return await answer(lambda: {**head(self._engine, "score"), "data": data, "usage": usage(outputs)})
+        data = [
+            {"index": index, "object": "score", "score": score}
+            for index, score in enumerate(scores)
+        ]
+        return await answer(
+            lambda: {**head(self._engine, "score"), "data": data, "usage": usage(outputs)}
+        )
 
     async def rerank(self, body: RerankBody, request: Request) -> Response:
         """The documents by how well they fit the query, best first."""
         check_model(self._engine, body.model)
         documents = texts = read_texts(body.documents, "documents", self._options.max_inputs)
         if body.max_tokens_per_doc is not None:
-            with cast(BudgetedLLM, self._engine).hold_rendering(documents, {"context": request_context(request)}):
+            with cast(BudgetedLLM, self._engine).hold_rendering(
+                documents, {"context": request_context(request)}
+            ):
                 texts = await asyncio.to_thread(self._cut, documents, body.max_tokens_per_doc)
-        scores, outputs = await self._score(body, request, {"query": body.query, "documents": texts})
+        scores, outputs = await self._score(
+            body, request, {"query": body.query, "documents": texts}
+        )
         results = []
         for index in sorted(range(len(documents)), key=lambda i: -scores[i])[: body.top_n]:
             result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
@@ -53,7 +63,15 @@ class Reranking:
             results.append(result)
         start = head(self._engine, "rerank")
         meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
-        return await answer(lambda: {"id": start["id"], "model": start["model"], "results": results, "usage": usage(outputs), "meta": meta})
+        return await answer(
+            lambda: {
+                "id": start["id"],
+                "model": start["model"],
+                "results": results,
+                "usage": usage(outputs),
+                "meta": meta,
+            }
+        )
 
     async def cohere_rerank(self, body: CohereRerankBody, request: Request) -> Response:
         """As /rerank, with the defaults of Cohere's API."""

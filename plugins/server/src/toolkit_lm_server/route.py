@@ -1,4 +1,5 @@
-"""The route class of the server, and what a request's headers say: what holds for each route, in whichever app it is mounted."""
+"""The route class of the server, and what a request's headers say: what holds for each route, in
+whichever app it is mounted."""
 
 from __future__ import annotations
 
@@ -23,7 +24,15 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
 from toolkit_lm.engine import EngineState
 
-from toolkit_lm_server.errors import RETRY_AFTER, VLLM_TYPES, ApiError, ErrorBody, as_api_error, described, printable
+from toolkit_lm_server.errors import (
+    RETRY_AFTER,
+    VLLM_TYPES,
+    ApiError,
+    ErrorBody,
+    as_api_error,
+    described,
+    printable,
+)
 from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.metrics import Metrics, Watched
 from toolkit_lm_server.options import CLIENT, ServerOptions
@@ -43,9 +52,11 @@ _TRACE = {"traceparent": 128, "tracestate": 4096}
 _BODIES = 16
 """So many bodies of max_body_size may be read or worked on at a time."""
 _COPIES = 5
-"""Bytes of memory for each byte of a body: as it came, as a whole, parsed, checked, and handed on."""
+"""Bytes of memory for each byte of a body: as it came, as a whole, parsed, checked, and handed
+on."""
 _VALUE = 256
-"""Bytes of memory for each value and name of JSON, beside its text: an object of Python, and one of pydantic."""
+"""Bytes of memory for each value and name of JSON, beside its text: an object of Python, and one of
+pydantic."""
 
 _SMALL = 2**15
 """Bytes of a body that is parsed at once."""
@@ -53,10 +64,12 @@ _PART = 2**18
 _FEWEST_VALUES = 2**14
 """However small max_body_size is, JSON may have so many values."""
 _BYTES_OF_VALUE = 64
-"""JSON may have one value for so many bytes of max_body_size: each takes time and memory of its own, however short it is."""
+"""JSON may have one value for so many bytes of max_body_size: each takes time and memory of its
+own, however short it is."""
 
 MAX_DEPTH = 100
-"""Levels that JSON may be nested. Python bounds its recursion, and what reads a value may need several calls for each level."""
+"""Levels that JSON may be nested. Python bounds its recursion, and what reads a value may need
+several calls for each level."""
 _ALIVE = ("starting", "ready", "restarting")
 """What lives, or comes to life by itself: whoever watches the server has no reason to end it."""
 _TEMPORARY = ("starting", "restarting", "stalled")
@@ -73,9 +86,12 @@ class Readiness:
         """No new request is taken: the server ends when those under way have ended."""
 
     async def live(self) -> Response:
-        """200 while the engine starts or makes progress; 503 with the reason when it has stalled or died."""
+        """200 while the engine starts or makes progress; 503 with the reason when it has stalled or
+        died."""
         health = self.engine.health()
-        return JSONResponse(self._body(health.status, health.reason), 200 if health.status in _ALIVE else 503)
+        return JSONResponse(
+            self._body(health.status, health.reason), 200 if health.status in _ALIVE else 503
+        )
 
     async def health(self) -> Response:
         """200 while requests are served, else 503 with the reason."""
@@ -83,10 +99,14 @@ class Readiness:
         if health.status == "ready" and not self.draining:
             return JSONResponse(self._body("ready", ""))
         status = "draining" if self.draining else health.status
-        return JSONResponse(self._body(status, health.reason), 503, {"Retry-After": str(RETRY_AFTER)})
+        return JSONResponse(
+            self._body(status, health.reason), 503, {"Retry-After": str(RETRY_AFTER)}
+        )
 
     def _body(self, status: str, reason: str) -> dict[str, Any]:
-        body: dict[str, Any] = {"status": status, "reason": reason} if reason else {"status": status}
+        body: dict[str, Any] = (
+            {"status": status, "reason": reason} if reason else {"status": status}
+        )
         if engines := engine_states(self.engine):
             body["engines"] = engines
         return body
@@ -95,13 +115,21 @@ class Readiness:
         """Raises ApiError (503) unless requests are served."""
         headers = {"Retry-After": str(RETRY_AFTER)}
         if self.draining:
-            raise ApiError(503, "The server is being stopped.", code="server_stopping", headers={**headers, "Connection": "close"})
+            raise ApiError(
+                503,
+                "The server is being stopped.",
+                code="server_stopping",
+                headers={**headers, "Connection": "close"},
+            )
         health = self.engine.health()
         if health.status != "ready":
             reason = f": {health.reason}" if health.reason else "."
             temporary = health.status in _TEMPORARY
             raise ApiError(
-                503, f"The engine is {health.status}{reason}", code=f"engine_{health.status}", headers=headers if temporary else None
+                503,
+                f"The engine is {health.status}{reason}",
+                code=f"engine_{health.status}",
+                headers=headers if temporary else None,
             )
 
 
@@ -122,9 +150,12 @@ def engine_states(engine: Watched) -> list[dict[str, Any]]:
 
 
 class JsonRequest(Request):
-    """A request whose JSON is UTF-8, has no NaN or infinity, and is neither nested too deeply nor of too many values."""
+    """A request whose JSON is UTF-8, has no NaN or infinity, and is neither nested too deeply nor
+    of too many values."""
 
-    def __init__(self, request: Request, body: bytes, bodies: Bodies, scope: Scope | None = None) -> None:
+    def __init__(
+        self, request: Request, body: bytes, bodies: Bodies, scope: Scope | None = None
+    ) -> None:
         """`scope`: in the place of the request's own."""
         super().__init__(scope or request.scope, _replay(body))
         self._bytes = body
@@ -134,7 +165,8 @@ class JsonRequest(Request):
         """Raises JSONDecodeError, and ValueError for an integer with thousands of digits."""
         if len(self._bytes) < _SMALL:
             return _parse(self._bytes, self._bodies.max_values)
-        # The parser lets no other thread run, and so is held to half of the time: one body after the other, with a rest between them.
+        # The parser lets no other thread run, and so is held to half of the time: one body after
+        # the other, with a rest between them.
         async with self._bodies.parsing:
             start = time.perf_counter()
             try:
@@ -154,8 +186,12 @@ def _parse(body: bytes, max_values: int) -> Any:
         if levels > MAX_DEPTH:
             raise _invalid(f"it is nested more than {MAX_DEPTH} levels deep")
         if values > max_values:
-            raise _invalid(f"it has {values} values and names, and may have {max_values}: one for {_BYTES_OF_VALUE} bytes of max_body_size")
-    # No other thread runs meanwhile, and msgspec takes half as long. What it refuses is worded by Python's, or taken: halves of characters.
+            raise _invalid(
+                f"it has {values} values and names, and may have {max_values}: one for "
+                f"{_BYTES_OF_VALUE} bytes of max_body_size"
+            )
+    # No other thread runs meanwhile, and msgspec takes half as long. What it refuses is worded by
+    # Python's, or taken: halves of characters.
     with suppress(msgspec.DecodeError, UnicodeDecodeError):
         return msgspec.json.decode(body)
     try:
@@ -166,7 +202,8 @@ def _parse(body: bytes, max_values: int) -> Any:
 
 
 def measure(body: bytes) -> tuple[int, int]:
-    """How many levels JSON is nested, and how many values and names it has. Anything is returned for what is no JSON."""
+    """How many levels JSON is nested, and how many values and names it has. Anything is returned
+    for what is no JSON."""
     # Without escaped characters, each quotation mark begins or ends a text.
     bare = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
     values, level, deepest, quotes = 1, 0, 0, 0
@@ -213,19 +250,26 @@ class Bodies:
         self._held = 0
 
     def cost(self, body: bytes) -> int:
-        """Bytes of memory that a body takes while it is worked on, as if it were JSON: no more values than `max_values` are parsed."""
+        """Bytes of memory that a body takes while it is worked on, as if it were JSON: no more
+        values than `max_values` are parsed."""
         return len(body) * _COPIES + min(_most_values(body), self.max_values) * _VALUE
 
     @contextmanager
     def hold(self) -> Iterator[Callable[[int], None]]:
-        """For one body. What it gives takes bytes of memory, and raises ApiError (503) where the others leave no room."""
+        """For one body. What it gives takes bytes of memory, and raises ApiError (503) where the
+        others leave no room."""
         held = 0
 
         def take(size: int) -> None:
             nonlocal held
             if self._held + size > self._most:
                 headers = {"Retry-After": str(RETRY_AFTER)}
-                raise ApiError(503, "The server is busy with other requests' bodies. Try again later.", code="server_busy", headers=headers)
+                raise ApiError(
+                    503,
+                    "The server is busy with other requests' bodies. Try again later.",
+                    code="server_busy",
+                    headers=headers,
+                )
             held += size
             self._held += size
 
@@ -236,8 +280,8 @@ class Bodies:
 
 
 class ServerRoute(APIRoute):
-    """Checks the API key and whether requests are served now, bounds the body, ends the work when the client disconnects, and words errors
-    as OpenAI does.
+    """Checks the API key and whether requests are served now, bounds the body, ends the work when
+    the client disconnects, and words errors as OpenAI does.
 
     `route_class` makes the subclass to use.
     """
@@ -254,26 +298,43 @@ class ServerRoute(APIRoute):
     """What `refusal` gives, for the description of the API."""
 
     def __init__(
-        self, path: str, endpoint: Callable[..., Any], *, responses: dict[int | str, dict[str, Any]] | None = None, **options: Any
+        self,
+        path: str,
+        endpoint: Callable[..., Any],
+        *,
+        responses: dict[int | str, dict[str, Any]] | None = None,
+        **options: Any,
     ) -> None:
-        """As APIRoute, with the answers that each route may give. No client takes all of the threads that its handler may need."""
-        super().__init__(path, in_shared_thread(endpoint), responses={**self._described(), **(responses or {})}, **options)
+        """As APIRoute, with the answers that each route may give. No client takes all of the
+        threads that its handler may need."""
+        super().__init__(
+            path,
+            in_shared_thread(endpoint),
+            responses={**self._described(), **(responses or {})},
+            **options,
+        )
 
     @classmethod
     def _described(cls) -> dict[int | str, dict[str, Any]]:
-        key, engine = (401,) if cls.keys is not None else (), (503,) if cls.readiness is not None else ()
+        key, engine = (
+            (401,) if cls.keys is not None else (),
+            (503,) if cls.readiness is not None else (),
+        )
         # Without a default, FastAPI would add one of its own, 422.
         other = {"default": {"model": cls.error_body, "description": "Any other error."}}
         limits = (429,) if engine and cls.keys is not None and cls.keys.limited else ()
         return described(400, *key, 413, 415, *limits, 500, *engine, kind=cls.error_body) | other
 
     def _scope(self, request: Request) -> Scope:
-        """With the content type of JSON, where bodies need not say that they are. A page of another site could send it: then they must."""
+        """With the content type of JSON, where bodies need not say that they are. A page of another
+        site could send it: then they must."""
         if not self.takes_any_type or "origin" in request.headers:
             return request.scope
         # It is kept in the scope.
         request_id(request)
-        others = [(name, value) for name, value in request.scope["headers"] if name != b"content-type"]
+        others = [
+            (name, value) for name, value in request.scope["headers"] if name != b"content-type"
+        ]
         return {**request.scope, "headers": [*others, (b"content-type", b"application/json")]}
 
     @staticmethod
@@ -286,7 +347,9 @@ class ServerRoute(APIRoute):
 
         async def respond(request: Request) -> Response:
             try:
-                account = None if self.keys is None else self.keys.find(authorization(request.headers))
+                account = (
+                    None if self.keys is None else self.keys.find(authorization(request.headers))
+                )
                 request.scope[_ACCOUNT] = account
                 WHOSE.set(client_of(request))
                 UNKNOWN.set(unknown := UnknownFields(lenient=not self.server_options.strict_fields))
@@ -301,7 +364,8 @@ class ServerRoute(APIRoute):
                     body = await read_body(request, self.max_body_bytes, take)
                     take(self.bodies.cost(body) - len(body))
                     response = await unless_disconnected(
-                        request.receive, handle(JsonRequest(request, body, self.bodies, self._scope(request)))
+                        request.receive,
+                        handle(JsonRequest(request, body, self.bodies, self._scope(request))),
                     )
                 if unknown.names:
                     response.headers[IGNORED] = ", ".join(unknown.names)
@@ -318,7 +382,10 @@ class ServerRoute(APIRoute):
 
 
 def route_class(
-    options: ServerOptions, keys: Keys | None = None, readiness: Readiness | None = None, metrics: Metrics | None = None
+    options: ServerOptions,
+    keys: Keys | None = None,
+    readiness: Readiness | None = None,
+    metrics: Metrics | None = None,
 ) -> type[ServerRoute]:
     """The route class of a server with these options.
 
@@ -343,8 +410,11 @@ def of_vllm(kind: type[ServerRoute]) -> type[ServerRoute]:
     return type("VllmRoute", (kind,), {"refusal": staticmethod(refusal)})
 
 
-def with_body(handler: Callable[[Any, Request], Awaitable[Response]], kind: type[Any]) -> Callable[[Any, Request], Awaitable[Response]]:
-    """A handler (body, request) whose body is of the class `kind`, which FastAPI reads from the signature."""
+def with_body(
+    handler: Callable[[Any, Request], Awaitable[Response]], kind: type[Any]
+) -> Callable[[Any, Request], Awaitable[Response]]:
+    """A handler (body, request) whose body is of the class `kind`, which FastAPI reads from the
+    signature."""
 
     async def handle(body: Any, request: Request) -> Response:
         return await handler(body, request)
@@ -361,7 +431,8 @@ def authorization(headers: Headers) -> str:
 
 
 def request_id(request: Request) -> str:
-    """The client's x-request-id where it is a plain word, else one of our own. It is for people: nothing is found by it."""
+    """The client's x-request-id where it is a plain word, else one of our own. It is for people:
+    nothing is found by it."""
     if _KEY not in request.scope:
         given = request.headers.get(REQUEST_ID, "")
         request.scope[_KEY] = given if _ID.fullmatch(given) else uuid.uuid4().hex
@@ -389,18 +460,22 @@ def client_of(request: Request) -> str:
 
 
 def check_encoding(request: Request) -> None:
-    """Raises ApiError (415) for a body that is compressed: it may be of any size, whatever its number of bytes."""
+    """Raises ApiError (415) for a body that is compressed: it may be of any size, whatever its
+    number of bytes."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("", "identity"):
         raise ApiError(
-            415, f"The body's content-encoding is {printable(encoding)!r}. Send it without compression.", code="unsupported_encoding"
+            415,
+            f"The body's content-encoding is {printable(encoding)!r}. Send it without compression.",
+            code="unsupported_encoding",
         )
 
 
 async def read_body(request: Request, most: int, take: Callable[[int], None]) -> bytes:
     """The body, whose parts `take` is told of.
 
-    Raises ApiError (413) as soon as it is seen to be larger than `most` bytes, ClientDisconnect when it breaks off.
+    Raises ApiError (413) as soon as it is seen to be larger than `most` bytes, ClientDisconnect
+    when it breaks off.
     """
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > most:
@@ -420,7 +495,9 @@ async def read_body(request: Request, most: int, take: Callable[[int], None]) ->
 
 
 def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"The body is larger than {most} bytes (max_body_size).", code="request_too_large")
+    return ApiError(
+        413, f"The body is larger than {most} bytes (max_body_size).", code="request_too_large"
+    )
 
 
 def _replay(body: bytes) -> Receive:
@@ -431,7 +508,8 @@ def _replay(body: bytes) -> Receive:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """What `work` returns. It is cancelled, and has ended, when the client disconnects (ClientDisconnect) or the caller is cancelled.
+    """What `work` returns. It is cancelled, and has ended, when the client disconnects
+    (ClientDisconnect) or the caller is cancelled.
 
     The request's body must have been read: `receive` then tells of the disconnect only.
     """

@@ -1,4 +1,5 @@
-"""An answer to a chat as segments, one after the other: reasoning, text, tool calls. Other APIs than chat completions are made of them."""
+"""An answer to a chat as segments, one after the other: reasoning, text, tool calls. Other APIs
+than chat completions are made of them."""
 
 from __future__ import annotations
 
@@ -55,7 +56,12 @@ class Segments:
         """The steps of a stream, as they come. Raises ApiError."""
         async with aclosing(answer.chunks()) as pieces:
             async for chunks in pieces:
-                yield [step for chunk in chunks for choice in chunk["choices"] for step in self._push(choice["delta"], choice)]
+                yield [
+                    step
+                    for chunk in chunks
+                    for choice in chunk["choices"]
+                    for step in self._push(choice["delta"], choice)
+                ]
         yield self._end()
 
     def take(self, completion: Mapping[str, Any]) -> None:
@@ -76,10 +82,19 @@ class Segments:
         for place, call in enumerate(calls):
             self._call(steps, call.get("index", place), call)
         if choice.get("finish_reason") is not None:
-            self.finish_reason, self.stop_reason = choice["finish_reason"], choice.get("stop_reason")
+            self.finish_reason, self.stop_reason = (
+                choice["finish_reason"],
+                choice.get("stop_reason"),
+            )
         return steps
 
-    def _more(self, steps: list[Step], kind: Literal["reasoning", "text"], text: str, logprobs: list[dict[str, Any]] | None = None) -> None:
+    def _more(
+        self,
+        steps: list[Step],
+        kind: Literal["reasoning", "text"],
+        text: str,
+        logprobs: list[dict[str, Any]] | None = None,
+    ) -> None:
         if self._open is None or self._open.kind != kind:
             self._begin(steps, Segment(kind, len(self.all)))
         assert self._open is not None
@@ -88,7 +103,9 @@ class Segments:
     def _call(self, steps: list[Step], index: int, call: Mapping[str, Any]) -> None:
         function = call.get("function") or {}
         if index not in self._calls:
-            self._calls[index] = Segment("call", len(self.all), call.get("id") or "", function.get("name") or "")
+            self._calls[index] = Segment(
+                "call", len(self.all), call.get("id") or "", function.get("name") or ""
+            )
             self._begin(steps, self._calls[index])
         if arguments := function.get("arguments"):
             self._add(steps, self._calls[index], arguments, [])
@@ -99,7 +116,9 @@ class Segments:
         self._open = segment
         steps.append(Step("begin", segment))
 
-    def _add(self, steps: list[Step], segment: Segment, text: str, logprobs: list[dict[str, Any]]) -> None:
+    def _add(
+        self, steps: list[Step], segment: Segment, text: str, logprobs: list[dict[str, Any]]
+    ) -> None:
         segment.parts.append(text)
         segment.logprobs += logprobs
         steps.append(Step("more", segment, text, logprobs))

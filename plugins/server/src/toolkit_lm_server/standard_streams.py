@@ -1,4 +1,5 @@
-"""The process's standard streams: whoever started the server may have closed them, or may not read what it writes."""
+"""The process's standard streams: whoever started the server may have closed them, or may not read
+what it writes."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _AT_END = 1.0
 
 
 def open_closed_streams() -> None:
-    """Puts /dev/null in the place of streams that are closed: a socket would get their number, and printed text would go into it."""
+    """Puts /dev/null in the place of streams that are closed: a socket would get their number, and
+    printed text would go into it."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -32,7 +34,12 @@ def open_closed_streams() -> None:
 @contextmanager
 def logging_in_threads(*names: str) -> Iterator[None]:
     """The handlers of these loggers write in threads, so that a full pipe stops no one else."""
-    handlers = [handler for name in names for handler in logging.getLogger(name).handlers if isinstance(handler, logging.StreamHandler)]
+    handlers = [
+        handler
+        for name in names
+        for handler in logging.getLogger(name).handlers
+        if isinstance(handler, logging.StreamHandler)
+    ]
     writers = [_Writer(handler.stream.fileno()) for handler in handlers]
     for handler, writer in zip(handlers, writers, strict=True):
         handler.setStream(writer)

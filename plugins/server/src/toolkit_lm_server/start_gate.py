@@ -20,7 +20,8 @@ class StartGate:
     """Holds requests until the engine is ready, and then hands them to whichever app serves it."""
 
     def __init__(self, early: FastAPI, options: ServerOptions, start_timeout: float) -> None:
-        """`early`: the app that answers until then: what it has routes for is not held. `start_timeout`: seconds that a request waits."""
+        """`early`: the app that answers until then: what it has routes for is not held.
+        `start_timeout`: seconds that a request waits."""
         self.app: ASGIApp = early
         self._early = early.state.early
         self._keys = Keys.of(options)
@@ -39,7 +40,9 @@ class StartGate:
 
     def _waits(self, scope: Scope) -> bool:
         """Who has no key hears of that at once."""
-        if scope["type"] != "http" or any(route.matches(scope)[0] is not Match.NONE for route in self._early):
+        if scope["type"] != "http" or any(
+            route.matches(scope)[0] is not Match.NONE for route in self._early
+        ):
             return False
         try:
             return self._keys is None or bool(self._keys.find(authorization(Headers(scope=scope))))

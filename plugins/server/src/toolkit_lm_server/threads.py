@@ -1,4 +1,5 @@
-"""Work of the server in threads: of its own, which are daemons, so that work that hangs cannot keep the process alive, and of clients."""
+"""Work of the server in threads: of its own, which are daemons, so that work that hangs cannot keep
+the process alive, and of clients."""
 
 from __future__ import annotations
 
@@ -27,21 +28,29 @@ Result = TypeVar("Result")
 
 
 class SharedThreads(ThreadPoolExecutor):
-    """Threads that clients share. Each keeps half of the cores busy at most, and where threads are too few, clients take turns.
+    """Threads that clients share. Each keeps half of the cores busy at most, and where threads are
+    too few, clients take turns.
 
-    `waiting`: the work is mostly to wait for other machines, and keeps no core busy. Each client may have half of the threads.
+    `waiting`: the work is mostly to wait for other machines, and keeps no core busy. Each client
+    may have half of the threads.
     """
 
     def __init__(self, num_threads: int | None = None, *, waiting: bool = False) -> None:
         super().__init__(num_threads, thread_name_prefix="toolkit_lm-shared")
-        self._most = max(min(self._max_workers, self._max_workers if waiting else usable_cores()) // 2, 1)
-        self._waiting: defaultdict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = defaultdict(deque)
+        self._most = max(
+            min(self._max_workers, self._max_workers if waiting else usable_cores()) // 2, 1
+        )
+        self._waiting: defaultdict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = defaultdict(
+            deque
+        )
         """By client."""
         self._turns: Counter[str] = Counter()
         """By client: threads that it has, or waits for."""
         self._lock = threading.Lock()
 
-    def submit(self, function: Callable[..., Result], /, *args: Any, **options: Any) -> Future[Result]:
+    def submit(
+        self, function: Callable[..., Result], /, *args: Any, **options: Any
+    ) -> Future[Result]:
         client, future = WHOSE.get(), Future[Result]()
         with self._lock:
             self._waiting[client].append((future, partial(function, *args, **options)))
@@ -51,7 +60,8 @@ class SharedThreads(ThreadPoolExecutor):
         return future
 
     def _turn(self, client: str) -> None:
-        """Does the first work of a client that waits, and asks for another turn, after those that others have asked for."""
+        """Does the first work of a client that waits, and asks for another turn, after those that
+        others have asked for."""
         with self._lock:
             if not self._waiting[client]:
                 self._turns[client] -= 1
@@ -70,8 +80,11 @@ class SharedThreads(ThreadPoolExecutor):
 
 
 def usable_cores(root: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> int:
-    """Cores that this process may run on, or as many as a control group around it grants, where these are fewer."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may run on, or as many as a control group around it grants, where
+    these are fewer."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     try:
         return min(cores, math.ceil(min(_quotas(root, own), default=cores)))
     except OSError:
@@ -86,16 +99,30 @@ def _quotas(root: Path, own: Path) -> Iterator[float]:
             continue
         inner = Path(path.lstrip("/"))
         for group in (root / controllers / one for one in (inner, *inner.parents)):
-            files = [file for file in (group / "cpu.max", group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us") if file.is_file()]
+            files = [
+                file
+                for file in (
+                    group / "cpu.max",
+                    group / "cpu.cfs_quota_us",
+                    group / "cpu.cfs_period_us",
+                )
+                if file.is_file()
+            ]
             quota, period = [*" ".join(file.read_text() for file in files).split(), "", ""][:2]
             if quota.isdigit() and period.isdigit():
                 yield int(quota) / int(period)
 
 
 def in_shared_thread(handler: Callable[..., Any]) -> Callable[..., Any]:
-    """A route's handler that would run in one of FastAPI's own threads runs in one of those that clients share. Others stay as they are."""
+    """A route's handler that would run in one of FastAPI's own threads runs in one of those that
+    clients share. Others stay as they are."""
     if not inspect.isroutine(handler) or any(
-        kind(handler) for kind in (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
+        kind(handler)
+        for kind in (
+            inspect.iscoroutinefunction,
+            inspect.isasyncgenfunction,
+            inspect.isgeneratorfunction,
+        )
     ):
         return handler
 

@@ -7,7 +7,8 @@ import os
 from setproctitle import setproctitle
 
 _KEEP = "SPT_NOENV"
-"""Tells setproctitle to leave the environment where it is, which other programs read. Titles are no longer than the arguments then."""
+"""Tells setproctitle to leave the environment where it is, which other programs read. Titles are no
+longer than the arguments then."""
 
 
 def set_title(title: str) -> None:

@@ -54,18 +54,31 @@ class Tokens:
         assert config.checkpoint is not None, "the engine is ready"
         path = Path(config.renderer.tokenizer or config.checkpoint.path) / "tokenizer_config.json"
         stated = read_json(path) if path.is_file() else {}
-        return {"tokenizer_class": "", **stated, "chat_template": self._engine.renderer.chat_template_source or None}
+        return {
+            "tokenizer_class": "",
+            **stated,
+            "chat_template": self._engine.renderer.chat_template_source or None,
+        }
 
     async def _rendered(self, body: TokenizeBody) -> Rendered:
         renderer = self._engine.renderer
         if body.messages is not None:
             return await renderer.render_conversation_async(body.messages, **body.render_options())
         assert body.prompt is not None
-        return await renderer.render_prompt_async(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        return await renderer.render_prompt_async(
+            body.prompt, add_special_tokens=body.add_special_tokens is not False
+        )
 
     def _tokenized(self, token_ids: list[int], body: TokenizeBody) -> dict[str, Any]:
-        texts = self._engine.renderer.vocabulary_texts(token_ids) if body.return_token_strs else None
-        return {"count": len(token_ids), "max_model_len": self._engine.config.max_model_len, "tokens": token_ids, "token_strs": texts}
+        texts = (
+            self._engine.renderer.vocabulary_texts(token_ids) if body.return_token_strs else None
+        )
+        return {
+            "count": len(token_ids),
+            "max_model_len": self._engine.config.max_model_len,
+            "tokens": token_ids,
+            "token_strs": texts,
+        }
 
     def _detokenize(self, token_ids: list[int]) -> str:
         renderer = self._engine.renderer

@@ -28,10 +28,17 @@ class ToolUse(NamedTuple):
 NO_TOOLS = ToolUse([], [], required=False, parallel=True)
 
 
-def tool_use(tools: Sequence[dict[str, Any]] | None, choice: str | Mapping[str, Any] | None, parallel: bool | None) -> ToolUse:
-    """Of the fields tools, tool_choice and parallel_tool_calls. Raises RequestError, naming the field and the tool."""
+def tool_use(
+    tools: Sequence[dict[str, Any]] | None,
+    choice: str | Mapping[str, Any] | None,
+    parallel: bool | None,
+) -> ToolUse:
+    """Of the fields tools, tool_choice and parallel_tool_calls. Raises RequestError, naming the
+    field and the tool."""
     if tools and len(tools) > MAX_TOOLS:
-        raise RequestError(f"there are {len(tools)} tools; at most {MAX_TOOLS} are allowed.", "tools")
+        raise RequestError(
+            f"there are {len(tools)} tools; at most {MAX_TOOLS} are allowed.", "tools"
+        )
     found = [_tool(index, tool) for index, tool in enumerate(tools or ())]
     if not found:
         if choice in (None, "none", "auto"):
@@ -41,15 +48,28 @@ def tool_use(tools: Sequence[dict[str, Any]] | None, choice: str | Mapping[str, 
         return NO_TOOLS
     if choice is None or isinstance(choice, str):
         if choice not in (None, *_WORDS):
-            raise RequestError(f"tool_choice must be one of {', '.join(_WORDS)}, or a function, not {printable(choice)!r}.", "tool_choice")
+            raise RequestError(
+                f"tool_choice must be one of {', '.join(_WORDS)}, or a function, not "
+                f"{printable(choice)!r}.",
+                "tool_choice",
+            )
         return ToolUse(found, found, required=choice == "required", parallel=parallel is not False)
     function = choice.get("function")
-    name = function.get("name") if choice.get("type") == "function" and isinstance(function, Mapping) else None
+    name = (
+        function.get("name")
+        if choice.get("type") == "function" and isinstance(function, Mapping)
+        else None
+    )
     if not isinstance(name, str):
-        raise RequestError('tool_choice must be {"type": "function", "function": {"name": ...}}.', "tool_choice")
+        raise RequestError(
+            'tool_choice must be {"type": "function", "function": {"name": ...}}.', "tool_choice"
+        )
     named = [tool for tool in found if tool["function"]["name"] == name]
     if not named:
-        raise RequestError(f"tool_choice names the function {printable(name)!r}, which is not among the tools.", "tool_choice")
+        raise RequestError(
+            f"tool_choice names the function {printable(name)!r}, which is not among the tools.",
+            "tool_choice",
+        )
     return ToolUse(found, named[:1], required=True, parallel=False)
 
 
@@ -59,15 +79,26 @@ def _tool(index: int, tool: Any) -> dict[str, Any]:
         raise RequestError(f'{where}: its type must be "function".', "tools")
     function = tool.get("function")
     if not isinstance(function, dict):
-        raise RequestError(f'{where} must have a "function": a mapping with a name, a description and parameters.', "tools")
+        raise RequestError(
+            f'{where} must have a "function": a mapping with a name, a description and parameters.',
+            "tools",
+        )
     name = function.get("name")
     if not isinstance(name, str) or not 0 < len(name) <= _MOST_NAME or not _is_name(name):
-        raise RequestError(f"{where}.function.name must be 1 to {_MOST_NAME} letters, digits and characters of '_-.'.", "tools")
+        raise RequestError(
+            f"{where}.function.name must be 1 to {_MOST_NAME} letters, digits and characters of "
+            "'_-.'.",
+            "tools",
+        )
     if not isinstance(function.get("description", ""), str | None):
         raise RequestError(f"{where}.function.description must be a text.", "tools")
     parameters = function.get("parameters")
-    if parameters is not None and (not isinstance(parameters, dict) or parameters.get("type", "object") != "object"):
-        raise RequestError(f'{where}.function.parameters must be a JSON Schema of type "object".', "tools")
+    if parameters is not None and (
+        not isinstance(parameters, dict) or parameters.get("type", "object") != "object"
+    ):
+        raise RequestError(
+            f'{where}.function.parameters must be a JSON Schema of type "object".', "tools"
+        )
     return {**tool, "type": "function"}
 
 

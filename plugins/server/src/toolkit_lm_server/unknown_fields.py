@@ -1,4 +1,5 @@
-"""Fields that a body does not state: those of others, of which a table says what becomes of them, and those that nobody knows."""
+"""Fields that a body does not state: those of others, of which a table says what becomes of them,
+and those that nobody knows."""
 
 from __future__ import annotations
 
@@ -29,12 +30,16 @@ _told: set[str] = set()
 _PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
-def unknown_field(name: str, known: Iterable[str], inside: str = "", hint: str = "") -> PydanticCustomError:
+def unknown_field(
+    name: str, known: Iterable[str], inside: str = "", hint: str = ""
+) -> PydanticCustomError:
     """The error of a field that there is not, with a hint at what may be meant."""
     name = printable(name)
     hint = hint or nearest(name, known, 1, otherwise="")
     told = {"param": f"{inside}{name}", "hint": f". {hint}" if hint else ""}
-    return PydanticCustomError("unknown", "Unrecognized request argument supplied: {param}{hint}", told)
+    return PydanticCustomError(
+        "unknown", "Unrecognized request argument supplied: {param}{hint}", told
+    )
 
 
 def is_plain(name: str) -> bool:
@@ -58,7 +63,11 @@ class UnknownFields(Struct):
             self.names[whole] = None
         if self._is_news(whole):
             hint = nearest(name, known, 1, otherwise="")
-            logger.warning("the field %s of a request is ignored: this server does not know it. %s", whole, hint)
+            logger.warning(
+                "the field %s of a request is ignored: this server does not know it. %s",
+                whole,
+                hint,
+            )
 
     def drop(self, name: str, why: str) -> None:
         """Ignores a field that clients may not leave out, strict or not."""
@@ -83,13 +92,19 @@ STRICT = UnknownFields(lenient=False)
 
 
 def kept_fields(
-    given: Mapping[str, Any], stated: Collection[str], verdicts: Verdicts, *, dropped: Collection[str] = (), inside: str = ""
+    given: Mapping[str, Any],
+    stated: Collection[str],
+    verdicts: Verdicts,
+    *,
+    dropped: Collection[str] = (),
+    inside: str = "",
 ) -> dict[str, Any]:
-    """Of an object's fields those that are read, under our names. `stated`: the names that are. `inside`: where the object stands.
+    """Of an object's fields those that are read, under our names. `stated`: the names that are.
+    `inside`: where the object stands.
 
     `dropped`: those of the stated ones that are left out where their value changes nothing.
-    Raises PydanticCustomError for a field that would change the answer, for two names of one field with different values, and for an
-    unknown one where fields are strict.
+    Raises PydanticCustomError for a field that would change the answer, for two names of one field
+    with different values, and for an unknown one where fields are strict.
     """
     _check_names(given, verdicts, inside)
     kept: dict[str, Any] = {}
@@ -111,15 +126,28 @@ def kept_fields(
 
 
 def _check_names(given: Mapping[str, Any], verdicts: Verdicts, inside: str) -> None:
-    """Each field comes under one name, or has one value: whichever were taken, the other would be left out in silence."""
+    """Each field comes under one name, or has one value: whichever were taken, the other would be
+    left out in silence."""
     firsts: dict[str, str] = {}
     for name, value in given.items():
-        ours = verdict.note if (verdict := verdicts.get(name)) is not None and verdict.becomes == "renamed" else name
-        if value is None or (first := firsts.setdefault(ours, name)) == name or same(value, given[first]):
+        ours = (
+            verdict.note
+            if (verdict := verdicts.get(name)) is not None and verdict.becomes == "renamed"
+            else name
+        )
+        if (
+            value is None
+            or (first := firsts.setdefault(ours, name)) == name
+            or same(value, given[first])
+        ):
             continue
         alias, other = (name, first) if name != ours else (first, name)
         told = {"param": f"{inside}{alias}", "other": f"{inside}{other}"}
-        raise PydanticCustomError("two_names", "{param} means the same as {other}, which has another value: give one of them.", told)
+        raise PydanticCustomError(
+            "two_names",
+            "{param} means the same as {other}, which has another value: give one of them.",
+            told,
+        )
 
 
 def _unknown(name: str, value: Any, stated: Collection[str], inside: str) -> None:
@@ -134,4 +162,8 @@ def _unknown(name: str, value: Any, stated: Collection[str], inside: str) -> Non
 
 def unsupported(name: str, why: str) -> PydanticCustomError:
     """The error of a field that others have, and that would change the answer."""
-    return PydanticCustomError("unsupported", "{param} is not supported by this server: {why}.", {"param": name, "why": why})
+    return PydanticCustomError(
+        "unsupported",
+        "{param} is not supported by this server: {why}.",
+        {"param": name, "why": why},
+    )

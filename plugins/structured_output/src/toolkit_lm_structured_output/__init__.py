@@ -1,4 +1,5 @@
-"""Structured output: what requests ask for, and what holds their tokens to it. Other plugins bring what compiles grammars."""
+"""Structured output: what requests ask for, and what holds their tokens to it. Other plugins bring
+what compiles grammars."""
 
 from types import ModuleType
 
@@ -13,7 +14,8 @@ class Options(Struct, frozen=True):
     """`--plugin-option structured_output.NAME=...`"""
 
     backend: str = "auto"
-    """What compiles grammars: llguidance, xgrammar, or a plugin's. auto: llguidance, or else the first that is installed."""
+    """What compiles grammars: llguidance, xgrammar, or a plugin's. auto: llguidance, or else the
+    first that is installed."""
 
 
 @hookimpl
@@ -24,5 +26,6 @@ def toolkit_register_hookspecs() -> ModuleType:
 @hookimpl
 def toolkit_register_logits_processors(processors: LogitsProcessorRegistry) -> None:
     target = "toolkit_lm_structured_output.processor:StructuredOutput"
-    # It has the last word: what the grammar rules out must not come back, and at its end one token must be left.
+    # It has the last word: what the grammar rules out must not come back, and at its end one token
+    # must be left.
     processors.add("structured_outputs", target, params=StructuredOutputs, priority=-10_000)

@@ -29,21 +29,33 @@ def schema_of(wish: Wish) -> dict[str, Any] | None:
 
 
 def checked_schema(given: Any, wish: Wish) -> dict[str, Any]:
-    """A schema within its limits, as a mapping. Raises RequestError, also for one of which no document can be finished."""
+    """A schema within its limits, as a mapping. Raises RequestError, also for one of which no
+    document can be finished."""
     schema = read_json(given, wish.param, "the schema")
     if not isinstance(schema, dict | bool):
-        raise RequestError(f"{wish.param}: a JSON Schema is a mapping, not a {type(schema).__name__}.", wish.param)
+        raise RequestError(
+            f"{wish.param}: a JSON Schema is a mapping, not a {type(schema).__name__}.", wish.param
+        )
     for _, depth, where in _parts(schema):
         if depth > MAX_DEPTH:
-            raise RequestError(f"{wish.param}: the schema is nested more than {MAX_DEPTH} deep at {where[:200]}.", wish.param)
+            raise RequestError(
+                f"{wish.param}: the schema is nested more than {MAX_DEPTH} deep at {where[:200]}.",
+                wish.param,
+            )
     try:
         length = len(json.dumps(schema, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise RequestError(f"{wish.param}: the schema is not JSON: {error}.", wish.param) from None
     if length > MAX_SCHEMA:
-        raise RequestError(f"{wish.param}: the schema has {length} characters; at most {MAX_SCHEMA} are allowed.", wish.param)
+        raise RequestError(
+            f"{wish.param}: the schema has {length} characters; at most {MAX_SCHEMA} are allowed.",
+            wish.param,
+        )
     if (found := dead_end(schema)) is not None:
-        raise RequestError(f"{wish.param}: the schema cannot be used: {found.reason} (at {found.where[:200]}).", wish.param)
+        raise RequestError(
+            f"{wish.param}: the schema cannot be used: {found.reason} (at {found.where[:200]}).",
+            wish.param,
+        )
     if isinstance(schema, bool):
         return {}
     # What llguidance would read there is the request's business only where this plugin asks for it.
@@ -71,8 +83,13 @@ def _closed(schema: Any) -> Any:
         return [_closed(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = {name: value if name in ("const", "enum", "default", "examples") else _closed(value) for name, value in schema.items()}
-    if isinstance(closed.get("properties"), dict) or isinstance(closed.get("patternProperties"), dict):
+    closed = {
+        name: value if name in ("const", "enum", "default", "examples") else _closed(value)
+        for name, value in schema.items()
+    }
+    if isinstance(closed.get("properties"), dict) or isinstance(
+        closed.get("patternProperties"), dict
+    ):
         closed.setdefault("additionalProperties", False)
     return closed
 
@@ -81,18 +98,31 @@ def text_of(wish: Wish, what: str) -> str:
     """The text that a wish has, within its limits. Raises RequestError, which calls it `what`."""
     text = wish.value
     if not isinstance(text, str) or not text:
-        raise RequestError(f"{wish.param}: a {what} must be a text, and not an empty one.", wish.param)
+        raise RequestError(
+            f"{wish.param}: a {what} must be a text, and not an empty one.", wish.param
+        )
     if len(text) > MAX_TEXT:
-        raise RequestError(f"{wish.param}: the {what} has {len(text)} characters; at most {MAX_TEXT} are allowed.", wish.param)
+        raise RequestError(
+            f"{wish.param}: the {what} has {len(text)} characters; at most {MAX_TEXT} are allowed.",
+            wish.param,
+        )
     return text
 
 
 def choices_of(wish: Wish) -> list[str]:
     """Each choice once. Raises RequestError."""
     choices = wish.value
-    if not isinstance(choices, list) or not choices or not all(isinstance(one, str) for one in choices):
-        raise RequestError(f"{wish.param}: choice must be a list of texts, at least one.", wish.param)
+    if (
+        not isinstance(choices, list)
+        or not choices
+        or not all(isinstance(one, str) for one in choices)
+    ):
+        raise RequestError(
+            f"{wish.param}: choice must be a list of texts, at least one.", wish.param
+        )
     if len(choices) > MAX_CHOICES or sum(map(len, choices)) > MAX_SCHEMA:
         most = f"at most {MAX_CHOICES} of {MAX_SCHEMA} characters together"
-        raise RequestError(f"{wish.param}: there are {len(choices)} choices; {most} are allowed.", wish.param)
+        raise RequestError(
+            f"{wish.param}: there are {len(choices)} choices; {most} are allowed.", wish.param
+        )
     return list(dict.fromkeys(choices))

@@ -1,4 +1,5 @@
-"""The contract of a structured output backend: a half that reads what requests ask for, and one that compiles it in the sampler."""
+"""The contract of a structured output backend: a half that reads what requests ask for, and one
+that compiles it in the sampler."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from toolkit_lm_structured_output.wishes import Wish
 
 _STEPS = 16
-"""Masks that a trial makes, after tokens that are drawn at random, and as many after the longest: some grammars become expensive."""
+"""Masks that a trial makes, after tokens that are drawn at random, and as many after the longest:
+some grammars become expensive."""
 NOTHING = "nothing matches it"
 """Why a grammar that no text follows cannot be used."""
 DEAD_END = "it leads to where nothing may follow, and the end neither"
@@ -41,9 +43,13 @@ class Source(Struct, frozen=True):
             raise RequestError("structured output needs a checkpoint with a tokenizer.json.")
         path = Path(config.renderer.tokenizer or config.checkpoint.path, "tokenizer.json")
         if not path.is_file():
-            raise RequestError(f"structured output needs a tokenizer.json, and {path.parent} has none.")
+            raise RequestError(
+                f"structured output needs a tokenizer.json, and {path.parent} has none."
+            )
         if not renderer.eos_token_ids:
-            raise RequestError("structured output needs an end-of-sequence token, and this model has none.")
+            raise RequestError(
+                "structured output needs an end-of-sequence token, and this model has none."
+            )
         return cls(str(path), tuple(renderer.eos_token_ids), renderer.vocab_size)
 
 
@@ -57,7 +63,8 @@ class Reading(NamedTuple):
 
 
 class WishReader(ABC):
-    """The half that works where requests arrive. One serves all requests of an engine, from several threads. It imports no torch."""
+    """The half that works where requests arrive. One serves all requests of an engine, from several
+    threads. It imports no torch."""
 
     compiler: ClassVar[str]
     """"module:Class" of the other half, a GrammarCompiler."""
@@ -68,7 +75,8 @@ class WishReader(ABC):
 
     @abstractmethod
     def read(self, wish: Wish) -> Reading:
-        """Raises RequestError, naming `wish.param`, for what is no such thing, or larger than it may be."""
+        """Raises RequestError, naming `wish.param`, for what is no such thing, or larger than it
+        may be."""
 
 
 class Matcher(ABC):
@@ -80,14 +88,17 @@ class Matcher(ABC):
 
     @abstractmethod
     def consume(self, token_id: int) -> None:
-        """Goes on by a token. Raises ValueError for one that the grammar does not allow, or takes too much for."""
+        """Goes on by a token. Raises ValueError for one that the grammar does not allow, or takes
+        too much for."""
 
     @abstractmethod
     def fill(self, mask: np.ndarray) -> None:
-        """Makes a mask [words] int32: bit i of word w says whether token 32 w + i may follow. Raises ValueError, as `consume`."""
+        """Makes a mask [words] int32: bit i of word w says whether token 32 w + i may follow.
+        Raises ValueError, as `consume`."""
 
     def forced(self) -> list[int]:
-        """Tokens that must follow, whose masks allow nothing else; consumed one by one they are followed by this. Empty: unknown."""
+        """Tokens that must follow, whose masks allow nothing else; consumed one by one they are
+        followed by this. Empty: unknown."""
         return []
 
     @property
@@ -110,12 +121,14 @@ class GrammarCompiler(ABC):
 
     @property
     def token_lengths(self) -> np.ndarray | None:
-        """[size] characters or bytes of each token. None: unknown, and a trial reads no long ones."""
+        """[size] characters or bytes of each token. None: unknown, and a trial reads no long
+        ones."""
         return None
 
     @abstractmethod
     def compile(self, grammar: str) -> Matcher:
-        """At the beginning of a grammar. Raises ValueError. Called by one thread, besides those that use matchers."""
+        """At the beginning of a grammar. Raises ValueError. Called by one thread, besides those
+        that use matchers."""
 
     def fill(self, matchers: Sequence[Matcher], masks: np.ndarray) -> None:
         """Masks [R, words] of several matchers at once."""
@@ -123,14 +136,19 @@ class GrammarCompiler(ABC):
             matcher.fill(mask)
 
     def error_of(self, grammar: str, details: Any) -> str:
-        """Why a grammar cannot be used, "" where it can: it is compiled, and the first masks are made. In a process of its own."""
+        """Why a grammar cannot be used, "" where it can: it is compiled, and the first masks are
+        made. In a process of its own."""
         return self.tried(grammar)
 
     def tried(self, grammar: str) -> str:
         """As `error_of`, of the grammar alone."""
         import numpy as np
 
-        generator, mask, lengths = Random(0), np.zeros(-(-self.size // 32), np.int32), self.token_lengths  # nosec B311 # no secret
+        generator, mask, lengths = (
+            Random(0),
+            np.zeros(-(-self.size // 32), np.int32),
+            self.token_lengths,
+        )  # nosec B311 # no secret
         try:
             start = self.compile(grammar)
             for weights in (None,) if lengths is None else (None, lengths):
@@ -144,7 +162,13 @@ class GrammarCompiler(ABC):
                         return DEAD_END
                     if not len(allowed):
                         break
-                    matcher.consume(int(generator.choice(allowed) if weights is None else allowed[weights[allowed].argmax()]))
+                    matcher.consume(
+                        int(
+                            generator.choice(allowed)
+                            if weights is None
+                            else allowed[weights[allowed].argmax()]
+                        )
+                    )
         except ValueError as error:
             return str(error)
         return ""
@@ -153,7 +177,9 @@ class GrammarCompiler(ABC):
         """The tokens that a mask allows, but for those that end a sequence."""
         import numpy as np
 
-        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), count=self.size, bitorder="little"))
+        allowed = np.flatnonzero(
+            np.unpackbits(mask.view(np.uint8), count=self.size, bitorder="little")
+        )
         return allowed[~np.isin(allowed, self.source.eos_token_ids)]
 
 

@@ -1,4 +1,5 @@
-"""Whether a document of a JSON Schema can be finished: where parts of a schema contradict each other, none can."""
+"""Whether a document of a JSON Schema can be finished: where parts of a schema contradict each
+other, none can."""
 
 from __future__ import annotations
 
@@ -43,8 +44,9 @@ class _TooLargeError(Exception):
 def dead_end(schema: Any) -> DeadEnd | None:
     """What keeps all documents of a schema from being finished; None: nothing that is known here.
 
-    Looked at are bounds, types, values that are listed, required properties and items, `allOf`, alternatives and references. What
-    `not`, `if` and the patterns of names rule out is left to the compiler of grammars.
+    Looked at are bounds, types, values that are listed, required properties and items, `allOf`,
+    alternatives and references. What `not`, `if` and the patterns of names rule out is left to the
+    compiler of grammars.
     """
     try:
         return _Search(schema).run()
@@ -53,7 +55,8 @@ def dead_end(schema: Any) -> DeadEnd | None:
 
 
 class _Search:
-    """The smallest set of parts that have a finite document: it grows until it has the whole schema, or no more."""
+    """The smallest set of parts that have a finite document: it grows until it has the whole
+    schema, or no more."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -88,7 +91,8 @@ class _Search:
         if key in self._finite:
             return None
         if key not in self._tried:
-            # While it is being looked at, a part of it that is the same again does not help it to an end.
+            # While it is being looked at, a part of it that is the same again does not help it to
+            # an end.
             self._tried[key] = DeadEnd(parts[0].where, _ENDLESS)
             self._tried[key] = self._looked_at(flat)
             if self._tried[key] is None:
@@ -96,7 +100,8 @@ class _Search:
         return self._tried[key]
 
     def _flat(self, parts: Sequence[_Part]) -> Iterator[_Part]:
-        """Each schema once, through references and `allOf`. A reference that leads nowhere is the compiler's business."""
+        """Each schema once, through references and `allOf`. A reference that leads nowhere is the
+        compiler's business."""
         left, seen = list(reversed(parts)), set[int]()
         while left:
             part = left.pop()
@@ -108,7 +113,10 @@ class _Search:
                 self._charge(sum(len(_listed(part.schema.get(name))) for name in _LISTS))
             yield part
             if isinstance(part.schema, Mapping):
-                left += [_Part(one, f"{part.where}/allOf/{place}") for place, one in enumerate(_listed(part.schema.get("allOf")))]
+                left += [
+                    _Part(one, f"{part.where}/allOf/{place}")
+                    for place, one in enumerate(_listed(part.schema.get("allOf")))
+                ]
                 target = self._target(part.schema.get("$ref"))
                 left += [target] if target is not None else []
 
@@ -153,7 +161,9 @@ class _Search:
 
     def _values(self, flat: Sequence[_Part]) -> list[Any] | None:
         """The values that all lists have, each once; None: there is no list."""
-        lists = [{_key(schema["const"]): schema["const"]} for schema, _ in flat if "const" in schema]
+        lists = [
+            {_key(schema["const"]): schema["const"]} for schema, _ in flat if "const" in schema
+        ]
         for schema, _ in flat:
             if isinstance(listed := schema.get("enum"), list):
                 if id(listed) not in self._listed:
@@ -165,8 +175,11 @@ class _Search:
         self._charge(len(lists[0]) * len(lists))
         return [value for key, value in lists[0].items() if all(key in others for others in lists)]
 
-    def _none_admitted(self, listed: Sequence[Any], flat: Sequence[_Part], where: str) -> DeadEnd | None:
-        """Why none of some values is allowed, as far as it is plain. They have ends: what rules all of them out is the reason."""
+    def _none_admitted(
+        self, listed: Sequence[Any], flat: Sequence[_Part], where: str
+    ) -> DeadEnd | None:
+        """Why none of some values is allowed, as far as it is plain. They have ends: what rules all
+        of them out is the reason."""
         limits, reason = _Limits(flat), None
         for value in listed:
             self._charge(1)
@@ -200,7 +213,9 @@ class _Search:
             case "array":
                 return _crossed(flat, "minItems", "maxItems") or self._items(flat)
             case "object":
-                return _crossed(flat, "minProperties", "maxProperties") or self._properties(flat, where)
+                return _crossed(flat, "minProperties", "maxProperties") or self._properties(
+                    flat, where
+                )
         return None
 
     def _items(self, flat: Sequence[_Part]) -> DeadEnd | None:
@@ -221,10 +236,17 @@ class _Search:
         return None
 
     def _properties(self, flat: Sequence[_Part], where: str) -> DeadEnd | None:
-        required = {name: None for part in flat for name in _listed(part.schema.get("required")) if isinstance(name, str)}
+        required = {
+            name: None
+            for part in flat
+            for name in _listed(part.schema.get("required"))
+            if isinstance(name, str)
+        }
         most = _limit(flat, "maxProperties", min)
         if most is not None and len(required) > most:
-            return DeadEnd(where, f"{len(required)} properties are required, and at most {most} are allowed")
+            return DeadEnd(
+                where, f"{len(required)} properties are required, and at most {most} are allowed"
+            )
         for name in required:
             self._charge(len(flat))
             parts = []
@@ -232,17 +254,28 @@ class _Search:
                 properties = _mapping(schema.get("properties"))
                 if name in properties:
                     parts.append(_Part(properties[name], f"{place}/properties/{_escaped(name)}"))
-                elif not _mapping(schema.get("patternProperties")) and "additionalProperties" in schema:
+                elif (
+                    not _mapping(schema.get("patternProperties"))
+                    and "additionalProperties" in schema
+                ):
                     if schema["additionalProperties"] is False:
-                        return DeadEnd(place, f"the property {name[:100]!r} is required, and not allowed")
-                    parts.append(_Part(schema["additionalProperties"], f"{place}/additionalProperties"))
+                        return DeadEnd(
+                            place, f"the property {name[:100]!r} is required, and not allowed"
+                        )
+                    parts.append(
+                        _Part(schema["additionalProperties"], f"{place}/additionalProperties")
+                    )
             if parts and (found := self._all(parts)) is not None:
                 return found
         least = _limit(flat, "minProperties", max) or 0
         for schema, place in flat:
-            is_closed = schema.get("additionalProperties") is False and not _mapping(schema.get("patternProperties"))
+            is_closed = schema.get("additionalProperties") is False and not _mapping(
+                schema.get("patternProperties")
+            )
             if is_closed and len(_mapping(schema.get("properties"))) < least:
-                return DeadEnd(place, f"at least {least} properties are needed, and fewer are allowed")
+                return DeadEnd(
+                    place, f"at least {least} properties are needed, and fewer are allowed"
+                )
         return None
 
 
@@ -254,7 +287,9 @@ def _types(flat: Sequence[_Part]) -> list[str]:
         if isinstance(told, str) and told not in _TYPES:
             continue
         if isinstance(told, str | list):
-            allowed = {told} if isinstance(told, str) else {one for one in told if isinstance(one, str)}
+            allowed = (
+                {told} if isinstance(told, str) else {one for one in told if isinstance(one, str)}
+            )
             kinds &= allowed | ({"integer"} if "number" in allowed else set())
             kinds |= {"null"} if schema.get("nullable") is True else set()
     return [kind for kind in _TYPES if kind in kinds]
@@ -266,7 +301,10 @@ class _Limits:
     def __init__(self, flat: Sequence[_Part]) -> None:
         self._kinds = frozenset(_types(flat))
         self._low, self._high, _, _ = _bounds(flat)
-        self._lengths = {kind: (_limit(flat, least, max), _limit(flat, most, min)) for kind, (least, most) in _LENGTHS.items()}
+        self._lengths = {
+            kind: (_limit(flat, least, max), _limit(flat, most, min))
+            for kind, (least, most) in _LENGTHS.items()
+        }
 
     def excluded(self, value: Any) -> str | None:
         """Why a value is not allowed, as far as it is plain."""
@@ -341,7 +379,10 @@ def _bounds(flat: Sequence[_Part]) -> tuple[Any, Any, bool, bool]:
     lows: list[tuple[Any, bool]] = []
     highs: list[tuple[Any, bool]] = []
     for schema, _ in flat:
-        for name, exclusive, bounds in (("minimum", "exclusiveMinimum", lows), ("maximum", "exclusiveMaximum", highs)):
+        for name, exclusive, bounds in (
+            ("minimum", "exclusiveMinimum", lows),
+            ("maximum", "exclusiveMaximum", highs),
+        ):
             if _is_number(schema.get(name)):
                 bounds.append((schema[name], schema.get(exclusive) is True))
             if _is_number(schema.get(exclusive)):
@@ -359,7 +400,11 @@ def _no_number(flat: Sequence[_Part], *, whole: bool) -> str | None:
     between = f"the bounds {low} and {high}"
     if low > high or (low == high and (is_low_out or is_high_out)):
         return f"no number is within {between}"
-    steps = [Fraction(str(schema["multipleOf"])) for schema, _ in flat if _is_step(schema.get("multipleOf"))]
+    steps = [
+        Fraction(str(schema["multipleOf"]))
+        for schema, _ in flat
+        if _is_step(schema.get("multipleOf"))
+    ]
     step = max([*steps, Fraction(1)] if whole else steps, default=None)
     if step is None:
         return None
@@ -373,7 +418,9 @@ def _no_number(flat: Sequence[_Part], *, whole: bool) -> str | None:
 
 def _is_number(value: Any) -> bool:
     # No float is as large as an integer may be.
-    return (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and math.isfinite(value))
+    return (isinstance(value, int) and not isinstance(value, bool)) or (
+        isinstance(value, float) and math.isfinite(value)
+    )
 
 
 def _is_step(value: Any) -> bool:

@@ -11,7 +11,8 @@ from toolkit_lm_structured_output.registry import StructuredOutputRegistry
 def toolkit_register_structured_output(backends: StructuredOutputRegistry) -> None:
     """Registers what compiles the grammars of structured output.
 
-    Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
+    Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are
+    called.
     """
 
 

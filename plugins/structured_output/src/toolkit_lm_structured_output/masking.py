@@ -8,15 +8,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_LIMITS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=-1, bitorder="little"), np.inf, -np.inf).astype(np.float32)
+_LIMITS = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=-1, bitorder="little"),
+    np.inf,
+    -np.inf,
+).astype(np.float32)
 """[256, 8]: by the byte of a mask, the most that the logits of its tokens may be."""
 
 
 def apply_masks(logits: Tensor, masks: Sequence[np.ndarray | int]) -> None:
-    """Changes logits [R, V] float32 in place: what a row's mask does not allow becomes minus infinity.
+    """Changes logits [R, V] float32 in place: what a row's mask does not allow becomes minus
+    infinity.
 
-    A mask is [words] int32, as Matcher.fill makes it, of more or fewer tokens than V: those that it has no bit for are not allowed. Or it
-    is the only token that is.
+    A mask is [words] int32, as Matcher.fill makes it, of more or fewer tokens than V: those that it
+    has no bit for are not allowed. Or it is the only token that is.
     """
     (_apply_on_host if logits.device.type == "cpu" else _apply_on_device)(logits, masks)
 
@@ -29,7 +34,8 @@ def _apply_on_device(logits: Tensor, masks: Sequence[np.ndarray | int]) -> None:
 
 
 def _apply_on_host(logits: Tensor, masks: Sequence[np.ndarray | int]) -> None:
-    """Row by row, so that the limits stay in the cache. What a mask allows makes no difference to what it costs."""
+    """Row by row, so that the limits stay in the cache. What a mask allows makes no difference to
+    what it costs."""
     size = logits.shape[-1]
     limits = np.empty((-(-size // 8), 8), np.float32)
     for row, mask in zip(logits.numpy(), masks, strict=True):

@@ -1,4 +1,5 @@
-"""The half that works where requests arrive: a wish becomes a grammar that the sampler's half can compile."""
+"""The half that works where requests arrive: a wish becomes a grammar that the sampler's half can
+compile."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ class Preparation:
 
     def __init__(self, renderer: Any) -> None:
         self.source = Source.of(renderer)
-        self.reader = _reader(renderer.plugins or Plugins.load(renderer.config.plugins))(self.source, renderer)
+        self.reader = _reader(renderer.plugins or Plugins.load(renderer.config.plugins))(
+            self.source, renderer
+        )
         self.trials = Trials(self.source, self.reader.compiler)
 
 
@@ -34,7 +37,8 @@ _LOCK = Lock()
 
 
 def prepare(given: Mapping[str, Any], renderer: Any) -> Mapping[str, Any] | None:
-    """The arguments of the sampler's half; None where nothing is asked. Raises RequestError, naming the parameter."""
+    """The arguments of the sampler's half; None where nothing is asked. Raises RequestError, naming
+    the parameter."""
     wish = wish_of(given)
     if wish is None:
         return None
@@ -60,12 +64,21 @@ def prepare(given: Mapping[str, Any], renderer: Any) -> Mapping[str, Any] | None
 def _reader(plugins: Plugins) -> type[WishReader]:
     """Of the backend that the option names. Raises RequestError where there is none."""
     registry = plugins.brought_registry(StructuredOutputRegistry)
-    known, wanted = [entry.key for entry in registry.entries()], plugins.options("structured_output").backend
+    known, wanted = (
+        [entry.key for entry in registry.entries()],
+        plugins.options("structured_output").backend,
+    )
     if not known:
-        raise RequestError("structured output: nothing that compiles grammars is installed; pip install toolkit-lm-llguidance.")
+        raise RequestError(
+            "structured output: nothing that compiles grammars is installed; pip install "
+            "toolkit-lm-llguidance."
+        )
     if wanted == "auto":
         wanted = _PREFERRED if _PREFERRED in known else known[0]
     if wanted not in known:
-        raise RequestError(f"structured output: the option structured_output.backend names {wanted!r}. {nearest(wanted, known)}")
+        raise RequestError(
+            f"structured output: the option structured_output.backend names {wanted!r}. "
+            f"{nearest(wanted, known)}"
+        )
     reader: type[WishReader] = registry.load(wanted)
     return reader

@@ -23,9 +23,11 @@ from toolkit_lm_structured_output.masking import apply_masks
 _COMPILED = 64
 """Grammars that are kept: sequences of one request have the same, and so have many requests."""
 _SECONDS, _SECONDS_PER_TOKEN = 0.5, 0.01
-"""Of computing: what an output may take, and how much more with each of its tokens. An ambiguous grammar takes ever longer."""
+"""Of computing: what an output may take, and how much more with each of its tokens. An ambiguous
+grammar takes ever longer."""
 _SLOW = 0.002
-"""Seconds of computing, to read what a step has drawn: the mask of such a sequence is made alone, and counts."""
+"""Seconds of computing, to read what a step has drawn: the mask of such a sequence is made alone,
+and counts."""
 _MOST_FORCED = 64
 """Tokens that a step computes of what must follow."""
 
@@ -38,14 +40,16 @@ class _Grammar(NamedTuple):
 class _Sequence:
     """Where one sequence stands in its grammar.
 
-    Where the text to come is known, so are the tokens: those that the tokenizer makes of it. The matcher has consumed them already.
+    Where the text to come is known, so are the tokens: those that the tokenizer makes of it. The
+    matcher has consumed them already.
     """
 
     def __init__(self, compiled: Future[_Grammar]) -> None:
         self.forced: deque[int] = deque()
         """Tokens that must follow."""
         self.mask: np.ndarray | None = None
-        """[words] int32, as Matcher.fill makes it: what may follow them. None until it is computed."""
+        """[words] int32, as Matcher.fill makes it: what may follow them. None until it is
+        computed."""
         self._compiled = compiled
         self._matcher: Matcher | None = None
         self._num_read = 0
@@ -66,9 +70,13 @@ class _Sequence:
         return self.mask
 
     def read(self, row: ProcessorRow) -> Matcher:
-        """Goes on to the output so far. Raises RequestError, from then on, where that does not follow the grammar, or takes too much."""
+        """Goes on to the output so far. Raises RequestError, from then on, where that does not
+        follow the grammar, or takes too much."""
         if self._error is None:
-            if self._matcher is not None and len(row.token_ids) == row.num_prompt_tokens + self._num_read:
+            if (
+                self._matcher is not None
+                and len(row.token_ids) == row.num_prompt_tokens + self._num_read
+            ):
                 return self._matcher
             begun, num_read = time.thread_time(), self._num_read
             try:
@@ -86,7 +94,10 @@ class _Sequence:
 
     def _read(self, row: ProcessorRow) -> Matcher:
         if self._spent > _SECONDS + _SECONDS_PER_TOKEN * self._num_read:
-            raise ValueError(f"following {self._num_read} tokens took {self._spent:.2g} s; is the grammar ambiguous?")
+            raise ValueError(
+                f"following {self._num_read} tokens took {self._spent:.2g} s; is the grammar "
+                "ambiguous?"
+            )
         matcher = self._matcher
         if matcher is None:
             matcher = self._matcher = self._compiled.result().start.copy()
@@ -113,11 +124,14 @@ class _Sequence:
 
 def too_complex(reason: str) -> RequestError:
     """The error of a request whose grammar cannot be followed any longer."""
-    return RequestError(f"{OF_THE_REQUEST} ask for a structure that is too complex: {reason.rstrip('.')}")
+    return RequestError(
+        f"{OF_THE_REQUEST} ask for a structure that is too complex: {reason.rstrip('.')}"
+    )
 
 
 class StructuredOutput(LogitsProcessor):
-    """A sequence's place in its grammar follows from its tokens: nothing else has to survive a preemption."""
+    """A sequence's place in its grammar follows from its tokens: nothing else has to survive a
+    preemption."""
 
     stage = "logits"
     atomic = True
@@ -133,8 +147,12 @@ class StructuredOutput(LogitsProcessor):
         """Makes masks while the forward pass runs."""
         self._filling: Future[None] | None = None
 
-    def add(self, row: ProcessorRow, arguments: Mapping[str, Any], state: Mapping[str, float]) -> None:
-        source = Source(arguments["tokenizer"], tuple(arguments["eos_token_ids"]), arguments["vocab_size"])
+    def add(
+        self, row: ProcessorRow, arguments: Mapping[str, Any], state: Mapping[str, float]
+    ) -> None:
+        source = Source(
+            arguments["tokenizer"], tuple(arguments["eos_token_ids"]), arguments["vocab_size"]
+        )
         key = (arguments["compiler"], source, arguments["grammar"])
         if key not in self._compiled:
             self._compiled[key] = self._thread.submit(self._compile, *key)
@@ -155,7 +173,9 @@ class StructuredOutput(LogitsProcessor):
 
     def begin(self, rows: Sequence[ProcessorRow]) -> None:
         self._join()
-        pairs = [(self._sequences[row.key], row._replace(token_ids=row.token_ids.copy())) for row in rows]
+        pairs = [
+            (self._sequences[row.key], row._replace(token_ids=row.token_ids.copy())) for row in rows
+        ]
         self._filling = self._filler.submit(self._prepare, pairs)
 
     def _join(self) -> None:
@@ -165,12 +185,17 @@ class StructuredOutput(LogitsProcessor):
             self._filling = None
 
     def _prepare(self, pairs: Sequence[tuple[_Sequence, ProcessorRow]]) -> None:
-        """Reads the outputs so far, and makes the masks of what follows them, and what is forced."""
-        lacking: dict[tuple[GrammarCompiler, _Sequence | None], list[tuple[_Sequence, Matcher]]] = {}
+        """Reads the outputs so far, and makes the masks of what follows them, and what is
+        forced."""
+        lacking: dict[
+            tuple[GrammarCompiler, _Sequence | None], list[tuple[_Sequence, Matcher]]
+        ] = {}
         for sequence, row in pairs:
             matcher = sequence.read(row)
             if sequence.mask is None:
-                lacking.setdefault((sequence.compiler, sequence if sequence.is_slow else None), []).append((sequence, matcher))
+                lacking.setdefault(
+                    (sequence.compiler, sequence if sequence.is_slow else None), []
+                ).append((sequence, matcher))
         for (compiler, alone), some in lacking.items():
             begun = time.thread_time()
             masks = np.zeros((len(some), -(-compiler.size // 32)), np.int32)
@@ -206,6 +231,7 @@ class StructuredOutput(LogitsProcessor):
 
     @staticmethod
     def _end(values: Tensor, eos_token_ids: Sequence[int]) -> None:
-        """The grammar is at its end, and so is the sequence, whatever rules out its last token: there is no other."""
+        """The grammar is at its end, and so is the sequence, whatever rules out its last token:
+        there is no other."""
         if not (values > -torch.inf).any():
             values[eos_token_ids[0]] = 0.0

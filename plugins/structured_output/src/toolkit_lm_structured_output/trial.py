@@ -1,8 +1,10 @@
-"""A process that compiles grammars before anybody else does. What is written to break a compiler breaks this process, and no engine.
+"""A process that compiles grammars before anybody else does. What is written to break a compiler
+breaks this process, and no engine.
 
 usage: python -m toolkit_lm_structured_output.trial COMPILER SOURCE
 
-Reads a job of JSON per line, and writes an answer per line: the error, "" where there is none. A job that takes too much kills it.
+Reads a job of JSON per line, and writes an answer per line: the error, "" where there is none. A
+job that takes too much kills it.
 """
 
 from __future__ import annotations
@@ -36,7 +38,11 @@ class Job(msgspec.Struct):
 
 
 def _cut(message: str) -> str:
-    return message if len(message) <= _LENGTH else f"{message[: _LENGTH // 2]} ... {message[-_LENGTH // 2 :]}"
+    return (
+        message
+        if len(message) <= _LENGTH
+        else f"{message[: _LENGTH // 2]} ... {message[-_LENGTH // 2 :]}"
+    )
 
 
 def main() -> None:

@@ -26,11 +26,18 @@ _BROKEN = "it is too complex: it is nested too deeply, or takes too much memory"
 
 
 class Trials:
-    """Tries grammars, several at a time, and remembers what it found. The processes start with the first grammar."""
+    """Tries grammars, several at a time, and remembers what it found. The processes start with the
+    first grammar."""
 
     def __init__(self, source: Source, compiler: str) -> None:
         """`compiler`: as WishReader has it."""
-        self._command = [sys.executable, "-m", "toolkit_lm_structured_output.trial", compiler, msgspec.json.encode(source).decode()]
+        self._command = [
+            sys.executable,
+            "-m",
+            "toolkit_lm_structured_output.trial",
+            compiler,
+            msgspec.json.encode(source).decode(),
+        ]
         self._slots = BoundedSemaphore(_PROCESSES)
         self._lock = Lock()
         self._idle: list[_Process] = []
@@ -68,7 +75,9 @@ class _Process:
         self.is_alive = True
         if self._read() is None:
             self._close()
-            raise RuntimeError(f"the process that tries grammars did not start: exit code {self._popen.returncode}")
+            raise RuntimeError(
+                f"the process that tries grammars did not start: exit code {self._popen.returncode}"
+            )
 
     def ask(self, line: bytes) -> str:
         assert self._popen.stdin is not None

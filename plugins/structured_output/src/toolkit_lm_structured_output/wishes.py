@@ -16,7 +16,8 @@ _FORMATS = {
     "json_schema": ("json_schema", "schema"),
     "structural_tag": None,
 }
-"""Types of response_format, each with the names that it may have beside its type. None: whoever reads the tag checks them."""
+"""Types of response_format, each with the names that it may have beside its type. None: whoever
+reads the tag checks them."""
 _SCHEMA_NAMES = ("name", "description", "schema", "strict")
 OTHER_NAMES = {"grammar": "grammar", "ebnf": "grammar", "json_schema": "json", "regex": "regex"}
 """Parameters that llama.cpp and SGLang have for it, and the kind of each."""
@@ -41,21 +42,37 @@ class Wish(NamedTuple):
 
 def wish_of(given: Mapping[str, Any]) -> Wish | None:
     """The one that a request's parameters ask for. Raises RequestError, naming the parameter."""
-    old = {name.removeprefix("guided_"): value for name, value in given.items() if name.startswith("guided_")}
-    others = [_of_structured_outputs({kind: given[name]}, name) for name, kind in OTHER_NAMES.items() if given.get(name) not in (None, "")]
+    old = {
+        name.removeprefix("guided_"): value
+        for name, value in given.items()
+        if name.startswith("guided_")
+    }
+    others = [
+        _of_structured_outputs({kind: given[name]}, name)
+        for name, kind in OTHER_NAMES.items()
+        if given.get(name) not in (None, "")
+    ]
     wishes = [
         wish
         for wish in (
             *others,
-            _of_structured_outputs(given["structured_outputs"], "structured_outputs") if "structured_outputs" in given else None,
+            _of_structured_outputs(given["structured_outputs"], "structured_outputs")
+            if "structured_outputs" in given
+            else None,
             _of_response_format(given["response_format"]) if "response_format" in given else None,
-            _of_structured_outputs(old, next(name for name in given if name.startswith("guided_"))) if old else None,
+            _of_structured_outputs(old, next(name for name in given if name.startswith("guided_")))
+            if old
+            else None,
         )
         if wish is not None
     ]
     if len(wishes) > 1:
         one, other = wishes[0].param, wishes[1].param
-        raise RequestError(f"Cannot specify both {one} and {other}: each says what the output is to be. Give one of them.", other)
+        raise RequestError(
+            f"Cannot specify both {one} and {other}: each says what the output is to be. Give "
+            "one of them.",
+            other,
+        )
     return wishes[0] if wishes else None
 
 
@@ -65,7 +82,11 @@ def _of_structured_outputs(given: Mapping[str, Any], param: str) -> Wish | None:
     options: dict[str, Any] = {}
     for name, value in given.items():
         if name not in known and name.removeprefix("_") not in _NEUTRAL:
-            raise RequestError(f"structured_outputs has no field {str(name)[:50]!r}. {nearest(str(name)[:50], known)}", param)
+            raise RequestError(
+                f"structured_outputs has no field {str(name)[:50]!r}. "
+                f"{nearest(str(name)[:50], known)}",
+                param,
+            )
         # There is a schema false.
         if value is not None and (value is not False or name == "json"):
             (kinds if name in KINDS else options)[name] = value
@@ -74,7 +95,11 @@ def _of_structured_outputs(given: Mapping[str, Any], param: str) -> Wish | None:
             return None
         raise RequestError(f"structured_outputs must have one of {', '.join(KINDS)}.", param)
     if len(kinds) > 1:
-        raise RequestError(f"structured_outputs must have one of {', '.join(KINDS)}: there are {' and '.join(kinds)}.", param)
+        raise RequestError(
+            f"structured_outputs must have one of {', '.join(KINDS)}: there are "
+            f"{' and '.join(kinds)}.",
+            param,
+        )
     [(kind, value)] = kinds.items()
     pattern = options.get("whitespace_pattern")
     if pattern is not None and not isinstance(pattern, str):
@@ -92,22 +117,36 @@ def _of_structured_outputs(given: Mapping[str, Any], param: str) -> Wish | None:
 def _of_response_format(given: Mapping[str, Any]) -> Wish | None:
     param, kind = "response_format", given.get("type")
     if kind not in _FORMATS:
-        raise RequestError(f"response_format.type must be one of {', '.join(_FORMATS)}, not {str(kind)[:50]!r}.", param)
+        raise RequestError(
+            f"response_format.type must be one of {', '.join(_FORMATS)}, not {str(kind)[:50]!r}.",
+            param,
+        )
     if kind == "structural_tag":
         return Wish(param, "structural_tag", given)
     known = _FORMATS[kind] or ()
     _check_names(given, ("type", *known), param)
     if kind == "json_schema":
-        told = given.get("json_schema") or ({"schema": given["schema"]} if given.get("schema") is not None else None)
+        told = given.get("json_schema") or (
+            {"schema": given["schema"]} if given.get("schema") is not None else None
+        )
         if not isinstance(told, dict):
-            raise RequestError('response_format.json_schema must be provided with this type: {"name": ..., "schema": {...}}.', param)
+            raise RequestError(
+                'response_format.json_schema must be provided with this type: {"name": ..., '
+                '"schema": {...}}.',
+                param,
+            )
         _check_names(told, _SCHEMA_NAMES, "response_format.json_schema")
         return Wish(
-            param, "json", _schema(told.get("schema", {}), "response_format.json_schema.schema"), lenient=told.get("strict") is False
+            param,
+            "json",
+            _schema(told.get("schema", {}), "response_format.json_schema.schema"),
+            lenient=told.get("strict") is False,
         )
     schemas = [(name, given[name]) for name in known if given.get(name) is not None]
     if len(schemas) > 1:
-        raise RequestError("response_format has two schemas, schema and value: give one of them.", param)
+        raise RequestError(
+            "response_format has two schemas, schema and value: give one of them.", param
+        )
     for name, value in schemas:
         return Wish(param, "json", _schema(value, f"response_format.{name}"))
     return Wish(param, "json_object", True) if kind == "json_object" else None
@@ -118,7 +157,9 @@ def _check_names(given: Mapping[str, Any], known: Sequence[str], inside: str) ->
     for name, value in given.items():
         if name not in known and value is not None:
             told = str(name)[:50]
-            raise RequestError(f"{inside} has no field {told!r}. {nearest(told, known)}", "response_format")
+            raise RequestError(
+                f"{inside} has no field {told!r}. {nearest(told, known)}", "response_format"
+            )
 
 
 def _schema(value: Any, what: str) -> Any:

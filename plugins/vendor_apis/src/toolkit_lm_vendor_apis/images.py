@@ -27,4 +27,6 @@ def _sniffed(data: str) -> str:
         head = base64.b64decode(data[:16], validate=True)
     except (binascii.Error, ValueError) as error:
         raise RequestError(f"an image is not base64: {error}.", "images") from error
-    return "image/" + next((kind for beginning, kind in _BEGINNINGS.items() if head.startswith(beginning)), "png")
+    return "image/" + next(
+        (kind for beginning, kind in _BEGINNINGS.items() if head.startswith(beginning)), "png"
+    )

@@ -1,4 +1,5 @@
-"""vLLM's names: of options, flags and classes. This entry module only registers them; each is imported when it is used."""
+"""vLLM's names: of options, flags and classes. This entry module only registers them; each is
+imported when it is used."""
 
 from toolkit_lm.plugin import OptionNamesRegistry, hookimpl
 from toolkit_lm_cli import CommandRegistry, FlagNamesRegistry
@@ -17,4 +18,8 @@ def toolkit_register_flag_names(flag_names: FlagNamesRegistry) -> None:
 
 @hookimpl(optionalhook=True)
 def toolkit_register_commands(commands: CommandRegistry) -> None:
-    commands.add("migrate-vllm", "toolkit_lm_vllm_names.migrate:migrate_vllm", help="Translate a `vllm serve` line.")
+    commands.add(
+        "migrate-vllm",
+        "toolkit_lm_vllm_names.migrate:migrate_vllm",
+        help="Translate a `vllm serve` line.",
+    )

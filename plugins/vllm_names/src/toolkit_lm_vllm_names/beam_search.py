@@ -30,7 +30,8 @@ class BeamSearchOutput:
 
 @dataclass
 class BeamSearchParams:
-    """What `LLM.beam_search` searches for. A sequence is ranked by log probability / (length of its output) ** length_penalty."""
+    """What `LLM.beam_search` searches for. A sequence is ranked by log probability / (length of its
+    output) ** length_penalty."""
 
     beam_width: int
     max_tokens: int
@@ -41,12 +42,22 @@ class BeamSearchParams:
 
     def sampling_params(self) -> SamplingParams:
         """The same as parameters of `generate`. Raises RequestError."""
-        same: dict[str, Any] = {"max_tokens": self.max_tokens, "ignore_eos": self.ignore_eos, "temperature": self.temperature}
+        same: dict[str, Any] = {
+            "max_tokens": self.max_tokens,
+            "ignore_eos": self.ignore_eos,
+            "temperature": self.temperature,
+        }
         same["include_stop_str_in_output"] = self.include_stop_str_in_output
         if self.beam_width == 1:
             return SamplingParams(logprobs=0, **same)
         width = self.beam_width
-        return SamplingParams(use_beam_search=True, beam_width=width, n=width, length_penalty=self.length_penalty, **same)
+        return SamplingParams(
+            use_beam_search=True,
+            beam_width=width,
+            n=width,
+            length_penalty=self.length_penalty,
+            **same,
+        )
 
     def result(self, output: RequestOutput) -> BeamSearchOutput:
         """What `generate` gave, with the prompts in front."""
@@ -55,4 +66,6 @@ class BeamSearchParams:
 
 def _sequence(output: RequestOutput, one: CompletionOutput) -> BeamSearchSequence:
     tokens, text = [*output.prompt_token_ids, *one.token_ids], (output.prompt or "") + one.text
-    return BeamSearchSequence(tokens, text, one.cumulative_logprob or 0.0, one.finish_reason, one.stop_reason)
+    return BeamSearchSequence(
+        tokens, text, one.cumulative_logprob or 0.0, one.finish_reason, one.stop_reason
+    )

@@ -10,7 +10,8 @@ from toolkit_lm_vllm_names.values import asks_nothing, parsed
 
 _MODES = {"none": 0, "stock_torch_compile": 1, "dynamo_trace_once": 2, "vllm_compile": 3}
 _LEVELS = {0: 0, 1: 1, 2: 1, 3: 2}
-"""By vLLM's mode: the optimization_level that compiles as much. What ours does at 3, to tune code, vLLM's modes do not."""
+"""By vLLM's mode: the optimization_level that compiles as much. What ours does at 3, to tune code,
+vLLM's modes do not."""
 SAME = (
     *("backend", "splitting_ops", "compile_sizes", "inductor_compile_config", "cache_dir"),
     *("cudagraph_mode", "cudagraph_capture_sizes", "compile_ranges", "cudagraph_query_len"),
@@ -18,7 +19,8 @@ SAME = (
 """Keys that mean the same here; the last two are ours alone."""
 _LEVEL_KEYS = ("level", "mode")
 _OLDER_KEYS = ("use_inductor", "use_cudagraph", "full_cuda_graph")
-"""Where two keys say the same thing, the one that comes later here counts, in whichever order they are given."""
+"""Where two keys say the same thing, the one that comes later here counts, in whichever order they
+are given."""
 NO_EFFECT = {
     "custom_ops": "the option kernels says what computes norms and activations",
     "pass_config": "the kernels fuse what they have one call for",
@@ -48,13 +50,16 @@ REFUSED = {
 
 
 def compilation_config(value: Any) -> dict[str, Any]:
-    """A mode alone, or a mapping. A mode is an optimization level. Keys of today count before older ones."""
+    """A mode alone, or a mapping. A mode is an optimization level. Keys of today count before older
+    ones."""
     given = {key: one for key, one in mapping(value).items() if one is not None}
     kept = {key: given[key] for key in SAME if key in given}
     if not kept.get("backend", "inductor"):
         del kept["backend"]
     if "cudagraph_mode" in kept:
-        kept["cudagraph_mode"] = str(getattr(kept["cudagraph_mode"], "name", kept["cudagraph_mode"])).lower()
+        kept["cudagraph_mode"] = str(
+            getattr(kept["cudagraph_mode"], "name", kept["cudagraph_mode"])
+        ).lower()
     known = (*SAME, *_LEVEL_KEYS, *_OLDER_KEYS, *NO_EFFECT, *REFUSED)
     for key in given:
         if key not in known:
@@ -102,7 +107,9 @@ def _level(mode: Any) -> int:
     name = str(getattr(mode, "name", mode)).rpartition(".")[2].lower()
     number = _MODES.get(name, int(name) if name.isdecimal() else -1)
     if number not in _LEVELS:
-        raise ValueError(f"a mode is one of {', '.join(map(str, _LEVELS))} or {', '.join(_MODES).upper()}.")
+        raise ValueError(
+            f"a mode is one of {', '.join(map(str, _LEVELS))} or {', '.join(_MODES).upper()}."
+        )
     return _LEVELS[number]
 
 
@@ -110,7 +117,15 @@ def capture_sizes(value: Any) -> dict[str, Any]:
     """Sizes, as a list, in JSON or one by one."""
     found = parsed(value)
     sizes = found if isinstance(found, list | tuple) else [found]
-    return {"compilation_config": json.dumps({"cudagraph_capture_sizes": [int(size) for size in sizes]})} if sizes else {}
+    return (
+        {
+            "compilation_config": json.dumps(
+                {"cudagraph_capture_sizes": [int(size) for size in sizes]}
+            )
+        }
+        if sizes
+        else {}
+    )
 
 
 def use_cudagraph(value: Any) -> dict[str, Any]:

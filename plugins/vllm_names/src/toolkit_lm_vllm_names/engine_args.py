@@ -1,4 +1,5 @@
-"""EngineArgs: the options of an engine in vLLM's names, as scripts take them from their command lines."""
+"""EngineArgs: the options of an engine in vLLM's names, as scripts take them from their command
+lines."""
 
 from __future__ import annotations
 
@@ -33,11 +34,16 @@ class EngineArgs:
     def create_engine_config(self, usage_context: object = None) -> VllmConfig:
         """The config; TOOLKIT_LM_* variables give what is not given. Raises ConfigError."""
         given = {name: value for name, value in vars(self).items() if value is not None}
-        return VllmConfig.make(**load_options(VllmConfig.options(), translate(given), environ=os.environ))
+        return VllmConfig.make(
+            **load_options(VllmConfig.options(), translate(given), environ=os.environ)
+        )
 
     @classmethod
-    def add_cli_args(cls, parser: argparse.ArgumentParser, async_args_only: bool = False) -> argparse.ArgumentParser:
-        """Adds a flag for each option of vLLM's engine, and returns `parser`. One that is not given is None."""
+    def add_cli_args(
+        cls, parser: argparse.ArgumentParser, async_args_only: bool = False
+    ) -> argparse.ArgumentParser:
+        """Adds a flag for each option of vLLM's engine, and returns `parser`. One that is not given
+        is None."""
         if not async_args_only:
             short = {name: flag for flag, name in SHORT_FLAGS.items()}
             ours = {o.name: o for o in VllmConfig.options()}
@@ -45,10 +51,18 @@ class EngineArgs:
             for row in names(TABLE.values(), of_server=False):
                 flags = [row.flag, *([short[row.name]] if row.name in short else [])]
                 if row.is_switch:
-                    group.add_argument(*flags, action=argparse.BooleanOptionalAction, default=None, help=_help(row))
+                    group.add_argument(
+                        *flags, action=argparse.BooleanOptionalAction, default=None, help=_help(row)
+                    )
                 else:
                     number = "+" if row.name == "served_model_name" else None
-                    group.add_argument(*flags, type=_type(ours.get(row.name)), nargs=number, default=None, help=_help(row))
+                    group.add_argument(
+                        *flags,
+                        type=_type(ours.get(row.name)),
+                        nargs=number,
+                        default=None,
+                        help=_help(row),
+                    )
         return parser
 
     @classmethod
@@ -63,7 +77,14 @@ class AsyncEngineArgs(EngineArgs):
 
 
 def _known() -> list[str]:
-    return list(dict.fromkeys([*(o.name for o in VllmConfig.options()), *(row.name for row in names(TABLE.values(), of_server=False))]))
+    return list(
+        dict.fromkeys(
+            [
+                *(o.name for o in VllmConfig.options()),
+                *(row.name for row in names(TABLE.values(), of_server=False)),
+            ]
+        )
+    )
 
 
 def _type(ours: Option | None) -> Any:
@@ -72,5 +93,10 @@ def _type(ours: Option | None) -> Any:
 
 
 def _help(row: Name) -> str:
-    text = {"same": "As here.", "renamed": f"Here: {row.ours}.", "free": "Not needed:", "refused": "Not supported."}[row.kind]
+    text = {
+        "same": "As here.",
+        "renamed": f"Here: {row.ours}.",
+        "free": "Not needed:",
+        "refused": "Not supported.",
+    }[row.kind]
     return f"{text} {row.note}".strip().replace("%", "%%")

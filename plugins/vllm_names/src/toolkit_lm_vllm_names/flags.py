@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-from toolkit_lm_vllm_names.table import COMPILATION, SHORT_FLAGS, TABLE, Name, compilation_options, tell_of_compilation, tell_of_no_effect
+from toolkit_lm_vllm_names.table import (
+    COMPILATION,
+    SHORT_FLAGS,
+    TABLE,
+    Name,
+    compilation_options,
+    tell_of_compilation,
+    tell_of_no_effect,
+)
 from toolkit_lm_vllm_names.values import parsed
 
 _LISTS = (
@@ -33,7 +41,8 @@ class Flag(NamedTuple):
 
 
 def read_flag(words: Sequence[str]) -> Flag | None:
-    """The flag that a line begins with; None where it begins with another word, or a flag that vLLM does not have."""
+    """The flag that a line begins with; None where it begins with another word, or a flag that vLLM
+    does not have."""
     if words[0] in _LEVELS:
         return Flag(TABLE["optimization_level"], words[0][2:], [words[0]])
     if words[0].startswith(_ATTACHED):
@@ -59,8 +68,8 @@ def read_flag(words: Sequence[str]) -> Flag | None:
 def translate_flags(words: Sequence[str], known: Collection[str]) -> list[str]:
     """The words after a command, with flags of ours in place of vLLM's.
 
-    `known` are the command's own flags; one that vLLM has, too, is left as it is unless its values are to be translated. Raises
-    ConfigError for what cannot be had.
+    `known` are the command's own flags; one that vLLM has, too, is left as it is unless its values
+    are to be translated. Raises ConfigError for what cannot be had.
     """
     made: list[str] = []
     about_compilation: list[tuple[str, Any]] = []
@@ -76,7 +85,10 @@ def translate_flags(words: Sequence[str], known: Collection[str]) -> list[str]:
             continue
         if flag is not None and not is_own:
             tell_of_no_effect(flag.row, flag.value)
-        if flag is None or (is_own and (flag.row.kind != "same" or flag.row.convert is None or flag.row.name in _LISTS)):
+        if flag is None or (
+            is_own
+            and (flag.row.kind != "same" or flag.row.convert is None or flag.row.name in _LISTS)
+        ):
             made.append(rest.pop(0))
             continue
         made += flags_of(flag.row.translate(flag.value))
@@ -101,7 +113,9 @@ def flags_of(options: dict[str, Any]) -> list[str]:
 def _texts(value: Any) -> list[str]:
     """The values of a flag, which is given once for each of them."""
     if isinstance(value, dict):
-        return [f"{name}.{key}={one}" for name, fields in value.items() for key, one in fields.items()]
+        return [
+            f"{name}.{key}={one}" for name, fields in value.items() for key, one in fields.items()
+        ]
     return [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
 
 

@@ -25,7 +25,8 @@ class Migration(NamedTuple):
 
 
 def migrate(line: str) -> Migration:
-    """Translates "vllm serve MODEL --flags", or a line of python -m that runs its server. Raises ConfigError for another line."""
+    """Translates "vllm serve MODEL --flags", or a line of python -m that runs its server. Raises
+    ConfigError for another line."""
     try:
         words = shlex.split(line, comments=True)
     except ValueError as error:
@@ -46,7 +47,10 @@ def migrate(line: str) -> Migration:
                 kept = [word] if "=" in word else [word, *words[:1]]
                 del words[: len(kept) - 1]
             else:
-                left_out.append(f"{word}: vLLM has no such flag. {nearest(word, [row.flag for row in TABLE.values()])}")
+                left_out.append(
+                    f"{word}: vLLM has no such flag. "
+                    f"{nearest(word, [row.flag for row in TABLE.values()])}"
+                )
             continue
         del words[: len(flag.words)]
         written = shlex.join(flag.words)
@@ -70,17 +74,26 @@ def migrate(line: str) -> Migration:
         needless = [(name, told) for name, told in needless if name != "enforce_eager"]
     model = options.pop("model", None) or (models.pop(0) if models else None)
     left_out += [f"{word}: there is one model already." for word in models]
-    written = shlex.join(["toolkit", "serve", *([model] if model else []), *kept, *flags_of(options)])
+    written = shlex.join(
+        ["toolkit", "serve", *([model] if model else []), *kept, *flags_of(options)]
+    )
     return Migration(written, left_out, [told for _, told in needless])
 
 
 def migrate_vllm(
-    line: Annotated[list[str], typer.Argument(metavar="LINE", help='"vllm serve MODEL --flags", in quotes or after --.')],
+    line: Annotated[
+        list[str],
+        typer.Argument(metavar="LINE", help='"vllm serve MODEL --flags", in quotes or after --.'),
+    ],
 ) -> None:
-    """Print the `toolkit serve` line that does what a `vllm serve` line does, and what of it has no equivalent."""
+    """Print the `toolkit serve` line that does what a `vllm serve` line does, and what of it has no
+    equivalent."""
     found = migrate(line[0] if len(line) == 1 else shlex.join(line))
     typer.echo(found.line)
-    for title, rows in (("Without an equivalent:", found.left_out), ("Not needed:", found.needless)):
+    for title, rows in (
+        ("Without an equivalent:", found.left_out),
+        ("Not needed:", found.needless),
+    ):
         if rows:
             typer.echo(f"\n{title}")
         for row in rows:

@@ -6,7 +6,8 @@ from typing import Any, TypedDict
 
 
 class StructuredOutputsParams(TypedDict, total=False):
-    """What an output is to be, for `SamplingParams(structured_outputs=...)`: one of the first six."""
+    """What an output is to be, for `SamplingParams(structured_outputs=...)`: one of the first
+    six."""
 
     json: str | dict[str, Any]
     json_object: bool

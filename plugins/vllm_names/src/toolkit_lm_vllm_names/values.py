@@ -1,4 +1,5 @@
-"""From vLLM's values to ours: functions that give options in our names. A ValueError says what to use in place of a value."""
+"""From vLLM's values to ours: functions that give options in our names. A ValueError says what to
+use in place of a value."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _DTYPES = {"half": "float16", "float": "float32"}
-_BACKENDS = {"torch_sdpa": "sdpa", "flex_attention": "flex", "cpu_attn": "cpu", "flash_attn_vllm_v1": "flash_attn", "triton_attn": "triton"}
+_BACKENDS = {
+    "torch_sdpa": "sdpa",
+    "flex_attention": "flex",
+    "cpu_attn": "cpu",
+    "flash_attn_vllm_v1": "flash_attn",
+    "triton_attn": "triton",
+}
 _TASKS: dict[str, dict[str, Any]] = {
     "auto": {},
     "generate": {"runner": "generate"},
@@ -39,7 +46,12 @@ _PARSERS = {
     "seed_oss": "seed_think",
 }
 """vLLM's names of parsers that have other names here, of tool calls and of reasoning."""
-_GRAMMARS = {"auto": "auto", "guidance": "llguidance", "llguidance": "llguidance", "xgrammar": "xgrammar"}
+_GRAMMARS = {
+    "auto": "auto",
+    "guidance": "llguidance",
+    "llguidance": "llguidance",
+    "xgrammar": "xgrammar",
+}
 """vLLM's names of what compiles grammars."""
 _POOLER = {
     "pooling_type": "pooling_type",
@@ -63,7 +75,17 @@ def asks_nothing(value: Any, neutral: tuple[Any, ...] = ()) -> bool:
     if isinstance(value, Mapping | list | tuple | set):
         return not value
     text = str(value).lower()
-    return text in ("", "none", "false", "0", "0.0", "auto", "{}", "[]", *(str(one).lower() for one in neutral))
+    return text in (
+        "",
+        "none",
+        "false",
+        "0",
+        "0.0",
+        "auto",
+        "{}",
+        "[]",
+        *(str(one).lower() for one in neutral),
+    )
 
 
 def shown(value: Any) -> str:
@@ -72,7 +94,8 @@ def shown(value: Any) -> str:
 
 
 def parsed(text: Any) -> Any:
-    """What a flag's text says: a number, a truth value, a mapping or a list in JSON, or the text itself."""
+    """What a flag's text says: a number, a truth value, a mapping or a list in JSON, or the text
+    itself."""
     if not isinstance(text, str):
         return text
     if text in ("None", "none", ""):
@@ -148,7 +171,9 @@ def limits(value: Any) -> dict[str, Any]:
     value = parsed(value)
     if not isinstance(value, Mapping):
         return {"limit_mm_per_prompt": value}
-    counts = {name: one.get("count") if isinstance(one, Mapping) else one for name, one in value.items()}
+    counts = {
+        name: one.get("count") if isinstance(one, Mapping) else one for name, one in value.items()
+    }
     made = [f"{name}={number}" for name, number in counts.items() if number is not None]
     return {"limit_mm_per_prompt": made} if made else {}
 
@@ -176,8 +201,15 @@ def attention_config(value: Any) -> dict[str, Any]:
 def ignored_of_attention(value: Any) -> list[str]:
     """The other keys of attention_config: they change no result."""
     value = parsed(value)
-    names = [name for name, one in value.items() if name != "backend" and not asks_nothing(one)] if isinstance(value, Mapping) else []
-    return [f"attention_config: {name} has no effect: a backend's details are options of its plugin" for name in names]
+    names = (
+        [name for name, one in value.items() if name != "backend" and not asks_nothing(one)]
+        if isinstance(value, Mapping)
+        else []
+    )
+    return [
+        f"attention_config: {name} has no effect: a backend's details are options of its plugin"
+        for name in names
+    ]
 
 
 def task(value: Any) -> dict[str, Any]:
@@ -206,7 +238,11 @@ def executor(value: Any) -> dict[str, Any]:
 def pooler_config(value: Any) -> dict[str, Any]:
     """Its fields, as options."""
     value = parsed(value)
-    fields = value if isinstance(value, Mapping) else {name: getattr(value, name, None) for name in _POOLER}
+    fields = (
+        value
+        if isinstance(value, Mapping)
+        else {name: getattr(value, name, None) for name in _POOLER}
+    )
     given = {name: one for name, one in fields.items() if one is not None}
     if unknown := given.keys() - _POOLER.keys():
         raise ValueError(f"there is no {sorted(unknown)[0]!r}. Known: {', '.join(_POOLER)}.")
@@ -216,13 +252,19 @@ def pooler_config(value: Any) -> dict[str, Any]:
 def structured_outputs(value: Any) -> dict[str, Any]:
     """{"backend": ...}, or the backend."""
     found = parsed(value)
-    fields = dict(found) if isinstance(found, Mapping) else {"backend": getattr(found, "backend", found)}
+    fields = (
+        dict(found) if isinstance(found, Mapping) else {"backend": getattr(found, "backend", found)}
+    )
     backend = str(fields.pop("backend", "auto"))
     if others := sorted(name for name, one in fields.items() if not asks_nothing(one)):
         raise ValueError(f"{others[0]!r} is asked for by requests: structured_outputs.")
     if backend not in _GRAMMARS:
         raise ValueError(f"use one of {', '.join(_GRAMMARS)}.")
-    return {} if backend == "auto" else {"plugin_option": {"structured_output": {"backend": _GRAMMARS[backend]}}}
+    return (
+        {}
+        if backend == "auto"
+        else {"plugin_option": {"structured_output": {"backend": _GRAMMARS[backend]}}}
+    )
 
 
 def texts(ours: str) -> Callable[[Any], dict[str, Any]]:
@@ -238,7 +280,11 @@ def texts(ours: str) -> Callable[[Any], dict[str, Any]]:
 def middleware(value: Any) -> dict[str, Any]:
     """Of one or of a list: "module.Class" -> "module:Class"."""
     found = [value] if isinstance(value, str) else list(value)
-    return {"middleware": [one if ":" in one else ":".join(one.rsplit(".", 1)) for one in found]} if found else {}
+    return (
+        {"middleware": [one if ":" in one else ":".join(one.rsplit(".", 1)) for one in found]}
+        if found
+        else {}
+    )
 
 
 def parser(ours: str) -> Callable[[Any], dict[str, Any]]:

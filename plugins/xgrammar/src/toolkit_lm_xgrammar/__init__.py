@@ -1,4 +1,5 @@
-"""Structured output by xgrammar. This entry module only registers it; xgrammar, which imports torch, is imported by the sampler."""
+"""Structured output by xgrammar. This entry module only registers it; xgrammar, which imports
+torch, is imported by the sampler."""
 
 from toolkit_lm.plugin import hookimpl
 from toolkit_lm_structured_output.registry import StructuredOutputRegistry

@@ -96,11 +96,14 @@ class XGrammarCompiler(GrammarCompiler):
 
 
 def _tokens(source: Source) -> Any:
-    """The vocabulary, without the special tokens but for those that end a text. Raises ValueError."""
+    """The vocabulary, without the special tokens but for those that end a text. Raises
+    ValueError."""
     try:
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=source.path)
         size = source.size or len(tokenizer)
-        found = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size, stop_token_ids=list(source.eos_token_ids))
+        found = xgrammar.TokenizerInfo.from_huggingface(
+            tokenizer, vocab_size=size, stop_token_ids=list(source.eos_token_ids)
+        )
         added = json.loads(Path(source.path).read_text(encoding="utf-8")).get("added_tokens", [])
     except Exception as error:  # of any kind, of several libraries
         raise ValueError(f"xgrammar cannot read {source.path}: {_reason(error)}") from None
@@ -122,4 +125,6 @@ def _reason(error: Exception) -> str:
     """In one line, without the compiler's time and file."""
     text = " ".join(str(error).split())
     head, _, tail = text.partition(".cc:")
-    return (tail.partition(": ")[2] if "/" in head and tail else text)[:_LENGTH] or type(error).__name__
+    return (tail.partition(": ")[2] if "/" in head and tail else text)[:_LENGTH] or type(
+        error
+    ).__name__

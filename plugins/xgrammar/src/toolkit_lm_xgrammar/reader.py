@@ -7,7 +7,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from toolkit_lm.errors import RequestError
-from toolkit_lm_structured_output.checks import MAX_SCHEMA, checked_schema, choices_of, schema_of, text_of
+from toolkit_lm_structured_output.checks import (
+    MAX_SCHEMA,
+    checked_schema,
+    choices_of,
+    schema_of,
+    text_of,
+)
 from toolkit_lm_structured_output.contract import Reading, WishReader
 from toolkit_lm_structured_output.finishing import types_of
 from toolkit_lm_structured_output.wishes import Wish, read_json
@@ -21,17 +27,66 @@ _HELD = {
     *_MAPPINGS,
     *_LISTS,
     *_SCHEMAS,
-    *("$ref", "$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
-    *("type", "enum", "const", "required", "minLength", "maxLength", "pattern", "minItems", "maxItems"),
-    *("minProperties", "maxProperties", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "format"),
+    *(
+        "$ref",
+        "$schema",
+        "$id",
+        "$comment",
+        "title",
+        "description",
+        "default",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+    ),
+    *(
+        "type",
+        "enum",
+        "const",
+        "required",
+        "minLength",
+        "maxLength",
+        "pattern",
+        "minItems",
+        "maxItems",
+    ),
+    *(
+        "minProperties",
+        "maxProperties",
+        "minimum",
+        "maximum",
+        "exclusiveMinimum",
+        "exclusiveMaximum",
+        "format",
+    ),
 }
-"""Keywords that xgrammar holds to, or that say nothing. It passes others over, and so an output could be another than was asked for."""
-_FORMATS = ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+"""Keywords that xgrammar holds to, or that say nothing. It passes others over, and so an output
+could be another than was asked for."""
+_FORMATS = (
+    "date",
+    "time",
+    "date-time",
+    "duration",
+    "email",
+    "hostname",
+    "ipv4",
+    "ipv6",
+    "uuid",
+    "uri",
+)
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _OF_TYPES = {
     "string": ("minLength", "maxLength", "pattern", "format"),
     "array": ("items", "prefixItems", "minItems", "maxItems", "additionalItems"),
-    "object": ("properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties"),
+    "object": (
+        "properties",
+        "patternProperties",
+        "additionalProperties",
+        "required",
+        "minProperties",
+        "maxProperties",
+    ),
     "number": _NUMBERS,
     "integer": _NUMBERS,
 }
@@ -65,7 +120,9 @@ def _told(wish: Wish) -> dict[str, Any]:
     match wish.kind:
         case "json" | "json_object":
             if wish.whitespace_pattern is not None:
-                raise RequestError(f"{wish.param}: xgrammar takes no whitespace_pattern.", wish.param)
+                raise RequestError(
+                    f"{wish.param}: xgrammar takes no whitespace_pattern.", wish.param
+                )
             return {
                 "kind": "json",
                 "schema": _schema(schema_of(wish), wish),
@@ -75,7 +132,10 @@ def _told(wish: Wish) -> dict[str, Any]:
         case "regex":
             return {"kind": "regex", "text": text_of(wish, "regular expression")}
         case "choice":
-            return {"kind": "grammar", "text": f"root ::= {' | '.join(map(_literal, choices_of(wish)))}"}
+            return {
+                "kind": "grammar",
+                "text": f"root ::= {' | '.join(map(_literal, choices_of(wish)))}",
+            }
         case "grammar":
             return {"kind": "grammar", "text": text_of(wish, "grammar")}
         case _:
@@ -85,7 +145,10 @@ def _told(wish: Wish) -> dict[str, Any]:
 def _schema(schema: dict[str, Any] | None, wish: Wish) -> dict[str, Any]:
     assert schema is not None, "this kind has one"
     if not wish.lenient and (wrong := next(_not_held(schema), None)) is not None:
-        raise RequestError(f"{wish.param}: the schema cannot be used: xgrammar does not hold to {wrong}.", wish.param)
+        raise RequestError(
+            f"{wish.param}: the schema cannot be used: xgrammar does not hold to {wrong}.",
+            wish.param,
+        )
     return schema
 
 
@@ -104,7 +167,9 @@ def _not_held(schema: Any) -> Iterator[str]:
         yield from (f"{name!r} (at {where})" for name in one if name not in _HELD)
         yield from (f"{said} (at {where})" for said in _conflicts(one))
         for name in _MAPPINGS:
-            left += [(value, f"{where}/{name}/{key}") for key, value in _mapping(one.get(name)).items()]
+            left += [
+                (value, f"{where}/{name}/{key}") for key, value in _mapping(one.get(name)).items()
+            ]
         for name in (*_LISTS, *_SCHEMAS):
             value = one.get(name)
             if isinstance(value, list) and name in _LISTS:
@@ -128,23 +193,37 @@ def _conflicts(schema: Mapping[str, Any]) -> Iterator[str]:
         yield "'oneOf'"
     if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
         yield "'allOf' of several"
-    if isinstance(schema.get("$ref"), str) and not (schema["$ref"] == "#" or schema["$ref"].startswith("#/")):
+    if isinstance(schema.get("$ref"), str) and not (
+        schema["$ref"] == "#" or schema["$ref"].startswith("#/")
+    ):
         yield f"'$ref' {schema['$ref']!r:.60}"
     if schema.get("format") is not None and schema["format"] not in _FORMATS:
         yield f"'format' {schema['format']!r:.40}"
-    if ("pattern" in schema or "format" in schema) and ({"minLength", "maxLength"} & set(schema) or {"pattern", "format"} <= set(schema)):
+    if ("pattern" in schema or "format" in schema) and (
+        {"minLength", "maxLength"} & set(schema) or {"pattern", "format"} <= set(schema)
+    ):
         yield "'pattern' or 'format' beside other limits of a text"
     if not set(schema.get("required", ())) <= set(_mapping(schema.get("properties"))):
         yield "'required' of properties that it does not name"
     if _mapping(schema.get("patternProperties")) and _mapping(schema.get("properties")):
         # A property that both are about would have to follow both.
         yield "'patternProperties' beside 'properties'"
-    named = {kinds} if isinstance(kinds, str) else {one for one in kinds if isinstance(one, str)} if isinstance(kinds, list) else None
+    named = (
+        {kinds}
+        if isinstance(kinds, str)
+        else {one for one in kinds if isinstance(one, str)}
+        if isinstance(kinds, list)
+        else None
+    )
     listed = [schema["const"]] if "const" in schema else schema.get("enum")
-    if named is not None and not all(named.intersection(types_of(one)) for one in (listed if isinstance(listed, list) else ())):
+    if named is not None and not all(
+        named.intersection(types_of(one)) for one in (listed if isinstance(listed, list) else ())
+    ):
         yield "values that are not of their 'type'"
     limits = [name for names in _OF_TYPES.values() for name in names if name in schema]
-    if limits and not (isinstance(kinds, str) and all(name in _OF_TYPES.get(kinds, ()) for name in limits)):
+    if limits and not (
+        isinstance(kinds, str) and all(name in _OF_TYPES.get(kinds, ()) for name in limits)
+    ):
         yield f"{limits[0]!r} of any type but one"
 
 
@@ -170,23 +249,53 @@ def _tag(wish: Wish) -> dict[str, Any]:
     """A structural tag within its limits; xgrammar checks the rest."""
     told = read_json(wish.value, wish.param, "the structural tag")
     if not isinstance(told, dict) or told.get("type", "structural_tag") != "structural_tag":
-        raise RequestError(f"{wish.param}: a structural tag has structures and triggers, or a format.", wish.param)
+        raise RequestError(
+            f"{wish.param}: a structural tag has structures and triggers, or a format.", wish.param
+        )
     checked_schema(told, wish)
     if len(json.dumps(told)) > MAX_SCHEMA:
-        raise RequestError(f"{wish.param}: the structural tag has more than {MAX_SCHEMA} characters.", wish.param)
+        raise RequestError(
+            f"{wish.param}: the structural tag has more than {MAX_SCHEMA} characters.", wish.param
+        )
     if "format" in told:
         for schema in _schemas(told["format"]):
             checked_schema(schema, wish)
         return {"type": "structural_tag", "format": told["format"]}
     structures, triggers = told.get("structures"), told.get("triggers")
-    if not isinstance(structures, list) or not isinstance(triggers, list) or not structures or not triggers:
-        raise RequestError(f"{wish.param}: a structural tag needs triggers, and structures.", wish.param)
+    if (
+        not isinstance(structures, list)
+        or not isinstance(triggers, list)
+        or not structures
+        or not triggers
+    ):
+        raise RequestError(
+            f"{wish.param}: a structural tag needs triggers, and structures.", wish.param
+        )
     tags = []
     for index, one in enumerate(structures):
-        if not isinstance(one, Mapping) or not isinstance(one.get("begin"), str) or not isinstance(one.get("end", ""), str):
-            raise RequestError(f"{wish.param}: structure {index} must have a begin, a schema and an end.", wish.param)
-        if not any(isinstance(text, str) and text and one["begin"].startswith(text) for text in triggers):
-            raise RequestError(f"{wish.param}: structure {index} begins with none of the triggers.", wish.param)
-        content = {"type": "json_schema", "json_schema": _schema(checked_schema(one.get("schema", {}), wish), wish)}
-        tags.append({"type": "tag", "begin": one["begin"], "content": content, "end": one.get("end", "")})
-    return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": triggers, "tags": tags}}
+        if (
+            not isinstance(one, Mapping)
+            or not isinstance(one.get("begin"), str)
+            or not isinstance(one.get("end", ""), str)
+        ):
+            raise RequestError(
+                f"{wish.param}: structure {index} must have a begin, a schema and an end.",
+                wish.param,
+            )
+        if not any(
+            isinstance(text, str) and text and one["begin"].startswith(text) for text in triggers
+        ):
+            raise RequestError(
+                f"{wish.param}: structure {index} begins with none of the triggers.", wish.param
+            )
+        content = {
+            "type": "json_schema",
+            "json_schema": _schema(checked_schema(one.get("schema", {}), wish), wish),
+        }
+        tags.append(
+            {"type": "tag", "begin": one["begin"], "content": content, "end": one.get("end", "")}
+        )
+    return {
+        "type": "structural_tag",
+        "format": {"type": "triggered_tags", "triggers": triggers, "tags": tags},
+    }

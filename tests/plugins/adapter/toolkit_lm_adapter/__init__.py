@@ -1,4 +1,5 @@
-"""A Llama whose requests may name an adapter: a field that changes the forward pass, and that no logits processor reads."""
+"""A Llama whose requests may name an adapter: a field that changes the forward pass, and that no
+logits processor reads."""
 
 from __future__ import annotations
 

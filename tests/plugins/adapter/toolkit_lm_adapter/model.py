@@ -14,7 +14,8 @@ from torch import Tensor
 
 
 class AdapterState(ModelState):
-    """Remembers the adapter of each sequence. An adapter is a vector, made of its name, that is added to the embeddings."""
+    """Remembers the adapter of each sequence. An adapter is a vector, made of its name, that is
+    added to the embeddings."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -22,15 +23,23 @@ class AdapterState(ModelState):
 
     def add(self, seq: NewSequence) -> None:
         name = seq.inputs.model_arguments.get("adapter", {}).get("adapter", "")
-        drawn = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(self.config.hf_config["hidden_size"])
-        self._vectors[seq.seq_id] = 0.2 * drawn.astype(np.float32) if name else np.zeros_like(drawn, np.float32)
+        drawn = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(
+            self.config.hf_config["hidden_size"]
+        )
+        self._vectors[seq.seq_id] = (
+            0.2 * drawn.astype(np.float32) if name else np.zeros_like(drawn, np.float32)
+        )
 
     def remove(self, seq_id: int) -> None:
         self._vectors.pop(seq_id, None)
 
     def inputs(self, inputs: StepInputs) -> dict[str, Tensor]:
         of_rows = np.stack([self._vectors[row.seq_id] for row in inputs.plan.scheduled])
-        return {"adapters": torch.from_numpy(np.repeat(of_rows, inputs.num_tokens, axis=0)).to(self.device)}
+        return {
+            "adapters": torch.from_numpy(np.repeat(of_rows, inputs.num_tokens, axis=0)).to(
+                self.device
+            )
+        }
 
 
 class AdapterLlamaForCausalLM(LlamaForCausalLM):
@@ -38,6 +47,8 @@ class AdapterLlamaForCausalLM(LlamaForCausalLM):
 
     state = AdapterState
 
-    def forward(self, input_ids: Tensor, positions: Tensor, **arguments: Any) -> Tensor | IntermediateTensors:
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, **arguments: Any
+    ) -> Tensor | IntermediateTensors:
         embedded = self.embed(input_ids) + arguments.pop("adapters")
         return super().forward(input_ids, positions, inputs_embeds=embedded, **arguments)

@@ -1,4 +1,5 @@
-"""A third party's load format: MODEL may be a GGUF file, with config, tokenizer and weights in it."""
+"""A third party's load format: MODEL may be a GGUF file, with config, tokenizer and weights in
+it."""
 
 from toolkit_lm.plugin import LoaderRegistry, hookimpl
 

@@ -12,14 +12,17 @@ from toolkit_lm.errors import CheckpointError
 
 
 class GGUFFile:
-    """An open file. Raises CheckpointError for one that is missing or broken, and for metadata that it lacks."""
+    """An open file. Raises CheckpointError for one that is missing or broken, and for metadata that
+    it lacks."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             self._reader = GGUFReader(path)
         except Exception as error:  # whatever a broken header leads to
-            raise CheckpointError(f"{path} is no readable GGUF file; it may be truncated: {error}") from error
+            raise CheckpointError(
+                f"{path} is no readable GGUF file; it may be truncated: {error}"
+            ) from error
         self.architecture: str = self.require("general.architecture")
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -41,7 +44,11 @@ class GGUFFile:
         for tensor in self._reader.tensors:
             try:
                 values = dequantize(tensor.data, tensor.tensor_type)
-            except Exception as error:  # whatever gguf raises for a type that it cannot dequantize, or data that end too early
-                raise CheckpointError(f"{self.path}: {tensor.name} ({tensor.tensor_type.name}) cannot be dequantized: {error}") from error
+            # whatever gguf raises for a type that it cannot dequantize, or data that end too early
+            except Exception as error:
+                raise CheckpointError(
+                    f"{self.path}: {tensor.name} ({tensor.tensor_type.name}) cannot be "
+                    f"dequantized: {error}"
+                ) from error
             # The file's own memory cannot be written to, which torch warns of.
             yield tensor.name, np.array(values, dtype=np.float32)

@@ -1,4 +1,5 @@
-"""GGUFLoader: the weights of a GGUF file, dequantized; and the folder in Hugging Face layout that the rest of it makes."""
+"""GGUFLoader: the weights of a GGUF file, dequantized; and the folder in Hugging Face layout that
+the rest of it makes."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ _OF_LAYERS = (
 )
 _OTHERS = ("model.embed_tokens", "model.norm", "lm_head")
 _PERMUTED = ("llama",)
-"""Architectures whose queries and keys llama.cpp stores with the two halves of a head interleaved."""
+"""Architectures whose queries and keys llama.cpp stores with the two halves of a head
+interleaved."""
 
 
 class GGUFLoader(CheckpointLoader):
@@ -57,7 +59,9 @@ class GGUFLoader(CheckpointLoader):
             return self.source
         files = sorted(self.source.glob("*.gguf"))
         if len(files) != 1:
-            raise CheckpointError(f"{self.source} holds {len(files)} GGUF files, not one: name the file.")
+            raise CheckpointError(
+                f"{self.source} holds {len(files)} GGUF files, not one: name the file."
+            )
         return files[0]
 
     @classmethod
@@ -66,7 +70,10 @@ class GGUFLoader(CheckpointLoader):
         if folder.is_dir():
             return folder
         opened = GGUFFile(file)
-        texts = {"config.json": json.dumps(hf_config(opened)), "tokenizer_config.json": json.dumps(tokenizer_config(opened))}
+        texts = {
+            "config.json": json.dumps(hf_config(opened)),
+            "tokenizer_config.json": json.dumps(tokenizer_config(opened)),
+        }
         texts["tokenizer.json"] = tokenizer(opened).to_str()
         folder.parent.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(dir=folder.parent))
@@ -81,16 +88,21 @@ class GGUFLoader(CheckpointLoader):
 
 
 def _names(file: GGUFFile) -> dict[str, str]:
-    """The names of GGUF's tensors -> those of checkpoints in Hugging Face layout, both without "weight" and "bias"."""
+    """The names of GGUF's tensors -> those of checkpoints in Hugging Face layout, both without
+    "weight" and "bias"."""
     count = file.require("{arch}.block_count")
     of_name = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
     known = get_tensor_name_map(of_name[file.architecture], count)
-    stems = [*_OTHERS, *(f"model.layers.{layer}.{name}" for layer in range(count) for name in _OF_LAYERS)]
+    stems = [
+        *_OTHERS,
+        *(f"model.layers.{layer}.{name}" for layer in range(count) for name in _OF_LAYERS),
+    ]
     return {name: stem for stem in stems if (name := known.get_name(stem)) is not None}
 
 
 def _in_halves(array: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of queries or keys [heads * size, ...]: of each head, pairs (0, size / 2), (1, size / 2 + 1), ... -> first half, second half."""
+    """Rows of queries or keys [heads * size, ...]: of each head, pairs (0, size / 2), (1, size / 2
+    + 1), ... -> first half, second half."""
     pairs = array.reshape(num_heads, len(array) // num_heads // 2, 2, *array.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(array.shape))
 
@@ -106,4 +118,6 @@ def _key(file: Path) -> str:
         stat = file.stat()
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
-    return hashlib.sha256(f"1 {file.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:32]
+    return hashlib.sha256(
+        f"1 {file.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()
+    ).hexdigest()[:32]

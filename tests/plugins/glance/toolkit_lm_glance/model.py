@@ -1,4 +1,5 @@
-"""GlanceForConditionalGeneration: tiles see each other once, and stand among the tokens of any registered decoder."""
+"""GlanceForConditionalGeneration: tiles see each other once, and stand among the tokens of any
+registered decoder."""
 
 from __future__ import annotations
 
@@ -36,11 +37,22 @@ class TileEncoder(Model):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config = HFConfig(vllm_config.hf_config)
-        size, heads = HFConfig(config.require("text_config", dict)).require("hidden_size", int), config.require("tile_heads", int)
+        size, heads = (
+            HFConfig(config.require("text_config", dict)).require("hidden_size", int),
+            config.require("tile_heads", int),
+        )
         made: dict[str, Any] = {"vllm_config": vllm_config}
-        self.tile = ReplicatedLinear(config.require("tile_size", int) ** 2, size, prefix=f"{prefix}.tile", **made)
+        self.tile = ReplicatedLinear(
+            config.require("tile_size", int) ** 2, size, prefix=f"{prefix}.tile", **made
+        )
         self.qkv = QKVParallelLinear(size, HEAD_SIZE, heads, heads, prefix=f"{prefix}.qkv", **made)
-        self.attn = Attention(self.qkv.num_heads, HEAD_SIZE, type=AttentionType.ENCODER, prefix=f"{prefix}.attn", **made)
+        self.attn = Attention(
+            self.qkv.num_heads,
+            HEAD_SIZE,
+            type=AttentionType.ENCODER,
+            prefix=f"{prefix}.attn",
+            **made,
+        )
         self.out = RowParallelLinear(heads * HEAD_SIZE, size, prefix=f"{prefix}.out", **made)
 
     def look(self, tiles: Tensor) -> Tensor:
@@ -55,14 +67,22 @@ class GlanceForConditionalGeneration(MultiModalModel):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.language: Any = make_part(vllm_config, HFConfig(vllm_config.hf_config).require("text_config", dict), "language")
-        self.eye = TileEncoder(vllm_config=vllm_config, prefix="eye") if is_first_stage(vllm_config.parallel) else Absent()
+        self.language: Any = make_part(
+            vllm_config, HFConfig(vllm_config.hf_config).require("text_config", dict), "language"
+        )
+        self.eye = (
+            TileEncoder(vllm_config=vllm_config, prefix="eye")
+            if is_first_stage(vllm_config.parallel)
+            else Absent()
+        )
 
     def embed(self, input_ids: Tensor) -> Tensor:
         embedded: Tensor = self.language.embed(input_ids)
         return embedded
 
-    def encode(self, modality: str, items: list[dict[str, Tensor]], sequences: EncoderSequences) -> list[Tensor]:
+    def encode(
+        self, modality: str, items: list[dict[str, Tensor]], sequences: EncoderSequences
+    ) -> list[Tensor]:
         tiles = [item["tiles"].flatten(0, 1) for item in items]
         assert isinstance(self.eye, TileEncoder)
         with sequences([len(one) for one in tiles]):
@@ -76,7 +96,9 @@ class GlanceForConditionalGeneration(MultiModalModel):
         inputs_embeds: Tensor | None = None,
         intermediate: IntermediateTensors | None = None,
     ) -> Tensor | IntermediateTensors:
-        out: Tensor = self.language(input_ids, positions, inputs_embeds=inputs_embeds, intermediate=intermediate)
+        out: Tensor = self.language(
+            input_ids, positions, inputs_embeds=inputs_embeds, intermediate=intermediate
+        )
         return out
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
@@ -85,10 +107,20 @@ class GlanceForConditionalGeneration(MultiModalModel):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         given = list(weights)
-        eye = [(name.removeprefix("eye."), tensor) for name, tensor in given if name.startswith("eye.")]
-        language = [(name.removeprefix("language."), tensor) for name, tensor in given if not name.startswith("eye.")]
+        eye = [
+            (name.removeprefix("eye."), tensor) for name, tensor in given if name.startswith("eye.")
+        ]
+        language = [
+            (name.removeprefix("language."), tensor)
+            for name, tensor in given
+            if not name.startswith("eye.")
+        ]
         loaded = {f"language.{name}" for name in self.language.load_weights(language)}
-        return loaded | ({f"eye.{name}" for name in self.eye.load_weights(eye)} if isinstance(self.eye, TileEncoder) else set())
+        return loaded | (
+            {f"eye.{name}" for name in self.eye.load_weights(eye)}
+            if isinstance(self.eye, TileEncoder)
+            else set()
+        )
 
     def example_items(self) -> list[tuple[str, dict[str, Array]]]:
         numbers = HFConfig(self.vllm_config.hf_config).require("tile_size", int) ** 2

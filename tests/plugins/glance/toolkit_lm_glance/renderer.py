@@ -28,7 +28,9 @@ class GlanceRenderer(Renderer):
     def render_conversation(self, messages: Conversation, **kwargs: Any) -> Rendered:
         raise RequestError("Glance has no chat template.", "messages")
 
-    def render_prompt(self, prompt: Any, *, add_special_tokens: bool = True, **options: Any) -> Rendered:
+    def render_prompt(
+        self, prompt: Any, *, add_special_tokens: bool = True, **options: Any
+    ) -> Rendered:
         parsed: Any = parse_prompt(prompt, media=True)
         images = list(parsed.get("multi_modal_data", {}).get("image", ()))
         token_ids: list[int] = []
@@ -39,7 +41,9 @@ class GlanceRenderer(Renderer):
                 continue
             features.append(self._feature(images.pop(0), len(token_ids)))
             assert self.rules is not None and features[-1].data is not None
-            token_ids += self.rules.replacement("image", {"tiles": features[-1].data["tiles"].to_numpy()}).token_ids
+            token_ids += self.rules.replacement(
+                "image", {"tiles": features[-1].data["tiles"].to_numpy()}
+            ).token_ids
         if images:
             raise RequestError("there are more images than places for them.", "multi_modal_data")
         return Rendered(token_ids, features)
@@ -47,7 +51,9 @@ class GlanceRenderer(Renderer):
     def _feature(self, image: np.ndarray, offset: int) -> MultiModalFeatureSpec:
         size = self.config.hf_config["tile_size"]
         rows, columns = image.shape[0] // size, image.shape[1] // size
-        cut = image[: rows * size, : columns * size].reshape(rows, size, columns, size).swapaxes(1, 2)
+        cut = (
+            image[: rows * size, : columns * size].reshape(rows, size, columns, size).swapaxes(1, 2)
+        )
         tiles = np.ascontiguousarray(cut.reshape(rows, columns, size**2), np.float32)
         assert self.rules is not None
         token_ids, mask, layout = self.rules.replacement("image", {"tiles": tiles})
@@ -59,7 +65,9 @@ class GlanceRenderer(Renderer):
             layout=layout,
         )
 
-    def decode_stream(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> DecodeStream:
+    def decode_stream(
+        self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> DecodeStream:
         return Latin1()
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:

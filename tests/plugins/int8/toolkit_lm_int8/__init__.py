@@ -1,4 +1,5 @@
-"""A third party's quantizations of weights: int8 that is made at load, and the packed int4 of compressed-tensors' checkpoints."""
+"""A third party's quantizations of weights: int8 that is made at load, and the packed int4 of
+compressed-tensors' checkpoints."""
 
 from toolkit_lm.plugin import QuantizationRegistry, hookimpl
 

@@ -1,4 +1,5 @@
-"""Weights in int8 with a float32 scale per output channel, made while a checkpoint of floats is loaded: activations stay floats."""
+"""Weights in int8 with a float32 scale per output channel, made while a checkpoint of floats is
+loaded: activations stay floats."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ from torch.nn import functional as F
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[outputs, inputs] -> int8 of the same shape, and scales [outputs] float32: weight is about int8 * scale.
+    """[outputs, inputs] -> int8 of the same shape, and scales [outputs] float32: weight is about
+    int8 * scale.
 
-    Symmetric: the largest value of a row becomes 127, and no value is off by more than half a scale.
+    Symmetric: the largest value of a row becomes 127, and no value is off by more than half a
+    scale.
     """
     weight = weight.float()
     scale = weight.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127
@@ -23,7 +26,8 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class QuantizingLoader(ShardLoader):
-    """Cuts this rank's share out of the whole quantized weight, so that a row has one scale on all ranks."""
+    """Cuts this rank's share out of the whole quantized weight, so that a row has one scale on all
+    ranks."""
 
     scale: Tensor | None = None
     """Where the scales go."""
@@ -40,7 +44,8 @@ class QuantizingLoader(ShardLoader):
 class Int8Method(LinearMethod):
     def create(self, layer: nn.Module, spec: LinearSpec) -> None:
         plain = spec.loader()
-        # Of the right size where nothing is loaded (load_format "dummy"): 127 steps of it are one. It is in no checkpoint.
+        # Of the right size where nothing is loaded (load_format "dummy"): 127 steps of it are one.
+        # It is in no checkpoint.
         self.scale = torch.full(spec.shape[:1], 1 / 127, dtype=torch.float32)
         layer.register_buffer("weight_scale", self.scale, persistent=False)
         loader = QuantizingLoader(plain.parts, plain.dim, self.scale, ShardLoader(spec.outputs))
@@ -51,7 +56,8 @@ class Int8Method(LinearMethod):
 
 
 class Int8(Quantization):
-    """Linear layers, experts, and heads that are not tied: a tied one is the embedding, which stays as it is."""
+    """Linear layers, experts, and heads that are not tied: a tied one is the embedding, which stays
+    as it is."""
 
     @classmethod
     def refuses(cls, vllm_config: VllmConfig) -> str | None:

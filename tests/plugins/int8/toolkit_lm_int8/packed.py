@@ -1,4 +1,5 @@
-"""The format "pack-quantized" of compressed-tensors: symmetric int4 or int8, several in an int32, with a scale per group of inputs."""
+"""The format "pack-quantized" of compressed-tensors: symmetric int4 or int8, several in an int32,
+with a scale per group of inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ _FORMAT = "pack-quantized"
 
 
 class PackedMethod(LinearMethod):
-    """`weight_packed` [outputs, inputs / values in an int32] int32, `weight_scale` [outputs, inputs / group size], `weight_shape` [2]."""
+    """`weight_packed` [outputs, inputs / values in an int32] int32, `weight_scale` [outputs, inputs
+    / group size], `weight_shape` [2]."""
 
     def __init__(self, num_bits: int, group_size: int) -> None:
         self.num_bits, self.group_size = num_bits, group_size
@@ -23,10 +25,17 @@ class PackedMethod(LinearMethod):
     def create(self, layer: nn.Module, spec: LinearSpec) -> None:
         pack = 32 // self.num_bits
         # As many groups as the share's inputs are in: ranks may have to share one.
-        packed, grouped = (spec.inputs.stored(f"inputs of {spec.prefix}", pack=p, group=g) for p, g in ((pack, 1), (1, self.group_size)))
+        packed, grouped = (
+            spec.inputs.stored(f"inputs of {spec.prefix}", pack=p, group=g)
+            for p, g in ((pack, 1), (1, self.group_size))
+        )
         self.spec, outputs = spec, spec.shape[0]
-        self.weight = layer.weight_packed = new_parameter((outputs, packed.size), torch.int32, spec.loader(pack=pack))
-        self.scale = layer.weight_scale = new_parameter((outputs, grouped.size), spec.dtype, spec.loader(group=self.group_size))
+        self.weight = layer.weight_packed = new_parameter(
+            (outputs, packed.size), torch.int32, spec.loader(pack=pack)
+        )
+        self.scale = layer.weight_scale = new_parameter(
+            (outputs, grouped.size), spec.dtype, spec.loader(group=self.group_size)
+        )
         layer.weight_shape = new_parameter((2,), torch.int64, _pass_over)
         layer.weight_shape.data.zero_()
 
@@ -42,7 +51,9 @@ class PackedMethod(LinearMethod):
         values = (self.weight.unsqueeze(-1) >> shifts) & ((1 << self.num_bits) - 1)
         size, start = self.spec.inputs.size, self.spec.inputs.start % self.group_size
         # A share that begins within a group begins within the scales that are stored for it.
-        scales = self.scale.float().repeat_interleave(self.group_size, dim=1)[:, start : start + size]
+        scales = self.scale.float().repeat_interleave(self.group_size, dim=1)[
+            :, start : start + size
+        ]
         return (values.flatten(1)[:, :size] - (1 << (self.num_bits - 1))) * scales
 
 
@@ -56,23 +67,41 @@ class CompressedTensors(Quantization):
         config = vllm_config.hf_config.get("quantization_config") or {}
         groups = list((config.get("config_groups") or {}).values())
         if config.get("format") != _FORMAT or len(groups) != 1:
-            return f"it has the format {config.get('format')!r} in {len(groups)} groups of layers, and not {_FORMAT!r} in one"
+            return (
+                f"it has the format {config.get('format')!r} in {len(groups)} groups of layers, "
+                f"and not {_FORMAT!r} in one"
+            )
         weights = groups[0].get("weights") or {}
         if groups[0].get("targets") != ["Linear"] or groups[0].get("input_activations"):
             return "it quantizes other things than the weights of linear layers"
         wanted = {"type": "int", "symmetric": True, "strategy": "group"}
-        if wrong := [f"{key} {weights.get(key)!r}" for key, value in wanted.items() if weights.get(key) != value]:
+        if wrong := [
+            f"{key} {weights.get(key)!r}"
+            for key, value in wanted.items()
+            if weights.get(key) != value
+        ]:
             return f"its weights are stored with {', '.join(wrong)}"
         if weights.get("num_bits") not in (4, 8) or not weights.get("group_size"):
-            return f"its weights have {weights.get('num_bits')} bits, in groups of {weights.get('group_size')}"
+            return (
+                f"its weights have {weights.get('num_bits')} bits, in groups of "
+                f"{weights.get('group_size')}"
+            )
         return None
 
     def method(self, spec: LinearSpec) -> LinearMethod | None:
         (group,) = self.config["config_groups"].values()
         weights: dict[str, Any] = group["weights"]
-        if spec.kind == "embedding" or spec.tied_to is not None or any(self._names(spec.prefix, name) for name in self.config["ignore"]):
+        if (
+            spec.kind == "embedding"
+            or spec.tied_to is not None
+            or any(self._names(spec.prefix, name) for name in self.config["ignore"])
+        ):
             return None
         return PackedMethod(weights["num_bits"], weights["group_size"])
 
     def _names(self, prefix: str, ignored: str) -> bool:
-        return bool(re.match(ignored.removeprefix("re:"), prefix)) if ignored.startswith("re:") else ignored == prefix
+        return (
+            bool(re.match(ignored.removeprefix("re:"), prefix))
+            if ignored.startswith("re:")
+            else ignored == prefix
+        )

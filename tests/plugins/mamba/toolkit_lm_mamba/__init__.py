@@ -1,4 +1,5 @@
-"""Mamba (Gu and Dao 2023): a recurrent model. Its layers keep a state of fixed size, in a KV kind of their own."""
+"""Mamba (Gu and Dao 2023): a recurrent model. Its layers keep a state of fixed size, in a KV kind
+of their own."""
 
 from toolkit_lm.plugin import KVKindRegistry, ModelRegistry, hookimpl
 
@@ -10,5 +11,11 @@ def toolkit_register_kv_kinds(kv_kinds: KVKindRegistry) -> None:
 
 @hookimpl
 def toolkit_register_models(models: ModelRegistry) -> None:
-    # A state stands for all tokens so far: no prefix of them can be found in it again. And no position ends it.
-    models.add("MambaForCausalLM", "toolkit_lm_mamba.model:MambaForCausalLM", length_keys=(), caches_prefixes=False)
+    # A state stands for all tokens so far: no prefix of them can be found in it again. And no
+    # position ends it.
+    models.add(
+        "MambaForCausalLM",
+        "toolkit_lm_mamba.model:MambaForCausalLM",
+        length_keys=(),
+        caches_prefixes=False,
+    )

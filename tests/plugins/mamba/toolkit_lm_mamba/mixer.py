@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from toolkit_lm.attention import BatchView, CacheBackend, CacheLayer, KVCacheSpec, PageTensor, current
+from toolkit_lm.attention import (
+    BatchView,
+    CacheBackend,
+    CacheLayer,
+    KVCacheSpec,
+    PageTensor,
+    current,
+)
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import HFConfig, ReplicatedLinear, get_activation
 from torch import Tensor, nn
@@ -24,18 +31,28 @@ class Row(NamedTuple):
 
 
 class MambaBackend(CacheBackend):
-    """A page holds the convolution's last inputs [channels, kernel - 1], then the state [channels, state size]."""
+    """A page holds the convolution's last inputs [channels, kernel - 1], then the state [channels,
+    state size]."""
 
     @classmethod
     def page_layout(cls, spec: KVCacheSpec) -> list[PageTensor]:
         assert isinstance(spec, MambaSpec)
-        return [PageTensor((spec.channels, spec.kernel_size - 1), "float32"), PageTensor((spec.channels, spec.state_size), "float32")]
+        return [
+            PageTensor((spec.channels, spec.kernel_size - 1), "float32"),
+            PageTensor((spec.channels, spec.state_size), "float32"),
+        ]
 
     def build(self, batch: BatchView) -> list[Row]:
         assert batch.block_table is not None
         starts, blocks = batch.query_start.tolist(), batch.block_table[:, 0].tolist()
-        rows = zip(starts, starts[1:], blocks, batch.starts.tolist(), batch.seq_lens.tolist(), strict=False)
-        return [Row(slice(start, end), block, computed == 0) for start, end, block, computed, length in rows if length]
+        rows = zip(
+            starts, starts[1:], blocks, batch.starts.tolist(), batch.seq_lens.tolist(), strict=False
+        )
+        return [
+            Row(slice(start, end), block, computed == 0)
+            for start, end, block, computed, length in rows
+            if length
+        ]
 
 
 class MambaMixer(CacheLayer):
@@ -47,8 +64,13 @@ class MambaMixer(CacheLayer):
         super().__init__(prefix)
         config = HFConfig(vllm_config.hf_config)
         hidden_size, bias = config.require("hidden_size", int), config.get("use_bias", bool, False)
-        channels = config.get("intermediate_size", int) or config.get("expand", int, 2) * hidden_size
-        self.rank, self.state_size = config.require("time_step_rank", int), config.require("state_size", int)
+        channels = (
+            config.get("intermediate_size", int) or config.get("expand", int, 2) * hidden_size
+        )
+        self.rank, self.state_size = (
+            config.require("time_step_rank", int),
+            config.require("state_size", int),
+        )
         self.spec = MambaSpec(
             block_size=vllm_config.max_model_len,
             channels=channels,
@@ -58,13 +80,21 @@ class MambaMixer(CacheLayer):
         self.activation = get_activation(config.get("hidden_act", str, "silu"))
 
         def linear(inputs: int, outputs: int, name: str, bias: bool) -> ReplicatedLinear:
-            return ReplicatedLinear(inputs, outputs, bias=bias, vllm_config=vllm_config, prefix=f"{prefix}.{name}")
+            return ReplicatedLinear(
+                inputs, outputs, bias=bias, vllm_config=vllm_config, prefix=f"{prefix}.{name}"
+            )
 
         self.in_proj = linear(hidden_size, 2 * channels, "in_proj", bias)
         self.x_proj = linear(channels, self.rank + 2 * self.state_size, "x_proj", False)
         self.dt_proj = linear(self.rank, channels, "dt_proj", True)
         self.out_proj = linear(channels, hidden_size, "out_proj", bias)
-        self.conv1d = nn.Conv1d(channels, channels, self.spec.kernel_size, groups=channels, bias=config.get("use_conv_bias", bool, True))
+        self.conv1d = nn.Conv1d(
+            channels,
+            channels,
+            self.spec.kernel_size,
+            groups=channels,
+            bias=config.get("use_conv_bias", bool, True),
+        )
         self.A_log = nn.Parameter(torch.empty(channels, self.state_size))
         self.D = nn.Parameter(torch.empty(channels))
 
@@ -86,15 +116,20 @@ class MambaMixer(CacheLayer):
         return result
 
     def convolve(self, x: Tensor, window: Tensor) -> Tensor:
-        """x [L, channels] -> the same; `window` [channels, kernel - 1] are the inputs before, and become the last."""
+        """x [L, channels] -> the same; `window` [channels, kernel - 1] are the inputs before, and
+        become the last."""
         wide = torch.cat([window.to(x.dtype), x.T], dim=-1)
         window.copy_(wide[:, -window.shape[-1] :])
         bias = None if self.conv1d.bias is None else self.conv1d.bias.to(x.dtype)
-        return self.activation(F.conv1d(wide[None], self.conv1d.weight.to(x.dtype), bias, groups=len(wide))[0].T)
+        return self.activation(
+            F.conv1d(wide[None], self.conv1d.weight.to(x.dtype), bias, groups=len(wide))[0].T
+        )
 
     def scan(self, x: Tensor, state: Tensor) -> Tensor:
         """x [L, channels] -> the same; `state` [channels, state size] goes on."""
-        step, into, out_of = self.x_proj(x).split([self.rank, self.state_size, self.state_size], dim=-1)
+        step, into, out_of = self.x_proj(x).split(
+            [self.rank, self.state_size, self.state_size], dim=-1
+        )
         step = F.softplus(self.dt_proj(step).float())
         decay = torch.exp(-torch.exp(self.A_log.float()) * step[..., None])
         brought = (step * x.float())[..., None] * into.float()[:, None]

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.model import HFConfig, Model, ParallelLMHead, RMSNorm, VocabParallelEmbedding, make_layers
+from toolkit_lm.model import (
+    HFConfig,
+    Model,
+    ParallelLMHead,
+    RMSNorm,
+    VocabParallelEmbedding,
+    make_layers,
+)
 from torch import Tensor, nn
 
 from toolkit_lm_mamba.mixer import MambaMixer
@@ -32,9 +39,14 @@ class MambaBackbone(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config = HFConfig(vllm_config.hf_config)
-        hidden_size, eps = config.require("hidden_size", int), config.get("layer_norm_epsilon", float, 1e-5)
+        hidden_size, eps = (
+            config.require("hidden_size", int),
+            config.get("layer_norm_epsilon", float, 1e-5),
+        )
         vocab_size = config.require("vocab_size", int)
-        self.embeddings = VocabParallelEmbedding(vocab_size, hidden_size, vllm_config=vllm_config, prefix=f"{prefix}.embeddings")
+        self.embeddings = VocabParallelEmbedding(
+            vocab_size, hidden_size, vllm_config=vllm_config, prefix=f"{prefix}.embeddings"
+        )
         self.layers = make_layers(
             config.require("num_hidden_layers", int),
             lambda name: MambaBlock(vllm_config=vllm_config, prefix=name),
@@ -54,7 +66,9 @@ class MambaForCausalLM(Model):
         self.lm_head = ParallelLMHead(
             config.require("vocab_size", int),
             config.require("hidden_size", int),
-            tied_to=self.backbone.embeddings if config.get("tie_word_embeddings", bool, True) else None,
+            tied_to=self.backbone.embeddings
+            if config.get("tie_word_embeddings", bool, True)
+            else None,
             vllm_config=vllm_config,
             prefix="lm_head",
         )

@@ -6,7 +6,8 @@ from toolkit_lm.attention import KVCacheSpec
 
 
 class MambaSpec(KVCacheSpec, frozen=True, kw_only=True, tag="mamba"):
-    """The last inputs of the convolution and the state, in float32: one block of max_model_len tokens, which every step writes."""
+    """The last inputs of the convolution and the state, in float32: one block of max_model_len
+    tokens, which every step writes."""
 
     caches_prefixes: ClassVar[bool] = False
     forks_anywhere: ClassVar[bool] = False

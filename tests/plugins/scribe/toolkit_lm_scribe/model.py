@@ -1,4 +1,5 @@
-"""ScribeModel: pre-norm layers, grouped queries, and decoders of which every second looks back no further than a window."""
+"""ScribeModel: pre-norm layers, grouped queries, and decoders of which every second looks back no
+further than a window."""
 
 from __future__ import annotations
 
@@ -23,12 +24,26 @@ HEAD_SIZE = 16
 class SelfAttention(nn.Module):
     """x [T, H] -> [T, H]."""
 
-    def __init__(self, kind: AttentionType, window: int | None, *, vllm_config: VllmConfig, prefix: str) -> None:
+    def __init__(
+        self, kind: AttentionType, window: int | None, *, vllm_config: VllmConfig, prefix: str
+    ) -> None:
         super().__init__()
         config = HFConfig(vllm_config.hf_config)
-        size, heads, kv_heads = (config.require(key, int) for key in ("hidden_size", "num_heads", "num_kv_heads"))
-        self.qkv = QKVParallelLinear(size, HEAD_SIZE, heads, kv_heads, bias=False, vllm_config=vllm_config, prefix=f"{prefix}.qkv")
-        self.out = RowParallelLinear(heads * HEAD_SIZE, size, bias=False, vllm_config=vllm_config, prefix=f"{prefix}.out")
+        size, heads, kv_heads = (
+            config.require(key, int) for key in ("hidden_size", "num_heads", "num_kv_heads")
+        )
+        self.qkv = QKVParallelLinear(
+            size,
+            HEAD_SIZE,
+            heads,
+            kv_heads,
+            bias=False,
+            vllm_config=vllm_config,
+            prefix=f"{prefix}.qkv",
+        )
+        self.out = RowParallelLinear(
+            heads * HEAD_SIZE, size, bias=False, vllm_config=vllm_config, prefix=f"{prefix}.out"
+        )
         self.attn = Attention(
             self.qkv.num_heads,
             HEAD_SIZE,
@@ -51,12 +66,27 @@ class CrossAttention(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config = HFConfig(vllm_config.hf_config)
-        size, inner = config.require("hidden_size", int), config.require("num_heads", int) * HEAD_SIZE
-        self.q = ColumnParallelLinear(size, inner, bias=False, vllm_config=vllm_config, prefix=f"{prefix}.q")
-        self.kv = MergedColumnParallelLinear(size, [inner, inner], bias=False, vllm_config=vllm_config, prefix=f"{prefix}.kv")
-        self.out = RowParallelLinear(inner, size, bias=False, vllm_config=vllm_config, prefix=f"{prefix}.out")
+        size, inner = (
+            config.require("hidden_size", int),
+            config.require("num_heads", int) * HEAD_SIZE,
+        )
+        self.q = ColumnParallelLinear(
+            size, inner, bias=False, vllm_config=vllm_config, prefix=f"{prefix}.q"
+        )
+        self.kv = MergedColumnParallelLinear(
+            size, [inner, inner], bias=False, vllm_config=vllm_config, prefix=f"{prefix}.kv"
+        )
+        self.out = RowParallelLinear(
+            inner, size, bias=False, vllm_config=vllm_config, prefix=f"{prefix}.out"
+        )
         heads = self.q.output_size // HEAD_SIZE
-        self.attn = Attention(heads, HEAD_SIZE, type=AttentionType.CROSS, vllm_config=vllm_config, prefix=f"{prefix}.attn")
+        self.attn = Attention(
+            heads,
+            HEAD_SIZE,
+            type=AttentionType.CROSS,
+            vllm_config=vllm_config,
+            prefix=f"{prefix}.attn",
+        )
 
     def forward(self, x: Tensor, states: Tensor | None) -> Tensor:
         kv = () if states is None else self.kv(states).chunk(2, dim=-1)
@@ -75,9 +105,13 @@ class Layer(nn.Module):
         window = config.require("window", int) if decodes and index % 2 else None
         self.self_attn = SelfAttention(kind, window, prefix=f"{prefix}.self_attn", **made)
         self.cross_attn = CrossAttention(prefix=f"{prefix}.cross_attn", **made) if decodes else None
-        self.up = ColumnParallelLinear(size, 2 * size, bias=False, activation="gelu", prefix=f"{prefix}.up", **made)
+        self.up = ColumnParallelLinear(
+            size, 2 * size, bias=False, activation="gelu", prefix=f"{prefix}.up", **made
+        )
         self.down = RowParallelLinear(2 * size, size, bias=False, prefix=f"{prefix}.down", **made)
-        self.norms = nn.ModuleList(RMSNorm(size, eps=1e-6, **made) for _ in range(3 if decodes else 2))
+        self.norms = nn.ModuleList(
+            RMSNorm(size, eps=1e-6, **made) for _ in range(3 if decodes else 2)
+        )
 
     def forward(self, x: Tensor, states: Tensor | None = None) -> Tensor:
         x = x + self.self_attn(self.norms[0](x))
@@ -93,11 +127,17 @@ class ScribeModel(EncoderDecoderModel):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config, made = HFConfig(vllm_config.hf_config), {"vllm_config": vllm_config}
-        vocab_size, size, count = (config.require(key, int) for key in ("vocab_size", "hidden_size", "num_layers"))
+        vocab_size, size, count = (
+            config.require(key, int) for key in ("vocab_size", "hidden_size", "num_layers")
+        )
         self.embed = VocabParallelEmbedding(vocab_size, size, prefix="embed", **made)
         self.positions = nn.Embedding(config.require("max_position_embeddings", int), size)
-        self.encoder = nn.ModuleList(Layer(i, decodes=False, prefix=f"encoder.{i}", **made) for i in range(count))
-        self.decoder = nn.ModuleList(Layer(i, decodes=True, prefix=f"decoder.{i}", **made) for i in range(count))
+        self.encoder = nn.ModuleList(
+            Layer(i, decodes=False, prefix=f"encoder.{i}", **made) for i in range(count)
+        )
+        self.decoder = nn.ModuleList(
+            Layer(i, decodes=True, prefix=f"decoder.{i}", **made) for i in range(count)
+        )
         self.lm_head = ParallelLMHead(vocab_size, size, prefix="lm_head", **made)
 
     def encode(self, input_ids: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
@@ -106,7 +146,9 @@ class ScribeModel(EncoderDecoderModel):
             x = layer(x)
         return x
 
-    def forward(self, input_ids: Tensor, positions: Tensor, *, encoder_hidden_states: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, *, encoder_hidden_states: Tensor | None = None
+    ) -> Tensor:  # type: ignore[override]
         x: Tensor = self.embed(input_ids) + self.positions(positions)
         for layer in self.decoder:
             x = layer(x, encoder_hidden_states)

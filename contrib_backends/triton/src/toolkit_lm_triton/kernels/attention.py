@@ -1,4 +1,5 @@
-"""Attention in tiles with a running softmax (Dao 2023, FlashAttention-2), its split along keys (Flash-Decoding), and the cache's stores."""
+"""Attention in tiles with a running softmax (Dao 2023, FlashAttention-2), its split along keys
+(Flash-Decoding), and the cache's stores."""
 
 from __future__ import annotations
 
@@ -50,18 +51,31 @@ def attend(
     SINKS: tl.constexpr,
     BIAS: tl.constexpr,
 ) -> None:
-    """One piece, one KV head with all its query heads, one share of the keys: programs (pieces, kv_heads, splits).
+    """One piece, one KV head with all its query heads, one share of the keys: programs (pieces,
+    kv_heads, splits).
 
-    q and out [T, heads, SIZE]. k and v are paged where BLOCK_SIZE is not 0, else [T, kv_heads, SIZE]. SPLIT 0: the keys are not shared out,
-    and `out` is written; else sums [pieces, splits, kv_heads, rows, SIZE_FILLED] to `partial`, and maxima and denominators
-    [pieces, splits, kv_heads, rows, 2] to `stats`, all in fp32. BIAS 1: by offset [heads, 2 * bias_origin + 1]; 2: of each pair
-    [heads, queries, keys], whose queries begin at that of the first piece, `bias_origin`.
+    q and out [T, heads, SIZE]. k and v are paged where BLOCK_SIZE is not 0, else [T, kv_heads,
+    SIZE]. SPLIT 0: the keys are not shared out, and `out` is written; else sums [pieces, splits,
+    kv_heads, rows, SIZE_FILLED] to `partial`, and maxima and denominators [pieces, splits,
+    kv_heads, rows, 2] to `stats`, all in fp32. BIAS 1: by offset [heads, 2 * bias_origin + 1]; 2:
+    of each pair [heads, queries, keys], whose queries begin at that of the first piece,
+    `bias_origin`.
     """
     ROWS: tl.constexpr = GROUP_FILLED * QUERIES
     index, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     piece = pieces + index * COLUMNS
-    row, token, position, count = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2), tl.load(piece + 3)
-    begin, end, origin, place = tl.load(piece + 4), tl.load(piece + 5), tl.load(piece + 6), tl.load(piece + 7)
+    row, token, position, count = (
+        tl.load(piece),
+        tl.load(piece + 1),
+        tl.load(piece + 2),
+        tl.load(piece + 3),
+    )
+    begin, end, origin, place = (
+        tl.load(piece + 4),
+        tl.load(piece + 5),
+        tl.load(piece + 6),
+        tl.load(piece + 7),
+    )
     if SPLIT:
         begin += split * SPLIT
         end = tl.minimum(end, begin + SPLIT)
@@ -74,7 +88,11 @@ def attend(
     is_dim = dims < SIZE
     tokens = (token + query).to(tl.int64)
     real_dims = is_real[:, None] & is_dim[None, :]
-    queries = tl.load(q + tokens[:, None] * q_token + head[:, None] * q_head + dims[None, :], mask=real_dims, other=0.0)
+    queries = tl.load(
+        q + tokens[:, None] * q_token + head[:, None] * q_head + dims[None, :],
+        mask=real_dims,
+        other=0.0,
+    )
     positions = position + query
     if SPANS:
         span_end = tl.load(span_ends + tokens, mask=is_real, other=0)
@@ -92,14 +110,22 @@ def attend(
         keys = start + tl.arange(0, KEYS)
         is_key = keys < end
         if BLOCK_SIZE:
-            block = tl.load(block_table + row.to(tl.int64) * table_row + keys // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+            block = tl.load(
+                block_table + row.to(tl.int64) * table_row + keys // BLOCK_SIZE,
+                mask=is_key,
+                other=0,
+            ).to(tl.int64)
             k_places = block * k_block + (keys % BLOCK_SIZE) * k_token
             v_places = block * v_block + (keys % BLOCK_SIZE) * v_token
         else:
             k_places = (origin + keys).to(tl.int64) * k_token
             v_places = (origin + keys).to(tl.int64) * v_token
         # What no query of the piece sees may be NaN, and is never read.
-        key = tl.load(k + k_places[None, :] + kv_head * k_head + dims[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0)
+        key = tl.load(
+            k + k_places[None, :] + kv_head * k_head + dims[:, None],
+            mask=is_key[None, :] & is_dim[:, None],
+            other=0.0,
+        )
         scores = tl.dot(queries, key, input_precision="ieee") * scale
         if SOFT_CAP > 0.0:
             # tanh(x) = (1 - exp(-2x)) / (1 + exp(-2x)), of |x|: nothing overflows.
@@ -109,10 +135,14 @@ def attend(
         ahead = keys[None, :] - positions[:, None]
         seen = is_real[:, None] & is_key[None, :]
         if BIAS == 1:
-            scores += tl.load(bias + head[:, None] * bias_head + (ahead + bias_origin), mask=seen, other=0.0)
+            scores += tl.load(
+                bias + head[:, None] * bias_head + (ahead + bias_origin), mask=seen, other=0.0
+            )
         if BIAS == 2:
             pairs = (place - bias_origin + query).to(tl.int64)[:, None] * bias_query + keys[None, :]
-            scores += tl.load(bias + head.to(tl.int64)[:, None] * bias_head + pairs, mask=seen, other=0.0)
+            scores += tl.load(
+                bias + head.to(tl.int64)[:, None] * bias_head + pairs, mask=seen, other=0.0
+            )
         if CAUSAL:
             if SPANS:
                 seen = seen & ((ahead <= 0) | (keys[None, :] < span_end[:, None]))
@@ -129,15 +159,25 @@ def attend(
         weights = tl.exp(scores - base[:, None])
         kept = tl.exp(top - base)
         total = total * kept + tl.sum(weights, 1)
-        value = tl.load(v + v_places[:, None] + kv_head * v_head + dims[None, :], mask=is_key[:, None] & is_dim[None, :], other=0.0)
+        value = tl.load(
+            v + v_places[:, None] + kv_head * v_head + dims[None, :],
+            mask=is_key[:, None] & is_dim[None, :],
+            other=0.0,
+        )
         sums = sums * kept[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         top = higher
 
     if SPLIT:
-        share = ((index.to(tl.int64) * tl.num_programs(2) + split) * tl.num_programs(1) + kv_head) * ROWS + rows
+        share = (
+            (index.to(tl.int64) * tl.num_programs(2) + split) * tl.num_programs(1) + kv_head
+        ) * ROWS + rows
         # A share without keys is not read.
         is_used = is_real & (rows < tl.where((split == 0) | (begin < end), ROWS, 0))
-        tl.store(partial + share[:, None] * SIZE_FILLED + dims[None, :], sums, mask=is_used[:, None] & is_dim[None, :])
+        tl.store(
+            partial + share[:, None] * SIZE_FILLED + dims[None, :],
+            sums,
+            mask=is_used[:, None] & is_dim[None, :],
+        )
         tl.store(stats + share * 2, top, mask=is_used)
         tl.store(stats + share * 2 + 1, total, mask=is_used)
     else:
@@ -168,7 +208,12 @@ def merge(
     ROWS: tl.constexpr = GROUP_FILLED * QUERIES
     index, kv_head = tl.program_id(0), tl.program_id(1)
     piece = pieces + index * COLUMNS
-    token, count, begin, end = tl.load(piece + 1), tl.load(piece + 3), tl.load(piece + 4), tl.load(piece + 5)
+    token, count, begin, end = (
+        tl.load(piece + 1),
+        tl.load(piece + 3),
+        tl.load(piece + 4),
+        tl.load(piece + 5),
+    )
     rows = tl.arange(0, ROWS)
     query, member = rows // GROUP_FILLED, rows % GROUP_FILLED
     is_real = (query < count) & (member < GROUP)
@@ -184,12 +229,16 @@ def merge(
         base = tl.where(higher == float("-inf"), 0.0, higher)
         kept, added = tl.exp(top - base), tl.exp(other - base)
         total = total * kept + added * tl.load(stats + share * 2 + 1, mask=is_real, other=0.0)
-        shared = tl.load(partial + share[:, None] * SIZE_FILLED + dims[None, :], mask=real_dims, other=0.0)
+        shared = tl.load(
+            partial + share[:, None] * SIZE_FILLED + dims[None, :], mask=real_dims, other=0.0
+        )
         sums = sums * kept[:, None] + added[:, None] * shared
         top = higher
     found = sums / tl.where(total == 0.0, 1.0, total)[:, None]
     head = kv_head * GROUP + member
-    places = (token + query).to(tl.int64)[:, None] * out_token + head[:, None] * out_head + dims[None, :]
+    places = (
+        (token + query).to(tl.int64)[:, None] * out_token + head[:, None] * out_head + dims[None, :]
+    )
     tl.store(out + places, found.to(out.dtype.element_ty), mask=real_dims)
 
 
@@ -217,5 +266,11 @@ def store_kv(
     dims = tl.arange(0, SIZE_FILLED)
     stored = dims < tl.where(slot >= 0, SIZE, 0)
     to = slot // BLOCK_SIZE * block + slot % BLOCK_SIZE * token + kv_head * head + dims
-    tl.store(keys + to, tl.load(k + index * k_token + kv_head * k_head + dims, mask=stored), mask=stored)
-    tl.store(values + to, tl.load(v + index * v_token + kv_head * v_head + dims, mask=stored), mask=stored)
+    tl.store(
+        keys + to, tl.load(k + index * k_token + kv_head * k_head + dims, mask=stored), mask=stored
+    )
+    tl.store(
+        values + to,
+        tl.load(v + index * v_token + kv_head * v_head + dims, mask=stored),
+        mask=stored,
+    )

@@ -22,7 +22,8 @@ def rms_norm(
     SIZE_FILLED: tl.constexpr,
     ADDS: tl.constexpr,
 ) -> None:
-    """x [tokens, heads, SIZE] -> `out`, contiguous. ADDS: of x + residual, which goes to `total`. Programs (tokens * heads)."""
+    """x [tokens, heads, SIZE] -> `out`, contiguous. ADDS: of x + residual, which goes to `total`.
+    Programs (tokens * heads)."""
     row = tl.program_id(0).to(tl.int64)
     token, head = row // num_heads, row % num_heads
     dims = tl.arange(0, SIZE_FILLED)
@@ -57,7 +58,9 @@ def rotate(
     is_pair = pairs < HALF
     at = x + token * x_token + head * x_head
     # A thread reads and writes both of a pair.
-    first, second = _turned(at, cos + token * cos_token, sin + token * cos_token, pairs, is_pair, HALF, INTERLEAVED)
+    first, second = _turned(
+        at, cos + token * cos_token, sin + token * cos_token, pairs, is_pair, HALF, INTERLEAVED
+    )
     to, other = _pair(pairs, HALF, INTERLEAVED)
     tl.store(at + to, first.to(x.dtype.element_ty), mask=is_pair)
     tl.store(at + other, second.to(x.dtype.element_ty), mask=is_pair)
@@ -92,7 +95,8 @@ def rotate_and_store(
     INTERLEAVED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ) -> None:
-    """Queries are turned in place; keys are turned into the cache, and values copied, at slots [T]. Programs (T, HEADS + KV_HEADS)."""
+    """Queries are turned in place; keys are turned into the cache, and values copied, at slots [T].
+    Programs (T, HEADS + KV_HEADS)."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pairs = tl.arange(0, HALF_FILLED)
     is_pair = pairs < HALF
@@ -115,7 +119,11 @@ def rotate_and_store(
             tl.store(keys + page + other, second.to(keys.dtype.element_ty), mask=is_pair)
             dims = tl.arange(0, SIZE_FILLED)
             is_dim = dims < SIZE
-            tl.store(values + page + dims, tl.load(v + token * v_token + kv_head * v_head + dims, mask=is_dim), mask=is_dim)
+            tl.store(
+                values + page + dims,
+                tl.load(v + token * v_token + kv_head * v_head + dims, mask=is_dim),
+                mask=is_dim,
+            )
             if 2 * HALF < SIZE:
                 # What is not turned.
                 is_rest = is_dim & (dims >= 2 * HALF)
@@ -136,15 +144,27 @@ def _pair(pairs, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
 def _turned(x, cos, sin, pairs, is_pair, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Both of each pair, in fp32. `sin` is negative where the other one is subtracted."""
     to, other = _pair(pairs, HALF, INTERLEAVED)
-    first, second = tl.load(x + to, mask=is_pair).to(tl.float32), tl.load(x + other, mask=is_pair).to(tl.float32)
-    cos_first, cos_second = tl.load(cos + to, mask=is_pair).to(tl.float32), tl.load(cos + other, mask=is_pair).to(tl.float32)
-    sin_first, sin_second = tl.load(sin + to, mask=is_pair).to(tl.float32), tl.load(sin + other, mask=is_pair).to(tl.float32)
+    first, second = (
+        tl.load(x + to, mask=is_pair).to(tl.float32),
+        tl.load(x + other, mask=is_pair).to(tl.float32),
+    )
+    cos_first, cos_second = (
+        tl.load(cos + to, mask=is_pair).to(tl.float32),
+        tl.load(cos + other, mask=is_pair).to(tl.float32),
+    )
+    sin_first, sin_second = (
+        tl.load(sin + to, mask=is_pair).to(tl.float32),
+        tl.load(sin + other, mask=is_pair).to(tl.float32),
+    )
     return first * cos_first + second * sin_first, second * cos_second + first * sin_second
 
 
 @triton.jit
-def gate(x, out, x_token, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr) -> None:
-    """[gate, up] side by side, [T, 2 * SIZE] -> activation(gate) * up [T, SIZE]. Programs (T, SIZE / BLOCK)."""
+def gate(
+    x, out, x_token, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
+) -> None:
+    """[gate, up] side by side, [T, 2 * SIZE] -> activation(gate) * up [T, SIZE]. Programs (T, SIZE
+    / BLOCK)."""
     token = tl.program_id(0).to(tl.int64)
     dims = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_dim = dims < SIZE
@@ -180,9 +200,11 @@ def likeliest(
     BLOCK: tl.constexpr,
     HAS_PLACES: tl.constexpr,
 ) -> None:
-    """The greatest of each part of a row [R, size], a NaN where there is any, and the first place of it. Programs (R, size / BLOCK).
+    """The greatest of each part of a row [R, size], a NaN where there is any, and the first place
+    of it. Programs (R, size / BLOCK).
 
-    `best` and `found` [R, size / BLOCK]. HAS_PLACES: the place of a score stands in `places`, as large as `scores`; else it is its index.
+    `best` and `found` [R, size / BLOCK]. HAS_PLACES: the place of a score stands in `places`, as
+    large as `scores`; else it is its index.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     indices = part * BLOCK + tl.arange(0, BLOCK)

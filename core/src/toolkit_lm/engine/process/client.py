@@ -25,20 +25,27 @@ from toolkit_lm.params import FinishReason
 from toolkit_lm.plugin import Plugins
 
 _LOOK = 1.0
-"""Seconds between two looks at whether the process lives, should a fork of it hold its lifeline open."""
+"""Seconds between two looks at whether the process lives, should a fork of it hold its lifeline
+open."""
 _LAST_WORDS = 200
 """Milliseconds to wait for a dead process's last report, which may be on its way still."""
-_ENGINE_REGISTRIES = "models attention_backends executors kernels kv_kinds logits_processors pooling scheduling_policies".split()  # noqa: SIM905
+_ENGINE_REGISTRIES = (
+    "models attention_backends executors kernels kv_kinds logits_processors pooling "
+    "scheduling_policies"
+).split()  # noqa: SIM905
 _ENGINE_HOOKS = tuple(f"toolkit_register_{what}" for what in _ENGINE_REGISTRIES)
 
 
 class ProcessClient(EngineClient):
-    """Sends commands to an engine process and takes its reports in. Once the process has died, every call says how."""
+    """Sends commands to an engine process and takes its reports in. Once the process has died,
+    every call says how."""
 
     def __init__(self, config: VllmConfig, plugins: Plugins, process: EngineProcess) -> None:
-        """Returns while the engine still loads. `config` is resolved, but for the device. From now on the process is the client's.
+        """Returns while the engine still loads. `config` is resolved, but for the device. From now
+        on the process is the client's.
 
-        Raises PluginError for plugins that it cannot have, ConfigError for options that cannot be sent to it.
+        Raises PluginError for plugins that it cannot have, ConfigError for options that cannot be
+        sent to it.
         """
         super().__init__(config)
         self.phase = "importing"
@@ -55,7 +62,8 @@ class ProcessClient(EngineClient):
         self._pending = EngineOutputs(time=self._progress_time)
         self._num_sent = 0
         self._finished: dict[tuple[str, int | None], int] = {}
-        """Requests, or sequences of them, that were ended from here: after how many commands. What the engine said before is stale."""
+        """Requests, or sequences of them, that were ended from here: after how many commands. What
+        the engine said before is stale."""
         self._wake_send, self._wake_recv = socket.socketpair()
         self._wake_send.setblocking(False)
         self._wake_recv.setblocking(False)
@@ -69,7 +77,8 @@ class ProcessClient(EngineClient):
 
     @property
     def sources(self) -> tuple[zmq.Socket[bytes], socket.socket]:
-        """What becomes readable when `step` has something to take in: for a zmq.Poller, while the engine lives."""
+        """What becomes readable when `step` has something to take in: for a zmq.Poller, while the
+        engine lives."""
         return self._socket, self.process.lifeline
 
     def wait_ready(self, timeout: float | None = None) -> EngineInfo | None:
@@ -78,7 +87,10 @@ class ProcessClient(EngineClient):
             self._check()
             now = time.monotonic()
             if now >= self._deadline:
-                what = f"the engine process was not ready after {self._start_timeout:g} seconds (start_timeout)"
+                what = (
+                    f"the engine process was not ready after {self._start_timeout:g} seconds "
+                    "(start_timeout)"
+                )
                 self._fail(EngineDeadError(f"{what}: it was still {self.phase}."))
             elif now >= end or self._wait(min(end, self._deadline) - now):
                 return None
@@ -96,7 +108,9 @@ class ProcessClient(EngineClient):
         with self.features.sending(requests) as (bare, evicted):
             self._add(bare, evicted)
 
-    def finish(self, request_id: str, reason: FinishReason = "abort", index: int | None = None) -> None:
+    def finish(
+        self, request_id: str, reason: FinishReason = "abort", index: int | None = None
+    ) -> None:
         if self._death is None and not self._closed:
             self._send(wire.encode(wire.Finish(request_id, reason, index)))
             self._finished[request_id, index] = self._num_sent
@@ -139,7 +153,9 @@ class ProcessClient(EngineClient):
             message = wire.encode(wire.add(requests, evicted))
         except Exception as error:
             # Such as a logits processor's argument that is no plain value.
-            raise RequestError(f"the request cannot be sent to the engine process: {type(error).__name__}: {error}") from error
+            raise RequestError(
+                f"the request cannot be sent to the engine process: {type(error).__name__}: {error}"
+            ) from error
         self._send(message)
 
     def _send(self, message: bytes) -> None:
@@ -153,10 +169,13 @@ class ProcessClient(EngineClient):
             raise EngineDeadError("the engine has been shut down.")
 
     def _wait(self, timeout: float | None) -> bool:
-        """Takes reports in: waits until there are some, the process has died, or `timeout` seconds are over. True: a `wake` came."""
+        """Takes reports in: waits until there are some, the process has died, or `timeout` seconds
+        are over. True: a `wake` came."""
         end = math.inf if timeout is None else time.monotonic() + timeout
         while True:
-            ready = dict(self._poller.poll(math.ceil(1000 * max(min(end - time.monotonic(), _LOOK), 0))))
+            ready = dict(
+                self._poller.poll(math.ceil(1000 * max(min(end - time.monotonic(), _LOOK), 0)))
+            )
             self._take_reports()
             if self.process.lifeline.fileno() in ready or not (ready or self.process.is_alive):
                 self._on_exit()
@@ -196,10 +215,16 @@ class ProcessClient(EngineClient):
 
     def _add_outputs(self, report: wire.Outputs) -> None:
         new, pending = report.outputs, self._pending
-        self._finished = {key: number for key, number in self._finished.items() if number > report.num_handled}
+        self._finished = {
+            key: number for key, number in self._finished.items() if number > report.num_handled
+        }
         stale = self._finished.keys()
         pending.time = new.time
-        pending.outputs += [o for o in new.outputs if not stale or not stale & {(o.request_id, None), (o.request_id, o.index)}]
+        pending.outputs += [
+            o
+            for o in new.outputs
+            if not stale or not stale & {(o.request_id, None), (o.request_id, o.index)}
+        ]
         pending.admitted += new.admitted
         pending.events += new.events
         for request_id, names in new.missing.items() if new.missing else ():
@@ -219,24 +244,36 @@ class ProcessClient(EngineClient):
 
 
 def _encode_start(config: VllmConfig, plugins: Plugins) -> bytes:
-    from_code = [info for info in plugins.infos if info.distribution is None and info.status == "ok"]
+    from_code = [
+        info for info in plugins.infos if info.distribution is None and info.status == "ok"
+    ]
     for info in from_code:
         if needed := [hook for hook in info.hooks if hook in _ENGINE_HOOKS]:
             raise PluginError(
-                f"{info} implements {', '.join(needed)}, which the engine process needs too, but an object is known to this process only. "
+                f"{info} implements {', '.join(needed)}, which the engine process needs too, but "
+                "an object is known to this process only. "
                 "Install it as a distribution with an entry point, or set engine_process to False."
             )
     names = {info.name for info in from_code}
-    options = {name: values for name, values in config.plugins.plugin_option.items() if name not in names}
+    options = {
+        name: values for name, values in config.plugins.plugin_option.items() if name not in names
+    }
     config = replace(config, plugins=replace(config.plugins, plugin_option=options))
     try:
-        message = wire.encode(wire.Start(config, plugins.fingerprint(installed=True), plugins.has_event_listeners))
-        if msgspec.msgpack.decode(wire.encode(config.plugins), type=PluginsConfig) != config.plugins:
+        message = wire.encode(
+            wire.Start(config, plugins.fingerprint(installed=True), plugins.has_event_listeners)
+        )
+        if (
+            msgspec.msgpack.decode(wire.encode(config.plugins), type=PluginsConfig)
+            != config.plugins
+        ):
             raise ValueError("options of plugins would arrive as other values")
     except Exception as error:
         raise ConfigError(
-            f"the config cannot be sent to an engine process: {type(error).__name__}: {error}. Options of plugins must be plain values ("
-            "texts, numbers, booleans, lists, mappings from texts), or engine_process must be False."
+            f"the config cannot be sent to an engine process: {type(error).__name__}: {error}. "
+            "Options of plugins must be plain values ("
+            "texts, numbers, booleans, lists, mappings from texts), or engine_process must be "
+            "False."
         ) from error
     return message
 
@@ -248,6 +285,10 @@ def _has_any(outputs: EngineOutputs) -> bool:
 def _as_error(report: wire.Failed) -> ToolkitError:
     """The error that ended the engine process, as an error of this one."""
     kind = getattr(errors, report.kind, None) if report.kind else None
-    error: ToolkitError = EngineDeadError(f"the engine failed: {report.message}") if kind is None else kind(report.message)
+    error: ToolkitError = (
+        EngineDeadError(f"the engine failed: {report.message}")
+        if kind is None
+        else kind(report.message)
+    )
     error.add_note(f"In the engine process:\n{report.traceback}")
     return error

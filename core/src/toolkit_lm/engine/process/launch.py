@@ -1,4 +1,5 @@
-"""The engine process as its front sees it: how it is started, how its end is noticed, and how it is ended."""
+"""The engine process as its front sees it: how it is started, how its end is noticed, and how it is
+ended."""
 
 from __future__ import annotations
 
@@ -19,30 +20,41 @@ _MOST_BYTES = 107 if sys.platform == "linux" else 103
 """Of the path of a unix socket."""
 _GRACE = 0.5
 """Seconds that an engine process gets to end by itself, once its lifeline is cut."""
-_ENVIRON = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256", "GOMP_SPINCOUNT": "4000", "SPT_NOENV": "1"}
-"""How many kernels oneDNN and torch keep, of a megabyte each: every number of tokens needs several. Their default is 1,024. And how long
-OpenMP's threads wait for each other without sleeping: by default, milliseconds, in which they keep the cores from the front and, where it
-works, from each other. And that a title leaves the environment where others read it."""
+_ENVIRON = {
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
+    "LRU_CACHE_CAPACITY": "256",
+    "GOMP_SPINCOUNT": "4000",
+    "SPT_NOENV": "1",
+}
+"""How many kernels oneDNN and torch keep, of a megabyte each: every number of tokens needs several.
+Their default is 1,024. And how long OpenMP's threads wait for each other without sleeping: by
+default, milliseconds, in which they keep the cores from the front and, where it works, from each
+other. And that a title leaves the environment where others read it.
+"""
 
 
 class EngineProcess:
     """A process that runs main.py. It starts to import at once, and waits for its config.
 
-    Front and engine hold one end each of a socket pair, the lifeline: whichever process dies, the other's end reads end-of-file. They meet
-    in a folder that is made before the process starts and that only their user may enter. The engine process deletes it once both are
-    connected; until then, whoever survives does.
+    Front and engine hold one end each of a socket pair, the lifeline: whichever process dies, the
+    other's end reads end-of-file. They meet in a folder that is made before the process starts and
+    that only their user may enter. The engine process deletes it once both are connected; until
+    then, whoever survives does.
     """
 
     def __init__(self, environ: Mapping[str, str] = {}) -> None:
         """Starts it, with some variables of its own.
 
-        Raises ConfigError where the temporary folder's name is too long for a socket's, EngineDeadError where that fails.
+        Raises ConfigError where the temporary folder's name is too long for a socket's,
+        EngineDeadError where that fails.
         """
         self._front = os.getpid()
         try:
             self.folder = Path(tempfile.mkdtemp(prefix="toolkit_lm-"))
         except OSError as error:
-            raise EngineDeadError(f"the folder of the engine's socket cannot be made: {error}. Set TMPDIR to another.") from error
+            raise EngineDeadError(
+                f"the folder of the engine's socket cannot be made: {error}. Set TMPDIR to another."
+            ) from error
         self._owns_folder = True
         self.address = f"ipc://{self.folder / 'engine'}"
         self.lifeline, theirs = socket.socketpair()
@@ -59,20 +71,32 @@ class EngineProcess:
     def _start(self, lifeline: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
         if len(os.fsencode(self.folder / "engine")) > _MOST_BYTES:
             raise ConfigError(
-                f"the path of the temporary folder {str(self.folder.parent)!r} is too long: a socket in it may have at most "
+                f"the path of the temporary folder {str(self.folder.parent)!r} is too long: a "
+                "socket in it may have at most "
                 f"{_MOST_BYTES} bytes. Set TMPDIR to a shorter one, or engine_process to False."
             )
-        # As multiprocessing does, so that it imports what this process would import, and its environment is the same.
-        code = f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from toolkit_lm.engine.process.main import main; main()"
+        # As multiprocessing does, so that it imports what this process would import, and its
+        # environment is the same.
+        code = (
+            f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from "
+            "toolkit_lm.engine.process.main import main; main()"
+        )
         command = [sys.executable, "-c", code, str(self.folder), str(lifeline), str(self._front)]
         try:
             # Without a shell, and without a word of a client's.
             environ = {**_ENVIRON, **os.environ, **environ}
             return subprocess.Popen(  # nosec B603
-                command, bufsize=0, pass_fds=[lifeline], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environ
+                command,
+                bufsize=0,
+                pass_fds=[lifeline],
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env=environ,
             )
         except OSError as error:
-            raise EngineDeadError(f"no engine process can be started from {sys.executable!r}: {error}") from error
+            raise EngineDeadError(
+                f"no engine process can be started from {sys.executable!r}: {error}"
+            ) from error
 
     @property
     def pid(self) -> int:
@@ -91,7 +115,8 @@ class EngineProcess:
         self._process.send_signal(number)
 
     def end(self) -> None:
-        """Ends it if it has not ended, and deletes what it leaves. Safe to call twice. A fork of the front leaves it alone."""
+        """Ends it if it has not ended, and deletes what it leaves. Safe to call twice. A fork of
+        the front leaves it alone."""
         self.lifeline.close()
         if os.getpid() != self._front:
             return
@@ -106,17 +131,24 @@ class EngineProcess:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def death(self, phase: str | None) -> EngineDeadError:
-        """Ends it. Returns an error that says how it died, with the last that it wrote. `phase`: what it was doing before it was ready."""
+        """Ends it. Returns an error that says how it died, with the last that it wrote. `phase`:
+        what it was doing before it was ready."""
         self.end()
         code, stderr = self._process.returncode, self._stderr.text
-        how = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        how = (
+            f"ended with exit code {code}"
+            if code >= 0
+            else f"was killed by {signal.Signals(-code).name}"
+        )
         while_phase = "" if phase is None else f" while {phase}"
         message = f"the engine process {self.pid} has died{while_phase}: it {how}"
         if -code == signal.SIGKILL:
             # What it wrote before says nothing of why.
             message += "; perhaps the machine ran out of memory"
         words = "" if -code == signal.SIGKILL else last_words(stderr)
-        error = EngineDeadError(f"{message}. The last that it wrote to stderr: {words}" if words else f"{message}.")
+        error = EngineDeadError(
+            f"{message}. The last that it wrote to stderr: {words}" if words else f"{message}."
+        )
         if stderr:
             error.add_note(f"The end of the engine process's stderr:\n{stderr}")
         return error

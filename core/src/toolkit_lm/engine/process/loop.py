@@ -33,7 +33,8 @@ _LAST_WORDS = 1000
 
 
 def serve(folder: str, connected: Callable[[], None]) -> None:
-    """Meets the front at the socket in `folder` and serves it until the engine fails; the front is told why.
+    """Meets the front at the socket in `folder` and serves it until the engine fails; the front is
+    told why.
 
     `connected` is called when both ends are, and the folder is of no more use.
     """
@@ -49,7 +50,11 @@ def serve(folder: str, connected: Callable[[], None]) -> None:
             setproctitle(f"toolkit-lm engine {start.config.served_model_name}")
         connected()
         core = _load(start, lambda name: socket.send(wire.encode(wire.Phase(name))))
-        socket.send(wire.encode(wire.Ready(core.config, msgspec.Raw(wire.encode(core.kv_cache)), core.pooling)))
+        socket.send(
+            wire.encode(
+                wire.Ready(core.config, msgspec.Raw(wire.encode(core.kv_cache)), core.pooling)
+            )
+        )
         _Loop(core, socket).run()
     except BaseException as error:
         socket.send(wire.encode(_failed(error)))
@@ -63,7 +68,10 @@ def _load(start: wire.Start, on_phase: Callable[[str], object]) -> EngineCore:
         warnings.simplefilter("ignore")
         plugins = Plugins.load(start.config.plugins)
     if difference := start.fingerprint.difference(plugins.fingerprint()):
-        raise PluginError(f"the engine process has other plugins than its front ('here': the front; 'there': the process):\n{difference}")
+        raise PluginError(
+            "the engine process has other plugins than its front ('here': the front; 'there': "
+            f"the process):\n{difference}"
+        )
     config = resolve_device(start.config)
     executor = make_executor(config, plugins)
     # Whoever asks for the stacks of this process gets those of its workers as well.
@@ -83,7 +91,8 @@ class _Loop:
         """Commands; the first was Start."""
         self._refusals: list[EngineOutput] = []
         self._arriving: deque[deque[EngineRequest]] = deque()
-        """Of each call, those that are not added yet. Calls take turns, so that a small one need not wait for a large one."""
+        """Of each call, those that are not added yet. Calls take turns, so that a small one need
+        not wait for a large one."""
         self._features = EngineFeatures()
         self._missing: dict[str, list[str]] = {}
 
@@ -97,7 +106,10 @@ class _Loop:
             self._refusals = []
             if self._missing:
                 outputs.missing, self._missing = self._missing, {}
-            if not outputs.outputs and (num_handled, progress) == (self._num_handled, self._core.progress_time):
+            if not outputs.outputs and (num_handled, progress) == (
+                self._num_handled,
+                self._core.progress_time,
+            ):
                 # A sign of life would be a lie.
                 continue
             # Large arrays among it are not copied.
@@ -145,13 +157,24 @@ class _Loop:
             self._core.add_request(request)
         except Exception as error:
             # Whatever it is, it is this request's: the others go on.
-            what = str(error) if isinstance(error, ToolkitError) else f"{type(error).__name__}: {error}"
+            what = (
+                str(error)
+                if isinstance(error, ToolkitError)
+                else f"{type(error).__name__}: {error}"
+            )
             params = request.params
             sequences = range(params.n if params.use_beam_search else params.num_sequences)
-            self._refusals += [EngineOutput(request_id=request.request_id, index=i, finish_reason="error", error=what) for i in sequences]
+            self._refusals += [
+                EngineOutput(
+                    request_id=request.request_id, index=i, finish_reason="error", error=what
+                )
+                for i in sequences
+            ]
 
 
 def _failed(error: BaseException) -> wire.Failed:
-    kind = next((one.__name__ for one in type(error).__mro__ if one.__module__ == errors.__name__), "")
+    kind = next(
+        (one.__name__ for one in type(error).__mro__ if one.__module__ == errors.__name__), ""
+    )
     message = str(error) if kind else f"{type(error).__name__}: {error}"
     return wire.Failed(kind, message, "".join(traceback.format_exception(error)))

@@ -1,6 +1,7 @@
 """The engine process's main function; EngineProcess starts it.
 
-Nothing heavy is imported before the lifeline is watched: from its first moments on, the process ends with its front.
+Nothing heavy is imported before the lifeline is watched: from its first moments on, the process
+ends with its front.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import threading
 from toolkit_lm.engine.process.guard import guard
 
 _LOOK = 1000
-"""Milliseconds between two looks at whether the front lives, should a fork of it hold the lifeline open."""
+"""Milliseconds between two looks at whether the front lives, should a fork of it hold the lifeline
+open."""
 
 
 def main() -> None:
-    """Runs an engine until it fails; the end of the lifeline ends the process before that. Arguments: folder, lifeline, front's pid."""
+    """Runs an engine until it fails; the end of the lifeline ends the process before that.
+    Arguments: folder, lifeline, front's pid."""
     try:
         _run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
     except BaseException:
@@ -32,14 +35,20 @@ def main() -> None:
 
 
 def _run(folder: str, lifeline: int, parent: int) -> None:
-    # The terminal's and the service manager's signals go to front and engine alike: the front decides.
+    # The terminal's and the service manager's signals go to front and engine alike: the front
+    # decides.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     unguard = guard(lifeline, folder)
     is_connected = threading.Event()
-    threading.Thread(target=_watch, args=(folder, is_connected, lifeline, parent), name="toolkit_lm-lifeline", daemon=True).start()
+    threading.Thread(
+        target=_watch,
+        args=(folder, is_connected, lifeline, parent),
+        name="toolkit_lm-lifeline",
+        daemon=True,
+    ).start()
     # Imports make many objects and hardly any garbage, and what they make stays.
     gc.disable()
     from toolkit_lm.engine.process.loop import serve
@@ -48,7 +57,8 @@ def _run(folder: str, lifeline: int, parent: int) -> None:
     importlib.import_module("toolkit_lm.executor.in_process")
     gc.freeze()
     gc.enable()
-    # Nor are the many sequences of a request: all objects are looked at once there are ten million more.
+    # Nor are the many sequences of a request: all objects are looked at once there are ten million
+    # more.
     gc.set_threshold(1_000, 10, 1_000)
     # Planning and computing hand over to each other in every step.
     sys.setswitchinterval(0.0005)
@@ -74,7 +84,8 @@ def _watch(folder: str, is_connected: threading.Event, lifeline: int, parent: in
 
 
 def _die_with(lifeline: int) -> None:
-    """Has the kernel kill the process at the lifeline's end: the watching thread must wait for code that holds the interpreter lock."""
+    """Has the kernel kill the process at the lifeline's end: the watching thread must wait for code
+    that holds the interpreter lock."""
     if hasattr(fcntl, "F_SETSIG"):
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)

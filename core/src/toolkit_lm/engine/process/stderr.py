@@ -1,4 +1,5 @@
-"""The engine process's standard error: passed on as it comes, and its end remembered, for it may say why the process died."""
+"""The engine process's standard error: passed on as it comes, and its end remembered, for it may
+say why the process died."""
 
 from __future__ import annotations
 
@@ -15,13 +16,17 @@ _MOST_BYTES = 8192
 _MOST_CHARACTERS = 500
 """Of the last words."""
 _LATE = 1.0
-"""Seconds to wait for the rest, once the process has ended: processes that it started may hold its stderr open."""
-_PYTHON_ERROR = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t][^\n]*\n|\n)*(\S.*)", re.DOTALL)
+"""Seconds to wait for the rest, once the process has ended: processes that it started may hold its
+stderr open."""
+_PYTHON_ERROR = re.compile(
+    r"Traceback \(most recent call last\):\n(?:[ \t][^\n]*\n|\n)*(\S.*)", re.DOTALL
+)
 """The error below a traceback, and what follows it."""
 
 
 class StderrRelay:
-    """A thread that copies a pipe to this process's standard error, whether or not that still takes anything."""
+    """A thread that copies a pipe to this process's standard error, whether or not that still takes
+    anything."""
 
     def __init__(self, source: IO[bytes]) -> None:
         """Owns `source`, which is unbuffered."""
@@ -51,7 +56,8 @@ class StderrRelay:
 
 
 def last_words(text: str) -> str:
-    """Of the end of a stderr: the last Python error, or what the interpreter called fatal, or the last line; cut to 500 characters."""
+    """Of the end of a stderr: the last Python error, or what the interpreter called fatal, or the
+    last line; cut to 500 characters."""
     lines = text.splitlines() or [""]
     fatal = [line for line in lines if line.startswith("Fatal Python error:")]
     _, mark, rest = text.rpartition("Traceback (most recent call last):\n")

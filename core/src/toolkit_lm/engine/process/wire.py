@@ -1,4 +1,5 @@
-"""What passes between a front and its engine process: msgspec structs in msgpack, one per ZeroMQ message, never pickle."""
+"""What passes between a front and its engine process: msgspec structs in msgpack, one per ZeroMQ
+message, never pickle."""
 
 from __future__ import annotations
 
@@ -81,11 +82,13 @@ class Ready(Struct, tag="ready"):
 
 
 class Outputs(Struct, tag="outputs"):
-    """What a step gave, or the answer to commands. Every step sends one, if only as a sign of life."""
+    """What a step gave, or the answer to commands. Every step sends one, if only as a sign of
+    life."""
 
     outputs: EngineOutputs
     num_handled: int
-    """Commands that the engine had taken in before: what it says of a request may be older than what the front asked since."""
+    """Commands that the engine had taken in before: what it says of a request may be older than
+    what the front asked since."""
 
 
 class Failed(Struct, tag="failed"):

@@ -79,12 +79,15 @@ class Report:
 
 @engine_command(PluginsConfig)
 def check_plugin(
-    distribution: Annotated[str, typer.Argument(metavar="DIST", help="Name of an installed distribution.")],
+    distribution: Annotated[
+        str, typer.Argument(metavar="DIST", help="Name of an installed distribution.")
+    ],
     config: PluginsConfig,
     plugins: Plugins,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check a plugin's distribution: import time, private names of core, version of the contract, hooks, targets."""
+    """Check a plugin's distribution: import time, private names of core, version of the contract,
+    hooks, targets."""
     report = check(distribution, plugins)
     if json_output:
         typer.echo(json.dumps(asdict(report), indent=2))
@@ -95,13 +98,17 @@ def check_plugin(
 
 
 def check(distribution: str, plugins: Plugins) -> Report:
-    """Examines an installed distribution; `plugins` are the loaded ones. Raises PluginError when it brings no plugin."""
+    """Examines an installed distribution; `plugins` are the loaded ones. Raises PluginError when it
+    brings no plugin."""
     name = canonicalize_name(distribution)
     installed = discover(plugins.config)
     candidates = [c for c in installed if c.info.distribution == name]
     if not candidates:
         known = {c.info.distribution for c in installed if c.info.distribution}
-        raise PluginError(f"no distribution {distribution!r} that has plugins is installed. {nearest(name, known)}")
+        raise PluginError(
+            f"no distribution {distribution!r} that has plugins is installed. "
+            f"{nearest(name, known)}"
+        )
     report = Report(name, candidates[0].info.version, candidates[0].requirement)
     report.problems += _version_problems(candidates[0])
     for candidate in candidates:
@@ -110,11 +117,15 @@ def check(distribution: str, plugins: Plugins) -> Report:
     for info in (info for info in plugins.infos if info.distribution == name):
         report.hooks += info.hooks
         if info.status != "ok":
-            report.problems.append(f"plugin {info.name!r} is {info.status}{': ' + info.error if info.error else ''}")
+            report.problems.append(
+                f"plugin {info.name!r} is {info.status}{': ' + info.error if info.error else ''}"
+            )
     _check_targets(name, plugins, report)
     packages = {entry.module.split(".")[0] for entry in report.entry_modules}
     packages |= {target.partition(":")[0].split(".")[0] for target in report.targets.values()}
-    report.private_names = [found for file in _sources(packages - {CORE}) for found in private_names(file)]
+    report.private_names = [
+        found for file in _sources(packages - {CORE}) for found in private_names(file)
+    ]
     report.problems += [f"private name of core: {found}" for found in report.private_names]
     return report
 
@@ -123,20 +134,30 @@ def _version_problems(candidate: Candidate) -> Iterator[str]:
     major, minor = API_VERSION.split(".")
     wanted = f"{CORE_DISTRIBUTION}>={API_VERSION},<{major}.{int(minor) + 1}"
     if candidate.requirement is None:
-        yield f"it requires no version of {CORE_DISTRIBUTION}: a later core may break it. Require {wanted}"
+        yield (
+            f"it requires no version of {CORE_DISTRIBUTION}: a later core may break it. Require "
+            f"{wanted}"
+        )
     elif Requirement(f"{CORE_DISTRIBUTION}{candidate.requirement}").specifier.contains("9999"):
-        yield f"{CORE_DISTRIBUTION}{candidate.requirement} admits every later core, which may break it. Require {wanted}"
+        yield (
+            f"{CORE_DISTRIBUTION}{candidate.requirement} admits every later core, which may "
+            f"break it. Require {wanted}"
+        )
 
 
 def _measure(candidate: Candidate, report: Report) -> None:
     assert candidate.entry is not None, "what is installed has an entry point"
     name, module = candidate.info.name, candidate.entry.module
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", _MEASURE, module], env=environ, capture_output=True, text=True)  # nosec B603 # our own words
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURE, module], env=environ, capture_output=True, text=True
+    )  # nosec B603 # our own words
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it gives no message"])[-1]
         report.entry_modules.append(EntryModule(name, module, 0.0, []))
-        report.problems.append(f"entry module {module} of plugin {name!r} cannot be imported: {last}")
+        report.problems.append(
+            f"entry module {module} of plugin {name!r} cannot be imported: {last}"
+        )
         return
     seconds, found = json.loads(done.stdout.splitlines()[-1])
     own = {module.split(".")[0], CORE, *sys.stdlib_module_names}
@@ -146,7 +167,8 @@ def _measure(candidate: Candidate, report: Report) -> None:
     if heavy or seconds > SLOW_IMPORT:
         cause = f"imports {' and '.join(heavy)}" if heavy else "is slow"
         report.problems.append(
-            f"entry module {module} {cause}: {seconds:.2f} s of CPU time at each start. Import it in the target modules instead"
+            f"entry module {module} {cause}: {seconds:.2f} s of CPU time at each start. Import "
+            "it in the target modules instead"
         )
 
 
@@ -190,10 +212,16 @@ def _print(report: Report) -> None:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     table.add_row("distribution", f"{report.distribution} {report.version}")
-    table.add_row("requires", f"{CORE_DISTRIBUTION}{report.requires_core or ' (any version)'}; this is API {API_VERSION}")
+    table.add_row(
+        "requires",
+        f"{CORE_DISTRIBUTION}{report.requires_core or ' (any version)'}; this is API {API_VERSION}",
+    )
     for entry in report.entry_modules:
         pulled = ", ".join(entry.imports) or "nothing"
-        table.add_row(f"plugin {entry.plugin}", f"{entry.module}: {1000 * entry.import_seconds:.0f} ms, imports {pulled}")
+        table.add_row(
+            f"plugin {entry.plugin}",
+            f"{entry.module}: {1000 * entry.import_seconds:.0f} ms, imports {pulled}",
+        )
     table.add_row("hooks", ", ".join(report.hooks) or "none")
     for what, target in report.targets.items():
         table.add_row(what, target)

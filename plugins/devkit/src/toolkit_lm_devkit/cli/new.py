@@ -41,13 +41,23 @@ class _About(NamedTuple):
     requires: tuple[str, ...] = (CORE_DISTRIBUTION,)
 
 
-_RUNS_LLAMA = ("toolkit-lm-devkit", "toolkit-lm-decoder", "toolkit-lm-sdpa", "toolkit-lm-renderer-hf")
+_RUNS_LLAMA = (
+    "toolkit-lm-devkit",
+    "toolkit-lm-decoder",
+    "toolkit-lm-sdpa",
+    "toolkit-lm-renderer-hf",
+)
 """What the kit needs where it runs its small Llama."""
 
 _ABOUT = {
     Kind.MODEL: _About(
         "A model",
-        ("toolkit-lm-devkit", "toolkit-lm-sdpa", "toolkit-lm-renderer-hf", "toolkit-lm-pooling-adapters"),
+        (
+            "toolkit-lm-devkit",
+            "toolkit-lm-sdpa",
+            "toolkit-lm-renderer-hf",
+            "toolkit-lm-pooling-adapters",
+        ),
         requires=(CORE_DISTRIBUTION, "toolkit-lm-rotary"),
     ),
     Kind.ATTENTION_BACKEND: _About("An attention backend"),
@@ -65,11 +75,21 @@ _ABOUT = {
 
 
 def new_plugin(
-    kind: Annotated[Kind, typer.Argument(metavar="KIND", help=f"Kind of plugin: {', '.join(Kind)}.")],
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the plugin, such as 'my-model'.")],
-    directory: Annotated[Path, typer.Option("--dir", metavar="FOLDER", help="Folder in which the plugin's folder is made.")] = Path(),
+    kind: Annotated[
+        Kind, typer.Argument(metavar="KIND", help=f"Kind of plugin: {', '.join(Kind)}.")
+    ],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name of the plugin, such as 'my-model'.")
+    ],
+    directory: Annotated[
+        Path,
+        typer.Option(
+            "--dir", metavar="FOLDER", help="Folder in which the plugin's folder is made."
+        ),
+    ] = Path(),
 ) -> None:
-    """Write a new plugin: a distribution with one class or command, a README, and tests that it passes."""
+    """Write a new plugin: a distribution with one class or command, a README, and tests that it
+    passes."""
     home = write_plugin(kind, name, directory)
     for path in sorted(path for path in home.rglob("*") if path.is_file()):
         typer.echo(str(path))
@@ -77,12 +97,18 @@ def new_plugin(
 
 
 def write_plugin(kind: Kind, name: str, directory: Path) -> Path:
-    """Makes the folder toolkit-lm-NAME in `directory`, and returns it. Raises ConfigError for a bad name, or when it is there already."""
+    """Makes the folder toolkit-lm-NAME in `directory`, and returns it. Raises ConfigError for a bad
+    name, or when it is there already."""
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"{name!r} is not a name for a plugin: it must be lower-case letters and digits, with '-' between words.")
+        raise ConfigError(
+            f"{name!r} is not a name for a plugin: it must be lower-case letters and digits, "
+            "with '-' between words."
+        )
     home = directory / f"toolkit-lm-{name}"
     if home.exists():
-        raise ConfigError(f"{str(home)!r} exists already. Choose another name, or another folder with --dir.")
+        raise ConfigError(
+            f"{str(home)!r} exists already. Choose another name, or another folder with --dir."
+        )
     values = _values(kind, name)
     templates = files("toolkit_lm_devkit.cli") / "templates"
     for source in (templates / "common", templates / kind):
@@ -100,19 +126,30 @@ def _values(kind: Kind, name: str) -> dict[str, str]:
         "package": package,
         "Class": "".join(word.capitalize() for word in name.split("-")),
         "summary": _ABOUT[kind].summary,
-        "test_requires": ", ".join(f'"{requirement}"' for requirement in _ABOUT[kind].test_requires),
-        "requires": ", ".join(f'"{requirement}>={API_VERSION},<{major}.{int(minor) + 1}"' for requirement in _ABOUT[kind].requires),
+        "test_requires": ", ".join(
+            f'"{requirement}"' for requirement in _ABOUT[kind].test_requires
+        ),
+        "requires": ", ".join(
+            f'"{requirement}>={API_VERSION},<{major}.{int(minor) + 1}"'
+            for requirement in _ABOUT[kind].requires
+        ),
     }
 
 
 def _write(source: Traversable, target: Path, values: dict[str, str]) -> None:
     for template in source.iterdir():
         if template.is_dir():
-            inside = target / "src" / values["package"] if template.name == "package" else target / template.name
+            inside = (
+                target / "src" / values["package"]
+                if template.name == "package"
+                else target / template.name
+            )
             _write(template, inside, values)
         elif template.name.endswith(_SUFFIX):
             target.mkdir(parents=True, exist_ok=True)
             text = Template(template.read_text(encoding="utf-8")).substitute(values)
             # Two plugins' tests may be run together, and test modules have no package.
-            file = template.name.removesuffix(_SUFFIX).replace("test_", f"test_{values['name'].replace('-', '_')}_", 1)
+            file = template.name.removesuffix(_SUFFIX).replace(
+                "test_", f"test_{values['name'].replace('-', '_')}_", 1
+            )
             (target / file).write_text(text, encoding="utf-8")

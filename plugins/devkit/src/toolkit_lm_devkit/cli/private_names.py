@@ -35,7 +35,8 @@ def _imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def _attributes(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """What is read or written on modules, classes and functions that come from core: `scheduler._pool`."""
+    """What is read or written on modules, classes and functions that come from core:
+    `scheduler._pool`."""
     bound = {local: full for _, local, full in _bindings(tree)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and _is_private(node.attr):
@@ -51,7 +52,16 @@ def _bindings(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
             for alias in node.names:
                 if _is_core(alias.name):
                     # `import a.b` binds a; `import a.b as c` binds a.b.
-                    yield node.lineno, alias.asname or CORE, alias.name if alias.asname or _is_private(alias.name) else CORE
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level and _is_core(node.module):
+                    yield (
+                        node.lineno,
+                        alias.asname or CORE,
+                        alias.name if alias.asname or _is_private(alias.name) else CORE,
+                    )
+        elif (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and not node.level
+            and _is_core(node.module)
+        ):
             for alias in node.names:
                 yield node.lineno, alias.asname or alias.name, f"{node.module}.{alias.name}"

@@ -7,8 +7,19 @@ from toolkit_lm_pooling_adapters.poolers.factories import (
     token_classification_pooler,
 )
 from toolkit_lm_pooling_adapters.poolers.heads import ClassifierHead, EmbeddingHead, Head
-from toolkit_lm_pooling_adapters.poolers.methods import METHODS, Concatenated, PoolingMethod, Segments
-from toolkit_lm_pooling_adapters.poolers.poolers import AllPooler, ClassifierPooler, DispatchPooler, SimplePooler, StepPooler
+from toolkit_lm_pooling_adapters.poolers.methods import (
+    METHODS,
+    Concatenated,
+    PoolingMethod,
+    Segments,
+)
+from toolkit_lm_pooling_adapters.poolers.poolers import (
+    AllPooler,
+    ClassifierPooler,
+    DispatchPooler,
+    SimplePooler,
+    StepPooler,
+)
 from toolkit_lm_pooling_adapters.poolers.rows import PoolingMetadata, PoolingRow, RowPooler
 
 __all__ = [

@@ -1,4 +1,5 @@
-"""Makes the poolers of a model: options override what the checkpoint says, which overrides what the model class says."""
+"""Makes the poolers of a model: options override what the checkpoint says, which overrides what the
+model class says."""
 
 from __future__ import annotations
 
@@ -14,34 +15,60 @@ from toolkit_lm_pooling_adapters.pooler_options import PoolingKind, check_pooler
 from toolkit_lm_pooling_adapters.poolers.heads import ClassifierHead, EmbeddingHead
 from toolkit_lm_pooling_adapters.poolers.methods import METHODS, Concatenated, PoolingMethod
 from toolkit_lm_pooling_adapters.poolers.modules import ACTIVATIONS, Activation, make_heads
-from toolkit_lm_pooling_adapters.poolers.poolers import AllPooler, ClassifierPooler, DispatchPooler, SimplePooler, StepPooler
+from toolkit_lm_pooling_adapters.poolers.poolers import (
+    AllPooler,
+    ClassifierPooler,
+    DispatchPooler,
+    SimplePooler,
+    StepPooler,
+)
 from toolkit_lm_pooling_adapters.poolers.rows import RowPooler
-from toolkit_lm_pooling_adapters.pooling_details import Dense, Head, Normalize, PoolingDetails, details_of
+from toolkit_lm_pooling_adapters.pooling_details import (
+    Dense,
+    Head,
+    Normalize,
+    PoolingDetails,
+    details_of,
+)
 
 Classifier = Callable[[Tensor], Tensor]
 TOKEN_METHODS = ("ALL", "STEP")
 _PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 
 
-def embedding_pooler(vllm_config: VllmConfig, default: str | PoolingMethod = "MEAN", *, normalize: bool = True) -> RowPooler:
+def embedding_pooler(
+    vllm_config: VllmConfig, default: str | PoolingMethod = "MEAN", *, normalize: bool = True
+) -> RowPooler:
     """Embeddings of a prompt (embed) and of its tokens (token_embed).
 
-    Of the checkpoint's pooling profile it takes the pooling methods and the heads; those that follow pooling are not for token_embed.
-    `default` and `normalize` hold where the profile is not complete, or where there is none. A late-interaction
-    checkpoint, which pools nothing, has token_embed only, unless the option `pooling_type` says how to pool.
+    Of the checkpoint's pooling profile it takes the pooling methods and the heads; those that
+    follow pooling are not for token_embed. `default` and `normalize` hold where the profile is not
+    complete, or where there is none. A late-interaction checkpoint, which pools nothing, has
+    token_embed only, unless the option `pooling_type` says how to pool.
 
-    Raises CheckpointError for files that are not understood or do not fit, ConfigError for an option that does not.
+    Raises CheckpointError for files that are not understood or do not fit, ConfigError for an
+    option that does not.
     """
     check_pooler_options(vllm_config.pooler, PoolingKind.EMBEDDER)
     found = _details(vllm_config) or PoolingDetails(folder="")
     ends_normalized = None if found.is_complete else normalize
     size = found.pooling.size if found.pooling is not None else hidden_size(vllm_config.hf_config)
-    token_layers, token_head = _embedding_head(vllm_config, found.token_heads, size, ends_normalized)
+    token_layers, token_head = _embedding_head(
+        vllm_config, found.token_heads, size, ends_normalized
+    )
     poolers: list[RowPooler] = [AllPooler({"token_embed"}, token_head)]
     method = _embedding_method(vllm_config, found, default)
     if method is not None:
-        _, head = _embedding_head(vllm_config, found.heads, token_head.size * method.width, ends_normalized, found.truncate_dim)
-        poolers.append(SimplePooler({"embed"}, method, head, token_layers if found.token_heads else None))
+        _, head = _embedding_head(
+            vllm_config,
+            found.heads,
+            token_head.size * method.width,
+            ends_normalized,
+            found.truncate_dim,
+        )
+        poolers.append(
+            SimplePooler({"embed"}, method, head, token_layers if found.token_heads else None)
+        )
     return DispatchPooler(poolers)
 
 
@@ -57,17 +84,23 @@ def classification_pooler(
 ) -> RowPooler:
     """Classes of a prompt (classify; with one label also score) and of its tokens (token_classify).
 
-    `classifier` takes pooled vectors [R, H] float32 and gives logits [R, labels]; a module's parameters become float32.
-    `token_classifier` [T, H] -> [T, labels] is that of tokens, by default the same. `num_labels` is by default config.json's;
-    `activation` ("sigmoid", "softmax", "identity") holds where the checkpoint names none. Logits are divided by `temperature`.
+    `classifier` takes pooled vectors [R, H] float32 and gives logits [R, labels]; a module's
+    parameters become float32. `token_classifier` [T, H] -> [T, labels] is that of tokens, by
+    default the same. `num_labels` is by default config.json's; `activation` ("sigmoid", "softmax",
+    "identity") holds where the checkpoint names none. Logits are divided by `temperature`.
 
     Raises CheckpointError and ConfigError as `embedding_pooler` does.
     """
-    check_pooler_options(vllm_config.pooler, PoolingKind.CLASSIFIER if vllm_config.model.convert == "none" else PoolingKind.CONVERTED)
+    check_pooler_options(
+        vllm_config.pooler,
+        PoolingKind.CLASSIFIER if vllm_config.model.convert == "none" else PoolingKind.CONVERTED,
+    )
     head = _classifier_head(vllm_config, classifier, num_labels, activation, temperature)
     token_head = head
     if token_classifier is not None:
-        token_head = _classifier_head(vllm_config, token_classifier, num_labels, activation, temperature)
+        token_head = _classifier_head(
+            vllm_config, token_classifier, num_labels, activation, temperature
+        )
     option = vllm_config.pooler.pooling_type
     method = _sequence_method(default if option == "auto" else option)
     return DispatchPooler([ClassifierPooler(method, head), StepPooler(token_head)])
@@ -83,35 +116,46 @@ def token_classification_pooler(
     step_tag_id: int | None = None,
     returned_token_ids: list[int] | None = None,
 ) -> RowPooler:
-    """Classes or rewards of a prompt's tokens (token_classify): of ALL, or of those that end a STEP.
+    """Classes or rewards of a prompt's tokens (token_classify): of ALL, or of those that end a
+    STEP.
 
-    `classifier` takes hidden states [T, H] float32 and gives logits [T, labels]; a module's parameters become float32. `num_labels` and
-    `activation` are as in `classification_pooler`; `step_tag_id` (of STEP; None: each token) and `returned_token_ids` hold where neither
-    options nor the request say.
+    `classifier` takes hidden states [T, H] float32 and gives logits [T, labels]; a module's
+    parameters become float32. `num_labels` and `activation` are as in `classification_pooler`;
+    `step_tag_id` (of STEP; None: each token) and `returned_token_ids` hold where neither options
+    nor the request say.
     """
     options = vllm_config.pooler
     check_pooler_options(options, PoolingKind.TOKENS)
     method = default if options.pooling_type == "auto" else options.pooling_type
     if method not in TOKEN_METHODS:
         raise ConfigError(
-            f"pooling_type {method!r} gives one vector for a prompt; this model scores tokens. Supported: {', '.join(TOKEN_METHODS)}."
+            f"pooling_type {method!r} gives one vector for a prompt; this model scores tokens. "
+            f"Supported: {', '.join(TOKEN_METHODS)}."
         )
-    returned = returned_token_ids if options.returned_token_ids is None else options.returned_token_ids
+    returned = (
+        returned_token_ids if options.returned_token_ids is None else options.returned_token_ids
+    )
     head = _classifier_head(vllm_config, classifier, num_labels, activation, returned_ids=returned)
     if wrong := [i for i in returned or () if not 0 <= i < head.size]:
-        raise ConfigError(f"option 'returned_token_ids' has {wrong[0]}, but the model gives {head.size} logits.")
+        raise ConfigError(
+            f"option 'returned_token_ids' has {wrong[0]}, but the model gives {head.size} logits."
+        )
     if len(set(returned or ())) < len(returned or ()):
         raise ConfigError("option 'returned_token_ids' must name each token id once.")
     of_model = step_tag_id if default == "STEP" else None
     tag = of_model if options.step_tag_id is None else options.step_tag_id
     vocab_size = vllm_config.hf_config.get("vocab_size")
     if tag is not None and vocab_size is not None and tag >= vocab_size:
-        raise ConfigError(f"option 'step_tag_id' is {tag}, but the model's vocabulary has {vocab_size} tokens: no step would ever end.")
+        raise ConfigError(
+            f"option 'step_tag_id' is {tag}, but the model's vocabulary has {vocab_size} tokens: "
+            "no step would ever end."
+        )
     return StepPooler(head, None if options.pooling_type == "ALL" else tag)
 
 
 def num_labels_of(hf_config: dict[str, Any]) -> int:
-    """How many labels a checkpoint's config.json says its classifier has; 2 where it does not, as in transformers."""
+    """How many labels a checkpoint's config.json says its classifier has; 2 where it does not, as
+    in transformers."""
     for count in (hf_config.get("num_labels"), len(hf_config.get("id2label") or {})):
         if count is not None and count > 0:
             return int(count)
@@ -128,11 +172,16 @@ def _sequence_method(method: str | PoolingMethod) -> PoolingMethod:
     if isinstance(method, PoolingMethod):
         return method
     if method not in METHODS:
-        raise ConfigError(f"pooling_type {method!r} gives no single vector of a prompt. {nearest(method, METHODS)}")
+        raise ConfigError(
+            f"pooling_type {method!r} gives no single vector of a prompt. "
+            f"{nearest(method, METHODS)}"
+        )
     return METHODS[method]
 
 
-def _embedding_method(vllm_config: VllmConfig, found: PoolingDetails, default: str | PoolingMethod) -> PoolingMethod | None:
+def _embedding_method(
+    vllm_config: VllmConfig, found: PoolingDetails, default: str | PoolingMethod
+) -> PoolingMethod | None:
     """How prompts are pooled; None where the checkpoint pools nothing."""
     option = vllm_config.pooler.pooling_type
     if option != "auto":
@@ -144,11 +193,17 @@ def _embedding_method(vllm_config: VllmConfig, found: PoolingDetails, default: s
 
 
 def _embedding_head(
-    vllm_config: VllmConfig, configs: Sequence[Head], size: int, normalize: bool | None, truncate_dim: int | None = None
+    vllm_config: VllmConfig,
+    configs: Sequence[Head],
+    size: int,
+    normalize: bool | None,
+    truncate_dim: int | None = None,
 ) -> tuple[nn.Module, EmbeddingHead]:
-    """The modules `configs`, and the head of them for vectors of `size`. `normalize` None: where the last module does it.
+    """The modules `configs`, and the head of them for vectors of `size`. `normalize` None: where
+    the last module does it.
 
-    That last Normalize is the head's own, because it follows the cut to `dimensions`, and because a request may switch it off.
+    That last Normalize is the head's own, because it follows the cut to `dimensions`, and because a
+    request may switch it off.
     """
     layers = make_heads(configs, dummy=vllm_config.load.load_format == "dummy")
     out = _out_size(configs, size)
@@ -156,8 +211,13 @@ def _embedding_head(
     option = vllm_config.pooler.normalize
     unit = option if option is not None else last if normalize is None else normalize
     if truncate_dim is not None and truncate_dim > out:
-        raise CheckpointError(f"config_sentence_transformers.json cuts embeddings to {truncate_dim} dimensions, but they have {out}.")
-    return layers, EmbeddingHead(out, layers[:-1] if last else layers, normalize=unit, truncate_dim=truncate_dim)
+        raise CheckpointError(
+            f"config_sentence_transformers.json cuts embeddings to {truncate_dim} dimensions, "
+            f"but they have {out}."
+        )
+    return layers, EmbeddingHead(
+        out, layers[:-1] if last else layers, normalize=unit, truncate_dim=truncate_dim
+    )
 
 
 def _out_size(configs: Sequence[Head], size: int) -> int:
@@ -167,7 +227,10 @@ def _out_size(configs: Sequence[Head], size: int) -> int:
             continue
         takes = config.in_features if isinstance(config, Dense) else config.size
         if takes != size:
-            raise CheckpointError(f"the module in {config.folder!r} takes vectors of {takes}, but is given vectors of {size}.")
+            raise CheckpointError(
+                f"the module in {config.folder!r} takes vectors of {takes}, but is given vectors "
+                f"of {size}."
+            )
         size = config.out_features if isinstance(config, Dense) else size
     return size
 
@@ -197,24 +260,33 @@ def _classifier_head(
     )
 
 
-def _activation(vllm_config: VllmConfig, num_labels: int, default: str | None) -> tuple[Activation, bool]:
+def _activation(
+    vllm_config: VllmConfig, num_labels: int, default: str | None
+) -> tuple[Activation, bool]:
     """The activation, and whether it is used where nobody asks for it.
 
-    A checkpoint without one ("identity", regression) still has one to give to a request that asks: sigmoid or softmax.
+    A checkpoint without one ("identity", regression) still has one to give to a request that asks:
+    sigmoid or softmax.
     """
     problem = vllm_config.hf_config.get("problem_type")
     if problem is not None and problem not in _PROBLEM_TYPES:
         raise CheckpointError(
-            f"config.json: 'problem_type' is {problem!r}, which is not understood. {nearest(str(problem), _PROBLEM_TYPES)}"
+            f"config.json: 'problem_type' is {problem!r}, which is not understood. "
+            f"{nearest(str(problem), _PROBLEM_TYPES)}"
         )
     several = num_labels > 1 and problem != "multi_label_classification"
     usual = ACTIVATIONS["softmax" if several else "sigmoid"]
     found = _details(vllm_config)
     if found is not None and found.activation is not None:
-        named = ACTIVATIONS["sigmoid"] if found.activation == "Sigmoid" else getattr(nn, found.activation)()
+        named = (
+            ACTIVATIONS["sigmoid"]
+            if found.activation == "Sigmoid"
+            else getattr(nn, found.activation)()
+        )
         return (usual, False) if found.activation == "Identity" else (named, True)
     if problem is not None:
-        # sentence-transformers gives the sigmoid of one label whatever the problem is, and transformers a regression's plain value.
+        # sentence-transformers gives the sigmoid of one label whatever the problem is, and
+        # transformers a regression's plain value.
         return usual, problem != "regression" or (found is not None and num_labels == 1)
     if default is not None:
         return (usual, False) if default == "identity" else (ACTIVATIONS[default], True)

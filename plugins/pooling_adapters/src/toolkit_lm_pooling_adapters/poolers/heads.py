@@ -1,4 +1,5 @@
-"""Heads: from pooled vectors to what a request gets. `forward` is the same for all requests, `finish` is what each asks for."""
+"""Heads: from pooled vectors to what a request gets. `forward` is the same for all requests,
+`finish` is what each asks for."""
 
 from __future__ import annotations
 
@@ -33,9 +34,12 @@ class Head(nn.Module, ABC):
 
 
 class EmbeddingHead(Head):
-    """Embeddings: the checkpoint's modules, the first `dimensions` (Kusupati et al. 2022: matryoshka), then L2 norm."""
+    """Embeddings: the checkpoint's modules, the first `dimensions` (Kusupati et al. 2022:
+    matryoshka), then L2 norm."""
 
-    def __init__(self, size: int, modules: nn.Module, *, normalize: bool, truncate_dim: int | None = None) -> None:
+    def __init__(
+        self, size: int, modules: nn.Module, *, normalize: bool, truncate_dim: int | None = None
+    ) -> None:
         super().__init__()
         self.size = size
         self.layers = modules
@@ -52,7 +56,9 @@ class EmbeddingHead(Head):
 
     def finish(self, values: Tensor, params: PoolingParams) -> Tensor:
         dimensions, to_unit = self.postprocess_key(params)
-        assert dimensions is None or dimensions <= values.shape[-1], "dimensions were not checked before"
+        assert dimensions is None or dimensions <= values.shape[-1], (
+            "dimensions were not checked before"
+        )
         values = values[..., :dimensions]
         return normalize(values) if to_unit else values
 
@@ -60,7 +66,8 @@ class EmbeddingHead(Head):
 class ClassifierHead(Head):
     """Logits of a classifier, shifted and scaled: activation((x - mean) / (sigma * temperature)).
 
-    `classifier` [N, H] -> [N, size] stays the model's: its weights are not counted among the pooler's.
+    `classifier` [N, H] -> [N, size] stays the model's: its weights are not counted among the
+    pooler's.
     """
 
     def __init__(
@@ -77,7 +84,8 @@ class ClassifierHead(Head):
     ) -> None:
         super().__init__()
         self.size = size
-        # Wrapped, it is no submodule of this one: its weights keep the one name that they have in the model.
+        # Wrapped, it is no submodule of this one: its weights keep the one name that they have in
+        # the model.
         self._classify = partial(classifier)
         self._activate = partial(activation)
         self.use_activation = use_activation
@@ -87,11 +95,17 @@ class ClassifierHead(Head):
 
     def forward(self, vectors: Tensor) -> Tensor:
         logits = self._classify(vectors).float()
-        assert logits.shape[-1] == self.size, f"the classifier gives {logits.shape[-1]} labels, not {self.size}"
-        return logits if (self.mean, self.scale) == (0.0, 1.0) else (logits - self.mean) * self.scale
+        assert logits.shape[-1] == self.size, (
+            f"the classifier gives {logits.shape[-1]} labels, not {self.size}"
+        )
+        return (
+            logits if (self.mean, self.scale) == (0.0, 1.0) else (logits - self.mean) * self.scale
+        )
 
     def postprocess_key(self, params: PoolingParams) -> tuple[bool, tuple[int, ...] | None]:
-        use_activation = self.use_activation if params.use_activation is None else params.use_activation
+        use_activation = (
+            self.use_activation if params.use_activation is None else params.use_activation
+        )
         ids = self.returned_ids if params.returned_token_ids is None else params.returned_token_ids
         return use_activation, tuple(ids) if ids is not None else None
 
@@ -99,5 +113,7 @@ class ClassifierHead(Head):
         use_activation, ids = self.postprocess_key(params)
         if ids is not None:
             # Among the logits, and before softmax: the chosen ones' probabilities add up to 1.
-            values = values[..., torch.tensor(ids, dtype=torch.int64).to(values.device, non_blocking=True)]
+            values = values[
+                ..., torch.tensor(ids, dtype=torch.int64).to(values.device, non_blocking=True)
+            ]
         return self._activate(values) if use_activation else values

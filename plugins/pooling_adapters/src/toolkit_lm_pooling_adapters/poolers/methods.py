@@ -1,4 +1,5 @@
-"""Pooling methods: how the hidden states of a prompt's tokens become one vector, over one or several chunks of the prompt."""
+"""Pooling methods: how the hidden states of a prompt's tokens become one vector, over one or
+several chunks of the prompt."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ BLOCK = 2048
 
 
 class Segments:
-    """The rows of a step as index tensors, made once for all methods. R rows, T tokens of the flat batch."""
+    """The rows of a step as index tensors, made once for all methods. R rows, T tokens of the flat
+    batch."""
 
     def __init__(self, rows: Sequence[PoolingRow], num_tokens: int, device: torch.device) -> None:
         self.rows = rows
@@ -48,11 +50,14 @@ class Segments:
 
     def only_finished(self, values: Tensor) -> Tensor:
         """The entries [F, ...] of finished rows, of a tensor with one for each row [R, ...]."""
-        return values if len(self.finished) == len(self.rows) else values[self.tensor(self.finished)]
+        return (
+            values if len(self.finished) == len(self.rows) else values[self.tensor(self.finished)]
+        )
 
 
 class PoolingMethod(ABC):
-    """Makes one vector of a prompt's tokens. What it must remember between the chunks of a prompt lies in `row.state[self.name]`."""
+    """Makes one vector of a prompt's tokens. What it must remember between the chunks of a prompt
+    lies in `row.state[self.name]`."""
 
     name: ClassVar[str]
     reads_prefix_cache: ClassVar[bool] = False
@@ -62,13 +67,17 @@ class PoolingMethod(ABC):
 
     @abstractmethod
     def pool(self, hidden_states: Tensor, segments: Segments) -> Tensor:
-        """Hidden states [T, H] of the flat batch -> [F, H] float32: a vector for each row that ends in this step, in order."""
+        """Hidden states [T, H] of the flat batch -> [F, H] float32: a vector for each row that ends
+        in this step, in order."""
 
     def _carry(self, values: Tensor, segments: Segments) -> Tensor:
-        """Merges what this step gives of each row [R, H] with what former chunks gave; keeps that of rows that go on."""
+        """Merges what this step gives of each row [R, H] with what former chunks gave; keeps that
+        of rows that go on."""
         for index, row in enumerate(segments.rows):
             if row.start > 0:
-                assert self.name in row.state, f"{self.name} pooling lacks the beginning of a prompt"
+                assert self.name in row.state, (
+                    f"{self.name} pooling lacks the beginning of a prompt"
+                )
                 values[index] = self._merge(row, row.state.pop(self.name), values[index])
             if not row.finished:
                 row.state[self.name] = values[index].clone()
@@ -100,25 +109,41 @@ class Last(PoolingMethod):
     reads_prefix_cache = True
 
     def pool(self, hidden_states: Tensor, segments: Segments) -> Tensor:
-        return hidden_states[segments.tensor([segments.rows[index].tokens.stop - 1 for index in segments.finished])].float()
+        return hidden_states[
+            segments.tensor([segments.rows[index].tokens.stop - 1 for index in segments.finished])
+        ].float()
 
 
 class _Sum(PoolingMethod):
     """A weighted sum over the tokens, in float32, times a factor that depends on their number."""
 
     def pool(self, hidden_states: Tensor, segments: Segments) -> Tensor:
-        sums = torch.zeros(len(segments.rows) + 1, hidden_states.shape[1], dtype=torch.float32, device=segments.device)
-        # A chunk's sum begins with that of the chunks before: one order of additions, however the prompt is cut.
+        sums = torch.zeros(
+            len(segments.rows) + 1,
+            hidden_states.shape[1],
+            dtype=torch.float32,
+            device=segments.device,
+        )
+        # A chunk's sum begins with that of the chunks before: one order of additions, however the
+        # prompt is cut.
         for index, row in enumerate(segments.rows):
             if self.name in row.state:
                 sums[index] = row.state[self.name]
         weights = self._weights(segments)
         for block in segments.blocks():
             vectors = hidden_states[block].float()
-            sums.index_add_(0, segments.row_of_token[block], vectors if weights is None else vectors * weights[block])
+            sums.index_add_(
+                0,
+                segments.row_of_token[block],
+                vectors if weights is None else vectors * weights[block],
+            )
         totals = self._carry(sums[:-1], segments)
-        factors = np.array([self._factor(segments.rows[index]) for index in segments.finished], np.float32)
-        return totals * torch.from_numpy(factors).to(segments.device, non_blocking=True).unsqueeze(1)
+        factors = np.array(
+            [self._factor(segments.rows[index]) for index in segments.finished], np.float32
+        )
+        return totals * torch.from_numpy(factors).to(segments.device, non_blocking=True).unsqueeze(
+            1
+        )
 
     def _merge(self, row: PoolingRow, before: Tensor, now: Tensor) -> Tensor:
         return now
@@ -150,7 +175,8 @@ class MeanSqrtLen(_Sum):
 
 
 class WeightedMean(_Sum):
-    """The mean over all tokens, the n-th with weight n (SGPT, Muennighoff 2022). Tokens that are left out are counted all the same."""
+    """The mean over all tokens, the n-th with weight n (SGPT, Muennighoff 2022). Tokens that are
+    left out are counted all the same."""
 
     name = "WEIGHTED_MEAN"
 
@@ -172,7 +198,12 @@ class Max(PoolingMethod):
 
     def pool(self, hidden_states: Tensor, segments: Segments) -> Tensor:
         size = hidden_states.shape[1]
-        most = torch.full((len(segments.rows) + 1, size), float("-inf"), dtype=torch.float32, device=segments.device)
+        most = torch.full(
+            (len(segments.rows) + 1, size),
+            float("-inf"),
+            dtype=torch.float32,
+            device=segments.device,
+        )
         owners = segments.row_of_token.unsqueeze(1).expand(-1, size)
         for block in segments.blocks():
             most.scatter_reduce_(0, owners[block], hidden_states[block].float(), "amax")
@@ -192,11 +223,17 @@ class Concatenated(PoolingMethod):
         self.width = sum(method.width for method in methods)
 
     def pool(self, hidden_states: Tensor, segments: Segments) -> Tensor:
-        pooled = {method.name: method.pool(hidden_states, segments) for method in dict.fromkeys(self.methods)}
+        pooled = {
+            method.name: method.pool(hidden_states, segments)
+            for method in dict.fromkeys(self.methods)
+        }
         return torch.cat([pooled[method.name] for method in self.methods], dim=-1)
 
 
 METHODS: Mapping[str, PoolingMethod] = MappingProxyType(
-    {method.name: method for method in (Cls(), Last(), Mean(), MeanSqrtLen(), WeightedMean(), Max())}
+    {
+        method.name: method
+        for method in (Cls(), Last(), Mean(), MeanSqrtLen(), WeightedMean(), Max())
+    }
 )
 """One vector for a prompt. ALL and STEP, which give one for a token, are poolers of their own."""

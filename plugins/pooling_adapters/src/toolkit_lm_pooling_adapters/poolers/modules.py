@@ -1,4 +1,5 @@
-"""What is done to vectors after pooling, in float32: Dense modules, layer norms, L2 norm, matryoshka sizes, activations of logits."""
+"""What is done to vectors after pooling, in float32: Dense modules, layer norms, L2 norm,
+matryoshka sizes, activations of logits."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def _sigmoid(logits: Tensor) -> Tensor:
-    """torch's own gives the last elements of a tensor, those that fill no vector, other roundings than the rest."""
+    """torch's own gives the last elements of a tensor, those that fill no vector, other roundings
+    than the rest."""
     return logits.neg().exp_().add_(1).reciprocal_()
 
 
@@ -31,8 +33,11 @@ def _identity(logits: Tensor) -> Tensor:
     return logits
 
 
-ACTIVATIONS: Mapping[str, Activation] = MappingProxyType({"identity": _identity, "sigmoid": _sigmoid, "softmax": _softmax})
-"""Of logits. sigmoid is for one label, and for several that do not exclude each other; softmax for those that do."""
+ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {"identity": _identity, "sigmoid": _sigmoid, "softmax": _softmax}
+)
+"""Of logits. sigmoid is for one label, and for several that do not exclude each other; softmax for
+those that do."""
 
 
 def normalize(vectors: Tensor) -> Tensor:
@@ -48,9 +53,11 @@ class Normalize(nn.Module):
 
 
 class Dense(nn.Module):
-    """sentence-transformers' Dense module: activation(x W^T + b), plus a residual where it has one. [..., in] -> [..., out] float32.
+    """sentence-transformers' Dense module: activation(x W^T + b), plus a residual where it has one.
+    [..., in] -> [..., out] float32.
 
-    Its weights are buffers that no state dict shows: they are not among the checkpoint's, but lie in a folder of their own.
+    Its weights are buffers that no state dict shows: they are not among the checkpoint's, but lie
+    in a folder of their own.
     """
 
     weight: Tensor
@@ -61,18 +68,27 @@ class Dense(nn.Module):
         super().__init__()
         self.residual, self.kernels = config.residual, choose_kernels()
         self.activation: nn.Module = getattr(nn, config.activation)()
-        for name, key in (("weight", "linear.weight"), ("bias", "linear.bias"), ("residual_weight", "residual.weight")):
+        for name, key in (
+            ("weight", "linear.weight"),
+            ("bias", "linear.bias"),
+            ("residual_weight", "residual.weight"),
+        ):
             self.register_buffer(name, weights.get(key), persistent=False)
 
     def forward(self, vectors: Tensor) -> Tensor:
         out: Tensor = self.activation(self.kernels.linear(vectors, self.weight, self.bias))
         if not self.residual:
             return out
-        return out + (vectors if self.residual_weight is None else self.kernels.linear(vectors, self.residual_weight, None))
+        return out + (
+            vectors
+            if self.residual_weight is None
+            else self.kernels.linear(vectors, self.residual_weight, None)
+        )
 
 
 class LayerNorm(nn.Module):
-    """sentence-transformers' LayerNorm module. [..., D] -> [..., D] float32. Weights are kept as those of Dense are."""
+    """sentence-transformers' LayerNorm module. [..., D] -> [..., D] float32. Weights are kept as
+    those of Dense are."""
 
     weight: Tensor
     bias: Tensor
@@ -87,7 +103,8 @@ class LayerNorm(nn.Module):
 
 
 def make_heads(configs: Sequence[pooling_details.Head], dummy: bool = False) -> nn.Sequential:
-    """The heads of a checkpoint, on the default device. `dummy`: with random weights, and no file is read.
+    """The heads of a checkpoint, on the default device. `dummy`: with random weights, and no file
+    is read.
 
     Raises CheckpointError for weights that are missing, unexpected, of a wrong shape, or pickles.
     """
@@ -98,8 +115,14 @@ def _make_head(config: pooling_details.Head, dummy: bool) -> nn.Module:
     if isinstance(config, pooling_details.Normalize):
         return Normalize()
     if isinstance(config, pooling_details.LayerNorm):
-        return LayerNorm(_weights(config.folder, {"norm.weight": (config.size,), "norm.bias": (config.size,)}, dummy))
-    shapes: dict[str, tuple[int, ...]] = {"linear.weight": (config.out_features, config.in_features)}
+        return LayerNorm(
+            _weights(
+                config.folder, {"norm.weight": (config.size,), "norm.bias": (config.size,)}, dummy
+            )
+        )
+    shapes: dict[str, tuple[int, ...]] = {
+        "linear.weight": (config.out_features, config.in_features)
+    }
     if config.bias:
         shapes["linear.bias"] = (config.out_features,)
     if config.residual and config.in_features != config.out_features:
@@ -108,13 +131,15 @@ def _make_head(config: pooling_details.Head, dummy: bool) -> nn.Module:
 
 
 def _weights(folder: str, shapes: Mapping[str, tuple[int, ...]], dummy: bool) -> dict[str, Tensor]:
-    """The tensors of `folder`, float32 on the default device; exactly those of `shapes`. Raises CheckpointError."""
+    """The tensors of `folder`, float32 on the default device; exactly those of `shapes`. Raises
+    CheckpointError."""
     if dummy:
         return {name: torch.full(shape, shape[-1] ** -0.5) for name, shape in shapes.items()}
     pickled = Path(folder) / "pytorch_model.bin"
     if pickled.is_file() and not (Path(folder) / "model.safetensors").is_file():
         raise CheckpointError(
-            f"{str(pickled)!r} is a pickle, which can run code and is not read. Convert it to safetensors: load the model with "
+            f"{str(pickled)!r} is a pickle, which can run code and is not read. Convert it to "
+            "safetensors: load the model with "
             "sentence-transformers and call save_pretrained."
         )
     found = dict(CheckpointWeights(Path(folder)))
@@ -124,5 +149,10 @@ def _weights(folder: str, shapes: Mapping[str, tuple[int, ...]], dummy: bool) ->
     for name, tensor in found.items():
         if tuple(tensor.shape) != shapes[name] or not tensor.is_floating_point():
             kind = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-            raise CheckpointError(f"{name!r} of the weights in {folder!r} is {kind}; its config.json asks for floats {list(shapes[name])}.")
-    return {name: tensor.to(torch.get_default_device(), torch.float32) for name, tensor in found.items()}
+            raise CheckpointError(
+                f"{name!r} of the weights in {folder!r} is {kind}; its config.json asks for "
+                f"floats {list(shapes[name])}."
+            )
+    return {
+        name: tensor.to(torch.get_default_device(), torch.float32) for name, tensor in found.items()
+    }

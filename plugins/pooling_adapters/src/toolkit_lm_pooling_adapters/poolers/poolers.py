@@ -1,4 +1,5 @@
-"""Poolers: one vector for a prompt, one for each token, one for each step of a solution, and several tasks in one batch."""
+"""Poolers: one vector for a prompt, one for each token, one for each step of a solution, and
+several tasks in one batch."""
 
 from __future__ import annotations
 
@@ -44,7 +45,13 @@ class SimplePooler(_HeadPooler):
     `token_heads`, if any, are applied to each token's vector before: [T, H] -> [T, H'] float32.
     """
 
-    def __init__(self, tasks: Iterable[PoolingTask], method: PoolingMethod, head: Head, token_heads: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        tasks: Iterable[PoolingTask],
+        method: PoolingMethod,
+        head: Head,
+        token_heads: nn.Module | None = None,
+    ) -> None:
         super().__init__(tasks, head)
         self.method = method
         self.token_heads = token_heads
@@ -59,7 +66,9 @@ class SimplePooler(_HeadPooler):
         vectors = self.method.pool(hidden_states, segments)
         if not segments.finished:
             return [None] * len(meta.rows)
-        finished = self._finish(self.head(vectors), [meta.rows[index].params for index in segments.finished])
+        finished = self._finish(
+            self.head(vectors), [meta.rows[index].params for index in segments.finished]
+        )
         if len(finished) == len(meta.rows):
             return list(finished)
         results: list[Tensor | None] = [None] * len(meta.rows)
@@ -76,13 +85,16 @@ class SimplePooler(_HeadPooler):
             return self.head.finish(values, params[0]).unbind()
         results = list(values.unbind())
         for members in groups.values():
-            for index, result in zip(members, self.head.finish(values[members], params[members[0]]).unbind(), strict=True):
+            for index, result in zip(
+                members, self.head.finish(values[members], params[members[0]]).unbind(), strict=True
+            ):
                 results[index] = result
         return results
 
 
 class ClassifierPooler(SimplePooler):
-    """Classes or a score of a prompt: a pooling method, a classifier, an activation. It scores where there is one label."""
+    """Classes or a score of a prompt: a pooling method, a classifier, an activation. It scores
+    where there is one label."""
 
     def __init__(self, method: PoolingMethod, head: ClassifierHead) -> None:
         super().__init__({"classify", "score"} if head.size == 1 else {"classify"}, method, head)
@@ -98,14 +110,19 @@ class AllPooler(_HeadPooler):
         selected = [self._select(row) for row in meta.rows]
         tokens = np.concatenate(selected) if selected else np.empty(0, np.int64)
         if len(tokens) != hidden_states.shape[0]:
-            hidden_states = hidden_states[torch.from_numpy(tokens).to(hidden_states.device, non_blocking=True)]
+            hidden_states = hidden_states[
+                torch.from_numpy(tokens).to(hidden_states.device, non_blocking=True)
+            ]
         values = self.head(hidden_states.float())
         keys = {self.head.postprocess_key(row.params) for row in meta.rows}
         if len(keys) == 1:
             values = self.head.finish(values, meta.rows[0].params)
         pieces = values.split([len(one) for one in selected])
         if len(keys) > 1:
-            pieces = [self.head.finish(piece, row.params) for piece, row in zip(pieces, meta.rows, strict=True)]
+            pieces = [
+                self.head.finish(piece, row.params)
+                for piece, row in zip(pieces, meta.rows, strict=True)
+            ]
         return [self._join(row, piece) for row, piece in zip(meta.rows, pieces, strict=True)]
 
     def _select(self, row: PoolingRow) -> np.ndarray:
@@ -115,16 +132,20 @@ class AllPooler(_HeadPooler):
     def _join(self, row: PoolingRow, piece: Tensor) -> Tensor | None:
         if row.start == 0 and row.finished:
             return piece
-        assert row.start == 0 or "pieces" in row.state, "pooling of all tokens lacks the beginning of a prompt"
+        assert row.start == 0 or "pieces" in row.state, (
+            "pooling of all tokens lacks the beginning of a prompt"
+        )
         pieces: list[Tensor] = row.state.setdefault("pieces", [])
         pieces.append(piece.clone())
         return torch.cat(row.state.pop("pieces")) if row.finished else None
 
 
 class StepPooler(AllPooler):
-    """Classes of tokens, or scores of the steps of a solution (process reward models): of the tokens that end a step.
+    """Classes of tokens, or scores of the steps of a solution (process reward models): of the
+    tokens that end a step.
 
-    `step_tag_id` is the token that ends a step; None: each token counts. A request may name another one.
+    `step_tag_id` is the token that ends a step; None: each token counts. A request may name another
+    one.
     """
 
     def __init__(self, head: ClassifierHead, step_tag_id: int | None = None) -> None:
@@ -138,7 +159,8 @@ class StepPooler(AllPooler):
 
 
 class DispatchPooler(RowPooler):
-    """Gives each row of a mixed batch to the pooler of its task. No two poolers take the same task."""
+    """Gives each row of a mixed batch to the pooler of its task. No two poolers take the same
+    task."""
 
     def __init__(self, poolers: Sequence[RowPooler]) -> None:
         super().__init__()
@@ -168,7 +190,9 @@ class DispatchPooler(RowPooler):
     def forward(self, hidden_states: Tensor, meta: PoolingMetadata) -> list[Tensor | None]:
         groups: dict[RowPooler, list[int]] = {}
         for index, row in enumerate(meta.rows):
-            assert row.params.task in self._by_task, f"the task {row.params.task} was not refused before"
+            assert row.params.task in self._by_task, (
+                f"the task {row.params.task} was not refused before"
+            )
             groups.setdefault(self._by_task[row.params.task], []).append(index)
         results: list[Tensor | None] = [None] * len(meta.rows)
         for pooler, members in groups.items():

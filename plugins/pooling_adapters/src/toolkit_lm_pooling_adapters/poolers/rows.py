@@ -1,4 +1,5 @@
-"""Pooling in a step: which rows pool, what their pooler keeps of them between chunks, and their results."""
+"""Pooling in a step: which rows pool, what their pooler keeps of them between chunks, and their
+results."""
 
 from __future__ import annotations
 
@@ -28,10 +29,12 @@ class PoolingRow:
     token_ids: np.ndarray
     """[number of these tokens] int32."""
     start: int
-    """Position of the first of them: more than 0 in later chunks of a prompt, and where the beginning was in the prefix cache."""
+    """Position of the first of them: more than 0 in later chunks of a prompt, and where the
+    beginning was in the prefix cache."""
     num_prompt_tokens: int
     pooling_start: int = 0
-    """embed: position of the prompt's first token that is pooled; those before have no part in its vector."""
+    """embed: position of the prompt's first token that is pooled; those before have no part in its
+    vector."""
     state: dict[str, Any] = field(default_factory=dict)
     """What a pooler keeps of a sequence between its chunks. Empty at the first."""
 
@@ -42,14 +45,16 @@ class PoolingRow:
 
     @property
     def pooled_tokens(self) -> slice:
-        """Where those of its tokens that are pooled are in the flat batch. Empty in a chunk that lies before `pooling_start`."""
+        """Where those of its tokens that are pooled are in the flat batch. Empty in a chunk that
+        lies before `pooling_start`."""
         left_out = max(self.pooling_start - self.start, 0)
         return slice(min(self.tokens.start + left_out, self.tokens.stop), self.tokens.stop)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingMetadata:
-    """A step's pooling rows, in the batch's order. Rows of generating sequences may lie between them."""
+    """A step's pooling rows, in the batch's order. Rows of generating sequences may lie between
+    them."""
 
     rows: Sequence[PoolingRow]
 
@@ -58,26 +63,34 @@ class RowPooler(Pooler):
     """Makes a result of each row's hidden states. Arithmetic of heads is in float32."""
 
     def check(self, params: PoolingParams) -> None:
-        """Raises RequestError, with `param` set, for what this pooler cannot give. `forward` takes checked rows only."""
+        """Raises RequestError, with `param` set, for what this pooler cannot give. `forward` takes
+        checked rows only."""
         if params.task not in self.supported_tasks():
             able = ", ".join(sorted(self.supported_tasks()))
             raise RequestError(f"Unsupported task: {params.task!r}. Supported: {able}.", "task")
 
     @abstractmethod
     def forward(self, hidden_states: Tensor, meta: PoolingMetadata) -> list[Tensor | None]:
-        """Hidden states [T, H] of the whole batch -> per row its float32 result, or None where it needs more chunks.
+        """Hidden states [T, H] of the whole batch -> per row its float32 result, or None where it
+        needs more chunks.
 
-        embed: [D]; token_embed: [tokens, D]; classify: [labels]; token_classify: [tokens, labels]; score: [1].
+        embed: [D]; token_embed: [tokens, D]; classify: [labels]; token_classify: [tokens, labels];
+        score: [1].
         """
 
-    def make_state(self, model: nn.Module, config: VllmConfig, device: torch.device) -> PoolingState:
+    def make_state(
+        self, model: nn.Module, config: VllmConfig, device: torch.device
+    ) -> PoolingState:
         return PoolingState(self, model, config, device)
 
 
 class PoolingState(ModelState):
-    """The pooling sequences that the runner holds. One that comes back from a preemption begins anew."""
+    """The pooling sequences that the runner holds. One that comes back from a preemption begins
+    anew."""
 
-    def __init__(self, pooler: RowPooler, model: nn.Module, config: VllmConfig, device: torch.device) -> None:
+    def __init__(
+        self, pooler: RowPooler, model: nn.Module, config: VllmConfig, device: torch.device
+    ) -> None:
         super().__init__(model, config, device)
         self.pooler = pooler
         self._sequences: dict[int, NewSequence] = {}
@@ -127,7 +140,10 @@ class PoolingState(ModelState):
         """The step's rows that pool, and their sequences."""
         if not self._sequences:
             return []
-        found = [(index, self._sequences.get(scheduled.seq_id)) for index, scheduled in enumerate(inputs.plan.scheduled)]
+        found = [
+            (index, self._sequences.get(scheduled.seq_id))
+            for index, scheduled in enumerate(inputs.plan.scheduled)
+        ]
         return [(index, seq) for index, seq in found if seq is not None]
 
     def _row(self, seq: NewSequence, index: int, inputs: StepInputs) -> PoolingRow:
@@ -137,7 +153,9 @@ class PoolingState(ModelState):
         return PoolingRow(
             params=seq.inputs.pooling,
             tokens=tokens,
-            token_ids=inputs.histories.tokens(int(inputs.rows[index]))[start : start + tokens.stop - tokens.start],
+            token_ids=inputs.histories.tokens(int(inputs.rows[index]))[
+                start : start + tokens.stop - tokens.start
+            ],
             start=start,
             num_prompt_tokens=seq.num_prompt_tokens,
             pooling_start=seq.inputs.pooling_start,
@@ -146,7 +164,8 @@ class PoolingState(ModelState):
 
 
 def _on_host(tensors: Sequence[Tensor]) -> list[np.ndarray]:
-    """Each as float32, contiguous. All come from the device by one copy, for which the host waits."""
+    """Each as float32, contiguous. All come from the device by one copy, for which the host
+    waits."""
     values = [one.float().contiguous() for one in tensors]
     if not values or values[0].device.type == "cpu":
         return [one.numpy() for one in values]

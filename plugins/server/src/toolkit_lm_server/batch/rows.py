@@ -99,7 +99,9 @@ def read_rows(file: IO[bytes], most: int) -> Iterator[Row | Unreadable]:
         if size > most and not line.endswith(b"\n"):
             while (rest := file.readline(most)) and not rest.endswith(b"\n"):
                 size += len(rest)
-            yield Unreadable(number, size + len(rest), f"it has more than {most} bytes (max_body_size).")
+            yield Unreadable(
+                number, size + len(rest), f"it has more than {most} bytes (max_body_size)."
+            )
             continue
         line = line.removeprefix(codecs.BOM_UTF8).strip() if number == 1 else line.strip()
         if line:
@@ -115,7 +117,9 @@ def _row(line: bytes, number: int, size: int) -> Row | Unreadable:
         if not bytes(row.body).lstrip().startswith(b"{"):
             raise msgspec.ValidationError("its body must be an object")
         if msgspec.json.decode(row.body, type=_Body).stream:
-            raise msgspec.ValidationError("its body asks for a stream, which has no place in a file")
+            raise msgspec.ValidationError(
+                "its body asks for a stream, which has no place in a file"
+            )
     except msgspec.ValidationError as error:
         return Unreadable(number, size, f"it is no request: {error}.", _custom_id(line))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -132,17 +136,32 @@ def _custom_id(line: bytes) -> str | None:
 
 def answer_line(row: Row, answer: Answer) -> bytes:
     """The output's line for an answer whose JSON is in one line."""
-    response = {"status_code": answer.status, "request_id": answer.request_id, "body": Raw(answer.content)}
+    response = {
+        "status_code": answer.status,
+        "request_id": answer.request_id,
+        "body": Raw(answer.content),
+    }
     return _line(row.custom_id, response, _problem(answer) if answer.status >= 400 else None)
 
 
 def unreadable_line(row: Unreadable) -> bytes:
     """The output's line for what is no request."""
-    return _line(row.custom_id, None, {"code": "invalid_row", "message": f"line {row.line}: {row.reason}", "line": row.line})
+    return _line(
+        row.custom_id,
+        None,
+        {"code": "invalid_row", "message": f"line {row.line}: {row.reason}", "line": row.line},
+    )
 
 
-def _line(custom_id: str | None, response: dict[str, Any] | None, error: dict[str, Any] | None) -> bytes:
-    whole = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
+def _line(
+    custom_id: str | None, response: dict[str, Any] | None, error: dict[str, Any] | None
+) -> bytes:
+    whole = {
+        "id": f"batch_req_{uuid.uuid4().hex}",
+        "custom_id": custom_id,
+        "response": response,
+        "error": error,
+    }
     return msgspec.json.encode(whole) + b"\n"
 
 
@@ -157,7 +176,8 @@ def _problem(answer: Answer) -> dict[str, Any]:
 
 
 class Answered:
-    """The rows that an output holds already: 16 bytes of each id, in a set, and the lines that were no requests."""
+    """The rows that an output holds already: 16 bytes of each id, in a set, and the lines that were
+    no requests."""
 
     def __init__(self) -> None:
         self._ids: set[bytes] = set()
@@ -165,7 +185,8 @@ class Answered:
 
     @classmethod
     def of(cls, file: IO[bytes], name: str) -> Answered:
-        """Reads an output, and cuts off a last line that was not written to its end. Raises ConfigError where it is no output."""
+        """Reads an output, and cuts off a last line that was not written to its end. Raises
+        ConfigError where it is no output."""
         self, end, number = cls(), 0, 0
         while line := file.readline():
             number += 1
@@ -173,7 +194,10 @@ class Answered:
                 found = msgspec.json.decode(line, type=_Written)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 if line.endswith(b"\n"):
-                    raise ConfigError(f"option 'output': line {number} of {name!r} is no row of an output: {error}") from None
+                    raise ConfigError(
+                        f"option 'output': line {number} of {name!r} is no row of an output: "
+                        f"{error}"
+                    ) from None
                 file.truncate(end)
                 break
             end += len(line)
@@ -192,7 +216,11 @@ class Answered:
             self._ids.add(_digest(row.custom_id))
 
     def __contains__(self, row: Row | Unreadable) -> bool:
-        return row.line in self._unreadable if isinstance(row, Unreadable) else _digest(row.custom_id) in self._ids
+        return (
+            row.line in self._unreadable
+            if isinstance(row, Unreadable)
+            else _digest(row.custom_id) in self._ids
+        )
 
 
 def _digest(custom_id: str) -> bytes:

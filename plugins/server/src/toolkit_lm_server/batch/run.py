@@ -10,7 +10,14 @@ from typing import IO, Protocol
 
 import msgspec
 
-from toolkit_lm_server.batch.rows import Answer, Answered, Row, Unreadable, answer_line, unreadable_line
+from toolkit_lm_server.batch.rows import (
+    Answer,
+    Answered,
+    Row,
+    Unreadable,
+    answer_line,
+    unreadable_line,
+)
 from toolkit_lm_server.threads import in_thread
 
 _MOST_NAMES = 64
@@ -51,9 +58,11 @@ async def run_rows(
     answered: Answered,
     on_row: Callable[[Counts], object] = lambda _: None,
 ) -> Counts:
-    """Asks for all rows but those that are `answered`. No more rows are in memory than are under way.
+    """Asks for all rows but those that are `answered`. No more rows are in memory than are under
+    way.
 
-    Raises what `target.ask` raises: the rows under way are then given up, and those that are written remain.
+    Raises what `target.ask` raises: the rows under way are then given up, and those that are
+    written remain.
     """
     counts, reading = Counts(), asyncio.Lock()
 
@@ -90,12 +99,15 @@ async def run_rows(
 
 
 def _as_json(answer: Answer) -> Answer:
-    """The answer, with its JSON in one line however the server lays it out; an error where it is none."""
+    """The answer, with its JSON in one line however the server lays it out; an error where it is
+    none."""
     try:
         return answer._replace(content=msgspec.json.format(answer.content, indent=-1))
     except msgspec.DecodeError:
         text = answer.content[:1000].decode(errors="replace")
-        problem = {"error": {"message": f"The answer is not JSON: {text}", "code": "invalid_answer"}}
+        problem = {
+            "error": {"message": f"The answer is not JSON: {text}", "code": "invalid_answer"}
+        }
         return Answer(502, answer.request_id, msgspec.json.encode(problem))
 
 

@@ -1,4 +1,5 @@
-"""Who answers the rows: a server elsewhere, or the server's app around an engine in this process."""
+"""Who answers the rows: a server elsewhere, or the server's app around an engine in this
+process."""
 
 from __future__ import annotations
 
@@ -38,9 +39,13 @@ class Target:
         try:
             response = await self._client.get("/v1/models")
         except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-            raise ConfigError(f"option 'url': {self._name!r} is not the address of a server: {error}") from error
+            raise ConfigError(
+                f"option 'url': {self._name!r} is not the address of a server: {error}"
+            ) from error
         except httpx.HTTPError as error:
-            raise ToolkitError(f"no answer from {self._name}: {error or type(error).__name__}") from error
+            raise ToolkitError(
+                f"no answer from {self._name}: {error or type(error).__name__}"
+            ) from error
         self._check_allowed(response)
 
     async def ask(self, row: Row) -> Answer:
@@ -57,7 +62,10 @@ class Target:
                 continue
             self._check_allowed(response)
             if response.status_code not in _BUSY:
-                request_id, ignored = response.headers.get(REQUEST_ID, ""), response.headers.get(IGNORED, "")
+                request_id, ignored = (
+                    response.headers.get(REQUEST_ID, ""),
+                    response.headers.get(IGNORED, ""),
+                )
                 return Answer(response.status_code, request_id, response.content, ignored)
             why = f"{response.status_code}: {response.text[:300]}"
             after = response.headers.get("retry-after", "")
@@ -68,20 +76,30 @@ class Target:
 
     def _check_allowed(self, response: httpx.Response) -> None:
         if response.status_code in _REFUSED:
-            raise ToolkitError(f"{self._name} refuses all requests ({response.status_code}): {response.text[:300]}")
+            raise ToolkitError(
+                f"{self._name} refuses all requests ({response.status_code}): {response.text[:300]}"
+            )
 
 
 @asynccontextmanager
-async def server(url: str, api_key: str | None, concurrency: int, timeout: float) -> AsyncIterator[Target]:
+async def server(
+    url: str, api_key: str | None, concurrency: int, timeout: float
+) -> AsyncIterator[Target]:
     """A server that runs already. Raises ToolkitError where it is not there."""
     address = url.rstrip("/").removesuffix("/v1")
-    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
+    headers = {"content-type": "application/json"} | (
+        {"authorization": f"Bearer {api_key}"} if api_key else {}
+    )
     limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     waiting = httpx.Timeout(timeout, connect=_OPENING, pool=None)
     try:
-        client = httpx.AsyncClient(base_url=address, headers=headers, limits=limits, timeout=waiting)
+        client = httpx.AsyncClient(
+            base_url=address, headers=headers, limits=limits, timeout=waiting
+        )
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise ConfigError(f"option 'url': {address!r} is not the address of a server: {error}") from error
+        raise ConfigError(
+            f"option 'url': {address!r} is not the address of a server: {error}"
+        ) from error
     async with client:
         target = Target(client, f"the server at {address}")
         await target.check()
@@ -90,7 +108,8 @@ async def server(url: str, api_key: str | None, concurrency: int, timeout: float
 
 @asynccontextmanager
 async def engine(config: VllmConfig, plugins: Plugins, max_body_size: str) -> AsyncIterator[Target]:
-    """The server's app, with an engine of its own: it checks what a server would. Raises what keeps the engine from starting."""
+    """The server's app, with an engine of its own: it checks what a server would. Raises what keeps
+    the engine from starting."""
     # They take long to import, and a server elsewhere needs none of them.
     from toolkit_lm_async_llm import AsyncLLM
 
@@ -106,7 +125,9 @@ async def engine(config: VllmConfig, plugins: Plugins, max_body_size: str) -> As
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         headers = {"content-type": "application/json"}
         # This transport knows no timeouts.
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://localhost", headers=headers
+        ) as client:
             yield Target(client, "the engine")
     finally:
         llm.close()

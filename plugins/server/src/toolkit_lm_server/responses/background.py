@@ -13,7 +13,8 @@ _MOST = 64
 
 
 class Background:
-    """The work on responses. It ends with the event loop, and a client that leaves does not end it."""
+    """The work on responses. It ends with the event loop, and a client that leaves does not end
+    it."""
 
     def __init__(self, most: int = _MOST) -> None:
         self._most = most
@@ -26,8 +27,17 @@ class Background:
     def start(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """`work` must not raise. Raises ApiError (429) where too many are under way."""
         if len(self._work) >= self._most:
-            message = f"{self._most} responses are made in the background. Try again later, or ask without background."
-            raise ApiError(429, message, param="background", code="rate_limit_exceeded", headers={"Retry-After": str(RETRY_AFTER)})
+            message = (
+                f"{self._most} responses are made in the background. Try again later, or ask "
+                "without background."
+            )
+            raise ApiError(
+                429,
+                message,
+                param="background",
+                code="rate_limit_exceeded",
+                headers={"Retry-After": str(RETRY_AFTER)},
+            )
         task = self._work[name] = asyncio.create_task(work())
         task.add_done_callback(lambda _: self._work.pop(name, None))
 

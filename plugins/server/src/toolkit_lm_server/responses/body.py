@@ -45,21 +45,31 @@ _INCLUDED = (
     "web_search_call.action.sources",
     "web_search_call.results",
 )
-"""What may be asked for. But for log probabilities it is told anyway, as reasoning is, or there is none of it."""
+"""What may be asked for. But for log probabilities it is told anyway, as reasoning is, or there is
+none of it."""
 _ECHOED = ("input", "instructions", "metadata", "reasoning", "text", "tool_choice", "tools")
 """What is kept of a request, or comes back with its answer."""
 
 
 class ResponsesBody(SamplingBody):
-    """POST /v1/responses. The sampling parameters that chat completions have are fields here, too."""
+    """POST /v1/responses. The sampling parameters that chat completions have are fields here,
+    too."""
 
     model_config = examples(
         {"input": "What is the capital of France?", "max_output_tokens": 8},
-        {"input": [{"role": "user", "content": "What is the capital of Italy?"}], "stream": True, "max_output_tokens": 8},
+        {
+            "input": [{"role": "user", "content": "What is the capital of Italy?"}],
+            "stream": True,
+            "max_output_tokens": 8,
+        },
     )
 
     verdicts = RESPONSES
-    nested = {"text": (("format",), TEXT), "reasoning": (("effort",), REASONING), "stream_options": ((), STREAM_OPTIONS)}
+    nested = {
+        "text": (("format",), TEXT),
+        "reasoning": (("effort",), REASONING),
+        "stream_options": ((), STREAM_OPTIONS),
+    }
 
     input: str | Items[dict[str, Any]]
     instructions: str | None = None
@@ -82,7 +92,8 @@ class ResponsesBody(SamplingBody):
     background: bool | None = None
     """The answer is made while nobody waits for it: GET tells how far it is."""
     enable_response_messages: bool = False
-    """The answer has the prompt and the output as the model read and drew them, in text and tokens."""
+    """The answer has the prompt and the output as the model read and drew them, in text and
+    tokens."""
     stream_options: dict[str, Any] | None = None  # type: ignore[assignment]
     """It has no effect: nothing is obfuscated."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -92,7 +103,8 @@ class ResponsesBody(SamplingBody):
         return messages_of(self.input)
 
     def chat(self, earlier: list[dict[str, Any]], own: list[dict[str, Any]]) -> dict[str, Any]:
-        """The fields of a chat completion. `earlier`: the messages before its `own`. Raises RequestError for what none can do."""
+        """The fields of a chat completion. `earlier`: the messages before its `own`. Raises
+        RequestError for what none can do."""
         self._check()
         names = (*SAMPLING_PARAMS, *self.plugin_fields, *_ALSO)
         fields = {name: value for name in names if (value := getattr(self, name, None)) is not None}
@@ -124,10 +136,14 @@ class ResponsesBody(SamplingBody):
             try:
                 msgspec.json.encode(getattr(self, name))
             except UnicodeEncodeError as error:
-                raise RequestError(f"{name} is not a valid text: it has a lone surrogate.", name) from error
+                raise RequestError(
+                    f"{name} is not a valid text: it has a lone surrogate.", name
+                ) from error
         for name, value in (self.metadata or {}).items():
             if len(name) > 64 or not isinstance(value, str) or len(value) > 512:
-                raise RequestError("metadata maps names of up to 64 characters to texts of up to 512.", "metadata")
+                raise RequestError(
+                    "metadata maps names of up to 64 characters to texts of up to 512.", "metadata"
+                )
         for name in ("background", "enable_response_messages"):
             if getattr(self, name) and self.stream:
                 raise RequestError(f"{name} is allowed only when stream is false.", name)
@@ -138,7 +154,9 @@ class ResponsesBody(SamplingBody):
                 raise RequestError(f"{name} is for chat completions.", name)
         if unknown := [one for one in self.include or () if one not in _INCLUDED]:
             known = ", ".join(_INCLUDED)
-            raise RequestError(f"include: {printable(unknown[0])!r} is not one of {known}.", "include")
+            raise RequestError(
+                f"include: {printable(unknown[0])!r} is not one of {known}.", "include"
+            )
 
     def _response_format(self) -> dict[str, Any] | None:
         form = (self.text or {}).get("format")
@@ -146,16 +164,31 @@ class ResponsesBody(SamplingBody):
             return None
         kind = form.get("type") if isinstance(form, dict) else None
         if not isinstance(kind, str):
-            raise RequestError('text.format must be {"type": "text"}, "json_object" or "json_schema".', "text.format")
+            raise RequestError(
+                'text.format must be {"type": "text"}, "json_object" or "json_schema".',
+                "text.format",
+            )
         if kind == "json_schema":
-            return {"type": kind, "json_schema": {name: value for name, value in form.items() if name != "type"}}
+            return {
+                "type": kind,
+                "json_schema": {name: value for name, value in form.items() if name != "type"},
+            }
         return None if kind == "text" else {"type": kind}
 
 
-def _with_instructions(instructions: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_instructions(
+    instructions: str | None, messages: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """Chat templates take one system message, at most, and at the beginning."""
     if instructions is None:
         return messages
-    if messages and messages[0].get("role") in ("system", "developer") and isinstance(messages[0].get("content"), str):
-        return [{"role": "system", "content": f"{instructions}\n\n{messages[0]['content']}"}, *messages[1:]]
+    if (
+        messages
+        and messages[0].get("role") in ("system", "developer")
+        and isinstance(messages[0].get("content"), str)
+    ):
+        return [
+            {"role": "system", "content": f"{instructions}\n\n{messages[0]['content']}"},
+            *messages[1:],
+        ]
     return [{"role": "system", "content": instructions}, *messages]

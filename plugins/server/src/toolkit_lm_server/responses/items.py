@@ -22,8 +22,13 @@ def messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     if not messages:
         raise RequestError("input is an empty list: give at least one item.", "input")
     for message in messages:
-        # Reasoning that nothing follows is of an answer that was cut, and what has no text says nothing: templates read a content.
-        if message["role"] == "assistant" and message["content"] is None and "tool_calls" not in message:
+        # Reasoning that nothing follows is of an answer that was cut, and what has no text says
+        # nothing: templates read a content.
+        if (
+            message["role"] == "assistant"
+            and message["content"] is None
+            and "tool_calls" not in message
+        ):
             message["content"] = ""
     return messages
 
@@ -37,27 +42,43 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) ->
             else:
                 messages.append({"role": item.get("role"), "content": content})
         case "reasoning":
-            # Only what was told: a summary stands in for reasoning that was not. What is encrypted elsewhere is lost.
+            # Only what was told: a summary stands in for reasoning that was not. What is encrypted
+            # elsewhere is lost.
             if text := _text(item.get("content") or item.get("summary") or [], where):
                 _assistant(messages, reasoning_content=text)
         case "function_call":
             function = {name: _str(item, name, where) for name in ("name", "arguments")}
-            _assistant(messages, call={"id": _str(item, "call_id", where), "type": "function", "function": function})
+            _assistant(
+                messages,
+                call={"id": _str(item, "call_id", where), "type": "function", "function": function},
+            )
         case "function_call_output":
             content = _content(item.get("output"), f"{where}.output")
-            messages.append({"role": "tool", "tool_call_id": _str(item, "call_id", where), "content": content})
+            messages.append(
+                {"role": "tool", "tool_call_id": _str(item, "call_id", where), "content": content}
+            )
         case kind:
             known = "message, reasoning, function_call, function_call_output"
-            raise RequestError(f"{where}: items of type {printable(repr(kind))} are not supported. Supported: {known}.", "input")
+            raise RequestError(
+                f"{where}: items of type {printable(repr(kind))} are not supported. Supported: "
+                f"{known}.",
+                "input",
+            )
 
 
 def _assistant(
-    messages: list[dict[str, Any]], *, content: Any = None, reasoning_content: str | None = None, call: dict[str, Any] | None = None
+    messages: list[dict[str, Any]],
+    *,
+    content: Any = None,
+    reasoning_content: str | None = None,
+    call: dict[str, Any] | None = None,
 ) -> None:
     """Adds to the assistant's turn: reasoning, a text and calls, in this order, are one message."""
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     begins = (
-        last is None or reasoning_content is not None or (content is not None and (last["content"] is not None or "tool_calls" in last))
+        last is None
+        or reasoning_content is not None
+        or (content is not None and (last["content"] is not None or "tool_calls" in last))
     )
     if begins:
         last = {"role": "assistant", "content": None}
@@ -90,11 +111,25 @@ def _part(part: Any, where: str) -> dict[str, Any]:
             return {"type": "text", "text": _str(part, "refusal", where)}
         case "input_image" if part.get("image_url") is not None:
             detail = {} if part.get("detail") is None else {"detail": part["detail"]}
-            return {"type": "image_url", "image_url": {"url": _str(part, "image_url", where), **detail}}
+            return {
+                "type": "image_url",
+                "image_url": {"url": _str(part, "image_url", where), **detail},
+            }
         case "input_file" if part.get("file_data") is not None:
-            return {"type": "file", "file": {name: part[name] for name in ("file_data", "filename") if part.get(name) is not None}}
+            return {
+                "type": "file",
+                "file": {
+                    name: part[name]
+                    for name in ("file_data", "filename")
+                    if part.get(name) is not None
+                },
+            }
         case "input_image" | "input_file":
-            raise RequestError(f"{where}: this server has no uploaded files: send the data, as image_url or file_data.", "input")
+            raise RequestError(
+                f"{where}: this server has no uploaded files: send the data, as image_url or "
+                "file_data.",
+                "input",
+            )
         case kind:
             # As it is: the renderer knows what the model takes.
             if not isinstance(kind, str):
@@ -127,9 +162,17 @@ def chat_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for index, tool in enumerate(tools):
         if tool.get("type") != "function":
             kind = printable(repr(tool.get("type")))
-            raise RequestError(f"tools[{index}]: this server runs no tools of type {kind}: functions are what it takes.", "tools")
+            raise RequestError(
+                f"tools[{index}]: this server runs no tools of type {kind}: functions are what "
+                "it takes.",
+                "tools",
+            )
         # OpenAI takes them for strict where nothing is said; parameters without a schema cannot be.
-        function = {name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name) is not None}
+        function = {
+            name: tool[name]
+            for name in ("name", "description", "parameters", "strict")
+            if tool.get(name) is not None
+        }
         found.append({"type": "function", "function": function})
     return found
 
@@ -146,4 +189,7 @@ def chat_tool_choice(
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(allowed)}:
             names = [one.get("name") for one in allowed if isinstance(one, dict)]
             return mode, [tool for tool in tools if tool["function"].get("name") in names]
-    raise RequestError('tool_choice must be "none", "auto", "required", a function or allowed_tools.', "tool_choice")
+    raise RequestError(
+        'tool_choice must be "none", "auto", "required", a function or allowed_tools.',
+        "tool_choice",
+    )

@@ -44,7 +44,9 @@ class Output:
         if self._body.enable_response_messages:
             names = ("input_messages", "output_messages")
             for name, (text, tokens) in zip(names, self.answer.raw(choices[0]), strict=True):
-                self._messages[name] = [{"type": "raw_message_tokens", "message": text, "tokens": tokens}]
+                self._messages[name] = [
+                    {"type": "raw_message_tokens", "message": text, "tokens": tokens}
+                ]
         return self._finished()
 
     def state(self, status: str) -> dict[str, Any]:
@@ -61,12 +63,18 @@ class Output:
         number = 0
         async with aclosing(self._unnumbered()) as found:
             async for events in found:
-                yield [{**event, "sequence_number": number + place} for place, event in enumerate(events)]
+                yield [
+                    {**event, "sequence_number": number + place}
+                    for place, event in enumerate(events)
+                ]
                 number += len(events)
 
     async def _unnumbered(self) -> AsyncGenerator[list[dict[str, Any]], None]:
         begun = self.state("in_progress")
-        yield [{"type": "response.created", "response": begun}, {"type": "response.in_progress", "response": begun}]
+        yield [
+            {"type": "response.created", "response": begun},
+            {"type": "response.in_progress", "response": begun},
+        ]
         async with aclosing(telling(self._told(), self._failure)) as found:
             async for events in found:
                 yield events
@@ -88,8 +96,16 @@ class Output:
         if step.what == "begin":
             self._ids.append(f"{_PREFIX[segment.kind]}_{uuid.uuid4().hex}")
         place = {"item_id": self._ids[segment.number], **item}
-        added = {"type": "response.output_item.added", **item, "item": self._item(segment, "in_progress", begun=True)}
-        done = {"type": "response.output_item.done", **item, "item": self._item(segment, "completed")}
+        added = {
+            "type": "response.output_item.added",
+            **item,
+            "item": self._item(segment, "in_progress", begun=True),
+        }
+        done = {
+            "type": "response.output_item.done",
+            **item,
+            "item": self._item(segment, "completed"),
+        }
         if segment.kind == "call":
             what = "response.function_call_arguments"
             match step.what:
@@ -98,50 +114,93 @@ class Output:
                 case "more":
                     return [{"type": f"{what}.delta", **place, "delta": text}]
                 case "end":
-                    return [{"type": f"{what}.done", **place, "name": segment.name, "arguments": text}, done]
+                    return [
+                        {"type": f"{what}.done", **place, "name": segment.name, "arguments": text},
+                        done,
+                    ]
         what, place = f"response.{_PART[segment.kind]}", {**place, "content_index": 0}
         tokens = segment.logprobs if step.what == "end" else step.logprobs
-        logprobs = {"logprobs": tokens if self._body.tells_logprobs else []} if segment.kind == "text" else {}
+        logprobs = (
+            {"logprobs": tokens if self._body.tells_logprobs else []}
+            if segment.kind == "text"
+            else {}
+        )
         match step.what:
             case "begin":
-                return [added, {"type": "response.content_part.added", **place, "part": self._part(segment, begun=True)}]
+                return [
+                    added,
+                    {
+                        "type": "response.content_part.added",
+                        **place,
+                        "part": self._part(segment, begun=True),
+                    },
+                ]
             case "more":
                 return [{"type": f"{what}.delta", **place, "delta": text, **logprobs}]
             case "end":
                 whole = {"type": f"{what}.done", **place, "text": text, **logprobs}
-                return [whole, {"type": "response.content_part.done", **place, "part": self._part(segment)}, done]
+                return [
+                    whole,
+                    {"type": "response.content_part.done", **place, "part": self._part(segment)},
+                    done,
+                ]
 
     def _item(self, segment: Segment, status: str, *, begun: bool = False) -> dict[str, Any]:
         """A segment as an item of the output. `begun`: nothing is in it yet."""
         item: dict[str, Any] = {"id": self._ids[segment.number], "status": status}
         match segment.kind:
             case "call":
-                call = {"call_id": segment.id, "name": segment.name, "arguments": "" if begun else segment.text}
+                call = {
+                    "call_id": segment.id,
+                    "name": segment.name,
+                    "arguments": "" if begun else segment.text,
+                }
                 return {"type": "function_call", **item, **call}
             case "reasoning":
                 content = [] if begun else [self._part(segment)]
-                return {"type": "reasoning", **item, "summary": [], "content": content, "encrypted_content": None}
+                return {
+                    "type": "reasoning",
+                    **item,
+                    "summary": [],
+                    "content": content,
+                    "encrypted_content": None,
+                }
             case "text":
-                return {"type": "message", **item, "role": "assistant", "content": [] if begun else [self._part(segment)]}
+                return {
+                    "type": "message",
+                    **item,
+                    "role": "assistant",
+                    "content": [] if begun else [self._part(segment)],
+                }
 
     def _part(self, segment: Segment, *, begun: bool = False) -> dict[str, Any]:
         part: dict[str, Any] = {"type": _PART[segment.kind], "text": "" if begun else segment.text}
         if segment.kind == "text":
-            part |= {"annotations": [], "logprobs": segment.logprobs if self._body.tells_logprobs and not begun else []}
+            part |= {
+                "annotations": [],
+                "logprobs": segment.logprobs if self._body.tells_logprobs and not begun else [],
+            }
         return part
 
     def _items(self, last: str) -> list[dict[str, Any]]:
         """`last`: the status of the last one, unless that is a call: calls are whole."""
         segments = self._segments.all
-        self._ids += [f"{_PREFIX[one.kind]}_{uuid.uuid4().hex}" for one in segments[len(self._ids) :]]
-        return [self._item(one, last if one is segments[-1] and one.kind != "call" else "completed") for one in segments]
+        self._ids += [
+            f"{_PREFIX[one.kind]}_{uuid.uuid4().hex}" for one in segments[len(self._ids) :]
+        ]
+        return [
+            self._item(one, last if one is segments[-1] and one.kind != "call" else "completed")
+            for one in segments
+        ]
 
     def _finished(self) -> dict[str, Any]:
         reason = self._segments.finish_reason
         if reason in ("stop", "tool_calls"):
             return self._response("completed", self._items("completed"), usage=self._usage())
         told = {"reason": "max_output_tokens" if reason == "length" else reason}
-        return self._response("incomplete", self._items("incomplete"), incomplete_details=told, usage=self._usage())
+        return self._response(
+            "incomplete", self._items("incomplete"), incomplete_details=told, usage=self._usage()
+        )
 
     def _usage(self) -> dict[str, Any]:
         assert self.answer is not None
@@ -149,13 +208,18 @@ class Output:
         reasoning = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"], "cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+                "cache_write_tokens": 0,
+            },
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": reasoning},
             "total_tokens": usage["total_tokens"],
         }
 
-    def _response(self, status: str, output: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
+    def _response(
+        self, status: str, output: Sequence[Mapping[str, Any]], **more: Any
+    ) -> dict[str, Any]:
         body = self._body
         return {
             "id": self.id,
@@ -195,7 +259,13 @@ class ResponseEvents(NamedEvents):
     @staticmethod
     def failure(error: ApiError) -> dict[str, Any]:
         told = error.body["error"]
-        return {"type": "error", "code": _code(error), "message": told["message"], "param": told["param"], "sequence_number": 0}
+        return {
+            "type": "error",
+            "code": _code(error),
+            "message": told["message"],
+            "param": told["param"],
+            "sequence_number": 0,
+        }
 
 
 def _final(response: dict[str, Any]) -> dict[str, Any]:

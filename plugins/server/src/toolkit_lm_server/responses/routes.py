@@ -15,7 +15,14 @@ from toolkit_lm.errors import RequestError
 from toolkit_lm_server.answer_schemas import answers, streams
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.chat import Chat, ChatAnswer
-from toolkit_lm_server.errors import ApiError, as_api_error, described, printable, renamed, validated
+from toolkit_lm_server.errors import (
+    ApiError,
+    as_api_error,
+    described,
+    printable,
+    renamed,
+    validated,
+)
 from toolkit_lm_server.event_stream import stream_of
 from toolkit_lm_server.generation import Piece, are_large
 from toolkit_lm_server.options import ServerOptions
@@ -48,12 +55,17 @@ class Responses:
         owner, own = client_of(request), body.own_messages()
         earlier = self._earlier(body.previous_response_id, owner)
         if body.store and not self._store.is_on:
-            raise RequestError(f"store true is supported only by a server that keeps responses{_STORE_HINT}", "store")
+            raise RequestError(
+                f"store true is supported only by a server that keeps responses{_STORE_HINT}",
+                "store",
+            )
         keeps = self._store.is_on and body.store is not False
 
         async def begin() -> ChatAnswer:
             try:
-                return await self._chat.ask(body.chat(earlier, own), request_context(request), NAMES)
+                return await self._chat.ask(
+                    body.chat(earlier, own), request_context(request), NAMES
+                )
             except Exception as error:
                 raise renamed(as_api_error(error), NAMES) from error
 
@@ -61,7 +73,15 @@ class Responses:
 
         def keep(response: dict[str, Any]) -> None:
             if keeps and (body.background or response["status"] != "failed"):
-                self._store.add(response, [*earlier, *own, *(messages_of(response["output"]) if response["output"] else [])], owner)
+                self._store.add(
+                    response,
+                    [
+                        *earlier,
+                        *own,
+                        *(messages_of(response["output"]) if response["output"] else []),
+                    ],
+                    owner,
+                )
 
         def whole(choices: list[Piece]) -> dict[str, Any]:
             response = output.whole(choices)
@@ -89,7 +109,10 @@ class Responses:
             except RequestValidationError as error:
                 raise renamed(as_api_error(error), NAMES) from error
             if not keeps:
-                message = "background can only be used when `store` is true, and by a server that keeps responses"
+                message = (
+                    "background can only be used when `store` is true, and by a server that "
+                    "keeps responses"
+                )
                 raise RequestError(f"{message}{_STORE_HINT}", "background")
             self._background.start(output.id, make)
             keep(queued := output.state("queued"))
@@ -98,7 +121,9 @@ class Responses:
             return await stream_of(begin(), events, ResponseEvents)
         output.answer = await begin()
         choices = await output.answer.choices()
-        return await answer(lambda: whole(choices), is_large=body.tells_logprobs or are_large(choices))
+        return await answer(
+            lambda: whole(choices), is_large=body.tells_logprobs or are_large(choices)
+        )
 
     async def get(self, response_id: str, request: Request) -> Response:
         """A response that is kept."""
@@ -116,7 +141,8 @@ class Responses:
         return {"id": response_id, "object": "response", "deleted": True}
 
     async def cancel(self, response_id: str, request: Request) -> Response:
-        """Ends a response that is made in the background. One that is made already stays as it is."""
+        """Ends a response that is made in the background. One that is made already stays as it
+        is."""
         owner = client_of(request)
         if self._store.response(response_id, owner) is not None:
             await self._background.stop(response_id)
@@ -124,7 +150,10 @@ class Responses:
             raise _unknown(response_id, "response_id")
         if msgspec.json.decode(found)["background"]:
             return Response(found, media_type="application/json")
-        message = "Cannot cancel a synchronous response. End the connection while it is made: that aborts it."
+        message = (
+            "Cannot cancel a synchronous response. End the connection while it is made: that "
+            "aborts it."
+        )
         raise ApiError(400, message, param="response_id")
 
     def _earlier(self, name: str | None, owner: str) -> list[dict[str, Any]]:
@@ -132,19 +161,27 @@ class Responses:
         if name is None:
             return []
         if not self._store.is_on:
-            hint = "send the whole conversation as input, or ask for a server with --max-stored-responses"
+            hint = (
+                "send the whole conversation as input, or ask for a server with "
+                "--max-stored-responses"
+            )
             message = f"previous_response_id: this server keeps no responses: {hint}."
             raise ApiError(400, message, param="previous_response_id", code="unsupported_parameter")
         if (messages := self._store.messages(name, owner)) is None:
             raise _unknown(name, "previous_response_id", 400)
         if name in self._background:
-            message = "previous_response_id: this response is being made in the background. Wait until it is completed."
+            message = (
+                "previous_response_id: this response is being made in the background. Wait until "
+                "it is completed."
+            )
             raise ApiError(400, message, param="previous_response_id")
         return messages
 
 
 def _unknown(name: str, param: str, status: int = 404) -> ApiError:
-    message = f"Response with id {printable(name)!r} not found: only the latest are kept, in memory."
+    message = (
+        f"Response with id {printable(name)!r} not found: only the latest are kept, in memory."
+    )
     return ApiError(status, message, param=param, code=f"{param.removesuffix('_id')}_not_found")
 
 
@@ -157,16 +194,39 @@ async def _kept(output: Output, keep: Any) -> AsyncGenerator[list[dict[str, Any]
             yield events
 
 
-def add_responses(router: APIRouter, engine: AsyncLLM, chat: Chat, body: type[ResponsesBody], options: ServerOptions) -> None:
-    """Adds the routes; those of kept responses where some are kept. `body`: with the fields of plugins."""
+def add_responses(
+    router: APIRouter,
+    engine: AsyncLLM,
+    chat: Chat,
+    body: type[ResponsesBody],
+    options: ServerOptions,
+) -> None:
+    """Adds the routes; those of kept responses where some are kept. `body`: with the fields of
+    plugins."""
     store = ResponseStore(options.max_stored_responses)
     responses = Responses(engine, chat, store)
     told = streams(ResponseObject, ResponseEvent) | described(404, 429, 504)
-    router.add_api_route(_PATH, with_body(responses.create, body), methods=["POST"], response_model=None, responses=told)
+    router.add_api_route(
+        _PATH,
+        with_body(responses.create, body),
+        methods=["POST"],
+        response_model=None,
+        responses=told,
+    )
     if store.is_on:
         one, unknown = f"{_PATH}/{{response_id}}", described(404)
-        router.add_api_route(one, responses.get, response_model=None, responses=answers(ResponseObject) | unknown)
+        router.add_api_route(
+            one, responses.get, response_model=None, responses=answers(ResponseObject) | unknown
+        )
         told = answers(DeletedResponse) | unknown
         ended = answers(ResponseObject) | described(400, 404)
-        router.add_api_route(f"{one}/cancel", responses.cancel, methods=["POST"], response_model=None, responses=ended)
-        router.add_api_route(one, responses.delete, methods=["DELETE"], response_model=None, responses=told)
+        router.add_api_route(
+            f"{one}/cancel",
+            responses.cancel,
+            methods=["POST"],
+            response_model=None,
+            responses=ended,
+        )
+        router.add_api_route(
+            one, responses.delete, methods=["DELETE"], response_model=None, responses=told
+        )

@@ -24,7 +24,8 @@ class _Kept(NamedTuple):
 class ResponseStore:
     """Keeps the latest, in memory, each for the client that it answered.
 
-    Where there is no more room, the client that has the most gives up its oldest: nobody pushes out what others keep. Threads may share it.
+    Where there is no more room, the client that has the most gives up its oldest: nobody pushes out
+    what others keep. Threads may share it.
     """
 
     def __init__(self, most: int, most_bytes: int = _MOST_BYTES) -> None:
@@ -42,7 +43,8 @@ class ResponseStore:
         return self._most > 0
 
     def add(self, response: dict[str, Any], messages: list[dict[str, Any]], owner: str) -> None:
-        """`messages`: the conversation, without instructions and with the answer. One of the same id is replaced."""
+        """`messages`: the conversation, without instructions and with the answer. One of the same
+        id is replaced."""
         kept = _Kept(msgspec.json.encode(messages), msgspec.json.encode(response))
         with self._lock:
             if self._find(response["id"], owner) is not None:

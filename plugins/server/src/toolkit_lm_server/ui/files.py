@@ -15,12 +15,28 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from typing import Any
 
-PAGE = ("app.js", "charts.js", "chat.js", "dom.js", "icon.svg", "live.js", "markdown.js", "style.css")
+PAGE = (
+    "app.js",
+    "charts.js",
+    "chat.js",
+    "dom.js",
+    "icon.svg",
+    "live.js",
+    "markdown.js",
+    "style.css",
+)
 _API = ("docs.js", "dom.js", "icon.svg", "style.css")
-_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-# They load what they need from this server, and nothing from elsewhere; no text of a model becomes code.
+_KINDS = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+# They load what they need from this server, and nothing from elsewhere; no text of a model becomes
+# code.
 _POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
+    "connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _HEADERS = {
@@ -32,18 +48,26 @@ _HEADERS = {
 }
 
 
-def add_files(routes: APIRouter | FastAPI, page: tuple[str, str], folder: str, names: Iterable[str]) -> None:
+def add_files(
+    routes: APIRouter | FastAPI, page: tuple[str, str], folder: str, names: Iterable[str]
+) -> None:
     """Serves a page, (path, file), and what it needs in a folder beside it, to all."""
     path, file = page
     for at, name in ((path, file), *((f"{folder}/{name}", name) for name in names)):
         router = routes.router if isinstance(routes, FastAPI) else routes
         router.add_api_route(
-            at, _sender(name), methods=["GET", "HEAD"], response_model=None, include_in_schema=False, route_class_override=APIRoute
+            at,
+            _sender(name),
+            methods=["GET", "HEAD"],
+            response_model=None,
+            include_in_schema=False,
+            route_class_override=APIRoute,
         )
 
 
 def add_api_page(app: FastAPI) -> None:
-    """Serves the description of the app's routes at /docs. FastAPI's own page loads its script from another host."""
+    """Serves the description of the app's routes at /docs. FastAPI's own page loads its script from
+    another host."""
     add_files(app, ("/docs", "docs.html"), "/docs", _API)
 
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 _LINES = 200
 _MOST_CHARACTERS = 500
 _SERVER, _ACCESS = "uvicorn.error", ("uvicorn.access", "toolkit_lm_server.access")
-"""Loggers: of the server, whose records are kept, and of requests, whose are not: a path may say anything."""
+"""Loggers: of the server, whose records are kept, and of requests, whose are not: a path may say
+anything."""
 
 
 class Line(NamedTuple):
@@ -24,8 +25,9 @@ class Line(NamedTuple):
 
 
 class LogTail(logging.Handler):
-    """Keeps the last lines of the toolkit's own loggers, and nothing of other libraries'. A line is cut, has no control characters, and
-    none of `secrets`."""
+    """Keeps the last lines of the toolkit's own loggers, and nothing of other libraries'. A line is
+    cut, has no control characters, and none of `secrets`.
+    """
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         super().__init__(logging.INFO)
@@ -44,7 +46,10 @@ class LogTail(logging.Handler):
             root.removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not (record.name.startswith("toolkit_lm") or record.name == _SERVER) or record.name in _ACCESS:
+        if (
+            not (record.name.startswith("toolkit_lm") or record.name == _SERVER)
+            or record.name in _ACCESS
+        ):
             return
         try:
             text = record.getMessage()

@@ -27,7 +27,8 @@ _MOST_ONLOOKERS = 8
 
 
 class Page:
-    """A page with a chat and a live view of the engine. It may be loaded by all; what it shows is behind the API key."""
+    """A page with a chat and a live view of the engine. It may be loaded by all; what it shows is
+    behind the API key."""
 
     def __init__(self, options: ServerOptions, metrics: Metrics) -> None:
         # Where clients have keys of their own, they are strangers to each other.
@@ -36,8 +37,11 @@ class Page:
         self.log = LogTail(options.own_keys)
         self.watch = Watch(metrics, shows_requests=self._is_private)
 
-    def add_routes(self, router: APIRouter, kind: type[APIRoute], readiness: Readiness, engine: AsyncLLM | None) -> None:
-        """`kind`: of the route that is behind the API key. `engine`: None while it is being made."""
+    def add_routes(
+        self, router: APIRouter, kind: type[APIRoute], readiness: Readiness, engine: AsyncLLM | None
+    ) -> None:
+        """`kind`: of the route that is behind the API key. `engine`: None while it is being
+        made."""
         add_files(router, ("/", "index.html"), "/ui", PAGE)
 
         async def events() -> Response:
@@ -46,14 +50,25 @@ class Page:
             stream = self._events(readiness, engine)
             return EventStream(stream, stream)
 
-        router.add_api_route("/ui/events", events, response_model=None, include_in_schema=False, route_class_override=kind)
+        router.add_api_route(
+            "/ui/events",
+            events,
+            response_model=None,
+            include_in_schema=False,
+            route_class_override=kind,
+        )
 
     def _check_onlookers(self) -> None:
         if self.watch.num_onlookers >= _MOST_ONLOOKERS:
-            raise ApiError(429, f"{_MOST_ONLOOKERS} pages are open already.", code="rate_limit_exceeded")
+            raise ApiError(
+                429, f"{_MOST_ONLOOKERS} pages are open already.", code="rate_limit_exceeded"
+            )
 
-    async def _events(self, readiness: Readiness, engine: AsyncLLM | None) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """A description whenever it may have changed, then views. It ends when the engine is there, or the server is to end."""
+    async def _events(
+        self, readiness: Readiness, engine: AsyncLLM | None
+    ) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """A description whenever it may have changed, then views. It ends when the engine is there,
+        or the server is to end."""
         # Others may have come at the same time.
         self._check_onlookers()
         watched, described, last_line = readiness.engine, "", 0
@@ -64,7 +79,12 @@ class Page:
                 view = self.watch.view(watched)
                 if view["status"] != described:
                     described = view["status"]
-                    head = {"type": "server", "version": __version__, "ready": described == "ready", "docs": not self._needs_key}
+                    head = {
+                        "type": "server",
+                        "version": __version__,
+                        "ready": described == "ready",
+                        "docs": not self._needs_key,
+                    }
                     news.append({**head, **_described(engine)})
                 lines = self.log.since(last_line) if self._is_private else []
                 if lines:
@@ -96,5 +116,13 @@ def _described(engine: AsyncLLM | None) -> dict[str, Any]:
     }
     # Why one is broken may name files: `toolkit plugins list` tells that.
     known = engine.plugins.infos
-    plugins = [{"name": one.name, "distribution": one.distribution, "version": one.version, "status": one.status} for one in known]
+    plugins = [
+        {
+            "name": one.name,
+            "distribution": one.distribution,
+            "version": one.version,
+            "status": one.status,
+        }
+        for one in known
+    ]
     return {"model": model, "plugins": plugins}

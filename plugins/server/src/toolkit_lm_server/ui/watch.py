@@ -38,7 +38,8 @@ _COUNTERS = {
 
 
 class Watch:
-    """Makes views of an engine, of its events and the metrics. Without an onlooker it takes in no events.
+    """Makes views of an engine, of its events and the metrics. Without an onlooker it takes in no
+    events.
 
     Events come in any thread; all else is called by the event loop.
     """
@@ -93,11 +94,16 @@ class Watch:
             "restarts": engine.num_restarts,
             "queued_tokens": engine.num_queued_tokens,
             "load": _load(load),
-            "engines": [{**one, "load": _load(self._metrics.loads.get(one["engine"]))} for one in engine_states(engine)],
+            "engines": [
+                {**one, "load": _load(self._metrics.loads.get(one["engine"]))}
+                for one in engine_states(engine)
+            ],
             "num_steps": len(steps),
             "num_tokens": sum(step.num_tokens for step in steps),
             "num_output_tokens": sum(step.num_output_tokens for step in steps),
-            "steps": [[round(step.duration * 1000, 3), step.num_tokens] for step in steps[-_MOST_STEPS:]],
+            "steps": [
+                [round(step.duration * 1000, 3), step.num_tokens] for step in steps[-_MOST_STEPS:]
+            ],
             "tokens": {"prompt": totals.prompt, "cached": totals.cached, "output": totals.output},
             "requests": self._listed(now) if self._shows_requests else None,
             **figures,
@@ -115,7 +121,10 @@ class Watch:
                     loads[event.engine].append(event)
                 case RequestEvent() if self._shows_requests:
                     self._note(event)
-        most = {engine: max(its, key=lambda one: one.num_running + one.num_waiting) for engine, its in loads.items()}
+        most = {
+            engine: max(its, key=lambda one: one.num_running + one.num_waiting)
+            for engine, its in loads.items()
+        }
         return steps, total_load((self._metrics.loads | most).values())
 
     def _note(self, event: RequestEvent) -> None:
@@ -123,7 +132,9 @@ class Watch:
             self._requests.pop(event.request_id, None)
             return
         state = {"queued": "waiting", "preempted": "preempted"}.get(event.kind, "running")
-        first_token = None if event.first_token_time is None else event.first_token_time - event.arrival_time
+        first_token = (
+            None if event.first_token_time is None else event.first_token_time - event.arrival_time
+        )
         self._requests[event.request_id] = {
             "state": state,
             "arrival": event.arrival_time,
@@ -137,21 +148,32 @@ class Watch:
 
     def _listed(self, now: float) -> list[dict[str, Any]]:
         """The oldest first, those that run before those that wait. Nothing says whose they are."""
-        ordered = sorted(self._requests.items(), key=lambda one: (one[1]["state"] != "running", one[1]["arrival"]))
-        return [{"id": name[-12:], **one, "age": now - one["arrival"]} for name, one in ordered[:_SHOWN_REQUESTS]]
+        ordered = sorted(
+            self._requests.items(),
+            key=lambda one: (one[1]["state"] != "running", one[1]["arrival"]),
+        )
+        return [
+            {"id": name[-12:], **one, "age": now - one["arrival"]}
+            for name, one in ordered[:_SHOWN_REQUESTS]
+        ]
 
     def _read_metrics(self) -> dict[str, Any]:
         families = {family.name: family for family in self._metrics.registry.collect()}
         histograms: dict[str, Any] = {}
         for name, full in _HISTOGRAMS.items():
             samples = families[full].samples
-            buckets = [(float(s.labels["le"]), s.value) for s in samples if s.name.endswith("_bucket")]
+            buckets = [
+                (float(s.labels["le"]), s.value) for s in samples if s.name.endswith("_bucket")
+            ]
             histograms[name] = {
                 "bounds": [bound for bound, _ in buckets if bound != float("inf")],
                 "counts": [count for _, count in buckets],
                 "sum": sum(s.value for s in samples if s.name.endswith("_sum")),
             }
-        counts = {name: sum(s.value for s in families[full].samples if s.name.endswith("_total")) for name, full in _COUNTERS.items()}
+        counts = {
+            name: sum(s.value for s in families[full].samples if s.name.endswith("_total"))
+            for name, full in _COUNTERS.items()
+        }
         return {"histograms": histograms, "counts": counts}
 
 

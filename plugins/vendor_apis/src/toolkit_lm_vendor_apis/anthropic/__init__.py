@@ -1,4 +1,5 @@
-"""Anthropic's API. This entry module only registers it; the rest is imported when routes are made."""
+"""Anthropic's API. This entry module only registers it; the rest is imported when routes are
+made."""
 
 from __future__ import annotations
 

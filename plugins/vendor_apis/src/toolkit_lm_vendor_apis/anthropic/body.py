@@ -7,7 +7,14 @@ from typing import Any
 from toolkit_lm.errors import RequestError
 from toolkit_lm_server.errors import printable
 from toolkit_lm_server.protocol import EngineBody, Items, examples
-from toolkit_lm_server.request_fields import COMMON, Verdicts, idle, refused, sampling_parameters, told
+from toolkit_lm_server.request_fields import (
+    COMMON,
+    Verdicts,
+    idle,
+    refused,
+    sampling_parameters,
+    told,
+)
 
 from toolkit_lm_vendor_apis.arguments import dumps
 from toolkit_lm_vendor_apis.images import image_part, url_part
@@ -26,7 +33,10 @@ VERDICTS: Verdicts = {
     **sampling_parameters("Anthropic's API has no such field: ask /v1/chat/completions"),
     **idle("prefixes are cached without being told", "cache_control"),
     **idle("it is about accounts at Anthropic", "billing_policy betas"),
-    **told("the whole conversation is read, and nothing is told of caches", "context_management diagnostics"),
+    **told(
+        "the whole conversation is read, and nothing is told of caches",
+        "context_management diagnostics",
+    ),
     **refused("there are no containers, servers or tools here", "container mcp_servers"),
     **refused("there is one model, in one place", "inference_geo fallbacks fallback_credit_token"),
     **refused("there is one speed", "speed", "standard"),
@@ -56,7 +66,10 @@ class PromptBody(EngineBody):
     nested = {
         "thinking": (("type", "budget_tokens"), told("thoughts come as they are", "display")),
         "tool_choice": (("type", "name", "disable_parallel_tool_use"), {}),
-        "output_config": (("format", "effort"), refused("use thinking.budget_tokens", "task_budget")),
+        "output_config": (
+            ("format", "effort"),
+            refused("use thinking.budget_tokens", "task_budget"),
+        ),
     }
 
     @property
@@ -67,31 +80,50 @@ class PromptBody(EngineBody):
 
     def chat(self) -> dict[str, Any]:
         """The fields of a chat completion. Raises RequestError."""
-        messages = [] if self.system is None else [{"role": "system", "content": _texts(self.system, "system")}]
+        messages = (
+            []
+            if self.system is None
+            else [{"role": "system", "content": _texts(self.system, "system")}]
+        )
         for index, message in enumerate(self.messages):
             messages += _messages(message, f"messages[{index}]")
         fields: dict[str, Any] = {"messages": messages}
         for name in ("model", "priority", "timeout", "cache_salt"):
             if (value := getattr(self, name)) is not None:
                 fields[name] = value
-        if messages and messages[-1]["role"] == "assistant" and messages[-1].get("content") and "tool_calls" not in messages[-1]:
+        if (
+            messages
+            and messages[-1]["role"] == "assistant"
+            and messages[-1].get("content")
+            and "tool_calls" not in messages[-1]
+        ):
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         if self.thinking is not None:
             fields["chat_template_kwargs"] = {"enable_thinking": self.thinks}
         if self.tools:
-            fields |= {"tools": [_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools)], **self._tool_choice()}
+            fields |= {
+                "tools": [_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools)],
+                **self._tool_choice(),
+            }
         return fields | self._output_config()
 
     def _tool_choice(self) -> dict[str, Any]:
         if self.tool_choice is None:
             return {}
-        alone = {"parallel_tool_calls": False} if self.tool_choice.get("disable_parallel_tool_use") else {}
+        alone = (
+            {"parallel_tool_calls": False}
+            if self.tool_choice.get("disable_parallel_tool_use")
+            else {}
+        )
         match self.tool_choice:
             case {"type": "tool", "name": str(name)}:
                 return {"tool_choice": {"type": "function", "function": {"name": name}}, **alone}
             case {"type": "auto" | "any" | "none" as kind}:
                 return {"tool_choice": _CHOICES[kind], **alone}
-        raise RequestError('tool_choice must be of type "auto", "any", "none", or "tool" with a name.', "tool_choice")
+        raise RequestError(
+            'tool_choice must be of type "auto", "any", "none", or "tool" with a name.',
+            "tool_choice",
+        )
 
     def _output_config(self) -> dict[str, Any]:
         config, fields = self.output_config or {}, {}
@@ -99,9 +131,15 @@ class PromptBody(EngineBody):
             case None:
                 pass
             case {"type": "json_schema", "schema": dict(schema)}:
-                fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+                fields["response_format"] = {
+                    "type": "json_schema",
+                    "json_schema": {"name": "answer", "schema": schema, "strict": True},
+                }
             case _:
-                raise RequestError('output_config.format must be {"type": "json_schema", "schema": ...}.', "output_config.format")
+                raise RequestError(
+                    'output_config.format must be {"type": "json_schema", "schema": ...}.',
+                    "output_config.format",
+                )
         if config.get("effort") is not None:
             fields["reasoning_effort"] = config["effort"]
         return fields
@@ -116,7 +154,9 @@ class CountBody(PromptBody):
 class MessagesBody(PromptBody):
     """POST /v1/messages."""
 
-    model_config = examples({**_EXAMPLE, "max_tokens": 8}, {**_EXAMPLE, "max_tokens": 8, "stream": True})
+    model_config = examples(
+        {**_EXAMPLE, "max_tokens": 8}, {**_EXAMPLE, "max_tokens": 8, "stream": True}
+    )
 
     max_tokens: int
     stop_sequences: Items[str] | None = None
@@ -127,7 +167,10 @@ class MessagesBody(PromptBody):
 
     def chat(self) -> dict[str, Any]:
         fields = super().chat() | {"max_completion_tokens": self.max_tokens}
-        for name, theirs in (("stop", "stop_sequences"), *((name, name) for name in ("stream", "temperature", "top_p", "top_k"))):
+        for name, theirs in (
+            ("stop", "stop_sequences"),
+            *((name, name) for name in ("stream", "temperature", "top_p", "top_k")),
+        ):
             if (value := getattr(self, theirs)) is not None:
                 fields[name] = value
         return fields
@@ -154,10 +197,19 @@ def _messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     for block, place in zip(content, places, strict=True):
         if _kind(block, place) == "tool_result":
             result = _result(block.get("content") or "", place)
-            results.append({"role": "tool", "tool_call_id": _str(block, "tool_use_id", place), "content": result})
+            results.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": _str(block, "tool_use_id", place),
+                    "content": result,
+                }
+            )
         else:
             parts.append(_part(block, place))
-    return [*results, *([{"role": role, "content": _joined(parts)}] if parts or not results else [])]
+    return [
+        *results,
+        *([{"role": role, "content": _joined(parts)}] if parts or not results else []),
+    ]
 
 
 def _result(told: Any, where: str) -> str | list[dict[str, Any]]:
@@ -180,10 +232,19 @@ def _assistant(content: list[Any], places: list[str]) -> dict[str, Any]:
             case "redacted_thinking":
                 pass
             case "tool_use":
-                function = {"name": _str(block, "name", where), "arguments": dumps(block.get("input") or {})}
-                calls.append({"id": _str(block, "id", where), "type": "function", "function": function})
+                function = {
+                    "name": _str(block, "name", where),
+                    "arguments": dumps(block.get("input") or {}),
+                }
+                calls.append(
+                    {"id": _str(block, "id", where), "type": "function", "function": function}
+                )
             case kind:
-                raise RequestError(f"{where}: an assistant's block of type {printable(repr(kind))} is not supported.", "messages")
+                raise RequestError(
+                    f"{where}: an assistant's block of type {printable(repr(kind))} is not "
+                    "supported.",
+                    "messages",
+                )
     if texts:
         message["content"] = "".join(texts)
     if thoughts:
@@ -205,7 +266,11 @@ def _part(block: Any, where: str) -> dict[str, Any]:
         case "document", {"type": "text", "data": str(text)}:
             return {"type": "text", "text": text}
         case kind, _:
-            raise RequestError(f"{where}: a block of type {printable(repr(kind))} with this source is not supported.", "messages")
+            raise RequestError(
+                f"{where}: a block of type {printable(repr(kind))} with this source is not "
+                "supported.",
+                "messages",
+            )
 
 
 def _texts(given: str | list[dict[str, Any]], where: str) -> str:
@@ -216,13 +281,22 @@ def _texts(given: str | list[dict[str, Any]], where: str) -> str:
 
 def _joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     """Texts as one."""
-    return parts if any(part["type"] != "text" for part in parts) else "\n".join(part["text"] for part in parts)
+    return (
+        parts
+        if any(part["type"] != "text" for part in parts)
+        else "\n".join(part["text"] for part in parts)
+    )
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
-        raise RequestError(f"{where}: this server runs no tools of type {printable(repr(tool['type']))}.", "tools")
-    function = {"name": _str(tool, "name", where), "parameters": tool.get("input_schema") or {"type": "object"}}
+        raise RequestError(
+            f"{where}: this server runs no tools of type {printable(repr(tool['type']))}.", "tools"
+        )
+    function = {
+        "name": _str(tool, "name", where),
+        "parameters": tool.get("input_schema") or {"type": "object"},
+    }
     for name in ("description", "strict"):
         if tool.get(name) is not None:
             function[name] = tool[name]

@@ -15,7 +15,11 @@ from toolkit_lm_server.segments import Segment, Segments, Step
 
 from toolkit_lm_vendor_apis.anthropic.errors import error_body
 
-_DELTAS = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking"), "call": ("input_json_delta", "partial_json")}
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
 
 
 class Output:
@@ -24,7 +28,12 @@ class Output:
     def __init__(self, answer: ChatAnswer, model: str, *, thinks: bool) -> None:
         """`thinks`: reasoning is told."""
         self._answer = answer
-        self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
+        self._head = {
+            "id": f"msg_{uuid.uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+        }
         self._segments = Segments()
         self._thinks = thinks
 
@@ -43,21 +52,35 @@ class Output:
         numbers: dict[int, int] = {}
         async with aclosing(self._segments.read(self._answer)) as found:
             async for steps in found:
-                events = [event for step in steps if self._is_told(step.segment) for event in _events(step, numbers)]
+                events = [
+                    event
+                    for step in steps
+                    if self._is_told(step.segment)
+                    for event in _events(step, numbers)
+                ]
                 if events and not begun:
                     begun = True
                     events.insert(0, self._start())
                 yield events
         if not begun:
             yield [self._start()]
-        yield [{"type": "message_delta", "delta": self._stop(), "usage": self._usage()}, {"type": "message_stop"}]
+        yield [
+            {"type": "message_delta", "delta": self._stop(), "usage": self._usage()},
+            {"type": "message_stop"},
+        ]
 
     def _is_told(self, segment: Segment) -> bool:
         return self._thinks or segment.kind != "reasoning"
 
     def _start(self) -> dict[str, Any]:
         usage = {**self._usage(), "output_tokens": 0}
-        message: dict[str, Any] = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        message: dict[str, Any] = {
+            **self._head,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+        }
         return {"type": "message_start", "message": message}
 
     def _block(self, segment: Segment) -> dict[str, Any]:
@@ -95,7 +118,9 @@ def _events(step: Step, numbers: dict[int, int]) -> list[dict[str, Any]]:
             return [{"type": "content_block_start", **place, "content_block": _begun(segment)}]
         case "more":
             kind, name = _DELTAS[segment.kind]
-            return [{"type": "content_block_delta", **place, "delta": {"type": kind, name: step.text}}]
+            return [
+                {"type": "content_block_delta", **place, "delta": {"type": kind, name: step.text}}
+            ]
         case "end":
             return [{"type": "content_block_stop", **place}]
 

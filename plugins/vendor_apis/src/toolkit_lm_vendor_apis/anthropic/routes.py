@@ -68,7 +68,14 @@ def add_routes(router: APIRouter, engine: AsyncLLM, api: OpenAIApi) -> None:
         ("/v1/messages", messages.create, streams(AnthropicMessage, MessageEvent)),
         ("/v1/messages/count_tokens", messages.count_tokens, answers(TokenCount)),
     ):
-        router.add_api_route(path, handler, methods=["POST"], response_model=None, responses=told | limits, route_class_override=kind)
+        router.add_api_route(
+            path,
+            handler,
+            methods=["POST"],
+            response_model=None,
+            responses=told | limits,
+            route_class_override=kind,
+        )
 
 
 def _refusal(error: ApiError) -> Response:

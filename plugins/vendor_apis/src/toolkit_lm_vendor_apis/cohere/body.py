@@ -9,8 +9,24 @@ from toolkit_lm_server.errors import printable
 from toolkit_lm_server.protocol import EngineBody, Items, examples
 from toolkit_lm_server.request_fields import COMMON, Verdicts, idle, refused, sampling_parameters
 
-_SAME = ("model", "stream", "temperature", "seed", "frequency_penalty", "presence_penalty", "priority", "timeout", "cache_salt", "tools")
-_OTHERS = {"k": "top_k", "p": "top_p", "stop_sequences": "stop", "max_tokens": "max_completion_tokens"}
+_SAME = (
+    "model",
+    "stream",
+    "temperature",
+    "seed",
+    "frequency_penalty",
+    "presence_penalty",
+    "priority",
+    "timeout",
+    "cache_salt",
+    "tools",
+)
+_OTHERS = {
+    "k": "top_k",
+    "p": "top_p",
+    "stop_sequences": "stop",
+    "max_tokens": "max_completion_tokens",
+}
 NAMES = {
     "thinking_token_budget": "thinking.token_budget",
     "chat_template_kwargs.enable_thinking": "thinking.type",
@@ -28,7 +44,10 @@ VERDICTS: Verdicts = {
     **refused("there are no tools that run on the server", "connectors search_queries_only"),
 }
 """What becomes of other fields."""
-_EXAMPLE = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 8}
+_EXAMPLE = {
+    "messages": [{"role": "user", "content": "What is the capital of France?"}],
+    "max_tokens": 8,
+}
 
 
 class CohereChatBody(EngineBody):
@@ -63,15 +82,26 @@ class CohereChatBody(EngineBody):
     def chat(self) -> dict[str, Any]:
         """The fields of a chat completion. Raises RequestError."""
         fields = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
-        fields |= {ours: value for name, ours in _OTHERS.items() if (value := getattr(self, name)) is not None}
+        fields |= {
+            ours: value
+            for name, ours in _OTHERS.items()
+            if (value := getattr(self, name)) is not None
+        }
         if self.k == 0:
             del fields["top_k"]
-        fields["messages"] = [_message(message, f"messages[{index}]") for index, message in enumerate(self.messages)]
+        fields["messages"] = [
+            _message(message, f"messages[{index}]") for index, message in enumerate(self.messages)
+        ]
         if self.logprobs:
             fields["logprobs"] = True
         if self.tools:
-            fields["tools"] = [_tool(tool, f"tools[{index}]", self.strict_tools) for index, tool in enumerate(self.tools)]
-            fields |= {"tool_choice": self.tool_choice.lower()} if self.tool_choice is not None else {}
+            fields["tools"] = [
+                _tool(tool, f"tools[{index}]", self.strict_tools)
+                for index, tool in enumerate(self.tools)
+            ]
+            fields |= (
+                {"tool_choice": self.tool_choice.lower()} if self.tool_choice is not None else {}
+            )
         if self.thinking is not None:
             fields["chat_template_kwargs"] = {"enable_thinking": self.thinks}
         if (form := self._response_format()) is not None:
@@ -96,21 +126,43 @@ class CohereChatBody(EngineBody):
                 schema = form.get("json_schema") or form.get("schema")
                 if schema is None:
                     return {"type": "json_object"}
-                return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
-        raise RequestError('response_format must be of type "text" or "json_object".', "response_format")
+                return {
+                    "type": "json_schema",
+                    "json_schema": {"name": "answer", "schema": schema, "strict": True},
+                }
+        raise RequestError(
+            'response_format must be of type "text" or "json_object".', "response_format"
+        )
 
 
 def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
-    made = {name: value for name, value in message.items() if name in ("role", "tool_calls", "tool_call_id") and value is not None}
+    made = {
+        name: value
+        for name, value in message.items()
+        if name in ("role", "tool_calls", "tool_call_id") and value is not None
+    }
     content = message.get("content")
     if isinstance(content, list):
-        thoughts = [part for part in content if isinstance(part, dict) and part.get("type") == "thinking"]
-        parts = [_part(part, f"{where}.content[{index}]") for index, part in enumerate(content) if part not in thoughts]
+        thoughts = [
+            part for part in content if isinstance(part, dict) and part.get("type") == "thinking"
+        ]
+        parts = [
+            _part(part, f"{where}.content[{index}]")
+            for index, part in enumerate(content)
+            if part not in thoughts
+        ]
         if thoughts:
             made["reasoning_content"] = "".join(str(part.get("thinking", "")) for part in thoughts)
-        content = parts if any(part["type"] != "text" for part in parts) else "".join(part["text"] for part in parts)
+        content = (
+            parts
+            if any(part["type"] != "text" for part in parts)
+            else "".join(part["text"] for part in parts)
+        )
     # What the model planned before its calls is a text of its own.
-    return {**made, "content": content if content or message.get("tool_plan") is None else message["tool_plan"]}
+    return {
+        **made,
+        "content": content if content or message.get("tool_plan") is None else message["tool_plan"],
+    }
 
 
 def _part(part: Any, where: str) -> dict[str, Any]:
@@ -118,7 +170,10 @@ def _part(part: Any, where: str) -> dict[str, Any]:
         case {"type": "text", "text": str(text)}:
             return {"type": "text", "text": text}
         case {"type": "image_url", "image_url": dict() | str() as image}:
-            return {"type": "image_url", "image_url": {"url": image} if isinstance(image, str) else image}
+            return {
+                "type": "image_url",
+                "image_url": {"url": image} if isinstance(image, str) else image,
+            }
         case {"type": "document", "document": document}:
             data = document.get("data") if isinstance(document, dict) else None
             told = data.get("text") if isinstance(data, dict) else data
@@ -126,11 +181,15 @@ def _part(part: Any, where: str) -> dict[str, Any]:
                 return {"type": "text", "text": told}
     kind = part.get("type") if isinstance(part, dict) else None
     raise RequestError(
-        f"{where}: a part of type {printable(repr(kind))} must be a text, an image_url, or a document with a text.", "messages"
+        f"{where}: a part of type {printable(repr(kind))} must be a text, an image_url, or a "
+        "document with a text.",
+        "messages",
     )
 
 
 def _tool(tool: dict[str, Any], where: str, strict: bool | None) -> dict[str, Any]:
-    if tool.get("type", "function") != "function" or not isinstance(function := tool.get("function"), dict):
+    if tool.get("type", "function") != "function" or not isinstance(
+        function := tool.get("function"), dict
+    ):
         raise RequestError(f"{where}: a tool must be of type 'function', with a function.", "tools")
     return {"type": "function", "function": function | ({"strict": True} if strict else {})}

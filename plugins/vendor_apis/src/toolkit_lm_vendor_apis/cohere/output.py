@@ -29,20 +29,40 @@ class Output:
     def whole(self, choices: Sequence[Piece]) -> dict[str, Any]:
         """`choices`: those of the answer. It takes a while where they are large."""
         self._segments.take(self._answer.whole(choices))
-        content = [{"type": _TYPES[one.kind], _TYPES[one.kind]: one.text} for one in self._segments.all if one.kind != "call"]
+        content = [
+            {"type": _TYPES[one.kind], _TYPES[one.kind]: one.text}
+            for one in self._segments.all
+            if one.kind != "call"
+        ]
         calls = [_call(one, one.text) for one in self._segments.all if one.kind == "call"]
         message: dict[str, Any] = (
-            {"role": "assistant"} | ({"content": content} if content else {}) | ({"tool_calls": calls} if calls else {})
+            {"role": "assistant"}
+            | ({"content": content} if content else {})
+            | ({"tool_calls": calls} if calls else {})
         )
         logprobs = {"logprobs": self._logprobs()} if self._tells_logprobs else {}
-        return {"id": self._id, "message": message, "finish_reason": self._reason(), "usage": self._usage(), **logprobs}
+        return {
+            "id": self._id,
+            "message": message,
+            "finish_reason": self._reason(),
+            "usage": self._usage(),
+            **logprobs,
+        }
 
     async def events(self) -> AsyncGenerator[list[dict[str, Any]], None]:
         """In the order of Cohere's streams."""
         numbers: dict[int, int] = {}
-        message: dict[str, Any] = {"role": "assistant", "content": [], "tool_plan": "", "tool_calls": [], "citations": []}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": [],
+            "tool_plan": "",
+            "tool_calls": [],
+            "citations": [],
+        }
         yield [{"type": "message-start", "id": self._id, "delta": {"message": message}}]
-        async with aclosing(telling(self._told(numbers), lambda error: _ended(self._id, _failure(error)))) as found:
+        async with aclosing(
+            telling(self._told(numbers), lambda error: _ended(self._id, _failure(error)))
+        ) as found:
             async for events in found:
                 yield events
 
@@ -57,13 +77,26 @@ class Output:
         reason = self._segments.finish_reason
         if reason == "stop":
             has_calls = any(one.kind == "call" for one in self._segments.all)
-            return "TOOL_CALL" if has_calls else "STOP_SEQUENCE" if isinstance(self._segments.stop_reason, str) else "COMPLETE"
+            return (
+                "TOOL_CALL"
+                if has_calls
+                else "STOP_SEQUENCE"
+                if isinstance(self._segments.stop_reason, str)
+                else "COMPLETE"
+            )
         return _REASONS.get(reason or "", "ERROR")
 
     def _usage(self) -> dict[str, Any]:
         usage = self._answer.usage()
-        tokens = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
-        return {"billed_units": tokens, "tokens": tokens, "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]}
+        tokens = {
+            "input_tokens": usage["prompt_tokens"],
+            "output_tokens": usage["completion_tokens"],
+        }
+        return {
+            "billed_units": tokens,
+            "tokens": tokens,
+            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+        }
 
     def _logprobs(self) -> list[dict[str, Any]]:
         return [_logprob(one) for segment in self._segments.all for one in segment.logprobs]
@@ -78,7 +111,11 @@ def _event(step: Step, numbers: dict[int, int], tells_logprobs: bool) -> dict[st
     if segment.kind == "call":
         match step.what:
             case "begin":
-                return {"type": "tool-call-start", **place, "delta": {"message": {"tool_calls": _call(segment, "")}}}
+                return {
+                    "type": "tool-call-start",
+                    **place,
+                    "delta": {"message": {"tool_calls": _call(segment, "")}},
+                }
             case "more":
                 delta = {"tool_calls": {"function": {"arguments": step.text}}}
                 return {"type": "tool-call-delta", **place, "delta": {"message": delta}}
@@ -87,16 +124,31 @@ def _event(step: Step, numbers: dict[int, int], tells_logprobs: bool) -> dict[st
     kind = _TYPES[segment.kind]
     match step.what:
         case "begin":
-            return {"type": "content-start", **place, "delta": {"message": {"content": {"type": kind, kind: ""}}}}
+            return {
+                "type": "content-start",
+                **place,
+                "delta": {"message": {"content": {"type": kind, kind: ""}}},
+            }
         case "more":
-            logprobs = {"logprobs": _logprob(step.logprobs[0])} if tells_logprobs and step.logprobs else {}
-            return {"type": "content-delta", **place, "delta": {"message": {"content": {kind: step.text}}}, **logprobs}
+            logprobs = (
+                {"logprobs": _logprob(step.logprobs[0])} if tells_logprobs and step.logprobs else {}
+            )
+            return {
+                "type": "content-delta",
+                **place,
+                "delta": {"message": {"content": {kind: step.text}}},
+                **logprobs,
+            }
         case "end":
             return {"type": "content-end", **place}
 
 
 def _call(segment: Segment, arguments: str) -> dict[str, Any]:
-    return {"id": segment.id, "type": "function", "function": {"name": segment.name, "arguments": arguments}}
+    return {
+        "id": segment.id,
+        "type": "function",
+        "function": {"name": segment.name, "arguments": arguments},
+    }
 
 
 def _logprob(one: dict[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,9 @@ class CohereUsage(BaseModel):
 class CohereChat(BaseModel):
     id: str
     message: CohereMessage
-    finish_reason: Literal["COMPLETE", "STOP_SEQUENCE", "MAX_TOKENS", "TOOL_CALL", "TIMEOUT", "ERROR"]
+    finish_reason: Literal[
+        "COMPLETE", "STOP_SEQUENCE", "MAX_TOKENS", "TOOL_CALL", "TIMEOUT", "ERROR"
+    ]
     usage: CohereUsage
     logprobs: list[dict[str, Any]] = []
 
@@ -78,7 +80,9 @@ class CohereChats:
             return await stream_of(begin(), lambda reply: output(reply).events(), ChatEvents)
         reply = await begin()
         choices = await reply.choices()
-        return await answer(lambda: output(reply).whole(choices), is_large=bool(body.logprobs) or are_large(choices))
+        return await answer(
+            lambda: output(reply).whole(choices), is_large=bool(body.logprobs) or are_large(choices)
+        )
 
 
 def add_routes(router: APIRouter, api: OpenAIApi) -> None:
@@ -86,7 +90,14 @@ def add_routes(router: APIRouter, api: OpenAIApi) -> None:
     kind = route_kind(router, CohereError, _refusal)
     told = streams(CohereChat, CohereEvent) | described(404, 429, 504, kind=CohereError)
     chats = CohereChats(api.chat)
-    router.add_api_route("/v2/chat", chats.create, methods=["POST"], response_model=None, responses=told, route_class_override=kind)
+    router.add_api_route(
+        "/v2/chat",
+        chats.create,
+        methods=["POST"],
+        response_model=None,
+        responses=told,
+        route_class_override=kind,
+    )
 
 
 def _refusal(error: ApiError) -> Response:

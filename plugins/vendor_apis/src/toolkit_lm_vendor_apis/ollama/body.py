@@ -39,7 +39,8 @@ _PENALTIES = ("repeat_penalty", "presence_penalty", "frequency_penalty")
 OPTIONS: Verdicts = {
     **idle(
         "it says how Ollama runs a model; here the server's options do",
-        "numa num_ctx num_batch num_gpu main_gpu low_vram f16_kv kv_cache_type logits_all vocab_only use_mmap use_mlock num_thread "
+        "numa num_ctx num_batch num_gpu main_gpu low_vram f16_kv kv_cache_type logits_all "
+        "vocab_only use_mmap use_mlock num_thread "
         "num_keep embedding_only draft_num_predict",
     ),
     **refused("penalties look at the whole context: -1", "repeat_last_n", -1, qualifies=_PENALTIES),
@@ -50,7 +51,11 @@ OPTIONS: Verdicts = {
 VERDICTS: Verdicts = {
     **COMMON,
     **sampling_parameters("write it into options"),
-    **idle("a prompt that is too long is refused, and an answer that reaches the end has the done_reason length", "truncate shift"),
+    **idle(
+        "a prompt that is too long is refused, and an answer that reaches the end has the "
+        "done_reason length",
+        "truncate shift",
+    ),
     **refused("ask /v1/chat/completions", "logprobs top_logprobs", 0),
     **idle("the model stays", "keep_alive"),
     **refused("answers are texts", "width height steps"),
@@ -70,7 +75,10 @@ _TAG = ":latest"
 class NamedModel(EngineBody):
     """What all routes take."""
 
-    verdicts: ClassVar[Verdicts] = {**VERDICTS, **idle("the card has all", "system template verbose")}
+    verdicts: ClassVar[Verdicts] = {
+        **VERDICTS,
+        **idle("the card has all", "system template verbose"),
+    }
     nested = {"options": ((), {**OPTIONS, **idle("nothing is drawn", " ".join(_OPTIONS))})}
 
     options: dict[str, Any] | None = None
@@ -82,7 +90,12 @@ class NamedModel(EngineBody):
 
     def engine_fields(self) -> dict[str, Any]:
         """Fields that chats and completions have, too."""
-        fields = {"model": self.name, "priority": self.priority, "timeout": self.timeout, "cache_salt": self.cache_salt}
+        fields = {
+            "model": self.name,
+            "priority": self.priority,
+            "timeout": self.timeout,
+            "cache_salt": self.cache_salt,
+        }
         return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -102,7 +115,11 @@ class _Generating(NamedModel):
         for theirs, ours in _OPTIONS.items():
             value = (self.options or {}).get(theirs)
             # -1 and -2: as many tokens as there is room for. 0: all tokens.
-            if value is not None and not (theirs == "num_predict" and value in (-1, -2)) and not (theirs == "top_k" and value == 0):
+            if (
+                value is not None
+                and not (theirs == "num_predict" and value in (-1, -2))
+                and not (theirs == "top_k" and value == 0)
+            ):
                 fields[ours] = value
         match self.format:
             case None | "":
@@ -110,7 +127,10 @@ class _Generating(NamedModel):
             case "json":
                 fields["response_format"] = {"type": "json_object"}
             case dict(schema):
-                fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+                fields["response_format"] = {
+                    "type": "json_schema",
+                    "json_schema": {"name": "answer", "schema": schema, "strict": True},
+                }
             case _:
                 raise RequestError('format must be "json" or a JSON schema.', "format")
         return fields
@@ -126,8 +146,15 @@ class OllamaChatBody(_Generating):
     """POST /api/chat."""
 
     model_config = examples(
-        {"messages": [{"role": "user", "content": "What is the capital of France?"}], "options": {"num_predict": 8}},
-        {"messages": [{"role": "user", "content": "What is the capital of France?"}], "options": {"num_predict": 8}, "stream": False},
+        {
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "options": {"num_predict": 8},
+        },
+        {
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "options": {"num_predict": 8},
+            "stream": False,
+        },
     )
 
     messages: Items[dict[str, Any]] = []
@@ -138,13 +165,20 @@ class OllamaChatBody(_Generating):
         """The fields of a chat completion. Raises RequestError."""
         fields = self._fields() | self._thinking() | ({"tools": self.tools} if self.tools else {})
         calls = _Calls()
-        return fields | {"messages": [calls.message(one, f"messages[{index}]") for index, one in enumerate(self.messages)]}
+        return fields | {
+            "messages": [
+                calls.message(one, f"messages[{index}]") for index, one in enumerate(self.messages)
+            ]
+        }
 
 
 class GenerateBody(_Generating):
     """POST /api/generate."""
 
-    model_config = examples({"prompt": "Once upon a time", "options": {"num_predict": 8}}, {"prompt": "Once", "raw": True, "stream": False})
+    model_config = examples(
+        {"prompt": "Once upon a time", "options": {"num_predict": 8}},
+        {"prompt": "Once", "raw": True, "stream": False},
+    )
 
     verdicts = {**VERDICTS, **refused("use /api/chat, or raw", "template context")}
 
@@ -160,16 +194,27 @@ class GenerateBody(_Generating):
     def chat(self) -> dict[str, Any]:
         """The fields of a chat completion. Raises RequestError."""
         messages = [{"role": "system", "content": self.system}] if self.system else []
-        user = {"role": "user", "content": self.prompt} | ({"images": self.images} if self.images else {})
-        return self._fields() | self._thinking() | {"messages": [*messages, _Calls().message(user, "prompt")]}
+        user = {"role": "user", "content": self.prompt} | (
+            {"images": self.images} if self.images else {}
+        )
+        return (
+            self._fields()
+            | self._thinking()
+            | {"messages": [*messages, _Calls().message(user, "prompt")]}
+        )
 
     def completion(self, longest: int) -> dict[str, Any]:
-        """The fields of a plain completion. `longest`: tokens that the model takes. Raises RequestError."""
+        """The fields of a plain completion. `longest`: tokens that the model takes. Raises
+        RequestError."""
         if self.images:
-            raise RequestError("images are for prompts that go through the chat template.", "images")
+            raise RequestError(
+                "images are for prompts that go through the chat template.", "images"
+            )
         fields = self._fields()
         # Where nothing is said, Ollama goes on to the end.
-        return {"max_tokens": longest, **fields, "prompt": self.prompt} | ({"suffix": self.suffix} if self.suffix else {})
+        return {"max_tokens": longest, **fields, "prompt": self.prompt} | (
+            {"suffix": self.suffix} if self.suffix else {}
+        )
 
 
 class EmbedBody(NamedModel):
@@ -196,7 +241,8 @@ class ShowBody(NamedModel):
 
 
 class _Calls:
-    """Messages as those of a chat: it knows calls by ids, Ollama by their order and the names of functions."""
+    """Messages as those of a chat: it knows calls by ids, Ollama by their order and the names of
+    functions."""
 
     def __init__(self) -> None:
         self._num_calls = 0
@@ -210,7 +256,10 @@ class _Calls:
         if images:
             if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
                 raise RequestError(f"{where}: images must be a list of texts in base64.", "images")
-            made["content"] = [{"type": "text", "text": made["content"] or ""}, *map(image_part, images)]
+            made["content"] = [
+                {"type": "text", "text": made["content"] or ""},
+                *map(image_part, images),
+            ]
         if message.get("thinking"):
             made["reasoning_content"] = message["thinking"]
         if message.get("tool_calls"):
@@ -227,12 +276,19 @@ class _Calls:
                     self._num_calls += 1
                     self._open.append((name, f"call_{self._num_calls}"))
                     function = {"name": name, "arguments": dumps(arguments)}
-                    found.append({"id": self._open[-1][1], "type": "function", "function": function})
+                    found.append(
+                        {"id": self._open[-1][1], "type": "function", "function": function}
+                    )
                 case _:
-                    raise RequestError(f"{where}: tool_calls must have functions, each with a name and arguments.", "messages")
+                    raise RequestError(
+                        f"{where}: tool_calls must have functions, each with a name and arguments.",
+                        "messages",
+                    )
         return found
 
     def _id(self, name: Any) -> str:
         """The first open call of this function."""
-        place = next((index for index, (known, _) in enumerate(self._open) if name in (None, known)), None)
+        place = next(
+            (index for index, (known, _) in enumerate(self._open) if name in (None, known)), None
+        )
         return f"call_{printable(str(name))}" if place is None else self._open.pop(place)[1]

@@ -32,13 +32,20 @@ class Models:
 
     def running(self) -> dict[str, Any]:
         """The same: they are loaded."""
-        more = {"expires_at": _NEVER, "size_vram": 0, "context_length": self._engine.config.max_model_len}
+        more = {
+            "expires_at": _NEVER,
+            "size_vram": 0,
+            "context_length": self._engine.config.max_model_len,
+        }
         return {"models": [entry | more for entry in self.tags()["models"]]}
 
     def card(self) -> dict[str, Any]:
         """What the model is, and what it can do."""
         config, family = self._engine.config, self._family
-        info: dict[str, Any] = {"general.architecture": family, f"{family}.context_length": config.max_model_len}
+        info: dict[str, Any] = {
+            "general.architecture": family,
+            f"{family}.context_length": config.max_model_len,
+        }
         for theirs, ours in (
             ("embedding_length", "hidden_size"),
             ("block_count", "num_hidden_layers"),
@@ -70,7 +77,9 @@ class Models:
         can = {
             "completion": "generate" in tasks,
             "vision": rules is not None and "image" in rules.modalities,
-            "tools": "generate" in tasks and bool(self.template) and self._engine.renderer.writes_tools,
+            "tools": "generate" in tasks
+            and bool(self.template)
+            and self._engine.renderer.writes_tools,
             "embedding": "embed" in tasks,
         }
         return [name for name, is_so in can.items() if is_so]
@@ -78,7 +87,14 @@ class Models:
     def _entry(self, name: str) -> dict[str, Any]:
         # It names the model, and is of nothing that is kept.
         digest = hashlib.sha256(name.encode()).hexdigest()
-        return {"name": name, "model": name, "modified_at": self._since, "size": 0, "digest": digest, "details": self._details()}
+        return {
+            "name": name,
+            "model": name,
+            "modified_at": self._since,
+            "size": 0,
+            "digest": digest,
+            "details": self._details(),
+        }
 
     def _details(self) -> dict[str, Any]:
         family = self._family

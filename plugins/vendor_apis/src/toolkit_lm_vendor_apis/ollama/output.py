@@ -124,9 +124,14 @@ class Output:
 
     def whole(self) -> dict[str, Any]:
         """After `read`."""
-        joined = {name: "".join(part.get(name, "") for part in self._read) for name in ("content", "thinking")}
+        joined = {
+            name: "".join(part.get(name, "") for part in self._read)
+            for name in ("content", "thinking")
+        }
         calls = [call for part in self._read for call in part.get("tool_calls", ())]
-        part = {"content": joined["content"]} | ({"thinking": joined["thinking"]} if joined["thinking"] else {})
+        part = {"content": joined["content"]} | (
+            {"thinking": joined["thinking"]} if joined["thinking"] else {}
+        )
         return self._object(part | ({"tool_calls": calls} if calls else {})) | self._end()
 
     def lines(self) -> AsyncGenerator[list[dict[str, Any]], None]:
@@ -143,7 +148,9 @@ class Output:
         if self._is_chat:
             said: dict[str, Any] = {"message": {"role": "assistant", **part}}
         else:
-            said = {"response": part["content"]} | ({"thinking": part["thinking"]} if "thinking" in part else {})
+            said = {"response": part["content"]} | (
+                {"thinking": part["thinking"]} if "thinking" in part else {}
+            )
         return {"model": self._model, "created_at": now(), **said}
 
     def _end(self) -> dict[str, Any]:
@@ -157,4 +164,9 @@ def now() -> str:
 
 
 def _call(step: Step) -> dict[str, Any]:
-    return {"function": {"name": step.segment.name, "arguments": msgspec.json.decode(step.segment.text, type=dict[str, Any])}}
+    return {
+        "function": {
+            "name": step.segment.name,
+            "arguments": msgspec.json.decode(step.segment.text, type=dict[str, Any]),
+        }
+    }

@@ -20,7 +20,15 @@ from toolkit_lm_server.protocol import check_model
 from toolkit_lm_server.route import request_context
 
 from toolkit_lm_vendor_apis.ollama import schemas
-from toolkit_lm_vendor_apis.ollama.body import NAMES, EmbedBody, GenerateBody, NamedModel, OldEmbedBody, OllamaChatBody, ShowBody
+from toolkit_lm_vendor_apis.ollama.body import (
+    NAMES,
+    EmbedBody,
+    GenerateBody,
+    NamedModel,
+    OldEmbedBody,
+    OllamaChatBody,
+    ShowBody,
+)
 from toolkit_lm_vendor_apis.ollama.models import Models
 from toolkit_lm_vendor_apis.ollama.output import ChatParts, Clock, Output, TextParts, now
 from toolkit_lm_vendor_apis.route_kinds import route_kind
@@ -52,14 +60,21 @@ class Ollama:
             return await self._chat(body, body.chat, request)
         clock = Clock()
         try:
-            reply = await self._api.completions.ask(body.completion(self._engine.config.max_model_len), request_context(request))
+            reply = await self._api.completions.ask(
+                body.completion(self._engine.config.max_model_len), request_context(request)
+            )
         except Exception as error:
             raise renamed(as_api_error(error), NAMES) from error
         clock.first()
         output = Output(self._named(body), TextParts(reply), clock, is_chat=False)
         return await _sent(output, reply, stream=body.stream)
 
-    async def _chat(self, body: OllamaChatBody | GenerateBody, fields: Callable[[], dict[str, Any]], request: Request) -> Response:
+    async def _chat(
+        self,
+        body: OllamaChatBody | GenerateBody,
+        fields: Callable[[], dict[str, Any]],
+        request: Request,
+    ) -> Response:
         clock = Clock()
         try:
             reply = await self._api.chat.ask(fields(), request_context(request), NAMES)
@@ -67,16 +82,28 @@ class Ollama:
             raise renamed(as_api_error(error), NAMES) from error
         clock.first()
         parts = ChatParts(reply, thinks=body.think is not False)
-        return await _sent(Output(self._named(body), parts, clock, is_chat=isinstance(body, OllamaChatBody)), reply, stream=body.stream)
+        return await _sent(
+            Output(self._named(body), parts, clock, is_chat=isinstance(body, OllamaChatBody)),
+            reply,
+            stream=body.stream,
+        )
 
     async def embed(self, body: EmbedBody, request: Request) -> Response:
         """One vector of each text."""
         clock = Clock()
-        outputs = await self._pool(body, request, body.input, "input", body.truncate, body.dimensions)
-        figures = clock.figures({"prompt_tokens": usage(outputs)["prompt_tokens"], "completion_tokens": 0})
-        told = {name: figures[name] for name in ("total_duration", "load_duration", "prompt_eval_count")}
+        outputs = await self._pool(
+            body, request, body.input, "input", body.truncate, body.dimensions
+        )
+        figures = clock.figures(
+            {"prompt_tokens": usage(outputs)["prompt_tokens"], "completion_tokens": 0}
+        )
+        told = {
+            name: figures[name] for name in ("total_duration", "load_duration", "prompt_eval_count")
+        }
         model = self._named(body)
-        return await answer(lambda: {"model": model, "embeddings": (_vector(output) for output in outputs), **told})
+        return await answer(
+            lambda: {"model": model, "embeddings": (_vector(output) for output in outputs), **told}
+        )
 
     async def old_embed(self, body: OldEmbedBody, request: Request) -> Response:
         """The vector of one text."""
@@ -89,18 +116,38 @@ class Ollama:
         return self._models.card()
 
     async def _pool(
-        self, body: NamedModel, request: Request, given: Any, field: str, cut: bool, dimensions: int | None
+        self,
+        body: NamedModel,
+        request: Request,
+        given: Any,
+        field: str,
+        cut: bool,
+        dimensions: int | None,
     ) -> list[PoolingRequestOutput]:
         check_model(self._engine, body.name)
         texts = read_texts(given, field, self._api.options.max_inputs)
-        names = [field] if isinstance(given, str) else [f"{field}[{index}]" for index in range(len(texts))]
+        names = (
+            [field]
+            if isinstance(given, str)
+            else [f"{field}[{index}]" for index in range(len(texts))]
+        )
         params = PoolingParams(task="embed", dimensions=dimensions)
         longest = self._engine.config.max_model_len if cut else None
-        return await pool(self._engine, body, request, texts, params, names=names, truncate_prompt_tokens=longest)
+        return await pool(
+            self._engine, body, request, texts, params, names=names, truncate_prompt_tokens=longest
+        )
 
     def _loaded(self, body: NamedModel, nothing: dict[str, Any]) -> Response:
         check_model(self._engine, body.name)
-        return JSONResponse({"model": self._named(body), "created_at": now(), **nothing, "done": True, "done_reason": "load"})
+        return JSONResponse(
+            {
+                "model": self._named(body),
+                "created_at": now(),
+                **nothing,
+                "done": True,
+                "done_reason": "load",
+            }
+        )
 
     def _named(self, body: NamedModel) -> str:
         """The model, as the client named it."""
@@ -137,14 +184,23 @@ def add_routes(router: APIRouter, engine: AsyncLLM, api: OpenAIApi) -> None:
     ]
     for path, handler, made, content in posts:
         told: dict[int | str, dict[str, Any]] = {200: {"model": made, "content": content}}
-        router.add_api_route(path, handler, methods=["POST"], response_model=None, responses=told | limits, route_class_override=kind)
+        router.add_api_route(
+            path,
+            handler,
+            methods=["POST"],
+            response_model=None,
+            responses=told | limits,
+            route_class_override=kind,
+        )
     gets: list[tuple[str, Callable[..., Any], type]] = [
         ("/api/tags", models.tags, schemas.OllamaModels),
         ("/api/ps", models.running, schemas.RunningModels),
         ("/api/version", models.version, schemas.OllamaVersion),
     ]
     for path, handler, made in gets:
-        router.add_api_route(path, handler, response_model=None, responses=answers(made), route_class_override=kind)
+        router.add_api_route(
+            path, handler, response_model=None, responses=answers(made), route_class_override=kind
+        )
 
 
 def _refusal(error: ApiError) -> Response:
