@@ -41,7 +41,8 @@ import json, sys
 import numpy as np
 from sentence_transformers import SentenceTransformer
 texts, model, out = json.load(open(sys.argv[1])), sys.argv[2], sys.argv[3]
-np.save(out, SentenceTransformer(model, device="cpu").float().encode(texts, show_progress_bar=False))
+encoder = SentenceTransformer(model, device="cpu").float()
+np.save(out, encoder.encode(texts, show_progress_bar=False))
 """
 
 

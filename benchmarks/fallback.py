@@ -28,7 +28,15 @@ import sys, time
 begun = time.monotonic()
 from toolkit_lm import LLM
 folder, dtype, verify = sys.argv[1:]
-LLM(folder, model_impl="transformers", dtype=dtype, max_model_len=512, max_num_seqs=8, num_kv_blocks=64, verify_fallback=verify == "True")
+LLM(
+    folder,
+    model_impl="transformers",
+    dtype=dtype,
+    max_model_len=512,
+    max_num_seqs=8,
+    num_kv_blocks=64,
+    verify_fallback=verify == "True",
+)
 print(time.monotonic() - begun)
 """
 

@@ -4,7 +4,8 @@ medians.
 usage: python benchmarks/offline.py [--runs 3] [--only mixed,W1,W2] [--model FOLDER]
 
 Workloads (greedy, ignoring end-of-sequence tokens, new random prompts per run):
-    mixed   64 requests, prompts of 16-512 and outputs of 16-256 tokens, uniform, fixed seed; batch 32
+    mixed   64 requests, prompts of 16-512 and outputs of 16-256 tokens, uniform, fixed
+            seed; batch 32
     W1      32 x (128 in, 64 out)
     W2      1 x (128 in, 128 out)
 transformers runs static batches of 32, padded left; only the tokens that were asked for are

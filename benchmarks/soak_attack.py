@@ -147,10 +147,8 @@ class AttackedLoad:
 
     def report(self) -> None:
         for kind, outcomes in self.outcomes.items():
-            print(
-                f"{kind:<28} "
-                f"{', '.join(f'{outcome}: {number}' for outcome, number in sorted(outcomes.items()))}"
-            )
+            told = [f"{outcome}: {number}" for outcome, number in sorted(outcomes.items())]
+            print(f"{kind:<28} {', '.join(told)}")
         for when, honest in (("alone", self.alone), ("attacked", self.attacked)):
             p50, p99 = honest.percentiles()
             longest = {"/health": max(honest.health), "/metrics": max(honest.metrics)}

@@ -4,8 +4,10 @@
 usage: python benchmarks/structured.py [--quick] [--runs 5] [--rows 32] [--backend
 llguidance,xgrammar] [--model FOLDER]
 
-  mask   a grammar that allows nearly all tokens and forces none, against free generation: the goal is a ratio of at least 0.95
-  json   documents of a schema, against free generation of as many tokens: the goal is a ratio of at least 1.2
+  mask   a grammar that allows nearly all tokens and forces none, against free generation: the
+         goal is a ratio of at least 0.95
+  json   documents of a schema, against free generation of as many tokens: the goal is a ratio
+         of at least 1.2
   spaces the same documents with any white space, of which less is forced
   steps  json, each forced token in a step of its own
 

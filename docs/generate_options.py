@@ -76,8 +76,9 @@ def table(title: str, section: type[Struct]) -> str:
         f"| `{o.name}` | {values(o)} | {default(o)} | {escape(o.help)} |\n"
         for o in options_of(section)
     )
+    sentence = " ".join((section.__doc__ or "").split())
     return (
-        f"\n### {title}\n\n{section.__doc__}\n\n| option | values | default | meaning |\n| --- | "
+        f"\n### {title}\n\n{sentence}\n\n| option | values | default | meaning |\n| --- | "
         f"--- | --- | --- |\n{rows}"
     )
 

@@ -22,7 +22,10 @@ from toolkit_lm.param_spec import ProcessorParams, param
 from toolkit_lm.plugin import hookimpl
 
 class FaultyParams(ProcessorParams):
-    faulty_how: Annotated[Literal["add", "raise", "shape", "nan", "after_draw", "prepare"] | None, param("How it fails.")] = None
+    faulty_how: Annotated[
+        Literal["add", "raise", "shape", "nan", "after_draw", "prepare"] | None,
+        param("How it fails."),
+    ] = None
 
     def prepare(self, renderer):
         if self.faulty_how == "prepare":

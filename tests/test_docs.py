@@ -323,7 +323,10 @@ def test_every_page_is_in_the_index_and_in_the_navigation():
     }
 
 
-NUMBER = r"\d+|[a-z]*(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|teen|twenty|thirty)(?:-\w+)?"
+NUMBER = (
+    r"\d+|[a-z]*(?:two|three|four|five|six|seven|eight|nine|ten"
+    r"|eleven|twelve|teen|twenty|thirty)(?:-\w+)?"
+)
 
 
 def test_no_page_counts_hooks():

@@ -35,7 +35,8 @@ NO_GUARD = """
     llm = AsyncLLM(VllmConfig.make(model="tiny", num_kv_blocks=64, max_model_len=256))
 
     async def main():
-        async for output in llm.generate("Once", SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)):
+        params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+        async for output in llm.generate("Once", params):
             pass
         print(len(output.outputs[0].token_ids))
 
@@ -48,10 +49,14 @@ NOT_CLOSED = """
     import asyncio
     from toolkit_lm import AsyncLLM, SamplingParams, VllmConfig
 
-    llm = AsyncLLM(VllmConfig.make(model="tiny", num_kv_blocks=64, max_model_len=256, engine_process={process}))
+    config = VllmConfig.make(
+        model="tiny", num_kv_blocks=64, max_model_len=256, engine_process={process}
+    )
+    llm = AsyncLLM(config)
 
     async def main():
-        async for output in llm.generate("Once", SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)):
+        params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+        async for output in llm.generate("Once", params):
             break
 
     asyncio.run(main())

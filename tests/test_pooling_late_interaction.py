@@ -106,7 +106,10 @@ class Reference:
         paths = {
             "": f"{base}.transformer.Transformer",
             "1_Dense": f"{base}.dense.Dense",
-            "2_MultiVectorMask": "sentence_transformers.multi_vector_encoder.modules.multi_vector_mask.MultiVectorMask",
+            "2_MultiVectorMask": (
+                "sentence_transformers.multi_vector_encoder.modules.multi_vector_mask"
+                ".MultiVectorMask"
+            ),
             "3_Normalize": f"{base}.normalize.Normalize",
         }
         self.write(

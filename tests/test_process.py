@@ -43,7 +43,8 @@ SLOW_PLUGIN = """
     class Options(Struct):
         note: Any = None
 
-    if "toolkit_lm.engine.process.main" in sys.modules and os.environ.get("SLOW_PHASE") == "importing":
+    importing = os.environ.get("SLOW_PHASE") == "importing"
+    if "toolkit_lm.engine.process.main" in sys.modules and importing:
         time.sleep(60)
 
     @hookimpl
@@ -78,7 +79,8 @@ SLOW_TARGET = """
             if PHASE == "warming up":
                 time.sleep(60)
             if PHASE == "serving" and self.steps > 4:
-                # It holds the interpreter lock: no other thread of the process runs. A signal ends one sleep.
+                # It holds the interpreter lock: no other thread of the process runs.
+                # A signal ends one sleep.
                 while True:
                     ctypes.PyDLL(None).sleep(60)
             if self.steps > 2:
@@ -101,7 +103,10 @@ FRONT = """
     from toolkit_lm import AsyncLLM, SamplingParams, VllmConfig
 
     async def main():
-        llm = AsyncLLM(VllmConfig.make(model="tiny", num_kv_blocks=64, max_model_len=256, max_num_seqs=8), wait=False)
+        config = VllmConfig.make(
+            model="tiny", num_kv_blocks=64, max_model_len=256, max_num_seqs=8
+        )
+        llm = AsyncLLM(config, wait=False)
         print(llm.engine.client.process.pid, llm.engine.client.process.folder, flush=True)
         if sys.argv[1] == "serving":
             async for output in llm.generate("a", SamplingParams(max_tokens=100, ignore_eos=True)):
@@ -445,7 +450,8 @@ class TestKills:
             # It holds the lifeline open.
             fork = os.fork()
             if fork:
-                print(llm.engine.client.process.pid, fork, llm.engine.client.process.folder, flush=True)
+                process = llm.engine.client.process
+                print(process.pid, fork, process.folder, flush=True)
             time.sleep(60)
         """
         with subprocess.Popen(
@@ -605,7 +611,8 @@ class TestLastWords:
             llm = LLM(**{SMALL!r}, engine_process=True)
             llm.generate("Once", SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
             sys.stdin.readline()
-            [output] = llm.generate("Once", SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+            params = SamplingParams(max_tokens=2, ignore_eos=True)
+            [output] = llm.generate("Once", params, use_tqdm=False)
             print(len(output.outputs[0].token_ids))
         """
         front = [sys.executable, "-c", textwrap.dedent(code)]

@@ -60,16 +60,22 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if self.path == "/v1/embeddings":
-            self.answer(200, {"data": [{"embedding": base64.b64encode(struct.pack("<2f", 1, 0)).decode()} for _ in body["input"]]})
+            vector = base64.b64encode(struct.pack("<2f", 1, 0)).decode()
+            self.answer(200, {"data": [{"embedding": vector} for _ in body["input"]]})
             return
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
         self.send_header("connection", "close")
         self.end_headers()
         count = body["max_tokens"]
-        events = [{"choices": [{"text": "w", "finish_reason": "length" if n + 1 == count else None}]} for n in range(count)]
-        events.append({"choices": [], "usage": {"prompt_tokens": len(body["prompt"]), "completion_tokens": count}})
-        self.wfile.write("".join(f"data: {json.dumps(event)}\\n\\n" for event in events).encode() + b"data: [DONE]\\n\\n")
+        events = [
+            {"choices": [{"text": "w", "finish_reason": "length" if n + 1 == count else None}]}
+            for n in range(count)
+        ]
+        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": count}
+        events.append({"choices": [], "usage": usage})
+        lines = [f"data: {json.dumps(event)}\\n\\n" for event in events]
+        self.wfile.write("".join([*lines, "data: [DONE]\\n\\n"]).encode())
         self.close_connection = True
 
     def answer(self, status, row):

@@ -7,7 +7,8 @@ Its parts, in this order: 0 the machine, A `tiny` against the CPU, B conformance
 graphs, D the server, E1 speed, E2 speed with graphs, F other kernels, G other shapes. Each runs in
 processes of its own, until its time is over; the times are shares of --seconds. What is found is
 printed and written to a file at once, a line for each check.
---quick runs all of it on a CPU, on small shapes: it measures nothing. --kit: what `make gpu-kit` has made.
+--quick runs all of it on a CPU, on small shapes: it measures nothing.
+--kit: what `make gpu-kit` has made.
 
 Exit codes: 0: all that can run here did, and passed. 1: a check failed, or time was over before all
 were done. 2: nothing can run, and why. 3: there is no card.

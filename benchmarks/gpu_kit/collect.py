@@ -205,7 +205,8 @@ def pip(*arguments: str, python: str = sys.executable) -> None:
 
 def write_sources(file: Path) -> None:
     """Packs the sources and tests that git has: the same bytes for the same files."""
-    commit = f"{git('rev-parse', 'HEAD').strip()}{' and changes' if git('status', '--porcelain') else ''}\n".encode()
+    changes = " and changes" if git("status", "--porcelain") else ""
+    commit = f"{git('rev-parse', 'HEAD').strip()}{changes}\n".encode()
     with tempfile.TemporaryFile() as raw:
         with tarfile.open(fileobj=raw, mode="w") as archive:
             for name in sorted(git("ls-files", *FOLDERS, *FILES).splitlines()):

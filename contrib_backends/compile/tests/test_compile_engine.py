@@ -259,14 +259,16 @@ def refuse(*args, **kwargs):
     raise AssertionError("a compiler runs")
 
 import torch._inductor.compile_fx
-torch.compile = torch._inductor.compile_fx.compile_fx = torch._inductor.compile_fx.compile_fx_inner = refuse
+inductor = torch._inductor.compile_fx
+torch.compile = inductor.compile_fx = inductor.compile_fx_inner = refuse
 import torch._inductor.cpp_builder
 torch._inductor.cpp_builder.CppBuilder.build = refuse
 sys.path.insert(0, sys.argv[1])
 from test_compile_engine import LLM, compiler_of, options_of, tokens_of
 llm = LLM(**options_of(sys.argv[2], sys.argv[3]))
 compiler = compiler_of(llm)
-print(json.dumps([tokens_of(llm), compiler.was_cached, compiler.num_compiled, compiler.num_eager_steps]))
+counts = [compiler.was_cached, compiler.num_compiled, compiler.num_eager_steps]
+print(json.dumps([tokens_of(llm), *counts]))
 """
 
 

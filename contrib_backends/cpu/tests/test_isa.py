@@ -30,7 +30,8 @@ import json
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm_cpu.library import TYPES
 with LLM(model="tiny", dtype="float32", kernels="cpu", attention_backend="cpu") as llm:
-    outputs = llm.generate(["Once upon a time", "The sea"], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), use_tqdm=False)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    outputs = llm.generate(["Once upon a time", "The sea"], params, use_tqdm=False)
 print(json.dumps([list(TYPES.values()), [list(output.outputs[0].token_ids) for output in outputs]]))
 """
 

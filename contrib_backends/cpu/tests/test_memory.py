@@ -28,8 +28,15 @@ KV_BYTES = 32 * MIB
 PEAK = """
 import re, sys
 from toolkit_lm import LLM, SamplingParams
-with LLM(model=sys.argv[1], dtype="bfloat16", kv_cache_memory=int(sys.argv[2]), max_model_len=256, renderer="tokens") as llm:
-    llm.generate([{"prompt_token_ids": [5, 6, 7]}] * 4, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
+with LLM(
+    model=sys.argv[1],
+    dtype="bfloat16",
+    kv_cache_memory=int(sys.argv[2]),
+    max_model_len=256,
+    renderer="tokens",
+) as llm:
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    llm.generate([{"prompt_token_ids": [5, 6, 7]}] * 4, params, use_tqdm=False)
 print(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
 """
 

@@ -17,9 +17,15 @@ def test_a_hung_worker_is_told_with_its_stack(tmp_path, sabotage, capfd):
     folder = write_llama(tmp_path / "llama")
     sabotage(1, "step", "hang")
     config = VllmConfig.make(
-        model=str(folder), tensor_parallel_size=2, device="cpu", block_size=4, max_model_len=64, num_kv_blocks=64, step_timeout=0.5,
+        model=str(folder),
+        tensor_parallel_size=2,
+        device="cpu",
+        block_size=4,
+        max_model_len=64,
+        num_kv_blocks=64,
+        step_timeout=0.5,
         engine_process=True,
-    )  # fmt: skip
+    )
 
     async def body():
         async with AsyncLLM(config) as llm:

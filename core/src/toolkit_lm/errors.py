@@ -2,9 +2,9 @@
 alternatives.
 
 ToolkitError
-├── ConfigError (ValueError)        an option: unknown, of a wrong type, out of range, in conflict with another
+├── ConfigError (ValueError)        an option: unknown, of a wrong type, out of range, in conflict
 ├── PluginError                     a plugin that cannot be found, imported or registered
-├── CheckpointError (ValueError)    a checkpoint: missing or broken files, shapes or names that do not fit
+├── CheckpointError (ValueError)    a checkpoint: missing or broken files, names, shapes that misfit
 ├── UnsupportedError                a combination that no registered component can run
 ├── CapacityError                   not enough memory for what was asked
 ├── RequestError (ValueError)       one request; the others go on

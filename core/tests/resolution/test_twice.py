@@ -70,8 +70,12 @@ ELSEWHERE = {
     "`tie_word_embeddings` of config.json and of its `text_config`": "tests/test_tied_heads.py",
     "`architectures` and `model_type`": "core/tests/resolution/test_twice.py",
     "config.json and a file such as hf_quant_config.json": "core/tests/resolution/test_twice.py",
-    "`eos_token_id` of config.json and of generation_config.json": "core/tests/resolution/test_twice.py",
-    "`eos_token` of the tokenizer and `eos_token_id` of these files": "plugins/renderer_hf/tests/test_end_tokens_told.py",
+    "`eos_token_id` of config.json and of generation_config.json": (
+        "core/tests/resolution/test_twice.py"
+    ),
+    "`eos_token` of the tokenizer and `eos_token_id` of these files": (
+        "plugins/renderer_hf/tests/test_end_tokens_told.py"
+    ),
     "config.json and `hf_overrides`": "plugins/vllm_names/tests/test_table.py",
 }
 """Rows that have no rule of their own, and the tests that show them."""

@@ -14,7 +14,9 @@ TEMPLATES = {
         "{# </think> #}{% for m in messages %}{{ m['content'] }}{% endfor %}{% if "
         "add_generation_prompt %}<think>\n{% endif %}"
     ),
-    "marks that are special": "{# [THINK][/THINK] #}{% for m in messages %}{{ m['content'] }}{% endfor %}[THINK]",
+    "marks that are special": (
+        "{# [THINK][/THINK] #}{% for m in messages %}{{ m['content'] }}{% endfor %}[THINK]"
+    ),
     "none": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
 }
 ASKED = [{"role": "user", "content": "Two and two?"}]

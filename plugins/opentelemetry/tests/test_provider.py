@@ -202,7 +202,15 @@ plugins = Plugins.load()
 plugins.watch(VllmConfig.make(model="tiny"))
 for kind in ("queued", "finished"):
     now = time.monotonic()
-    plugins.event(RequestEvent(kind=kind, request_id="1", time=now, arrival_time=now, num_prompt_tokens=3, finish_reason="stop"))
+    event = RequestEvent(
+        kind=kind,
+        request_id="1",
+        time=now,
+        arrival_time=now,
+        num_prompt_tokens=3,
+        finish_reason="stop",
+    )
+    plugins.event(event)
 """
 
 

@@ -316,7 +316,8 @@ def test_a_value_without_an_end_is_looked_through_once(piece):
         short, long = (
             work(
                 "qwen3_coder",
-                f"<tool_call><function=get_weather><parameter=city>{piece * (length // len(piece))}{end}",
+                "<tool_call><function=get_weather><parameter=city>"
+                f"{piece * (length // len(piece))}{end}",
                 size,
             )
             for length in (2_000, 4_000)

@@ -55,7 +55,9 @@ def text_of(renderer, messages, **options):
 
 
 def test_a_question(renderer):
-    expected = f"{SYSTEM.format(effort='medium')}<|end|><|start|>user<|message|>{USER['content']}<|end|><|start|>assistant"
+    system = SYSTEM.format(effort="medium")
+    user = f"<|start|>user<|message|>{USER['content']}<|end|>"
+    expected = f"{system}<|end|>{user}<|start|>assistant"
     assert text_of(renderer, [USER]) == expected
     assert text_of(renderer, [USER], add_generation_prompt=False) == expected.removesuffix(
         "<|start|>assistant"

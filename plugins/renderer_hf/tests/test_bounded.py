@@ -22,7 +22,9 @@ NAMESPACE = (
 )
 FOREVER = {
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "loops with a condition": "{% for a in range(99999) %}{% for b in range(99999) if b < 0 %}{% endfor %}{% endfor %}",
+    "loops with a condition": (
+        "{% for a in range(99999) %}{% for b in range(99999) if b < 0 %}{% endfor %}{% endfor %}"
+    ),
     "loops that count": "{% set ns = namespace(x=0) %}{% for a in range(99999) %}{% for b in "
     "range(99999) %}"
     "{% set ns.x = ns.x + 1 %}{% endfor %}{% endfor %}",

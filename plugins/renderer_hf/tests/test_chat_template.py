@@ -41,7 +41,8 @@ TOOLS = """{%- set ns = namespace(seen=0) -%}
 {%- for message in messages %}
   {%- if message.role == "tool" %}{% continue %}{% endif %}
   {%- set ns.seen = ns.seen + 1 %}
-{{ ns.seen }} {{ message.role }} <{{ message.content }}> {{ dict(a=message.role) | tojson }} {{ {"b": "é<&"} | tojson }}
+{{ ns.seen }} {{ message.role }} <{{ message.content }}> {{ dict(a=message.role) | tojson }}
+{{- " " }}{{ {"b": "é<&"} | tojson }}
 {{- enable_thinking }}
 {%- endfor %}
 {{ strftime_now("%Y") }}"""

@@ -228,9 +228,11 @@ from toolkit_lm_devkit.renderer import config_of
 from toolkit_lm_renderer_hf.renderer import HfRenderer
 renderer = HfRenderer(config_of(sys.argv[1]))
 renderer.take_rules(LlavaRules(renderer.config))
-ids = renderer.render_conversation([{"role": "user", "content": [{"type": "text", "text": "a"}]}]).token_ids
+message = {"role": "user", "content": [{"type": "text", "text": "a"}]}
+ids = renderer.render_conversation([message]).token_ids
 assert ids == renderer.render_conversation([{"role": "user", "content": "a"}]).token_ids
-sys.exit(" ".join(name for name in ("torch", "transformers", "httpx", "httpcore") if name in sys.modules) or 0)
+names = ("torch", "transformers", "httpx", "httpcore")
+sys.exit(" ".join(name for name in names if name in sys.modules) or 0)
 """
 
 

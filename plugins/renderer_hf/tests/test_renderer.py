@@ -31,7 +31,8 @@ import sys, msgspec
 from toolkit_lm.config import Checkpoint, PluginsConfig, VllmConfig
 from toolkit_lm_renderer_hf.renderer import HfRenderer
 config = VllmConfig.default()
-renderer = HfRenderer(msgspec.structs.replace(config, checkpoint=Checkpoint(path={str(tmp_path)!r}, architecture="none", hf_config={{}})))
+checkpoint = Checkpoint(path={str(tmp_path)!r}, architecture="none", hf_config={{}})
+renderer = HfRenderer(msgspec.structs.replace(config, checkpoint=checkpoint))
 ids = renderer.render_conversation([{{"role": "user", "content": "hello"}}]).token_ids
 assert renderer.decode(ids) == "hello"
 assert not {{"torch", "transformers"}} & set(sys.modules)

@@ -229,7 +229,8 @@ def test_module_types_of_all_versions(form, tmp_path):
         "old": lambda n: f"{OLD}.{n}",
         "old with class": lambda n: f"{OLD}.{n}.{n}",
         "new": lambda n: (
-            f"{NEW if n in base else 'sentence_transformers.sentence_transformer.modules'}.{snake.get(n, n.lower())}.{n}"
+            f"{NEW if n in base else 'sentence_transformers.sentence_transformer.modules'}"
+            f".{snake.get(n, n.lower())}.{n}"
         ),
         "new, reexported": lambda n: f"sentence_transformers.sentence_transformer.modules.{n}",
     }

@@ -102,7 +102,9 @@ TRANSLATED = [
             }
         },
         {
-            "compilation_config": '{"cudagraph_mode": "full_and_piecewise", "cudagraph_capture_sizes": [1, 8]}'
+            "compilation_config": (
+                '{"cudagraph_mode": "full_and_piecewise", "cudagraph_capture_sizes": [1, 8]}'
+            )
         },
     ),
     ({"optimization_level": 2}, {"optimization_level": 2}),

@@ -18,7 +18,10 @@ from toolkit_lm.renderer import Renderer
 
 MOST_RULES = 2**16
 """Steps from token to token that the words of one request may take together."""
-_SPACELESS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_SPACELESS = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff"
+    "\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+)
 """Thai, Lao, Burmese, Khmer, kana and Han: scripts that put no spaces between words."""
 _IN_WORD = rf"[^\W{_SPACELESS}]"
 _BOUNDARY = re.compile(rf"(?s)(?:(?<!{_IN_WORD})|(?!{_IN_WORD}))(?=[^ ])")

@@ -43,10 +43,10 @@ def find_source(config: ModelConfig, plugins: Plugins) -> Path:
         return source
     if _HUB_ID.fullmatch(model):
         return _download(config)
+    way = way_to_get(plugins.checkpoints.noun, model)
     raise CheckpointError(
         f"model {model!r} is neither a folder nor a file, nor a hub id (owner/name), nor a name "
-        "that a plugin registers. "
-        f"{way_to_get(plugins.checkpoints.noun, model) or nearest(model, plugins.checkpoints.keys())}"
+        f"that a plugin registers. {way or nearest(model, plugins.checkpoints.keys())}"
     )
 
 
@@ -374,8 +374,11 @@ def _nothing_runs(
         plugins.models.architectures(),
         otherwise="`toolkit plugins show PLUGIN` lists a plugin's architectures.",
     )
+    way = (
+        way_to_get(plugins.models.noun, name)
+        or "Install a distribution that registers it (toolkit-lm-...), or write one:"
+    )
     return CheckpointError(
         f"no installed plugin has the architecture {name!r} of {path!r}.{refused} {near}{hint} "
-        f"{way_to_get(plugins.models.noun, name) or 'Install a distribution that registers it (toolkit-lm-...), or write one:'} "
-        f"{page('hooks/toolkit_register_models.md')}"
+        f"{way} {page('hooks/toolkit_register_models.md')}"
     )

@@ -138,7 +138,5 @@ class LLGuidanceCompiler(GrammarCompiler):
                 else self.tried(grammar_of_schema(schema, details["options"]))
             )
 
-        return (
-            f"{message} (at "
-            f"{locate(details['schema'], message, cast('Callable[[dict[str, Any]], str]', of_part))[:200]})"
-        )
+        message_of = cast("Callable[[dict[str, Any]], str]", of_part)
+        return f"{message} (at {locate(details['schema'], message, message_of)[:200]})"

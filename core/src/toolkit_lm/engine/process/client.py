@@ -29,10 +29,16 @@ _LOOK = 1.0
 open."""
 _LAST_WORDS = 200
 """Milliseconds to wait for a dead process's last report, which may be on its way still."""
-_ENGINE_REGISTRIES = (
-    "models attention_backends executors kernels kv_kinds logits_processors pooling "
-    "scheduling_policies"
-).split()  # noqa: SIM905
+_ENGINE_REGISTRIES = [
+    "models",
+    "attention_backends",
+    "executors",
+    "kernels",
+    "kv_kinds",
+    "logits_processors",
+    "pooling",
+    "scheduling_policies",
+]
 _ENGINE_HOOKS = tuple(f"toolkit_register_{what}" for what in _ENGINE_REGISTRIES)
 
 
