@@ -115,9 +115,9 @@ class T5GemmaDecoder(Gemma2Model):
     """The decoder: tokens [T] at positions [T], and encoder states as CrossAttention takes them ->
     hidden states [T, H]."""
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, input_ids: Tensor, positions: Tensor, encoder_hidden_states: Tensor | None
-    ) -> Tensor:  # type: ignore[override]
+    ) -> Tensor:
         x, residual = self.embed(input_ids), None
         for layer, rotation in zip(self.layers.owned, self.rotations(positions), strict=True):
             x, residual = layer(x, residual, rotation, encoder_hidden_states)

@@ -42,9 +42,9 @@ class Qwen2VLImages(Model):
         self.shape = PatchShape.read(vllm_config.hf_config, windowed=self.windowed)
         self.visual = PatchTower(self.shape, vllm_config=vllm_config, prefix=join(prefix, "visual"))
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, patches: list[Tensor], grids: list[Grid], sequences: EncoderSequences
-    ) -> list[Tensor]:  # type: ignore[override]
+    ) -> list[Tensor]:
         embeds: Tensor = self.visual(torch.cat(patches), grids, sequences)
         return list(torch.split(embeds, [self.shape.num_tokens(grid) for grid in grids]))
 

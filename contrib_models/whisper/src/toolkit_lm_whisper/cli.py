@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -87,8 +87,13 @@ def _check_names(files: list[Path]) -> None:
 
 
 def _transcripts(
-    config: VllmConfig, plugins: Plugins, given: list, format: str, language: str | None, task: str
-) -> list[str]:  # type: ignore[type-arg]
+    config: VllmConfig,
+    plugins: Plugins,
+    given: list[Any],
+    format: str,
+    language: str | None,
+    task: str,
+) -> list[str]:
     from toolkit_lm import LLM
 
     from toolkit_lm_whisper.formats import FORMATS

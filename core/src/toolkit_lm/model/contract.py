@@ -137,9 +137,9 @@ class EncoderDecoderModel(Model):
         has other examples."""
         return EncoderInput.of_tokens([0] * num_tokens)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, input_ids: Tensor, positions: Tensor, *, encoder_hidden_states: Tensor | None = None
-    ) -> Tensor:  # type: ignore[override]
+    ) -> Tensor:
         """Decoder hidden states [T, H]; `input_ids` and `positions` as of other models.
 
         `encoder_hidden_states` [E, H]: what `encode` has given in this step, of which cross

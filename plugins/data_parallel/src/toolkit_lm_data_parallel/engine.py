@@ -92,8 +92,13 @@ class Engine:
         reason = "" if info is not None else str(error or "") if client is None else client.phase
         pid = None if client is None else client.process.pid
         return EngineState(
-            status, reason, pid, len(self.requests), self.num_tokens, self.num_restarts
-        )  # type: ignore[arg-type]
+            status,  # type: ignore[arg-type]
+            reason,
+            pid,
+            len(self.requests),
+            self.num_tokens,
+            self.num_restarts,
+        )
 
     def choice(self, one: InFlight, block_size: int) -> Choice:
         """What speaks for it and against it, for a request."""

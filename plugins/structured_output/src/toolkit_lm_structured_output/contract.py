@@ -144,11 +144,9 @@ class GrammarCompiler(ABC):
         """As `error_of`, of the grammar alone."""
         import numpy as np
 
-        generator, mask, lengths = (
-            Random(0),
-            np.zeros(-(-self.size // 32), np.int32),
-            self.token_lengths,
-        )  # nosec B311 # no secret
+        generator = Random(0)  # nosec B311 # no secret
+        mask = np.zeros(-(-self.size // 32), np.int32)
+        lengths = self.token_lengths
         try:
             start = self.compile(grammar)
             for weights in (None,) if lengths is None else (None, lengths):
