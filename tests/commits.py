@@ -21,8 +21,8 @@ BASE = "985aab4eeb353e2a95f7954eca802b3f52817620"
 """The last commit that need not obey."""
 LONGEST = 72
 """Characters of a subject. Lists of commits cut longer ones."""
-OTHER_ROOMS = ("ci", "lint")
-"""Rooms that are no folders."""
+OTHER_ROOMS = ("ci", "lint", "all")
+"""Rooms that are no folders. "all": what changes every room in the same way."""
 FOLDERS = ("*", "core/src/toolkit_lm/*", "plugins/*", "contrib_*/*")
 """Folders that are rooms, and core's modules."""
 OPENINGS = ("fixup! ", "squash! ")
