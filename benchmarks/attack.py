@@ -30,7 +30,9 @@ class Attack:
     """One server under each attack in turn."""
 
     def __init__(self, server: ServerProcess, num_attackers: int, seconds: float) -> None:
-        self.server, self.num_attackers, self.seconds = server, num_attackers, seconds
+        self.server = server
+        self.num_attackers = num_attackers
+        self.seconds = seconds
         self.violations: list[str] = []
 
     async def run(self) -> None:

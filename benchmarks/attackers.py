@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 
 from http_client import exchange, fetch
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 ATTACKER = "127.0.0.2"
 SMALL = {
     "prompt": "Once upon a time there was",
@@ -106,7 +107,8 @@ class Honest(NamedTuple):
 async def ask_small(port: int, seconds: float, expected: str | None) -> Honest:
     """Asks small greedy requests, one at a time, at least three. `expected`: None takes any
     answer."""
-    found, end = Honest([], [], [], Counter()), time.monotonic() + seconds
+    found = Honest([], [], [], Counter())
+    end = time.monotonic() + seconds
     while time.monotonic() < end or len(found.seconds) < 3:
         begin = time.perf_counter()
         reply = await fetch(port, "POST", COMPLETIONS, SMALL)
@@ -174,7 +176,8 @@ class Attackers:
     """Clients that send everything costly, in random order."""
 
     def __init__(self, port: int, seed: int, kinds: Sequence[str] = KINDS) -> None:
-        self._port, self._seed = port, seed
+        self._port = port
+        self._seed = seed
         self.outcomes: Outcomes = {kind: Counter() for kind in kinds}
         self._bodies = {
             name: (path, json.dumps(body).encode()) for name, (path, body) in BODIES.items()

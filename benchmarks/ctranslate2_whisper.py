@@ -25,7 +25,8 @@ _NAMES = {
     12: "<|translate|>",
     14: "<|en|>",
 }
-_PROMPT, _END = [2, 14, 11, 10], 1
+_PROMPT = [2, 14, 11, 10]
+_END = 1
 
 
 def convert(source: Path, target: Path) -> None:

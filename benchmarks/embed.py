@@ -120,18 +120,21 @@ class MatrixRate:
 
 
 def layer_shapes(config: dict) -> list[tuple[int, int, int]]:
-    size, inner = config["hidden_size"], config["intermediate_size"]
+    size = config["hidden_size"]
+    inner = config["intermediate_size"]
     return [(ROWS, size, 3 * size), (ROWS, size, size), (ROWS, size, inner), (ROWS, inner, size)]
 
 
 def model_flops(config: dict, lengths: list[int]) -> int:
-    size, layers = config["hidden_size"], config["num_hidden_layers"]
+    size = config["hidden_size"]
+    layers = config["num_hidden_layers"]
     weights = sum(inputs * outputs for _, inputs, outputs in layer_shapes(config))
     return sum(layers * (2 * length * weights + 4 * length * length * size) for length in lengths)
 
 
 def start(args: argparse.Namespace, model: Path, folder: Path) -> list[System]:
-    ours, peers = Path(sys.executable), []
+    ours = Path(sys.executable)
+    peers = []
     if args.sentence_transformers:
         peers.append(("sentence-transformers", args.sentence_transformers, {}))
     if args.vllm:
@@ -170,10 +173,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int)
     args = parser.parse_args()
     model = args.model or default_model()
-    config, sentences = (
-        json.loads((model / "config.json").read_text()),
-        make_sentences(model, args.sentences),
-    )
+    config = json.loads((model / "config.json").read_text())
+    sentences = make_sentences(model, args.sentences)
     rates = [
         MatrixRate("2048 cubed", [(2048, 2048, 2048)], args.dtype),
         MatrixRate("the model's shapes", layer_shapes(config), args.dtype),

@@ -26,7 +26,8 @@ from pathlib import Path
 
 import numpy as np
 
-LEAST_COSINE, LEAST_CORRELATION = 0.9999, 0.99999
+LEAST_COSINE = 0.9999
+LEAST_CORRELATION = 0.99999
 
 OURS = """
 import json, sys
@@ -65,7 +66,8 @@ def vectors(
     python: str, script: str, texts: list[str], model: Path, path: Path | None = None
 ) -> np.ndarray:
     with tempfile.TemporaryDirectory() as folder:
-        given, out = Path(folder, "texts.json"), Path(folder, "vectors.npy")
+        given = Path(folder, "texts.json")
+        out = Path(folder, "vectors.npy")
         given.write_text(json.dumps(texts))
         environment = os.environ | ({"PYTHONPATH": str(path)} if path else {})
         subprocess.run([python, "-c", script, given, model, out], check=True, env=environment)
@@ -86,10 +88,8 @@ def main() -> int:
     parser.add_argument("--path", type=Path)
     args = parser.parse_args()
     texts = real_sentences(args.sentences)
-    ours, theirs = (
-        vectors(args.ours, OURS, texts, args.model),
-        vectors(args.theirs, THEIRS, texts, args.model, args.path),
-    )
+    ours = vectors(args.ours, OURS, texts, args.model)
+    theirs = vectors(args.theirs, THEIRS, texts, args.model, args.path)
     assert ours.shape == theirs.shape, f"{ours.shape} and {theirs.shape}"
     units = [
         one / np.linalg.norm(one.astype(np.float64), axis=1, keepdims=True)

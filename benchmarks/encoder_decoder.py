@@ -27,7 +27,10 @@ import transformers
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm_devkit import write_tokenizer
 
-BATCH, ENCODER_TOKENS, OUTPUT_TOKENS, LONG = 16, 256, 128, 1000
+BATCH = 16
+ENCODER_TOKENS = 256
+OUTPUT_TOKENS = 128
+LONG = 1000
 BART_BASE = {
     "d_model": 768,
     "encoder_layers": 6,
@@ -167,10 +170,8 @@ class Theirs:
             mask = torch.tensor([[1] * len(one) + [0] * (longest - len(one)) for one in given])
             return timed(lambda: self.model.generate(input_ids=ids, attention_mask=mask, **options))
         # Whisper's own `generate` would do more than the same work.
-        generate, heard = (
-            transformers.GenerationMixin.generate,
-            torch.stack(given).to(self.model.dtype),
-        )
+        generate = transformers.GenerationMixin.generate
+        heard = torch.stack(given).to(self.model.dtype)
         start = torch.full((len(given), 1), IDS["decoder_start_token_id"])
         return timed(
             lambda: generate(self.model, input_features=heard, decoder_input_ids=start, **options)
@@ -243,7 +244,9 @@ def measure(
                 theirs.generate(given[:4], OUTPUT_TOKENS),
             ),
         }
-        first, second, decode = pairs["encoder and one token"], pairs["greedy"], []
+        first = pairs["encoder and one token"]
+        second = pairs["greedy"]
+        decode = []
         decode = [whole - begin for whole, begin in zip(second, first, strict=True)]
         pairs["decode"] = (decode[0], decode[1])
         [long] = prompts(1, LONG, vocab_size, 100 + index, speech=speech)
@@ -272,7 +275,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = make(arguments.shape, Path(folder))
         (family, fields), speech = SHAPES[arguments.shape], arguments.shape.startswith("whisper")
-        ours, theirs = Ours(Path(folder), arguments.dtype), Theirs(model, arguments.dtype)
+        ours = Ours(Path(folder), arguments.dtype)
+        theirs = Theirs(model, arguments.dtype)
         found = measure(
             ours,
             theirs,

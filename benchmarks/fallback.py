@@ -70,7 +70,8 @@ def measure(folder: Path, dtypes: list[str], runs: int) -> None:
         for _ in range(runs):
             for verify in found:
                 found[verify].append(start(folder, dtype, verify))
-        without, proven = median(found[False]), median(found[True])
+        without = median(found[False])
+        proven = median(found[True])
         print(
             f"| {dtype} | {without:.2f} | {proven:.2f} | {(proven - without) / without:+.1%} |",
             flush=True,

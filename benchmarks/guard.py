@@ -32,7 +32,8 @@ from types import FrameType
 import torch
 from toolkit_lm import LLM, SamplingParams
 
-TOLERANCE, SLACK = 0.05, 2
+TOLERANCE = 0.05
+SLACK = 2
 """A figure may be over by this share, and by this many."""
 FIGURES: dict[int, dict[str, float]] = {
     1: {
@@ -151,11 +152,9 @@ def count_left(step: Step) -> dict[str, float]:
 def count_instructions() -> dict[int, dict[str, float]]:
     """By rows. Raises CalledProcessError or FileNotFoundError where the tools are not there."""
     with TemporaryDirectory() as folder:
-        source, library, out = (
-            Path(folder, "collector.c"),
-            Path(folder, "collector.so"),
-            Path(folder, "out"),
-        )
+        source = Path(folder, "collector.c")
+        library = Path(folder, "collector.so")
+        out = Path(folder, "out")
         source.write_text(COLLECTOR)
         subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
         valgrind = [

@@ -39,7 +39,8 @@ def read_rate() -> float:
     arena = mmap.mmap(-1, ARENA_BYTES)
     arena.madvise(mmap.MADV_HUGEPAGE)
     floats = torch.frombuffer(arena, dtype=torch.float32).fill_(1)
-    rows, vector = floats.view(-1, COLUMNS), torch.ones(COLUMNS)
+    rows = floats.view(-1, COLUMNS)
+    vector = torch.ones(COLUMNS)
     ways = [floats.sum, floats.max, lambda: rows.mv(vector)]
     return ARENA_BYTES / min(map(best, ways))
 

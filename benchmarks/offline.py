@@ -74,7 +74,8 @@ class Transformers:
     def _batch(self, work: Workload) -> None:
         import torch
 
-        longest, new = max(len(p) for p, _ in work), max(n for _, n in work)
+        longest = max(len(p) for p, _ in work)
+        new = max(n for _, n in work)
         ids = torch.tensor([[3] * (longest - len(p)) + p for p, _ in work])
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p, _ in work])
         with torch.inference_mode():

@@ -106,7 +106,10 @@ def race(
     system that fails leaves `systems`; one whose warm-up says that a run would last 4 times as long
     as all may is out of this work.
     """
-    kind, rows, limits, slow = work.removesuffix(BUSY), Rows(), [], set[str]()
+    kind = work.removesuffix(BUSY)
+    rows = Rows()
+    limits = []
+    slow = set[str]()
     is_busy = work.endswith(BUSY)
     with busy_neighbour() if is_busy else contextlib.nullcontext():
         begun = time.monotonic()
@@ -221,7 +224,9 @@ def launch(
     args: argparse.Namespace, shape: str, setting: Setting, name: str, python: Path
 ) -> System:
     folder: Path = args.folder
-    model, environ, log = folder / shape, {}, folder / f"{name}.log"
+    model = folder / shape
+    environ = {}
+    log = folder / f"{name}.log"
     if name == "openvino-genai":
         model = folder / f"{shape}-openvino"
     if name == "llama-cpp-python":
@@ -415,7 +420,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     args.peer, args.folder = dict(args.peer), args.folder.absolute()
     args.folder.mkdir(parents=True, exist_ok=True)
-    shapes, only = args.shapes.split(","), args.only and args.only.split(",")
+    shapes = args.shapes.split(",")
+    only = args.only and args.only.split(",")
     for shape in shapes:
         prepare(args.folder, shape, args.peer)
     if args.prepare:

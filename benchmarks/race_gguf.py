@@ -21,11 +21,9 @@ def write_gguf(checkpoint: Path, file: Path) -> Path:
     if file.exists():
         return file
     config: Mapping[str, Any] = json.loads((checkpoint / "config.json").read_text())
-    heads, kv_heads, layers = (
-        config["num_attention_heads"],
-        config["num_key_value_heads"],
-        config["num_hidden_layers"],
-    )
+    heads = config["num_attention_heads"]
+    kv_heads = config["num_key_value_heads"]
+    layers = config["num_hidden_layers"]
     arch = gguf.MODEL_ARCH[ARCHITECTURES[config["model_type"]]]
     names = gguf.get_tensor_name_map(arch, layers)
     # Ends as a whole file, or as none.

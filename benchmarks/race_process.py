@@ -28,7 +28,8 @@ class System:
     def __init__(
         self, name: str, command: Sequence[str | Path], environ: Mapping[str, str], log: Path
     ) -> None:
-        self.name, self.log = name, log
+        self.name = name
+        self.log = log
         begun = time.monotonic()
         with log.open("w") as err:
             self.process = subprocess.Popen(

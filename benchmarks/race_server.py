@@ -20,7 +20,9 @@ STREAMS = {"serve-16": 16, "serve-64": 64}
 """Streams under way at once."""
 ROUNDS = 2
 """Requests of a run, as a multiple of the streams."""
-INPUT, OUTPUT, VOCAB_SIZE = 128, 64, 32000
+INPUT = 128
+OUTPUT = 64
+VOCAB_SIZE = 32000
 TOOLKIT = ["-c", "from toolkit_lm_cli import main; main()"]
 COMMANDS = {
     "toolkit-lm": [*TOOLKIT, "serve", "{model}", "--no-access-log"],

@@ -61,7 +61,8 @@ def kind_of(work: str) -> str:
 
 def prompts_of(name: str, seed: int) -> list[list[int]]:
     """Token ids. No two seeds have a prompt in common, so that no prefix cache answers."""
-    work, rng = WORKS[name], random.Random(f"{name} {seed}")
+    work = WORKS[name]
+    rng = random.Random(f"{name} {seed}")
     shared = [rng.randrange(10, VOCAB_SIZE) for _ in range(work.shared)]
     part = 4 if seed == WARM_UP else 1
     return [
@@ -201,7 +202,8 @@ class LlamaCpp:
         )
         # Keys and values in 16 bits.
         token_bytes = 4 * llama_cpp.llama_model_n_layer(self.model) * self._kv_size()
-        self.kv_tokens, self.max_model_len = (KV_GIB << 30) // token_bytes, max_model_len
+        self.kv_tokens = (KV_GIB << 30) // token_bytes
+        self.max_model_len = max_model_len
         self.context: Any = None
         self.sequences = 0
         self.batch = llama_cpp.llama_batch_init(self.batch_tokens, 0, 1)
@@ -224,12 +226,11 @@ class LlamaCpp:
                 self.lib.llama_free(self.context)
             params = self.lib.llama_context_default_params()
             params.n_ctx = min(self.kv_tokens, sequences * self.max_model_len)
-            params.n_seq_max, params.n_batch = sequences, self.batch_tokens
+            params.n_seq_max = sequences
+            params.n_batch = self.batch_tokens
             params.n_threads = params.n_threads_batch = self.threads
-            self.context, self.sequences = (
-                self.lib.llama_init_from_model(self.model, params),
-                sequences,
-            )
+            self.context = self.lib.llama_init_from_model(self.model, params)
+            self.sequences = sequences
             assert self.context
         self.memory = self.lib.llama_get_memory(self.context)
         self.lib.llama_memory_clear(self.memory, False)
@@ -272,7 +273,8 @@ class LlamaCpp:
         `last` asks for them."""
         import numpy as np
 
-        found, batch = [], self.batch
+        found = []
+        batch = self.batch
         for start in range(0, len(rows), self.batch_tokens):
             part = rows[start : start + self.batch_tokens]
             ends = []
@@ -281,8 +283,11 @@ class LlamaCpp:
                 is_last = last and (
                     start + index + 1 == len(rows) or rows[start + index + 1][0] != number
                 )
-                batch.token[index], batch.pos[index], batch.logits[index] = token, place, is_last
-                batch.n_seq_id[index], batch.seq_id[index][0] = 1, number
+                batch.token[index] = token
+                batch.pos[index] = place
+                batch.logits[index] = is_last
+                batch.n_seq_id[index] = 1
+                batch.seq_id[index][0] = number
                 ends += [index] * is_last
             if self.lib.llama_decode(self.context, batch):
                 raise RuntimeError("llama_decode failed")

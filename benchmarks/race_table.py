@@ -33,15 +33,11 @@ class Cost(NamedTuple):
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Cost:
-        size, heads, layers = (
-            config["hidden_size"],
-            config["num_attention_heads"],
-            config["num_hidden_layers"],
-        )
-        kv_heads, head = (
-            config.get("num_key_value_heads", heads),
-            config.get("head_dim") or size // heads,
-        )
+        size = config["hidden_size"]
+        heads = config["num_attention_heads"]
+        layers = config["num_hidden_layers"]
+        kv_heads = config.get("num_key_value_heads", heads)
+        head = config.get("head_dim") or size // heads
         is_encoder = config.get("model_type") == "bert"
         body = (
             size * head * (2 * heads + 2 * kv_heads)
@@ -154,7 +150,8 @@ def cell(work: str, values: Sequence[float] | None) -> str:
 def ratio(work: str, row: Mapping[str, Sequence[float]]) -> str:
     """How many times as good as the best peer we are. Of rates: the median of the ratios of runs
     that followed one another."""
-    ours, peers = row.get(OURS), {name: values for name, values in row.items() if name != OURS}
+    ours = row.get(OURS)
+    peers = {name: values for name, values in row.items() if name != OURS}
     if not peers or not ours:
         return "–"
     if work in LOWER_IS_BETTER:

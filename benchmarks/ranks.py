@@ -70,7 +70,8 @@ def rank_main(rank: int, path: Path, times: int, results) -> None:
     torch.set_num_threads(1)
     parallel = VllmConfig.default(tensor_parallel_size=2).with_rank(rank).parallel
     made = groups.connect(parallel, path, torch.device("cpu"))
-    group, found = made.tensor, {}
+    group = made.tensor
+    found = {}
     ways = {
         "memory": group.all_reduce,
         "sockets": lambda tensor: SocketGroup.all_reduce(group, tensor),
@@ -104,7 +105,8 @@ def sums(folder: Path, times: int) -> None:
     print(f"sums of two ranks ({kind}), microseconds:")
     print(f"{'rows':>12}{'memory':>10}{'p99':>8}{'sockets':>10}{'p99':>8}")
     for rows in ROWS:
-        (memory, memory_99), (sockets, sockets_99) = found[rows, "memory"], found[rows, "sockets"]
+        (memory, memory_99) = found[rows, "memory"]
+        (sockets, sockets_99) = found[rows, "sockets"]
         print(f"{rows:>12}{memory:>10.1f}{memory_99:>8.0f}{sockets:>10.1f}{sockets_99:>8.0f}")
 
 
@@ -116,7 +118,8 @@ def receiver_main(rank: int, folder: str, times: int) -> None:
     from toolkit_lm_executor_mp import wire
 
     context = zmq.Context()
-    commands, reports = wire.make_socket(context, zmq.PULL), wire.make_socket(context, zmq.PUSH)
+    commands = wire.make_socket(context, zmq.PULL)
+    reports = wire.make_socket(context, zmq.PUSH)
     commands.bind(f"ipc://{folder}/{rank}")
     reports.connect(f"ipc://{folder}/reports")
     reports.send(b"ready")
@@ -139,14 +142,16 @@ def broadcast(times: int) -> None:
     from toolkit_lm_executor_mp import wire
 
     with LLM("tiny", engine_process=False, max_num_seqs=32) as llm:
-        executor, plans = llm.engine.client.core.executor, []
+        executor = llm.engine.client.core.executor
+        plans = []
         execute = executor.execute
         executor.execute = lambda plan: (plans.append(plan), execute(plan))[1]
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         llm.generate([f"Once upon a time {number}" for number in range(32)], params, use_tqdm=False)
     # The last one that all rows are in; those of no rows end an engine's work.
     plan = [plan for plan in plans if len(plan.scheduled) == 32 and not plan.new][-1]
-    context, multi = zmq.Context(), multiprocessing.get_context("spawn")
+    context = zmq.Context()
+    multi = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         reports = wire.make_socket(context, zmq.PULL)
         reports.bind(f"ipc://{folder}/reports")
@@ -159,7 +164,9 @@ def broadcast(times: int) -> None:
             commands[rank].connect(f"ipc://{folder}/{rank}")
         for _ in processes:
             reports.recv()
-        taken, begun, size = [], [], 0
+        taken = []
+        begun = []
+        size = 0
         for _ in range(times):
             begun.append(start := time.perf_counter())
             message = wire.encode(wire.Step(plan))

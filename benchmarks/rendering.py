@@ -75,11 +75,13 @@ def main() -> int:
     assert tokenizer.encode(text, add_special_tokens=False).ids == token_ids, (
         "both do the same work"
     )
-    ours, raw = [], []
+    ours = []
+    raw = []
     for _ in range(args.runs):
         ours.append(seconds(lambda: renderer.render_conversation(messages)))
         raw.append(seconds(lambda: tokenizer.encode(text, add_special_tokens=False)))
-    rendered, tokenized = statistics.median(ours), statistics.median(raw)
+    rendered = statistics.median(ours)
+    tokenized = statistics.median(raw)
     ratio = rendered / tokenized
     heavy = sorted({"torch", "transformers"} & set(sys.modules))
     print(

@@ -137,10 +137,8 @@ class Emissions:
 
     def of(self, prompt_length: int) -> list[float]:
         """The emission time of each token of the request with a prompt of this length."""
-        first, last = (
-            bisect_left(self._steps, self._firsts[prompt_length]),
-            bisect_left(self._steps, self._lasts[prompt_length]["time"]),
-        )
+        first = bisect_left(self._steps, self._firsts[prompt_length])
+        last = bisect_left(self._steps, self._lasts[prompt_length]["time"])
         assert last - first + 1 == self._lasts[prompt_length]["output"], (
             "each step from the first token on gives one"
         )
@@ -175,14 +173,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = make_llama_160m(args.model or folder / "model")
-        offline, server = Offline(model, options), Server(folder, model, options)
+        offline = Offline(model, options)
+        server = Server(folder, model, options)
         try:
             offline.run(make_prompts(args.streams, 0), 8)
             server.run(make_prompts(args.streams, 0), 8)
             rates: dict[str, list[float]] = {"offline": [], "server": []}
             runs = []
             for run in range(1, args.runs + 1):
-                prompts, tokens = make_prompts(args.streams, run), args.streams * args.output
+                prompts = make_prompts(args.streams, run)
+                tokens = args.streams * args.output
                 rates["offline"].append(tokens / offline.run(prompts, args.output))
                 runs.append(server.run(prompts, args.output))
                 rates["server"].append(tokens / runs[-1].seconds)

@@ -73,7 +73,9 @@ class Soak:
     """One run. What must not be is in `violations`."""
 
     def __init__(self, jobs: list[Job], seed: int, num_attackers: int = 0) -> None:
-        self.jobs, self.seed, self.num_attackers = jobs, seed, num_attackers
+        self.jobs = jobs
+        self.seed = seed
+        self.num_attackers = num_attackers
         self.attacked: AttackedLoad | None = None
         self.samples: list[Sample] = []
         self.violations: list[str] = []
@@ -142,13 +144,12 @@ class Soak:
         """Bytes at the start; after the warm-up, in the second fifth of the time, or where there
         are attackers in the fourth; in the last tenth.
         """
-        start, end = self.samples[0].time, self.samples[-1].time
+        start = self.samples[0].time
+        end = self.samples[-1].time
         parts = [((s.time - start) / (end - start), s.resident) for s in self.samples]
         begin = 0.6 if self.num_attackers else 0.2
-        warm, last = (
-            [r for part, r in parts if begin <= part < begin + 0.2],
-            [r for part, r in parts if part >= 0.9],
-        )
+        warm = [r for part, r in parts if begin <= part < begin + 0.2]
+        last = [r for part, r in parts if part >= 0.9]
         # A machine that is busy leaves gaps in short runs.
         return parts[0][1], median(warm or [parts[0][1]]), median(last)
 
@@ -165,7 +166,8 @@ def report(soak: Soak, load: Load, seconds: float) -> None:
     print(f"{'request':<16}{'outcome':<40}{'number':>8}")
     for (kind, outcome), number in sorted(load.tally.items()):
         print(f"{kind:<16}{outcome:<40}{number:>8}")
-    figures, tokens = soak.samples[-1].figures, load.num_tokens
+    figures = soak.samples[-1].figures
+    tokens = load.num_tokens
     clear = sum(job.whole for job in soak.jobs)
     start, warm, last = (size / 2**20 for size in soak.resident())
     print(

@@ -19,10 +19,12 @@ SERVER = {"dtype": "float32", "max-model-len": MAX_MODEL_LEN}
 """All bounds are the defaults: they are what is attacked."""
 MOST_SLOWDOWN = 3
 """Of the p99 of small requests."""
-MOST_PROBE_SECONDS, PROBED_SECONDS = 0.1, 180
+MOST_PROBE_SECONDS = 0.1
+PROBED_SECONDS = 180
 """That /health and /metrics may take, and the shortest run that says so: on a busy machine one of a
 few answers may be late."""
-WARM_UP, ALONE = 0.1, 0.2
+WARM_UP = 0.1
+ALONE = 0.2
 """The parts of the time before the baseline, and in which nobody attacks."""
 MOST_GROWTH = 2**28
 """Bytes that a process may keep beside its baseline. The allocator keeps pages in which anything is
@@ -55,12 +57,10 @@ class AttackedLoad:
         seed: int,
         wait_idle: Callable[[ServerProcess], Awaitable[None]],
     ) -> None:
-        self._server, self._load, self._num_attackers, self._seed = (
-            server,
-            load,
-            num_attackers,
-            seed,
-        )
+        self._server = server
+        self._load = load
+        self._num_attackers = num_attackers
+        self._seed = seed
         self._wait_idle = wait_idle
         self.outcomes: Outcomes = {}
         self.violations: list[str] = []

@@ -72,18 +72,17 @@ def _job(llm: LLM, rng: Random) -> Job:
         fields["ignore_eos"] = True
     if rng.random() < 0.4:
         messages = [{"role": "user", "content": rng.choice(FACTS).question}]
-        path, asked, token_ids = (
-            "/v1/chat/completions",
-            {"messages": messages},
-            llm.engine.renderer.render_conversation(messages).token_ids,
-        )
+        path = "/v1/chat/completions"
+        asked = {"messages": messages}
+        token_ids = llm.engine.renderer.render_conversation(messages).token_ids
     else:
         text = (
             LONG_AGO * rng.randint(0, 2)
             + f"Once upon a time there was a {rng.choice(HEROES)} named {rng.choice(NAMES)}."
         )
         token_ids = llm.engine.renderer.render_prompt(text[: rng.randint(5, len(text))]).token_ids
-        path, asked = "/v1/completions", {"prompt": token_ids}
+        path = "/v1/completions"
+        asked = {"prompt": token_ids}
     [output] = llm.generate(
         {"prompt_token_ids": token_ids}, SamplingParams(**fields, logprobs=2), use_tqdm=False
     )

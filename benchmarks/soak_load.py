@@ -13,7 +13,8 @@ from typing import Any
 from http_client import Exchange, exchange, fetch
 from soak_jobs import LONG_AGO, MAX_MODEL_LEN, MOST_TOKENS, Job
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
 BAD: list[tuple[str, str, Any, int]] = [
     ("POST", CHAT, b"{not json", 400),
@@ -64,7 +65,10 @@ class Load:
 
     def __init__(self, port: int, jobs: list[Job], seed: int, *, priorities: bool = True) -> None:
         """`priorities`: the server takes them."""
-        self._port, self._jobs, self._seed, self._priorities = port, jobs, seed, priorities
+        self._port = port
+        self._jobs = jobs
+        self._seed = seed
+        self._priorities = priorities
         self.tally: Counter[tuple[str, str]] = Counter()
         """By kind and outcome."""
         self.violations: list[str] = []
@@ -136,7 +140,8 @@ class Load:
         return "not the answer it gets alone" if complaints else "as alone"
 
     async def _sampled(self, rng: Random) -> str:
-        num_tokens, n = rng.randint(1, 50), rng.choice([1, 2, 4])
+        num_tokens = rng.randint(1, 50)
+        n = rng.choice([1, 2, 4])
         body = {
             "prompt": LONG_AGO[: rng.randint(1, 200)],
             "max_tokens": num_tokens,

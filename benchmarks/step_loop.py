@@ -56,7 +56,8 @@ def measure(
     with LLM(model, dtype=dtype, engine_process=False, max_model_len=2 * (WARMUP + steps)) as llm:
         client = llm.engine.client
         assert isinstance(client, InProcessClient)
-        in_model, in_core = Clock(), Clock()
+        in_model = Clock()
+        in_core = Clock()
         core: Any = client.core
         runner = core.executor.runner
         runner.model.forward = in_model.wrap(runner.model.forward)
@@ -72,11 +73,9 @@ def measure(
         for number in range(WARMUP + steps):
             start = time.perf_counter()
             llm.engine.step()
-            whole, core, computed = (
-                1000 * (time.perf_counter() - start),
-                in_core.take(),
-                in_model.take(),
-            )
+            whole = 1000 * (time.perf_counter() - start)
+            core = in_core.take()
+            computed = in_model.take()
             if number >= WARMUP:
                 found.append((whole, computed, core - computed, whole - core))
     whole, computed, outside, text = (median(column) for column in zip(*found, strict=True))

@@ -128,7 +128,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.quick:
-        args.runs, args.rows = 1, 4
+        args.runs = 1
+        args.rows = 4
     with tempfile.TemporaryDirectory() as folder:
         model = "tiny" if args.quick else str(args.model or make_llama_160m(Path(folder)))
         for backend in args.backend.split(","):

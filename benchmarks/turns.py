@@ -121,7 +121,8 @@ def show(work: str, ratio: Ratio, taken: Mapping[str, list[float]], seed: int) -
     ratios = [
         theirs / own for own, theirs in zip(taken[ratio.of][1:], taken[ratio.to][1:], strict=True)
     ]
-    kind, prompts = race_system.WORKS[work], prompts_of(work, seed)
+    kind = race_system.WORKS[work]
+    prompts = prompts_of(work, seed)
     tokens = sum(map(len, prompts)) if kind.counts_prompts else len(prompts) * kind.new
     rate = tokens / statistics.median(taken[ratio.of][1:])
     label = ratio.of if ratio.is_plain else f"{ratio.of} / {ratio.to}"

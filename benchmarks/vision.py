@@ -37,7 +37,9 @@ from transformers import (
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-VOCAB, IMAGE_TOKEN, SIZE = 32000, 7, 384
+VOCAB = 32000
+IMAGE_TOKEN = 7
+SIZE = 384
 MARK = "<image>"
 ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1)
 

@@ -258,7 +258,8 @@ def main() -> int:
         limits = (
             (OFFLINE_FILES, OFFLINE_OPENED) if name == "LLM.generate" else (HTTP_FILES, HTTP_OPENED)
         )
-        files, opened = len(walk.files), len(walk.opened)
+        files = len(walk.files)
+        opened = len(walk.opened)
         figures |= {
             f"{name}, files that run": (files, limits[0]),
             f"{name}, files to open": (opened, limits[1]),

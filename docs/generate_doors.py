@@ -13,7 +13,9 @@ PAGE = Path(__file__).parent / "security.md"
 BEGIN = "<!-- written by docs/generate_doors.py -->\n"
 END = "<!-- end of what is written by docs/generate_doors.py -->\n"
 
-NOBODY, USER, MACHINE = "nobody", "this user", "all users of the machine"
+NOBODY = "nobody"
+USER = "this user"
+MACHINE = "all users of the machine"
 """Who can connect to a socket."""
 TOPOLOGIES = {
     "one process": "`--no-engine-process`",

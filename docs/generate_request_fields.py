@@ -92,7 +92,9 @@ def verdict(body: type[BaseModel], name: str) -> Verdict | None:
             "stream_options": (tuple(StreamOptions.model_fields), STREAM_OPTIONS),
             **getattr(body, "nested", {}),
         }
-        stated, verdicts, name = set(inside[outer][0]), inside[outer][1], inner
+        stated = set(inside[outer][0])
+        verdicts = inside[outer][1]
+        name = inner
     return None if name in stated else verdicts[name]
 
 

@@ -86,10 +86,8 @@ def lowest(requirement: Requirement) -> Version | None:
 
 def problems(advisories: Iterable[Advisory], root: Path = ROOT) -> list[str]:
     """Where a vulnerable version is allowed or installed."""
-    found, required = (
-        [],
-        [(file, one, canonicalize_name(one.name)) for file, one in requirements(root)],
-    )
+    found = []
+    required = [(file, one, canonicalize_name(one.name)) for file, one in requirements(root)]
     for package, fixed, name in advisories:
         told = f"{package} has {name} before {fixed}"
         given = [(file, one) for file, one, required_name in required if required_name == package]

@@ -30,7 +30,8 @@ SLACK = 16 * 2**20
 NO_BODIES = re.compile(r"/ping|/reset_prefix_cache|.*/cancel")
 # A token for each byte, four bytes a character: as much as one request may cost, and more than
 # that.
-LARGE, TOO_LARGE = "\U0001f600" * 560_000, "\U0001f600" * 3_900_000
+LARGE = "\U0001f600" * 560_000
+TOO_LARGE = "\U0001f600" * 3_900_000
 SPACED = "a b " * 260_000
 # Nearly a token for each byte, tokenized in pieces: of as many characters as one text may have.
 PIECES = "\u0436\u0449 \u0439\u044a " * 170_000
@@ -44,10 +45,8 @@ def talk(text: str) -> list[dict[str, Any]]:
 def bodies() -> dict[str, list[dict[str, Any]]]:
     """By route: a long text, texts or messages that are many, and what is refused for its size."""
     texts = [LARGE, SPACED, PIECES, TOO_LARGE]
-    many, parts = (
-        talk("a") * MANY,
-        [{"role": "user", "content": [{"type": "text", "text": "a"}] * MANY}],
-    )
+    many = talk("a") * MANY
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}] * MANY}]
     chats = [{"messages": one, "max_tokens": 1} for one in (*map(talk, texts), many, parts)]
     named = [{**one, "model": "tiny"} for one in (chats[0], chats[4])]
     inputs = [
@@ -109,7 +108,8 @@ class Estimate:
 
     def __init__(self) -> None:
         self.most = self._held = 0
-        spend, cost = CostBudget.spend, Bodies.cost
+        spend = CostBudget.spend
+        cost = Bodies.cost
 
         @contextmanager
         def spent(budget: CostBudget, asked: Any, *arguments: Any) -> Iterator[None]:
@@ -149,7 +149,9 @@ def memory(name: str) -> int:
 
 
 async def measure(convert: str) -> dict[str, Any]:
-    estimate, trim, given = Estimate(), _trim(), bodies()
+    estimate = Estimate()
+    trim = _trim()
+    given = bodies()
     options = {} if convert == "generate" else {"convert": convert}
     engine = AsyncLLM(VllmConfig.make(model="tiny", **options))
     try:
@@ -159,7 +161,8 @@ async def measure(convert: str) -> dict[str, Any]:
             {route.path for route in app.state.api if "POST" in getattr(route, "methods", ())}
         )
         unknown = [path for path in routes if path not in given and not NO_BODIES.fullmatch(path)]
-        found, statuses = [], {}
+        found = []
+        statuses = {}
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(
             transport=transport, base_url="http://x", timeout=300

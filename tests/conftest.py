@@ -135,7 +135,8 @@ def assert_parity():
 
         for output in outputs:
             for completion in output.outputs:
-                tokens, prompt = list(completion.token_ids), output.prompt_token_ids
+                tokens = list(completion.token_ids)
+                prompt = output.prompt_token_ids
                 with torch.inference_mode():
                     logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
                 reference = torch.log_softmax(logits, dim=-1)

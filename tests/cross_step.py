@@ -55,7 +55,8 @@ class CrossStep:
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
-        (num_heads, kv_heads), size = self.heads, self.head_size
+        (num_heads, kv_heads) = self.heads
+        size = self.head_size
         self.q = [
             torch.randn(queries, num_heads, size, generator=generator).to(self.dtype)
             for queries, _ in self.rows
@@ -123,7 +124,8 @@ class CrossStep:
 
     def run(self) -> Tensor:
         """[T, heads, size] by the backend, through the Attention layer, padding left out."""
-        spec, params = self.spec(), self.layer.params
+        spec = self.spec()
+        params = self.layer.params
         limits = BatchLimits(
             len(self.rows) + self.padding,
             sum(queries for queries, _ in self.rows) + self.padding,

@@ -78,7 +78,8 @@ class CudaTensor(Tensor):
             made: CudaTensor = Tensor._make_wrapper_subclass(
                 cls, meta.shape, device="meta", **layout
             )
-        made.cuda, made.meta = cuda, meta
+        made.cuda = cuda
+        made.meta = meta
         return made
 
     @classmethod
@@ -163,7 +164,8 @@ class FakeCuda(TorchFunctionMode):
         if func in _PROPERTIES and isinstance(args[0], CudaTensor):
             return _PROPERTIES[func]
         if func in _FACTORIES:
-            device, pin = kwargs.pop("device", None), kwargs.pop("pin_memory", False)
+            device = kwargs.pop("device", None)
+            pin = kwargs.pop("pin_memory", False)
             made = func(*args, **kwargs)
             if pin:
                 self._pinned.append(made)
@@ -286,10 +288,12 @@ class CurrentDevice:
     of_thread = threading.local()
 
     def __init__(self, device: torch.device) -> None:
-        self.index, self.before = device.index, 0
+        self.index = device.index
+        self.before = 0
 
     def __enter__(self) -> None:
-        self.before, self.of_thread.index = self.now(), self.index
+        self.before = self.now()
+        self.of_thread.index = self.index
 
     def __exit__(self, *raised: object) -> None:
         self.of_thread.index = self.before
@@ -303,7 +307,8 @@ class Event:
     """As torch.cuda.Event."""
 
     def __init__(self, cuda: FakeCuda) -> None:
-        self._cuda, self._after = cuda, 0
+        self._cuda = cuda
+        self._after = 0
 
     def record(self, stream: object = None) -> None:
         self._after = len(self._cuda._stream)

@@ -14,7 +14,10 @@ from pathlib import Path
 
 import httpx
 
-RAISES, NANS, HANGS, DIES = 1530, 1531, 1532, 1533
+RAISES = 1530
+NANS = 1531
+HANGS = 1532
+DIES = 1533
 """Tokens on which the plugin's model fails, where one comes twice in a row."""
 ENTRY = """
 from typing import Annotated, Literal

@@ -15,7 +15,10 @@ import psutil
 
 _ACCEPTS = 0x10000
 """Of a unix socket's flags: it listens."""
-NOBODY, USER, MACHINE, NETWORK = "nobody", "this user", "all users of the machine", "the network"
+NOBODY = "nobody"
+USER = "this user"
+MACHINE = "all users of the machine"
+NETWORK = "the network"
 
 
 class Listener(NamedTuple):

@@ -93,7 +93,8 @@ def test_every_public_name_and_field_is_in_the_built_page(site, module):
             r' id="([\w.]+)"', (site / "api" / shown()[module].stem / "index.html").read_text()
         )
     )
-    loaded, names = importlib.import_module(module), public_names(module)
+    loaded = importlib.import_module(module)
+    names = public_names(module)
     assert names
     wanted = [f"{module}.{name}" for name in names]
     # A class that has a second name is shown under its own.

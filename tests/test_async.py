@@ -110,7 +110,8 @@ def run(body, seconds=60):
 class TestStreams:
     def test_a_text_only_grows(self, engine):
         async def body():
-            seen, tokens = [""], []
+            seen = [""]
+            tokens = []
             async for output in engine.generate("abc", LONG):
                 assert output.outputs[0].text.startswith(seen[-1])
                 assert output.outputs[0].token_ids[: len(tokens)] == tokens
@@ -231,7 +232,8 @@ class TestAborts:
 
     def test_an_abort_during_rendering_counts(self, engine, monkeypatch):
         async def body():
-            started, render = threading.Event(), engine.renderer.render_prompt
+            started = threading.Event()
+            render = engine.renderer.render_prompt
 
             def slow(*args, **kwargs):
                 started.set()
@@ -252,11 +254,10 @@ class TestAborts:
 
         async def one(number, rng):
             params = LONG.replace(n=rng.choice([1, 1, 3]), temperature=1.0, seed=number)
-            prompt, name = (
-                {"prompt_token_ids": [40 + number] * rng.choice([3, 20])},
-                f"storm-{number}",
-            )
-            way, last = rng.choice(["abort", "leave", "cancel", "stay"]), None
+            prompt = {"prompt_token_ids": [40 + number] * rng.choice([3, 20])}
+            name = f"storm-{number}"
+            way = rng.choice(["abort", "leave", "cancel", "stay"])
+            last = None
 
             async def consume():
                 nonlocal last
@@ -410,7 +411,8 @@ class TestEnds:
             async with make_threaded(folder, step_timeout=0.4) as engine:
                 await asyncio.sleep(0.6)
                 assert engine.health().status == "ready", "an idle engine does not stall"
-                dumps, stuck = [], threading.Event()
+                dumps = []
+                stuck = threading.Event()
                 monkeypatch.setattr(engine.engine.client, "dump_stacks", lambda: dumps.append(1))
                 execute = engine.engine.client.core.executor.runner.execute
                 monkeypatch.setattr(

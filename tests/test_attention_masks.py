@@ -98,10 +98,8 @@ def random_cross(random: np.random.Generator) -> dict:
     """Encoders and rows, of which the first two share an encoder; and the encoders that the step
     writes: none, some or all."""
     encoders = random.integers(1, MOST_KEYS, random.integers(2, 5)).tolist()
-    queries, owners = (
-        random.integers(1, 12, 5).tolist(),
-        random.integers(0, len(encoders), 5).tolist(),
-    )
+    queries = random.integers(1, 12, 5).tolist()
+    owners = random.integers(0, len(encoders), 5).tolist()
     owners[1] = owners[0]
     written = random.permutation(len(encoders))[: random.integers(0, len(encoders) + 1)].tolist()
     return {
@@ -221,7 +219,8 @@ def test_no_query_sees_another_sequence(backend, kind, feature, change, device) 
             torch.cat([torch.full((len(q),), owner(step, row)) for row, q in enumerate(step.q)])
             != victim
         )
-        before, after = run(step), run(changed)
+        before = run(step)
+        after = run(changed)
         assert others.any()
         assert torch.equal(before[others], after[others])
         assert not torch.equal(before[~others], after[~others])
@@ -287,10 +286,8 @@ def test_cross_attention_has_no_positions_to_relate(backend, asked) -> None:
 def test_spans_are_refused_where_they_are_not_computed(backend, kind) -> None:
     step = make_step(BACKENDS[backend], kind, "plain", 0)
     spec = step.layer.attention_spec(torch.device("cpu"), cached=kind == "mixed")
-    refusal, is_able = (
-        BACKENDS[backend].refuses(msgspec.structs.replace(spec, spans=True)),
-        BACKENDS[backend].refuses(spec) is None,
-    )
+    refusal = BACKENDS[backend].refuses(msgspec.structs.replace(spec, spans=True))
+    is_able = BACKENDS[backend].refuses(spec) is None
     assert (refusal is None) == (is_able and backend in WITH_SPANS and kind == "mixed")
     if is_able and refusal is not None:
         assert "spans" in refusal
@@ -351,9 +348,9 @@ def test_the_selector_prefers_what_has_run_and_is_fastest(registry) -> None:
 
 def test_nothing_that_no_gpu_has_run_goes_before_the_references() -> None:
     """Of all that is installed: what does not refuse GPUs altogether, be one here or not."""
-    plugins, spec = (
-        Plugins.load(),
-        msgspec.structs.replace(make_step(SdpaBackend, "cross", "plain", 0).spec(), device="cuda"),
+    plugins = Plugins.load()
+    spec = msgspec.structs.replace(
+        make_step(SdpaBackend, "cross", "plain", 0).spec(), device="cuda"
     )
     reasons = {
         entry.key: plugins.attention_backends.ask(entry.key, spec)

@@ -11,7 +11,9 @@ from toolkit_lm import AsyncLLM, VllmConfig
 from toolkit_lm_server.app import create_app
 
 ASK = [{"role": "user", "content": "What is the capital of France?"}]
-COMPLETE, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+COMPLETE = "/v1/completions"
+CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
 
 
 @pytest.fixture(scope="module")

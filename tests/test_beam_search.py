@@ -216,7 +216,8 @@ def generate(llm, prompt, params):
 
 
 def test_the_prompt_is_computed_once(llm, prompts, monkeypatch):
-    tokens, runner = [], llm.engine.client.core.executor.runner
+    tokens = []
+    runner = llm.engine.client.core.executor.runner
     execute = runner.execute
     monkeypatch.setattr(
         runner, "execute", lambda plan: (tokens.append(plan.num_tokens), execute(plan))[1]

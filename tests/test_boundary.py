@@ -54,7 +54,9 @@ class Failing:
     name = "failing"
 
     def __init__(self, what: str, target: type, key: str = "failing", **fields) -> None:
-        self.what, self.key, self.fields = what, key, fields
+        self.what = what
+        self.key = key
+        self.fields = fields
         sys.modules["failing_target"] = types.SimpleNamespace(target=target)
 
     def add(self, what: str, registry) -> None:

@@ -120,7 +120,8 @@ def test_generate_keeps_order_and_survives_a_bad_line(tmp_path):
         {"prompt_token_ids": [10**6]},
         {"prompt": "Once upon a time", "max_tokens": 5},
     ]
-    prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts = tmp_path / "in.jsonl"
+    out = tmp_path / "out.jsonl"
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     done = toolkit(
         "generate",
@@ -148,7 +149,8 @@ def test_generate_takes_both_prompts_of_an_encoder_decoder(tmp_path):
         {"prompt": "12 Nov 2024", "encoder_prompt": "12 Nov 2024"},
         {"encoder_prompt": 7},
     ]
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts = tmp_path / "prompts.jsonl"
+    out = tmp_path / "out.jsonl"
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     done = toolkit(
         "generate", "tiny-dates", "--prompts", prompts, "--out", out, "--temperature", "0"

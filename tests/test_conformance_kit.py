@@ -449,7 +449,8 @@ class Neighbour(Repeat):
 
     def finish(self, inputs, hidden_states, result):
         super().finish(inputs, hidden_states, result)
-        ids, drafts = list(result.drafts), list(result.drafts.values())
+        ids = list(result.drafts)
+        drafts = list(result.drafts.values())
         result.drafts.update(zip(ids, drafts[1:] + drafts[:1], strict=True))
 
 

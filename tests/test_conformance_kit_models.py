@@ -64,7 +64,9 @@ class Registering:
     name = "registering"
 
     def __init__(self, architecture, target, **options):
-        self.architecture, self.target, self.options = architecture, target, options
+        self.architecture = architecture
+        self.target = target
+        self.options = options
 
     @hookimpl
     def toolkit_register_models(self, models):
@@ -199,7 +201,8 @@ class Mixed(nn.Module):
         self.qkv_proj = QKVParallelLinear(
             size, 16, 4, 2, vllm_config=vllm_config, prefix=f"{prefix}.qkv_proj"
         )
-        heads, kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        heads = self.qkv_proj.num_heads
+        kv_heads = self.qkv_proj.num_kv_heads
         self.attn = Attention(
             heads, 16, num_kv_heads=kv_heads, vllm_config=vllm_config, prefix=f"{prefix}.attn"
         )
@@ -328,7 +331,8 @@ class Mean(CacheLayer):
 
     def forward(self, x):
         binding, batch = current(self.prefix)
-        (pages,), size = binding.kv_cache, self.spec.block_size
+        (pages,) = binding.kv_cache
+        size = self.spec.block_size
         stored = batch.slot_mapping >= 0
         slots = batch.slot_mapping[stored]
         pages[slots // size, slots % size] = torch.cat([x, x], -1)[stored]

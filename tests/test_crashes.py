@@ -104,7 +104,8 @@ def test_a_kill_of_the_front_at_any_moment_leaves_nothing(serve, number):
 def test_a_kill_of_the_engine_at_any_moment_is_told_and_mended(serve):
     num_kills = NUM_MOMENTS // 2
     server = serve("--restart-engine", str(num_kills)).wait_ready()
-    expected, delays = good(server, 3), random.Random(0)
+    expected = good(server, 3)
+    delays = random.Random(0)
     with load_on(server) as load:
         for number in range(1, num_kills + 1):
             time.sleep(delays.uniform(0.1, 1))
@@ -131,7 +132,8 @@ def test_sigterm_at_any_moment_ends_all_streams(serve, number):
     server = serve("--shutdown-timeout", "1").wait_ready()
     with load_on(server) as load:
         time.sleep(random.Random(number).uniform(0, 1))
-        start, num_answers = time.monotonic(), len(load.answers)
+        start = time.monotonic()
+        num_answers = len(load.answers)
         server.process.send_signal(signal.SIGTERM)
         code, log = server.end()
         assert time.monotonic() - start < 8

@@ -222,7 +222,8 @@ def test_media_that_an_engine_has_lost_is_sent_again(vision, monkeypatch):
         # The second engine is thought to hold what the first does, and gets the requests.
         first.features, second.features = second.features, first.features
         engine.client._engines[0].num_tokens += 10**6
-        again, send_again = [], engine.client._send_again
+        again = []
+        send_again = engine.client._send_again
         monkeypatch.setattr(
             engine.client, "_send_again", lambda *its: (again.append(its), send_again(*its))
         )

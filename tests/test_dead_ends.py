@@ -119,7 +119,8 @@ REFUSED = {
 
 def read_llguidance(schema):
     wish = Wish("json", "json", schema)
-    checked, options = schema_of(wish), options_of(wish)
+    checked = schema_of(wish)
+    options = options_of(wish)
     return grammar_of_schema(checked, options), {"schema": checked, "options": options}
 
 
@@ -144,11 +145,9 @@ def backend(request):
 
     def walks(schema):
         for seed in range(4):
-            matcher, mask, generator = (
-                made.compile(read(schema)[0]),
-                np.zeros(-(-made.size // 32), np.int32),
-                random.Random(seed),
-            )
+            matcher = made.compile(read(schema)[0])
+            mask = np.zeros(-(-made.size // 32), np.int32)
+            generator = random.Random(seed)
             for _ in range(200):
                 matcher.fill(mask)
                 allowed = np.flatnonzero(

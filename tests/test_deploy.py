@@ -138,7 +138,8 @@ def test_there_are_as_many_nodes_as_the_server_says():
     sets = {
         one["metadata"]["name"]: one["spec"] for one in documents() if one["kind"] == "StatefulSet"
     }
-    server, worker = sets["toolkit-lm-server"], sets["toolkit-lm-worker"]
+    server = sets["toolkit-lm-server"]
+    worker = sets["toolkit-lm-worker"]
     (container,) = server["template"]["spec"]["containers"]
     values = {one["name"]: one.get("value") for one in container["env"]}
     assert server["replicas"] + worker["replicas"] == int(values["TOOLKIT_LM_NODES"])

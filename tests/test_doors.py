@@ -179,7 +179,8 @@ def test_ray(serve):
     """A local cluster is reached by nobody on the network, and all of it ends with the server,
     whatever ends that."""
     pytest.importorskip("ray")
-    before, folders = shared_memory(), set(Path("/tmp").glob("ray-*"))
+    before = shared_memory()
+    folders = set(Path("/tmp").glob("ray-*"))
     server = serve(
         "--executor",
         "ray",

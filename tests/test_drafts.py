@@ -23,10 +23,8 @@ from toolkit_lm_devkit import DrafterConformance
 FOLDER = Path(__file__).parent / "plugins"
 for plugin in ("ngram", "threads", "mamba"):
     sys.path.insert(0, str(FOLDER / plugin))
-NGRAM, THREADS = (
-    importlib.import_module("ngram_drafter"),
-    importlib.import_module("toolkit_lm_threads"),
-)
+NGRAM = importlib.import_module("ngram_drafter")
+THREADS = importlib.import_module("toolkit_lm_threads")
 PROMPTS = [
     [3 + (i * k) % 11 for i in range(length)] for k, length in ((1, 24), (3, 9), (5, 40), (0, 7))
 ]
@@ -42,7 +40,8 @@ class Steps:
     name = "steps"
 
     def __init__(self) -> None:
-        self.count, self.preempted = 0, 0
+        self.count = 0
+        self.preempted = 0
 
     @hookimpl
     def toolkit_event(self, event) -> None:

@@ -195,7 +195,8 @@ class TestUntouched:
 
     @KINDS
     def test_no_thread_no_file_and_no_process_is_left(self, process):
-        me, others = psutil.Process(), set(threading.enumerate())
+        me = psutil.Process()
+        others = set(threading.enumerate())
 
         async def body():
             async with AsyncLLM(VllmConfig.make(**SMALL, engine_process=process)) as llm:
@@ -203,11 +204,9 @@ class TestUntouched:
 
         asyncio.run(body())
         gc.collect()
-        threads, files, children = (
-            {t.name for t in threading.enumerate()},
-            me.num_fds(),
-            me.children(),
-        )
+        threads = {t.name for t in threading.enumerate()}
+        files = me.num_fds()
+        children = me.children()
         asyncio.run(body())
         gc.collect()
         # The watchdog ends at its next look.

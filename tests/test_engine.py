@@ -135,7 +135,8 @@ class TestGenerate:
         (free,) = llm.generate("xyz", GREEDY.replace(max_tokens=40), use_tqdm=False)
         text = free.outputs[0].text
         stop = text[10:14]
-        engine, seen = llm.engine, [""]
+        engine = llm.engine
+        seen = [""]
         engine.add_request("s", "xyz", GREEDY.replace(max_tokens=40, stop=stop))
         while engine.has_unfinished_requests():
             for output in engine.step():
@@ -215,7 +216,8 @@ class TestGenerate:
         for name, prompt in (("0", "abc"), ("1", "de")):
             llm.engine.add_request(name, prompt, GREEDY)
         llm.engine.step()
-        execute, calls = runner.execute, count()
+        execute = runner.execute
+        calls = count()
 
         def interrupted(plan):
             if next(calls) == 1:
@@ -383,7 +385,8 @@ class TestBadRequests:
         def broken(*args, **kwargs):
             raise KeyError("no such token")
 
-        engine, begin = llm.engine, llm.engine.renderer.decode_stream
+        engine = llm.engine
+        begin = llm.engine.renderer.decode_stream
 
         def decode_stream(prompt_token_ids, **options):
             if len(prompt_token_ids) == 3:

@@ -159,7 +159,8 @@ def test_what_is_rendered_again_holds_nobody_up(folder, prompts, expected, monke
                 )
 
             before = [await one(prompt) for prompt in prompts[:2]]
-            prepare, render_again = llm.processor.prepare_batch, llm.processor.render_again
+            prepare = llm.processor.prepare_batch
+            render_again = llm.processor.render_again
 
             def prepare_and_die(*args):
                 prepared = prepare(*args)
@@ -204,12 +205,10 @@ def test_what_an_engine_asks_for_is_rendered_where_its_caller_renders(
 
     async def run(other: LLM) -> None:
         async with AsyncLLM(VllmConfig.make(model=folder, **OPTIONS, engine_process=True)) as llm:
-            render_again, begun, let, threads = (
-                llm.processor.render_again,
-                threading.Event(),
-                threading.Event(),
-                [],
-            )
+            render_again = llm.processor.render_again
+            begun = threading.Event()
+            let = threading.Event()
+            threads = []
 
             def slow(prepared):
                 threads.append(threading.current_thread().name)
@@ -264,7 +263,8 @@ def test_what_is_lacking_twice_ends_the_request(folder, prompts, expected, monke
         LLM(folder, **OPTIONS, engine_process=True) as other,
     ):
         answers(other, prompts)
-        mirror, held = llm.engine.client.features, other.engine.client.features._held
+        mirror = llm.engine.client.features
+        held = other.engine.client.features._held
         forget = mirror.forget
 
         def forget_nothing(names):

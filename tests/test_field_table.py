@@ -439,7 +439,8 @@ def reached(route: str, **fields) -> object:
     "route", ["/v1/chat/completions", "/v1/completions", "/infill", *list(ON_SHAPE)[2:]]
 )
 def test_each_field_that_is_read_reaches_the_engine(route):
-    shape, missing = set(ON_SHAPE.get(route, "").split()) | BEAMS | {"use_beam_search", "model"}, []
+    shape = set(ON_SHAPE.get(route, "").split()) | BEAMS | {"use_beam_search", "model"}
+    missing = []
     if route == "/infill":
         shape |= {
             "stream_options",

@@ -34,7 +34,8 @@ LLAMA = {
     "max_position_embeddings": 128,
     "tie_word_embeddings": False,
 }
-PREFIX, SUFFIX = "def add(a, b):\n    return", " + b\n"
+PREFIX = "def add(a, b):\n    return"
+SUFFIX = " + b\n"
 
 
 def byte_level(marks: list[str]) -> Tokenizer:

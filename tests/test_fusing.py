@@ -129,7 +129,8 @@ class Replaced:
     name = "replaced"
 
     def __init__(self, architecture, target):
-        self.architecture, self.target = architecture, target
+        self.architecture = architecture
+        self.target = target
 
     @hookimpl
     def toolkit_register_models(self, models):
@@ -177,7 +178,8 @@ def test_every_installed_relative_of_llama_is_fused():
 def reachable(cls):
     """Names of functions of a module's class that its forward pass may call on the module, by the
     names in their code."""
-    found, todo = set(), ["forward"]
+    found = set()
+    todo = ["forward"]
     while todo:
         name = todo.pop()
         function = inspect.getattr_static(cls, name, None)
@@ -249,7 +251,8 @@ def test_an_override_of_any_method_that_forward_reaches_is_run(folder, architect
     """Of every class that layers are made of: the same tokens by fusing kernels and by plain
     torch."""
     done = set() if architecture == FIRST else {kind_of(cls) for cls in part_classes(FIRST, folder)}
-    base, seen = class_of(architecture), set()
+    base = class_of(architecture)
+    seen = set()
     plain = run(folder(architecture), architecture, base, params=DRAWN)
     for cls in part_classes(architecture, folder):
         kind = kind_of(cls)
@@ -257,7 +260,8 @@ def test_an_override_of_any_method_that_forward_reaches_is_run(folder, architect
             if (kind, name) in seen:
                 continue
             seen.add((kind, name))
-            found, counts = [], []
+            found = []
+            counts = []
             for kernels in ("cpu", "torch"):
                 calls = Counter()
                 mine = with_parts(base, cls, overriding(cls, name, calls))
@@ -559,7 +563,8 @@ def test_hooks_on_every_module_fire(folder, architecture, register, when):
         last = model.model.layers.owned[-1].self_attn.o_proj
         last.register_forward_hook(lambda module, given, out: out * 0.5)
 
-    found, counts = [], []
+    found = []
+    counts = []
     for kernels in ("cpu", "torch"):
         calls = Counter()
 
@@ -592,7 +597,8 @@ def test_hooks_on_every_module_fire(folder, architecture, register, when):
 
 def test_a_hook_that_comes_and_goes(folder):
     """The layer is fused again once no hook is left."""
-    calls, handles = Counter(), []
+    calls = Counter()
+    handles = []
     model = load_checkpoint(class_of("LlamaForCausalLM"), folder("LlamaForCausalLM"), kernels="cpu")
     layer = fusible(model)[0]
     layer.fused = lambda *given: given[:2]
@@ -630,7 +636,8 @@ def test_steps_look_for_hooks_only_after_a_registration(folder, monkeypatch):
 
 
 def test_every_seam_exists():
-    todo, found = [Bypassable], set()
+    todo = [Bypassable]
+    found = set()
     while todo:
         cls = todo.pop()
         found.add(cls)

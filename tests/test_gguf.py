@@ -33,7 +33,8 @@ from toolkit_lm_gguf.loader import GGUFLoader
 from toolkit_lm_gguf.tokenizer import tokenizer
 
 SOURCE = Path(__file__).parent / "plugins" / "gguf"
-HEADS, KV_HEADS = 4, 2
+HEADS = 4
+KV_HEADS = 2
 NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -265,11 +266,10 @@ def merged_by_score(path: Path, text: str) -> list[int]:
     """As SentencePiece's BPE is defined: the neighbours whose token has the highest score are
     merged first, the leftmost of equals."""
     file = GGUFFile(path)
-    tokens, scores = file.require("tokenizer.ggml.tokens"), file.require("tokenizer.ggml.scores")
-    ids, pieces = (
-        {token: index for index, token in enumerate(tokens)},
-        list("▁" + text.replace(" ", "▁")),
-    )
+    tokens = file.require("tokenizer.ggml.tokens")
+    scores = file.require("tokenizer.ggml.scores")
+    ids = {token: index for index, token in enumerate(tokens)}
+    pieces = list("▁" + text.replace(" ", "▁"))
     while True:
         found = [
             (scores[ids[a + b]], -i) for i, (a, b) in enumerate(pairwise(pieces)) if a + b in ids

@@ -23,8 +23,13 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 FOLDER = Path(__file__).parent / "plugins" / "glance"
-VOCAB, SIZE, HEADS, HEAD_SIZE, TILE = 300, 64, 4, 16, 3
-TILE_TOKEN, ROW_TOKEN = 290, 291
+VOCAB = 300
+SIZE = 64
+HEADS = 4
+HEAD_SIZE = 16
+TILE = 3
+TILE_TOKEN = 290
+ROW_TOKEN = 291
 LLAMA = {
     "vocab_size": VOCAB,
     "hidden_size": SIZE,
@@ -53,7 +58,8 @@ class Reference:
     def __init__(self) -> None:
         self.language = LlamaForCausalLM(LlamaConfig(**LLAMA)).eval()
         randomize(self.language)
-        generator, inner = torch.Generator().manual_seed(3), HEADS * HEAD_SIZE
+        generator = torch.Generator().manual_seed(3)
+        inner = HEADS * HEAD_SIZE
         shapes = {
             "tile": (SIZE, TILE**2),
             "query": (inner, SIZE),

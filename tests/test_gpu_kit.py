@@ -143,7 +143,8 @@ def test_time_that_is_over_leaves_what_was_found_and_says_what_has_not_run(tmp_p
 
 
 def test_a_job_may_take_an_equal_share_of_what_is_left_to_those_that_run(tmp_path, monkeypatch):
-    jobs, limits = kit("jobs"), []
+    jobs = kit("jobs")
+    limits = []
     monkeypatch.setattr(
         jobs,
         "run",
@@ -236,7 +237,8 @@ def test_a_missing_wheel_is_named_with_what_needs_it():
 
 
 def test_a_kit_that_lacks_a_wheel_says_so_and_runs_nothing_where_nothing_can(tmp_path, capsys):
-    module, results = kit("__main__"), kit("results").Results(tmp_path, "gpu")
+    module = kit("__main__")
+    results = kit("results").Results(tmp_path, "gpu")
     driver = kit("drive").Driver(results, 60.0, time.monotonic())
     found = kit("needs").find_here
     for name, runs in (("fastapi", True), ("msgspec", False)):
@@ -302,8 +304,10 @@ def test_the_list_of_what_a_machine_has_is_read():
 def test_the_wheels_are_those_of_what_is_lacking_and_of_what_they_need(monkeypatch, tmp_path):
     """Wheels that pip brings are looked into for what they need in turn, and a distribution that is
     there is never brought."""
-    collect, needs = kit("collect"), kit("needs")
-    brought, has = [], {}
+    collect = kit("collect")
+    needs = kit("needs")
+    brought = []
+    has = {}
 
     def pip(command, *arguments):
         wanted = [one for one in arguments if "==" in one or ">=" in one]
@@ -444,7 +448,8 @@ def test_tests_are_told_one_by_one_with_their_reasons(tmp_path, monkeypatch):
         "def test_cuda_bad(): assert 1 == 2\n"
         "@pytest.mark.skip(reason='no GPU')\ndef test_cuda_skipped(): pass\n"
     )
-    tests_of, jobs = kit("tests_of"), kit("jobs")
+    tests_of = kit("tests_of")
+    jobs = kit("jobs")
     for quick, expected in (
         (False, ["bad failed", "good passed", "skipped skipped"]),
         (True, ["good passed", "other passed"]),
@@ -503,7 +508,8 @@ def test_every_test_that_needs_a_card_is_in_the_kit():
 def test_every_attention_backend_for_cards_is_measured_or_tested():
     from toolkit_lm.plugin import Plugins
 
-    plan, tests_of = kit("plan"), kit("tests_of")
+    plan = kit("plan")
+    tests_of = kit("tests_of")
     tested = " ".join([*tests_of.KITS, *tests_of.OTHERS])
     for name in Plugins.load().attention_backends:
         assert name == "cpu" or name in plan.WITHOUT_GRAPHS or f"/{name}/" in tested, (
@@ -530,7 +536,8 @@ def test_every_job_of_the_plan_is_a_module_or_pytest():
 
 def test_a_refusal_that_the_first_part_has_heard_keeps_a_process_from_starting():
     made = kit("plan").Kit(quick=False)
-    made.refusals, made.limits = {"triton": "too old a card", "sdpa": None}, {"GPU_KIT_COPY": "1.0"}
+    made.refusals = {"triton": "too old a card", "sdpa": None}
+    made.limits = {"GPU_KIT_COPY": "1.0"}
     jobs = {job.name: job for part in made.parts() for job in part.jobs()}
     assert jobs["triton"].refusal == jobs["triton, full_and_piecewise"].refusal == "too old a card"
     assert jobs["sdpa"].refusal is None and jobs["sdpa"].environ["GPU_KIT_COPY"] == "1.0"
@@ -611,7 +618,8 @@ def test_the_page_about_gpus_is_current(generator):
 
 def test_the_page_says_first_what_has_run_and_what_has_not(generator, tmp_path):
     assert generator.text(None).startswith("\n**No GPU has run anything of this project**")
-    results, plan = kit("results").Results(tmp_path, "gpu"), kit("shape_8b").FULL
+    results = kit("results").Results(tmp_path, "gpu")
+    plan = kit("shape_8b").FULL
     results.add(
         {"date": "2030-01-02", "commit": "0123456789abcdef", "seconds": 480, "quick": False}
     )
@@ -663,7 +671,8 @@ def test_the_page_says_first_what_has_run_and_what_has_not(generator, tmp_path):
 
 def test_the_goals_are_of_checks_that_the_kit_makes(generator):
     """A goal whose check has another name would never be measured."""
-    plan, speed = kit("shape_8b").FULL, kit("speed")
+    plan = kit("shape_8b").FULL
+    speed = kit("speed")
 
     class Named:
         is_compiled = False

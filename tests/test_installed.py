@@ -97,7 +97,8 @@ def fresh_environment(wheels, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> dict[str, Path]:
     """Plugin -> the folder of its distribution."""
-    home, found = tmp_path_factory.mktemp("distributions"), {}
+    home = tmp_path_factory.mktemp("distributions")
+    found = {}
     for page, name in NAMES.items():
         found[name] = home / f"toolkit-lm-{name}"
         for file, text in files(page).items():
@@ -197,7 +198,8 @@ def test_wheels_work_in_a_fresh_environment(fresh_environment, tmp_path):
     }
     assert {p["status"] for p in plugins} == {"ok"}
     assert all(str(fresh_environment) in p["file"] for p in plugins)
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts = tmp_path / "prompts.jsonl"
+    out = tmp_path / "out.jsonl"
     prompts.write_text(
         json.dumps({"messages": [{"role": "user", "content": "What is the capital of France?"}]})
         + "\n"

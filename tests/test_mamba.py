@@ -182,10 +182,8 @@ def test_padding_is_no_sequence():
             layers=[], kv_cache=spec, limits=BatchLimits(2, 2, 8), device=torch.device("cpu")
         )
     )
-    table, start = (
-        torch.tensor([[3], [0]], dtype=torch.int32),
-        torch.tensor([0, 1, 2], dtype=torch.int32),
-    )
+    table = torch.tensor([[3], [0]], dtype=torch.int32)
+    start = torch.tensor([0, 1, 2], dtype=torch.int32)
     lengths = torch.tensor([5, 0], dtype=torch.int32)
     batch = BatchView(
         query_start=start.numpy(),

@@ -39,7 +39,8 @@ PATH = "/v1/chat/completions"
 
 
 def png(seed: int, kind: str = "PNG") -> bytes:
-    random, file = np.random.default_rng(seed), io.BytesIO()
+    random = np.random.default_rng(seed)
+    file = io.BytesIO()
     Image.fromarray(random.integers(0, 256, (*random.integers(12, 90, 2), 3), np.uint8)).save(
         file, kind
     )
@@ -137,7 +138,8 @@ async def test_local_and_remote_renderers_give_the_same(model, renderers, monkey
     async with AsyncExitStack() as stack:
         _, local = await client_of(stack, model)
         llm, remote = await client_of(stack, model, renderer_url=urls)
-        came, checked = [], llm.renderer._checked
+        came = []
+        checked = llm.renderer._checked
         monkeypatch.setattr(
             llm.renderer, "_checked", lambda found: came.append(found.features) or checked(found)
         )

@@ -29,10 +29,8 @@ TEMPLATE = (
 PROMPT = 'weather object;<user>?<call>weather {"city": "Paris"}</call><tool>21'
 ARGUMENTS = '{"city": "Paris"}'
 CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
-USER, RESULT = (
-    {"role": "user", "content": "?"},
-    {"role": "tool", "tool_call_id": "call_1", "content": "21"},
-)
+USER = {"role": "user", "content": "?"}
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "21"}
 TOOL = {"type": "function", "function": {"name": "weather"}}
 CHAT = {
     "messages": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, RESULT],

@@ -33,7 +33,8 @@ def without(monkeypatch):
     """without(distribution, ...): these are not installed."""
 
     def take_away(*names: str) -> None:
-        installed, is_installed = discovery._installed, shipped.is_installed
+        installed = discovery._installed
+        is_installed = shipped.is_installed
         monkeypatch.setattr(
             discovery,
             "_installed",

@@ -37,7 +37,8 @@ def machines():
     Node 1 has a network namespace of its own, where nothing of node 0 is reached on the loopback
     interface. Where none can be made, both are on that interface.
     """
-    name, end = f"toolkit{os.getpid()}", f"tkh{os.getpid()}"
+    name = f"toolkit{os.getpid()}"
+    end = f"tkh{os.getpid()}"
     commands = [
         f"ip netns add {name}",
         f"ip link add {end}a type veth peer name {end}b netns {name}",
@@ -146,7 +147,8 @@ def test_chats_over_two_machines_one_of_which_dies(serve, worker, machines, tmp_
         "--restart-engine",
         "1",
     ]
-    node, host = worker(master), re.escape(socket.gethostname())
+    node = worker(master)
+    host = re.escape(socket.gethostname())
     server = serve(*flags, TOOLKIT_LM_LAUNCH_KEY=KEY).wait_ready()
     assert said(server) == alone.outputs[0].text
     # One request fails, on the rank that is told; the others go on.

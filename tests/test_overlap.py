@@ -99,7 +99,8 @@ def test_each_step_gives_the_tokens_of_one_step(pair):
 def test_aborts_in_between(pair, after):
     finished = []
     for llm in pair:
-        engine, done = llm.engine, {}
+        engine = llm.engine
+        done = {}
         for i, prompt in enumerate(prompts()):
             engine.add_request(f"{i}", prompt, SEEDED)
         for step in range(200):

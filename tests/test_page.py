@@ -91,7 +91,8 @@ def tiny(served) -> str:
 @pytest.fixture
 def visit(browser) -> Iterator:
     """visit(url): a page there. At the end, it has had no errors and has asked no other host."""
-    pages, wrong = [], []
+    pages = []
+    wrong = []
 
     def go(url: str, *, expected: str = "", **options: object) -> Page:
         """`expected`: what the console may say is wrong."""
@@ -169,7 +170,8 @@ def test_a_chat_and_what_the_engine_does(visit, tiny):
 
 
 def test_the_view_moves_with_other_clients(visit, tiny):
-    page, seen = visit(f"{tiny}/"), threading.Event()
+    page = visit(f"{tiny}/")
+    seen = threading.Event()
     expect(page.locator("#requests .none")).to_be_visible(timeout=PATIENCE)
 
     def write() -> None:

@@ -64,10 +64,8 @@ SHIPPED = [
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory):
     """Folder -> where its distribution is installed. All are built at once."""
-    home, names = (
-        tmp_path_factory.mktemp("installed"),
-        sorted(path.name for path in SOURCES.iterdir() if path.is_dir()),
-    )
+    home = tmp_path_factory.mktemp("installed")
+    names = sorted(path.name for path in SOURCES.iterdir() if path.is_dir())
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     wheels = home / "wheels"
     sources = [str(SOURCES / name) for name in names]
@@ -183,7 +181,8 @@ def test_an_executor_of_a_third_party(toolkit, tmp_path):
         ["ray", None],
         ["threads", None],
     ], done.stderr
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts = tmp_path / "prompts.jsonl"
+    out = tmp_path / "out.jsonl"
     prompts.write_text(
         json.dumps({"messages": [{"role": "user", "content": "What is the capital of France?"}]})
         + "\n"

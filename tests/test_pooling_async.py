@@ -18,7 +18,8 @@ from toolkit_lm.events import LoadEvent
 from toolkit_lm.plugin import hookimpl
 from toolkit_lm_devkit import make_checkpoint
 
-EMBED, TOKENS = PoolingParams(), PoolingParams(task="token_embed", normalize=False)
+EMBED = PoolingParams()
+TOKENS = PoolingParams(task="token_embed", normalize=False)
 OPTIONS = {"max_model_len": 128, "max_num_seqs": 4, "num_kv_blocks": 64, "block_size": 4}
 CHUNKED = {
     "enable_chunked_prefill": True,
@@ -215,7 +216,8 @@ class TestEnds:
             late = asyncio.create_task(engine.encode(given(PROMPTS[4]), TOKENS, timeout=0.0001))
             await asyncio.sleep(0)
             await engine.abort("mine")
-            aborted, timed_out = await mine, await late
+            aborted = await mine
+            timed_out = await late
             assert (aborted.finish_reason, aborted.outputs.data) == ("abort", None)
             assert (timed_out.finish_reason, timed_out.outputs.data) == ("timeout", None)
             assert all(output.finish_reason == "stop" for output in await asyncio.gather(*others))
@@ -293,10 +295,8 @@ class TestBadRequests:
             with pytest.raises(RequestError, match="a list of these, not a int"):
                 await engine.encode_many(7, EMBED)
             # One text is one prompt, and so are a mapping and a pair.
-            text, tokens = (
-                await engine.encode_many("abc", EMBED),
-                await engine.encode_many(given(PROMPTS[0]), pooling_task="token_embed"),
-            )
+            text = await engine.encode_many("abc", EMBED)
+            tokens = await engine.encode_many(given(PROMPTS[0]), pooling_task="token_embed")
             assert [len(text), len(tokens), tokens[0].outputs.data.shape] == [1, 1, (3, 64)]
             with pytest.raises(RequestError, match="prompt 1"):
                 await engine.encode_many([given([5]), given([272])], EMBED)

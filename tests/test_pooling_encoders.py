@@ -79,7 +79,8 @@ def make(tmp_path_factory):
         torch.manual_seed(0)
         model = cls(cls.config_class(**(FIELDS[family] | fields))).eval()
         randomize(model)
-        folder, tokenizer = tmp_path_factory.mktemp(f"{family}{kind}"), make_tokenizer(family)
+        folder = tmp_path_factory.mktemp(f"{family}{kind}")
+        tokenizer = make_tokenizer(family)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         return SimpleNamespace(
@@ -200,7 +201,8 @@ class TestFamilies:
 
     def test_no_more_tokens_than_positions(self, make, family):
         made = make(family, "Model")
-        longest, too_long = " ".join(WORDS[:62]), " ".join(WORDS[:63])
+        longest = " ".join(WORDS[:62])
+        too_long = " ".join(WORDS[:63])
         with LLM(made.folder) as llm:
             expected = unit(reference(made, longest).last_hidden_state[0].mean(0))
             same(llm.encode(longest, pooling_task="embed", use_tqdm=False), [expected])
@@ -313,7 +315,8 @@ class TestWholePrompts:
     def test_texts_of_equal_length_meet_in_a_step(self, make, monkeypatch):
         made = make("Bert", "Model")
         with LLM(made.folder, max_num_batched_tokens=64, max_num_seqs=4) as llm:
-            executor, steps = llm.engine.client.core.executor, []
+            executor = llm.engine.client.core.executor
+            steps = []
             execute = executor.execute
 
             def spy(plan):

@@ -216,7 +216,8 @@ class TestTask:
 
 @pytest.mark.parametrize("method", ["encode", "embed", "classify", "score", "rerank"])
 def test_keywords_that_there_are_not(llm, method):
-    call, texts = getattr(llm, method), ["abc"] * (1 + (method in ("score", "rerank")))
+    call = getattr(llm, method)
+    texts = ["abc"] * (1 + (method in ("score", "rerank")))
     with pytest.raises(
         TypeError,
         match=rf"^LLM\.{method}\(\) takes no 'dimensions'\. Give PoolingParams\(dimensions=8\)",

@@ -16,8 +16,12 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from toolkit_lm import LLM, AsyncLLM, PoolingParams, VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, RequestError
 
-CLS, SEP, MASK, PAD = 0, 1, 2, 3
-QUERY_MARKER, DOCUMENT_MARKER = 5, 6
+CLS = 0
+SEP = 1
+MASK = 2
+PAD = 3
+QUERY_MARKER = 5
+DOCUMENT_MARKER = 6
 SPECIAL = ["[CLS]", "[SEP]", "[MASK]", "[PAD]", "[UNK]", "[unused0]", "[unused1]"]
 LETTERS = [*string.ascii_lowercase, *string.punctuation]
 VOCAB = {
@@ -234,7 +238,8 @@ class TestPyLate:
         )
 
     def test_other_requests_have_no_role(self, written):
-        text, ids = QUERIES[0], written.ids(QUERIES[0])
+        text = QUERIES[0]
+        ids = written.ids(QUERIES[0])
         with LLM(str(written.folder)) as llm:
             assert llm.engine.tasks == ("token_embed",)
             with pytest.raises(RequestError, match="Supported: token_embed"):

@@ -24,7 +24,8 @@ HOME = "sentence_transformers.models"
 TEXTS = ["some text", "x", "Another Text, and a longer one.", "exactly the same"]
 PROMPTS = {"query": "Query: ", "document": "Doc: ", "plain": ""}
 WEIGHTS = torch.Generator().manual_seed(3)
-WEIGHT, BIAS = torch.randn(20, 48, generator=WEIGHTS), torch.randn(20, generator=WEIGHTS)
+WEIGHT = torch.randn(20, 48, generator=WEIGHTS)
+BIAS = torch.randn(20, generator=WEIGHTS)
 
 
 def write_modules(folder, *modules, **general):
@@ -194,7 +195,8 @@ class TestPrompts:
             )
 
     def test_queries_and_documents_are_scored_with_their_own(self, embedder):
-        queries, documents = self.expected(embedder, "Query: "), self.expected(embedder, "Doc: ")
+        queries = self.expected(embedder, "Query: ")
+        documents = self.expected(embedder, "Doc: ")
         with LLM(str(embedder.folder)) as llm:
             scores = [output.outputs.score for output in llm.score(TEXTS[0], TEXTS, use_tqdm=False)]
             pairwise = [
@@ -218,7 +220,8 @@ class TestPrompts:
             prompts={name: "Query: "},
             default_prompt_name=name,
         )
-        prompted, plain = self.expected(embedder, "Query: "), self.expected(embedder, "")
+        prompted = self.expected(embedder, "Query: ")
+        plain = self.expected(embedder, "")
         query = prompted[0] if name == "query" else plain[0]
 
         async def ask():
@@ -464,7 +467,8 @@ class TestPromptsThatAreLeftOut:
         )
 
         def vector(prompt, text):
-            states, start = embedder.states(prompt + text), 1 + len(prompt)
+            states = embedder.states(prompt + text)
+            start = 1 + len(prompt)
             return torch.cat([states[start], states[start:].mean(0)])
 
         with LLM(str(embedder.folder)) as llm:
@@ -582,7 +586,8 @@ def test_a_prompt_that_is_left_out_in_chunks(make_llama, tmp_path, method, optio
     }
     write_modules(tmp_path, left_out(**{method: True}), prompts=prompts)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    texts, names = ["one", "another text, which is longer", "x", "y" * 30], list(prompts)
+    texts = ["one", "another text, which is longer", "x", "y" * 30]
+    names = list(prompts)
     expected = []
     for text, name in zip(texts, names, strict=True):
         with torch.inference_mode():

@@ -184,7 +184,8 @@ async def ask(llm, params=GREEDY, **options):
 class TestStart:
     def test_the_socket_folder_is_private_and_gone_once_both_are_connected(self, sockets):
         with LLMEngine(VllmConfig.make(**SMALL, engine_process=True), wait=False) as engine:
-            folder, modes = engine.client.process.folder, []
+            folder = engine.client.process.folder
+            modes = []
             while not engine.wait_ready(0.001):
                 if folder.exists():
                     modes.append(folder.stat().st_mode & 0o777)
@@ -192,7 +193,8 @@ class TestStart:
             assert engine.wait_ready()
 
     def test_nobody_can_make_the_socket_folder_first(self, monkeypatch):
-        start, taken = subprocess.Popen, []
+        start = subprocess.Popen
+        taken = []
 
         def after_others(command, **options):
             # Whoever reads the command line may make what it names.
@@ -277,7 +279,8 @@ class TestStart:
     def test_closing_during_the_start(self, slow):
         slow("loading the model")
         llm = AsyncLLM(VllmConfig.make(**SMALL), wait=False)
-        pid, start = llm.engine.client.process.pid, time.monotonic()
+        pid = llm.engine.client.process.pid
+        start = time.monotonic()
         llm.close()
         assert time.monotonic() - start < 8
         wait_until_gone(pid)
@@ -547,7 +550,8 @@ class TestLastWords:
         monkeypatch.syspath_prepend(str(tmp_path))
         with pytest.raises(EngineDeadError) as caught:
             AsyncLLM(VllmConfig.make(**SMALL))
-        text, note = str(caught.value), caught.value.__notes__[0]
+        text = str(caught.value)
+        note = caught.value.__notes__[0]
         assert re.search(r"process \d+ has died while importing: it ended with exit code 1\b", text)
         assert (
             text.endswith(": ImportError: libnone.so: cannot open shared object file")

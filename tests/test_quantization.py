@@ -35,7 +35,8 @@ import toolkit_lm_int8
 from toolkit_lm_int8.int8 import Int8, quantize
 from toolkit_lm_int8.packed import CompressedTensors
 
-GROUP, LEVELS = 64, 16
+GROUP = 64
+LEVELS = 16
 PACKED = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
@@ -104,7 +105,8 @@ class TestPackedMethod(LinearMethodConformance):
 
 
 def test_int8_is_off_by_half_a_scale_at_most():
-    weight, x = torch.randn(40, 64), torch.randn(7, 64)
+    weight = torch.randn(40, 64)
+    x = torch.randn(7, 64)
     values, scale = quantize(weight)
     assert (values.abs().amax(1) == 127).all()
     assert ((values * scale[:, None] - weight).abs() <= scale[:, None] * 0.5001).all()
@@ -183,7 +185,8 @@ def test_experts_run_in_int8(tmp_path, assert_parity):
 def test_a_packed_checkpoint_runs_as_it_states(make_llama, assert_parity, tmp_path):
     folder, model = make_llama("packed", hidden_size=128, intermediate_size=192)
     folder, model = shutil.copytree(folder, tmp_path / "packed"), copy.deepcopy(model)
-    weights, own = {}, dict(model.named_parameters())
+    weights = {}
+    own = dict(model.named_parameters())
     for name, tensor in load_file(folder / "model.safetensors").items():
         if "_proj" not in name:
             weights[name] = tensor
@@ -218,7 +221,8 @@ def test_a_packed_checkpoint_runs_as_it_states(make_llama, assert_parity, tmp_pa
 
 def test_two_ranks_give_the_logits_of_one_and_hold_its_shards(make_llama):
     folder, _ = make_llama("int8-bf16", dtype="bfloat16", tie_word_embeddings=False)
-    plugins, tokens = Plugins.load(extra=[toolkit_lm_int8]), torch.arange(3, 40)
+    plugins = Plugins.load(extra=[toolkit_lm_int8])
+    tokens = torch.arange(3, 40)
 
     def load(rank=0, **options):
         return load_checkpoint(

@@ -140,7 +140,8 @@ def test_a_model_that_always_fails_kills_the_engine(llm, trap, num_prompts):
 
 
 def test_an_aborted_culprit_is_nobodys_fault(llm, expected, trap):
-    engine, done = llm.engine, {}
+    engine = llm.engine
+    done = {}
     engine.add_request("good", ids(GOOD)[0], GREEDY)
     engine.step()
     engine.add_request("bad", {"prompt_token_ids": [POISON]}, GREEDY)
@@ -155,7 +156,8 @@ def test_an_aborted_culprit_is_nobodys_fault(llm, expected, trap):
 
 def test_an_interrupt_leaves_an_engine_that_works(llm, expected, monkeypatch):
     model = llm.engine.client.core.executor.runner.model
-    forward, calls = model.forward, []
+    forward = model.forward
+    calls = []
 
     def interrupted(input_ids, positions):
         calls.append(None)

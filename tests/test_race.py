@@ -330,7 +330,9 @@ def test_the_bounds(race):
     bound = importlib.import_module("race_table").bound
     # In the layer: 10 x 10 twice and 10 x 5 twice for attention, 600 for the MLP.
     limits = {"read": 4e3, "bf16": 1e6, "fp32": 5e5}
-    body, output, pair = 900, 1000, 40
+    body = 900
+    output = 1000
+    pair = 40
     prompt = 2 * body * 1024 + 2 * output + pair * 1024**2 // 2
     assert bound("W3", CONFIG, limits) == pytest.approx(1e6 * 1024 / prompt)
     # Reading the weights takes 0.95 s, multiplying them with 32 tokens 0.12 s and with what they
@@ -396,8 +398,10 @@ def test_parts_have_the_positions_that_they_need(race):
 
 
 def test_a_gguf_file_holds_the_checkpoint(race, tmp_path):
-    torch, save = pytest.importorskip("torch"), pytest.importorskip("safetensors.torch").save_file
-    gguf, write = pytest.importorskip("gguf"), importlib.import_module("race_gguf")
+    torch = pytest.importorskip("torch")
+    save = pytest.importorskip("safetensors.torch").save_file
+    gguf = pytest.importorskip("gguf")
+    write = importlib.import_module("race_gguf")
     config = {
         **CONFIG,
         "hidden_size": 8,

@@ -166,7 +166,8 @@ def generated(folder: Path, sizes: tuple[int, int], case: Case) -> tuple[list[An
     """What an engine makes of the prompts, the greedy ones twice, so that it begins after cached
     prefixes; and how often it preempted."""
     prompts, options = case
-    counter, found = Preemptions(), []
+    counter = Preemptions()
+    found = []
     ranks = {
         "tensor_parallel_size": sizes[0],
         "pipeline_parallel_size": sizes[1],
@@ -224,7 +225,8 @@ def test_encoders(tmp_path, family):
     model = encoder_families.make_model(f"{family}Model", {**fields, "vocab_size": VOCAB_SIZE})
     randomize(model.eval())
     make_checkpoint(tmp_path, model)
-    prompts, found = [prompt(length) for length in (3, 30, 12)], []
+    prompts = [prompt(length) for length in (3, 30, 12)]
+    found = []
     for tensor, pipeline in ((1, 1), (2, 2)):
         ranks = {
             "tensor_parallel_size": tensor,

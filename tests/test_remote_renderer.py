@@ -173,7 +173,8 @@ class Slow(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_POST(self):
-        body, server = json.loads(self.rfile.read(int(self.headers["Content-Length"]))), self.server
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server = self.server
         with server.lock:
             server.waiting += 1
         self.connection.setblocking(False)

@@ -105,8 +105,10 @@ def test_the_same_alone_and_preempted_in_company(llm, counter, work, name):
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_prompt_logprobs_are_those_of_transformers(llm, llama, counter, work, n, monkeypatch):
-    model, runner = llama[1], llm.engine.client.core.executor.runner
-    rows, compute = [], runner.model.compute_logits
+    model = llama[1]
+    runner = llm.engine.client.core.executor.runner
+    rows = []
+    compute = runner.model.compute_logits
     monkeypatch.setattr(
         runner.model,
         "compute_logits",
@@ -142,7 +144,8 @@ def test_prompt_logprobs_are_those_of_transformers(llm, llama, counter, work, n,
 
 def test_logprobs_of_named_tokens(llm, work):
     """Equal to those of the whole vocabulary, beside a request without."""
-    named, size = [9, 2], 20
+    named = [9, 2]
+    size = 20
     ask = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
     params = [
         SamplingParams(logprob_token_ids=named, **ask),

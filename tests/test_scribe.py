@@ -14,7 +14,12 @@ from torch.nn import functional as F
 
 FOLDER = Path(__file__).parent / "plugins" / "scribe"
 
-HEADS, KV_HEADS, HEAD_SIZE, SIZE, VOCAB, WINDOW = 4, 2, 16, 32, 272, 7
+HEADS = 4
+KV_HEADS = 2
+HEAD_SIZE = 16
+SIZE = 32
+VOCAB = 272
+WINDOW = 7
 CONFIG = {
     "architectures": ["ScribeModel"],
     "vocab_size": VOCAB,
@@ -31,7 +36,9 @@ CONFIG = {
 
 
 def make_weights() -> dict[str, torch.Tensor]:
-    generator, inner, kv = torch.Generator().manual_seed(5), HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE
+    generator = torch.Generator().manual_seed(5)
+    inner = HEADS * HEAD_SIZE
+    kv = KV_HEADS * HEAD_SIZE
     shapes = {
         "embed.weight": (VOCAB, SIZE),
         "positions.weight": (128, SIZE),

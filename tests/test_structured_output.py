@@ -16,7 +16,8 @@ from test_drafts import NGRAM
 from toolkit_lm import LLM, AsyncLLM, SamplingParams, VllmConfig
 from toolkit_lm_server.app import create_app
 
-CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+COMPLETE = "/v1/completions"
 SCHEMA = {
     "type": "object",
     "properties": {

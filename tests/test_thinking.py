@@ -119,11 +119,13 @@ async def test_reasoning_has_its_budget_and_the_answer_goes_on(client, more):
         usage[name] == whole["usage"][name]
         for name in ("completion_tokens", "completion_tokens_details")
     )
-    most, n = body["thinking_token_budget"], body.get("n", 1)
+    most = body["thinking_token_budget"]
+    n = body.get("n", 1)
     # A grammar of characters lets one come to its end.
     assert most * n <= usage["completion_tokens_details"]["reasoning_tokens"] <= (most + 3) * n
     for choice in whole["choices"]:
-        message, part = choice["message"], messages[choice["index"]]
+        message = choice["message"]
+        part = messages[choice["index"]]
         assert part["reason"] == choice["finish_reason"]
         assert part["reasoning"] == message.get("reasoning_content", "") and bool(
             part["reasoning"]
@@ -221,7 +223,9 @@ async def test_a_stop_text_counts_after_the_reasoning_alone(client):
     messages, usage = await streamed(client, {**body, "stop": stop})
     assert usage == whole["usage"]
     for choice in whole["choices"]:
-        message, old, part = choice["message"], before[choice["index"]], messages[choice["index"]]
+        message = choice["message"]
+        old = before[choice["index"]]
+        part = messages[choice["index"]]
         assert message["reasoning_content"] == part["reasoning"] == old["reasoning_content"]
         assert message["content"] == part["content"] == old["content"].partition(stop)[0]
         assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)

@@ -77,7 +77,8 @@ def test_pictures(llava):
                 next(iter(one.values())).logprob for one in found.logprobs
             ]
 
-        dark, light = picture(10), picture(200)
+        dark = picture(10)
+        light = picture(200)
         prompt, first = ask(dark, light)
         assert prompt == [*[7] * 32, 30 + ord("h"), 30 + ord("i")]
         other_prompt, other = ask(light, dark)

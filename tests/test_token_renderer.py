@@ -116,7 +116,8 @@ async def test_token_ids_over_http(folder, expected):
     async with AsyncLLM(VllmConfig.make(model="tiny", **OPTIONS)) as llm, client(llm) as http:
         body = {"messages": [{"role": "user", "content": "Once"}], **asked}
         answer = (await http.post("/v1/chat/completions", json=body)).json()
-        prompt, found = answer["prompt_token_ids"], answer["choices"][0]["token_ids"]
+        prompt = answer["prompt_token_ids"]
+        found = answer["choices"][0]["token_ids"]
         assert (
             llm.renderer.decode(found, skip_special_tokens=True)
             == answer["choices"][0]["message"]["content"]

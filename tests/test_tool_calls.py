@@ -17,7 +17,8 @@ from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.plugin import Plugins
 
 PARSERS = Plugins.load().parsers
-BAR, LOW = "\N{FULLWIDTH VERTICAL LINE}", "\N{LOWER ONE EIGHTH BLOCK}"
+BAR = "\N{FULLWIDTH VERTICAL LINE}"
+LOW = "\N{LOWER ONE EIGHTH BLOCK}"
 TEMPLATES = {
     "hermes": "<tool_call>",
     "qwen3_coder": "<function=",
@@ -230,7 +231,9 @@ def test_a_stream_of_each_turn_has_the_same_parts(url):
     for result in ({"sky": "sunny", "degrees": 21}, {"sky": "snowy", "degrees": 3}, None):
         body = {"messages": messages, "tools": tools, "temperature": 0}
         [choice] = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()["choices"]
-        content, calls, reason = "", [], None
+        content = ""
+        calls = []
+        reason = None
         with httpx.stream(
             "POST", f"{url}/v1/chat/completions", json={**body, "stream": True}, timeout=60
         ) as stream:

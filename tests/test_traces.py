@@ -15,7 +15,8 @@ from toolkit_lm.plugin import hookimpl
 from toolkit_lm_opentelemetry.spans import RequestSpans
 from toolkit_lm_server.app import create_app
 
-TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+PARENT = "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "mine"}
 
 

@@ -34,7 +34,9 @@ from toolkit_lm_server.options import ServerOptions
 
 PAGE = Path(__file__).parents[1] / "docs" / "vllm_checks.md"
 CHECKS: dict[str, Callable[..., None]] = {}
-CHAT, COMPLETION, RESPONSES = "openai/chat_completion", "openai/completion", "openai/responses"
+CHAT = "openai/chat_completion"
+COMPLETION = "openai/completion"
+RESPONSES = "openai/responses"
 NOT_HELD = {
     f"{CHAT}/test_chat.py::test_single_chat_session": (
         "`usage` equal to one without `prompt_tokens_details`: they are always there, as "
@@ -205,7 +207,8 @@ GAUGES = (
     ),
 )
 FP8 = (("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2))
-PROMPT, IDS = "Once upon a time there was", [5, 6, 7, 8, 9]
+PROMPT = "Once upon a time there was"
+IDS = [5, 6, 7, 8, 9]
 
 
 class Profile(BaseModel):
@@ -358,7 +361,8 @@ def write_checkpoint(folder: Path, config: dict[str, Any]) -> None:
     )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    pair, marks = "<s> $A </s> $B:1 </s>:1", [("<s>", 0), ("</s>", 1)]
+    pair = "<s> $A </s> $B:1 </s>:1"
+    marks = [("<s>", 0), ("</s>", 1)]
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", pair=pair, special_tokens=marks
     )
@@ -388,7 +392,8 @@ def single_completion(tiny: Asked) -> None:
     "openai/completion/test_completion.py::test_completion_truncation_side_controls_prompt_truncation"
 )
 def truncation_sides(tiny: Asked) -> None:
-    ids, wanted = list(range(5, 13)), {"return_token_ids": True, "truncate_prompt_tokens": 4}
+    ids = list(range(5, 13))
+    wanted = {"return_token_ids": True, "truncate_prompt_tokens": 4}
     for side, kept in (("right", ids[:4]), ("left", ids[-4:]), (None, ids[-4:])):
         [choice] = tiny.complete(
             prompt=ids, max_tokens=1, extra_body={**wanted, "truncation_side": side}
@@ -839,7 +844,8 @@ def complex_message_content(tiny: Asked) -> None:
 @check("openai/chat_completion/test_chat.py::test_invocations")
 def invocations_chat(tiny: Asked) -> None:
     body = {"messages": TALK, "max_completion_tokens": 5, "temperature": 0.0, "logprobs": False}
-    one, other = tiny.ok("/v1/chat/completions", **body), tiny.ok("/invocations", **body)
+    one = tiny.ok("/v1/chat/completions", **body)
+    other = tiny.ok("/invocations", **body)
     assert one.keys() == other.keys() and one["choices"] == other["choices"]
 
 
@@ -1086,7 +1092,8 @@ def too_few_tokens_for_tools(tiny: Asked) -> None:
     "test_batched_echo_prepends_matching_assistant_prefix"
 )
 def batched_chats(tiny: Asked) -> None:
-    path, talks = "/v1/chat/completions/batch", [TALK, LONG_TALK]
+    path = "/v1/chat/completions/batch"
+    talks = [TALK, LONG_TALK]
     options = {"max_tokens": 300, "temperature": 0, "echo": True}
     one, other = tiny.ok(path, messages=talks, **options)["choices"]
     assert [one["index"], other["index"]] == [0, 1]
@@ -1695,7 +1702,8 @@ def embeddings_of_a_chat(embedder: Asked) -> None:
 )
 def invocations_embed(embedder: Asked) -> None:
     for body in ({"input": "some text"}, {"messages": TALK}):
-        one, other = embedder.ok("/v1/embeddings", **body), embedder.ok("/invocations", **body)
+        one = embedder.ok("/v1/embeddings", **body)
+        other = embedder.ok("/invocations", **body)
         assert one.keys() == other.keys() and one["data"][0].keys() == other["data"][0].keys()
         assert np.allclose(one["data"][0]["embedding"], other["data"][0]["embedding"], atol=1e-5)
 
@@ -1781,11 +1789,9 @@ def normalized_embeddings(embedder: Asked) -> None:
             embedder.ok("/v1/embeddings", input="hi", **options)["data"][0]["embedding"]
         )
 
-    default, with_it, without = (
-        vector(use_activation=None),
-        vector(use_activation=True),
-        vector(use_activation=False),
-    )
+    default = vector(use_activation=None)
+    with_it = vector(use_activation=True)
+    without = vector(use_activation=False)
     assert np.allclose(default, with_it, atol=1e-2) and not np.allclose(with_it, without, atol=1e-2)
     assert np.allclose(with_it, without / np.linalg.norm(without), atol=1e-2)
 
@@ -1850,7 +1856,8 @@ def other_classes(classifier: Asked) -> None:
             == 1
         )
     for body in ({"input": "some text"}, {"messages": TALK}):
-        one, other = classifier.ok("/classify", **body), classifier.ok("/invocations", **body)
+        one = classifier.ok("/classify", **body)
+        other = classifier.ok("/invocations", **body)
         assert one.keys() == other.keys() and one["data"][0]["probs"] == pytest.approx(
             other["data"][0]["probs"], rel=0.01
         )
@@ -1863,11 +1870,9 @@ def activation(classifier: Asked) -> None:
             classifier.ok("/classify", input="some text", **options)["data"][0]["probs"]
         )
 
-    default, with_it, without = (
-        probs(use_activation=None),
-        probs(use_activation=True),
-        probs(use_activation=False),
-    )
+    default = probs(use_activation=None)
+    with_it = probs(use_activation=True)
+    without = probs(use_activation=False)
     assert np.allclose(default, with_it, atol=1e-2)
     assert np.allclose(np.exp(without) / np.exp(without).sum(), with_it, atol=1e-2)
     [one] = classifier.ok("/pooling", input="some text", task="classify", encoding_format="float")[
@@ -1884,7 +1889,8 @@ def activation(classifier: Asked) -> None:
     "test_score_api_text_1_vs_text_2, test_score_api_data_1_vs_data_2"
 )
 def scores(scorer: Asked) -> None:
-    one, many = "What is it?", ["It is this.", "It is that."]
+    one = "What is it?"
+    many = ["It is this.", "It is that."]
     assert len(scorer.ok("/score", queries=one, documents=many[0])["data"]) == 1
     assert len(scorer.ok("/score", queries=one, documents=many)["data"]) == 2
     names = (
@@ -1908,7 +1914,8 @@ def ranks(scorer: Asked) -> None:
     documents = ["one text", "two texts", "a third one"]
     for count in (2, 3):
         body = {"query": "which?", "documents": documents, "top_n": count}
-        reply, other = scorer.ok("/rerank", **body), scorer.ok("/invocations", **body)
+        reply = scorer.ok("/rerank", **body)
+        other = scorer.ok("/invocations", **body)
         results = reply["results"]
         assert reply["id"] and len(results) == count and reply.keys() == other.keys()
         assert results == sorted(results, key=lambda one: -one["relevance_score"])
@@ -2031,7 +2038,8 @@ def pooled(embedder: Asked) -> None:
     "test_score_api_max_model_len, test_invocations, test_pooling_embed"
 )
 def scores_by_embeddings(embedder: Asked) -> None:
-    one, many = "What is it?", ["It is this.", "It is that."]
+    one = "What is it?"
+    many = ["It is this.", "It is that."]
     for queries, documents, count in ((one, many[0], 1), (one, many, 2), (many, many, 2)):
         assert len(embedder.ok("/score", queries=queries, documents=documents)["data"]) == count
     vectors = [
@@ -2042,7 +2050,8 @@ def scores_by_embeddings(embedder: Asked) -> None:
     assert found["score"] == pytest.approx(float(vectors[0] @ vectors[1]), abs=1e-4)
     for count in (1, 2):
         body = {"query": one, "documents": many, "top_n": count}
-        reply, other = embedder.ok("/rerank", **body), embedder.ok("/invocations", **body)
+        reply = embedder.ok("/rerank", **body)
+        other = embedder.ok("/invocations", **body)
         assert len(reply["results"]) == count and reply["id"] and reply.keys() == other.keys()
     long = "What is the capital of France?" * 20
     for path, name in (("/rerank", "query"), ("/score", "queries")):

@@ -15,7 +15,10 @@ from gpu_kit.results import Results
 
 LEAST = 2.0
 """With fewer seconds left, no process is begun."""
-PASSED, FAILED, USAGE, NO_CARD = 0, 1, 2, 3
+PASSED = 0
+FAILED = 1
+USAGE = 2
+NO_CARD = 3
 """Exit codes."""
 _TOLD = ("check", "outcome", "seconds", "why", "traceback", "part", "job", "at")
 _BAD = ("failed", "cut", "unrun")

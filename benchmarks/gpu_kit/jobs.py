@@ -78,7 +78,9 @@ def _followed(
     job: Job, process: subprocess.Popen[bytes], lines: int, end: float, log: IO[bytes]
 ) -> Iterator[dict[str, Any]]:
     """What it says, and at its end what is wrong with the process itself."""
-    begun, num_lines, has_failed = time.monotonic(), 0, False
+    begun = time.monotonic()
+    num_lines = 0
+    has_failed = False
     for line in _lines(lines, end):
         num_lines += 1
         has_failed |= line["outcome"] == "failed"

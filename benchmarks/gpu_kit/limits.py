@@ -8,7 +8,8 @@ from collections.abc import Callable
 from gpu_kit.report import checking
 from gpu_kit.shape_8b import Plan
 
-COPY, PRODUCT = "GPU_KIT_COPY", "GPU_KIT_PRODUCT"
+COPY = "GPU_KIT_COPY"
+PRODUCT = "GPU_KIT_PRODUCT"
 """Environment variables that later processes know the two by."""
 CHECKS = {"copy bandwidth": COPY, "matrix rate": PRODUCT}
 RATE = "per_second"
@@ -36,7 +37,8 @@ def measure_limits(plan: Plan) -> None:
         target = torch.empty_like(source)
         found[RATE] = 2 * plan.copy_bytes / best(lambda: target.copy_(source), synchronize)
     with checking("matrix rate") as found:
-        shape, dtype = (plan.side, plan.side), getattr(torch, plan.dtype)
+        shape = (plan.side, plan.side)
+        dtype = getattr(torch, plan.dtype)
         a = torch.randn(shape, device=plan.device).to(dtype)
         b = torch.randn(shape, device=plan.device).to(dtype)
         found[RATE] = 2 * plan.side**3 / best(lambda: a @ b, synchronize)

@@ -21,7 +21,8 @@ from gpu_kit.shape_8b import FULL, QUICK
 LIBRARIES = ("torch", "triton", "transformers", "tokenizers", "numpy")
 OTHERS = ("flashinfer", "xformers")
 """Backends that are asked, too, where their plugins are not installed."""
-CARD, REFUSALS = "card", "refusals"
+CARD = "card"
+REFUSALS = "refusals"
 
 
 def card() -> dict[str, Any]:

@@ -10,7 +10,8 @@ import pytest
 
 from gpu_kit.report import LONGEST, die_with_the_kit, emit
 
-SELECT, FIRST = "GPU_KIT_SELECT", "GPU_KIT_FIRST"
+SELECT = "GPU_KIT_SELECT"
+FIRST = "GPU_KIT_FIRST"
 """Environment variables: a word for each file, which the names of its tests must have; how many of
 each file, or nothing for all."""
 

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from signal import SIGKILL
 from typing import Any
 
-LINES, LIFELINE = "GPU_KIT_LINES", "GPU_KIT_LIFELINE"
+LINES = "GPU_KIT_LINES"
+LIFELINE = "GPU_KIT_LIFELINE"
 """Environment variables: the file descriptor for lines, and one that is closed when the kit has
 ended."""
 LONGEST = 3000

@@ -26,7 +26,8 @@ def measure(plan: Plan, found: dict[str, Any]) -> None:
     from torch.nn.functional import scaled_dot_product_attention
 
     synchronize = torch.cuda.synchronize if plan.device == "cuda" else lambda: None
-    new, again = [], []
+    new = []
+    again = []
     for length in range(plan.length, plan.length - LENGTHS, -1):
         shape = (1, plan.heads, length, plan.head_size)
         q = torch.randn(shape, device=plan.device).to(getattr(torch, plan.dtype))

@@ -58,7 +58,9 @@ async def stream(port: int, seed: int) -> tuple[str, float]:
         seed=seed,
         ignore_eos=True,
     )
-    begun, first, text = time.perf_counter(), 0.0, ""
+    begun = time.perf_counter()
+    first = 0.0
+    text = ""
     async with exchange(port, "POST", CHAT, json.dumps(body).encode()) as one:
         if await one.head() != 200:
             raise MissedError(

@@ -25,7 +25,8 @@ from gpu_kit.report import MissedError, checking, die_with_the_kit
 
 TOKENS = 32
 IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "decoder_start_token_id": 2}
-IMAGE_TOKEN, IMAGE = 7, "<image>"
+IMAGE_TOKEN = 7
+IMAGE = "<image>"
 
 
 def write_config(folder: Path, family: str, model: str, **fields: Any) -> None:

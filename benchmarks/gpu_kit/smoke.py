@@ -31,9 +31,12 @@ PROMPTS = [
     LONG[7:1100],
     "A",
 ]
-CHUNK, CHUNKS = 64, 5
+CHUNK = 64
+CHUNKS = 5
 """Tokens of a step, and how many steps the long prompts take at least."""
-TOKENS, DRAWN_TOKENS, SEEDS = 16, 12, 8
+TOKENS = 16
+DRAWN_TOKENS = 12
+SEEDS = 8
 NEAR = 1e-3
 """Nearer log probabilities of the two best tokens may be told apart otherwise, in float32."""
 OFF = {"float32": 1e-3, "bfloat16": 0.15}

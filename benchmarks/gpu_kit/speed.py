@@ -25,7 +25,8 @@ from gpu_kit.limits import COPY, PRODUCT
 from gpu_kit.report import MissedError, checking, die_with_the_kit
 from gpu_kit.shape_8b import FULL, QUICK, Plan
 
-START, PREFILL = "start to the first token", "prefill"
+START = "start to the first token"
+PREFILL = "prefill"
 WARM_UP_STEPS = 3
 
 
@@ -91,7 +92,8 @@ class Bench:
 
     def until_first_tokens(self, names: list[str]) -> float:
         """Steps until each request has a token. Returns the seconds."""
-        waiting, begun = set(names), time.perf_counter()
+        waiting = set(names)
+        begun = time.perf_counter()
         while waiting:
             waiting -= {one.request_id for one in self.engine.step() if one.outputs[0].token_ids}
         return time.perf_counter() - begun

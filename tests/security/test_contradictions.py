@@ -12,7 +12,10 @@ import pytest
 from toolkit_lm import AsyncLLM, VllmConfig
 from toolkit_lm_server.app import create_app
 
-A, B, Q, EOS = 68, 69, 84, 3
+A = 68
+B = 69
+Q = 84
+EOS = 3
 """Tokens of the embedded model: the first is the word "a", the last one ends a text."""
 
 AT_ONCE = {

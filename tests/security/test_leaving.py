@@ -59,7 +59,9 @@ def engine() -> Iterator[AsyncLLM]:
 
 async def leave(app, path: str, body: dict) -> bool:
     """Asks, and leaves at the first part of the answer. Whether the answer had an end."""
-    content, left, whole = json.dumps(body).encode(), asyncio.Event(), False
+    content = json.dumps(body).encode()
+    left = asyncio.Event()
+    whole = False
     asked = [{"type": "http.request", "body": content, "more_body": False}]
 
     async def receive() -> dict:

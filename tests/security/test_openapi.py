@@ -129,7 +129,8 @@ class Findings:
             return
         recorder = event.recorder
         for key, interaction in recorder.interactions.items():
-            case, response = recorder.cases[key].value, interaction.response
+            case = recorder.cases[key].value
+            response = interaction.response
             if response is None:
                 self.wrong.append(f"{case.method} {case.path} {case.body!s:.300}: no answer")
                 continue

@@ -27,7 +27,9 @@ from transformers import MistralConfig, MistralForCausalLM
 PROMPTS = [[5, 6, 7], [9], list(range(3, 30)), [40, 41], list(range(50, 61))]
 LENGTHS = [9, 3, 5, 7, 2]
 """Of the answers: the number of rows changes from step to step."""
-ROWS, MOST, BLOCK = 4, 64, 16
+ROWS = 4
+MOST = 64
+BLOCK = 16
 """Of the steps below: rows, most keys of a row, keys of a block."""
 
 
@@ -44,7 +46,8 @@ class FixedSteps:
         **features: Any,
     ) -> None:
         """`features`: more of the layer."""
-        self.block_size, self.most = block_size, most
+        self.block_size = block_size
+        self.most = most
         sizes = {"num_kv_heads": 2, "head_size": 64, "dtype": "float32"}
         kv_cache = (
             FullSpec(block_size=block_size, **sizes)
@@ -60,7 +63,8 @@ class FixedSteps:
             window=window,
             **sizes,
         )
-        limits, device = BatchLimits(ROWS, 32, most), torch.device("cpu")
+        limits = BatchLimits(ROWS, 32, most)
+        device = torch.device("cpu")
         self.backend = backend(
             GroupSetup(layers=[spec], kv_cache=kv_cache, limits=limits, device=device)
         )
@@ -96,7 +100,8 @@ class FixedSteps:
             self._put(self.cache, row, length - 1)
             block, offset = divmod(length - 1, self.block_size)
             self.slots[row] = self.table[row, block] * self.block_size + offset if length else -1
-            self.k[row], self.v[row] = self.keys[row, length - 1], self.values[row, length - 1]
+            self.k[row] = self.keys[row, length - 1]
+            self.v[row] = self.values[row, length - 1]
         self.seq_lens.copy_(torch.tensor(lengths))
         view = BatchView(
             query_start=np.arange(ROWS + 1, dtype=np.int32),

@@ -32,8 +32,10 @@ class StaticBackend(SdpaBackend):
             )
 
     def forward(self, layer, q, k, v, kv_cache, meta, out):
-        pages, device = kv_cache[0], q.device
-        ends, tokens = meta.query_start_device[1:], torch.arange(len(q), device=device)
+        pages = kv_cache[0]
+        device = q.device
+        ends = meta.query_start_device[1:]
+        tokens = torch.arange(len(q), device=device)
         row = torch.searchsorted(ends, tokens, right=True).clamp_(max=len(ends) - 1)
         position = meta.seq_lens_device[row] - ends[row] + tokens
         keys, values = (

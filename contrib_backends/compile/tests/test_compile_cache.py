@@ -82,7 +82,8 @@ def entry_of(cache):
 
 
 def test_a_second_start_compiles_nothing(model, compilations, tmp_path):
-    first, second = start(model, tmp_path / "c"), start(model, tmp_path / "c")
+    first = start(model, tmp_path / "c")
+    second = start(model, tmp_path / "c")
     assert (first.was_cached, first.num_compiled, second.was_cached, second.num_compiled) == (
         False,
         3,
@@ -153,7 +154,8 @@ def test_what_has_an_effect_misses(model, options):
 
 
 def test_another_checkout_hits_and_another_text_misses(model, monkeypatch, tmp_path):
-    before, file = key(model), Path(sys.modules["toolkit_lm_decoder.llama"].__file__)
+    before = key(model)
+    file = Path(sys.modules["toolkit_lm_decoder.llama"].__file__)
     copy = tmp_path / "llama.py"
     shutil.copy(file, copy)
     monkeypatch.setattr(sys.modules["toolkit_lm_decoder.llama"], "__file__", str(copy))
@@ -235,7 +237,8 @@ COUNTED = ("decoder", "compile")
 @pytest.mark.parametrize("changes", [{"version": "9"}, {"content": "another"}])
 def test_plugins_count_where_the_pass_is_made_of_them(model, monkeypatch, changes):
     """And no others: to upgrade the server is no reason to compile."""
-    before, whole = key(model), PLUGINS.fingerprint()
+    before = key(model)
+    whole = PLUGINS.fingerprint()
     counted = set()
     for one in whole.plugins:
         plugins = tuple(
@@ -349,7 +352,8 @@ def test_code_is_loaded_with_the_options_of_its_compilation(
     model, compilations, tmp_path, monkeypatch
 ):
     """Code is found by the command line of g++, which options may change."""
-    patches, seen = {"cpp.simdlen": 8}, []
+    patches = {"cpp.simdlen": 8}
+    seen = []
     start(model, tmp_path / "c", details={"inductor_compile_config": patches})
     monkeypatch.setattr(
         compiler_module,

@@ -17,7 +17,8 @@ from toolkit_lm_compile.archive import read_archive
 from toolkit_lm_compile.split import Plan, Step
 from toolkit_lm_compile.store import MANIFEST, Entry, Manifest, open_root
 
-KEY, OTHER = "ab" * 16, "cd" * 16
+KEY = "ab" * 16
+OTHER = "cd" * 16
 PLAN = Plan(
     arguments={},
     inputs=[],
@@ -106,7 +107,8 @@ def test_show_says_what_is_damaged(tmp_path, capsys):
 
 
 def test_prune_takes_one_or_all(tmp_path, capsys):
-    one, other = fill(tmp_path / "c"), fill(tmp_path / "c", OTHER)
+    one = fill(tmp_path / "c")
+    other = fill(tmp_path / "c", OTHER)
     assert cache("prune", KEY, folder=tmp_path / "c") == 0
     assert not one.folder.exists() and other.folder.exists()
     assert cache("prune", "ff", folder=tmp_path / "c") == 2
@@ -249,7 +251,8 @@ def test_import_reads_nothing_of_a_file_that_claims_an_absurd_size(tmp_path):
 
 def header(kind: bytes, size: int) -> bytes:
     info = tarfile.TarInfo("header")
-    info.type, info.size = kind, size
+    info.type = kind
+    info.size = size
     return info.tobuf()
 
 

@@ -230,7 +230,8 @@ def test_what_is_compiled_after_ready_is_counted(folder, tmp_path, monkeypatch, 
         plugins=[metrics],
     )
     runner = llm.llm_engine.client.core.executor.runner
-    forward, sizes = runner._forward, []
+    forward = runner._forward
+    sizes = []
     # It remembers the code of the other level's test.
     torch.compiler.reset()
 

@@ -24,7 +24,8 @@ DECODERS = [
     (architecture, next(iter(variants)))
     for architecture, variants in decoder_families.VARIANTS.items()
 ]
-SLOW, NIGHTLY = pytest.mark.slow, pytest.mark.nightly
+SLOW = pytest.mark.slow
+NIGHTLY = pytest.mark.nightly
 
 
 def with_backends(cases, for_inductor, chosen):
@@ -197,7 +198,9 @@ def test_encoder_decoders(tmp_path, architecture, backend):
     class Both:
         """The compiled decoder, and the model for the rest."""
 
-        encode, compute_logits, modules = model.encode, model.compute_logits, model.modules
+        encode = model.encode
+        compute_logits = model.compute_logits
+        modules = model.modules
         __call__ = Stage.__call__
 
         def __init__(self):
@@ -254,7 +257,8 @@ def test_positions_of_three_axes(tmp_path, family, backend):
     ]
     assert sorted(forms) == [(2, 1), (2, 2), (3, 1), (3, 2)]
     for lengths in ([1], [5, 9, 2], [24], [16]):
-        total, generator = sum(lengths), torch.Generator().manual_seed(sum(lengths))
+        total = sum(lengths)
+        generator = torch.Generator().manual_seed(sum(lengths))
         ids = torch.randint(10, 290, (total,), generator=generator)
         axes = torch.randint(0, 100, (3, total), generator=generator)
         embeds = torch.randn(total, 64, generator=generator)

@@ -16,7 +16,8 @@ __all__ = ["folder"]
 
 def test_a_graph_launches_again_what_was_recorded():
     recorder = CudaRecorder(torch.device("cuda"))
-    given, found = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
+    given = torch.ones(4, device="cuda")
+    found = torch.zeros(4, device="cuda")
     calls = []
 
     def work():

@@ -31,7 +31,9 @@ PROMPTS = [[5, 6, 7], [9], list(range(3, 30)), [40, 41], list(range(50, 61))]
 LENGTHS = [9, 3, 5, 7, 2]
 """Of the answers: the number of rows changes from step to step."""
 SIZES = [1, 2, 4, 8, 16]
-NONE, PIECEWISE, FULL = Kind.NONE, Kind.PIECEWISE, Kind.FULL
+NONE = Kind.NONE
+PIECEWISE = Kind.PIECEWISE
+FULL = Kind.FULL
 
 
 class Reads(TorchDispatchMode):
@@ -39,7 +41,8 @@ class Reads(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.places, self.kept = [], []
+        self.places = []
+        self.kept = []
         self._made = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -67,7 +70,8 @@ class FakeRecorder(Recorder):
 
     def __init__(self):
         self.num_recorded = self.num_replays = 0
-        self.is_sealed, self.compares = False, True
+        self.is_sealed = False
+        self.compares = True
 
     def record(self, work):
         assert not self.is_sealed, "a request waits for a capture"
@@ -292,10 +296,8 @@ where they read."""
 
 
 def test_each_backend_is_shown_to_be_fit_for_graphs_or_says_why_it_is_not():
-    registry, page = (
-        Plugins.load().attention_backends,
-        {"num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16"},
-    )
+    registry = Plugins.load().attention_backends
+    page = {"num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16"}
     spec = AttentionSpec(
         layer="one",
         type=AttentionType.DECODER,
@@ -436,7 +438,8 @@ def test_sizes_that_no_step_reaches_are_not_captured():
 def test_buffers_are_taken_again_once_they_are_given_back():
     memory = Memory(torch.device("cpu"))
     strided = torch.zeros(6, 10)[:, :4]
-    first, second = memory.like(strided), memory.take([3], [1], torch.int64)
+    first = memory.like(strided)
+    second = memory.take([3], [1], torch.int64)
     assert (
         first.shape == strided.shape
         and first.stride() == strided.stride()

@@ -78,7 +78,8 @@ def test_the_tag_names_what_the_library_needs(hook, tmp_path, names, tag) -> Non
 
 @pytest.mark.parametrize("is_compiled", [True, False])
 def test_no_older_library_is_left_beside_the_sources(hook, tmp_path, is_compiled) -> None:
-    package, library = tmp_path / "package", tmp_path / hook.LIBRARY
+    package = tmp_path / "package"
+    library = tmp_path / hook.LIBRARY
     package.mkdir()
     for name in (hook.LIBRARY, "_kernels.cpython-311-x86_64-linux-gnu.so"):
         (package / name).write_text("old")

@@ -101,10 +101,13 @@ def test_what_is_not_a_number_stays_so_and_stays_where_it_is() -> None:
 @pytest.mark.usefixtures("isa")
 def test_a_sequence_is_computed_the_same_whatever_is_beside_it() -> None:
     together = make_step([30, 7, 64, 7], heads=(4, 2), head_size=32)
-    whole, start = together.run(), 0
+    whole = together.run()
+    start = 0
     for i, length in enumerate([30, 7, 64, 7]):
         alone = make_step([length], heads=(4, 2), head_size=32)
-        alone.q[0], alone.k[0], alone.v[0] = together.q[i], together.k[i], together.v[i]
+        alone.q[0] = together.q[i]
+        alone.k[0] = together.k[i]
+        alone.v[0] = together.v[i]
         assert torch.equal(alone.run(), whole[start : start + length])
         start += length
 
@@ -163,7 +166,8 @@ def test_heads_that_zeros_fill_up(dtype, type, head_size, heads) -> None:
         dtype=dtype,
         window=280,
     )
-    found, exact = step.run(), torch.from_numpy(step.naive())
+    found = step.run()
+    exact = torch.from_numpy(step.naive())
     if dtype is torch.float32:
         assert (found - exact).abs().max() <= 1e-5
     else:

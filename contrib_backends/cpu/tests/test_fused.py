@@ -75,8 +75,10 @@ def model(request, tmp_path_factory) -> Path:
 
 def both(monkeypatch, run: Callable[[], Any]) -> tuple[Any, Any]:
     """With layers in one call, every one of them, and module by module."""
-    calls, layers = [], []
-    call, layer_call = FusedDecoderLayer.__call__, FusibleLayer.__call__
+    calls = []
+    layers = []
+    call = FusedDecoderLayer.__call__
+    layer_call = FusibleLayer.__call__
     with monkeypatch.context() as patch:
         patch.setattr(
             FusedDecoderLayer,

@@ -81,16 +81,12 @@ def test_without_avx2_it_says_so(monkeypatch) -> None:
 @pytest.mark.skipif("not TYPES or not library._kernels.supports('avx512')", reason="needs AVX-512")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_avx2_and_avx512_give_the_same_bits(monkeypatch, dtype) -> None:
-    x, weight, bias = (
-        torch.randn(13, 160).to(dtype),
-        torch.randn(96, 160).mul_(0.1).to(dtype),
-        torch.randn(96).to(dtype),
-    )
-    cos, sin, norm = (
-        torch.randn(13, 1, 64).to(dtype),
-        torch.randn(13, 1, 64).to(dtype),
-        torch.randn(160).to(dtype),
-    )
+    x = torch.randn(13, 160).to(dtype)
+    weight = torch.randn(96, 160).mul_(0.1).to(dtype)
+    bias = torch.randn(96).to(dtype)
+    cos = torch.randn(13, 1, 64).to(dtype)
+    sin = torch.randn(13, 1, 64).to(dtype)
+    norm = torch.randn(160).to(dtype)
     steps = [
         AttentionStep(
             CpuBackend,
@@ -105,7 +101,8 @@ def test_avx2_and_avx512_give_the_same_bits(monkeypatch, dtype) -> None:
 
     def compute(isa: str) -> list[torch.Tensor]:
         monkeypatch.setitem(TYPES, dtype, KERNELS[isa][dtype])
-        kernels, packed = CpuKernels(), pack(weight, TYPES[dtype], Arena())
+        kernels = CpuKernels()
+        packed = pack(weight, TYPES[dtype], Arena())
         products = [
             linear(TYPES[dtype], x, packed, 96, bias, activation, gated, None)
             for activation in range(6)

@@ -68,7 +68,8 @@ def error(ours: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize("rows", [0, 1, 2, 5, 8, 9, 17, 64, 65, 130])
 def test_products(dtype, shape, rows) -> None:
     layer, weight = make_linear(*shape, dtype)
-    x, residual = torch.randn(rows, shape[1]).to(dtype), torch.randn(rows, shape[0]).to(dtype)
+    x = torch.randn(rows, shape[1]).to(dtype)
+    residual = torch.randn(rows, shape[0]).to(dtype)
     exact = F.linear(x.double(), weight.double(), layer.bias.double())
     plain = layer(x)
     assert (plain.shape, plain.dtype) == ((rows, shape[0]), dtype)
@@ -165,10 +166,8 @@ def test_activations_at_the_ends_of_numbers() -> None:
         ]
     )
     for name in ("relu", "silu", "gelu", "gelu_new", "quick_gelu"):
-        ours, plain = (
-            layer.method.apply(torch.diag(x), None, activation=name).diag(),
-            get_activation(name)(x),
-        )
+        ours = layer.method.apply(torch.diag(x), None, activation=name).diag()
+        plain = get_activation(name)(x)
         torch.testing.assert_close(ours[:12], plain[:12], rtol=1e-5, atol=1e-6, msg=name)
         assert ours[14].isnan() and ours[15] == pytest.approx(plain[15].item(), abs=1e-6)
 
@@ -224,7 +223,8 @@ def test_onednn_where_there_is_no_avx2(monkeypatch, dtype) -> None:
     weight = layer.weight.data.normal_(std=0.1).clone()
     layer.bias.data.normal_()
     layer.method.process(layer)
-    x, residual = torch.randn(5, 64).to(weight.dtype), torch.randn(5, 48).to(weight.dtype)
+    x = torch.randn(5, 64).to(weight.dtype)
+    residual = torch.randn(5, 48).to(weight.dtype)
     exact = F.linear(x.double(), weight.double(), layer.bias.double())
     for activation in (None, "gelu", "relu", "silu"):
         expected = exact if activation is None else get_activation(activation)(exact)
@@ -252,9 +252,12 @@ def test_it_is_for_the_cpu() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 16), (37, 768), (5, 3, 64), (0, 32)], ids=str)
 def test_norms(dtype, shape) -> None:
-    ours, plain = CpuKernels(), Kernels()
-    x, residual = torch.randn(shape).mul_(3).add_(0.5).to(dtype), torch.randn(shape).to(dtype)
-    weight, bias = torch.randn(shape[-1]).to(dtype), torch.randn(shape[-1]).to(dtype)
+    ours = CpuKernels()
+    plain = Kernels()
+    x = torch.randn(shape).mul_(3).add_(0.5).to(dtype)
+    residual = torch.randn(shape).to(dtype)
+    weight = torch.randn(shape[-1]).to(dtype)
+    bias = torch.randn(shape[-1]).to(dtype)
 
     def check(given: Tensor, reference: Tensor, exact: Tensor) -> None:
         if dtype is torch.float32:
@@ -290,15 +293,18 @@ def test_norms(dtype, shape) -> None:
 
 
 def test_norms_of_strided_heads(dtype) -> None:
-    kernels, packed = CpuKernels(), torch.randn(11, 7 * 64).to(dtype)
-    heads, weight = packed[:, 64:320].view(11, 4, 64), torch.randn(64).to(dtype)
+    kernels = CpuKernels()
+    packed = torch.randn(11, 7 * 64).to(dtype)
+    heads = packed[:, 64:320].view(11, 4, 64)
+    weight = torch.randn(64).to(dtype)
     assert torch.equal(
         kernels.rms_norm(heads, weight, 1e-6), kernels.rms_norm(heads.contiguous(), weight, 1e-6)
     )
 
 
 def test_norms_of_rows_that_no_vector_fits() -> None:
-    x, weight = torch.randn(3, 40), torch.randn(40)
+    x = torch.randn(3, 40)
+    weight = torch.randn(40)
     assert torch.equal(CpuKernels().rms_norm(x, weight, 1e-5), Kernels().rms_norm(x, weight, 1e-5))
 
 
@@ -309,10 +315,8 @@ def test_norms_of_rows_that_no_vector_fits() -> None:
 def test_rotations(dtype, size, interleaved) -> None:
     packed = torch.randn(300, 6 * 64).to(dtype)
     angles = torch.randn(300, 1, size // 2)
-    cos, sin = (
-        torch.cat((angles.cos(),) * 2, -1).to(dtype),
-        torch.cat((-angles.sin(), angles.sin()), -1).to(dtype),
-    )
+    cos = torch.cat((angles.cos(),) * 2, -1).to(dtype)
+    sin = torch.cat((-angles.sin(), angles.sin()), -1).to(dtype)
     given, reference, exact = (packed.clone()[:, : 5 * 64].view(300, 5, 64) for _ in range(3))
     assert CpuKernels().rotate(given, cos, sin, interleaved) is given
     Kernels().rotate(reference, cos, sin, interleaved)
@@ -343,12 +347,12 @@ def test_the_likeliest(dtype, size) -> None:
 @pytest.mark.parametrize("outputs", [1, 100, 1003])
 def test_the_likeliest_output_is_that_of_the_product(dtype, outputs, number, threads) -> None:
     # Of small numbers, whose sums are exact: many are equal.
-    weight, bias, x = (
-        torch.randint(-2, 3, (outputs, 64)).to(dtype),
-        torch.randn(outputs).to(dtype),
-        torch.randint(-2, 3, (130, 64)).to(dtype),
-    )
-    x[1], x[2], x[3, 5] = torch.nan, 0, torch.inf
+    weight = torch.randint(-2, 3, (outputs, 64)).to(dtype)
+    bias = torch.randn(outputs).to(dtype)
+    x = torch.randint(-2, 3, (130, 64)).to(dtype)
+    x[1] = torch.nan
+    x[2] = 0
+    x[3, 5] = torch.inf
     type = library.product_type(dtype, 64)
     packed = panels.pack(weight, type, Arena())
     _kernels.set_threads(number)
@@ -403,7 +407,9 @@ def test_norm_layers_use_the_kernels_that_they_are_made_with(monkeypatch) -> Non
 
 @pytest.mark.parametrize("shape", [(1, 192), (3, 384), (192, 192), (5, 63)], ids=str)
 def test_products_of_heads(shape) -> None:
-    kernels, weight, bias = CpuKernels(), torch.randn(shape), torch.randn(shape[0])
+    kernels = CpuKernels()
+    weight = torch.randn(shape)
+    bias = torch.randn(shape[0])
     x = torch.randn(70, shape[1])
     whole = kernels.linear(x, weight, bias)
     torch.testing.assert_close(whole, F.linear(x, weight, bias), rtol=1e-5, atol=1e-4)

@@ -181,7 +181,8 @@ def test_the_cache_lies_in_huge_pages() -> None:
     memory = np.zeros(8 * MIB, np.uint8)
     page = torch.from_numpy(memory).view(torch.float32)
     backend.see((page,))
-    middle, is_there = memory.ctypes.data + 4 * MIB, False
+    middle = memory.ctypes.data + 4 * MIB
+    is_there = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
             is_there = int(bounds[1], 16) <= middle < int(bounds[2], 16)

@@ -49,7 +49,8 @@ def make_step(rows, dtype, **fields) -> AttentionStep:
 )
 def test_contexts_of_several_spans(dtype, fields) -> None:
     step = make_step(LONG, dtype, **fields)
-    ours, exact = step.run(), torch.from_numpy(step.naive())
+    ours = step.run()
+    exact = torch.from_numpy(step.naive())
     assert ours.isfinite().all()
     if dtype is torch.float32:
         assert (ours - exact).abs().max() <= 1e-5
@@ -84,11 +85,9 @@ def alone(
     shape = {"heads": whole.heads, "head_size": whole.head_size, "window": whole.window}
     step = make_step([(queries, keys - before)], whole.dtype, **shape, **fields)
     end = count - before
-    step.q[0], step.k[0], step.v[0] = (
-        whole.q[row][end - queries : end],
-        whole.k[row][: keys - before],
-        whole.v[row][: keys - before],
-    )
+    step.q[0] = whole.q[row][end - queries : end]
+    step.k[0] = whole.k[row][: keys - before]
+    step.v[0] = whole.v[row][: keys - before]
     return step
 
 
@@ -106,7 +105,9 @@ def test_spans_are_the_same_beside_others_and_in_every_chunk(dtype, window) -> N
     rows = [(650, 650), (3, 257), (556, 700)]
     whole = make_step(rows, dtype, window=window, spans=True)
     whole.row_spans = [long_spans(keys) for _, keys in rows]
-    out, exact, start = whole.run(), torch.from_numpy(whole.naive()), 0
+    out = whole.run()
+    exact = torch.from_numpy(whole.naive())
+    start = 0
     assert (out - exact).abs().max() <= (1e-5 if dtype is torch.float32 else 0.02)
     for row, (queries, keys) in enumerate(rows):
         end = start + queries
@@ -132,7 +133,8 @@ def test_spans_are_the_same_beside_others_and_in_every_chunk(dtype, window) -> N
 @pytest.mark.parametrize("window", [None, 300])
 def test_a_row_is_the_same_whatever_is_beside_it(dtype, window) -> None:
     whole = make_step(LONG, dtype, window=window)
-    out, start = whole.run(), 0
+    out = whole.run()
+    start = 0
     for row, (queries, _) in enumerate(LONG):
         assert torch.equal(alone(whole, row).run(), out[start : start + queries])
         start += queries

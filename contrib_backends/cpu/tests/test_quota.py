@@ -15,7 +15,8 @@ def write(path: Path, text: str) -> None:
 
 
 def test_the_least_of_the_groups_around_a_process(tmp_path) -> None:
-    own, root = tmp_path / "own", tmp_path / "cgroup"
+    own = tmp_path / "own"
+    root = tmp_path / "cgroup"
     write(own, "0::/outer/inner\n")
     assert granted_cores(root, own) is None
     write(root / "cpu.max", "max 100000\n")
@@ -28,7 +29,8 @@ def test_the_least_of_the_groups_around_a_process(tmp_path) -> None:
 
 
 def test_the_older_layout(tmp_path) -> None:
-    own, root = tmp_path / "own", tmp_path / "cgroup"
+    own = tmp_path / "own"
+    root = tmp_path / "cgroup"
     write(own, "5:memory:/job\n4:cpu,cpuacct:/job\n")
     write(root / "cpu,cpuacct" / "job" / "cpu.cfs_quota_us", "250000\n")
     write(root / "cpu,cpuacct" / "job" / "cpu.cfs_period_us", "100000\n")
@@ -39,7 +41,8 @@ def test_the_older_layout(tmp_path) -> None:
 
 @pytest.mark.parametrize("text", ["", "nonsense", "max"])
 def test_what_cannot_be_read_grants_all(tmp_path, text) -> None:
-    own, root = tmp_path / "own", tmp_path / "cgroup"
+    own = tmp_path / "own"
+    root = tmp_path / "cgroup"
     assert granted_cores(root, own) is None
     write(own, "0::/\n")
     write(root / "cpu.max", text)

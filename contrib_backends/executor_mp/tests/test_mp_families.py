@@ -276,7 +276,8 @@ def test_pooled_decoders(tmp_path, sizes):
 
 
 def check_vectors(folder: Path, sizes, **options) -> None:
-    prompts, found = [prompt(length) for length in (3, 30, 12)], []
+    prompts = [prompt(length) for length in (3, 30, 12)]
+    found = []
     for each in ((1, 1), sizes):
         with LLM(str(folder), device="cpu", **sized(each), **options) as llm:
             outputs = llm.encode(prompts, PoolingParams(task="embed"), use_tqdm=False)

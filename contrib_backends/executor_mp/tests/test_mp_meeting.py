@@ -99,7 +99,9 @@ class TestStore:
     ):
         """NCCL's process group reads the store at the first collective; what stands for it here
         does, with the same part in C++."""
-        plain, folder, device = dist.HashStore(), tmp_path / "groups", torch.device("cpu")
+        plain = dist.HashStore()
+        folder = tmp_path / "groups"
+        device = torch.device("cpu")
         num_files = len(os.listdir("/proc/self/fd"))
 
         class Lazy(dist.ProcessGroup):
@@ -108,7 +110,8 @@ class TestStore:
 
             def __init__(self, store, rank, size, options):
                 super().__init__(rank, size)
-                self.store, self.options = dist.PrefixStore("nccl", store), options
+                self.store = dist.PrefixStore("nccl", store)
+                self.options = options
 
             def allreduce(self, tensors):
                 self.store.set(f"{self.rank()}", str(tensors[0].item()))
@@ -215,7 +218,8 @@ class TestSockets:
 
     def test_strangers_are_sent_away(self, monkeypatch):
         """Whoever can see an address that is no file can connect to it."""
-        store, strangers = dist.HashStore(), []
+        store = dist.HashStore()
+        strangers = []
         listened = threading.Event()
 
         def is_ours(peer, real=socket_group._is_ours):

@@ -11,7 +11,11 @@ from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution import resolve
 from toolkit_lm_devkit import write_checkpoint
 
-SIZE, INNER, KV_SIZE, VOCAB_SIZE, NUM_LAYERS = 1024, 2048, 256, 4096, 4
+SIZE = 1024
+INNER = 2048
+KV_SIZE = 256
+VOCAB_SIZE = 4096
+NUM_LAYERS = 4
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,8 @@ def visible(given: Arguments, n: int) -> Tensor:
 
 def keys_of(x: Tensor, given: Arguments, n: int) -> Tensor:
     """[keys, kv_heads, size] of sequence n."""
-    first, last = int(given.key_start[n]), int(given.key_start[n + 1])
+    first = int(given.key_start[n])
+    last = int(given.key_start[n + 1])
     if given.block_table is None:
         return x[first:last]
     positions = torch.arange(last - first)
@@ -40,10 +41,8 @@ def attend(
 ) -> Tensor:
     out = torch.zeros_like(q)
     for n in range(len(given.query_start) - 1):
-        tokens, seen = (
-            slice(int(given.query_start[n]), int(given.query_start[n + 1])),
-            visible(given, n),
-        )
+        tokens = slice(int(given.query_start[n]), int(given.query_start[n + 1]))
+        seen = visible(given, n)
         group = q.shape[1] // k.shape[-2]
         keys, values = (keys_of(x, given, n).float().repeat_interleave(group, 1) for x in (k, v))
         values = values.masked_fill(~seen.any(0)[:, None, None], 0.0)

@@ -19,11 +19,10 @@ WINDOWS = [None, 1, 6]
 
 def make_batch(rows, block_size: int | None = None, padding: int = 0) -> BatchView:
     """Rows of (queries, keys). Row r has the blocks 100 * r, 100 * r + 1, ..."""
-    counts, lengths = (
-        [*(q for q, _ in rows), *[1] * padding],
-        [*(k for _, k in rows), *[0] * padding],
-    )
-    start, seen = np.cumsum([0, *counts], dtype=np.int32), np.array(lengths, np.int32)
+    counts = [*(q for q, _ in rows), *[1] * padding]
+    lengths = [*(k for _, k in rows), *[0] * padding]
+    start = np.cumsum([0, *counts], dtype=np.int32)
+    seen = np.array(lengths, np.int32)
     table = None
     if block_size is not None:
         table = (

@@ -190,7 +190,8 @@ def varlen_attn_of_2_11(
 @pytest.mark.parametrize(("window", "given"), [(None, (-1, 0)), (8, (7, 0))])
 def test_how_torch_is_called(monkeypatch, like, window, given) -> None:
     """Whatever the installed PyTorch is, and as the oldest one takes it."""
-    calls, signature = [], inspect.signature(like)
+    calls = []
+    signature = inspect.signature(like)
 
     @functools.wraps(like)
     def recorded(*arguments, **options):

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 def test_later_steps_read_where_the_recorded_one_read(features) -> None:
     """What `build` fills lies where it lay, has room for the longest rows, and holds nothing of
     longer steps before."""
-    told, found = [], torch.empty(ROWS, 4, 64)
+    told = []
+    found = torch.empty(ROWS, 4, 64)
 
     def spy(q, k, v, given, scale, soft_cap):
         tensors = (q, k, v, given.query_start, given.key_start, given.block_table)

@@ -31,7 +31,8 @@ class _Wrapper:
     ) -> None:
         assert workspace.dtype == torch.uint8 and layout == "NHD" and backend == "auto"
         assert use_cuda_graph == all(buffer is not None for buffer in buffers.values())
-        self.use_cuda_graph, self.buffers = use_cuda_graph, buffers
+        self.use_cuda_graph = use_cuda_graph
+        self.buffers = buffers
         self.is_planned = False
 
     def _fill(self, **given: Tensor) -> None:
@@ -61,12 +62,16 @@ class _Wrapper:
     ) -> None:
         num_heads, num_kv_heads, head_size, page_size = shape
         assert num_heads % num_kv_heads == 0
-        pages, last = self.buffers["indptr"].diff(), self.buffers["last_page_len"]
+        pages = self.buffers["indptr"].diff()
+        last = self.buffers["last_page_len"]
         assert (pages >= 0).all() and last[pages > 0].ge(1).all() and last.le(page_size).all(), (
             "pages of rows are not as documented"
         )
         assert not last[pages == 0].any()
-        self.shape, self.causal, self.window, self.cap = shape, causal, window, cap or 0.0
+        self.shape = shape
+        self.causal = causal
+        self.window = window
+        self.cap = cap or 0.0
         self.scale = 1 / math.sqrt(head_size) if scale is None else scale
         self.dtypes = dtypes
         self.is_planned = True
@@ -86,23 +91,20 @@ class _Wrapper:
         assert q.shape == (query_start[-1], num_heads, head_size)
         assert (q.dtype, k_cache.dtype, v_cache.dtype) == self.dtypes
         # What is cloned is read once, and whole: so a recorder sees the same reads in each step.
-        indptr, last = (
-            self.buffers["indptr"].clone().tolist(),
-            self.buffers["last_page_len"].clone().tolist(),
-        )
+        indptr = self.buffers["indptr"].clone().tolist()
+        last = self.buffers["last_page_len"].clone().tolist()
         ids = self.buffers["indices"].clone()[: indptr[-1]].long()
         assert len(ids) == indptr[-1]
         keys, values = (
             x[ids].float().repeat_interleave(num_heads // num_kv_heads, 2)
             for x in (k_cache, v_cache)
         )
-        queries, found = q.clone().float(), torch.full(q.shape, math.nan)
+        queries = q.clone().float()
+        found = torch.full(q.shape, math.nan)
         for row, (first, end) in enumerate(itertools.pairwise(indptr)):
             if first < end:
-                tokens, count = (
-                    slice(query_start[row], query_start[row + 1]),
-                    (end - first - 1) * page_size + last[row],
-                )
+                tokens = slice(query_start[row], query_start[row + 1])
+                count = (end - first - 1) * page_size + last[row]
                 k, v = (x[first:end].flatten(0, 1)[:count] for x in (keys, values))
                 found[tokens] = self._attend_row(queries[tokens], k, v, factor)
         found = found.to(q.dtype)

@@ -24,8 +24,10 @@ every_window = pytest.mark.parametrize("window", [None, 1, 6, 100])
 
 def make_batch(rows, block_size: int | None = None) -> BatchView:
     """Rows of (queries, keys). Row r has the blocks 100 * r, 100 * r + 1, ..."""
-    counts, lengths = [queries for queries, _ in rows], [keys for _, keys in rows]
-    start, seen = np.cumsum([0, *counts], dtype=np.int32), np.array(lengths, np.int32)
+    counts = [queries for queries, _ in rows]
+    lengths = [keys for _, keys in rows]
+    start = np.cumsum([0, *counts], dtype=np.int32)
+    seen = np.array(lengths, np.int32)
     table = None
     if block_size is not None:
         table = (
@@ -152,7 +154,8 @@ def test_a_table_that_is_part_of_a_wider_one() -> None:
     batch = make_batch(DECODE, 4)
     wide = torch.full((3, 50), -1, dtype=torch.int32)
     wide[:, : batch.block_table.shape[1]] = batch.block_table
-    part, pages = wide[:, : batch.block_table.shape[1]], find_pages(batch, key_of(), 4)
+    part = wide[:, : batch.block_table.shape[1]]
+    pages = find_pages(batch, key_of(), 4)
     view = BatchView(
         **{name: getattr(batch, name) for name in BatchView.__dataclass_fields__}
         | {"block_table": part}

@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture
 def is_cudnn_asked(monkeypatch):
     """Of each call, whether cuDNN's kernel could be chosen."""
-    calls, attention = [], kernel.scaled_dot_product_attention
+    calls = []
+    attention = kernel.scaled_dot_product_attention
 
     def spy(*arguments, **options):
         calls.append(torch.backends.cuda.cudnn_sdp_enabled())

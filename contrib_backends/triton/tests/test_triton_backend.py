@@ -178,7 +178,8 @@ def test_entry_module_registers_below_the_references() -> None:
 
 def batch_of(rows, spans=None) -> BatchView:
     queries, keys = np.array(rows).T
-    starts, lengths = np.cumsum([0, *queries], dtype=np.int32), keys.astype(np.int32)
+    starts = np.cumsum([0, *queries], dtype=np.int32)
+    lengths = keys.astype(np.int32)
     return BatchView(
         query_start=starts,
         seq_lens=lengths,
@@ -246,10 +247,8 @@ def test_pieces_hold_each_query_once_and_the_keys_that_any_of_them_sees(
 @pytest.mark.parametrize("window", [None, 1, 9])
 def test_decodes_in_graphs_are_cut_as_others_are(window) -> None:
     """In one table for all steps of as many rows, without the host."""
-    key, table = (
-        PlanKey(AttentionType.DECODER, window, 2, False),
-        decode_table(4, torch.device("cpu")),
-    )
+    key = PlanKey(AttentionType.DECODER, window, 2, False)
+    table = decode_table(4, torch.device("cpu"))
     place = table.data_ptr()
     for lengths in ([90, 1, 7, 12], [3, 0, 0, 0], [8, 9, 10, 11]):
         batch = batch_of([(1, length) for length in lengths])
@@ -312,13 +311,17 @@ def test_chunks_of_pieces() -> None:
 
 
 def test_plans_are_made_once_for_layers_that_are_alike() -> None:
-    meta, layer = Metadata(batch_of([(1, 9)])), TritonParams()
+    meta = Metadata(batch_of([(1, 9)]))
+    layer = TritonParams()
     assert meta.plan(layer) is meta.plan(TritonParams())
     assert meta.plan(layer) is not meta.plan(TritonParams(window=3))
 
 
 class TritonParams:
-    attention_type, num_heads, num_kv_heads, spans = AttentionType.DECODER, 4, 2, False
+    attention_type = AttentionType.DECODER
+    num_heads = 4
+    num_kv_heads = 2
+    spans = False
 
     def __init__(self, window: int | None = None) -> None:
         self.window = window
@@ -329,7 +332,8 @@ def test_powers_of_2() -> None:
 
 
 def test_layers_of_other_kinds_are_left_to_their_modules() -> None:
-    there, wide = object(), SimpleNamespace(weight=[0.0] * 48)
+    there = object()
+    wide = SimpleNamespace(weight=[0.0] * 48)
     params = SimpleNamespace(attention_type=AttentionType.DECODER, head_size=24)
     usual = {
         "attn": SimpleNamespace(params=params),

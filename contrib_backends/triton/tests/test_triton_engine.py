@@ -45,7 +45,8 @@ def model(request, tmp_path_factory):
 def test_generation(monkeypatch, model) -> None:
     """Prompts in chunks, and several rows a step: the same tokens, by layers that rotate keys into
     the cache."""
-    calls, call = [], FusedDecoderLayer.__call__
+    calls = []
+    call = FusedDecoderLayer.__call__
     monkeypatch.setattr(
         FusedDecoderLayer,
         "__call__",
@@ -59,7 +60,8 @@ def test_generation(monkeypatch, model) -> None:
         "max_num_batched_tokens": 50,
         "max_num_seqs": 4,
     }
-    expected, none_yet = generate(model, PROMPTS, **options, **PLAIN), not calls
+    expected = generate(model, PROMPTS, **options, **PLAIN)
+    none_yet = not calls
     ours = generate(model, PROMPTS, **options, **OURS)
     assert none_yet and calls and all(done is not None for done in calls)
     assert ours.token_ids == expected.token_ids

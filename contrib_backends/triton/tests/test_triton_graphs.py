@@ -40,7 +40,9 @@ class Launches:
 
 class Launcher:
     def __init__(self, launches: Launches, name: str, kernel: Any) -> None:
-        self.launches, self.name, self.kernel = launches, name, kernel
+        self.launches = launches
+        self.name = name
+        self.kernel = kernel
 
     def __getitem__(self, programs: tuple[int, ...]) -> Any:
         def launch(*arguments: Any, **options: Any) -> None:

@@ -57,14 +57,20 @@ def test_what_a_row_gives_does_not_depend_on_the_rows_beside_it(fields) -> None:
     """A row that is decoded, that is: its keys are shared out in the same way beside longer
     ones."""
     step = make_step([(1, SPLIT + 5), (1, LONG), (20, 20), (1, 3)], **fields)
-    whole, first = step.run(), make_step([(1, SPLIT + 5)], **fields)
-    first.q, first.k, first.v, first.layer = step.q[:1], step.k[:1], step.v[:1], step.layer
+    whole = step.run()
+    first = make_step([(1, SPLIT + 5)], **fields)
+    first.q = step.q[:1]
+    first.k = step.k[:1]
+    first.v = step.v[:1]
+    first.layer = step.layer
     assert torch.equal(first.run(), whole[:1])
 
 
 def test_biases_of_pairs_are_made_for_some_pieces_at_a_time(monkeypatch) -> None:
     step = make_step([(1, 90), (40, 40), (12, 70), (1, 1), (3, 31)], bias="table")
-    whole, made, bias = step.run(), [], step.layer.params.bias
+    whole = step.run()
+    made = []
+    bias = step.layer.params.bias
     step.layer.params = replace(
         step.layer.params, bias=lambda q, k: made.append(len(q)) or bias(q, k)
     )
@@ -90,13 +96,15 @@ def test_large_scores_do_not_overflow() -> None:
 @pytest.mark.parametrize("activation", GATES)
 def test_gates(activation, dtype) -> None:
     x = random(5, 2 * 1100, dtype=dtype) * 4
-    ours, exact = TritonKernels().gate(x, activation).double(), gate(x.double(), activation)
+    ours = TritonKernels().gate(x, activation).double()
+    exact = gate(x.double(), activation)
     limit = 2e-6 if dtype is torch.float32 else 1e-3
     torch.testing.assert_close(ours, exact, atol=limit, rtol=limit)
 
 
 def test_a_gated_layer_uses_the_kernel(monkeypatch) -> None:
-    outputs, ours = [], TritonKernels()
+    outputs = []
+    ours = TritonKernels()
     for kernels in (Kernels(), ours):
         config = VllmConfig.default(dtype="float32")
         with construction(kernels=kernels), torch.device(DEVICE):
@@ -133,7 +141,10 @@ def test_likeliest_of_many_scores(dtype) -> None:
     ("interleaved", "rotated"), [(False, 24), (True, 24), (False, 16), (True, 8)]
 )
 def test_keys_are_rotated_into_the_cache(interleaved, rotated) -> None:
-    tokens, heads, kv_heads, size = 5, 4, 2, 24
+    tokens = 5
+    heads = 4
+    kv_heads = 2
+    size = 24
     params = LayerParams(
         name="attn",
         attention_type=AttentionType.DECODER,
@@ -142,13 +153,12 @@ def test_keys_are_rotated_into_the_cache(interleaved, rotated) -> None:
         head_size=size,
         scale=1.0,
     )
-    qkv, cos, sin = (
-        random(tokens, heads + 2 * kv_heads, size),
-        random(tokens, 1, rotated, seed=1),
-        random(tokens, 1, rotated, seed=2),
-    )
+    qkv = random(tokens, heads + 2 * kv_heads, size)
+    cos = random(tokens, 1, rotated, seed=1)
+    sin = random(tokens, 1, rotated, seed=2)
     slots = torch.tensor([7, -1, 0, 15, 8], device=DEVICE)
-    expected, cache = qkv.clone(), torch.zeros(4, 2, 4, kv_heads, size, device=DEVICE)
+    expected = qkv.clone()
+    cache = torch.zeros(4, 2, 4, kv_heads, size, device=DEVICE)
     Kernels().rotate(expected[:, : heads + kv_heads], cos, sin, interleaved)
     layer = FusedDecoderLayer(
         SimpleNamespace(attn=SimpleNamespace(params=params)), TritonKernels()._kernels

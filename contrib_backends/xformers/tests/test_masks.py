@@ -25,10 +25,8 @@ TABLE_STEP = 20
 
 def prepared(rows, type, *, window=None, block_size=None, paged=False) -> Prepared:
     """Of rows of (queries, keys). Row r has the blocks TABLE_STEP * r, TABLE_STEP * r + 1, ..."""
-    start, seen = (
-        np.cumsum([0, *(q for q, _ in rows)], dtype=np.int32),
-        np.array([k for _, k in rows], np.int32),
-    )
+    start = np.cumsum([0, *(q for q, _ in rows)], dtype=np.int32)
+    seen = np.array([k for _, k in rows], np.int32)
     table = None
     if block_size is not None:
         table = (
@@ -111,7 +109,8 @@ def test_which_masks_they_are() -> None:
     def type_name(mask) -> str:
         return type(mask).__name__
 
-    decoder, cross = AttentionType.DECODER, AttentionType.CROSS
+    decoder = AttentionType.DECODER
+    cross = AttentionType.CROSS
     assert name(PREFILL, AttentionType.ENCODER) == "BlockDiagonalMask"
     assert name(PREFILL, decoder) == "BlockDiagonalCausalMask"
     assert name(PREFILL, decoder, window=6) == "BlockDiagonalCausalLocalAttentionMask"

@@ -23,11 +23,14 @@ from transformers import (
 )
 
 VOCAB = 300
-AUDIO, BEGIN, END = 7, 8, 9
+AUDIO = 7
+BEGIN = 8
+END = 9
 MARKS = {"<|AUDIO|>": AUDIO, "<|audio_bos|>": BEGIN, "<|audio_eos|>": END}
 ITEM = "<|audio_bos|><|AUDIO|><|audio_eos|>"
 RATE = 16000
-MELS, STATES = 16, 50
+MELS = 16
+STATES = 50
 """A window is a second: 100 frames, 25 tokens."""
 TOWER = {
     "num_mel_bins": MELS,

@@ -56,8 +56,10 @@ def wav(samples) -> bytes:
 
 def test_an_engine_process_is_sent_a_recording_once(other, monkeypatch):
     """What it holds is neither processed again nor sent."""
-    sounds, text = recordings(0.5, 0.9, seed=4), f"{ITEM} or {ITEM}?"
-    expected, processed = other.greedy(text, sounds, COUNT)[1], []
+    sounds = recordings(0.5, 0.9, seed=4)
+    text = f"{ITEM} or {ITEM}?"
+    expected = other.greedy(text, sounds, COUNT)[1]
+    processed = []
     process = AudioProcessor.process
     monkeypatch.setattr(
         AudioProcessor, "process", lambda *args: (processed.append(1), process(*args))[1]
@@ -69,7 +71,9 @@ def test_an_engine_process_is_sent_a_recording_once(other, monkeypatch):
 
 
 def test_a_recording_is_encoded_once_while_it_is_held(other, monkeypatch):
-    sounds, text, encoded = recordings(0.5, 0.9, seed=4), f"{ITEM} or {ITEM}?", []
+    sounds = recordings(0.5, 0.9, seed=4)
+    text = f"{ITEM} or {ITEM}?"
+    encoded = []
     encode = Qwen2AudioForConditionalGeneration.encode
     with LLM(str(other.folder), **OPTIONS) as llm:
         monkeypatch.setattr(
@@ -84,7 +88,8 @@ def test_a_recording_is_encoded_once_while_it_is_held(other, monkeypatch):
 
 def test_embeddings_in_the_place_of_a_recording(other):
     (sound,) = recordings(0.5, seed=3)
-    text, caught = f"see {ITEM} there", []
+    text = f"see {ITEM} there"
+    caught = []
     hook = other.model.model.multi_modal_projector.register_forward_hook(
         lambda _, given, out: caught.append(out)
     )

@@ -69,7 +69,8 @@ def logits_of(model, prompts, *stages) -> list[torch.Tensor]:
     embeds, items = model.embed(input_ids), [item for _, items in prompts for item in items]
     if items:
         embeds[input_ids == AUDIO] = torch.cat(encoded(model, items))
-    positions, out = torch.cat([torch.arange(length) for length in lengths]), None
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    out = None
     for stage in (model, *stages):
         with sequences(stage, lengths):
             out = stage(
@@ -92,7 +93,8 @@ TEXTS = [
 def prompts_of(subject):
     """What transformers takes, and what we do: several recordings among text, one, none."""
     sounds = recordings(*LENGTHS)
-    theirs, ours = [], []
+    theirs = []
+    ours = []
     for text, chosen in TEXTS:
         inputs = subject.inputs(text, [sounds[i] for i in chosen])
         theirs.append(inputs)
@@ -113,7 +115,8 @@ def close(found, expected) -> bool:
 
 def test_embeddings_of_recordings(subject, plugins):
     model, rules = ours(subject.folder, plugins)
-    sounds, caught = recordings(*LENGTHS), []
+    sounds = recordings(*LENGTHS)
+    caught = []
     hook = subject.model.model.multi_modal_projector.register_forward_hook(
         lambda _, given, out: caught.append(out)
     )
@@ -288,10 +291,8 @@ def test_bfloat16(tmp_path, plugins):
     subject = make_subject(tmp_path)
     model, _ = ours(tmp_path, plugins, dtype="bfloat16")
     theirs, prompts = prompts_of(subject)
-    exact, found = (
-        [their_logits(subject.model, inputs) for inputs in theirs],
-        logits_of(model, prompts),
-    )
+    exact = [their_logits(subject.model, inputs) for inputs in theirs]
+    found = logits_of(model, prompts)
     half = subject.model.bfloat16()
     rounded = [
         {name: one.bfloat16() if one.is_floating_point() else one for name, one in inputs.items()}
@@ -339,10 +340,8 @@ def test_weights_of_the_published_size_fit(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
     with torch.device("meta"):
         theirs = Qwen2AudioForConditionalGeneration(AutoConfig.from_pretrained(tmp_path))
-    plugins, config = (
-        Plugins.load(),
-        checkpoint_config(tmp_path, dtype="bfloat16", max_model_len=4096),
-    )
+    plugins = Plugins.load()
+    config = checkpoint_config(tmp_path, dtype="bfloat16", max_model_len=4096)
     model = construct(plugins.models.load(NAME), config, torch.device("meta"), plugins)
     assert model.load_weights(dict(theirs.state_dict()).items())
     rules = plugins.models.load_multimodal(NAME)(config)

@@ -13,16 +13,15 @@ from toolkit_lm_devkit import run_ranks
 
 @pytest.mark.parametrize("is_whole", [False, True], ids=["split", "held by both"])
 def test_ranks_norm_as_one_alone(is_whole):
-    x, weight = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)), torch.arange(8.0)
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    weight = torch.arange(8.0)
     expected = torch.nn.functional.rms_norm(x, (8,), weight, 1e-5)
 
     def run(rank):
         config = VllmConfig.default(tensor_parallel_size=2).with_rank(rank)
         part = Part.whole(8) if is_whole else Part(8, rank * 4, 4)
-        norm, mine = (
-            ShardedRMSNorm(part, eps=1e-5, vllm_config=config),
-            slice(part.start, part.start + part.size),
-        )
+        norm = ShardedRMSNorm(part, eps=1e-5, vllm_config=config)
+        mine = slice(part.start, part.start + part.size)
         norm.weight.weight_loader(norm.weight, weight)
         return norm(x[:, mine]), expected[:, mine]
 

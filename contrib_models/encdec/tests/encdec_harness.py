@@ -22,7 +22,9 @@ from toolkit_lm_sdpa.backend import SdpaBackend
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
 LIMITS = BatchLimits(16, 1024, 256)
-ENCODER, DECODER, CROSS = 0, 1, 2
+ENCODER = 0
+DECODER = 1
+CROSS = 2
 """KV groups."""
 GROUPS = {
     AttentionType.ENCODER: ENCODER,
@@ -80,7 +82,8 @@ class Driver:
     def __init__(self, model: EncoderDecoderModel, backend=SdpaBackend):
         self.model = model
         layers = [module for module in model.modules() if isinstance(module, Attention)]
-        self.bindings, self.backends = {}, {}
+        self.bindings = {}
+        self.backends = {}
         for layer in layers:
             kind = layer.params.attention_type
             spec = layer.attention_spec(torch.device("cpu"), cached=True)
@@ -112,7 +115,8 @@ class Driver:
     def step(self, rows):
         begun = [sequence for sequence, _ in rows if not sequence.num_computed]
         encoder_hidden_states = self._encode([s.encoder_ids for s in begun]) if begun else None
-        counts, starts = [count for _, count in rows], [s.num_computed for s, _ in rows]
+        counts = [count for _, count in rows]
+        starts = [s.num_computed for s, _ in rows]
         parts = [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]
         decoder = self._batch(rows, DECODER, [part.stop for part in parts], parts)
         of_encoders = [slice(0, len(s.encoder_ids) if s in begun else 0) for s, _ in rows]
@@ -168,7 +172,8 @@ class Driver:
 
 
 def view(counts, lengths, starts, table=None, slots=None):
-    query_start, seq_lens = np.cumsum([0, *counts], dtype=np.int32), np.array(lengths, np.int32)
+    query_start = np.cumsum([0, *counts], dtype=np.int32)
+    seq_lens = np.array(lengths, np.int32)
     return BatchView(
         query_start=query_start,
         seq_lens=seq_lens,

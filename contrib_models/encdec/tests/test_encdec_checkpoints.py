@@ -30,11 +30,9 @@ from toolkit_lm_encdec.positions import SinusoidalPositions
 from toolkit_lm_encdec.relative_bias import buckets_of
 from transformers.models.t5.modeling_t5 import T5Attention
 
-BART, T5, PEGASUS = (
-    "BartForConditionalGeneration",
-    "T5ForConditionalGeneration",
-    "PegasusForConditionalGeneration",
-)
+BART = "BartForConditionalGeneration"
+T5 = "T5ForConditionalGeneration"
+PEGASUS = "PegasusForConditionalGeneration"
 
 
 def fields_of(architecture, variant=None):

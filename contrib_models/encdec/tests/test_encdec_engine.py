@@ -85,7 +85,8 @@ class Subject:
 
     def logprobs(self, output, completion):
         """[output tokens, V] along what the engine has drawn."""
-        prompt, tokens = output.prompt_token_ids, list(completion.token_ids)
+        prompt = output.prompt_token_ids
+        tokens = list(completion.token_ids)
         with torch.inference_mode():
             out = self.model(
                 input_ids=torch.tensor([output.encoder_prompt_token_ids]),
@@ -167,7 +168,8 @@ def test_greedy_of_the_reference_backend(make, architecture, variant):
 @pytest.mark.parametrize(("architecture", "variant"), CASES)
 @pytest.mark.parametrize("length_penalty", [0.0, 2.0])
 def test_beam_search(make, architecture, variant, length_penalty):
-    subject, width = make(architecture, variant), 4
+    subject = make(architecture, variant)
+    width = 4
     params = SamplingParams(
         use_beam_search=True, beam_width=width, n=2, length_penalty=length_penalty, max_tokens=12
     )
@@ -210,7 +212,8 @@ def until(tokens, end):
 
 @pytest.mark.parametrize(("architecture", "variant"), ONE_OF_EACH)
 def test_several_samples_share_an_encoder(make, architecture, variant):
-    subject, watch = make(architecture, variant), Watch()
+    subject = make(architecture, variant)
+    watch = Watch()
     params = SamplingParams(
         temperature=1, seed=5, n=4, max_tokens=12, ignore_eos=True, logprobs=VOCAB_SIZE
     )
@@ -229,7 +232,8 @@ def test_several_samples_share_an_encoder(make, architecture, variant):
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize(("architecture", "variant"), ONE_OF_EACH)
 def test_preemption(make, architecture, variant, mode, caching):
-    subject, watch = make(architecture, variant), Watch()
+    subject = make(architecture, variant)
+    watch = Watch()
     options = {
         "preemption_mode": mode,
         "swap_memory": "8MiB",
@@ -252,8 +256,10 @@ def both(encoder, decoder):
 
 @pytest.mark.parametrize(("architecture", "variant"), ONE_OF_EACH)
 def test_decoder_prompts_in_chunks(make, architecture, variant):
-    subject, watch = make(architecture, variant), Watch()
-    encoders, decoders = subject.prompts((5, 17, 40, 3)), subject.prompts((39, 2, 38, 30))
+    subject = make(architecture, variant)
+    watch = Watch()
+    encoders = subject.prompts((5, 17, 40, 3))
+    decoders = subject.prompts((39, 2, 38, 30))
     outputs = generate(
         subject,
         [both(*prompt) for prompt in zip(encoders, decoders, strict=True)],

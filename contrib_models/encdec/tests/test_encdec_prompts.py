@@ -7,7 +7,10 @@ from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.errors import ConfigError, ContextLengthError, RequestError
 from toolkit_lm_devkit import randomize, write_tokenizer
 
-VOCAB_SIZE, BEGIN, END, START = 272, 0, 1, 2
+VOCAB_SIZE = 272
+BEGIN = 0
+END = 1
+START = 2
 SIZES = {
     "encoder_layers": 1,
     "decoder_layers": 1,

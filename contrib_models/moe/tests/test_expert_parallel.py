@@ -20,7 +20,9 @@ from toolkit_lm_moe.experts import PROJECTIONS, RoutedExperts, divide_experts, r
 
 EP = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 INPUT_IDS = torch.arange(3, 63)
-NUM_EXPERTS, HIDDEN, INNER = 7, 16, 24
+NUM_EXPERTS = 7
+HIDDEN = 16
+INNER = 24
 
 
 def layers(

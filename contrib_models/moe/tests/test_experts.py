@@ -9,8 +9,11 @@ from toolkit_lm.model import LinearBase
 from toolkit_lm_moe.experts import RoutedExperts, route_top_k, split_experts
 from torch.nn import functional as F
 
-EXPERTS, HIDDEN, INNER = 6, 16, 32
-GATE_UP, DOWN = torch.randn(EXPERTS, 2 * INNER, HIDDEN) / 4, torch.randn(EXPERTS, HIDDEN, INNER) / 4
+EXPERTS = 6
+HIDDEN = 16
+INNER = 32
+GATE_UP = torch.randn(EXPERTS, 2 * INNER, HIDDEN) / 4
+DOWN = torch.randn(EXPERTS, HIDDEN, INNER) / 4
 
 
 def make(*, rank=0, ranks=1, dtype="float32", inner=INNER, grouped=False, **kwargs):
@@ -86,7 +89,8 @@ def test_the_product_is_the_weighted_sum_over_experts(routing, grouped):
 def test_bfloat16_sums_experts_in_float32(grouped):
     experts, weights = random_routing(40, 4)
     x = torch.randn(40, HIDDEN).bfloat16()
-    gate_up, down = GATE_UP.bfloat16(), DOWN.bfloat16()
+    gate_up = GATE_UP.bfloat16()
+    down = DOWN.bfloat16()
     out = ready(grouped=grouped, dtype="bfloat16")(x, experts, weights)
     assert out.dtype == torch.bfloat16
     exact = naive(x, experts, weights, gate_up, down)
@@ -118,7 +122,8 @@ def test_the_activation_is_the_one_asked_for(hidden_act):
 def test_sizes_that_no_grouped_product_takes_are_computed_one_by_one():
     experts, weights = random_routing(7, 2)
     x = torch.randn(7, HIDDEN)
-    gate_up, down = torch.randn(EXPERTS, 2 * 7, HIDDEN), torch.randn(EXPERTS, HIDDEN, 7)
+    gate_up = torch.randn(EXPERTS, 2 * 7, HIDDEN)
+    down = torch.randn(EXPERTS, HIDDEN, 7)
     layer = fill(make(inner=7), gate_up, down)
     assert layer.stacked is None
     torch.testing.assert_close(

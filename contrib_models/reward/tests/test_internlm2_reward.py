@@ -16,7 +16,8 @@ HIDDEN, INNER, HEADS, KV_HEADS = (
     for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 )
 SIZE = HIDDEN // HEADS
-THETA, EPS = 5000.0, 1e-5
+THETA = 5000.0
+EPS = 1e-5
 
 
 def make_weights(bias):
@@ -66,7 +67,9 @@ def reference(weights, prompt):
         h = norm(x, own["attention_norm.weight"])
         qkv = F.linear(h, own["attention.wqkv.weight"], own.get("attention.wqkv.bias"))
         qkv = qkv.view(len(x), KV_HEADS, HEADS // KV_HEADS + 2, SIZE)
-        q, k, v = qkv[:, :, :-2].flatten(1, 2), qkv[:, :, -2], qkv[:, :, -1]
+        q = qkv[:, :, :-2].flatten(1, 2)
+        k = qkv[:, :, -2]
+        v = qkv[:, :, -1]
         q, k = rotate(q), rotate(k)
         k, v = (t.repeat_interleave(HEADS // KV_HEADS, 1) for t in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / SIZE**0.5

@@ -18,7 +18,9 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 
-HEADS, HEAD_SIZE, MAX_POSITIONS = 4, 32, 256
+HEADS = 4
+HEAD_SIZE = 32
+MAX_POSITIONS = 256
 BASE = {
     "hidden_size": HEADS * HEAD_SIZE,
     "num_attention_heads": HEADS,
@@ -291,7 +293,8 @@ def test_three_positions_of_a_token_are_those_of_qwen2_vl(stated):
     torch.testing.assert_close(
         embedding(positions).rotate(x.clone()), expected[0].transpose(0, 1), atol=1e-5, rtol=1e-5
     )
-    one, three = embedding(positions[0]), embedding(positions[:1].expand(3, -1))
+    one = embedding(positions[0])
+    three = embedding(positions[:1].expand(3, -1))
     assert torch.equal(one.cos, three.cos)
     assert torch.equal(one.sin, three.sin)
 

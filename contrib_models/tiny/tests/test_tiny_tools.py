@@ -37,7 +37,8 @@ def test_it_does_its_tasks_turn_by_turn(llm):
     right = 0
     for one in situations:
         messages = [{"role": "user", "content": one.task.question}]
-        said, expected = [], [*(call.text for call in one.task.calls), one.task.answer]
+        said = []
+        expected = [*(call.text for call in one.task.calls), one.task.answer]
         for call in one.task.calls:
             said += say(llm, [messages], [one.tools])
             function = {"name": call.name, "arguments": json.dumps(call.arguments)}

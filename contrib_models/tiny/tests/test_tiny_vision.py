@@ -20,7 +20,8 @@ from transformers import AutoTokenizer, LlavaForConditionalGeneration, LlavaProc
 
 FOLDER = Path(toolkit_lm_tiny.__file__).parent / "checkpoint_vision"
 JUDGE = Path(__file__).parents[1] / "train" / "judge_vision.py"
-MIB, SIDE = 2**20, 48
+MIB = 2**20
+SIDE = 48
 GREEDY = SamplingParams(temperature=0, max_tokens=30)
 
 
@@ -170,7 +171,8 @@ def test_drawings_are_the_same_again():
 
 
 def test_what_is_drawn_is_what_is_said():
-    blue, red = (0, 0, 255), (255, 0, 0)
+    blue = (0, 0, 255)
+    red = (255, 0, 0)
     shapes = (
         Shape("square", "blue", blue, 60, 20, 10, 0.0),
         Shape("circle", "red", red, 20, 20, 10, 0.0),
@@ -220,12 +222,11 @@ def test_every_twentieth_content_is_held_out():
 def test_answers_follow_from_drawings():
     random = Random(8)
     for _ in range(500):
-        first, second = draw(random), draw(random)
-        one, two, none = (
-            ask(random, first),
-            ask_pair(random, first, second),
-            ask_blind(random, first),
-        )
+        first = draw(random)
+        second = draw(random)
+        one = ask(random, first)
+        two = ask_pair(random, first, second)
+        none = ask_blind(random, first)
         counts = [len(drawing.shapes) for drawing in (first, second)]
         if one.kind == "count":
             assert one.answer.split()[2] == ("no", "one", "two", "three", "four", "five")[counts[0]]

@@ -14,7 +14,10 @@ from typing import NamedTuple
 from stories import ADJECTIVES, HEROES, NAMES, tell
 from toolkit_lm_tiny.facts import DAYS, FACTS, MONTHS, TOPICS, Topic, with_article
 
-IM_START, IM_END, BOS, PAD = "<|im_start|>", "<|im_end|>", "<|bos|>", "<|pad|>"
+IM_START = "<|im_start|>"
+IM_END = "<|im_end|>"
+BOS = "<|bos|>"
+PAD = "<|pad|>"
 
 CHAT_TEMPLATE = (
     "{% for tool in tools or [] %}{{ '<|im_start|>system\\nTools:' if loop.first }}"

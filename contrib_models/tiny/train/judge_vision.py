@@ -47,7 +47,8 @@ def answers(
 ) -> list[str]:
     """Greedy ones. Prompts of the same length go together, so that no padding can change an
     answer."""
-    encoded, by_length = [], defaultdict(list)
+    encoded = []
+    by_length = defaultdict(list)
     for i, task in enumerate(tasks):
         images = [Image.fromarray(drawing.pixels()) for drawing in task.drawings]
         prompt = processor.apply_chat_template(messages(task), add_generation_prompt=True)

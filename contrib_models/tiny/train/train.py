@@ -28,11 +28,14 @@ CONTEXT = 512
 TOKENS_PER_STEP = 4096
 # Short windows are cheaper and start more chats at position 0; the long ones teach all positions of
 # the context.
-WINDOWS, WINDOW_WEIGHTS = (128, 256, 512), (5, 3, 2)
+WINDOWS = (128, 256, 512)
+WINDOW_WEIGHTS = (5, 3, 2)
 # Some programs put the BOS token before every prompt: a part of the windows has it, so that it does
 # no harm.
 BOS_SHARE = 0.1
-PEAK_RATE, WARMUP, WEIGHT_DECAY = 3e-3, 0.02, 0.01
+PEAK_RATE = 3e-3
+WARMUP = 0.02
+WEIGHT_DECAY = 0.01
 IGNORED = -100
 
 
@@ -102,7 +105,8 @@ def batches(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[tuple[Ten
     bos = tokenizer.bos_token_id
     while True:
         length = rng.choices(WINDOWS, WINDOW_WEIGHTS)[0]
-        rows, targets = [], []
+        rows = []
+        targets = []
         for _ in range(TOKENS_PER_STEP // length):
             ids, labels = ([bos], [IGNORED]) if rng.random() < BOS_SHARE else ([], [])
             while len(ids) <= length:
@@ -158,7 +162,9 @@ def train(
     model.train()
     optimizer = make_optimizer(model)
     source = batches(tokenizer, seed)
-    start, step, mean_loss = time.monotonic(), 0, math.nan
+    start = time.monotonic()
+    step = 0
+    mean_loss = math.nan
     while (progress := max(step / steps, (time.monotonic() - start) / (60 * minutes))) < 1:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(progress)

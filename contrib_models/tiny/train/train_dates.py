@@ -25,9 +25,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-BEGIN, END, PAD = "<s>", "</s>", "<pad>"
+BEGIN = "<s>"
+END = "</s>"
+PAD = "<pad>"
 CONTEXT = 64
-BATCH, PEAK_RATE, WARMUP = 128, 2e-3, 0.03
+BATCH = 128
+PEAK_RATE = 2e-3
+WARMUP = 0.03
 IGNORED = -100
 
 
@@ -76,7 +80,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> BartForConditionalGenerati
 
 def draw(random: Random, tokenizer: PreTrainedTokenizerFast) -> dict[str, torch.Tensor]:
     """A batch of dates that are not held out, each in one of its forms, some in lower case."""
-    texts, answers = [], []
+    texts = []
+    answers = []
     while len(texts) < BATCH:
         day = FIRST + timedelta(random.randrange((LAST - FIRST).days + 1))
         if not is_held_out(day):
@@ -98,7 +103,9 @@ def train(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=PEAK_RATE, weight_decay=0.01, betas=(0.9, 0.98)
     )
-    random, start, step = Random(seed), time.monotonic(), 0
+    random = Random(seed)
+    start = time.monotonic()
+    step = 0
     while (done := (time.monotonic() - start) / (60 * minutes)) < 1:
         rate = PEAK_RATE * min(done / WARMUP, 0.5 * (1 + math.cos(math.pi * done)))
         for group in optimizer.param_groups:
@@ -116,10 +123,8 @@ def train(
 @torch.inference_mode()
 def judge(folder: Path, count: int) -> float:
     """The share of held-out dates that a saved model has right, by transformers."""
-    model, tokenizer = (
-        BartForConditionalGeneration.from_pretrained(folder).eval(),
-        PreTrainedTokenizerFast.from_pretrained(folder),
-    )
+    model = BartForConditionalGeneration.from_pretrained(folder).eval()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     asked = [(text, day.isoformat()) for day in held_out() for text in forms(day)]
     chosen = Random(1).sample(asked, count)
     right = 0

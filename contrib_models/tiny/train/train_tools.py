@@ -58,10 +58,12 @@ def document(rng: Random) -> list[Piece]:
         fact = rng.choice(FACTS)
         pieces += _turn("user", fact.question, fact.reply)
     task = one.task
-    asked, role = task.question, "user"
+    asked = task.question
+    role = "user"
     for call in task.calls:
         pieces += _turn(role, asked, call.text)
-        asked, role = call.result, "tool"
+        asked = call.result
+        role = "tool"
     return [*pieces, *_turn(role, asked, task.answer)]
 
 
@@ -72,10 +74,12 @@ def _turn(role: str, asked: str, said: str) -> list[Piece]:
 
 def batches(tokenizer: AutoTokenizer, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Windows that begin with a whole document."""
-    rng, plain = Random(seed), Corpus(seed).documents()
+    rng = Random(seed)
+    plain = Corpus(seed).documents()
     encode = tokenizer.backend_tokenizer.encode
     while True:
-        rows, targets = [], []
+        rows = []
+        targets = []
         for _ in range(TOKENS_PER_STEP // LENGTH):
             ids: list[int] = []
             labels: list[int] = []
@@ -103,8 +107,11 @@ def main() -> int:
     tokenizer = AutoTokenizer.from_pretrained(options.begin)
     model = AutoModelForCausalLM.from_pretrained(options.begin, dtype=torch.float32)
     model.train()
-    optimizer, source = make_optimizer(model), batches(tokenizer, options.seed)
-    start, step, mean_loss = time.monotonic(), 0, math.nan
+    optimizer = make_optimizer(model)
+    source = batches(tokenizer, options.seed)
+    start = time.monotonic()
+    step = 0
+    mean_loss = math.nan
     while (progress := (time.monotonic() - start) / (60 * options.minutes)) < 1:
         for group in optimizer.param_groups:
             group["lr"] = options.rate * min(

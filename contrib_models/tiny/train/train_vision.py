@@ -58,10 +58,15 @@ from vision_rows import (
 VOCABULARY = 512
 CONTEXT = 1024
 BATCH = 16
-PEAK_RATE, WARMUP, WEIGHT_DECAY = 2e-3, 0.02, 0.01
+PEAK_RATE = 2e-3
+WARMUP = 0.02
+WEIGHT_DECAY = 0.01
 # The tower first learns alone to say what is at which patch, until it knows most kinds or for a
 # share of the time. A head for it, which is not saved, goes on beside the chats.
-ALONE, ENOUGH, LOOK_WEIGHT, NOTHING_WEIGHT = 0.4, 0.95, 0.3, 0.2
+ALONE = 0.4
+ENOUGH = 0.95
+LOOK_WEIGHT = 0.3
+NOTHING_WEIGHT = 0.2
 NOISE = 0.05
 SAVE_EVERY = 1.0
 
@@ -94,7 +99,8 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
 def _texts(random: Random, count: int) -> Iterator[str]:
     yield from ("user\n", "assistant\n", "system\n", *SYSTEM)
     for _ in range(count):
-        first, second = draw(random), draw(random)
+        first = draw(random)
+        second = draw(random)
         for question in (
             ask(random, first),
             ask_pair(random, first, second),
@@ -169,7 +175,8 @@ def start_tower(embeddings: nn.Module) -> None:
     Of a patch, the low frequencies of its brightness and colours, those that edges have little of
     made larger. Of its place, those of rows and columns.
     """
-    patches, positions = embeddings.patch_embedding.weight, embeddings.position_embedding.weight
+    patches = embeddings.patch_embedding.weight
+    positions = embeddings.position_embedding.weight
     place = torch.arange(PATCH) + 0.5
     waves = torch.stack(
         [
@@ -193,7 +200,8 @@ def start_tower(embeddings: nn.Module) -> None:
             * torch.outer(waves[i], waves[j])
             * (0.25 if i + j == 0 else 0.4 * (i + j))
         )
-    across, width = SIDE // PATCH, positions.shape[1] // 4
+    across = SIDE // PATCH
+    width = positions.shape[1] // 4
     rows, columns = torch.meshgrid(torch.arange(across), torch.arange(across), indexing="ij")
     angles = [
         axis.flatten()[:, None] / 10 ** (torch.arange(width) / width) for axis in (rows, columns)
@@ -235,7 +243,9 @@ class Trainer:
             parameters, lr=PEAK_RATE, weight_decay=WEIGHT_DECAY, betas=(0.9, 0.98)
         )
         self._means = dict.fromkeys(("looks", "kinds", "loss", "exact"), math.nan)
-        self._start, self._saved, self._steps = time.process_time(), 0.0, 0
+        self._start = time.process_time()
+        self._saved = 0.0
+        self._steps = 0
         self._weights = [
             torch.tensor([NOTHING_WEIGHT] + [1.0] * (classes - 1)) for classes in LOOKS
         ]
@@ -329,10 +339,8 @@ class Trainer:
         self, features: Tensor, drawings: list[Drawing]
     ) -> tuple[Tensor, dict[str, float]]:
         """Of what is at each patch, and how many kinds are right at the centres of shapes."""
-        logits, wanted = (
-            self.look_head(features).flatten(0, 1).split(LOOKS, -1),
-            looks(drawings).flatten(0, 1).unbind(-1),
-        )
+        logits = self.look_head(features).flatten(0, 1).split(LOOKS, -1)
+        wanted = looks(drawings).flatten(0, 1).unbind(-1)
         loss = sum(
             cross_entropy(*pair, weight)
             for *pair, weight in zip(logits, wanted, self._weights, strict=True)

@@ -14,8 +14,13 @@ from toolkit_lm_tiny.drawing_questions import TALK, Question, ask, ask_blind, as
 from toolkit_lm_tiny.drawings import COLOURS, KINDS, Drawing, draw, scatter
 from torch import Tensor
 
-PAD, BOS, START, END, IMAGE = "<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>", "<image>"
-SIDE, PATCH = 48, 12
+PAD = "<|pad|>"
+BOS = "<|bos|>"
+START = "<|im_start|>"
+END = "<|im_end|>"
+IMAGE = "<image>"
+SIDE = 48
+PATCH = 12
 NUM_PATCHES = (SIDE // PATCH) ** 2
 LOOKS = (1 + len(KINDS), 1 + len(COLOURS), 2)
 """How many classes each of `looks` has."""
@@ -28,7 +33,8 @@ SYSTEM = (
 QUESTIONS = 4
 # What a batch's rows are: independent questions about one picture or two, or a chat of several
 # turns.
-MIX, MIX_WEIGHTS = ("one", "two", "chat"), (5, 3, 2)
+MIX = ("one", "two", "chat")
+MIX_WEIGHTS = (5, 3, 2)
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in "
@@ -39,7 +45,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 # So many of the questions are of the kinds that take the longest to learn.
-HARD, HARD_SHARE = ("describe", "count of", "describe one of two"), 0.5
+HARD = ("describe", "count of", "describe one of two")
+HARD_SHARE = 0.5
 Encode = Callable[[str], Sequence[int]]
 Preprocess = Callable[[list[Image.Image]], Tensor]
 
@@ -87,7 +94,8 @@ class Rows:
     def _independent(self, num_pictures: int) -> Row:
         """Questions that see the pictures, not each other, and sometimes one that sees no
         picture."""
-        row, random = Row(), self._random
+        row = Row()
+        random = self._random
         row.drawings = [self.draw() for _ in range(num_pictures)]
         start = self._begin(row)
         start = row.add(self._encode(f"{START}user\n"), 0, start)
@@ -115,7 +123,8 @@ class Rows:
     def _chat(self, most_pictures: int) -> Row:
         """Several turns. A picture comes with the first question or a later one, before or behind
         the text."""
-        row, random = Row(), self._random
+        row = Row()
+        random = self._random
         position = self._begin(row)
         for _ in range(random.randint(1, QUESTIONS)):
             is_new = len(row.drawings) < most_pictures and random.random() < (
@@ -148,7 +157,8 @@ class Rows:
     def _begin(self, row: Row) -> int:
         """Some programs put BOS before every prompt, some chats have a system message: neither may
         do harm."""
-        position, random = 0, self._random
+        position = 0
+        random = self._random
         if random.random() < 0.1:
             position = row.add(self._encode(BOS), 0, position)
         if random.random() < 0.1:
@@ -171,7 +181,9 @@ def collate(rows: list[Row], pad: int) -> dict[str, Tensor]:
     """Rows of one batch, padded behind."""
     length = max(len(row.ids) for row in rows)
     shape = (len(rows), length)
-    ids, labels, positions = np.full(shape, pad), np.full(shape, IGNORED), np.zeros(shape, np.int64)
+    ids = np.full(shape, pad)
+    labels = np.full(shape, IGNORED)
+    positions = np.zeros(shape, np.int64)
     segments = np.full(shape, -2)
     for i, row in enumerate(rows):
         for target, values in (
@@ -181,7 +193,8 @@ def collate(rows: list[Row], pad: int) -> dict[str, Tensor]:
             (segments, row.segments),
         ):
             target[i, : len(values)] = values
-    query, key = segments[:, :, None], segments[:, None, :]
+    query = segments[:, :, None]
+    key = segments[:, None, :]
     seen = ((query == key) | ((key == 0) & (query > 0))) & np.tri(length, dtype=np.bool_)
     names = {
         "input_ids": ids,
@@ -204,11 +217,13 @@ def looks(drawings: list[Drawing]) -> Tensor:
     [drawings, patches, 3]
     """
     found = np.zeros((len(drawings), NUM_PATCHES, 3), np.int64)
-    across, colours = SIDE // PATCH, tuple(COLOURS)
+    across = SIDE // PATCH
+    colours = tuple(COLOURS)
     rows, columns = np.mgrid[0:across, 0:across].reshape(2, -1) + 0.5
     for i, drawing in enumerate(drawings):
         for shape in drawing.shapes:
-            x, y = shape.x / drawing.width * across, shape.y / drawing.height * across
+            x = shape.x / drawing.width * across
+            y = shape.y / drawing.height * across
             away = np.hypot(
                 (columns - x) * drawing.width / across, (rows - y) * drawing.height / across
             )

@@ -81,10 +81,8 @@ def test_bf16_error_is_that_of_transformers(name, tmp_path):
     family, fields = FAMILIES[name]
     model = save(family, tmp_path, dtype=torch.bfloat16, **fields)
     ours = generate(tmp_path, model_impl="transformers")
-    exact, theirs = (
-        reference_logprobs(copy.deepcopy(model).float(), ours),
-        reference_logprobs(model, ours),
-    )
+    exact = reference_logprobs(copy.deepcopy(model).float(), ours)
+    theirs = reference_logprobs(model, ours)
     assert not all(map(torch.equal, ours.logprobs, exact))
     assert_bf16_error(ours.logprobs, theirs, exact)
 
@@ -102,7 +100,8 @@ def test_a_fallback_is_taken_by_itself_and_said_to_be(tmp_path):
 
 def test_llama_by_the_fallback_is_llama_by_its_class(tmp_path):
     model = save("Llama", tmp_path, **GROUPED)
-    by_class, by_fallback = generate(tmp_path), generate(tmp_path, model_impl="transformers")
+    by_class = generate(tmp_path)
+    by_fallback = generate(tmp_path, model_impl="transformers")
     check_parity(model, by_fallback)
     assert by_class.token_ids == by_fallback.token_ids
     for ours, theirs in zip(by_class.logprobs, by_fallback.logprobs, strict=True):

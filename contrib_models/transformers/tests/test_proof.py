@@ -82,7 +82,8 @@ def test_positions_that_begin_later_are_reserved(tmp_path):
 def test_bf16_with_later_positions_is_as_exact_as_transformers(tmp_path):
     model = save("camembert", tmp_path, dtype=torch.bfloat16)
     ours = generate(tmp_path, model_impl="transformers", num_kv_blocks=200, preempts=False)
-    theirs, exact = reference_logprobs(model, ours), reference_logprobs(model.float(), ours)
+    theirs = reference_logprobs(model, ours)
+    exact = reference_logprobs(model.float(), ours)
     assert_bf16_error(ours.logprobs, theirs, exact)
 
 
@@ -98,11 +99,9 @@ def test_exact_is_the_same_as_a_copy_in_float32(tmp_path):
 
 
 def test_float32_makes_no_copy_of_all_experts(tmp_path, monkeypatch):
-    config, raised, true = (
-        save("mixtral", tmp_path, dtype=torch.bfloat16).config,
-        [],
-        exactness._raised,
-    )
+    config = save("mixtral", tmp_path, dtype=torch.bfloat16).config
+    raised = []
+    true = exactness._raised
 
     def noted(value):
         found = true(value)

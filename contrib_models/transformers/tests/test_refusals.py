@@ -136,7 +136,8 @@ def test_what_can_run_is_not_refused():
     ],
 )
 def test_attention_that_cannot_be_had_is_noted(given, reason):
-    module, keys = torch.nn.Module(), torch.zeros(1, 2, 3, 8)
+    module = torch.nn.Module()
+    keys = torch.zeros(1, 2, 3, 8)
     arguments = {
         "query": torch.zeros(1, 4, 3, 8),
         "key": keys,

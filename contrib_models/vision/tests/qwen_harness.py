@@ -23,7 +23,11 @@ from transformers import (
 )
 from vision_harness import sequences
 
-VOCAB, IMAGE, VIDEO, BEGIN, END = 300, 7, 8, 5, 6
+VOCAB = 300
+IMAGE = 7
+VIDEO = 8
+BEGIN = 5
+END = 6
 PATCH_VALUES = 3 * 2 * 4 * 4
 TEXT = {
     "hidden_size": 64,

@@ -24,7 +24,8 @@ def saved(folder, architecture, **fields):
 
 @pytest.mark.parametrize("architecture", KINDS)
 def test_a_fallback_is_a_language_part(architecture, tmp_path):
-    theirs, plugins = saved(tmp_path, architecture), Plugins.load()
+    theirs = saved(tmp_path, architecture)
+    plugins = Plugins.load()
     model = load_checkpoint(
         plugins.models.load("LlavaForConditionalGeneration"), tmp_path, plugins=plugins
     )

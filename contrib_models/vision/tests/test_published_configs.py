@@ -118,10 +118,8 @@ def test_weights_fit(name, tmp_path):
     weights = dict(theirs.state_dict())
     if theirs.config.tie_word_embeddings or name != "llava-1.5-7b":
         weights.pop("lm_head.weight")
-    plugins, config = (
-        Plugins.load(),
-        checkpoint_config(tmp_path, dtype="bfloat16", max_model_len=4096),
-    )
+    plugins = Plugins.load()
+    config = checkpoint_config(tmp_path, dtype="bfloat16", max_model_len=4096)
     model = construct(
         plugins.models.load(CONFIGS[name]["architectures"][0]),
         config,

@@ -48,7 +48,8 @@ def plugins():
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request, tmp_path_factory, plugins):
     """The model of transformers, ours, and our rules."""
-    theirs, folder = random_qwen(request.param), tmp_path_factory.mktemp("qwen")
+    theirs = random_qwen(request.param)
+    folder = tmp_path_factory.mktemp("qwen")
     theirs.save_pretrained(folder)
     return theirs, *ours(folder, plugins)
 
@@ -186,7 +187,8 @@ def in_other_words(theirs, folder, *, names="file", config="nested"):
         save_file(weights, folder / "model.safetensors")
     if config == "flat":
         values = json.loads((folder / "config.json").read_text())
-        text, vision = values.pop("text_config"), values.pop("vision_config")
+        text = values.pop("text_config")
+        vision = values.pop("vision_config")
         rope = text.pop("rope_parameters")
         text |= {
             "rope_theta": rope["rope_theta"],

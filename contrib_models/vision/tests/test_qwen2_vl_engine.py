@@ -41,9 +41,11 @@ WAYS = {
 @pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])
 def subject(request, tmp_path_factory):
     """A folder, prompts, and the log probabilities of transformers along some tokens after each."""
-    theirs, folder = random_qwen(request.param), tmp_path_factory.mktemp("qwen")
+    theirs = random_qwen(request.param)
+    folder = tmp_path_factory.mktemp("qwen")
     theirs.save_pretrained(folder)
-    rules, seconds = rules_of(theirs), 1.5 if request.param == "qwen2_5_vl" else None
+    rules = rules_of(theirs)
+    seconds = 1.5 if request.param == "qwen2_5_vl" else None
     prompts = [
         prompt_of(
             rules, TEXT[0], picture(4, 6), TEXT[1], picture(2, 2), TEXT[2], picture(14, 10), TEXT[1]

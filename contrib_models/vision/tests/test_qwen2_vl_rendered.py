@@ -75,7 +75,8 @@ def write_checkpoint(theirs, folder):
 @pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])
 def subject(request, tmp_path_factory):
     """A folder, the model of transformers, and its processor."""
-    theirs, folder = random_qwen(request.param), tmp_path_factory.mktemp("qwen")
+    theirs = random_qwen(request.param)
+    folder = tmp_path_factory.mktemp("qwen")
     path = write_checkpoint(theirs, folder)
     read = PreTrainedTokenizerFast(tokenizer_file=str(path), pad_token="<pad>")
     images = AutoImageProcessor.from_pretrained(folder, backend="pil")
@@ -111,7 +112,8 @@ def greedy(subject, text, pictures):
 
 
 def expected_of(subject, texts):
-    pool, found = drawings(sum(text.count(ITEM) for text in texts), seed=3), []
+    pool = drawings(sum(text.count(ITEM) for text in texts), seed=3)
+    found = []
     for text in texts:
         pictures, pool = pool[: text.count(ITEM)], pool[text.count(ITEM) :]
         found.append((text, pictures, *greedy(subject, text, pictures)))
@@ -197,7 +199,8 @@ def test_what_stands_for_a_picture_is_that_of_transformers_processor(subject):
     theirs, _, images, _ = subject
     rules = rules_of(theirs)
     processor = Qwen2VLProcessor.__new__(Qwen2VLProcessor)
-    processor.image_processor, processor.image_token = images, "x"
+    processor.image_processor = images
+    processor.image_token = "x"
     for pixels in drawings(5, seed=8):
         inputs = images([pixels], return_tensors="np", input_data_format="channels_last")
         made = rules.replacement("image", dict(inputs))

@@ -27,7 +27,8 @@ TAKEN = 2
 @pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])
 def subject(request, tmp_path_factory):
     """A folder, the model of transformers, and its image processor."""
-    theirs, folder = random_qwen(request.param), tmp_path_factory.mktemp("qwen")
+    theirs = random_qwen(request.param)
+    folder = tmp_path_factory.mktemp("qwen")
     write_checkpoint(theirs, folder)
     return theirs, folder, AutoImageProcessor.from_pretrained(folder, backend="pil")
 
@@ -75,7 +76,8 @@ def greedy(subject, parts, fps):
     """Tokens of a prompt of tokens and videos, and those that transformers draws. `fps`: of each
     video."""
     theirs, _, images = subject
-    ids, made = [], []
+    ids = []
+    made = []
     for part in parts:
         if isinstance(part, list):
             ids += part
@@ -109,7 +111,8 @@ def said(output):
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 19}], ids=["whole", "chunked"])
 def test_frames_and_files_in_a_conversation(subject, options):
-    one, other = clip(5), gif(clip(12, seed=3))
+    one = clip(5)
+    other = gif(clip(12, seed=3))
     content = [
         {"type": "text", "text": "Look: "},
         {"type": "video", "video": (one, {"fps": 1})},
@@ -141,7 +144,8 @@ def test_beside_a_prompt(subject):
     with LLM(str(subject[1]), **OPTIONS) as llm:
         [output] = llm.generate([prompt], GREEDY, use_tqdm=False)
     found = output.prompt_token_ids
-    before, after = found[: found.index(BEGIN)], found[found.index(END) + 1 :]
+    before = found[: found.index(BEGIN)]
+    after = found[found.index(END) + 1 :]
     assert said(output) == greedy(subject, [before, frames, after], [3])
 
 
@@ -178,8 +182,10 @@ async def test_over_http(subject):
         )
         answer = await client.post("/v1/chat/completions", json=body(video))
         assert answer.status_code == 200, answer.text
-        found, drawn = answer.json()["prompt_token_ids"], answer.json()["choices"][0]["token_ids"]
-        before, after = found[: found.index(BEGIN)], found[found.index(END) + 1 :]
+        found = answer.json()["prompt_token_ids"]
+        drawn = answer.json()["choices"][0]["token_ids"]
+        before = found[: found.index(BEGIN)]
+        after = found[found.index(END) + 1 :]
         assert (found, drawn) == greedy(subject, [before, frames_of_gif(data)[::2], after], [TAKEN])
         fewer = await client.post(
             "/v1/chat/completions", json=body(video, mm_processor_kwargs={"num_frames": 2})
@@ -202,5 +208,6 @@ async def test_over_http(subject):
 
 def test_the_processor_of_the_checkpoint_leaves_frames_as_they_are():
     """Else these tests would say nothing of sizes."""
-    edge, frame = PROCESSOR["size"], clip(1)[0]
+    edge = PROCESSOR["size"]
+    frame = clip(1)[0]
     assert edge["shortest_edge"] <= frame.shape[0] * frame.shape[1] <= edge["longest_edge"]

@@ -26,7 +26,8 @@ def plugins():
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request, tmp_path_factory, plugins):
     """The model of transformers, ours, and our rules."""
-    theirs, folder = random_model(request.param), tmp_path_factory.mktemp("vision")
+    theirs = random_model(request.param)
+    folder = tmp_path_factory.mktemp("vision")
     theirs.save_pretrained(folder)
     return theirs, *ours(folder, plugins)
 
@@ -246,10 +247,8 @@ def test_bfloat16(family, tmp_path, plugins):
     model, rules = ours(tmp_path, plugins, dtype="bfloat16")
     a, b, c = pictures(theirs, 3)
     prompts = [prompt_of(rules, TEXT[0], a, TEXT[1], b), prompt_of(rules, c, TEXT[2])]
-    exact, found = (
-        [their_logits(theirs, prompt) for prompt in prompts],
-        logits_of_prompts(model, prompts),
-    )
+    exact = [their_logits(theirs, prompt) for prompt in prompts]
+    found = logits_of_prompts(model, prompts)
     half = theirs.bfloat16()
     rounded = [
         prompt._replace(pictures=[one.bfloat16() for one in prompt.pictures]) for prompt in prompts

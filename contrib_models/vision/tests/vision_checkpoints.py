@@ -107,7 +107,8 @@ class Subject:
 
 def write_template(folder: Path, mark: str) -> str:
     """The chat template of a checkpoint, whose pictures have this mark."""
-    path, template = folder / "tokenizer_config.json", TEMPLATE.replace("MARK", repr(mark))
+    path = folder / "tokenizer_config.json"
+    template = TEMPLATE.replace("MARK", repr(mark))
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
     return template
 

@@ -22,7 +22,9 @@ from transformers import (
 )
 
 VOCAB = 300
-IMAGE, BEGIN, END = 7, 8, 9
+IMAGE = 7
+BEGIN = 8
+END = 9
 """Tokens of pictures."""
 TOWER = {
     "hidden_size": 32,

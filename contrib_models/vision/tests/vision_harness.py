@@ -40,10 +40,12 @@ def prompt_of(rules: MultiModalRules, *parts: list[int] | Tensor) -> Prompt:
     """Of tokens and pictures, in this order; what stands for a picture is what the rules say."""
     prompt = Prompt([], [], [], [])
     for part in parts:
-        tokens, mask = part, [False] * len(part)
+        tokens = part
+        mask = [False] * len(part)
         if isinstance(part, Tensor):
             found = rules.replacement("image", {"pixel_values": part.numpy()})
-            tokens, mask = found.token_ids, found.mask or [True] * len(found.token_ids)
+            tokens = found.token_ids
+            mask = found.mask or [True] * len(found.token_ids)
             prompt.pictures.append(part)
             prompt.places.append(slice(len(prompt.token_ids), len(prompt.token_ids) + len(tokens)))
         prompt.token_ids.extend(tokens)
@@ -79,11 +81,9 @@ def sequences(
         limits=BatchLimits(len(lengths), sum(lengths), max(lengths)),
         device=torch.device("cpu"),
     )
-    backend, query_start, seq_lens = (
-        SdpaBackend(setup),
-        np.cumsum([0, *lengths], dtype=np.int32),
-        np.array(lengths, np.int32),
-    )
+    backend = SdpaBackend(setup)
+    query_start = np.cumsum([0, *lengths], dtype=np.int32)
+    seq_lens = np.array(lengths, np.int32)
     view = BatchView(
         query_start=query_start,
         seq_lens=seq_lens,
@@ -124,7 +124,8 @@ def logits_of_prompts(
             encoded(model, pictures)
         )
     positions = torch.cat([torch.arange(length) for length in lengths])
-    spans, out = np.concatenate([spans_of(prompt) for prompt in prompts]), None
+    spans = np.concatenate([spans_of(prompt) for prompt in prompts])
+    out = None
     for stage in (model, *stages):
         with sequences(stage, lengths, spans):
             out = stage(

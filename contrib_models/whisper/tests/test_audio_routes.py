@@ -21,7 +21,9 @@ from toolkit_lm_whisper.formats import FORMATS
 from toolkit_lm_whisper.transcriber import Transcriber
 
 PATH = "/v1/audio/transcriptions"
-WITHOUT, END, START = 300, 1, 290
+WITHOUT = 300
+END = 1
+START = 290
 GENERATION = {
     "decoder_start_token_id": START,
     "bos_token_id": END,

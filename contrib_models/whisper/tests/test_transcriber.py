@@ -31,7 +31,9 @@ from toolkit_lm_whisper.timestamps import Timestamps
 from toolkit_lm_whisper.transcriber import Transcriber
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
-WITHOUT, END, START = 300, 1, 290
+WITHOUT = 300
+END = 1
+START = 290
 VOCAB_SIZE = WITHOUT + 1 + 1501
 GENERATION = {
     "decoder_start_token_id": START,
@@ -116,7 +118,8 @@ def llm(checkpoint):
 
 
 def recording(seconds: float, seed: int = 0) -> np.ndarray:
-    noise, time = np.random.default_rng(seed), np.arange(int(16000 * seconds)) / 16000
+    noise = np.random.default_rng(seed)
+    time = np.arange(int(16000 * seconds)) / 16000
     return (
         0.4 * np.sin(2 * np.pi * (200 + 20 * time) * time) + noise.normal(0, 0.05, len(time))
     ).astype(np.float32)
@@ -161,7 +164,8 @@ def test_long_recordings_are_those_of_transformers(checkpoint, llm, uses_context
 
 def test_several_at_once_are_those_of_each_alone(llm):
     given = [(recording(40, 1), 16000), (recording(3, 2), 16000), (recording(65, 3), 16000)]
-    transcriber, seen = Transcriber(llm), []
+    transcriber = Transcriber(llm)
+    seen = []
     together = transcriber.transcribe(
         given, progress=lambda index, seconds: seen.append((index, seconds))
     )
@@ -267,10 +271,8 @@ def test_silence_has_no_text(checkpoint, llm):
     """The probability is that of the token before <|notimestamps|>, where the transcript starts."""
     _, model = checkpoint
     samples = recording(35)
-    model_of_speech, limits = (
-        LongForm(llm.config, llm.engine.renderer),
-        Thresholds(temperatures=(0.0,)),
-    )
+    model_of_speech = LongForm(llm.config, llm.engine.renderer)
+    limits = Thresholds(temperatures=(0.0,))
     told = Recording(
         model_of_speech,
         samples,
@@ -376,7 +378,8 @@ def test_formats():
 def test_the_command(checkpoint, tmp_path, capsys):
     from toolkit_lm_cli.app import run
 
-    path, short = tmp_path / "speech.wav", tmp_path / "short.wav"
+    path = tmp_path / "speech.wav"
+    short = tmp_path / "short.wav"
     for name, rate in ((path, 16000), (short, 16000)):
         with wave.open(str(name), "wb") as file:
             file.setparams((2, 2, rate, 0, "NONE", ""))

@@ -17,7 +17,9 @@ from toolkit_lm_devkit.generation import Preemptions
 from toolkit_lm_whisper.features import LogMel
 from toolkit_lm_whisper.languages import CODES, code_of
 
-VOCAB_SIZE, START, NO_TIMESTAMPS = 300, 3, 9
+VOCAB_SIZE = 300
+START = 3
+NO_TIMESTAMPS = 9
 SIDES = {"layers": 2, "attention_heads": 4, "ffn_dim": 96}
 SHAPE = {
     "d_model": 64,
@@ -25,7 +27,8 @@ SHAPE = {
     **{f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in SIDES.items()},
 }
 IDS = {"decoder_start_token_id": START, "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 2}
-LANGUAGES, TASKS = {"<|en|>": 4, "<|de|>": 5}, {"transcribe": 7, "translate": 8}
+LANGUAGES = {"<|en|>": 4, "<|de|>": 5}
+TASKS = {"transcribe": 7, "translate": 8}
 SUPPRESSED = {"suppress_tokens": [40, 41, 200], "begin_suppress_tokens": [50, 1]}
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=VOCAB_SIZE)
 OPTIONS = {"device": "cpu", "num_kv_blocks": 1200, "max_num_seqs": 8, "max_logprobs": VOCAB_SIZE}
@@ -33,7 +36,8 @@ OPTIONS = {"device": "cpu", "num_kv_blocks": 1200, "max_num_seqs": 8, "max_logpr
 
 def recordings() -> list[np.ndarray]:
     """A tone, noise, a sweep that fills the window, and hardly anything."""
-    noise, time = np.random.default_rng(3), np.arange(16000 * 30) / 16000
+    noise = np.random.default_rng(3)
+    time = np.arange(16000 * 30) / 16000
     return [
         (0.3 * np.sin(2 * np.pi * 440 * time[:16000])).astype(np.float32),
         noise.normal(0, 0.1, 52345).astype(np.float32),
@@ -159,7 +163,8 @@ def test_preemption(make, mode):
 
 def counted(llm):
     """A list of the encoder sequences that are computed from now on."""
-    cross, found = llm.engine.client.core.scheduler.request_blocks.cross, []
+    cross = llm.engine.client.core.scheduler.request_blocks.cross
+    found = []
     allocate = cross.allocate
     cross.allocate = lambda encoder, **how: found.append(encoder) or allocate(encoder, **how)
     return found

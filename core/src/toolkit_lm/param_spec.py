@@ -165,7 +165,11 @@ def _check_of_arms(o: Option, arms: list[Any]) -> Check:
 
 
 def _number_check(o: Option, wanted: str, is_kind: Callable[[object], bool]) -> Check:
-    name, bounds, ge, gt, le = o.name, o.spec.range, o.spec.ge, o.spec.gt, o.spec.le
+    name = o.name
+    bounds = o.spec.range
+    ge = o.spec.ge
+    gt = o.spec.gt
+    le = o.spec.le
 
     def check(value: Any) -> None:
         require(is_kind(value), name, wanted, value)
@@ -237,7 +241,9 @@ def _mapping_check(o: Option) -> Check:
 
 def _list_check(o: Option, kind: Any, *, takes_one: bool) -> Check:
     """Of a list of texts, of token ids or of both. `takes_one`: or one text."""
-    name, most, longest = o.name, spec_of(o).max_items, spec_of(o).max_length
+    name = o.name
+    most = spec_of(o).max_items
+    longest = spec_of(o).max_length
     (item,) = get_args(kind)
     kinds = get_args(item) or (item,)
     items = " or ".join({str: "texts", int: "token ids"}[one] for one in kinds)

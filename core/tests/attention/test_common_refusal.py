@@ -15,7 +15,8 @@ SPEC = AttentionSpec(
     device="cuda",
     kv_cache=FullSpec(block_size=16, num_kv_heads=2, head_size=64, dtype="float16"),
 )
-CROSS, ENCODER = {"type": AttentionType.CROSS}, {"type": AttentionType.ENCODER}
+CROSS = {"type": AttentionType.CROSS}
+ENCODER = {"type": AttentionType.ENCODER}
 
 
 class Recurrent(KVCacheSpec, frozen=True, kw_only=True, tag="recurrent"):

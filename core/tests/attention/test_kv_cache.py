@@ -23,7 +23,8 @@ def plan(*specs, backends=None) -> KVCacheConfig:
 
 def test_equal_layers_are_one_group():
     planned = plan(*[spec()] * 5)
-    [group], [pool] = planned.groups, planned.pools
+    [group] = planned.groups
+    [pool] = planned.pools
     assert group.layers == [f"layers.{i}" for i in range(5)]
     assert pool.block_bytes == 5 * spec().page_bytes
 
@@ -31,7 +32,8 @@ def test_equal_layers_are_one_group():
 @pytest.mark.parametrize("pattern", ["FW" * 4, "WWWWWF" * 4, "WWWWWF" * 4 + "WW"])
 def test_windowed_and_full_layers_share_memory(pattern):
     planned = plan(*(spec(8) if kind == "W" else spec() for kind in pattern))
-    groups, [pool] = planned.groups, planned.pools
+    groups = planned.groups
+    [pool] = planned.pools
     sizes = [len(g.layers) for g in groups]
     assert sum(sizes) == len(pattern) and max(sizes) - min(sizes) <= 1
     assert len(sizes) <= 8

@@ -113,9 +113,12 @@ def test_heads_must_divide() -> None:
 
 
 def test_forward_writes_then_attends_with_its_groups_metadata() -> None:
-    layer, backend = make_layer(num_kv_heads=2), Recorder()
+    layer = make_layer(num_kv_heads=2)
+    backend = Recorder()
     kv_cache = (torch.empty(2, 5),)
-    q, k, v = torch.randn(3, 320), torch.randn(3, 160), torch.randn(3, 160)
+    q = torch.randn(3, 320)
+    k = torch.randn(3, 160)
+    v = torch.randn(3, 160)
     with step_context(
         StepContext(
             {"layers.0.attn": Binding(backend, layer.params, kv_cache, 1)}, ["other", "mine"]
@@ -130,7 +133,8 @@ def test_forward_writes_then_attends_with_its_groups_metadata() -> None:
 
 
 def test_forward_without_a_cache_writes_nothing() -> None:
-    layer, backend = make_layer(type=AttentionType.ENCODER), Recorder()
+    layer = make_layer(type=AttentionType.ENCODER)
+    backend = Recorder()
     with step_context(
         StepContext({"layers.0.attn": Binding(backend, layer.params, None, 0)}, [None])
     ):
@@ -179,7 +183,8 @@ def test_a_layer_outside_a_context_is_named() -> None:
 
 def test_a_step_without_keys_writes_nothing() -> None:
     """Cross attention, once the encoder's keys are cached."""
-    layer, backend = make_layer(type=AttentionType.CROSS), Recorder()
+    layer = make_layer(type=AttentionType.CROSS)
+    backend = Recorder()
     with step_context(
         StepContext({"layers.0.attn": Binding(backend, layer.params, (torch.empty(1),), 0)}, [None])
     ):
@@ -189,7 +194,8 @@ def test_a_step_without_keys_writes_nothing() -> None:
 
 
 def test_attention_is_one_op_of_a_compiled_graph() -> None:
-    layer, backend = make_layer(), Recorder()
+    layer = make_layer()
+    backend = Recorder()
     graphs = []
 
     def look(graph, inputs):

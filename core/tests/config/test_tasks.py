@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from toolkit_lm.config.tasks import CONVERT_TASKS, POOLING_TASKS, default_runner
 
-GENERATES, EMBEDS, CLASSIFIES = ("generate", "none"), ("pooling", "embed"), ("pooling", "classify")
+GENERATES = ("generate", "none")
+EMBEDS = ("pooling", "embed")
+CLASSIFIES = ("pooling", "classify")
 
 
 @pytest.mark.parametrize(

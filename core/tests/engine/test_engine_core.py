@@ -143,7 +143,8 @@ class TestLoop:
         assert core.progress_time == news.time > idle
 
     def test_cached_prefixes_are_forgotten_when_asked(self):
-        core, prompt = make_core(enable_prefix_caching=True), [5, 6, 5, 6, 5, 6, 5, 6, 5]
+        core = make_core(enable_prefix_caching=True)
+        prompt = [5, 6, 5, 6, 5, 6, 5, 6, 5]
         cached = []
         for name in ("first", "cached", "forgotten"):
             if name == "forgotten":
@@ -258,12 +259,11 @@ class TestRecovery:
             core.step()
 
     def test_a_result_in_between_counts_anew(self):
-        core, good = make_core(), good_prompts(1)[0]
+        core = make_core()
+        good = good_prompts(1)[0]
         add(core, "a", good, max_tokens=8)
-        schedule, failures = (
-            core.scheduler.schedule,
-            iter([True, True, False, True, True, *[False] * 20]),
-        )
+        schedule = core.scheduler.schedule
+        failures = iter([True, True, False, True, True, *[False] * 20])
 
         def sometimes():
             if next(failures):
@@ -276,7 +276,8 @@ class TestRecovery:
     def test_an_interrupt_loses_nothing(self, core):
         good = good_prompts(1)[0]
         add(core, "a", good, max_tokens=6)
-        news, update = [core.step()], core.scheduler.update
+        news = [core.step()]
+        update = core.scheduler.update
 
         def interrupted(plan, result):
             raise KeyboardInterrupt
@@ -297,11 +298,9 @@ class TestEvents:
         kinds = [
             getattr(event, "kind", type(event).__name__) for one in news for event in one.events
         ]
-        queued, first, last = (
-            ["queued", "LoadEvent"],
-            ["StepEvent", "scheduled", "first_token", "LoadEvent"],
-            ["StepEvent", "finished", "LoadEvent"],
-        )
+        queued = ["queued", "LoadEvent"]
+        first = ["StepEvent", "scheduled", "first_token", "LoadEvent"]
+        last = ["StepEvent", "finished", "LoadEvent"]
         assert kinds == [*queued, *first, *last]
         assert [one.admitted for one in news] == [["a"], []]
 

@@ -77,7 +77,8 @@ def content(item: str) -> np.ndarray:
 
 
 def render(front: Front, items: list[str]) -> Rendered:
-    token_ids, features = [1], []
+    token_ids = [1]
+    features = []
     for item in items:
         held = front.mirror.get(item)
         data = (
@@ -159,7 +160,8 @@ class FeatureMachine(RuleBasedStateMachine):
         front = self.fronts[front]
         if front.prepared:
             one = front.prepared.pop()
-            before, features = front.mirror.held_keys(100), one.message.features
+            before = front.mirror.held_keys(100)
+            features = one.message.features
             with (
                 pytest.raises((TypeError, ValueError)),
                 front.mirror.sending([one.message]) as (requests, _),

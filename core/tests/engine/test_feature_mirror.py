@@ -104,7 +104,8 @@ def test_what_nobody_has_any_more_is_given_back():
 
 
 def test_what_was_found_is_found_in_its_own_context_only():
-    mirror, found = FeatureMirror(4 * KIB), []
+    mirror = FeatureMirror(4 * KIB)
+    found = []
     send(mirror, request("a"))
 
     def render() -> Rendered:
@@ -170,10 +171,8 @@ def test_a_small_item_does_not_keep_a_large_message():
 
     def views(*requests: EngineRequest) -> list[memoryview]:
         message = msgspec.msgpack.encode(list(requests))
-        arrived, engine = (
-            msgspec.msgpack.decode(message, type=list[EngineRequest]),
-            EngineFeatures(),
-        )
+        arrived = msgspec.msgpack.decode(message, type=list[EngineRequest])
+        engine = EngineFeatures()
         assert engine.take_in(0, arrived, []) == {}
         for one in arrived:
             for feature in one.features:
@@ -206,7 +205,9 @@ def test_fronts_share_data_and_see_their_own():
 
 
 def test_many_threads_render_while_one_sends():
-    mirror, engine, errors = FeatureMirror(8 * KIB), EngineFeatures(), []
+    mirror = FeatureMirror(8 * KIB)
+    engine = EngineFeatures()
+    errors = []
     stop = threading.Event()
 
     def render_on() -> None:

@@ -64,7 +64,8 @@ def take(core: Core, engine_loop: loop._Loop) -> list[str]:
 
 def test_a_step_comes_before_all_of_many_sequences_are_added(monkeypatch):
     monkeypatch.setattr(loop, "_SEQUENCES_AT_ONCE", 256)
-    core, socket = Core(), Socket(call("a", 5))
+    core = Core()
+    socket = Socket(call("a", 5))
     engine_loop = loop._Loop(core, socket)
     assert take(core, engine_loop) == ["a0", "a1"]
     # A small call takes its turn.
@@ -171,7 +172,8 @@ def test_a_request_whose_data_is_not_there_is_asked_for_again():
         def send(self, message, copy):
             missing.append(wire.decode_report(message).outputs.missing)
 
-    core, missing = Keeping(), []
+    core = Keeping()
+    missing = []
     first = wire.add(
         [
             seeing("a", ("x", True), ("y", True)),

@@ -20,7 +20,8 @@ def sent(requests):
 
 
 def test_what_requests_share_is_sent_once():
-    params, inputs = SamplingParams(stop=["a stop text"]), SequenceInputs(bad_words=[[1, 2]])
+    params = SamplingParams(stop=["a stop text"])
+    inputs = SequenceInputs(bad_words=[[1, 2]])
     requests = [request(number, params, inputs) for number in range(9)]
     message, arrived = sent(requests)
     assert arrived == requests == [request(number, params, inputs) for number in range(9)]

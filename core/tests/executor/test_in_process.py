@@ -45,7 +45,8 @@ def test_a_step_s_failure_is_in_its_future(executor):
 
 
 def test_with_overlap_execute_does_not_wait(executor):
-    go, threads = threading.Event(), []
+    go = threading.Event()
+    threads = []
     forward = executor.runner.model.forward
 
     def slow(*args, **kwargs):
@@ -113,7 +114,8 @@ def test_it_sees_the_host_s_memory(executor):
 def test_a_share_of_the_memory_is_of_what_the_largest_step_leaves(
     monkeypatch, memory, num_blocks, runs
 ):
-    steps, compute_logits = [], SumModel.compute_logits
+    steps = []
+    compute_logits = SumModel.compute_logits
 
     def greedy_for_memory(self, hidden_states):
         steps.append(len(hidden_states))

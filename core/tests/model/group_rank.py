@@ -20,10 +20,8 @@ def main(rank: int, sync_file: str) -> None:
 
 
 def check_collectives(rank: int, config: VllmConfig) -> None:
-    tensor, pipeline = (
-        tensor_parallel_group(config.parallel),
-        pipeline_parallel_group(config.parallel),
-    )
+    tensor = tensor_parallel_group(config.parallel)
+    pipeline = pipeline_parallel_group(config.parallel)
     assert (tensor.rank, tensor.size, pipeline.rank, pipeline.size) == (rank % 2, 2, rank // 2, 2)
     mine = torch.full((2, 3), float(rank))
     first = rank // 2 * 2

@@ -14,7 +14,8 @@ class Named(nn.Module):
 
 
 def test_layers_are_found_by_their_prefix():
-    first, second = Named("model.first"), Named("model.second")
+    first = Named("model.first")
+    second = Named("model.second")
     layers = named_layers(nn.Sequential(first, nn.Linear(1, 1), nn.Sequential(second)))
     assert layers == {"model.first": first, "model.second": second}
     with op_layers(layers):

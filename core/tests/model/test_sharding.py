@@ -34,7 +34,8 @@ def fill(param, loaded, shard_id=None):
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize(("layer", "dim"), [(ColumnParallelLinear, 0), (RowParallelLinear, 1)])
 def test_linear_shards_make_the_full_weight(layer, dim, ranks):
-    weight, bias = torch.randn(24, 16), torch.randn(24)
+    weight = torch.randn(24, 16)
+    bias = torch.randn(24)
     layers = shards(layer, 16, 24, bias=True, ranks=ranks)
     for one in layers:
         assert one.weight.shape[dim] == weight.shape[dim] // ranks
@@ -51,7 +52,8 @@ def test_linear_shards_make_the_full_weight(layer, dim, ranks):
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("packed", [True, False])
 def test_merged_shards_make_each_full_weight(packed, ranks):
-    gate, up = torch.randn(24, 16), torch.randn(8, 16)
+    gate = torch.randn(24, 16)
+    up = torch.randn(8, 16)
     layers = shards(MergedColumnParallelLinear, 16, [24, 8], ranks=ranks)
     for one in layers:
         if packed:
@@ -67,7 +69,8 @@ def test_merged_shards_make_each_full_weight(packed, ranks):
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
 def test_qkv_shards_hold_whole_heads_and_share_those_of_keys(num_kv_heads, ranks):
-    head_size, num_heads = 4, 8
+    head_size = 4
+    num_heads = 8
     q, k, v = torch.randn(num_heads * head_size, 16), *torch.randn(2, num_kv_heads * head_size, 16)
     for rank, one in enumerate(
         shards(QKVParallelLinear, 16, head_size, num_heads, num_kv_heads, ranks=ranks)
@@ -108,7 +111,8 @@ def test_one_rank_computes_what_torch_computes():
     x = torch.randn(3, 16)
     for layer in (ReplicatedLinear, ColumnParallelLinear, RowParallelLinear):
         one = make(layer, 16, 24, bias=True)
-        weight, bias = torch.randn(24, 16), torch.randn(24)
+        weight = torch.randn(24, 16)
+        bias = torch.randn(24)
         fill(one.weight, weight)
         fill(one.bias, bias)
         assert torch.equal(one(x), torch.nn.functional.linear(x, weight, bias))
@@ -159,11 +163,9 @@ def test_a_weight_of_another_shape_is_refused(shape):
 def test_a_packed_weight_gives_the_same_product(rows, dtype):
     config = VllmConfig.default(dtype=dtype)
     layer = ColumnParallelLinear(48, 40, bias=True, vllm_config=config, prefix="layer")
-    weight, bias, x = (
-        torch.randn(40, 48),
-        torch.randn(40),
-        torch.randn(rows, 48).to(layer.weight.dtype),
-    )
+    weight = torch.randn(40, 48)
+    bias = torch.randn(40)
+    x = torch.randn(rows, 48).to(layer.weight.dtype)
     fill(layer.weight, weight)
     fill(layer.bias, bias)
     plain = layer(x)
@@ -182,11 +184,9 @@ def test_an_activation_belongs_to_the_product(activation, dtype):
         vllm_config=VllmConfig.default(dtype=dtype),
         prefix="layer",
     )
-    weight, bias, x = (
-        torch.randn(40, 48),
-        torch.randn(40),
-        torch.randn(9, 48).to(layer.weight.dtype),
-    )
+    weight = torch.randn(40, 48)
+    bias = torch.randn(40)
+    x = torch.randn(9, 48).to(layer.weight.dtype)
     fill(layer.weight, weight)
     fill(layer.bias, bias)
     expected = get_activation(activation)(torch.nn.functional.linear(x, layer.weight, layer.bias))
@@ -207,12 +207,10 @@ def test_an_unknown_activation_is_refused():
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_residual_is_added_once(packed):
     layer = make(RowParallelLinear, 48, 40, bias=True)
-    weight, bias, x, residual = (
-        torch.randn(40, 48),
-        torch.randn(40),
-        torch.randn(9, 48),
-        torch.randn(9, 40),
-    )
+    weight = torch.randn(40, 48)
+    bias = torch.randn(40)
+    x = torch.randn(9, 48)
+    residual = torch.randn(9, 40)
     fill(layer.weight, weight)
     fill(layer.bias, bias)
     if packed:

@@ -135,7 +135,8 @@ def test_none_stands_for_a_default():
 
 def test_they_can_be_changed_and_are_checked():
     params = SamplingParams()
-    params.temperature, params.max_tokens = 0.5, 7
+    params.temperature = 0.5
+    params.max_tokens = 7
     assert params == SamplingParams(temperature=0.5, max_tokens=7)
     params.temperature = None
     with pytest.raises(RequestError, match="top_p must be above 0 and at most 1") as error:

@@ -70,7 +70,8 @@ def test_the_page_of_toolkit_register_hookspecs_shows_a_registry():
 
     class Greets:
         def __init__(self, name, *languages):
-            self.name, self.languages = name, languages
+            self.name = name
+            self.languages = languages
 
         @hookimpl
         def toolkit_register_greetings(self, greetings):
@@ -269,7 +270,8 @@ def test_toolkit_register_quantization(example):
         layer = ReplicatedLinear(8, 4, vllm_config=config, prefix="layer")
         head = ParallelLMHead(10, 8, vllm_config=config, prefix="lm_head")
     assert isinstance(head.method, UnquantizedMethod)
-    weight, x = torch.randn(4, 8), torch.randn(3, 8)
+    weight = torch.randn(4, 8)
+    x = torch.randn(3, 8)
     layer.weight.weight_loader(layer.weight, weight)
     assert layer.weight.dtype == torch.float16
     assert torch.equal(layer(x), torch.nn.functional.linear(x, weight.half().float()))
@@ -305,7 +307,9 @@ def test_toolkit_register_kernels(example):
     assert (
         shown.MyKernels.refuses(VllmConfig.default().replace(device="meta")) == "it is for the CPU"
     )
-    config, x, residual = VllmConfig.default(), torch.randn(3, 8), torch.randn(3, 8)
+    config = VllmConfig.default()
+    x = torch.randn(3, 8)
+    residual = torch.randn(3, 8)
     with construction(kernels=shown.MyKernels()):
         ours = RMSNorm(8, eps=1e-5, vllm_config=config)
     plain = RMSNorm(8, eps=1e-5, vllm_config=config)

@@ -232,7 +232,8 @@ def test_configure_that_fails_names_the_plugin(change, error):
 
 
 def test_events_reach_every_watcher_and_a_failing_one_is_dropped():
-    good, bad = Watch("good", seen=[], fails=False), Watch("bad", seen=[], fails=True)
+    good = Watch("good", seen=[], fails=False)
+    bad = Watch("bad", seen=[], fails=True)
     plugins = load(bad, good)
     assert plugins.has_event_listeners
     with pytest.warns(
@@ -244,7 +245,8 @@ def test_events_reach_every_watcher_and_a_failing_one_is_dropped():
 
 
 def test_what_watches_one_engine_ends_with_it():
-    maker, watch = Maker("maker", seen=[], when=None), Watch("watch", seen=[], fails=False)
+    maker = Maker("maker", seen=[], when=None)
+    watch = Watch("watch", seen=[], fails=False)
     plugins = load(maker, watch)
     plugins.event(STEP)
     plugins.watch(VllmConfig.make())
@@ -267,7 +269,8 @@ def test_a_plugin_may_have_nothing_to_watch():
 
 
 def test_a_listener_that_fails_is_dropped_and_closed():
-    bad, good = Maker("bad", seen=[], when="event"), Maker("good", seen=[], when=None)
+    bad = Maker("bad", seen=[], when="event")
+    good = Maker("good", seen=[], when=None)
     plugins = load(bad, good)
     plugins.watch(VllmConfig.make())
     with pytest.warns(
@@ -283,7 +286,8 @@ def test_a_listener_that_fails_is_dropped_and_closed():
 
 
 def test_a_listener_that_cannot_be_closed_is_warned_about():
-    bad, good = Maker("bad", seen=[], when="close"), Maker("good", seen=[], when=None)
+    bad = Maker("bad", seen=[], when="close")
+    good = Maker("good", seen=[], when=None)
     plugins = load(bad, good)
     plugins.watch(VllmConfig.make())
     with pytest.warns(
@@ -295,7 +299,8 @@ def test_a_listener_that_cannot_be_closed_is_warned_about():
 
 
 def test_a_watch_that_fails_is_fatal_and_leaves_no_listener():
-    good, bad = Maker("good", seen=[], when=None), Maker("bad", seen=[], when="watch")
+    good = Maker("good", seen=[], when=None)
+    bad = Maker("bad", seen=[], when="watch")
     plugins = load(good, bad)
     with pytest.raises(
         PluginError, match=r"plugin 'bad' .*failed in toolkit_watch: RuntimeError: cannot watch"
@@ -489,7 +494,8 @@ def test_builtin_distributions_come_first_and_code_last():
 
 
 def test_a_fingerprint_tells_what_differs():
-    one, two = load(Base("a"), Base("b")).fingerprint(), load(Base("a"), Base("b")).fingerprint()
+    one = load(Base("a"), Base("b")).fingerprint()
+    two = load(Base("a"), Base("b")).fingerprint()
     assert (one, one.digest, one.difference(two)) == (two, two.digest, "")
     other = load(Base("b"), Model("c")).fingerprint()
     assert one.digest != other.digest

@@ -211,10 +211,8 @@ def test_a_target_must_be_what_its_registry_is_for(tmp_path, monkeypatch, kind, 
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "wrong_target", raising=False)
-    registry, fields = (
-        kind(owner=ONE),
-        {"params": ProcessorParams} if kind is LogitsProcessorRegistry else {},
-    )
+    registry = kind(owner=ONE)
+    fields = {"params": ProcessorParams} if kind is LogitsProcessorRegistry else {}
     registry.add("other", "wrong_target:Other", **fields)
     registry.add("unfinished", "wrong_target:Unfinished", **fields)
     with pytest.raises(

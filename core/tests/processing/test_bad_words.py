@@ -76,13 +76,16 @@ class TableRenderer(Renderer):
 
     def __init__(self, table: list[bytes] = VOCABULARY, *, lowers: bool = False) -> None:
         super().__init__(VllmConfig.default({}))
-        self.table, self._lowers, self.num_read = table, lowers, 0
+        self.table = table
+        self._lowers = lowers
+        self.num_read = 0
 
     def render_conversation(self, messages, **kwargs):
         raise NotImplementedError
 
     def render_prompt(self, prompt, *, add_special_tokens=True):
-        rest, token_ids = (prompt.lower() if self._lowers else prompt).encode(), []
+        rest = (prompt.lower() if self._lowers else prompt).encode()
+        token_ids = []
         while rest:
             found = max(
                 (one for one in self.table if one and one != SPECIAL and rest.startswith(one)),
@@ -132,7 +135,8 @@ def rules_of(words, size=len(VOCABULARY), renderer=None, **params) -> ForbiddenT
 def completes(pieces: list[bytes], word: str) -> bool:
     """The definition: the last piece has the word's end, and with it no more of the same word. It
     began where a piece or a word does."""
-    text, last = b"".join(pieces), pieces[-1]
+    text = b"".join(pieces)
+    last = pieces[-1]
     starts = {sum(map(len, pieces[:index])) for index in range(len(pieces))}
     wanted = word.strip(" ").encode()
     for match in re.finditer(b"(?=" + re.escape(wanted) + b")", text):
@@ -204,7 +208,8 @@ class Counted:
     """Tokens of which it is asked whether they have text."""
 
     def __init__(self, silent: np.ndarray) -> None:
-        self._silent, self.num_read = silent, 0
+        self._silent = silent
+        self.num_read = 0
 
     def take(self, token_ids: np.ndarray, **options: str) -> np.ndarray:
         self.num_read += len(token_ids)

@@ -106,7 +106,8 @@ def test_a_conversation_has_no_text():
 
 @pytest.mark.parametrize("method", ["prepare_batch", "prepare_chat_batch"])
 def test_prompts_that_share_parameters_have_them_worked_on_once(method):
-    processor, names = make_processor(), ["0", "1", "2"]
+    processor = make_processor()
+    names = ["0", "1", "2"]
     prompts = (
         names
         if method == "prepare_batch"

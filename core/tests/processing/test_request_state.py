@@ -54,7 +54,9 @@ class AfterSpace(StopScope):
     """Stop texts count after the first space. It tells of two letters at a time."""
 
     def __init__(self, prompt_end=""):
-        self.prompt_end, self.text, self.told = prompt_end, "", 0
+        self.prompt_end = prompt_end
+        self.text = ""
+        self.told = 0
 
     def push(self, text):
         self.text += text
@@ -82,7 +84,8 @@ def step(index: int, tokens: list[int], reason=None, **more) -> EngineOutput:
 def joined(before: CompletionOutput, new: CompletionOutput) -> CompletionOutput:
     """A delta on top of what was there."""
     result = CompletionOutput(**{field.name: getattr(new, field.name) for field in fields(new)})
-    result.text, result.token_ids = before.text + new.text, before.token_ids + new.token_ids
+    result.text = before.text + new.text
+    result.token_ids = before.token_ids + new.token_ids
     if new.logprobs is not None:
         result.logprobs = (before.logprobs or []) + new.logprobs
     return result
@@ -108,7 +111,8 @@ def test_deltas_add_up_to_the_snapshot(steps, looks, stop, include, min_tokens):
         "min_tokens": min_tokens,
         "max_tokens": 99,
     }
-    state, ended = make_state(**options), set()
+    state = make_state(**options)
+    ended = set()
     so_far = [CompletionOutput(0, "", []), CompletionOutput(1, "", [])]
 
     def look() -> None:

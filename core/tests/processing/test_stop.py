@@ -21,7 +21,9 @@ def test_it_finds_what_a_search_finds(text, other, stops, cuts):
     shared = StopTexts(stops)
     # What another sequence has met makes no difference.
     StopFinder(shared).find(other)
-    finder, found, start = StopFinder(shared), None, 0
+    finder = StopFinder(shared)
+    found = None
+    start = 0
     bounds = sorted({0, len(text), *(c for c in cuts if c < len(text))})
     for a, b in pairwise(bounds):
         if hit := finder.find(text[a:b]):

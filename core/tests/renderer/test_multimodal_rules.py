@@ -17,7 +17,8 @@ from toolkit_lm.prompts import parse_prompt
 from toolkit_lm.renderer import MultiModalRules, Rendered, Renderer, Replacement, make_renderer
 from toolkit_lm.scheduler import RequestLimits
 
-IMAGE, END = 9, 8
+IMAGE = 9
+END = 8
 
 
 class Rules(MultiModalRules):
@@ -210,7 +211,8 @@ def test_a_salt_separates_items_as_it_does_prefixes(is_held):
 
 
 def test_what_is_held_is_told_no_renderer_elsewhere_of_a_tenant():
-    mirror, seen = FeatureMirror(2**20), []
+    mirror = FeatureMirror(2**20)
+    seen = []
     made = processor()
     made.renderer.feature_cache = mirror
     with mirror.sending(

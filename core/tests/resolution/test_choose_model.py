@@ -14,7 +14,8 @@ from toolkit_lm.model import FallbackModel
 from toolkit_lm.plugin import Plugins, PluginWarning, hookimpl
 from toolkit_lm.resolution.checkpoint import choose_model, find_tokenizer, read_checkpoint
 
-KNOWN, UNKNOWN = {"architectures": ["KnownForCausalLM"]}, {"architectures": ["KnowmForCausalLM"]}
+KNOWN = {"architectures": ["KnownForCausalLM"]}
+UNKNOWN = {"architectures": ["KnowmForCausalLM"]}
 
 
 class Takes(FallbackModel):
@@ -32,7 +33,8 @@ class Refuses(FallbackModel):
 @pytest.fixture(autouse=True)
 def targets(monkeypatch):
     module = types.ModuleType("fallback_targets")
-    module.Takes, module.Refuses = Takes, Refuses
+    module.Takes = Takes
+    module.Refuses = Refuses
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
 

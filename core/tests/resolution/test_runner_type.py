@@ -38,13 +38,11 @@ def choose(plugins, name, key=None, profile=None, **options):
     return choose_runner(config.with_checkpoint(checkpoint), plugins)
 
 
-LM, SEQ_CLS, BERT, BERT_CLS, REWARD = (
-    ("KnownForCausalLM", None),
-    ("KnownForSequenceClassification", "KnownForCausalLM"),
-    ("BertModel", None),
-    ("BertForSequenceClassification", None),
-    ("KnownForRewardModel", None),
-)
+LM = ("KnownForCausalLM", None)
+SEQ_CLS = ("KnownForSequenceClassification", "KnownForCausalLM")
+BERT = ("BertModel", None)
+BERT_CLS = ("BertForSequenceClassification", None)
+REWARD = ("KnownForRewardModel", None)
 
 
 @pytest.mark.parametrize(

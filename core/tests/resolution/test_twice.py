@@ -16,7 +16,8 @@ from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution.checkpoint import read_checkpoint
 from toolkit_lm.resolution.twice import TWICE, check_end_tokens, check_files, settled
 
-YARN, LINEAR = {"rope_type": "yarn", "factor": 4.0}, {"rope_type": "linear", "factor": 2.0}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
 CASES = {
     "`rope_scaling` and `rope_parameters`": (
         {"rope_scaling": YARN, "rope_parameters": LINEAR},
@@ -181,7 +182,8 @@ OF_KINDS = {
 def test_beside_parameters_of_kinds_of_layers_the_models_do_as_transformers(
     name, module, scaling, is_told, caplog
 ):
-    transformers, model = pytest.importorskip("transformers"), importlib.import_module(module)
+    transformers = pytest.importorskip("transformers")
+    model = importlib.import_module(module)
     given = {"rope_scaling": scaling, "rope_parameters": OF_KINDS, "max_position_embeddings": 64}
     given |= {"num_attention_heads": 2, "hidden_size": 32, "head_dim": 16}
     with caplog.at_level(logging.WARNING, "toolkit_lm"):

@@ -73,7 +73,8 @@ def test_only_regular_files_are_opened(tmp_path):
 
 
 def test_links_are_followed_as_the_cache_of_the_hub_needs(tmp_path):
-    blob, folder = tmp_path / "blobs" / "0f1e", tmp_path / "snapshots" / "main"
+    blob = tmp_path / "blobs" / "0f1e"
+    folder = tmp_path / "snapshots" / "main"
     blob.parent.mkdir()
     folder.mkdir(parents=True)
     blob.write_text('{"architectures": ["KnownForCausalLM"]}')

@@ -51,11 +51,9 @@ class SumBackend(AttentionBackend):
 
     def forward(self, layer, q, k, v, kv_cache, meta, out) -> None:
         for row in range(meta.num_rows):
-            start, end, length = (
-                int(meta.query_start[row]),
-                int(meta.query_start[row + 1]),
-                int(meta.seq_lens[row]),
-            )
+            start = int(meta.query_start[row])
+            end = int(meta.query_start[row + 1])
+            length = int(meta.seq_lens[row])
             values = kv_cache[1][meta.block_table[row].long()].reshape(-1)[:length]
             out[start:end, 0, 0] = values.cumsum(0)[length - (end - start) :]
 

@@ -125,7 +125,8 @@ def test_beams_get_candidates_and_the_others_tokens(runner):
 
 
 def test_a_row_that_is_not_finite_fails_alone(runner):
-    bad, bad_beam = new(0, [NAN, 1], [0]), new(2, [NAN], [3], num_candidates=2)
+    bad = new(0, [NAN, 1], [0])
+    bad_beam = new(2, [NAN], [3], num_candidates=2)
     result = runner.execute(
         StepPlan(
             new=[bad, new(1, [2, 2], [2]), bad_beam], scheduled=[row(0, 2), row(1, 2), row(2, 1)]
@@ -165,7 +166,8 @@ def test_the_sampler_s_state_survives_a_preemption():
     runs = []
     for preempted_after in (None, 3):
         runner = make_runner()
-        tokens, states = list(PROMPT), []
+        tokens = list(PROMPT)
+        states = []
         plan = StepPlan(new=[new(0, PROMPT, [0, 1, 2, 3], **asking)], scheduled=[row(0, 5)])
         for step in range(7):
             result = runner.execute(plan)
@@ -227,7 +229,8 @@ class Axes(ModelState):
 def test_a_model_brings_a_state_of_its_own(monkeypatch):
     monkeypatch.setattr(SumModel, "state", Axes)
     runner = make_runner()
-    [state], positions = runner._states, []
+    [state] = runner._states
+    positions = []
     forward = runner.model.forward
     monkeypatch.setattr(
         runner.model,
@@ -308,7 +311,9 @@ class Headed(nn.Module):
 
     def __init__(self, compute_logits):
         super().__init__()
-        self.compute_logits, self.asked, self.computed = compute_logits, 0, 0
+        self.compute_logits = compute_logits
+        self.asked = 0
+        self.computed = 0
 
     def forward(self, hidden_states):
         self.computed += len(hidden_states)
@@ -448,7 +453,8 @@ class MadeTensors(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.shapes, self.paused = [], False
+        self.shapes = []
+        self.paused = False
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
@@ -520,7 +526,8 @@ def temporary_bytes(num_rows: int, params: list[SamplingParams]) -> int:
     return peak - left
 
 
-GREEDY, DRAWN = SamplingParams(temperature=0), SamplingParams(temperature=0.8)
+GREEDY = SamplingParams(temperature=0)
+DRAWN = SamplingParams(temperature=0.8)
 FILTERED = SamplingParams(temperature=0.8, top_k=3, top_p=0.9, min_p=0.01)
 
 

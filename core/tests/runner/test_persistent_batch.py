@@ -123,7 +123,8 @@ def test_groups_have_tables_of_their_own():
 def test_only_those_that_ask_register_with_logits_processors():
     class Table:
         def __init__(self):
-            self.calls, self.names = [], {}
+            self.calls = []
+            self.names = {}
 
         def add(self, row, seq):
             self.calls.append(("add", seq.seq_id, row.token_ids.tolist()))
@@ -215,7 +216,8 @@ def test_steps_that_nobody_waits_for_have_their_own_inputs():
     """A prompt in six chunks, on a device that has done nothing of it when the host makes the last
     one ready."""
     with FakeCuda() as cuda:
-        batch, seen = make_batch(3, [4], device="cuda"), []
+        batch = make_batch(3, [4], device="cuda")
+        seen = []
         plan = StepPlan(
             new=[new(7, list(range(10, 22)), [5, 2, 8])], scheduled=[row(7, 2, samples=False)]
         )
@@ -236,7 +238,8 @@ def test_steps_that_nobody_waits_for_have_their_own_inputs():
         waits = set(cuda.waits)
         slots = [block * 4 + place for block in (5, 2, 8) for place in range(4)]
         for chunk, step in enumerate(seen):
-            first, end = 2 * chunk, 2 * chunk + 2
+            first = 2 * chunk
+            end = 2 * chunk + 2
             expected = [
                 [10 + first, 11 + first],
                 [first, first + 1],
@@ -253,7 +256,8 @@ def test_a_block_table_is_uploaded_where_it_has_changed():
     """Whole rows, which torch copies at once; each step's tokens, positions and lengths are always
     new."""
     with FakeCuda() as cuda:
-        batch, tables = make_batch(3, [4], device="cuda"), []
+        batch = make_batch(3, [4], device="cuda")
+        tables = []
 
         def step(plan: StepPlan, shape: GraphShape | None = None) -> int:
             """How many tables were copied."""

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import numpy as np
 from toolkit_lm.params import SamplingParams
 
-VOCAB, DRAWS = 64, 20_000
+VOCAB = 64
+DRAWS = 20_000
 
 
 def top_k(probs, k):
@@ -17,7 +18,8 @@ def top_k(probs, k):
 
 
 def top_p(probs, p):
-    keep, total = np.zeros(len(probs), bool), 0.0
+    keep = np.zeros(len(probs), bool)
+    total = 0.0
     for token in np.argsort(-probs, kind="stable"):
         if total >= p:
             break
@@ -54,14 +56,16 @@ def exact(row, p: SamplingParams, *more: Callable[[np.ndarray], np.ndarray]) -> 
 
 def check(tokens, probs) -> None:
     """Raises AssertionError where draws do not follow a distribution [V]."""
-    counts, draws = np.bincount(tokens, minlength=VOCAB), len(tokens)
+    counts = np.bincount(tokens, minlength=VOCAB)
+    draws = len(tokens)
     assert counts[probs == 0].sum() == 0
     # Pearson's statistic over the tokens expected at least 5 times; the rest in one bin.
     common = probs * draws >= 5
     observed = np.append(counts[common], counts[~common].sum())
     expected = np.append(probs[common], probs[~common].sum()) * draws
     observed, expected = observed[expected > 0], expected[expected > 0]
-    statistic, freedom = ((observed - expected) ** 2 / expected).sum(), len(expected) - 1
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    freedom = len(expected) - 1
     # Far in the tail of chi-square (mean = freedom, variance = 2 freedom): the draws are fixed by
     # their seeds, so this cannot flake.
     assert statistic < freedom + 4.5 * np.sqrt(2 * freedom)

@@ -40,7 +40,8 @@ OTHERS = [
 
 @pytest.mark.parametrize("case", CASES)
 def test_draws_follow_the_exact_distribution(make_rows, make_logits, case):
-    params, row = SamplingParams(**CASES[case]), make_logits(1)[0]
+    params = SamplingParams(**CASES[case])
+    row = make_logits(1)[0]
     tokens = sample(row.expand(DRAWS, -1), make_rows(*[params] * DRAWS)).token_ids
     check(tokens, exact(row, params))
 
@@ -48,8 +49,11 @@ def test_draws_follow_the_exact_distribution(make_rows, make_logits, case):
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_with_31_other_rows_beside_it(make_rows, make_logits, case):
     assert len(OTHERS) == 31
-    params, row, company = SamplingParams(**CASES[case]), make_logits(1)[0], make_logits(31, seed=5)
-    drawn, at_once = [], 500
+    params = SamplingParams(**CASES[case])
+    row = make_logits(1)[0]
+    company = make_logits(31, seed=5)
+    drawn = []
+    at_once = 500
     for start in range(0, DRAWS, at_once):
         seeds = [5] * 15 + list(range(start, start + at_once)) + [5] * 16
         logits = torch.cat([company[:15], row.expand(at_once, -1), company[15:]])

@@ -124,7 +124,8 @@ def test_bias_allowed_and_min_tokens(make_rows, make_logits):
     expected[0, 2] += 1.5
     expected[0, 9] -= 100
     expected[1] = -torch.inf
-    expected[1, 4], expected[1, 7] = logits[1, 4], logits[1, 7] + 2
+    expected[1, 4] = logits[1, 4]
+    expected[1, 7] = logits[1, 7] + 2
     expected[2, 5] = -torch.inf
     assert torch.equal(ours, expected)
 

@@ -76,7 +76,8 @@ def test_what_is_sorted_makes_no_difference(monkeypatch, make_rows, make_logits,
 
 
 def test_few_tokens_are_sorted(monkeypatch, make_rows, make_logits):
-    sizes, sort = [], torch.Tensor.sort
+    sizes = []
+    sort = torch.Tensor.sort
     monkeypatch.setattr(
         torch.Tensor,
         "sort",

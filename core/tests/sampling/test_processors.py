@@ -236,7 +236,8 @@ def rows_of(make_rows, arguments, table, params=SamplingParams(temperature=0), *
     """A row for each of `arguments`, {} for one without processors; `params` are all rows' or one's
     each."""
     params = params if isinstance(params, list) else [params] * len(arguments)
-    prompts, outputs = [[key + 1] for key in range(len(params))], [[7]] * len(params)
+    prompts = [[key + 1] for key in range(len(params))]
+    outputs = [[7]] * len(params)
     return make_rows(
         *params, prompts=prompts, outputs=outputs, processors=table, arguments=arguments, **more
     )
@@ -247,10 +248,8 @@ def only(**arguments):
 
 
 def test_a_sequence_keeps_its_arguments_whatever_its_row(make_rows, make_logits, make_table):
-    rows, logits = (
-        rows_of(make_rows, [only(token=3), {}, only(token=9)], make_table()),
-        make_logits(3),
-    )
+    rows = rows_of(make_rows, [only(token=3), {}, only(token=9)], make_table())
+    logits = make_logits(3)
     assert sample(logits, rows).token_ids == [3, int(logits[1].argmax()), 9]
     order = np.array([2, 0])
     assert sample(logits[:2], rows.select(order)).token_ids == [9, 3]
@@ -307,7 +306,8 @@ def test_log_probabilities_are_the_models_own_unless_a_processor_says_otherwise(
     make_rows, make_logits, make_table, monkeypatch, in_logprobs
 ):
     monkeypatch.setattr(Only, "in_logprobs", in_logprobs)
-    logits, params = make_logits(3), SamplingParams(temperature=0, logprobs=0)
+    logits = make_logits(3)
+    params = SamplingParams(temperature=0, logprobs=0)
     sampled = sample(
         logits, rows_of(make_rows, [only(token=3), {}, only(token=9)], make_table(), params)
     )
@@ -358,7 +358,10 @@ def test_of_one_stage_the_highest_priority_works_first(make_rows, make_logits, m
 
 
 def test_the_state_survives_a_preemption(make_rows, make_logits, make_table):
-    logits, arguments, whole, resumed = make_logits(2), [{"counting": {}}, {}], [], []
+    logits = make_logits(2)
+    arguments = [{"counting": {}}, {}]
+    whole = []
+    resumed = []
     rows = rows_of(make_rows, arguments, make_table())
     states = [{}, {}]
     for _ in range(5):
@@ -415,7 +418,8 @@ def test_what_raises_on_the_way_has_changed_nothing(make_rows, make_logits, make
         {"raising": {"token": 5}},
         *company,
     ]
-    logits, params = make_logits(len(arguments)), SamplingParams(temperature=0, logprobs=0)
+    logits = make_logits(len(arguments))
+    params = SamplingParams(temperature=0, logprobs=0)
     sampled = sample(logits, rows_of(make_rows, arguments, make_table(), params))
     assert list(sampled.errors) == [1]
     for row, token in ((0, 3), (2, 5)):
@@ -431,7 +435,8 @@ class Large(TorchDispatchMode):
 
     def __init__(self, size):
         super().__init__()
-        self.size, self.count = size, 0
+        self.size = size
+        self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))

@@ -48,11 +48,10 @@ def test_a_tiny_temperature_is_finite(make_rows):
 
 
 def test_positions_and_seeds_give_different_numbers():
-    seeds, positions = np.arange(1000, dtype=np.uint64), np.zeros(1000, np.int64)
-    by_seed, by_position = (
-        uniform(seeds, positions),
-        uniform(np.zeros(1000, np.uint64), np.arange(1000)),
-    )
+    seeds = np.arange(1000, dtype=np.uint64)
+    positions = np.zeros(1000, np.int64)
+    by_seed = uniform(seeds, positions)
+    by_position = uniform(np.zeros(1000, np.uint64), np.arange(1000))
     for numbers in (by_seed, by_position):
         assert len(np.unique(numbers)) == 1000 and numbers.min() >= 0 and numbers.max() < 1
         assert (

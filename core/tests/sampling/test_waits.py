@@ -100,7 +100,8 @@ def test_a_draw_waits_once(make_rows, make_logits, name):
 
 def test_a_row_that_is_not_finite_fails_without_a_wait_of_its_own(make_rows, make_logits):
     logits = make_logits(4)
-    logits[1, 3], logits[2, :] = torch.nan, -torch.inf
+    logits[1, 3] = torch.nan
+    logits[2, :] = -torch.inf
     params = [
         SamplingParams(),
         SamplingParams(),

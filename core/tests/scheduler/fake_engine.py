@@ -237,7 +237,8 @@ class FakeRunner:
             drawn = [next_token(tokens)] if scheduled.samples else []
             while drawn and drawn == drafts[: len(drawn)]:
                 drawn.append(next_token(tokens + drawn))
-            start, end = inputs.query_start[r], inputs.query_start[r + 1]
+            start = inputs.query_start[r]
+            end = inputs.query_start[r + 1]
             if NAN in inputs.input_ids[start : end - len(drafts) + max(0, len(drawn) - 1)]:
                 result.errors[scheduled.seq_id] = "not a number"
             result.prompt_logprobs |= self._prompt_logprobs(plan, scheduled, inputs, r)
@@ -260,10 +261,8 @@ class FakeRunner:
         if self.batch.sampling.prompt_logprobs[row] < 0:
             return {}
         # The token after each computed one, where it is of the prompt and not returned before.
-        known, last = (
-            int(self.batch.num_prompt_logprobs[row]),
-            int(self.batch.history.num_prompt_tokens[row]),
-        )
+        known = int(self.batch.num_prompt_logprobs[row])
+        last = int(self.batch.history.num_prompt_tokens[row])
         positions = [
             int(p) + 1
             for p in inputs.token_index[inputs.query_start[r] : inputs.query_start[r + 1]]
@@ -282,10 +281,8 @@ class FakeRunner:
 
     def _key(self, group: int, seq_id: int, position: int) -> tuple[object, ...]:
         salt = self.salts[seq_id]
-        keyed, encoder = (
-            salt if salt is not None and salt <= position else None,
-            self.encoder_inputs[seq_id],
-        )
+        keyed = salt if salt is not None and salt <= position else None
+        encoder = self.encoder_inputs[seq_id]
         media = tuple(
             one.mm_identifier for one in self.features[seq_id] if one.mm_position.offset <= position
         )
@@ -359,7 +356,8 @@ class FakeRunner:
 
     def _advance(self, seq_id: int, inputs, r: int, group: int) -> None:
         """A state is read as the tokens before this step left it, and written."""
-        block, start = self.caches[group][inputs.groups[group].table[r, 0]], int(inputs.starts[r])
+        block = self.caches[group][inputs.groups[group].table[r, 0]]
+        start = int(inputs.starts[r])
         if start:
             assert block[0] == self._key(group, seq_id, start - 1), (
                 f"sequence {seq_id} reads a foreign state of group {group} at {start}"
@@ -370,10 +368,8 @@ class FakeRunner:
 
     def _check_reads(self, plan: StepPlan, inputs) -> None:
         for r, scheduled in enumerate(plan.scheduled):
-            first, length = (
-                int(inputs.starts[r]),
-                int(inputs.token_index[inputs.query_start[r + 1] - 1]) + 1,
-            )
+            first = int(inputs.starts[r])
+            length = int(inputs.token_index[inputs.query_start[r + 1] - 1]) + 1
             for group, spec in enumerate(self.specs):
                 if spec.of_encoder:
                     self._check_cross(scheduled.seq_id, inputs.groups[group], r, group)
@@ -381,11 +377,9 @@ class FakeRunner:
                 assert inputs.groups[group].seq_lens[r] == length
                 if spec.kind == "state":
                     continue
-                table, window, size = (
-                    inputs.groups[group].table[r],
-                    getattr(spec, "window", first + 1),
-                    spec.block_size,
-                )
+                table = inputs.groups[group].table[r]
+                window = getattr(spec, "window", first + 1)
+                size = spec.block_size
                 for position in range(max(0, first - window + 1), length):
                     found = self.caches[group][table[position // size]][position % size]
                     writer = self.writers.get(
@@ -401,7 +395,8 @@ class FakeRunner:
 
     def _check_cross(self, seq_id: int, seen, r: int, group: int) -> None:
         """All of its encoder's keys are there, and no others are seen."""
-        which, size = self.encoder_inputs[seq_id], self.specs[group].block_size
+        which = self.encoder_inputs[seq_id]
+        size = self.specs[group].block_size
         assert which is not None, "a sequence without an encoder"
         read = ENCODER_INPUTS[which]
         found = [

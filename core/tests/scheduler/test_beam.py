@@ -21,7 +21,8 @@ def logprobs(token_ids: tuple[int, ...], vocab_size: int) -> torch.Tensor:
 
 def ours(search: BeamSearch, vocab_size: int) -> tuple[list[tuple[list[int], float]], int]:
     """(tokens and score of each hypothesis, number of steps)"""
-    beams, steps = [Beam([], 0.0)], 0
+    beams = [Beam([], 0.0)]
+    steps = 0
     while beams:
         candidates = []
         for beam in beams:

@@ -43,7 +43,8 @@ class BeamRunner(FakeRunner):
         result = StepResult(token_ids=[])
         wanted = self.batch.sampling.num_candidates[inputs.rows].tolist()
         for r, scheduled in enumerate(plan.scheduled):
-            tokens, drawn = self.tokens[scheduled.seq_id], []
+            tokens = self.tokens[scheduled.seq_id]
+            drawn = []
             if NAN in inputs.input_ids[inputs.query_start[r] : inputs.query_start[r + 1]]:
                 result.errors[scheduled.seq_id] = "not a number"
             if scheduled.samples and wanted[r]:
@@ -116,7 +117,8 @@ def drain(core: FakeCore) -> dict[str, list]:
 
 
 def assert_nothing_is_left(core: FakeCore) -> None:
-    blocks, runner = core.scheduler.blocks, core.executor.runner
+    blocks = core.scheduler.blocks
+    runner = core.executor.runner
     assert (blocks.num_used, blocks.num_used_on_host) == (0, 0)
     assert not core.scheduler.roster.sequences
     if core._in_flight:
@@ -127,7 +129,9 @@ def assert_nothing_is_left(core: FakeCore) -> None:
 
 
 def random_core(rng: random.Random) -> FakeCore:
-    max_num_seqs, budget, groups = rng.randint(3, 10), rng.randint(0, 20), rng.choice(GROUPS)
+    max_num_seqs = rng.randint(3, 10)
+    budget = rng.randint(0, 20)
+    groups = rng.choice(GROUPS)
     [one_sequence] = kv_cache(0, groups).max_blocks(MAX_MODEL_LEN, max_num_seqs + budget)
     return make_core(
         groups,
@@ -172,7 +176,8 @@ def test_searches_among_others(seed):
             request = random_message(rng, len(messages))
             with suppress(RequestError):
                 core.add_request(request)
-                messages[request.request_id], outputs[request.request_id] = request, []
+                messages[request.request_id] = request
+                outputs[request.request_id] = []
         if rng.random() < 0.02 and (live := sorted(core.scheduler.roster.requests)):
             request_id = rng.choice(live)
             core.finish(request_id, "abort")

@@ -35,7 +35,9 @@ class Line:
     """A sequence: its tokens, how many of them are computed, and its request."""
 
     def __init__(self, request_id: str, tokens: list[int], computed: int = 0) -> None:
-        self.request_id, self.tokens, self.computed = request_id, tokens, computed
+        self.request_id = request_id
+        self.tokens = tokens
+        self.computed = computed
 
     def block_hashes(self, block_size: int, num_blocks: int) -> list[bytes]:
         return PrefixHashes("").block_hashes(self.tokens, block_size, num_blocks)
@@ -102,10 +104,8 @@ class BlockMachine(RuleBasedStateMachine):
             line.tokens.append(drawn)
         write = TokenRange(seq_id, line.computed, min(line.computed + num_tokens, len(line.tokens)))
         self.blocks.trim(seq_id, line.computed)
-        needed, free = (
-            self.blocks.blocks_needed([write]),
-            [pool.num_free for pool in self.blocks.pools],
-        )
+        needed = self.blocks.blocks_needed([write])
+        free = [pool.num_free for pool in self.blocks.pools]
         if not self.blocks.has_free(needed):
             assert any(one > there for one, there in zip(needed, free, strict=True))
             return
@@ -195,7 +195,8 @@ class BlockMachine(RuleBasedStateMachine):
     def swap_in(self, data):
         request_id = data.draw(st.sampled_from(sorted(self.swapped)))
         seq_ids = self.seq_ids(request_id)
-        needed, used = self.blocks.num_swapped(seq_ids), self.blocks.num_used
+        needed = self.blocks.num_swapped(seq_ids)
+        used = self.blocks.num_used
         if self.blocks.has_free(needed):
             copies = self.blocks.swap_in(seq_ids)
             assert len(copies) == sum(needed) == self.blocks.num_used - used
@@ -219,7 +220,8 @@ class BlockMachine(RuleBasedStateMachine):
                 table = self.blocks.get_block_table(seq_id, group)
                 first = max(0, line.computed - spec.window + 1) if spec.kind == "window" else 0
                 for position in range(first, line.computed):
-                    entry, offset = table[position // spec.block_size], position % spec.block_size
+                    entry = table[position // spec.block_size]
+                    offset = position % spec.block_size
                     held = (
                         self.device[pool][entry]
                         if entry >= 0
@@ -254,7 +256,8 @@ def test_a_fork_does_not_write_into_a_block_that_is_found_as_its_parents():
 
 def test_a_block_that_nobody_knows_is_taken_before_one_that_somebody_may_want():
     blocks = make_blocks(4, [(2, None)])
-    known, unknown = Line("a", [1, 2]), Line("b", [3, 4])
+    known = Line("a", [1, 2])
+    unknown = Line("b", [3, 4])
     blocks.append_slots(TokenRange(0, 0, 2), StepPlan())
     blocks.publish(0, known.block_hashes, 2)
     blocks.append_slots(TokenRange(1, 0, 2), StepPlan())

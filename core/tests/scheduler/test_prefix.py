@@ -38,7 +38,9 @@ def test_what_a_key_touches_and_what_follows_is_not_shared(start, end, shared):
 
 def test_two_pictures_under_equal_tokens():
     """The first is the same; where the second differs, sharing ends."""
-    cat, dog, bird = CacheKey(2, 4, "cat"), CacheKey(9, 12, "dog"), CacheKey(9, 12, "bird")
+    cat = CacheKey(2, 4, "cat")
+    dog = CacheKey(9, 12, "dog")
+    bird = CacheKey(9, 12, "bird")
     assert num_shared(hashes(cat, dog), hashes(cat, bird)) == 2
     assert num_shared(hashes(cat, dog), hashes(dog)) == 0
 

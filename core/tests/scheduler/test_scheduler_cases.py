@@ -100,8 +100,10 @@ def test_the_usual_row_is_planned_as_all_others_are(groups, max_in_flight, monke
     def plans() -> tuple[list[StepPlan], int]:
         # Few blocks: some are preempted.
         core = make_core(14, groups, max_in_flight, max_encoder_len=8, seed=0)
-        schedule, commit = core.scheduler.schedule, core.scheduler.request_blocks.commit_next
-        made, usual = [], []
+        schedule = core.scheduler.schedule
+        commit = core.scheduler.request_blocks.commit_next
+        made = []
+        usual = []
         monkeypatch.setattr(
             core.scheduler,
             "schedule",
@@ -209,7 +211,8 @@ def test_a_deadline_ends_what_waits_and_what_runs(max_in_flight):
 def test_the_end_of_a_request_is_linear_in_its_sequences():
     def operations(num_sequences: int) -> int:
         """Of the interpreter."""
-        core, count = make_core(1400, max_num_seqs=256, max_num_batched_tokens=2048, max_n=256), 0
+        core = make_core(1400, max_num_seqs=256, max_num_batched_tokens=2048, max_n=256)
+        count = 0
         core.add_request(request("r", PROMPT, n=num_sequences))
         core.step()
 
@@ -411,7 +414,8 @@ def test_num_kv_blocks_of_a_hybrid_can_force_a_preemption(groups):
     asked = dict(list(prompts.items())[:3])
     for request_id, prompt in asked.items():
         core.add_request(request(request_id, prompt, max_tokens=20, ignore_eos=True))
-    outputs, preempted = {}, 0
+    outputs = {}
+    preempted = 0
     while core.has_unfinished:
         step = core.step()
         preempted += sum(getattr(event, "kind", None) == "preempted" for event in step.events)

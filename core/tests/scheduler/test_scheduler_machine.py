@@ -93,7 +93,8 @@ def media_in(
 ) -> list[MultiModalFeatureSpec]:
     """Items with gaps before them, as far as the prompt has room; of some, the first token is no
     embedding's."""
-    features, end = [], 0
+    features = []
+    end = 0
     for gap, length, name, masked in media:
         start, end = end + gap, end + gap + length
         if end > len(prompt):
@@ -116,7 +117,8 @@ class CheckedBlocks(BlockManager):
 
     def swap_out(self, seq_ids) -> list[BlockCopy] | None:
         # Exactly those whose reference count reaches zero when the request's references go.
-        moved, before = self._unshared(seq_ids), self._used()
+        moved = self._unshared(seq_ids)
+        before = self._used()
         copies = super().swap_out(seq_ids)
         if copies is None:
             assert any(
@@ -136,7 +138,8 @@ class CheckedBlocks(BlockManager):
 
     def swap_in(self, seq_ids) -> list[BlockCopy]:
         hosted = {entry for entry in self._entries(seq_ids) if entry[1] < NO_BLOCK}
-        needed, before = self.num_swapped(seq_ids), self._used()
+        needed = self.num_swapped(seq_ids)
+        before = self._used()
         copies = super().swap_in(seq_ids)
         assert len(copies) == sum(needed) == len(hosted)
         assert self._used() == (before[0] + len(hosted), before[1] - len(hosted))
@@ -320,7 +323,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             too_many = any(
                 one > pool.num_blocks for one, pool in zip(most, blocks.pools, strict=True)
             )
-            items, places = self.scheduler.items, [one.mm_position for one in features]
+            items = self.scheduler.items
+            places = [one.mm_position for one in features]
             too_large = any(place.num_embeds > items.capacity for place in places)
             beside = len(ENCODER_INPUTS[encoded]) if self.encodes else 0
             too_long = items.whole_items and any(
@@ -468,7 +472,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def expected(self, request_id: str) -> tuple[list[int], bool]:
         """What the request yields alone, and whether it fails then: the runner is greedy."""
         message = self.messages[request_id]
-        params, tokens = message.params, list(message.prompt_token_ids)
+        params = message.params
+        tokens = list(message.prompt_token_ids)
         first = len(tokens)
         most = min(params.max_tokens or MAX_MODEL_LEN, MAX_MODEL_LEN - first)
         eos = set() if params.ignore_eos else set(message.eos_token_ids)
@@ -497,7 +502,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.outputs_are_right()
         for request_id, message in self.messages.items():
             assert set(self.reasons[request_id]) == set(range(message.params.n))
-        blocks, runner = self.scheduler.blocks, self.core.executor.runner
+        blocks = self.scheduler.blocks
+        runner = self.core.executor.runner
         assert (blocks.num_used, blocks.num_used_on_host) == (0, 0)
         assert (
             runner.items.keys() - self.scheduler.items._dropped

@@ -29,7 +29,8 @@ def make_request(
     chunked: bool = True,
     **fields,
 ) -> Request:
-    params, needs_tokens = fields.pop("params", SamplingParams()), fields.pop("needs_tokens", False)
+    params = fields.pop("params", SamplingParams())
+    needs_tokens = fields.pop("needs_tokens", False)
     message = EngineRequest(
         request_id=request_id,
         prompt_token_ids=list(prompt),
@@ -83,7 +84,8 @@ class TestTake:
 
     def test_what_was_computed_of_rejected_drafts_counts_no_more(self):
         seq = make_request(needs_tokens=True).leader
-        seq.num_computed_tokens, seq.num_placeholders = 3 + 3, 1
+        seq.num_computed_tokens = 3 + 3
+        seq.num_placeholders = 1
         assert seq.num_kept_tokens == 3
         assert seq.take([8, 9], []) is None
         assert (seq.num_computed_tokens, seq.num_pending_tokens) == (4, 1)
@@ -107,7 +109,8 @@ class TestTake:
 
     def test_what_cannot_go_back_takes_no_drafts(self):
         request = make_request()
-        request.forks_anywhere, request.leader.num_placeholders = False, 1
+        request.forks_anywhere = False
+        request.leader.num_placeholders = 1
         request.leader.take([9], [7])
         assert request.leader.drafts == []
 
@@ -136,7 +139,8 @@ class TestTokenRanges:
     def test_what_waits_for_its_last_token_computes_nothing(self):
         request = make_request(max_output_tokens=1)
         seq = request.leader
-        seq.num_computed_tokens, seq.num_placeholders = 3, 1
+        seq.num_computed_tokens = 3
+        seq.num_placeholders = 1
         assert request.token_ranges(99) == []
 
     def test_what_draws_no_token_computes_its_whole_prompt(self):
@@ -167,7 +171,8 @@ class TestQuarantine:
 
 class TestEventLog:
     def test_events_are_given_away_once_and_in_order(self):
-        log, request = EventLog(), make_request(context={"trace": "1"})
+        log = EventLog()
+        request = make_request(context={"trace": "1"})
         log.add("queued", request)
         log.scheduled(request)
         request.leader.take([7], [])
@@ -209,7 +214,8 @@ class TestDeadlines:
 class TestRoster:
     @pytest.fixture
     def roster(self):
-        roster, ids = Roster(SchedulingPolicy(SchedulerConfig())), count()
+        roster = Roster(SchedulingPolicy(SchedulerConfig()))
+        ids = count()
         for time, name in ((2.0, "later"), (1.0, "sooner")):
             message = EngineRequest(
                 request_id=name,
@@ -284,7 +290,8 @@ class TestBeamStep:
         )
 
     def test_the_next_beams_and_then_the_outputs(self, request_):
-        step, ids = BeamStep(request_, request_.search), count(10)
+        step = BeamStep(request_, request_.search)
+        ids = count(10)
         assert step.take(request_.leader, Candidates([7, 8, 9, 4], [-0.5, -1.0, -2.0, -3.0]))
         forks = step.advance(ids)
         assert [
@@ -331,7 +338,8 @@ class TestPolicies:
         return load
 
     def order(self, policy, *requests):
-        roster, ids = Roster(policy), count()
+        roster = Roster(policy)
+        ids = count()
         for name, fields in zip("abcd", requests, strict=False):
             roster.add(
                 Request(

@@ -59,7 +59,9 @@ class Own(Plain):
 
     def __init__(self, config):
         super().__init__(config)
-        self.let, self.waiting, self.left = asyncio.Event(), 0, 0
+        self.let = asyncio.Event()
+        self.waiting = 0
+        self.left = 0
 
     async def wait(self):
         self.waiting += 1

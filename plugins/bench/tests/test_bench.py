@@ -85,7 +85,8 @@ def test_only_what_differs_is_handed_on():
 
 
 def test_a_cold_start_drops_pages_and_finds_no_bytecode(monkeypatch):
-    seen, dropped = [], []
+    seen = []
+    dropped = []
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     monkeypatch.setattr("toolkit_lm_bench.startup.drop_pages", dropped.append)
     monkeypatch.setitem(
@@ -131,7 +132,8 @@ def test_the_end_of_a_server_is_no_part_of_its_start(monkeypatch, tmp_path):
 
 
 def test_pages_are_dropped(tmp_path, monkeypatch):
-    file, calls = tmp_path / "weights", []
+    file = tmp_path / "weights"
+    calls = []
     file.write_bytes(b"x" * 10)
     monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: calls.append(arguments[1:]))
     cold.drop_pages([file, tmp_path / "gone"])

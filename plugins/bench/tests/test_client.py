@@ -63,10 +63,8 @@ def test_an_answer_without_text_has_a_time():
 
 
 def test_reasoning_has_times_and_is_not_said():
-    role, thought = (
-        b'data: {"choices": [{"delta": {"role": "assistant"}}]}\n',
-        b'data: {"choices": [{"delta": {"reasoning_content": "h"}}]}\n',
-    )
+    role = b'data: {"choices": [{"delta": {"role": "assistant"}}]}\n'
+    thought = b'data: {"choices": [{"delta": {"reasoning_content": "h"}}]}\n'
     said = b'data: {"choices": [{"delta": {"content": "b"}}]}\n'
     found = sample_of(role, thought, said, b"data: [DONE]\n")
     assert (found.ttft, found.e2el, found.text) == (2, 3, "b")

@@ -344,7 +344,8 @@ def test_bad_input_is_one_error(bench, arguments, message):
 
 def test_a_sweep(server, bench, tmp_path):
     pytest.importorskip("matplotlib")
-    file, picture = tmp_path / "sweep.json", tmp_path / "sweep.png"
+    file = tmp_path / "sweep.json"
+    picture = tmp_path / "sweep.png"
     flags = [
         "--concurrencies",
         "1,2,4",

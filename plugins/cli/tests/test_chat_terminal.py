@@ -20,7 +20,9 @@ CODE = (
 )
 READY = r"\x1b\[\?2004h"
 """The line editor waits for a line."""
-CTRL_C, CTRL_D, ALT_ENTER = "\x03", "\x04", "\x1b\r"
+CTRL_C = "\x03"
+CTRL_D = "\x04"
+ALT_ENTER = "\x1b\r"
 
 
 class Scripted(BaseHTTPRequestHandler):

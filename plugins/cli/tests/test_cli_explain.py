@@ -128,7 +128,8 @@ def test_explain_says_what_experts_each_rank_holds(toolkit, tmp_path):
     }
     write_checkpoint(tmp_path, config, {})
     asked = ("explain", tmp_path, "--device", "cpu", "--tensor-parallel-size", "2")
-    one, layers = 4 * 3 * 24 * 16, 2
+    one = 4 * 3 * 24 * 16
+    layers = 2
     for more, experts in (((), [2.5, 2.5]), (("--enable-expert-parallel",), [2, 3])):
         done = toolkit(*asked, *more, "--json")
         assert done.code == 0, done.err

@@ -16,7 +16,8 @@ def generate(toolkit, checkpoint, tmp_path):
     rows."""
 
     def call(name, text, *arguments):
-        prompts, out = tmp_path / name, tmp_path / "out.jsonl"
+        prompts = tmp_path / name
+        out = tmp_path / "out.jsonl"
         prompts.write_text(text, encoding="utf-8")
         done = toolkit(
             "generate", checkpoint, "--prompts", prompts, "--out", out, *SMALL, *arguments

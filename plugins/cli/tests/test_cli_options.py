@@ -76,7 +76,8 @@ class ProbePlugin:
 def invoke(monkeypatch):
     """Runs the command `probe` through the group, and returns what the function was given."""
     module = type(sys)("probe_module")
-    module.probe, module.other = probe, other
+    module.probe = probe
+    module.other = other
     monkeypatch.setitem(sys.modules, "probe_module", module)
     app = typer.Typer(cls=LazyGroup)
 

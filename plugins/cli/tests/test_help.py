@@ -40,7 +40,8 @@ def test_no_name_is_cut_and_no_line_too_long(narrow, arguments, page):
 
 
 def test_the_help_explains_the_commands_own_options_and_names_the_others(narrow):
-    whole, short = narrow("serve", "--help=all").out, narrow("serve", "--help").out
+    whole = narrow("serve", "--help=all").out
+    short = narrow("serve", "--help").out
     assert len(short.splitlines()) < len(whole.splitlines()) * 2 / 3
     assert "Address to listen on." in short
     for o in VllmConfig.options():

@@ -82,7 +82,8 @@ def test_blocks_are_the_same_however_the_text_comes(cuts):
     st.integers(4, 20),
 )
 def test_words_are_wrapped_the_same_however_the_text_comes(text, cuts, width):
-    whole, parts = Wrapper(width), Wrapper(width)
+    whole = Wrapper(width)
+    parts = Wrapper(width)
     wrapped = whole.push(text) + whole.end()
     assert "".join(parts.push(piece) for piece in pieces_of(text, cuts)) + parts.end() == wrapped
     assert wrapped.split() == text.split()

@@ -21,7 +21,8 @@ class Fake:
     usage = Usage(10, 4)
 
     def __init__(self):
-        self.asked, self.closed = [], 0
+        self.asked = []
+        self.closed = 0
 
     def facts(self):
         return {"model": "fake", "dtype": "float32", "context": "100 tokens"}
@@ -48,7 +49,8 @@ class Fake:
 
 class Screen:
     def __init__(self):
-        self.notes, self.stop = [], False
+        self.notes = []
+        self.stop = False
 
     def show(self, stream):
         if self.stop:

@@ -54,7 +54,9 @@ def test_equal_engines_share_equally():
 
 def test_requests_that_begin_alike_reach_all_engines_where_there_are_many():
     """The first go to one, until it is much fuller. Then all have the beginning."""
-    loads, mirrors, seen = [0, 0], [PrefixMirror(100), PrefixMirror(100)], set()
+    loads = [0, 0]
+    mirrors = [PrefixMirror(100), PrefixMirror(100)]
+    seen = set()
     for _ in range(100):
         engine = choose(
             [

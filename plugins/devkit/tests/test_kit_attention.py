@@ -45,7 +45,8 @@ class Right(AttentionBackend):
         return slots >= 0
 
     def forward(self, layer, q, k, v, kv_cache, meta, out):
-        size, group = kv_cache[0].shape[1], layer.num_heads // layer.num_kv_heads
+        size = kv_cache[0].shape[1]
+        group = layer.num_heads // layer.num_kv_heads
         for row, end in enumerate(meta.seq_lens.tolist()):
             tokens = slice(int(meta.query_start[row]), int(meta.query_start[row + 1]))
             keys = self.keys(end, size)
@@ -116,7 +117,8 @@ def kit(name):
 
 def failures(name):
     """Cases of a backend that fail."""
-    subject, failed = kit(name), []
+    subject = kit(name)
+    failed = []
     for case in subject.parameters()["case"].values():
         try:
             subject.test_equals_the_formula(case)

@@ -27,7 +27,8 @@ def test_attention_is_the_formula(kind, window, soft_cap):
         window=window,
         soft_cap=soft_cap,
     )
-    (q, k, v), lengths = (torch.randn(9, heads, 16) for heads in (4, 2, 2)), [5, 1, 3]
+    (q, k, v) = (torch.randn(9, heads, 16) for heads in (4, 2, 2))
+    lengths = [5, 1, 3]
     out = torch.full_like(q, torch.nan)
     FormulaAttention(torch.device("cpu")).forward(layer.params, q, k, v, None, lengths, out)
     rows = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)

@@ -69,7 +69,8 @@ class Renderer:
 
 
 class TestStructuredOutput(LogitsProcessorConformance):
-    processor, params = StructuredOutput, StructuredOutputs
+    processor = StructuredOutput
+    params = StructuredOutputs
     cases = (
         {"structured_outputs": {"regex": "[a-z]*"}},
         {"response_format": {"type": "json_object"}},

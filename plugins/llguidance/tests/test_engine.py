@@ -156,7 +156,8 @@ def test_log_probabilities_are_the_models(llm):
     [plain] = llm.generate(
         "Once upon", params(None, temperature=0.0, logprobs=1, max_tokens=1), use_tqdm=False
     )
-    first, likeliest = output.outputs[0].logprobs[0], plain.outputs[0].token_ids[0]
+    first = output.outputs[0].logprobs[0]
+    likeliest = plain.outputs[0].token_ids[0]
     drawn = output.outputs[0].token_ids[0]
     assert first[drawn].rank > 1 and first[likeliest].rank == 1
     assert first[likeliest].logprob == pytest.approx(

@@ -43,7 +43,8 @@ class Steps:
     name = "steps"
 
     def __init__(self):
-        self.count, self.preempted = 0, 0
+        self.count = 0
+        self.preempted = 0
 
     @hookimpl
     def toolkit_event(self, event):

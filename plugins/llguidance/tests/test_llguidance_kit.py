@@ -7,7 +7,8 @@ from toolkit_lm_llguidance.backend import LLGuidanceReader
 
 
 class TestLLGuidance(StructuredOutputConformance):
-    backend, reader = "llguidance", LLGuidanceReader
+    backend = "llguidance"
+    reader = LLGuidanceReader
     asked = {
         "Lark": ({"grammar": 'start: ("ab" | "cd")~2..3'}, "(ab|cd){2,3}"),
         "GBNF": ({"grammar": 'root ::= ("ab" | "cd"){2,3}'}, "(ab|cd){2,3}"),

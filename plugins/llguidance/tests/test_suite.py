@@ -48,7 +48,8 @@ def vocabulary():
 def draw(vocabulary, grammar, generator, closing):
     """A document of random tokens, with a liking for what closes strings and objects; None where it
     is not at its end in time."""
-    matcher, token_ids = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits()), []
+    matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits())
+    token_ids = []
     for _ in range(MOST):
         allowed = np.flatnonzero(
             np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
@@ -76,7 +77,9 @@ def wrong(validator, text):
 
 
 def check(vocabulary, draft, draws):
-    kind, accepted, compiler = DRAFTS[draft], 0, LLGuidanceCompiler(vocabulary.source)
+    kind = DRAFTS[draft]
+    accepted = 0
+    compiler = LLGuidanceCompiler(vocabulary.source)
     closing = vocabulary.tokenizer.tokenize_str('"}],: 0')
     for file, description, schema in SUITE[draft]:
         schema = (
@@ -91,10 +94,8 @@ def check(vocabulary, draft, draws):
         if compiler.error_of(grammar, {"schema": schema, "options": options}):
             continue
         accepted += 1
-        validator, generator = (
-            kind(schema, format_checker=kind.FORMAT_CHECKER),
-            random.Random(description),
-        )
+        validator = kind(schema, format_checker=kind.FORMAT_CHECKER)
+        generator = random.Random(description)
         for _ in range(draws):
             text = draw(vocabulary, grammar, generator, closing)
             errors = [] if text is None else list(wrong(validator, text))

@@ -299,7 +299,9 @@ def test_what_was_read_is_not_kept_in_memory(tmp_path, monkeypatch):
     def mapped() -> int:
         return int(re.search(r"RssFile:\s+(\d+)", status.read_text())[1]) * 1024
 
-    before, most, found = mapped(), 0, {}
+    before = mapped()
+    most = 0
+    found = {}
     for name, tensor in CheckpointWeights(tmp_path):
         found[name] = tensor.sum().item()
         most = max(most, mapped() - before)

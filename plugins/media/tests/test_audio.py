@@ -48,7 +48,8 @@ def test_samples_of_the_same_rate_are_what_they_were():
 
 
 def test_channels_are_averaged():
-    left, right = tone(0.1)[:, 0], tone(0.1, hertz=300)[:, 0]
+    left = tone(0.1)[:, 0]
+    right = tone(0.1, hertz=300)[:, 0]
     found = read(encoded(np.stack([left, right], axis=1), subtype="FLOAT"))
     assert np.allclose(found, (left + right) / 2, atol=1e-6)
 
@@ -77,10 +78,8 @@ def test_a_wav_with_other_chunks_around():
 
 def loud_at_the_end(channels: int, rate: int) -> np.ndarray:
     """Its bit rate varies: a first frame says little of the others."""
-    quiet, loud = (
-        np.zeros((rate * 2, channels)),
-        np.random.default_rng(0).uniform(-0.5, 0.5, (rate * 2, channels)),
-    )
+    quiet = np.zeros((rate * 2, channels))
+    loud = np.random.default_rng(0).uniform(-0.5, 0.5, (rate * 2, channels))
     return np.concatenate([quiet, loud])
 
 
@@ -125,7 +124,8 @@ def test_seconds_that_make_no_sense(seconds):
 
 
 def test_errors_name_the_item_and_the_parameter():
-    item, told = b"GIF89a" + bytes(20), r"^audio 3: it is an image, and no recording"
+    item = b"GIF89a" + bytes(20)
+    told = r"^audio 3: it is an image, and no recording"
     with (
         pytest.raises(RequestError, match=told) as caught,
         open_audio(item, LIMITS, what="audio 3", param="messages"),

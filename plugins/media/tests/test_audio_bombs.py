@@ -239,10 +239,8 @@ def test_a_recording_is_not_decoded_to_learn_that_it_is_too_long(
     monkeypatch.setattr(
         soundfile.SoundFile, "read", lambda *given, **named: pytest.fail("it was decoded")
     )
-    limits, told = (
-        MediaLimits(max_audio_seconds=1.5),
-        r"it has 2\.00 seconds, more than the 1\.5 that are taken \(max_audio_seconds\)",
-    )
+    limits = MediaLimits(max_audio_seconds=1.5)
+    told = r"it has 2\.00 seconds, more than the 1\.5 that are taken \(max_audio_seconds\)"
     for format in ("WAV", "FLAC", "OGG", "MP3"):
         with pytest.raises(RequestError, match=told), open_audio(sound(format, 2.0), limits):
             pass

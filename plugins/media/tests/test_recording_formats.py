@@ -40,7 +40,8 @@ NAMES = {"mp4": "MP4", "m4a": "MP4", "webm": "WEBM", "aac": "AAC", "mpeg": "MP3"
 def heard(data: bytes, limits: MediaLimits = LIMITS) -> tuple[float, float, float]:
     """The seconds that it says it has, those that it has, and its tone."""
     with open_audio(data, limits) as audio:
-        samples, said = audio.read(16000), audio.seconds
+        samples = audio.read(16000)
+        said = audio.seconds
     assert samples.dtype == np.float32 and samples.ndim == 1
     return (
         said,

@@ -30,7 +30,9 @@ class Collector:
     """An OTLP collector over HTTP: keeps the paths and the spans that it is sent."""
 
     def __init__(self) -> None:
-        self.paths, self.spans, self.services = [], [], []
+        self.paths = []
+        self.spans = []
+        self.services = []
         collector = self
 
         class Handler(BaseHTTPRequestHandler):

@@ -19,7 +19,8 @@ from toolkit_lm.frontend import LLMEngine
 from toolkit_lm.plugin import hookimpl
 from toolkit_lm_opentelemetry.spans import RequestSpans
 
-TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+PARENT = "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1"}
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
@@ -383,7 +384,8 @@ def test_an_engine_in_a_process_of_its_own(traced):
 
 
 def test_two_engines_do_not_meet():
-    one, other = Traced(), Traced()
+    one = Traced()
+    other = Traced()
     with (
         engine_of(one, served_model_name="one") as first,
         engine_of(other, served_model_name="other") as second,

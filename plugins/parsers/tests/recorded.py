@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-BAR, LOW = "\N{FULLWIDTH VERTICAL LINE}", "\N{LOWER ONE EIGHTH BLOCK}"
+BAR = "\N{FULLWIDTH VERTICAL LINE}"
+LOW = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 def weather_tool(name: str = "get_weather") -> dict[str, Any]:
@@ -43,8 +44,10 @@ def deepseek(*words: str) -> str:
 
 JSON_PARIS = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
 JSON_OSLO = '{"name": "get_time", "arguments": {"city": "Oslo", "days": 3}}'
-CALLS, END_CALLS = deepseek("tool", "calls", "begin"), deepseek("tool", "calls", "end")
-CALL, END_CALL = deepseek("tool", "call", "begin"), deepseek("tool", "call", "end")
+CALLS = deepseek("tool", "calls", "begin")
+END_CALLS = deepseek("tool", "calls", "end")
+CALL = deepseek("tool", "call", "begin")
+END_CALL = deepseek("tool", "call", "end")
 SEP = deepseek("tool", "sep")
 PARIS = ("get_weather", {"city": "Paris"})
 OSLO = ("get_time", {"city": "Oslo", "days": 3})

@@ -11,7 +11,8 @@ import pytest
 from toolkit_lm.plugin import Plugins
 
 PARSERS = Plugins.load().parsers
-BAR, LOW = "\N{FULLWIDTH VERTICAL LINE}", "\N{LOWER ONE EIGHTH BLOCK}"
+BAR = "\N{FULLWIDTH VERTICAL LINE}"
+LOW = "\N{LOWER ONE EIGHTH BLOCK}"
 THINK = "{%- if '</think>' in content %}{% endif %}"
 TEMPLATES = {
     "plain": ("{{ messages[0].content }}", None, None),

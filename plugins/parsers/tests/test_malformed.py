@@ -124,7 +124,8 @@ def test_a_call_that_a_limit_cuts_is_none(name):
 )
 def test_a_call_in_reasoning_that_is_not_ended_is_left_to_others(name, call):
     """Where it is ended after all, it was reasoning."""
-    form, written = PARSERS.make(name, ""), WRITTEN[call]
+    form = PARSERS.make(name, "")
+    written = WRITTEN[call]
     begun = f"{form.start}Hm.\n\n"
     found, _ = checked(name, f"{begun}{written.oslo}")
     assert (found.reasoning, found.content) == ("Hm.", written.oslo)

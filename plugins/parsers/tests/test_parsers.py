@@ -29,7 +29,9 @@ class Answer(NamedTuple):
 
 def parse(name: str, pieces: list[str], prompt_end: str = "", *, cut: bool = False) -> Answer:
     parser = PARSERS.make(name, "").parser(prompt_end, TOOLS)
-    content, reasoning, calls = "", "", []
+    content = ""
+    reasoning = ""
+    calls = []
     for delta in [*(parser.push(piece) for piece in pieces), parser.finish(cut=cut)]:
         content, reasoning = content + delta.content, reasoning + delta.reasoning
         for one in delta.tool_calls:

@@ -65,7 +65,8 @@ def test_the_pieces_of_a_call_are_the_call(name, size):
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_long_arguments_come_as_they_are_written(name):
-    written, form = WRITTEN[name], form_of(name)
+    written = WRITTEN[name]
+    form = form_of(name)
     text = written._replace(city=written.city.replace("Paris", "Paris " * 50)).paris
     _, given, calls_tools = read(form, text, in_pieces=True, size=8)
     [(_, pieces)] = given.values()
@@ -75,7 +76,8 @@ def test_long_arguments_come_as_they_are_written(name):
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_cut_call_is_not_whole(name):
-    written, form = WRITTEN[name], form_of(name)
+    written = WRITTEN[name]
+    form = form_of(name)
     for end in range(len(written.oslo)):
         text = written.oslo[:end]
         _, whole, calls_tools = read(form, text, in_pieces=False, cut=True)

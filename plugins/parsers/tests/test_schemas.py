@@ -107,7 +107,8 @@ def read(name, text, schema):
     ],
 )
 def test_an_argument_is_of_its_type(kind, way, root):
-    schema, (_, text, value) = parameters(way, kind, root), KINDS[kind]
+    schema = parameters(way, kind, root)
+    (_, text, value) = KINDS[kind]
     found = read(
         "qwen3_coder",
         f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n"
@@ -306,7 +307,8 @@ def calls(call) -> int:
 
 
 def test_what_refers_to_too_much_is_refused_and_what_is_shared_is_one():
-    small, large = WIDE["references to small ones"], WIDE["long descriptions"]
+    small = WIDE["references to small ones"]
+    large = WIDE["long descriptions"]
     with pytest.raises(RequestError, match="fewer tools"):
         PARSERS.make("qwen3_coder", "").structure(
             [{"function": {"name": "f", "parameters": large}}], parallel=False

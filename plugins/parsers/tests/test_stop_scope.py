@@ -116,7 +116,8 @@ def check_scope(one):
     paragraphs."""
     scope = PARSERS.make(one.format, "").stop_scope(one.prompt_end)
     parts = scope.push(one.text) + scope.finish()
-    counting, at = "", 0
+    counting = ""
+    at = 0
     for length, counts in parts:
         counting += one.text[at : at + length] if counts else ""
         at += length

@@ -96,7 +96,8 @@ def answers(llm, given, chats=CHATS):
 
 def counted(llm, token_ids, chat=CHATS[0]):
     """The tokens of reasoning."""
-    parsers, renderer = Plugins.load().parsers, llm.engine.renderer
+    parsers = Plugins.load().parsers
+    renderer = llm.engine.renderer
     name = parsers.find_format("reasoning", renderer.chat_template_source)
     counters = parsers.make(name, renderer.chat_template_source).reasoning_counters(renderer)
     counter = counters(renderer.render_conversation(chat).token_ids)
@@ -108,7 +109,8 @@ def counted(llm, token_ids, chat=CHATS[0]):
 @pytest.mark.parametrize("budget", [0, 1, BUDGET])
 def test_reasoning_ends_when_its_budget_is_spent(folders, marks, budget):
     with engine(folders[marks]) as llm:
-        free, held = answers(llm, params(None, n=2)), answers(llm, params(budget, n=2))
+        free = answers(llm, params(None, n=2))
+        held = answers(llm, params(budget, n=2))
         end = llm.engine.renderer.render_prompt("</think>", add_special_tokens=False).token_ids
         assert len(end) == (1 if marks == "tokens" else len("</think>"))
         for before, after in zip(free, held, strict=True):
@@ -212,7 +214,8 @@ def test_of_several_stretches_of_reasoning_the_second_is_the_last(checkpoint_wit
     with engine(checkpoint_with(CHANNELS, HARMONY)) as llm:
         renderer = llm.engine.renderer
         begun = "<|channel|>analysis<|message|>"
-        thinking, space = renderer.render_prompt(begun, add_special_tokens=False).token_ids, 40
+        thinking = renderer.render_prompt(begun, add_special_tokens=False).token_ids
+        space = 40
         forced = renderer.render_prompt(
             "<|end|><|start|>assistant", add_special_tokens=False
         ).token_ids

@@ -35,10 +35,12 @@ def pool_in_chunks(
     results: list[Tensor | None] = [None] * len(prompts)
     for step in range(max(len(b) for b in bounds) - 1):
         members = [i for i, b in enumerate(bounds) if step + 1 < len(b)]
-        pieces, rows = [], []
+        pieces = []
+        rows = []
         offset = 0
         for i in members:
-            start, stop = bounds[i][step], bounds[i][step + 1]
+            start = bounds[i][step]
+            stop = bounds[i][step + 1]
             pieces += [
                 torch.full((between, prompts[i].shape[1]), float("nan"), dtype=prompts[i].dtype),
                 prompts[i][start:stop],

@@ -250,7 +250,8 @@ def test_the_class(tmp_path):
 def test_a_tokenizer_that_panics_is_refused(tmp_path):
     """The package tokenizers panics on a regular expression that takes too many steps: no `except
     Exception` sees that."""
-    folder, word = save_random(tmp_path, make("LlamaForCausalLM")), "x" * 40
+    folder = save_random(tmp_path, make("LlamaForCausalLM"))
+    word = "x" * 40
     tokenizer = Tokenizer(models.WordLevel({"w1": 1, word: 2}, unk_token="w1"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
     tokenizer.save(str(folder / "tokenizer.json"))

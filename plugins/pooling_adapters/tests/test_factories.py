@@ -263,7 +263,8 @@ def test_prompts_that_are_not_pooled(tmp_path, run):
         json.dumps({"prompts": {"query": "Represent: "}})
     )
     pooler = embedding_pooler(config_of(tmp_path))
-    texts, starts = prompts(), [3, 0, 8]
+    texts = prompts()
+    starts = [3, 0, 8]
     results = run(pooler, texts, PoolingParams(), starts=starts)
     for text, start, result in zip(texts, starts, results, strict=True):
         torch.testing.assert_close(result, text[start:].mean(0))

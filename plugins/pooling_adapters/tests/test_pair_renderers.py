@@ -108,7 +108,8 @@ def test_what_is_refused(processor):
 
 def test_toolkit_register_pair_renderers(monkeypatch):
     blocks = PAGE.read_text(encoding="utf-8").split("```python\n")[2:]
-    entry, shown = types.ModuleType("pairs_example"), types.ModuleType("toolkit_lm_mine.pairs")
+    entry = types.ModuleType("pairs_example")
+    shown = types.ModuleType("toolkit_lm_mine.pairs")
     for module, block in zip((entry, shown), blocks, strict=True):
         monkeypatch.setitem(sys.modules, module.__name__, module)
         exec(block.split("```")[0], module.__dict__)

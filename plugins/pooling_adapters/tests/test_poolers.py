@@ -24,7 +24,9 @@ from toolkit_lm_pooling_adapters.poolers import (
 )
 from torch import nn
 
-SIZE, LABELS, TAG = 8, 5, 77
+SIZE = 8
+LABELS = 5
+TAG = 77
 
 
 def config(**options):
@@ -72,7 +74,8 @@ def test_token_embed(run):
 
 @torch.inference_mode()
 def test_classify(run):
-    prompts, classifier = some_prompts(), linear()
+    prompts = some_prompts()
+    classifier = linear()
     pooler = classification_pooler(config(), classifier, "MEAN")
     classes = run(pooler, prompts, PoolingParams(task="classify"))
     logits = run(pooler, prompts, PoolingParams(task="classify", use_activation=False))
@@ -85,7 +88,8 @@ def test_classify(run):
 
 @torch.inference_mode()
 def test_one_label_is_a_score(run):
-    prompts, classifier = some_prompts(), linear(1)
+    prompts = some_prompts()
+    classifier = linear(1)
     pooler = classification_pooler(config(), classifier, "LAST", num_labels=1)
     assert pooler.supported_tasks() == {"classify", "score", "token_classify"}
     for prompt, score in zip(
@@ -107,7 +111,8 @@ def test_a_classifier_of_low_precision_runs_in_float32(run):
 
 @torch.inference_mode()
 def test_logits_are_shifted_and_scaled(run):
-    prompts, classifier = some_prompts(), linear(1)
+    prompts = some_prompts()
+    classifier = linear(1)
     options = config(logit_mean=0.5, logit_sigma=2.0)
     pooler = classification_pooler(options, classifier, "CLS", num_labels=1, temperature=0.25)
     for prompt, score in zip(
@@ -118,7 +123,9 @@ def test_logits_are_shifted_and_scaled(run):
 
 @torch.inference_mode()
 def test_own_classifier_of_tokens(run):
-    prompts, classifier, own = some_prompts(), linear(), linear()
+    prompts = some_prompts()
+    classifier = linear()
+    own = linear()
     nn.init.normal_(own.weight)
     pooler = classification_pooler(config(), classifier, "CLS", token_classifier=own)
     for prompt, result in zip(
@@ -156,7 +163,8 @@ def test_tokens_in_chunks(seed, run):
 @torch.inference_mode()
 def test_steps(seed, run):
     prompts = some_prompts()
-    ids, classifier = some_ids(prompts), linear()
+    ids = some_ids(prompts)
+    classifier = linear()
     pooler = token_classification_pooler(
         config(pooling_type="STEP", step_tag_id=TAG, returned_token_ids=[4, 1]), classifier
     )
@@ -170,7 +178,8 @@ def test_steps(seed, run):
 @torch.inference_mode()
 def test_a_request_names_its_own_steps(run):
     prompts = some_prompts()
-    ids, classifier = some_ids(prompts), linear()
+    ids = some_ids(prompts)
+    classifier = linear()
     pooler = token_classification_pooler(config(), classifier, "STEP", step_tag_id=TAG)
     asked = [
         PoolingParams(
@@ -255,7 +264,8 @@ MIXED = [
 @pytest.mark.parametrize("seed", range(4))
 @torch.inference_mode()
 def test_mixed_tasks_and_wishes_are_as_separate(seed, run):
-    prompts, pooler = some_prompts(), embedding_pooler(config())
+    prompts = some_prompts()
+    pooler = embedding_pooler(config())
     together = run(pooler, prompts, MIXED, cuts=some_cuts(prompts, seed), between=1)
     for prompt, params, result in zip(prompts, MIXED, together, strict=True):
         (alone,) = run(pooler, [prompt], params)
@@ -264,7 +274,8 @@ def test_mixed_tasks_and_wishes_are_as_separate(seed, run):
 
 @torch.inference_mode()
 def test_mixed_classes_are_as_separate(run):
-    prompts, pooler = some_prompts(), classification_pooler(config(), linear(1), num_labels=1)
+    prompts = some_prompts()
+    pooler = classification_pooler(config(), linear(1), num_labels=1)
     asked = [
         PoolingParams(task=task, use_activation=use)
         for task in ("classify", "token_classify", "score")

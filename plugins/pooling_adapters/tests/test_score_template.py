@@ -25,7 +25,8 @@ from toolkit_lm_pooling_adapters.score_template import (
 from toolkit_lm_pooling_adapters.template_choice import choose_score_template
 from toolkit_lm_pooling_adapters.template_renderer import make_template_renderer
 
-BOS, EOS = 1, 2
+BOS = 1
+EOS = 2
 
 
 class TwoCharacters(Renderer):
@@ -126,7 +127,8 @@ def test_a_document_that_is_too_long_is_cut(special):
 @pytest.mark.parametrize("query", ["abc", "abcd"])
 def test_a_query_is_not_cut_where_it_shares_a_piece_with_the_document(query):
     template = ScoreTemplate(pieces=("Q {query} D {document}", "="))
-    whole, taken = tokens_of(f"Q {query} D efghij"), len(tokens_of(f"Q {query} D ", "="))
+    whole = tokens_of(f"Q {query} D efghij")
+    taken = len(tokens_of(f"Q {query} D ", "="))
     assert score_tokens(RENDERER, template, query, "efghij", max_tokens=taken + 1) == [
         *whole[:taken],
         *tokens_of("="),

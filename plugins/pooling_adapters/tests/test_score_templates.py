@@ -20,7 +20,9 @@ from toolkit_lm_pooling_adapters.score_templates import (
 from toolkit_lm_pooling_adapters.template_choice import choose_score_template
 from toolkit_lm_renderer_hf.renderer import HfRenderer
 
-QUERY, DOCUMENT, INSTRUCTION = "Who wrote it?", "Harper Lee.\nIn 1960!", "Think of books."
+QUERY = "Who wrote it?"
+DOCUMENT = "Harper Lee.\nIn 1960!"
+INSTRUCTION = "Think of books."
 
 
 def test_qwen3_reranker():
@@ -90,7 +92,8 @@ def ids(renderer, text):
 def test_tokens_are_those_of_the_authors(renderer):
     """Each author's procedure, as published: which texts are tokenized apart, and where special
     tokens go."""
-    head, tail = QWEN3_RERANKER.pieces[0], QWEN3_RERANKER.pieces[2]
+    head = QWEN3_RERANKER.pieces[0]
+    tail = QWEN3_RERANKER.pieces[2]
     pair = f"<Instruct>: {INSTRUCTION}\n<Query>: {QUERY}\n<Document>: {DOCUMENT}"
     expected = ids(renderer, head) + ids(renderer, pair) + ids(renderer, tail)
     assert score_tokens(renderer, QWEN3_RERANKER, QUERY, DOCUMENT, INSTRUCTION) == expected
@@ -99,17 +102,16 @@ def test_tokens_are_those_of_the_authors(renderer):
         ids(renderer, "\n"),
         (ids(renderer, piece) for piece in MXBAI_RERANK_V2.pieces[-2:]),
     )
-    query, document = (
-        ids(renderer, f"instruction: {INSTRUCTION}\nquery: {QUERY}"),
-        ids(renderer, f"document: {DOCUMENT}"),
-    )
+    query = ids(renderer, f"instruction: {INSTRUCTION}\nquery: {QUERY}")
+    document = ids(renderer, f"document: {DOCUMENT}")
     expected = (
         ids(renderer, MXBAI_RERANK_V2.pieces[0]) + query + line + document + line + task + tail
     )
     assert score_tokens(renderer, MXBAI_RERANK_V2, QUERY, DOCUMENT, INSTRUCTION) == expected
     assert expected != ids(renderer, score_prompt(MXBAI_RERANK_V2, QUERY, DOCUMENT, INSTRUCTION))
 
-    query, document = ids(renderer, f"A: {QUERY}"), ids(renderer, f"B: {DOCUMENT}")
+    query = ids(renderer, f"A: {QUERY}")
+    document = ids(renderer, f"B: {DOCUMENT}")
     expected = [
         0,
         *query,

@@ -109,7 +109,8 @@ def test_a_known_reranker_reads_its_template(tmp_path, caplog):
     folder = make(
         tmp_path, "Qwen3ForCausalLM", tie_word_embeddings=True, max_position_embeddings=512
     )
-    query, documents = "w5 w6 ?", ["w7 w8 w9", "w10", "w11 w12 w13 w14"]
+    query = "w5 w6 ?"
+    documents = ["w7 w8 w9", "w10", "w11 w12 w13 w14"]
     with llm_of(folder, convert="classify", max_model_len=512) as llm:
         prompts = [
             score_tokens(llm.engine.renderer, QWEN3_RERANKER, query, document)

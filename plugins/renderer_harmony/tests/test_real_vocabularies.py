@@ -66,7 +66,9 @@ def make(vocabulary, resolved, tmp_path_factory):
 
 def spellings(text: bytes, token_ids: dict[bytes, int], chosen: random.Random) -> list[list[int]]:
     """Ways to write a text in tokens, shuffled: all of them where there are few."""
-    longest, found, tried = max(map(len, token_ids)), [], 0
+    longest = max(map(len, token_ids))
+    found = []
+    tried = 0
 
     def go(start: int, made: list[int]) -> None:
         nonlocal tried
@@ -92,7 +94,8 @@ def spellings(text: bytes, token_ids: dict[bytes, int], chosen: random.Random) -
 def test_no_tokens_write_a_bad_word(make, name):
     """Any tokens that write it, plain, after a space, a bracket or a new line, after any text: the
     last of them is ruled out."""
-    renderer, chosen = make(name), random.Random(3)
+    renderer = make(name)
+    chosen = random.Random(3)
     size = renderer.vocab_size
     pieces = renderer.token_bytes(range(size), skip_special_tokens=True)
     token_ids = {piece: token_id for token_id, piece in enumerate(pieces) if piece}

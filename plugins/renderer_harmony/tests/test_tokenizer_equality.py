@@ -149,7 +149,8 @@ def save(vocabulary, tmp_path_factory):
 
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_ids_are_equal(save, resolved, name):
-    folder, chosen = save(name), random.Random(5)
+    folder = save(name)
+    chosen = random.Random(5)
     texts = ["".join(chosen.choices(PARTS, k=chosen.randrange(1, 12))) for _ in range(40)]
     for title, config in CONFIGS.items():
         if name not in ("anthropic", "tiny") and title not in FEW:
@@ -185,7 +186,8 @@ LONG = {
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_pieces_have_the_ids_of_the_whole(save, name):
     """Of real vocabularies, all of which split words."""
-    folder, chosen = save(name), random.Random(7)
+    folder = save(name)
+    chosen = random.Random(7)
     (folder / "tokenizer_config.json").unlink(missing_ok=True)
     tokenizer = load_tokenizer(folder).tokenizer
     texts = [

@@ -10,7 +10,8 @@ from toolkit_lm.renderer import MultiModalRules, Replacement
 MARKS = [*SPECIAL, "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]
 ITEM = "<|audio_bos|><|AUDIO|><|audio_eos|>"
 TEMPLATE = CHAT.replace("p['type'] == 'image'", "p['type'] == 'audio'").replace("IMAGE", ITEM)
-MELS, SECONDS = 16, 2
+MELS = 16
+SECONDS = 2
 EXTRACTOR = {
     "feature_extractor_type": "WhisperFeatureExtractor",
     "feature_size": MELS,

@@ -27,7 +27,8 @@ def stand_in() -> None:
         functional,
     ):
         module = ModuleType(name)
-        module.__spec__, module.__path__ = ModuleSpec(name, None), []
+        module.__spec__ = ModuleSpec(name, None)
+        module.__path__ = []
         sys.modules[name] = module
         parent, _, child = name.rpartition(".")
         if parent:

@@ -47,7 +47,8 @@ def hearing(make_hearing):
 def worked(monkeypatch):
     """What is decoded and processed, from here on."""
     seen = []
-    decode, process = soundfile.SoundFile.read, audio_processor.AudioProcessor.process
+    decode = soundfile.SoundFile.read
+    process = audio_processor.AudioProcessor.process
     monkeypatch.setattr(
         soundfile.SoundFile,
         "read",
@@ -215,7 +216,9 @@ def test_formats_of_phones_and_browsers(hearing, container, codec, format):
 
 
 def test_several_recordings_among_text(hearing):
-    a, b, c = tone(0.3), tone(2.0, 300), tone(0.1, 900)
+    a = tone(0.3)
+    b = tone(2.0, 300)
+    c = tone(0.1, 900)
     rendered = hearing.render_conversation(chat("first ", of(a), of(b), " then ", of(c), of(a)))
     assert [one.mm_position.length for one in rendered.features] == [7, 50, 2, 7]
     assert rendered.token_ids.count(AUDIO) == 66
@@ -226,7 +229,8 @@ def test_several_recordings_among_text(hearing):
 
 
 def test_plain_prompts(hearing):
-    a, b = tone(0.3), tone(0.2, 300)
+    a = tone(0.3)
+    b = tone(0.2, 300)
     text = f"a {ITEM} b {ITEM}"
     found = hearing.render_prompt({"prompt": text, "multi_modal_data": {"audio": [a, (b, RATE)]}})
     assert [one.mm_position.length for one in found.features] == [7, 5]
@@ -271,7 +275,8 @@ class Held:
 
 
 def test_a_recording_that_the_engine_holds_is_neither_decoded_nor_processed(hearing, worked):
-    file, other = file_of(tone()), file_of(tone(0.25))
+    file = file_of(tone())
+    other = file_of(tone(0.25))
     first = hearing.render_conversation(chat(of(file)))
     assert worked == ["decoded", "decoded", "processed"]
     hearing.feature_cache = Held(first)
@@ -292,7 +297,8 @@ def test_identifiers(make_hearing):
     def name(part, made):
         return made.render_conversation(chat(part)).features[0].mm_identifier
 
-    made, samples = make_hearing(), tone()
+    made = make_hearing()
+    samples = tone()
     names = [
         name(of(samples), made),
         name(of((samples, 8000)), made),
@@ -311,7 +317,8 @@ def test_identifiers(make_hearing):
 
 
 def test_what_is_refused_is_one_error_that_names_the_item(hearing):
-    good, cut = file_of(tone()), file_of(tone(), "FLAC")
+    good = file_of(tone())
+    cut = file_of(tone(), "FLAC")
     gif = b"GIF89a" + bytes(40)
     movie = b"\0\0\0\x18ftypmp42" + bytes(100)
     nan = tone()
@@ -511,7 +518,8 @@ def test_what_a_recording_takes_at_most(make_hearing):
 
 def test_threads(hearing):
     """The first recordings come at once: one extractor is made."""
-    found, sounds = {}, [tone(0.5, 200 + 50 * i) for i in range(8)]
+    found = {}
+    sounds = [tone(0.5, 200 + 50 * i) for i in range(8)]
     expected = [expected_of(one)[0] for one in sounds]
 
     def render(i):
@@ -527,7 +535,8 @@ def test_threads(hearing):
 
 
 def test_files_are_fetched_from_allowed_hosts_alone(make_hearing, monkeypatch):
-    made, file = make_hearing(allowed_media_hosts=["sounds.example.com"]), file_of(tone())
+    made = make_hearing(allowed_media_hosts=["sounds.example.com"])
+    file = file_of(tone())
     asked = []
     monkeypatch.setattr(
         media,

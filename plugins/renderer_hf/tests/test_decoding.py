@@ -83,7 +83,8 @@ def test_a_skipped_token_does_not_count_as_the_first(tokenizer):
 
 def test_output_goes_on_from_the_prompts_text(tokenizer):
     detokenizer = Detokenizer(tokenizer)
-    prompt, output = tokenizer.encode("The cat").ids, tokenizer.encode("The dog").ids
+    prompt = tokenizer.encode("The cat").ids
+    output = tokenizer.encode("The dog").ids
     after = TextStream(detokenizer, True, [1, *prompt, 4])
     assert detokenizer.decode(prompt, skip_special_tokens=True) + after.push(
         output
@@ -108,7 +109,8 @@ def test_vocabulary_texts(make_renderer, tokenizer):
 
 def _trained(model, trainer, pre_tokenizer, decoder) -> Tokenizer:
     tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoder
+    tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.decoder = decoder
     tokenizer.train_from_iterator(
         ["the cat sat on the mat unbelievably", "don't stop , now !"] * 5, trainer
     )

@@ -45,7 +45,8 @@ def make(name: str) -> Tokenizer:
     ],
 )
 def test_tokens_are_those_of_the_package(name, most, first, second):
-    tokenizer, joiner = make(name), Joiner(make(name))
+    tokenizer = make(name)
+    joiner = Joiner(make(name))
     ids = joiner.token_ids([first] if second is None else [first, second])
     ours = joiner.join(ids[first], None if second is None else ids[second], most)
     if most is not None:
@@ -66,7 +67,8 @@ def test_tokens_are_those_of_the_package(name, most, first, second):
 
 
 def test_each_text_is_tokenized_once(monkeypatch):
-    joiner, tokenized = Joiner(make("bert")), []
+    joiner = Joiner(make("bert"))
+    tokenized = []
     plain = Joiner._tokenize
     monkeypatch.setattr(
         Joiner, "_tokenize", lambda self, texts: tokenized.extend(texts) or plain(self, texts)
@@ -77,7 +79,8 @@ def test_each_text_is_tokenized_once(monkeypatch):
 
 def test_long_pairs_are_cut_in_little_time_and_memory():
     """With the package's own truncation each of these pairs is 25,000 encodings."""
-    joiner, query = Joiner(make("bert")), "b c " * 5000
+    joiner = Joiner(make("bert"))
+    query = "b c " * 5000
     tracemalloc.start()
     begin = time.thread_time()
     ids = joiner.token_ids([query, *(f"{query} d" for _ in range(200))])

@@ -103,7 +103,8 @@ class Held:
     """A cache of what an engine holds."""
 
     def __init__(self):
-        self.asked, self.held = [], {}
+        self.asked = []
+        self.held = {}
 
     def get(self, identifier):
         self.asked.append(identifier)
@@ -416,7 +417,8 @@ def test_prompts_of_several_forms(llava):
 
 def test_what_is_held_is_neither_decoded_nor_processed(llava, monkeypatch):
     llava.feature_cache = held = Held()
-    file, image = file_of(pixels()), pixels(1)
+    file = file_of(pixels())
+    image = pixels(1)
     messages = chat("a", of(file), of(image), of(file))
     first = llava.render_conversation(messages)
     assert all(one.data is not None for one in first.features)
@@ -747,7 +749,9 @@ def test_checkpoints_that_would_make_images_of_any_size(make_seeing, changed):
 
 def test_fetches_go_on_side_by_side(llava, monkeypatch):
     """And the first item that is refused is the one that is named."""
-    running, most, lock = 0, 0, threading.Lock()
+    running = 0
+    most = 0
+    lock = threading.Lock()
 
     def load(source, limits, *, what, param):
         nonlocal running, most
@@ -786,7 +790,8 @@ def test_threads_share_it(make_seeing):
     made = make_seeing()
     messages = [chat("<image>", of(pixels(seed))) for seed in range(4)]
     alone = [made.render_conversation(one) for one in messages]
-    fresh, found = make_seeing(), {}
+    fresh = make_seeing()
+    found = {}
 
     def work(seed):
         found[seed] = [fresh.render_conversation(messages[seed]) for _ in range(5)]

@@ -379,7 +379,8 @@ def test_a_joiner_gives_the_ids_and_the_ends_of_the_whole_text():
     )
     assert joiner.encode(long, add_special_tokens=True) == tokenizer.encode(long).ids
     for room in (1, 5, 60_000, 70_001, len(whole) - 1):
-        end, after = offsets[room - 1][1], offsets[room][0]
+        end = offsets[room - 1][1]
+        after = offsets[room][0]
         assert joiner.cut(long, room) == long[: min(end, after) or end]
     assert joiner.cut(long, len(whole)) == long
 

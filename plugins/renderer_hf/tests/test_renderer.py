@@ -259,7 +259,8 @@ def panicking(text="x" * 40) -> Tokenizer:
 
 
 def test_a_tokenizer_that_panics_is_one_requests_error(make_renderer):
-    renderer, bad = make_renderer(panicking()), "x" * 40
+    renderer = make_renderer(panicking())
+    bad = "x" * 40
     for call in (
         lambda: renderer.render_prompt(bad),
         lambda: renderer.render_texts(["ok", bad]),

@@ -123,7 +123,8 @@ def test_documents_that_only_another_template_of_the_checkpoint_reads_are_refuse
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_form_is_tried_once(family, monkeypatch):
     """The second of two equal conversations is rendered, and nothing else is."""
-    template, rendered = ChatTemplate({"default": FAMILIES[family]}, SPECIAL), []
+    template = ChatTemplate({"default": FAMILIES[family]}, SPECIAL)
+    rendered = []
     run = ChatTemplate._run
     monkeypatch.setattr(
         ChatTemplate, "_run", lambda self, *given: rendered.append(given) or run(self, *given)

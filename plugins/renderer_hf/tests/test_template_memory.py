@@ -148,7 +148,8 @@ def cut(value, key=None):
 )
 def test_no_request_changes_what_another_gets(family):
     """Neither one of the same shape whose texts are blank, nor any other."""
-    shared, changed = made(FAMILIES[family]), []
+    shared = made(FAMILIES[family])
+    changed = []
     for messages, tools in FORMS.values():
         rendered(shared, blanked(messages), unnamed(tools))
         rendered(shared, blanked(messages), tools)

@@ -211,7 +211,8 @@ def test_some_classes_have_special_tokens_of_their_own(both, name, named, in_fil
         )
     theirs, ours = both(tokenizer, {"tokenizer_class": name, **named})
     assert ours.encode("h").ids == theirs("h")["input_ids"]
-    pair, expected = ours.encode("h", "h"), theirs("h", "h")
+    pair = ours.encode("h", "h")
+    expected = theirs("h", "h")
     assert pair.ids == expected["input_ids"]
     assert pair.type_ids == expected.get("token_type_ids", pair.type_ids)
 

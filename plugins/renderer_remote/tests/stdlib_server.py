@@ -8,7 +8,9 @@ import re
 import struct
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-LONGEST, IMAGE, VOCABULARY = 4096, 256, 257
+LONGEST = 4096
+IMAGE = 256
+VOCABULARY = 257
 
 
 class RefusedError(Exception):
@@ -32,7 +34,9 @@ def picture(source, number):
     data = base64.b64decode(source.partition(",")[2])
     found = re.match(rb"P6\s(\d{1,2})\s(\d{1,2})\s255\s", data)
     check(found, f"image {number}: it is no netpbm file.", "messages")
-    width, height, pixels = int(found[1]), int(found[2]), data[found.end() :]
+    width = int(found[1])
+    height = int(found[2])
+    pixels = data[found.end() :]
     fits = 0 < width <= 16 and 0 < height <= 16 and len(pixels) == width * height * 3
     check(fits, f"image {number}: it has not the size that it states.", "messages")
     values = struct.pack(f"<{len(pixels)}f", *(one / 255 for one in pixels))
@@ -53,7 +57,8 @@ def picture(source, number):
 
 def rendered(pieces, body):
     """A prompt of texts, token ids and pictures."""
-    token_ids, features = [], []
+    token_ids = []
+    features = []
     for piece in pieces:
         if isinstance(piece, str):
             token_ids += piece.encode()
@@ -163,20 +168,20 @@ class Handler(BaseHTTPRequestHandler):
         data = self.rfile.read(int(self.headers["Content-Length"]))
         try:
             check(self.path in ROUTES, "there is no such route.")
-            status, answer = 200, ROUTES[self.path](json.loads(data))
+            status = 200
+            answer = ROUTES[self.path](json.loads(data))
         except RefusedError as refused:
-            status, answer = 400, {"error": refused.detail}
+            status = 400
+            answer = {"error": refused.detail}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            status, answer = (
-                400,
-                {
-                    "error": {
-                        "message": f"the request cannot be read: {error!r}",
-                        "param": None,
-                        "code": None,
-                    }
-                },
-            )
+            status = 400
+            answer = {
+                "error": {
+                    "message": f"the request cannot be read: {error!r}",
+                    "param": None,
+                    "code": None,
+                }
+            }
         answer = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")

@@ -47,7 +47,9 @@ class Cache:
     """What the engine holds; and those that it has forgotten when they are asked for."""
 
     def __init__(self, held=(), gone=()) -> None:
-        self.held, self.gone, self.asked = list(held), gone, []
+        self.held = list(held)
+        self.gone = gone
+        self.asked = []
 
     def held_keys(self, limit):
         return self.held[:limit]

@@ -20,7 +20,8 @@ from toolkit_lm_sampling_extra.xtc import Xtc
 
 
 class TestDry(LogitsProcessorConformance):
-    processor, params = Dry, DryParams
+    processor = Dry
+    params = DryParams
     cases = (
         {"dry_multiplier": 1.0, "dry_allowed_length": 1},
         {"dry_multiplier": 3, "dry_allowed_length": 1, "dry_sequence_breakers": ["b", 3]},
@@ -29,7 +30,8 @@ class TestDry(LogitsProcessorConformance):
 
 
 class TestXtc(LogitsProcessorConformance):
-    processor, params = Xtc, XtcParams
+    processor = Xtc
+    params = XtcParams
     cases = (
         {"xtc_probability": 1, "xtc_threshold": 0.05},
         {"xtc_probability": 0.5, "xtc_threshold": 0.02},
@@ -38,24 +40,28 @@ class TestXtc(LogitsProcessorConformance):
 
 
 class TestMirostat(LogitsProcessorConformance):
-    processor, params = Mirostat, MirostatParams
+    processor = Mirostat
+    params = MirostatParams
     cases = ({"mirostat_tau": 2.0}, {"mirostat_tau": 1, "mirostat_eta": 1})
     wrong = ({"mirostat_tau": 0},)
 
 
 class TestNoRepeatNgram(LogitsProcessorConformance):
-    processor, params = NoRepeatNgram, NgramParams
+    processor = NoRepeatNgram
+    params = NgramParams
     cases = ({"no_repeat_ngram_size": 1}, {"no_repeat_ngram_size": 2})
     wrong = ({"no_repeat_ngram_size": -1},)
 
 
 class TestEpsilonCutoff(LogitsProcessorConformance):
-    processor, params = EpsilonCutoff, EpsilonParams
+    processor = EpsilonCutoff
+    params = EpsilonParams
     cases = ({"epsilon_cutoff": 0.001}, {"epsilon_cutoff": 0.9})
     wrong = ({"epsilon_cutoff": 1.5},)
 
 
 class TestTypical(LogitsProcessorConformance):
-    processor, params = Typical, TypicalParams
+    processor = Typical
+    params = TypicalParams
     cases = ({"typical_p": 0.9}, {"typical_p": 1e-6})
     wrong = ({"typical_p": 0},)

@@ -27,7 +27,8 @@ def sequences():
 
 def dry_by_definition(tokens, logits, p, breakers):
     """The author's loop."""
-    scores, last = logits.numpy().copy(), tokens[-1]
+    scores = logits.numpy().copy()
+    last = tokens[-1]
     if last in breakers:
         return scores
     longest = {}
@@ -115,7 +116,8 @@ def test_xtc_leaves_a_single_top_choice(make_rows, filtered):
 def test_mirostat_is_its_definition(make_rows, make_logits):
     """Version 2 as Basu et al. state it: keep tokens of at most mu bits, draw, and move mu by the
     surprise of the draw."""
-    state, surprises = {}, []
+    state = {}
+    surprises = []
     for position in range(300):
         logits = make_logits(1, seed=position, vocab=200) * 3
         rows = make_rows(
@@ -127,7 +129,8 @@ def test_mirostat_is_its_definition(make_rows, make_logits):
         kept[probs.argmax()] = True
         left = np.where(kept, probs, 0) / probs[kept].sum()
         sampled = sample(logits, rows)
-        [token], state = sampled.token_ids, sampled.states[0]
+        [token] = sampled.token_ids
+        state = sampled.states[0]
         assert left[token] > 0
         surprises.append(-math.log2(left[token]))
         assert state["mirostat"]["mu"] == pytest.approx(

@@ -96,7 +96,8 @@ def generate(llm, work, params):
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_the_same_alone_and_preempted_in_company(tight, counter, name):
     """Half of the rows use the parameters, half use none; all get what they get alone."""
-    work, common = prompts(), {"max_tokens": MAX_TOKENS, "ignore_eos": True}
+    work = prompts()
+    common = {"max_tokens": MAX_TOKENS, "ignore_eos": True}
     plain = [SamplingParams(temperature=0.9, seed=i, **common) for i in range(len(work))]
     params = [
         PARAMETERS[name].replace(seed=i, **common) if i % 2 else p for i, p in enumerate(plain)
@@ -121,7 +122,8 @@ def test_n_sequences_each_have_their_mirostat(tight, counter):
         ignore_eos=True,
         extra_args={"mirostat_tau": 3.0, "mirostat_eta": 0.5},
     )
-    work, before = prompts()[:6], counter.count
+    work = prompts()[:6]
+    before = counter.count
     together = generate(tight, work, [params] * 6)
     assert counter.count > before
     assert together == [generate(tight, [p], params)[0] for p in work]

@@ -45,7 +45,8 @@ def typical(probs, p):
     there = probs > 0
     surprise = np.where(there, -np.log(np.where(there, probs, 1)), np.inf)
     entropy = (probs[there] * surprise[there]).sum()
-    keep, total = np.zeros(len(probs), bool), 0.0
+    keep = np.zeros(len(probs), bool)
+    total = 0.0
     for token in np.argsort(np.abs(surprise - entropy), kind="stable"):
         keep[token] = True
         total += probs[token]
@@ -61,7 +62,8 @@ def expected(row, fields):
 
 @pytest.mark.parametrize("case", CASES)
 def test_draws_follow_the_exact_distribution(make_rows, make_logits, case):
-    fields, row = CASES[case], make_logits(1)[0]
+    fields = CASES[case]
+    row = make_logits(1)[0]
     check(
         sample(row.expand(DRAWS, -1), make_rows(*[fields] * DRAWS)).token_ids, expected(row, fields)
     )
@@ -70,8 +72,11 @@ def test_draws_follow_the_exact_distribution(make_rows, make_logits, case):
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_with_31_other_rows_beside_it(make_rows, make_logits, case):
     assert len(OTHERS) == 31
-    fields, row, company = CASES[case], make_logits(1)[0], make_logits(31, seed=5)
-    drawn, at_once = [], 500
+    fields = CASES[case]
+    row = make_logits(1)[0]
+    company = make_logits(31, seed=5)
+    drawn = []
+    at_once = 500
     for start in range(0, DRAWS, at_once):
         seeds = [5] * 15 + list(range(start, start + at_once)) + [5] * 16
         logits = torch.cat([company[:15], row.expand(at_once, -1), company[15:]])
@@ -101,7 +106,8 @@ def test_equally_typical_tokens_are_kept_together(make_rows, filtered):
     ids=lambda other: next(iter(other)),
 )
 def test_it_works_before_the_other_filters(make_rows, make_logits, filtered, other):
-    probs, ours = torch.softmax(make_logits(8) * 1.5, dim=-1), {"typical_p": 0.7}
+    probs = torch.softmax(make_logits(8) * 1.5, dim=-1)
+    ours = {"typical_p": 0.7}
 
     def one_after_the_other(*steps):
         values = probs

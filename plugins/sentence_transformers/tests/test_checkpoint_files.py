@@ -21,7 +21,8 @@ from toolkit_lm_sentence_transformers.module_config import PUNCTUATION, QueryExp
 from toolkit_lm_sentence_transformers.profile import read_pooling_profile
 from toolkit_lm_sentence_transformers.vocabulary import Vocabulary
 
-OLD, NEW = "sentence_transformers.models", "sentence_transformers.base.modules"
+OLD = "sentence_transformers.models"
+NEW = "sentence_transformers.base.modules"
 ALL_MINILM_POOLING = {
     "word_embedding_dimension": 384,
     "pooling_mode_cls_token": False,

@@ -207,7 +207,8 @@ class Brings:
     """A plugin with a reader."""
 
     def __init__(self, name: str, target: str) -> None:
-        self.name, self.target = name, target
+        self.name = name
+        self.target = target
 
     @hookimpl
     def toolkit_register_pooling_profiles(self, profiles):
@@ -223,7 +224,8 @@ def readers(monkeypatch):
 
     module.nothing = lambda folder, hf_config, tokenizer: None
     module.own = lambda folder, hf_config, tokenizer: PoolingProfile(max_tokens=7)
-    module.fails, module.wrong = fails, lambda folder, hf_config, tokenizer: {"folder": "wrong"}
+    module.fails = fails
+    module.wrong = lambda folder, hf_config, tokenizer: {"folder": "wrong"}
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
     def load(*names):

@@ -64,7 +64,8 @@ class FakeEngine:
         self.tasks = ("generate",)
         self.plugins = Plugins.load(PluginsConfig(plugins=["server"]), plugins)
         self.error = None
-        self.status, self.reason = "ready", ""
+        self.status = "ready"
+        self.reason = ""
         self.num_resets = 0
         self.num_restarts = 2
         self.num_queued_tokens = 9
@@ -144,7 +145,8 @@ class FakeEngine:
                     )
                     return
                 if options["timeout"] is not None and size == 3:
-                    reason, done = "timeout", True
+                    reason = "timeout"
+                    done = True
                 new = answer[size - 1 : size] if is_delta else answer[:size]
                 outputs = [self._sequence(i, new, params, reason) for i in range(params.n)]
                 logprobs = (

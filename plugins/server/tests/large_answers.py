@@ -11,14 +11,16 @@ from toolkit_lm.outputs import CompletionOutput, Logprob, RequestOutput
 from toolkit_lm_server.app import create_app
 
 pytestmark = pytest.mark.anyio
-CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+COMPLETE = "/v1/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 async def blocks(until: asyncio.Task) -> bool:
     """Whether the event loop did nothing else for long: for a good part of the task's time, and for
     longer than load explains."""
-    largest, last = 0.0, time.monotonic()
+    largest = 0.0
+    last = time.monotonic()
     start = last
     while not until.done():
         await asyncio.sleep(0.001)
@@ -33,7 +35,8 @@ class Huge:
 
     def __init__(self, engine, num_choices: int, num_tokens: int, top: int) -> None:
         table = {100 + rank: Logprob(-float(rank), rank, f"t{rank}") for rank in range(1, top + 1)}
-        text, tokens = "a" * num_tokens, [101] * num_tokens
+        text = "a" * num_tokens
+        tokens = [101] * num_tokens
         choices = [
             CompletionOutput(i, text, tokens, [table] * num_tokens, finish_reason="length")
             for i in range(num_choices)

@@ -33,7 +33,8 @@ def test_a_large_answer_leaves_time_to_others():
 @pytest.mark.anyio
 async def test_log_probabilities_of_a_prompt_are_made_once(engine, client_of, monkeypatch):
     """They may be far more than those of its choices."""
-    made, make = [], completions.prompt_logprobs
+    made = []
+    make = completions.prompt_logprobs
     monkeypatch.setattr(
         completions, "prompt_logprobs", lambda given: made.append(given) or make(given)
     )

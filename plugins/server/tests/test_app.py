@@ -28,7 +28,8 @@ from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.protocol import ChatBody, CompletionBody
 
 pytestmark = pytest.mark.anyio
-CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+COMPLETE = "/v1/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -1119,7 +1120,8 @@ async def test_routes_get_options_and_a_lifespan(make_engine, way):
 
     plugin = Good()
     plugin.Options = Options
-    engine, options = make_engine([plugin]), ServerOptions(routes=["good"])
+    engine = make_engine([plugin])
+    options = ServerOptions(routes=["good"])
     app = create_app(engine, options)
     if way == "included":
         app = FastAPI()
@@ -1190,7 +1192,9 @@ async def test_a_body_has_a_field_for_each_sampling_parameter(body):
 async def test_bodies_are_bounded_together(engine, client_of):
     """Each may be of max_body_size, and 16 of them at a time, with the copies of each; the next one
     is asked to come again."""
-    gate, arrived, most = asyncio.Event(), [], 2**16
+    gate = asyncio.Event()
+    arrived = []
+    most = 2**16
 
     async def parts():
         yield b'{"prompt": "abc", "max_tokens": 1' + b" " * (most - 100)

@@ -200,7 +200,8 @@ def test_middleware_that_cannot_be_made(module, name, message, engine):
 
 async def test_a_server_has_them(module, make_engine):
     """They are there from the first connection on."""
-    engine, stop = make_engine(), asyncio.Event()
+    engine = make_engine()
+    stop = asyncio.Event()
     engine.close = lambda: None
     engine.wait_ready = stop.wait
 

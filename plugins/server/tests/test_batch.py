@@ -397,7 +397,8 @@ def test_a_server_answers_a_file(toolkit, tmp_path, url, monkeypatch):
     text = "\n".join(
         [request("1", prompt="a"), request("2", prompt="bad"), request("3", url="/v1/score")]
     )
-    requests, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    requests = tmp_path / "in.jsonl"
+    out = tmp_path / "out.jsonl"
     requests.write_text(text)
     arguments = ("run-batch", "--url", f"{url}/v1/", "--api-key", "k", "--concurrency", "2")
     done = toolkit(*arguments, "-i", requests, "-o", out)
@@ -496,7 +497,8 @@ def test_an_engine_of_its_own_answers_as_a_server_would(toolkit, checkpoint, tmp
             for n in range(20)
         ),
     ]
-    requests, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    requests = tmp_path / "in.jsonl"
+    out = tmp_path / "out.jsonl"
     requests.write_text("".join(json.dumps({"method": "POST", **line}) + "\n" for line in lines))
     small = (
         "--load-format",

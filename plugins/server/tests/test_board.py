@@ -47,7 +47,8 @@ def samples(names: str) -> dict[str, set[str]]:
     return found
 
 
-OWN, VLLM = samples("toolkit-lm"), samples("vllm")
+OWN = samples("toolkit-lm")
+VLLM = samples("vllm")
 
 
 @pytest.fixture(scope="module")

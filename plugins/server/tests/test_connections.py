@@ -54,7 +54,8 @@ class Client:
     """A connection of a client, byte by byte."""
 
     def __init__(self, reader, writer) -> None:
-        self.reader, self.writer = reader, writer
+        self.reader = reader
+        self.writer = writer
 
     async def ask(self, data: bytes) -> tuple[int, dict]:
         """The answer's status and body."""
@@ -87,7 +88,8 @@ class Running:
     """A server that runs in this event loop."""
 
     def __init__(self, server: HttpServer, port: int) -> None:
-        self.server, self.port = server, port
+        self.server = server
+        self.port = port
         self.clients: list[Client] = []
         self.http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30)
 
@@ -185,7 +187,8 @@ async def test_too_many_requests_under_way(running):
 async def test_descriptors_that_run_out_cost_no_time(running, monkeypatch):
     """Whoever else takes them: the server tries once a second, and says so once."""
     async with running() as one:
-        said, accept = [], socket.socket.accept
+        said = []
+        accept = socket.socket.accept
 
         def fails(listener):
             if len(said) < 2:
@@ -284,7 +287,8 @@ async def test_what_is_not_http(running):
         assert await client.end() < SOON
 
 
-CHUNKED, LENGTH = "Transfer-Encoding: chunked", "Content-Length: 4"
+CHUNKED = "Transfer-Encoding: chunked"
+LENGTH = "Content-Length: 4"
 
 
 @pytest.mark.parametrize(
@@ -323,7 +327,8 @@ async def test_a_body_whose_end_is_not_clear_ends_the_connection(running, versio
 
 async def test_a_client_that_does_not_read(running):
     """What is sent to it stays small, and the request ends."""
-    sent, ended = [], asyncio.Event()
+    sent = []
+    ended = asyncio.Event()
 
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -433,7 +438,8 @@ async def test_a_slow_client_is_served(running):
     async with running(app, write_timeout=1) as one:
         client = await one.connect(GET)
         await client.reader.readuntil(b"\r\n\r\n")
-        left, start = size, time.monotonic()
+        left = size
+        start = time.monotonic()
         while left:
             left -= len(await client.reader.readexactly(min(left, 2_000_000)))
             await asyncio.sleep(0.2)

@@ -229,10 +229,8 @@ def test_a_long_text_costs_by_what_of_it_is_tokenized_at_a_time():
     sides = {"encoder_prompt": text, "decoder_prompt": {"prompt": "c"}}
     for given, told in ((text, [text]), ({"prompt": text}, [text]), (sides, [text, "c"])):
         asked.clear()
-        whole, cut = (
-            rendering_cost([given])["prompt"],
-            rendering_cost([given], None, at_once)["prompt"],
-        )
+        whole = rendering_cost([given])["prompt"]
+        cut = rendering_cost([given], None, at_once)["prompt"]
         generated = [
             generation_cost([given], SamplingParams(max_tokens=1), 64, None, how)["prompt"]
             for how in (None, at_once)
@@ -258,7 +256,8 @@ def test_a_long_text_costs_by_what_of_it_is_tokenized_at_a_time():
 
 
 def test_texts_that_are_given_often_count_once_but_for_their_tokens():
-    query, size = "q" * 100_000, {"size": 1, "per_token": False, "max_model_len": 512}
+    query = "q" * 100_000
+    size = {"size": 1, "per_token": False, "max_model_len": 512}
     documents = [(query, f"document {i}") for i in range(1000)]
     whole, cut = (pooling_cost(documents, cut=cut, **size) for cut in (False, True))
     assert sum(whole.values()) > 2**30 > 10 * sum(cut.values())
@@ -269,7 +268,8 @@ def test_texts_that_are_given_often_count_once_but_for_their_tokens():
 
 
 def test_what_is_under_way_is_bounded_together():
-    budget, cost = CostBudget(MIB), {"all": MIB}
+    budget = CostBudget(MIB)
+    cost = {"all": MIB}
     full = pytest.raises(
         QueueFullError, match=r"2 MiB of memory are taken\. This takes 1 MiB of memory more"
     )
@@ -280,7 +280,8 @@ def test_what_is_under_way_is_bounded_together():
 
 
 def test_who_comes_later_finds_some_left():
-    budget, left = CostBudget(MIB, max_queued=1000), 1000
+    budget = CostBudget(MIB, max_queued=1000)
+    left = 1000
     with ExitStack() as flood:
         for client in "abcd":
             most = left * 7 // 8

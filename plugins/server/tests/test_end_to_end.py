@@ -281,10 +281,12 @@ def test_echo_and_usage_speak_of_the_prompt_that_was_read(client, stream):
     options["extra_body"] = {**FOREVER, "truncate_prompt_tokens": 4}
     if stream:
         chunks = list(client.completions.create(**options, stream_options={"include_usage": True}))
-        choices, usage = [chunk.choices[0] for chunk in chunks[:-1]], chunks[-1].usage
+        choices = [chunk.choices[0] for chunk in chunks[:-1]]
+        usage = chunks[-1].usage
     else:
         reply = client.completions.create(**options)
-        choices, usage = reply.choices, reply.usage
+        choices = reply.choices
+        usage = reply.usage
     assert "".join(choice.text for choice in choices).startswith("efgh")
     tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.tokens]
     assert len(tokens) == 4 + 3 and tokens[:4] == list("efgh")
@@ -740,7 +742,8 @@ def test_more_connections_than_file_descriptors(checkpoint):
         url = server.url()
         opened = connections(url, PARTS * 200)
         stat = Path(f"/proc/{server.process.pid}/stat")
-        before, times = cpu_seconds(stat), []
+        before = cpu_seconds(stat)
+        times = []
         for path in ("/health", "/metrics") * 5:
             start = time.monotonic()
             assert httpx.get(f"{url}{path}").status_code == 200

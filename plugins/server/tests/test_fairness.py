@@ -77,8 +77,11 @@ def test_a_step_looks_at_the_first_of_each_client():
     """Of thousands that wait."""
     policy = FairPolicy(SchedulerConfig(max_num_seqs=64))
     runs, *flood = [request("a", 4) for _ in range(3000)]
-    wide, late = request("b", 4), request("c", 4)
-    runs.num_rows, wide.num_rows, runs.sort_key = 60, 100, (0.0,)
+    wide = request("b", 4)
+    late = request("c", 4)
+    runs.num_rows = 60
+    wide.num_rows = 100
+    runs.sort_key = (0.0,)
     for one in flood[:4]:
         one.num_rows = 5
     assert policy.begin_step([runs], [*flood, wide, late]) == [*flood[4:16], wide, late]
@@ -151,8 +154,10 @@ def request(client: str, tokens: int) -> Asked:
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_sequences_count(n):
-    policy, one = FairPolicy(SchedulerConfig()), request("a", 4)
-    one.max_output_tokens, one.params.num_sequences = 10, n
+    policy = FairPolicy(SchedulerConfig())
+    one = request("a", 4)
+    one.max_output_tokens = 10
+    one.params.num_sequences = n
     policy.key(one)
     assert policy.key(one) == (4 + 10 * n,)
 
@@ -238,14 +243,13 @@ def test_what_cannot_be_cut_saves_up(encodes):
     An encoder's prompt cannot be cut, whatever the decoder's can.
     """
     policy = FairPolicy(SchedulerConfig())
-    whole, other = request("a", 1 if encodes else 100), request("b", 1)
+    whole = request("a", 1 if encodes else 100)
+    other = request("b", 1)
     whole.num_to_encode = 99 if encodes else 0
-    whole.chunkable, whole.sort_key, other.sort_key, other.leader.num_computed_tokens = (
-        encodes,
-        (0.0,),
-        (0.0,),
-        1,
-    )
+    whole.chunkable = encodes
+    whole.sort_key = (0.0,)
+    other.sort_key = (0.0,)
+    other.leader.num_computed_tokens = 1
     granted = []
     for _ in range(21):
         policy.begin_step([other], [whole])
@@ -260,14 +264,17 @@ def test_what_needs_nearly_a_whole_step_does_not_starve(num_decodes, waits):
     """An image of 60 tokens, which cannot be cut, beside rows that decode for ever: where they
     leave too little, they leave room once."""
     policy = FairPolicy(SchedulerConfig(max_num_seqs=80))
-    decodes, whole = [request("a", 1) for _ in range(num_decodes)], request("b", 60)
+    decodes = [request("a", 1) for _ in range(num_decodes)]
+    whole = request("b", 60)
     for one in (*decodes, whole):
         one.sort_key = (0.0,)
     whole.chunkable, whole.leader.num_computed_tokens = False, int(not waits)
-    granted, waited = [], 0
+    granted = []
+    waited = 0
     while not granted or granted[-1] < 60:
         policy.begin_step(decodes if waits else [*decodes, whole], [whole] if waits else [])
-        budget, computed = 64, 0
+        budget = 64
+        computed = 0
         for one in decodes:
             tokens = min(policy.grant(one, budget), 1)
             budget -= tokens
@@ -285,10 +292,12 @@ def test_what_needs_nearly_a_whole_step_does_not_starve(num_decodes, waits):
 def test_steps_that_are_left_room_in_are_rare():
     """One that has no blocks, though it has room, does not slow the others much."""
     policy = FairPolicy(SchedulerConfig(max_num_seqs=80))
-    decodes, whole = [request("a", 1) for _ in range(60)], request("b", 60)
+    decodes = [request("a", 1) for _ in range(60)]
+    whole = request("b", 60)
     for one in (*decodes, whole):
         one.sort_key = (0.0,)
-    whole.chunkable, computed = False, []
+    whole.chunkable = False
+    computed = []
     for _ in range(80):
         policy.begin_step(decodes, [whole])
         computed.append(
@@ -301,7 +310,8 @@ def test_steps_that_are_left_room_in_are_rare():
 
 def test_a_client_leaves_places_free():
     policy = FairPolicy(SchedulerConfig(max_num_seqs=64))
-    flood, late = [request("a", 1) for _ in range(100)], request("b", 1)
+    flood = [request("a", 1) for _ in range(100)]
+    late = request("b", 1)
     for one in flood:
         one.sort_key = (0.0,)
     policy.begin_step([], flood)
@@ -342,7 +352,8 @@ def test_who_holds_most_gives_way_once():
 def flooded(max_tokens: int, **options) -> list[int]:
     """Steps that a small request of its own client takes, alone and then beside a flood."""
     with LLM("tiny", scheduling_policy="fair", **options) as llm:
-        engine, taken = llm.engine, []
+        engine = llm.engine
+        taken = []
         for flood in (0, 40):
             for number in range(flood):
                 params = SamplingParams(max_tokens=200, ignore_eos=True)
@@ -354,10 +365,8 @@ def flooded(max_tokens: int, **options) -> list[int]:
                 )
             for _ in range(8):
                 engine.step()
-            params, ended = (
-                SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True),
-                False,
-            )
+            params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+            ended = False
             engine.add_request(
                 f"small {flood}", {"prompt_token_ids": [5, 6, 7]}, params, context={"client": "b"}
             )
@@ -398,7 +407,8 @@ def test_whatever_two_clients_ask_for_ends(seed):
         max_model_len=128,
         num_kv_blocks=80,
     ) as llm:
-        engine, left = llm.engine, set()
+        engine = llm.engine
+        left = set()
         for number in range(24):
             n = draws.choice([1, 1, 2, 20, 32])
             beams = n in (2, 20) and draws.random() < 0.3

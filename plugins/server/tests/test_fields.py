@@ -12,7 +12,8 @@ from toolkit_lm_server.logprobs import chat_logprobs, completion_logprobs, echo_
 from toolkit_lm_server.options import ServerOptions
 
 pytestmark = pytest.mark.anyio
-CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+COMPLETE = "/v1/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 
 

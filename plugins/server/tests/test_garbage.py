@@ -14,7 +14,8 @@ from toolkit_lm_server import garbage
 @pytest.fixture
 def made(monkeypatch):
     calls = []
-    clock, held = SimpleNamespace(now=100.0), []
+    clock = SimpleNamespace(now=100.0)
+    held = []
     fake = SimpleNamespace(
         freeze=lambda: calls.append("freeze"),
         set_threshold=lambda *sizes: calls.append(sizes),
@@ -51,7 +52,8 @@ def test_it_waits_until_little_is_there(made):
 
 
 def test_memory_is_given_back_where_there_is_more_and_nobody_waits(made):
-    tend, seen = made.garbage.tend, []
+    tend = made.garbage.tend
+    seen = []
     for resident, is_idle in (
         (1049, True),
         (1051, False),
@@ -94,7 +96,8 @@ def test_cycles_go(monkeypatch):
     class Held:
         pass
 
-    before, ended = gc.get_threshold(), []
+    before = gc.get_threshold()
+    ended = []
     try:
         keeper = garbage.Garbage()
         one = Held()

@@ -71,7 +71,9 @@ async def test_how_many_values_json_may_have(client, value, number):
 
 
 async def test_small_bodies_do_not_wait_for_large_ones(client, monkeypatch):
-    begun, go_on, parse = threading.Event(), threading.Event(), route._parse
+    begun = threading.Event()
+    go_on = threading.Event()
+    parse = route._parse
 
     def slow(body, most):
         if len(body) > 100_000:

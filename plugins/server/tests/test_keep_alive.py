@@ -183,7 +183,8 @@ async def sent(kind, gaps) -> bytes:
 
 async def test_comments_stand_between_events():
     body = await sent(EventStream, [0, 0.35, 0])
-    first, second = body.index(b'{"number":0}'), body.index(b'{"number":1}')
+    first = body.index(b'{"number":0}')
+    second = body.index(b'{"number":1}')
     assert body.startswith(b"data: ") and 1 <= body[first:second].count(b": keep-alive\n\n") <= 3
     assert (
         b"keep-alive" not in body[second:]

@@ -313,7 +313,8 @@ def test_a_stale_socket_is_replaced(tmp_path):
 
 
 def test_nothing_else_is_replaced(tmp_path):
-    file, link = tmp_path / "file", tmp_path / "link"
+    file = tmp_path / "file"
+    link = tmp_path / "link"
     file.write_text("mine")
     link.symlink_to(file)
     for path in (file, link, tmp_path):

@@ -224,7 +224,8 @@ def untouched():
     kept = [(one.handlers, one.level, one.propagate) for one in loggers]
     yield
     for one, (handlers, level, propagate) in zip(loggers, kept, strict=True):
-        one.handlers, one.propagate = handlers, propagate
+        one.handlers = handlers
+        one.propagate = propagate
         one.setLevel(level)
 
 
@@ -254,7 +255,9 @@ def test_throughput(caplog):
     one.tend()
     assert not caplog.records
     metrics.loads[0] = LOAD
-    metrics.totals.prompt, metrics.totals.cached, metrics.totals.output = 100, 25, 50
+    metrics.totals.prompt = 100
+    metrics.totals.cached = 25
+    metrics.totals.output = 50
     one.tend()
     [line] = caplog.records
     assert re.fullmatch(

@@ -25,7 +25,8 @@ from toolkit_lm_server.rendering import Rendering, create_render_app
 from toolkit_lm_server.route import Readiness
 
 pytestmark = pytest.mark.anyio
-RENDER_CHAT, RENDER = "/v1/chat/completions/render", "/v1/completions/render"
+RENDER_CHAT = "/v1/chat/completions/render"
+RENDER = "/v1/completions/render"
 
 
 def url(data: bytes) -> str:
@@ -44,7 +45,8 @@ class ByteImages(Renderer):
     """Each byte of an "image" is a token. A slow one takes its time, in the thread that it is
     rendered in."""
 
-    vocab_size, eos_token_ids = 256, [0]
+    vocab_size = 256
+    eos_token_ids = [0]
 
     def __init__(self, config) -> None:
         super().__init__(config)
@@ -65,7 +67,8 @@ class ByteImages(Renderer):
 
     def _rendered(self, parts):
         self.threads.add(threading.current_thread().name)
-        token_ids, features = [], []
+        token_ids = []
+        features = []
         for part in parts:
             if part.startswith("data:"):
                 feature = self._feature(

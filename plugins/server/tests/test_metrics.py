@@ -308,7 +308,8 @@ def names(metrics: Metrics) -> dict[str, str]:
 def test_the_names_of_vllm(metrics):
     """All that it has and we can tell; the others keep ours. It tells those who wait twice, and no
     other figure."""
-    own, others = names(metrics), names(Metrics(names="vllm"))
+    own = names(metrics)
+    others = names(Metrics(names="vllm"))
     assert sorted([*own.values(), "gauge"]) == sorted(others.values())
     assert {name for name in others if name.startswith("vllm:")} == {
         "vllm:num_requests_waiting_by_reason",
@@ -359,7 +360,8 @@ async def test_the_labels_of_vllm(engine, client_of):
 def test_the_page_names_what_vllm_has():
     text = (Path(__file__).parents[3] / "docs" / "observability.md").read_text()
     rows = dict(re.findall(r"^\| `toolkit_lm_(\w+)` \| `(vllm:\w+)` \|$", text, re.MULTILINE))
-    own, others = list(names(Metrics())), list(names(Metrics(names="vllm")))
+    own = list(names(Metrics()))
+    others = list(names(Metrics(names="vllm")))
     others.remove("vllm:num_requests_waiting_by_reason")
     assert rows == {
         ours.removeprefix("toolkit_lm_"): theirs

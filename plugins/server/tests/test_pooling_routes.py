@@ -704,7 +704,8 @@ async def test_classify(engine_of, ask):
     )
 
 
-QUERY, DOCUMENTS = "who?", ["it was me", "no", "it was me", "somebody else, I think."]
+QUERY = "who?"
+DOCUMENTS = ["it was me", "no", "it was me", "somebody else, I think."]
 
 
 async def expected_scores(engine_of, name, pairs):

@@ -41,7 +41,8 @@ TRACE = {
     ],
 )
 async def test_an_engine_that_is_not_ready(engine, client_of, status, reason, live, retry):
-    engine.status, engine.reason = status, reason
+    engine.status = status
+    engine.reason = reason
     async with client_of(create_app(engine, metrics=Metrics())) as client:
         found = await client.get("/live")
         assert (found.status_code, found.json()) == (
@@ -126,8 +127,10 @@ async def test_requests_with_a_key_wait_for_the_engine(engine, client_of, header
 
 async def test_an_engine_that_is_being_made(engine, client_of):
     """What answers before there is a config says what the engine's own routes say later."""
-    engine.status, engine.reason = "starting", "configuring"
-    options, key = ServerOptions(api_key="secret"), {"authorization": "Bearer secret"}
+    engine.status = "starting"
+    engine.reason = "configuring"
+    options = ServerOptions(api_key="secret")
+    key = {"authorization": "Bearer secret"}
     readiness = Readiness(engine)
     early = create_early_app(options, Metrics(), readiness)
     async with (
@@ -306,7 +309,8 @@ async def test_the_gate_of_a_server_that_starts(engine, client_of):
     """Requests wait for the engine, and no longer than start_timeout; polls and clients without a
     key do not wait."""
     engine.status = "starting"
-    options, key = ServerOptions(api_key="secret"), {"authorization": "Bearer secret"}
+    options = ServerOptions(api_key="secret")
+    key = {"authorization": "Bearer secret"}
     readiness = Readiness(engine)
     early = create_early_app(options, Metrics(), readiness)
     body = {"prompt": "ab"}

@@ -20,7 +20,8 @@ from toolkit_lm_server.route import Readiness
 
 pytestmark = pytest.mark.anyio
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
-RENDER_CHAT, RENDER = "/v1/chat/completions/render", "/v1/completions/render"
+RENDER_CHAT = "/v1/chat/completions/render"
+RENDER = "/v1/completions/render"
 
 
 def rendering(**options) -> Rendering:

@@ -247,10 +247,8 @@ def test_items_are_messages():
 
 def test_reasoning_without_a_text_is_no_message():
     """Clients send back what they got: an item whose reasoning was not told, or is encrypted."""
-    ask, untold = (
-        {"role": "user", "content": "hi"},
-        {"type": "reasoning", "summary": [], "encrypted_content": None},
-    )
+    ask = {"role": "user", "content": "hi"}
+    untold = {"type": "reasoning", "summary": [], "encrypted_content": None}
     said = {"role": "assistant", "content": "so"}
     assert messages_of([ask, untold, said, untold, ask]) == [ask, said, ask]
     cut = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}
@@ -493,7 +491,8 @@ async def test_a_response_in_the_background_that_fails(keeping, engine):
 
 
 async def test_so_many_are_made_in_the_background():
-    background, held = Background(most=1), asyncio.Event()
+    background = Background(most=1)
+    held = asyncio.Event()
     background.start("one", held.wait)
     with pytest.raises(ApiError) as caught:
         background.start("two", held.wait)

@@ -128,7 +128,8 @@ def test_nothing_is_kept_of_clients_that_have_left():
 
 @pytest.mark.anyio
 async def test_work_of_a_request_is_its_clients(client, monkeypatch):
-    found, parse = [], route._parse
+    found = []
+    parse = route._parse
 
     def told(body, most):
         found.append(WHOSE.get())
@@ -173,7 +174,8 @@ async def test_plain_functions_of_plugins_run_in_them(make_engine, client_of):
     ("path", "body"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})]
 )
 async def test_the_tokenizer_runs_in_them(make_engine, client_of, monkeypatch, path, body):
-    found, engine = [], make_engine()
+    found = []
+    engine = make_engine()
     asyncio.get_running_loop().set_default_executor(SharedThreads(2))
     for name in ("render_prompt", "decode"):
         own = getattr(engine.renderer, name)

@@ -33,7 +33,8 @@ def scripted(make_engine):
         def __init__(self, text, *, template=HERMES, reason="stop"):
             super().__init__()
             self.plugins = Plugins.load()
-            self.text, self.reason = text, reason
+            self.text = text
+            self.reason = reason
             type(self.renderer).chat_template_source = template
 
         async def _answer(self, known, params, options):
@@ -78,7 +79,9 @@ async def whole(client_of, engine, body=BODY, **options):
 
 def joined(lines):
     """The message and finish reason that a stream's deltas make together."""
-    message, reason, num_tokens = {"role": "assistant", "content": ""}, None, 0
+    message = {"role": "assistant", "content": ""}
+    reason = None
+    num_tokens = 0
     for line in lines:
         if not line.startswith("data: {"):
             continue
@@ -160,7 +163,8 @@ async def test_an_answer_has_one_call_where_more_are_not_wanted(
 ):
     body = BODY | {"parallel_tool_calls": parallel}
     choice = await whole(client_of, scripted(f"{CALL}\n{CALL}"), body)
-    message, reason = choice["message"], choice["finish_reason"]
+    message = choice["message"]
+    reason = choice["finish_reason"]
     assert (len(message["tool_calls"]), message["content"], reason) == (
         num_calls,
         None,

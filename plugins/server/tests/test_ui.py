@@ -65,7 +65,9 @@ class Onlooker:
 async def looking(app, key: str | None = None):
     """Asks for /ui/events; leaves at the end."""
     news: asyncio.Queue = asyncio.Queue()
-    onlooker, left, asked = Onlooker(news), asyncio.Event(), False
+    onlooker = Onlooker(news)
+    left = asyncio.Event()
+    asked = False
     headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
     scope = {
         "type": "http",
@@ -191,7 +193,8 @@ async def test_what_is_served(engine, metrics):
             "disabled",
         )
         assert server["ready"] and server["docs"] and not server["model"]["takes_images"]
-        engine.status, engine.reason = "stalled", "no progress for 130 s"
+        engine.status = "stalled"
+        engine.reason = "no progress for 130 s"
         assert (await onlooker.next("server"))["ready"] is False
         view = await onlooker.next("view")
         assert (view["status"], view["reason"]) == ("stalled", "no progress for 130 s")
@@ -338,7 +341,8 @@ async def test_the_stream_ends_with_the_server(engine, metrics):
 
 async def test_while_the_engine_is_made(engine, metrics, client_of, make_engine):
     engine.status = "starting"
-    readiness, options = Readiness(engine), ServerOptions()
+    readiness = Readiness(engine)
+    options = ServerOptions()
     app = create_early_app(options, metrics, readiness, Page(options, metrics))
     async with client_of(app) as client:
         assert (await client.get("/")).status_code == 200 and (

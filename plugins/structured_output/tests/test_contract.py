@@ -41,7 +41,8 @@ def test_toolkit_register_structured_output(example):
 
 
 def test_the_example_matches(compiler):
-    matcher, mask = compiler.compile("12\n1?"), np.zeros(2, np.int32)
+    matcher = compiler.compile("12\n1?")
+    mask = np.zeros(2, np.int32)
     other = matcher.copy()
     matcher.consume(ord("1") - 32)
     matcher.fill(mask)

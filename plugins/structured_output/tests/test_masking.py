@@ -47,6 +47,7 @@ def test_what_is_not_allowed_is_ruled_out(apply, kind, vocab_size, size):
 def test_one_token_may_be_named(apply):
     logits = torch.randn(2, 70, generator=torch.Generator().manual_seed(1))
     expected = torch.full_like(logits, -torch.inf)
-    expected[0, 63], expected[1, 69] = logits[0, 63], logits[1, 69]
+    expected[0, 63] = logits[0, 63]
+    expected[1, 69] = logits[1, 69]
     apply(logits, [63, 69])
     assert torch.equal(logits, expected)

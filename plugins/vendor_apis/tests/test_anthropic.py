@@ -75,7 +75,8 @@ async def test_a_stream(serve):
         assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
         assert set(kinds[2:-3]) == {"content_block_delta"}
         assert "".join(event["delta"]["text"] for event in events[2:-3]) == PARIS
-        start, end = events[0]["message"]["usage"], events[-2]["usage"]
+        start = events[0]["message"]["usage"]
+        end = events[-2]["usage"]
         assert (start["output_tokens"], start["input_tokens"]) == (0, end["input_tokens"]) and end[
             "output_tokens"
         ] > 0

@@ -251,7 +251,8 @@ IN_PIECES = ("/v1/chat/completions",)
 
 @pytest.mark.parametrize("path", [path for path in MUST if DOORS[path].events is not None])
 async def test_a_call_that_must_be_is_not_executable_either_where_it_is_cut(serve, say, path):
-    door, written = DOORS[path], WRITTEN["hermes"]
+    door = DOORS[path]
+    written = WRITTEN["hermes"]
     async with serve(tool_call_parser="hermes") as client:
         for end in (len(written.begin) + 30, len(written.oslo) - len(written.end)):
             say(written.oslo[:end], "length")
@@ -277,8 +278,10 @@ async def test_a_call_that_must_be_is_not_executable_either_where_it_is_cut(serv
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in WRITTEN],
 )
 async def test_a_cut_call_is_executable_at_no_door(serve, say, name, path):
-    door, written = DOORS[path], WRITTEN[name]
-    begins, most = len(written.begin), len(written.oslo) - len(written.end)
+    door = DOORS[path]
+    written = WRITTEN[name]
+    begins = len(written.begin)
+    most = len(written.oslo) - len(written.end)
     first = [("get_weather", {"city": "Paris"})]
     async with serve(tool_call_parser=form_of(name)) as client:
 

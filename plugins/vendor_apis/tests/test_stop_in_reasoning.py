@@ -61,7 +61,8 @@ def scripted(engines, monkeypatch):
     async def chat_many(conversations, params, *, options=None, **rendering):
         stops = StopTexts([params.stop] if isinstance(params.stop, str) else params.stop)
         text = SequenceText(params, Characters(), [], stops, options["stop_scope"]("assistant"))
-        is_delta, num_shown = params.output_kind is RequestOutputKind.DELTA, 0
+        is_delta = params.output_kind is RequestOutputKind.DELTA
+        num_shown = 0
         for at, character in enumerate(TEXT):
             text.push([ord(character)], may_stop=True)
             done = text.stopped_by is not None or at == len(TEXT) - 1

@@ -115,7 +115,8 @@ async def test_an_error_after_that_is_an_event_and_before_it_a_status(serve, lat
 
 @pytest.mark.parametrize("path", [*BODIES, *LINES])
 async def test_a_stream_that_fails_has_a_reason_in_the_log(engines, monkeypatch, path):
-    ask, scopes = engines["generate"].chat_many, []
+    ask = engines["generate"].chat_many
+    scopes = []
 
     async def failing(*arguments, **options) -> AsyncIterator:
         async for found in ask(*arguments, **options):
@@ -142,7 +143,8 @@ async def test_a_stream_that_fails_has_a_reason_in_the_log(engines, monkeypatch,
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_large_answers_are_made_off_the_event_loop(serve, monkeypatch, path):
-    made, whole = [], ChatAnswer.whole
+    made = []
+    whole = ChatAnswer.whole
     monkeypatch.setattr(
         ChatAnswer,
         "whole",

@@ -155,10 +155,8 @@ class TestLLM:
         ]
 
     def test_token_ids_are_a_prompt(self, llm):
-        ids, greedy = (
-            llm.get_tokenizer().encode("Once upon a time"),
-            SamplingParams(temperature=0, max_tokens=4),
-        )
+        ids = llm.get_tokenizer().encode("Once upon a time")
+        greedy = SamplingParams(temperature=0, max_tokens=4)
         expected = llm.generate("Once upon a time", greedy)[0].outputs
         for prompts in (ids, [ids], [{"prompt_token_ids": ids}]):
             assert [one.outputs for one in llm.generate(prompts, greedy)] == [expected]

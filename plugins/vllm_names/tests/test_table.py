@@ -250,7 +250,8 @@ def test_enforce_eager_is_said_to_do_nothing_only_where_it_does_nothing(
 ):
     for given in ({"enforce_eager": True, **options}, {**options, "enforce_eager": True}):
         caplog.clear()
-        without, made = translate(options), translate(given)
+        without = translate(options)
+        made = translate(given)
         assert (made != without) is has_effect
         assert ("enforce_eager has no effect" in caplog.text) is not has_effect
         caplog.clear()

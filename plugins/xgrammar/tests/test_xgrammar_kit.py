@@ -7,7 +7,8 @@ from toolkit_lm_xgrammar.reader import XGrammarReader
 
 
 class TestXGrammar(StructuredOutputConformance):
-    backend, reader = "xgrammar", XGrammarReader
+    backend = "xgrammar"
+    reader = XGrammarReader
     asked = {
         "grammar": ({"grammar": 'root ::= ("ab" | "cd"){2,3}'}, "(ab|cd){2,3}"),
         "tag": (

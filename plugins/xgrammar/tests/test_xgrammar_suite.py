@@ -40,7 +40,8 @@ def compiler():
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_documents_are_valid(compiler, draft):
-    tokenizer, accepted = Tokenizer.from_file(SOURCE.path), 0
+    tokenizer = Tokenizer.from_file(SOURCE.path)
+    accepted = 0
     closing = tokenizer.encode('"}],: 0', add_special_tokens=False).ids
     for file, description, schema in SUITE[draft]:
         kind = DRAFTS[draft]
@@ -58,10 +59,8 @@ def test_documents_are_valid(compiler, draft):
         if compiler.error_of(grammar, None):
             continue
         accepted += 1
-        validator, generator = (
-            kind(schema, format_checker=kind.FORMAT_CHECKER),
-            random.Random(description),
-        )
+        validator = kind(schema, format_checker=kind.FORMAT_CHECKER)
+        generator = random.Random(description)
         for _ in range(4):
             text = draw(compiler, grammar, generator, closing, tokenizer)
             errors = (
@@ -76,11 +75,9 @@ def test_documents_are_valid(compiler, draft):
 def draw(compiler, grammar, generator, closing, tokenizer):
     """A document of random tokens, with a liking for what closes strings and objects; None where it
     is not at its end in time."""
-    matcher, token_ids, mask = (
-        compiler.compile(grammar),
-        [],
-        np.zeros(-(-compiler.size // 32), np.int32),
-    )
+    matcher = compiler.compile(grammar)
+    token_ids = []
+    mask = np.zeros(-(-compiler.size // 32), np.int32)
     for _ in range(150):
         matcher.fill(mask)
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()

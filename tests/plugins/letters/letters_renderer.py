@@ -31,10 +31,12 @@ class Stream(DecodeStream):
 
 
 class Letters(Renderer):
-    vocab_size, eos_token_ids = FIRST + 256, [1]
+    vocab_size = FIRST + 256
+    eos_token_ids = [1]
 
     def render_conversation(self, messages, **kwargs):
-        token_ids, features = [], []
+        token_ids = []
+        features = []
         for part in [
             part for message in messages for part in message["content"]
         ]:  # of a text: its letters
@@ -61,10 +63,8 @@ class Letters(Renderer):
         )
         data = {"pixel_values": np.ascontiguousarray(pixels / np.float32(255))}
         tokens, mask, layout = self.rules.replacement("image", data)
-        at, name = (
-            PlaceholderRange(len(token_ids), len(tokens), mask),
-            hashlib.sha256(found[0]).hexdigest(),
-        )
+        at = PlaceholderRange(len(token_ids), len(tokens), mask)
+        name = hashlib.sha256(found[0]).hexdigest()
         token_ids += tokens
         arrays = {key: Array.of(array) for key, array in data.items()}
         return MultiModalFeatureSpec(

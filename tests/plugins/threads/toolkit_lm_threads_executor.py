@@ -35,7 +35,9 @@ class Meeting:
 
 class ThreadGroup(Group):
     def __init__(self, rank: int, meeting: Meeting) -> None:
-        self.rank, self.size, self.meeting = rank, meeting.barrier.parties, meeting
+        self.rank = rank
+        self.size = meeting.barrier.parties
+        self.meeting = meeting
 
     def _exchange(self, tensor: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> Tensor:
         self.meeting.tensors[self.rank] = tensor
@@ -78,11 +80,10 @@ class ThreadsExecutor(Executor):
 
     def _connect(self) -> None:
         """Gives the ranks new places to meet, where nothing of a failed step waits."""
-        tensor, pipeline = self.parallel.tensor_parallel_size, self.parallel.pipeline_parallel_size
-        stages, shards = (
-            [Meeting(tensor) for _ in range(pipeline)],
-            [Meeting(pipeline) for _ in range(tensor)],
-        )
+        tensor = self.parallel.tensor_parallel_size
+        pipeline = self.parallel.pipeline_parallel_size
+        stages = [Meeting(tensor) for _ in range(pipeline)]
+        shards = [Meeting(pipeline) for _ in range(tensor)]
         self._groups = [
             (ThreadGroup(j, stages[i]), ThreadGroup(i, shards[j]))
             for i in range(pipeline)

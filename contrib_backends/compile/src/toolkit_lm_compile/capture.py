@@ -47,7 +47,8 @@ def capture(model: Model, arguments: Mapping[str, Tensor], dynamic: Mapping[str,
 
 
 def _capture(model: Model, arguments: Mapping[str, Tensor], dynamic: Mapping[str, int]) -> Capture:
-    names, found = list(arguments), list[fx.GraphModule]()
+    names = list(arguments)
+    found = list[fx.GraphModule]()
     inputs: list[tuple[str, Any]] = []
 
     def take(graph: fx.GraphModule, examples: list[Any]) -> Callable[..., list[Tensor]]:

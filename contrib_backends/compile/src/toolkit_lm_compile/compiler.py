@@ -53,7 +53,8 @@ from toolkit_lm_compile.store import DamagedError, Entry, Manifest, default_root
 
 logger = logging.getLogger(__name__)
 
-_TOKENS, _ENCODED = 16, 24
+_TOKENS = 16
+_ENCODED = 24
 """Numbers of tokens that are traced with. No code depends on them."""
 _lock = threading.Lock()
 """torch compiles in one thread at a time: its settings are the process'."""
@@ -265,10 +266,8 @@ class InductorCompiler(ModelCompiler):
                 if self._options.backend == "eager":
                     parts[key, band] = graph.forward
                     continue
-                start, place = (
-                    time.perf_counter(),
-                    folder / "parts" / key / ("any" if band is None else str(band)),
-                )
+                start = time.perf_counter()
+                place = folder / "parts" / key / ("any" if band is None else str(band))
                 place.mkdir(mode=0o700, parents=True)
                 try:
                     parts[key, band] = compile_part(graph, place, band, self._patches)

@@ -9,7 +9,8 @@ from toolkit_lm_compile.options import bands_of, options_of
 
 def describe_parts(config: VllmConfig) -> list[str]:
     """How a forward pass of the config is computed, without compiling it."""
-    options, level = options_of(config), config.compilation.optimization_level
+    options = options_of(config)
+    level = config.compilation.optimization_level
     bands = bands_of(options, level)
     code = (
         "code of Inductor's"

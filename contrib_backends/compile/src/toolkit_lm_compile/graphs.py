@@ -169,7 +169,8 @@ class Graphs:
         self._device = device
         self._whole_is_possible = not isinstance(model, EncoderDecoderModel)
         self._reason: str | None = None
-        self._run, self._num_tokens = NO_GRAPH, 0
+        self._run = NO_GRAPH
+        self._num_tokens = 0
         self._forced: Run | None = None
         self._forget()
 
@@ -199,7 +200,8 @@ class Graphs:
     def estimate(self, step: Callable[[], object]) -> int:
         """Bytes that `capture` will take. Of each kind the two largest graphs are captured: the
         further ones take what the second took."""
-        total, seen = 0, Counter[tuple[Kind, int]]()
+        total = 0
+        seen = Counter[tuple[Kind, int]]()
         runs = self._dispatcher.graphs()
         counts = Counter(_sort(run) for run in runs)
         with _capturing():
@@ -221,7 +223,8 @@ class Graphs:
         runs = [] if self._passes else self._dispatcher.graphs()
         if not runs:
             return
-        start, before = time.perf_counter(), self._recorder.free_memory()
+        start = time.perf_counter()
+        before = self._recorder.free_memory()
         with _capturing():
             for run in runs:
                 self._capture(run, step)
@@ -250,7 +253,8 @@ class Graphs:
         )
         if run.kind is Kind.FULL and not whole:
             run = NO_GRAPH
-        self._run, self._num_tokens = run, num_tokens
+        self._run = run
+        self._num_tokens = num_tokens
         return (
             GraphShape(run.num_rows, run.num_tokens, run.max_query_len)
             if run.kind is Kind.FULL
@@ -266,7 +270,8 @@ class Graphs:
     ) -> Any:
         """Runs a forward pass as `begin_step` has chosen. `compute` does it without a graph,
         `program` is what a graph may hold of it."""
-        run, num_tokens = self._run, self._num_tokens
+        run = self._run
+        num_tokens = self._num_tokens
         replay = self._passes.get((form, run)) if run.kind is not Kind.NONE else None
         if (
             replay is None

@@ -118,7 +118,8 @@ def source_digest(module: str) -> str | None:
 @cache
 def _core() -> str:
     """The content of core's rooms that graphs go through, as it was when it was first asked for."""
-    root, digest = Path(toolkit_lm.__file__).parent, hashlib.sha256()
+    root = Path(toolkit_lm.__file__).parent
+    digest = hashlib.sha256()
     for path in sorted(
         path
         for room in ("model", "attention", "distributed")

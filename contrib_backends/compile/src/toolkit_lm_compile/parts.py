@@ -189,10 +189,8 @@ def _in_band(examples: Sequence[Any], band: Band, shape_env: ShapeEnv) -> list[A
     """The examples, their only symbol being a number of the band."""
     number: Any = band.first
     if band.first < band.last:
-        source, limits = (
-            ConstantSource("num_tokens"),
-            StrictMinMaxConstraint(vr=ValueRanges(band.first, band.last), warn_only=False),
-        )
+        source = ConstantSource("num_tokens")
+        limits = StrictMinMaxConstraint(vr=ValueRanges(band.first, band.last), warn_only=False)
         number = shape_env.create_symbol(
             band.last, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=limits
         )
@@ -208,10 +206,8 @@ def _in_band(examples: Sequence[Any], band: Band, shape_env: ShapeEnv) -> list[A
     def remade(example: Any) -> Any:
         if not isinstance(example, torch.Tensor):
             return known(example)
-        shape, strides = (
-            [known(one) for one in example.shape],
-            [known(one) for one in example.stride()],
-        )
+        shape = [known(one) for one in example.shape]
+        strides = [known(one) for one in example.stride()]
         return torch.empty_strided(shape, strides, dtype=example.dtype, device=example.device)
 
     return [remade(example) for example in examples]

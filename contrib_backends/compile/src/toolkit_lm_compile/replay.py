@@ -77,7 +77,8 @@ class Replay(ABC):
 
     def _fill(self, num_tokens: int, given: Mapping[str, Tensor]) -> None:
         for name, value in given.items():
-            axis, target = token_axis(name, value), self.arguments[name]
+            axis = token_axis(name, value)
+            target = self.arguments[name]
             target.narrow(axis, 0, num_tokens).copy_(value)
             if num_tokens < self.size:
                 target.narrow(axis, num_tokens, self.size - num_tokens).zero_()

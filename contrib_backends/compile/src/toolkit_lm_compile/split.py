@@ -163,7 +163,8 @@ def _plan(
 
 
 def _with_last_uses(steps: list[Step], result: int) -> list[Step]:
-    seen, made = {result}, []
+    seen = {result}
+    made = []
     for step in reversed(steps):
         used = {value for kind, value in step.inputs if kind == "register"} | set(step.outputs)
         made.append(Step(step.kind, step.name, step.inputs, step.outputs, sorted(used - seen)))

@@ -57,14 +57,10 @@ class Metadata:
 
     def __post_init__(self) -> None:
         table = (0, 0) if self.table is None else (self.table.data_ptr(), self.table.stride(0))
-        (starts, _), (seen, _) = (
-            self.starts.__array_interface__["data"],
-            self.seen.__array_interface__["data"],
-        )
-        (first, _), (origins, _) = (
-            self.first.__array_interface__["data"],
-            self.origins.__array_interface__["data"],
-        )
+        (starts, _) = self.starts.__array_interface__["data"]
+        (seen, _) = self.seen.__array_interface__["data"]
+        (first, _) = self.first.__array_interface__["data"]
+        (origins, _) = self.origins.__array_interface__["data"]
         self.arguments = (starts, seen, first, origins, len(self.seen), *table)
 
     def part(self, begin: int, end: int) -> Metadata:
@@ -116,7 +112,9 @@ class CpuBackend(AttentionBackend):
     @classmethod
     def page_layout(cls, spec: KVCacheSpec) -> list[PageTensor]:
         assert isinstance(spec, FullSpec)
-        pair, heads, size = 2 if spec.dtype == "bfloat16" else 1, spec.num_kv_heads, spec.head_size
+        pair = 2 if spec.dtype == "bfloat16" else 1
+        heads = spec.num_kv_heads
+        size = spec.head_size
         keys = (heads, spec.block_size // _TILE, size // pair, _TILE, pair)
         return [
             PageTensor(keys, spec.dtype),
@@ -138,7 +136,8 @@ class CpuBackend(AttentionBackend):
         """Pages of the cache, by address."""
 
     def build(self, batch: BatchView) -> Metadata:
-        starts, spans = batch.query_start, batch.spans
+        starts = batch.query_start
+        spans = batch.spans
         if spans is not None:
             spans = np.ascontiguousarray(spans, np.int32)
             assert (spans[:, 1] <= np.repeat(batch.seq_lens, np.diff(starts)).clip(1)).all(), (
@@ -192,7 +191,8 @@ class CpuBackend(AttentionBackend):
         q, to = _side_by_side(q), _side_by_side(out)
         if kv_cache is None:
             assert k is not None and v is not None
-            keys, values = _side_by_side(k), _side_by_side(v)
+            keys = _side_by_side(k)
+            values = _side_by_side(v)
         else:
             keys, values = kv_cache
         if layer.bias is None:
@@ -271,7 +271,8 @@ def _biases(layer: LayerParams, meta: Metadata) -> Iterator[tuple[int, int, Tens
     """(begin, end, biases [num_heads, end - begin, keys] of these tokens), for all of the
     step's."""
     assert layer.bias is not None
-    positions, num_tokens = meta.positions(), int(meta.starts[-1])
+    positions = meta.positions()
+    num_tokens = int(meta.starts[-1])
     keys = torch.arange(int(meta.seen.max(initial=0)))
     step = max(1, _MOST_BIASES // (layer.num_heads * max(1, len(keys))))
     for begin in range(0, num_tokens, step):

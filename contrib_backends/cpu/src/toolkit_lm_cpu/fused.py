@@ -37,12 +37,11 @@ class FusedDecoderLayer:
     def __init__(self, parts: LayerParts, workspace: Workspace) -> None:
         """`parts` are such that `fits`."""
         attention = parts.attn.params
-        self.name, self.dtype, self.head_size = (
-            parts.attn.prefix,
-            parts.qkv.spec.dtype,
-            attention.head_size,
-        )
-        hidden, inner = parts.qkv.input_size, 0 if parts.down is None else parts.down.input_size
+        self.name = parts.attn.prefix
+        self.dtype = parts.qkv.spec.dtype
+        self.head_size = attention.head_size
+        hidden = parts.qkv.input_size
+        inner = 0 if parts.down is None else parts.down.input_size
         self._width = (
             2 * hidden
             + 2 * (attention.num_heads + attention.num_kv_heads) * attention.head_size
@@ -63,7 +62,8 @@ class FusedDecoderLayer:
 
     def _bind(self, backend: CpuBackend, kv_cache: tuple[Tensor, ...] | None) -> None:
         """Once the layer has its backend and its cache."""
-        parts, type_ = self._parts, product_type(self.dtype, self._sizes[0])
+        parts = self._parts
+        type_ = product_type(self.dtype, self._sizes[0])
         norms = (
             parts.input_norm,
             parts.post_norm,
@@ -93,7 +93,9 @@ class FusedDecoderLayer:
         self, x: Tensor, residual: Tensor | None, rotation: Rotation
     ) -> tuple[Tensor, Tensor] | None:
         binding, meta = current(self.name)
-        cos, sin, size = rotation.cos, rotation.sin, rotation.cos.shape[-1]
+        cos = rotation.cos
+        sin = rotation.sin
+        size = rotation.cos.shape[-1]
         turns = (
             not rotation.interleaved
             and size % 2 == 0
@@ -139,7 +141,8 @@ def fits(parts: LayerParts) -> bool:
         products += parts.gate_up, parts.down
     elif parts.multiplier != 1 or parts.out_norms is not None or parts.post_norm is None:
         return False
-    params, size = parts.attn.params, parts.attn.params.head_size
+    params = parts.attn.params
+    size = parts.attn.params.head_size
     return (
         all(
             type(linear.method) is PanelLinear and linear.method.packed is not None

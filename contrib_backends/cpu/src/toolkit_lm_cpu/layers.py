@@ -153,7 +153,8 @@ class CpuKernels(Kernels):
     ) -> tuple[Tensor, Tensor]:
         if not (self._takes(x, weight) and x.dim() == 2 and residual.stride(1) == 1):
             return super().add_rms_norm(x, residual, weight, eps)
-        out, total = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        total = torch.empty(x.shape, dtype=x.dtype)
         _kernels.norm(
             TYPES[x.dtype],
             (x.data_ptr(), residual.data_ptr(), total.data_ptr(), out.data_ptr()),
@@ -203,7 +204,8 @@ class CpuKernels(Kernels):
     def likeliest(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         if not self._able or scores.dtype not in TYPES or scores.stride(1) != 1:
             return super().likeliest(scores)
-        best, indices = scores.new_empty(len(scores)), torch.empty(len(scores), dtype=torch.int64)
+        best = scores.new_empty(len(scores))
+        indices = torch.empty(len(scores), dtype=torch.int64)
         _kernels.likeliest(
             TYPES[scores.dtype],
             (scores.data_ptr(), best.data_ptr(), indices.data_ptr()),

@@ -27,7 +27,8 @@ else:
     _missing = None
 
 ISA_VARIABLE = "TOOLKIT_LM_CPU_ISA"
-AVX512_BF16, AMX = 6, 7
+AVX512_BF16 = 6
+AMX = 7
 AMX_INPUTS = 32
 """What a sum's length must be a multiple of, for AMX."""
 _PARALLEL = 2**18

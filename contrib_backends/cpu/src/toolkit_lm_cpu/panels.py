@@ -65,7 +65,8 @@ class PanelLinear(UnquantizedMethod):
             self.weight.weight_loader = self._loader  # type: ignore[attr-defined]
 
     def process(self, layer: nn.Module) -> None:
-        weight, loader = self.weight, self._loader
+        weight = self.weight
+        loader = self._loader
         tied = self.tied_to if isinstance(self.tied_to, PanelEmbedding) else None
         if loader is not None and loader.packed:
             for index in set(range(len(loader.parts))) - loader.packed:
@@ -87,7 +88,8 @@ class PanelLinear(UnquantizedMethod):
             return super().multiply(x, bias)
         if not self.is_halved:
             return _product(self.type, x, self.packed, self.outputs, bias)
-        halves, biases = self.packed.chunk(2), (None, None) if bias is None else bias.chunk(2)
+        halves = self.packed.chunk(2)
+        biases = (None, None) if bias is None else bias.chunk(2)
         return torch.cat(
             [_product(self.type, x, halves[i], self.outputs // 2, biases[i]) for i in range(2)],
             dim=1,
@@ -134,7 +136,8 @@ class PanelLoader:
 
     def __call__(self, param: Tensor, loaded: Tensor, shard_id: int | None = None) -> None:
         sizes = [part.full for part in self.parts]
-        whole, is_one = (sum(sizes), param.shape[1]), shard_id is not None or len(sizes) == 1
+        whole = (sum(sizes), param.shape[1])
+        is_one = shard_id is not None or len(sizes) == 1
         if not is_one and loaded.shape == whole:
             for index, piece in enumerate(torch.split(loaded, sizes)):
                 self(param, piece, index)
@@ -244,17 +247,18 @@ def pack(
 
     `loses`: what is packed of it is given back to the system, and is no more.
     """
-    outputs, inputs = len(weight) // halves, weight.shape[1]
-    size, row = -(-outputs // LANES) * LANES * inputs, inputs * weight.itemsize
+    outputs = len(weight) // halves
+    inputs = weight.shape[1]
+    size = -(-outputs // LANES) * LANES * inputs
+    row = inputs * weight.itemsize
     packed = arena.empty(halves * size, weight.dtype)
     some = max(LANES, _SOME // max(1, row) // LANES * LANES) if loses else max(1, outputs)
     for half in range(halves):
-        source, target = (
-            weight.data_ptr() + half * outputs * row,
-            packed.data_ptr() + half * size * weight.itemsize,
-        )
+        source = weight.data_ptr() + half * outputs * row
+        target = packed.data_ptr() + half * size * weight.itemsize
         for first in range(0, outputs, some):
-            count, at = min(some, outputs - first), first * row
+            count = min(some, outputs - first)
+            at = first * row
             _kernels.pack(type, source + at, target + at, count, inputs)
             if loses:
                 _kernels.lose(source + at, count * row)
@@ -264,7 +268,8 @@ def pack(
 def _is_held_by(weight: Tensor, holders: int) -> bool:
     """Whether so many attributes hold a parameter, which the caller's caller does not, and nothing
     else its memory."""
-    storage, uses = weight.untyped_storage(), getattr(torch._C, "_storage_Use_Count", None)
+    storage = weight.untyped_storage()
+    uses = getattr(torch._C, "_storage_Use_Count", None)
     # Beside the attributes: the caller's variable, the argument, and what is counted. A storage is
     # held by its tensor, and by `storage`.
     is_own = (
@@ -325,7 +330,8 @@ def likeliest(
     where it is, the first of equals."""
     if x.stride(1) != 1 or x.stride(0) % 2:
         x = x.contiguous()
-    best, indices = x.new_empty(len(x)), torch.empty(len(x), dtype=torch.int64)
+    best = x.new_empty(len(x))
+    indices = torch.empty(len(x), dtype=torch.int64)
     _kernels.likeliest_output(
         (type, packed.data_ptr(), 0 if bias is None else bias.data_ptr(), outputs, x.shape[1]),
         (x.data_ptr(), x.stride(0), best.data_ptr(), indices.data_ptr()),

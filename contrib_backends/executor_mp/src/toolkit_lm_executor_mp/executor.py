@@ -183,7 +183,8 @@ def _check_plugins(plugins: Plugins) -> None:
 
 
 def _check_devices(config: VllmConfig) -> None:
-    parallel, device = config.parallel, torch.device(config.device.device)
+    parallel = config.parallel
+    device = torch.device(config.device.device)
     if device.type == "cuda" and device.index is not None:
         raise UnsupportedError(
             f"device {config.device.device!r} is one device, and each worker takes its own: give "

@@ -66,8 +66,10 @@ def connect(parallel: ParallelConfig, meeting: Path | MasterStore, device: torch
     `meeting`: a folder that is not there yet, equal on all ranks of one machine, inside one that
     only their user may enter; nobody needs it once all are connected. Or the store.
     """
-    tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    stage, shard = parallel.pipeline_parallel_rank, parallel.tensor_parallel_rank
+    tensor = parallel.tensor_parallel_size
+    pipeline = parallel.pipeline_parallel_size
+    stage = parallel.pipeline_parallel_rank
+    shard = parallel.tensor_parallel_rank
     by_name = {
         "stage": (stage, shard, range(stage * tensor, (stage + 1) * tensor)),
         "shard": (shard, stage, range(shard, tensor * pipeline, tensor)),

@@ -154,7 +154,9 @@ class Link:
             folder = (
                 self._workers.folder if is_first else make_folder(f"{self._workers.folder.name}-")
             )
-            self.has_failed, self._culprit, self._deadline = False, None, None
+            self.has_failed = False
+            self._culprit = None
+            self._deadline = None
             self._oldest_call = self._num_calls
             command = (
                 wire.Connect(str(folder))

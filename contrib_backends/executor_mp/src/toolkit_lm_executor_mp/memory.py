@@ -86,7 +86,8 @@ class MemoryGroup(SocketGroup):
         if self.size > _MOST_WRITERS:
             super().send(tensors, rank)
             return
-        described, offset = {}, _HEADER
+        described = {}
+        offset = _HEADER
         for name, tensor in tensors.items():
             described[name] = (str(tensor.dtype).removeprefix("torch."), tensor.shape, offset)
             offset += -(-tensor.nbytes // _ALIGNED) * _ALIGNED

@@ -22,7 +22,8 @@ from toolkit_lm.config import NodeConfig
 from toolkit_lm.errors import ConfigError
 
 KEY_VARIABLE = "TOOLKIT_LM_LAUNCH_KEY"
-_ATTACH_FILTER, _DETACH_FILTER = 26, 27
+_ATTACH_FILTER = 26
+_DETACH_FILTER = 27
 """Linux's SO_ATTACH_FILTER and SO_DETACH_FILTER, which Python does not name."""
 _LEAST_KEY = 16
 """Characters."""
@@ -51,9 +52,11 @@ class Master(NamedTuple):
             )
         try:
             parts = urlsplit(f"//{text}")
-            host, port = parts.hostname, parts.port
+            host = parts.hostname
+            port = parts.port
         except ValueError:
-            host, port = None, None
+            host = None
+            port = None
         if not host or not port or parts.netloc != text or "@" in text:
             raise ConfigError(
                 f"option 'master': {text!r} is no HOST:PORT, such as 10.0.0.1:29500 or "
@@ -70,10 +73,8 @@ def read_key(config: NodeConfig) -> bytes:
     """The key of the launch, 32 bytes, made of the secret in a file or the environment. Raises
     ConfigError."""
     if config.launch_key_file is None:
-        where, secret = (
-            f"the environment variable {KEY_VARIABLE}",
-            os.environ.get(KEY_VARIABLE, "").strip().encode(),
-        )
+        where = f"the environment variable {KEY_VARIABLE}"
+        secret = os.environ.get(KEY_VARIABLE, "").strip().encode()
         if not secret:
             raise ConfigError(
                 "several nodes need a secret that they share: give --launch-key-file FILE, or "

@@ -153,7 +153,9 @@ class Node:
 
     def _greet(self) -> wire.Welcome:
         """Proves to the engine that the node knows the key, and has it prove the same."""
-        nonce, refusals, proven = os.urandom(wire.KEY_BYTES), 0, False
+        nonce = os.urandom(wire.KEY_BYTES)
+        refusals = 0
+        proven = False
         hello = wire.NodeHello(self.rank, nonce, socket.gethostname(), os.getpid(), versions())
         self._say(hello)
         while True:

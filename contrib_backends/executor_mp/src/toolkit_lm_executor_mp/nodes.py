@@ -37,7 +37,8 @@ _LINGER = 1000
 
 def make_nodes(context: zmq.Context[zmq.Socket[bytes]], config: VllmConfig) -> Nodes | None:
     """None: there is one machine. Raises ConfigError for what cannot be run over several."""
-    node, nodes = config.node, config.parallel.nodes
+    node = config.node
+    nodes = config.parallel.nodes
     if nodes == 1:
         if node.node_rank or node.master is not None:
             raise ConfigError(
@@ -207,10 +208,8 @@ class Nodes:
 
     def late(self) -> EngineDeadError:
         """The error of a start to which not all nodes have come."""
-        missing, were = (
-            ", ".join(map(str, self.missing)),
-            "nodes" if len(self.missing) > 1 else "node",
-        )
+        missing = ", ".join(map(str, self.missing))
+        were = "nodes" if len(self.missing) > 1 else "node"
         while self._refusals.poll(0):
             self._refusals.recv_multipart()
             self._num_refused += 1

@@ -110,7 +110,8 @@ class WorkerProcess:
         """Ends it. Returns an error that says how it died, with the last that it wrote. `doing`:
         such as "in step 7"."""
         self.end()
-        code, stderr = self.exit_code, self._stderr.text
+        code = self.exit_code
+        stderr = self._stderr.text
         how = f"ended with exit code {code}" if code >= 0 else f"was killed by {_name(-code)}"
         message = f"the worker of rank {self.rank} (process {self.pid}) has died {doing}: it {how}"
         words = "" if -code == signal.SIGKILL else last_words(stderr)

@@ -41,7 +41,8 @@ def serve(
     while it may leave a folder.
     """
     context = zmq.Context()
-    commands, reports = wire.make_socket(context, zmq.PULL), wire.make_socket(context, zmq.PUSH)
+    commands = wire.make_socket(context, zmq.PULL)
+    reports = wire.make_socket(context, zmq.PUSH)
     commands.bind(f"ipc://{folder}/{rank}")
     reports.connect(f"ipc://{folder}/reports")
     nonce = os.urandom(wire.KEY_BYTES)
@@ -68,7 +69,8 @@ def serve(
 
         setproctitle(f"toolkit-lm worker {rank} {start.config.served_model_name}")
     reports.send(wire.encode(wire.Done(rank, 0)))
-    meeting, dies = "", False
+    meeting = ""
+    dies = False
     for call in itertools.count(1):
         # Large arrays among a plan are views of the message.
         command = wire.decode_command(commands.recv(copy=False).buffer)

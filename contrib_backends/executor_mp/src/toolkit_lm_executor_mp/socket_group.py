@@ -63,7 +63,8 @@ class SocketGroup(Group):
     def __init__(self, rank: int, size: int, peers: Mapping[int, socket.socket]) -> None:
         """`peers`: connected sockets, by the other rank's place in the group. From now on they are
         the group's."""
-        self.rank, self.size = rank, size
+        self.rank = rank
+        self.size = size
         self.peers = dict(peers)
         """By the other rank's place in the group; none once it was left."""
         for peer in self.peers.values():
@@ -296,7 +297,8 @@ def _meet(
     listener: socket.socket, rank: int, size: int, address: Callable[[int], str | bytes]
 ) -> dict[int, socket.socket]:
     """Connects to the ranks below, and accepts those above."""
-    end, found = time.monotonic() + TIMEOUT, {}
+    end = time.monotonic() + TIMEOUT
+    found = {}
     try:
         for other in range(rank):
             found[other] = _reach(address(other), rank, end)

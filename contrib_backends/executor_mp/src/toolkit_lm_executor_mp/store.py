@@ -77,7 +77,8 @@ class SignedStore(_dist.Store):  # type: ignore[misc]
         return self._sign(key, sealed) + sealed
 
     def _open(self, key: str, signed: Any) -> bytes:
-        digest, sealed = bytes(signed)[:_DIGEST], bytes(signed)[_DIGEST:]
+        digest = bytes(signed)[:_DIGEST]
+        sealed = bytes(signed)[_DIGEST:]
         if not hmac.compare_digest(digest, self._sign(key, sealed)):
             raise LostRankError(
                 f"the store of the ranks holds a value of {key!r} that no rank of this launch "

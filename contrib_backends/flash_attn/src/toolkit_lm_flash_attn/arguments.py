@@ -122,11 +122,10 @@ def make_arguments(batch: BatchView, key: LayerKey) -> Arguments:
 def sequences(batch: BatchView, key: LayerKey) -> Sequences:
     """The rows; but in an encoder with a window, each query after the keys is a sequence of its
     own, with the keys that it sees."""
-    num_queries, num_keys = (
-        np.diff(batch.query_start).astype(np.int64),
-        batch.seq_lens.astype(np.int64),
-    )
-    rows, first = np.arange(batch.num_rows), np.zeros(batch.num_rows, np.int64)
+    num_queries = np.diff(batch.query_start).astype(np.int64)
+    num_keys = batch.seq_lens.astype(np.int64)
+    rows = np.arange(batch.num_rows)
+    first = np.zeros(batch.num_rows, np.int64)
     if key.type is AttentionType.DECODER and key.window is not None and not key.paged:
         # The blocks before the window may be gone.
         first = np.minimum((num_keys - num_queries + 1 - key.window).clip(0), num_keys)
@@ -161,7 +160,8 @@ def _own(batch: BatchView, key: LayerKey) -> bool:
 def _key_places(batch: BatchView, key: LayerKey, found: Sequences) -> Tensor:
     """[K] int64: the places of all keys, one sequence after the other. They are counted on the
     device: the host sends N numbers, not K."""
-    ends, total = found.num_keys.cumsum(), int(found.num_keys.sum())
+    ends = found.num_keys.cumsum()
+    total = int(found.num_keys.sum())
     first = found.first_key - ends + found.num_keys
     if key.block_size is None:
         first = first + batch.query_start[found.row]

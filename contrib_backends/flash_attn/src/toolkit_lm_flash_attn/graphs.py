@@ -50,7 +50,8 @@ class FixedSteps:
     The host waits for nothing."""
 
     def __init__(self, block_size: int, device: torch.device) -> None:
-        self._block_size, self._device = block_size, device
+        self._block_size = block_size
+        self._device = device
         self._kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def build(self, batch: BatchView) -> FixedMetadata:
@@ -65,7 +66,8 @@ class FixedSteps:
                 torch.zeros(rows + 1, dtype=torch.int32, device=self._device),
             )
         stored, places, key_start = self._kept[rows]
-        is_stored, tokens = batch.slot_mapping >= 0, torch.arange(rows, device=self._device)
+        is_stored = batch.slot_mapping >= 0
+        tokens = torch.arange(rows, device=self._device)
         torch.where(is_stored, tokens, is_stored.int().argmax(), out=stored)
         places.copy_(key_places(batch.slot_mapping[stored], self._block_size))
         torch.cumsum(batch.seq_lens_device, 0, dtype=torch.int32, out=key_start[1:])

@@ -177,10 +177,8 @@ class FlashInferBackend(AttentionBackend):
         if not batch.is_fixed and not len(pages.row):
             return Run(None, None)
         ids = page_ids(pages, batch, self._block_size, are_keys=key.window is not None)
-        indptr, last_page_len = (
-            torch.from_numpy(pages.indptr),
-            torch.from_numpy(pages.last_page_len),
-        )
+        indptr = torch.from_numpy(pages.indptr)
+        last_page_len = torch.from_numpy(pages.last_page_len)
         shape = (key.num_heads, key.num_kv_heads, key.head_size, pages.page_size)
         options = {
             "sm_scale": 1.0,
@@ -266,7 +264,8 @@ class FlashInferBackend(AttentionBackend):
             return None
         if not batch.has_padding or not len(slots):
             return Store(None, key_places(slots, self._block_size))
-        is_stored, tokens = slots >= 0, torch.arange(len(slots), device=slots.device)
+        is_stored = slots >= 0
+        tokens = torch.arange(len(slots), device=slots.device)
         source = torch.where(is_stored, tokens, is_stored.int().argmax())
         store = Store(source, key_places(slots[source], self._block_size))
         return self._kept(store) if batch.is_fixed else store

@@ -45,13 +45,13 @@ def find_pages(batch: BatchView, key: LayerKey, block_size: int | None) -> Pages
     a block. A kernel multiplies what it masks by zero, so that it must not be given slots before
     the window, which may hold NaN.
     """
-    num_queries, num_keys = (
-        np.diff(batch.query_start).astype(np.int64),
-        batch.seq_lens.astype(np.int64),
-    )
-    first, page_size = np.zeros_like(num_keys), block_size or 1
+    num_queries = np.diff(batch.query_start).astype(np.int64)
+    num_keys = batch.seq_lens.astype(np.int64)
+    first = np.zeros_like(num_keys)
+    page_size = block_size or 1
     if key.window is not None:
-        first, page_size = (num_keys - num_queries + 1 - key.window).clip(0), 1
+        first = (num_keys - num_queries + 1 - key.window).clip(0)
+        page_size = 1
     counts = -(-(num_keys - first) // page_size)
     indptr = np.concatenate([[0], counts.cumsum()])
     row = np.repeat(np.arange(len(counts)), counts)

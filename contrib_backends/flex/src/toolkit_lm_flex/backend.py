@@ -90,7 +90,8 @@ class FlexBackend(AttentionBackend):
     ) -> None:
         if kv_cache is None:
             assert k is not None and v is not None
-            keys, values = k, v
+            keys = k
+            values = v
         else:
             keys, values = _halves(kv_cache)
         plan = meta.plan(
@@ -108,10 +109,8 @@ class FlexBackend(AttentionBackend):
     def _attend(
         self, layer: LayerParams, q: Tensor, keys: Tensor, values: Tensor, group: Group, out: Tensor
     ) -> None:
-        given, change = (
-            (_take(q, group.tokens), _take(keys, group.keys), _take(values, group.keys)),
-            _score_mod(layer, group),
-        )
+        given = (_take(q, group.tokens), _take(keys, group.keys), _take(values, group.keys))
+        change = _score_mod(layer, group)
         if self.fuses:
             found, logsumexp = fused(
                 *given, group.blocks(), change, layer.scale, logsumexp=layer.sinks is not None
@@ -141,7 +140,8 @@ def _take(x: Tensor, index: Tensor) -> Tensor:
 
 def _score_mod(layer: LayerParams, group: Group) -> ScoreMod | None:
     """What becomes of a scaled score: it is capped, then biased."""
-    soft_cap, bias = layer.soft_cap, _bias(layer, group)
+    soft_cap = layer.soft_cap
+    bias = _bias(layer, group)
     if soft_cap is None and bias is None:
         return None
 
@@ -163,7 +163,8 @@ def _bias(
     if isinstance(given, OffsetBias):
         # One number for each offset that comes up, looked up for each score.
         table = given.by_offset(group.longest).float().to(group.k_positions.device)
-        queries, keys = group.q_positions - group.longest, group.k_positions
+        queries = group.q_positions - group.longest
+        keys = group.k_positions
         return lambda piece, head, query, key: table[head, keys[piece, key] - queries[piece, query]]
     pieces = zip(group.q_positions, group.k_positions, strict=True)
     biases = torch.stack([given(queries, keys).float() for queries, keys in pieces])

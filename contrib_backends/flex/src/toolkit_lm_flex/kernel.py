@@ -69,10 +69,8 @@ def fused(
 
 def _one_block(mask: MaskMod, num_queries: int, num_keys: int, device: torch.device) -> BlockMask:
     """The mask, evaluated for each pair of a query and a key."""
-    count, index = (
-        torch.ones(1, 1, 1, dtype=torch.int32, device=device),
-        torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=device),
-    )
+    count = torch.ones(1, 1, 1, dtype=torch.int32, device=device)
+    index = torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=device)
     return BlockMask.from_kv_blocks(
         count,
         index,

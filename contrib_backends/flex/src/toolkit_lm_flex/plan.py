@@ -68,7 +68,8 @@ class Group:
         """The mask, and which blocks of keys no query of a block sees, so that a kernel leaves them
         out. Made once for all layers."""
         if not self._blocks:
-            (count, num_queries), num_keys = self.tokens.shape, self.keys.shape[1]
+            (count, num_queries) = self.tokens.shape
+            num_keys = self.keys.shape[1]
             self._blocks.append(
                 create_block_mask(
                     self.mask, count, None, num_queries, num_keys, device=self.tokens.device
@@ -128,7 +129,8 @@ def make_plan(batch: BatchView, key: LayerKey) -> Plan:
     pieces: list[Piece] = []
     keyless: list[slice] = []
     for row in range(batch.num_rows):
-        start, stop = int(batch.query_start[row]), int(batch.query_start[row + 1])
+        start = int(batch.query_start[row])
+        stop = int(batch.query_start[row + 1])
         if batch.seq_lens[row] == 0:
             keyless.append(slice(start, stop))
         else:
@@ -148,7 +150,8 @@ def _pieces(
     step = max(1, key.most_scores // (key.num_heads * num_keys))
     for first in range(0, num_queries, step):
         count = min(step, num_queries - first)
-        begin, end = 0, num_keys
+        begin = 0
+        end = num_keys
         if decoder:
             end = position + first + count
             # The blocks before the window may be gone.
@@ -166,7 +169,9 @@ def _similar(pieces: Sequence[Piece], most: int) -> Iterator[list[Piece]]:
         padded = (len(part) + 1) * part[0].num_queries * longest if part else 0
         if padded > min(most, 2 * (pairs + own)):
             yield part
-            part, pairs, longest = [], 0, piece.num_keys
+            part = []
+            pairs = 0
+            longest = piece.num_keys
         part.append(piece)
         pairs += own
     if part:
@@ -178,8 +183,10 @@ def _group(batch: BatchView, key: LayerKey, pieces: list[Piece]) -> Group:
     rows, tokens, positions, num_queries, first_keys, num_keys = np.array(pieces, dtype=np.int64).T[
         :, :, None
     ]
-    queries, keys = np.arange(num_queries.max())[None], np.arange(num_keys.max())[None]
-    inner, seen = np.minimum(queries, num_queries - 1), first_keys + np.minimum(keys, num_keys - 1)
+    queries = np.arange(num_queries.max())[None]
+    keys = np.arange(num_keys.max())[None]
+    inner = np.minimum(queries, num_queries - 1)
+    seen = first_keys + np.minimum(keys, num_keys - 1)
     real = np.flatnonzero(queries < num_queries)
 
     def to(array: np.ndarray) -> Tensor:
@@ -214,7 +221,8 @@ def _mask(key: LayerKey, ahead: Tensor, num_keys: Tensor) -> MaskMod:
     Of each piece, `ahead` [N] is how far its first key lies ahead of its first query, and
     `num_keys` [N] how many are no padding.
     """
-    causal, window = key.type is AttentionType.DECODER, key.window
+    causal = key.type is AttentionType.DECODER
+    window = key.window
 
     def sees(piece: Tensor, head: Tensor, query: Tensor, other: Tensor) -> Tensor:
         distance = ahead[piece] + other - query

@@ -83,7 +83,8 @@ class SdpaBackend(AttentionBackend):
             if row.index is None:
                 assert k is not None and v is not None
                 own = slice(row.tokens.start, row.tokens.start + len(row.k_positions))
-                keys, values = k[own].transpose(0, 1), v[own].transpose(0, 1)
+                keys = k[own].transpose(0, 1)
+                values = v[own].transpose(0, 1)
             else:
                 assert cache is not None
                 keys, values = (_gather(half, row.index) for half in cache)
@@ -110,11 +111,9 @@ def _decode(
 ) -> None:
     """The query heads that share a KV head are the rows of one small matrix product, so keys are
     read once for all of them."""
-    num_rows, kv_heads, group = (
-        len(bucket.mask),
-        layer.num_kv_heads,
-        layer.num_heads // layer.num_kv_heads,
-    )
+    num_rows = len(bucket.mask)
+    kv_heads = layer.num_kv_heads
+    group = layer.num_heads // layer.num_kv_heads
     queries = q if bucket.tokens is None else q[bucket.tokens]
     bias = None
     if layer.bias is not None:
@@ -162,7 +161,8 @@ def _attend_explicit(
     head_size]."""
     heads = (layer.num_kv_heads, layer.num_heads // layer.num_kv_heads)
     sinks = None if layer.sinks is None else layer.sinks.view(*heads, 1, 1)
-    start, stop = row.tokens.start, row.tokens.stop
+    start = row.tokens.start
+    stop = row.tokens.stop
     step = max(1, _CHUNK_SCORES // (layer.num_heads * keys.shape[1]))
     for first in range(start, stop, step):
         tokens = slice(first, min(first + step, stop))

@@ -25,12 +25,10 @@ def attend_equal_length(
 ) -> None:
     """Writes attention of the tokens of `rows` to out; q and out [T, num_heads, head_size], k and v
     [T, num_kv_heads, head_size]."""
-    length, heads, kv_heads, size = (
-        len(rows.positions),
-        layer.num_heads,
-        layer.num_kv_heads,
-        layer.head_size,
-    )
+    length = len(rows.positions)
+    heads = layer.num_heads
+    kv_heads = layer.num_kv_heads
+    size = layer.head_size
     bias = None if layer.bias is None else layer.bias(rows.positions, rows.positions).float()
     fast = out.device.type == "cpu" and length <= _SHORT
     most = max(1, _CHUNK_SCORES // (heads * length * length)) if fast else len(out)
@@ -64,7 +62,8 @@ def _take(x: Tensor, tokens: slice | Tensor) -> Tensor:
 def _parts(rows: EqualLengthRows, most: int) -> Iterator[tuple[slice | Tensor, int]]:
     """Tokens of at most `most` of the sequences, and how many these are: about as many in each
     part."""
-    length, tokens = len(rows.positions), rows.tokens
+    length = len(rows.positions)
+    tokens = rows.tokens
     start, total = (
         (tokens.start, tokens.stop - tokens.start)
         if isinstance(tokens, slice)
@@ -73,7 +72,8 @@ def _parts(rows: EqualLengthRows, most: int) -> Iterator[tuple[slice | Tensor, i
     total //= length
     parts = -(-total // most)
     for i in range(parts):
-        first, end = total * i // parts, total * (i + 1) // parts
+        first = total * i // parts
+        end = total * (i + 1) // parts
         part = slice(start + first * length, start + end * length)
         yield (part if isinstance(tokens, slice) else tokens[part]), end - first
 
@@ -93,13 +93,14 @@ def _products(
     )
     v = values.reshape(batch, length, size)
     if bias is None:
-        base, beta = q.new_empty((1, 1, 1)).expand(batch, group * length, length), 0
+        base = q.new_empty((1, 1, 1)).expand(batch, group * length, length)
+        beta = 0
     else:
-        base, beta = (
+        base = (
             bias.reshape(1, kv_heads, -1, length)
             .expand(count, -1, -1, -1)
-            .reshape(batch, -1, length),
-            1,
+            .reshape(batch, -1, length)
         )
+        beta = 1
     weights = torch.baddbmm(base, q, k.transpose(1, 2), beta=beta, alpha=scale).softmax(-1)
     return torch.bmm(weights.to(v.dtype), v).view(count, kv_heads * group, length, size)

@@ -149,7 +149,8 @@ class _Planner:
         self.device = batch.seq_lens_device.device
 
     def plan(self) -> Plan:
-        starts, lengths = self.batch.query_start, self.batch.seq_lens
+        starts = self.batch.query_start
+        lengths = self.batch.seq_lens
         plan = Plan([], [], [], [])
         decode = []
         by_length: dict[int, list[slice]] = {}
@@ -189,7 +190,8 @@ class _Planner:
 
     def _equal_length(self, length: int, rows: list[slice]) -> EqualLengthRows:
         positions = torch.arange(length, device=self.device)
-        first, end = rows[0].start, rows[-1].stop
+        first = rows[0].start
+        end = rows[-1].stop
         if end - first == length * len(rows):
             return EqualLengthRows(slice(first, end), positions)
         return EqualLengthRows(
@@ -202,7 +204,8 @@ class _Planner:
         offset = np.full_like(begins, begins.min()) if self.key.bias else begins
         longest = int((ends - offset).max())
         given = self._device(np.stack([rows, begins, ends]))
-        first, end = given[1][:, None], given[2][:, None]
+        first = given[1][:, None]
+        end = given[2][:, None]
         positions = (int(offset[0]) if self.key.bias else first) + torch.arange(
             longest, device=self.device
         )[None]
@@ -218,7 +221,8 @@ class _Planner:
         )
 
     def _row(self, row: int, tokens: slice) -> Row:
-        num_queries, end = tokens.stop - tokens.start, int(self.batch.seq_lens[row])
+        num_queries = tokens.stop - tokens.start
+        end = int(self.batch.seq_lens[row])
         encoder = self.key.type is AttentionType.ENCODER
         fresh = encoder or (self.key.type is AttentionType.DECODER and num_queries == end)
         assert fresh or self.key.block_size is not None, (
@@ -287,7 +291,8 @@ class _Planner:
     def _cache_index(self, rows: Tensor | slice, positions: Tensor) -> Tensor:
         """Where the keys at `positions` [N, L] of N rows are in the cache: [N * num_kv_heads,
         L]."""
-        block_size, num_kv_heads = self.key.block_size, self.key.num_kv_heads
+        block_size = self.key.block_size
+        num_kv_heads = self.key.num_kv_heads
         assert self.batch.block_table is not None and block_size is not None
         table = self.batch.block_table[rows]
         blocks = table.gather(1, positions // block_size).long()

@@ -203,15 +203,11 @@ class TritonBackend(AttentionBackend):
         bias: _Bias,
         shared: dict[str, Any],
     ) -> None:
-        pieces, spans = (
-            part.device_table[bias.first : bias.end],
-            layer.spans and meta.batch.spans is not None,
-        )
-        filled, kv_heads, is_shared = (
-            power_of_2(max(layer.head_size, 16)),
-            layer.num_kv_heads,
-            part.splits > 1,
-        )
+        pieces = part.device_table[bias.first : bias.end]
+        spans = layer.spans and meta.batch.spans is not None
+        filled = power_of_2(max(layer.head_size, 16))
+        kv_heads = layer.num_kv_heads
+        is_shared = part.splits > 1
         shape = {
             "COLUMNS": COLUMNS,
             "GROUP": layer.num_heads // kv_heads,
@@ -279,10 +275,8 @@ class TritonBackend(AttentionBackend):
             yield _Bias(0, len(part.device_table), table, 1, table.shape[1] // 2)
         else:
             assert part.table is not None, "graphs hold no biases of pairs"
-            device, num_keys = (
-                meta.batch.seq_lens_device.device,
-                max(int(part.table[:, 5].max()), 1),
-            )
+            device = meta.batch.seq_lens_device.device
+            num_keys = max(int(part.table[:, 5].max()), 1)
             keys = torch.arange(num_keys, device=device)
             for first, end in part.chunks(max(1, _MOST_BIASES // (layer.num_heads * num_keys))):
                 queries = torch.from_numpy(part.positions(first, end)).to(device, non_blocking=True)

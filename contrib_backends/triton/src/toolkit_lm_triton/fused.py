@@ -21,14 +21,19 @@ class FusedDecoderLayer:
 
     def __init__(self, parts: LayerParts, kernels: ModuleType) -> None:
         """`parts` are such that `fits`."""
-        self._parts, self._kernels = parts, kernels
+        self._parts = parts
+        self._kernels = kernels
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation
     ) -> tuple[Tensor, Tensor] | None:
-        parts, params = self._parts, self._parts.attn.params
+        parts = self._parts
+        params = self._parts.attn.params
         binding, meta = current(parts.attn.prefix)
-        backend, cache, cos, sin = binding.backend, binding.kv_cache, rotation.cos, rotation.sin
+        backend = binding.backend
+        cache = binding.kv_cache
+        cos = rotation.cos
+        sin = rotation.sin
         turns = cos.shape[-1] % 2 == 0 and cos.stride() == sin.stride() and cos.stride(2) == 1
         assert (
             parts.input_norm is not None
@@ -62,11 +67,9 @@ class FusedDecoderLayer:
         slots: Tensor,
     ) -> None:
         """q, k and v [T, heads, head_size], whose heads' elements lie side by side."""
-        (keys, values), half, params = (
-            cache[0].unbind(1),
-            rotation.cos.shape[-1] // 2,
-            self._parts.attn.params,
-        )
+        (keys, values) = cache[0].unbind(1)
+        half = rotation.cos.shape[-1] // 2
+        params = self._parts.attn.params
         self._kernels.rotate_and_store[len(q), params.num_heads + params.num_kv_heads](
             *(q, k, v, rotation.cos, rotation.sin, keys, values, slots),
             *(

@@ -133,7 +133,8 @@ class TritonKernels(Kernels):
         """In two passes: of parts of the rows, and of what these give."""
         if not self.runs(scores) or scores.stride(1) != 1 or not len(scores):
             return super().likeliest(scores)
-        best, places = scores, None
+        best = scores
+        places = None
         while places is None or best.shape[1] > 1:
             num_parts = -(-best.shape[1] // _SCORES)
             parts = (
@@ -180,7 +181,8 @@ class TritonKernels(Kernels):
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """And the sum, which is x where there is no residual."""
-        size, heads = x.shape[-1], 1 if x.dim() == 2 else x.shape[1]
+        size = x.shape[-1]
+        heads = 1 if x.dim() == 2 else x.shape[1]
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         total = x if residual is None else torch.empty_like(out)
         if out.numel():

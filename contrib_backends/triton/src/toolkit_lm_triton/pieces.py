@@ -84,11 +84,13 @@ class Part:
     def chunks(self, most: int) -> Iterator[tuple[int, int]]:
         """(first, end) of pieces that have at most so many queries together, or are one."""
         assert self.table is not None
-        first, queries = 0, 0
+        first = 0
+        queries = 0
         for index, count in enumerate(self.table[:, 3].tolist()):
             if index > first and queries + count > most:
                 yield first, index
-                first, queries = index, 0
+                first = index
+                queries = 0
             queries += count
         yield first, len(self.table)
 
@@ -162,7 +164,8 @@ def make_plan(batch: BatchView, key: PlanKey, split: int = SPLIT) -> list[Part]:
     chunks, encoders)."""
     counts = np.diff(batch.query_start)
     short = Tile.of_decodes(key.group)
-    is_short, parts = counts <= short.queries, []
+    is_short = counts <= short.queries
+    parts = []
     for tile, rows in (
         (short, np.flatnonzero(is_short & (counts > 0))),
         (Tile.of(key.group, _ROWS), np.flatnonzero(~is_short)),
@@ -184,17 +187,17 @@ def make_plan(batch: BatchView, key: PlanKey, split: int = SPLIT) -> list[Part]:
 
 def _pieces(batch: BatchView, key: PlanKey, rows: np.ndarray, queries: int) -> np.ndarray:
     """[P, COLUMNS] int32, of these rows, with so many queries each."""
-    counts, lengths = (
-        np.diff(batch.query_start)[rows].astype(np.int64),
-        batch.seq_lens[rows].astype(np.int64),
-    )
+    counts = np.diff(batch.query_start)[rows].astype(np.int64)
+    lengths = batch.seq_lens[rows].astype(np.int64)
     numbers = -(-counts // queries)
     owner = np.repeat(np.arange(len(rows)), numbers)
     first = (np.arange(numbers.sum()) - np.repeat(numbers.cumsum() - numbers, numbers)) * queries
-    starts, length = batch.query_start[rows][owner].astype(np.int64), lengths[owner]
+    starts = batch.query_start[rows][owner].astype(np.int64)
+    length = lengths[owner]
     count = np.minimum(queries, counts[owner] - first)
     position = first + (length - counts[owner] if key.type is AttentionType.DECODER else 0)
-    begin, end = np.zeros_like(first), length
+    begin = np.zeros_like(first)
+    end = length
     if key.type is AttentionType.DECODER:
         end = np.minimum(length, position + count)
         if key.spans:

@@ -58,7 +58,8 @@ class XformersBackend(AttentionBackend):
     def write_kv(
         self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Metadata
     ) -> None:
-        vectors, block_size = _vectors(kv_cache), kv_cache[0].shape[2]
+        vectors = _vectors(kv_cache)
+        block_size = kv_cache[0].shape[2]
         places = meta.slots(block_size)
         if meta.stored is not None:
             k, v = k[meta.stored], v[meta.stored]
@@ -133,7 +134,8 @@ def _keys_and_values(
         assert k is not None and v is not None
         return (k, v) if layout.keys is None else (k[layout.keys], v[layout.keys])
     assert kv_cache is not None
-    vectors, block_size = _vectors(kv_cache), kv_cache[0].shape[2]
+    vectors = _vectors(kv_cache)
+    block_size = kv_cache[0].shape[2]
     if layout.keys is None:
         # A page number finds keys in the one, and their values in the other.
         return vectors[:-block_size], vectors[block_size:]

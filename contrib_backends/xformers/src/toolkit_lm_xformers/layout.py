@@ -92,7 +92,8 @@ def key_places(slots: Tensor, block_size: int) -> Tensor:
 
 
 def make_layout(batch: BatchView, key: LayerKey) -> Layout:
-    queries, keys = np.diff(batch.query_start).astype(np.int64), batch.seq_lens.astype(np.int64)
+    queries = np.diff(batch.query_start).astype(np.int64)
+    keys = batch.seq_lens.astype(np.int64)
     # The masks allow no row without keys, which padding has not.
     rows = np.flatnonzero((keys > 0) & (queries > 0))
     whole = len(rows) == batch.num_rows

@@ -6,10 +6,8 @@ from toolkit_lm.plugin import ModelRegistry, hookimpl
 
 @hookimpl
 def toolkit_register_models(models: ModelRegistry) -> None:
-    target, rules = (
-        "toolkit_lm_audio.qwen2_audio:Qwen2AudioForConditionalGeneration",
-        "toolkit_lm_audio.rules:Qwen2AudioRules",
-    )
+    target = "toolkit_lm_audio.qwen2_audio:Qwen2AudioForConditionalGeneration"
+    rules = "toolkit_lm_audio.rules:Qwen2AudioRules"
     keys = ("text_config.max_position_embeddings",)
     models.add(
         "Qwen2AudioForConditionalGeneration",

@@ -41,10 +41,8 @@ class AudioTower(nn.Module):
 
     def __init__(self, shape: AudioShape, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        dtype, layer = (
-            torch_dtype(vllm_config.model.dtype),
-            Shape.read(shape.config, "encoder", _STYLE),
-        )
+        dtype = torch_dtype(vllm_config.model.dtype)
+        layer = Shape.read(shape.config, "encoder", _STYLE)
         size = layer.heads.hidden_size
         self.shape = shape
         self.conv1 = nn.Conv1d(shape.num_mels, size, kernel_size=3, padding=1, dtype=dtype)

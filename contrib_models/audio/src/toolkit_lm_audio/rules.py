@@ -15,7 +15,8 @@ from toolkit_lm_audio.shape import AudioShape, text_size
 if TYPE_CHECKING:
     import numpy as np
 
-FEATURES, MASK = "input_features", "feature_attention_mask"
+FEATURES = "input_features"
+MASK = "feature_attention_mask"
 """Names of a recording's arrays, as transformers has them: floats [1, mels, frames of a window],
 and integers [1, frames of a window], which are 1 for the frames of the recording and 0 for those of
 the silence after it.

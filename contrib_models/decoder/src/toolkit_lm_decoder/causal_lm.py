@@ -30,7 +30,8 @@ class Decoder(Model):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        config, parallel = HFConfig(vllm_config.hf_config), vllm_config.parallel
+        config = HFConfig(vllm_config.hf_config)
+        parallel = vllm_config.parallel
         self.is_first, self.is_last = is_first_stage(parallel), is_last_stage(parallel)
         self.is_tied = config.get("tie_word_embeddings", bool, self.is_tied_by_default)
         embeds = self.is_first or (self.is_last and self.is_tied)

@@ -67,7 +67,8 @@ class Gemma3Model(Gemma2Model):
         return RotaryEmbedding(rope_parameters(config, kind), vllm_config=self.vllm_config)
 
     def rotations(self, positions: Tensor) -> list[Rotation]:
-        everywhere, nearby = self.rotary(positions), self.local_rotary(positions)
+        everywhere = self.rotary(positions)
+        nearby = self.local_rotary(positions)
         return [nearby if is_local else everywhere for is_local in self.is_local]
 
 

@@ -39,7 +39,8 @@ class GPT2Attention(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config = HFConfig(vllm_config.hf_config)
-        size, heads = config.require("n_embd", int), config.require("n_head", int)
+        size = config.require("n_embd", int)
+        heads = config.require("n_head", int)
         self.c_attn = QKVParallelLinear(
             size,
             size // heads,
@@ -125,10 +126,8 @@ class GPT2Model(Decoder):
                 "config.json: 'add_cross_attention' makes a decoder that needs an encoder, and "
                 "this model has none."
             )
-        sizes, dtype = (
-            (config.require("n_positions", int), config.require("n_embd", int)),
-            torch_dtype(vllm_config.model.dtype),
-        )
+        sizes = (config.require("n_positions", int), config.require("n_embd", int))
+        dtype = torch_dtype(vllm_config.model.dtype)
         self.wpe = nn.Embedding(*sizes, dtype=dtype) if self.is_first else Absent()
         self.h = make_layers(
             config.require("n_layer", int),

@@ -53,7 +53,8 @@ def layer_window(config: HFConfig, layer: int, *, otherwise: bool) -> int | None
     elif layer < len(kinds) and kinds[layer] in LAYER_TYPES:
         is_windowed = kinds[layer] == "sliding_attention"
     else:
-        known, found = ", ".join(LAYER_TYPES), kinds[layer] if layer < len(kinds) else None
+        known = ", ".join(LAYER_TYPES)
+        found = kinds[layer] if layer < len(kinds) else None
         raise CheckpointError(
             f"config.json: 'layer_types' must name one of {known} for layer {layer}, not {found!r}."
         )
@@ -86,10 +87,8 @@ class LlamaAttention(Bypassable):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config = HFConfig(vllm_config.hf_config)
-        hidden_size, num_heads = (
-            config.require("hidden_size", int),
-            config.require("num_attention_heads", int),
-        )
+        hidden_size = config.require("hidden_size", int)
+        num_heads = config.require("num_attention_heads", int)
         self.head_size = head_size_of(config)
         self.qkv_proj = QKVParallelLinear(
             hidden_size,
@@ -174,10 +173,8 @@ class LlamaMLP(Bypassable):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config = HFConfig(vllm_config.hf_config)
-        hidden_size, inner_size = (
-            config.require("hidden_size", int),
-            config.require("intermediate_size", int),
-        )
+        hidden_size = config.require("hidden_size", int)
+        inner_size = config.require("intermediate_size", int)
         bias = config.get("mlp_bias", bool, False)
         self.gate_up_proj = GatedColumnParallelLinear(
             hidden_size,
@@ -234,7 +231,8 @@ class LlamaDecoderLayer(FusibleLayer):
     ) -> LayerParts | None:
         """The layer's parts, `own` among them. None: its attention is of another kind than
         LlamaAttention, or no decoder's."""
-        attention, mlp = self.self_attn, self.mlp
+        attention = self.self_attn
+        mlp = self.mlp
         if (
             not isinstance(attention, LlamaAttention)
             or attention.attention_type is not AttentionType.DECODER
@@ -309,12 +307,11 @@ class LlamaModel(Decoder):
     ) -> Tensor | IntermediateTensors:
         residual: Tensor | None
         if intermediate is not None:
-            x, residual = intermediate["hidden_states"], intermediate["residual"]
+            x = intermediate["hidden_states"]
+            residual = intermediate["residual"]
         else:
-            x, residual = (
-                self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds,
-                None,
-            )
+            x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+            residual = None
         for layer, rotation in zip(self.layers.owned, self.rotations(positions), strict=True):
             x, residual = layer(x, residual, rotation)
         if not self.is_last:

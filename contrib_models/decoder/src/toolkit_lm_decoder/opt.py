@@ -40,7 +40,8 @@ class OPTAttention(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config = HFConfig(vllm_config.hf_config)
-        size, heads = config.require("hidden_size", int), config.require("num_attention_heads", int)
+        size = config.require("hidden_size", int)
+        heads = config.require("num_attention_heads", int)
         bias = config.get("enable_bias", bool, True)
         self.qkv_proj = QKVParallelLinear(
             size,
@@ -72,7 +73,8 @@ class OPTDecoderLayer(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config = HFConfig(vllm_config.hf_config)
-        size, inner = config.require("hidden_size", int), config.require("ffn_dim", int)
+        size = config.require("hidden_size", int)
+        inner = config.require("ffn_dim", int)
         bias = config.get("enable_bias", bool, True)
         self.norms_first = config.get("do_layer_norm_before", bool, True)
         self.self_attn = OPTAttention(vllm_config=vllm_config, prefix=join(prefix, "self_attn"))
@@ -112,11 +114,10 @@ class OPTModel(Decoder):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config = HFConfig(vllm_config.hf_config)
-        size, outer = config.require("hidden_size", int), self.embedding_size(config)
-        rows, dtype = (
-            config.require("max_position_embeddings", int) + POSITION_OFFSET,
-            torch_dtype(vllm_config.model.dtype),
-        )
+        size = config.require("hidden_size", int)
+        outer = self.embedding_size(config)
+        rows = config.require("max_position_embeddings", int) + POSITION_OFFSET
+        dtype = torch_dtype(vllm_config.model.dtype)
         self.embed_positions = nn.Embedding(rows, size, dtype=dtype) if self.is_first else Absent()
         self.layers = make_layers(
             config.require("num_hidden_layers", int),

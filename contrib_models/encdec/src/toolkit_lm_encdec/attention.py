@@ -92,7 +92,8 @@ class CrossAttention(nn.Module):
 
     def __init__(self, heads: Heads, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        size, bias = heads.hidden_size, heads.has_biases
+        size = heads.hidden_size
+        bias = heads.has_biases
         # The self-attention of the same layer has checked that ranks share the heads evenly, but
         # not that they share no KV head.
         kv_heads = Part.even(

@@ -54,10 +54,8 @@ class Shape:
 
     @classmethod
     def read(cls, config: HFConfig, side: Side, style: Style) -> Shape:
-        size, num_heads = (
-            config.require("d_model", int),
-            config.require(f"{side}_attention_heads", int),
-        )
+        size = config.require("d_model", int)
+        num_heads = config.require(f"{side}_attention_heads", int)
         head_size = size // num_heads
         return cls(
             heads=Heads(
@@ -81,11 +79,9 @@ class BartLayer(nn.Module):
 
     def __init__(self, shape: Shape, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        size, inner, dtype = (
-            shape.heads.hidden_size,
-            shape.inner_size,
-            torch_dtype(vllm_config.model.dtype),
-        )
+        size = shape.heads.hidden_size
+        inner = shape.inner_size
+        dtype = torch_dtype(vllm_config.model.dtype)
         self.norms_first = shape.style.norms_first
         self.self_attn = SelfAttention(
             shape.heads,
@@ -109,13 +105,16 @@ class BartLayer(nn.Module):
 
     def attend(self, x: Tensor) -> Tensor:
         """The part that sees the sequence itself: x [T, H] -> [T, H]."""
-        norm, attention = self.self_attn_layer_norm, self.self_attn
+        norm = self.self_attn_layer_norm
+        attention = self.self_attn
         out: Tensor = attention(norm(x), x) if self.norms_first else norm(attention(x, x))
         return out
 
     def feed_forward(self, x: Tensor) -> Tensor:
         """The last part: x [T, H] -> [T, H]."""
-        norm, first, second = self.final_layer_norm, self.fc1, self.fc2
+        norm = self.final_layer_norm
+        first = self.fc1
+        second = self.fc2
         out: Tensor = second(first(norm(x)), x) if self.norms_first else norm(second(first(x), x))
         return out
 
@@ -167,12 +166,11 @@ class BartStack(nn.Module):
         prefix: str,
     ) -> None:
         super().__init__()
-        config, dtype = HFConfig(vllm_config.hf_config), torch_dtype(vllm_config.model.dtype)
+        config = HFConfig(vllm_config.hf_config)
+        dtype = torch_dtype(vllm_config.model.dtype)
         shape = Shape.read(config, side, style)
-        size, layer = (
-            shape.heads.hidden_size,
-            BartDecoderLayer if side == "decoder" else BartEncoderLayer,
-        )
+        size = shape.heads.hidden_size
+        layer = BartDecoderLayer if side == "decoder" else BartEncoderLayer
         self.embed_tokens = embed_tokens
         self.embed_positions = style.positions(
             config.require("max_position_embeddings", int), size, dtype=dtype
@@ -202,7 +200,8 @@ class BartModel(nn.Module):
     ) -> None:
         super().__init__()
         config = HFConfig(vllm_config.hf_config)
-        size, vocab_size = config.require("d_model", int), config.require("vocab_size", int)
+        size = config.require("d_model", int)
+        vocab_size = config.require("vocab_size", int)
         scale = size**0.5 if config.get("scale_embedding", bool, False) else 1.0
 
         def embedding(vocab_size: int, name: str) -> VocabParallelEmbedding:

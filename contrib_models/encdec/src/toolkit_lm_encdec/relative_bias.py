@@ -82,10 +82,12 @@ def buckets_of(offsets: Tensor, num_buckets: int, max_distance: int, *, is_causa
     for either side.
     """
     if is_causal:
-        distance, side = (-offsets).clamp(min=0), torch.zeros_like(offsets)
+        distance = (-offsets).clamp(min=0)
+        side = torch.zeros_like(offsets)
     else:
         num_buckets //= 2
-        distance, side = offsets.abs(), (offsets > 0) * num_buckets
+        distance = offsets.abs()
+        side = (offsets > 0) * num_buckets
     exact = num_buckets // 2
     # Rounded as the original: at the edge of a bucket, another order of operations could come out
     # on its other side.

@@ -51,7 +51,8 @@ class T5MLP(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config = HFConfig(vllm_config.hf_config)
-        size, inner = config.require("d_model", int), config.require("d_ff", int)
+        size = config.require("d_model", int)
+        inner = config.require("d_ff", int)
         activation, is_gated = feed_forward_kind(config)
         name, kind = (
             ("wi_0_1", GatedColumnParallelLinear) if is_gated else ("wi", ColumnParallelLinear)

@@ -64,7 +64,8 @@ class T5GemmaDecoderLayer(Gemma2DecoderLayer):
 
     def __init__(self, parts: type[LlamaParts], *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__(parts, vllm_config=vllm_config, prefix=prefix)
-        config, attention = HFConfig(vllm_config.hf_config), self.self_attn
+        config = HFConfig(vllm_config.hf_config)
+        attention = self.self_attn
         assert isinstance(attention, Gemma2Attention)
         heads = Heads(
             hidden_size=config.require("hidden_size", int),
@@ -118,7 +119,8 @@ class T5GemmaDecoder(Gemma2Model):
     def forward(  # type: ignore[override]
         self, input_ids: Tensor, positions: Tensor, encoder_hidden_states: Tensor | None
     ) -> Tensor:
-        x, residual = self.embed(input_ids), None
+        x = self.embed(input_ids)
+        residual = None
         for layer, rotation in zip(self.layers.owned, self.rotations(positions), strict=True):
             x, residual = layer(x, residual, rotation, encoder_hidden_states)
         out: Tensor = self.norm(x, residual)[0]

@@ -81,7 +81,8 @@ class Encoder(Model):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        parallel, config = vllm_config.parallel, HFConfig(vllm_config.hf_config)
+        parallel = vllm_config.parallel
+        config = HFConfig(vllm_config.hf_config)
         self.is_first, self.is_last = is_first_stage(parallel), is_last_stage(parallel)
         for key in ("is_decoder", "add_cross_attention"):
             if config.get(key, bool, False):

@@ -37,14 +37,16 @@ from toolkit_lm_encoder.heads import (
     TokenClassifier,
 )
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 THETAS = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}
 """The key under which older checkpoints state the rotary base of each kind of layer, and its
 default."""
 
 
 def layer_norm(config: HFConfig, dtype: torch.dtype) -> LayerNorm:
-    eps, bias = config.get("norm_eps", float, 1e-5), config.get("norm_bias", bool, False)
+    eps = config.get("norm_eps", float, 1e-5)
+    bias = config.get("norm_bias", bool, False)
     return LayerNorm(config.require("hidden_size", int), eps=eps, bias=bias, dtype=dtype)
 
 
@@ -102,11 +104,9 @@ class ModernBertAttention(nn.Module):
         self, config: HFConfig, kind: str, *, vllm_config: VllmConfig, prefix: str
     ) -> None:
         super().__init__()
-        size, heads, bias = (
-            config.require("hidden_size", int),
-            config.require("num_attention_heads", int),
-            config.get("attention_bias", bool, False),
-        )
+        size = config.require("hidden_size", int)
+        heads = config.require("num_attention_heads", int)
+        bias = config.get("attention_bias", bool, False)
         self.Wqkv = QKVParallelLinear(
             size,
             size // heads,
@@ -144,11 +144,9 @@ class ModernBertMLP(nn.Module):
 
     def __init__(self, config: HFConfig, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        size, inner, bias = (
-            config.require("hidden_size", int),
-            config.require("intermediate_size", int),
-            config.get("mlp_bias", bool, False),
-        )
+        size = config.require("hidden_size", int)
+        inner = config.require("intermediate_size", int)
+        bias = config.get("mlp_bias", bool, False)
         activation = config.get("hidden_activation", str, "gelu")
         self.Wi = GatedColumnParallelLinear(
             size,
@@ -172,7 +170,8 @@ class ModernBertLayer(nn.Module):
 
     def __init__(self, config: HFConfig, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        layer, dtype = layer_index(prefix), torch_dtype(vllm_config.model.dtype)
+        layer = layer_index(prefix)
+        dtype = torch_dtype(vllm_config.model.dtype)
         self.kind = layer_kind(config, layer)
         # The embeddings are normed already.
         self.attn_norm = layer_norm(config, dtype) if layer else nn.Identity()

@@ -34,7 +34,8 @@ class RotaryAttention(nn.Module):
         self, config: HFConfig, *, bias: bool, vllm_config: VllmConfig, prefix: str
     ) -> None:
         super().__init__()
-        size, heads = config.require("hidden_size", int), config.require("num_attention_heads", int)
+        size = config.require("hidden_size", int)
+        heads = config.require("num_attention_heads", int)
         head_size = config.get("head_dim", int, size // heads)
         self.qkv_proj = QKVParallelLinear(
             size,
@@ -75,7 +76,8 @@ class GatedMLP(nn.Module):
         self, config: HFConfig, *, bias: bool, vllm_config: VllmConfig, prefix: str
     ) -> None:
         super().__init__()
-        size, inner = config.require("hidden_size", int), config.require("intermediate_size", int)
+        size = config.require("hidden_size", int)
+        inner = config.require("intermediate_size", int)
         activation = config.require("hidden_act", str)
         self.gate_up_proj = GatedColumnParallelLinear(
             size,
@@ -100,7 +102,8 @@ class PlainMLP(nn.Module):
         self, config: HFConfig, *, bias: bool, vllm_config: VllmConfig, prefix: str
     ) -> None:
         super().__init__()
-        size, inner = config.require("hidden_size", int), config.require("intermediate_size", int)
+        size = config.require("hidden_size", int)
+        inner = config.require("intermediate_size", int)
         activation = config.require("hidden_act", str)
         self.fc1 = ColumnParallelLinear(
             size,
@@ -141,7 +144,8 @@ class RotaryLayer(nn.Module):
         self.post_mlp_layernorm = self._norm(config, vllm_config)
 
     def _norm(self, config: HFConfig, vllm_config: VllmConfig) -> LayerNorm:
-        size, eps = config.require("hidden_size", int), config.require("layer_norm_eps", float)
+        size = config.require("hidden_size", int)
+        eps = config.require("layer_norm_eps", float)
         return LayerNorm(size, eps=eps, dtype=torch_dtype(vllm_config.model.dtype))
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
@@ -164,7 +168,8 @@ class RotaryEncoder(Encoder):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config = self.read(HFConfig(vllm_config.hf_config))
-        size, heads = config.require("hidden_size", int), config.require("num_attention_heads", int)
+        size = config.require("hidden_size", int)
+        heads = config.require("num_attention_heads", int)
         self.layers = make_layers(
             config.require("num_hidden_layers", int),
             lambda prefix: RotaryLayer(

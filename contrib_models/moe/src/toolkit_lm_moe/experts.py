@@ -67,7 +67,8 @@ def divide_experts(num_experts: int, parallel: ParallelConfig, what: str) -> ran
 
     Raises ConfigError, naming `what`, where there are fewer experts than ranks.
     """
-    rank, ranks = parallel.tensor_parallel_rank, parallel.tensor_parallel_size
+    rank = parallel.tensor_parallel_rank
+    ranks = parallel.tensor_parallel_size
     if num_experts < ranks:
         raise ConfigError(
             f"enable_expert_parallel: the {num_experts} experts of {what} cannot be divided over "
@@ -149,7 +150,8 @@ class RoutedExperts(Bypassable):
                 range(num_experts),
                 Part.even(inner_size, self.parallel, f"inner dimensions of {prefix}"),
             )
-        hidden, dtype = Part.whole(hidden_size), torch_dtype(vllm_config.model.dtype)
+        hidden = Part.whole(hidden_size)
+        dtype = torch_dtype(vllm_config.model.dtype)
 
         def spec(name: str, inputs: Part, outputs: tuple[Part, ...]) -> LinearSpec:
             return LinearSpec(
@@ -237,7 +239,8 @@ class RoutedExperts(Bypassable):
     def _one_by_one(self, rows: Tensor, chosen: Tensor) -> Tensor:
         """As `_grouped`, over the experts that are hit."""
         hit, counts = torch.unique_consecutive(chosen, return_counts=True)
-        sizes, out = counts.tolist(), torch.empty_like(rows)
+        sizes = counts.tolist()
+        out = torch.empty_like(rows)
         for expert, its_rows, its_out in zip(
             hit.tolist(), torch.split(rows, sizes), torch.split(out, sizes), strict=True
         ):

@@ -33,7 +33,8 @@ class RoutedBlock(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config = HFConfig(vllm_config.hf_config)
-        hidden_size, num_experts = config.require("hidden_size", int), num_experts_of(config)
+        hidden_size = config.require("hidden_size", int)
+        num_experts = num_experts_of(config)
         self.top_k = config.require("num_experts_per_tok", int)
         if not 1 <= self.top_k <= num_experts:
             raise CheckpointError(

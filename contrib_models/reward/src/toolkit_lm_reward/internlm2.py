@@ -48,7 +48,8 @@ class InternLM2ForRewardModel(RewardModel):
         """With queries, keys and values one after the other, where the checkpoint has those of a KV
         head side by side."""
         config = HFConfig(self.vllm_config.hf_config)
-        num_heads, head_size = config.require("num_attention_heads", int), head_size_of(config)
+        num_heads = config.require("num_attention_heads", int)
+        head_size = head_size_of(config)
         num_kv_heads = config.get("num_key_value_heads", int, num_heads)
         group = num_heads // num_kv_heads
         for name, tensor in weights:

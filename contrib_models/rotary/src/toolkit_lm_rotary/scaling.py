@@ -142,8 +142,10 @@ def _proportional(rope: RopeParameters, max_len: int) -> tuple[Tensor, float]:
 
 def _dynamic(rope: RopeParameters, max_len: int) -> tuple[Tensor, float]:
     """NTK-aware: the base grows with the length."""
-    factor, size = rope.values.require("factor", float), rope.rotary_size
-    length, trained = max(max_len, rope.max_position_embeddings), rope.max_position_embeddings
+    factor = rope.values.require("factor", float)
+    size = rope.rotary_size
+    length = max(max_len, rope.max_position_embeddings)
+    trained = rope.max_position_embeddings
     return _frequencies(
         rope.theta * (factor * length / trained - (factor - 1)) ** (size / (size - 2)), size
     ), 1.0
@@ -152,10 +154,8 @@ def _dynamic(rope: RopeParameters, max_len: int) -> tuple[Tensor, float]:
 def _llama3(rope: RopeParameters, max_len: int) -> tuple[Tensor, float]:
     """Slow frequencies are divided by `factor`, fast ones kept, those between blended."""
     factor = rope.values.require("factor", float)
-    low, high = (
-        rope.values.require("low_freq_factor", float),
-        rope.values.require("high_freq_factor", float),
-    )
+    low = rope.values.require("low_freq_factor", float)
+    high = rope.values.require("high_freq_factor", float)
     frequencies = _frequencies(rope.theta, rope.rotary_size)
     rotations = rope.original_max_positions / (2 * math.pi / frequencies)
     blend = ((rotations - low) / (high - low)).clamp(0, 1)
@@ -165,7 +165,8 @@ def _llama3(rope: RopeParameters, max_len: int) -> tuple[Tensor, float]:
 def _yarn(rope: RopeParameters, max_len: int) -> tuple[Tensor, float]:
     """YaRN (Peng et al. 2023): as llama3, blended linearly over the dimensions; and attention is
     sharpened."""
-    values, size = rope.values, rope.rotary_size
+    values = rope.values
+    size = rope.rotary_size
 
     def dimension(rotations: float) -> float:
         """Where a frequency makes so many rotations over the original context."""
@@ -175,10 +176,8 @@ def _yarn(rope: RopeParameters, max_len: int) -> tuple[Tensor, float]:
             / (2 * math.log(rope.theta))
         )
 
-    low, high = (
-        dimension(values.get("beta_fast", float) or 32),
-        dimension(values.get("beta_slow", float) or 1),
-    )
+    low = dimension(values.get("beta_fast", float) or 32)
+    high = dimension(values.get("beta_slow", float) or 1)
     if values.get("truncate", bool, True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, size - 1)
@@ -191,10 +190,12 @@ def _yarn(rope: RopeParameters, max_len: int) -> tuple[Tensor, float]:
 
 
 def _yarn_attention_factor(rope: RopeParameters) -> float:
-    values, stretch = rope.values, rope.stretch
+    values = rope.values
+    stretch = rope.stretch
     if (given := values.get("attention_factor", float)) is not None:
         return given
-    mscale, mscale_all_dim = values.get("mscale", float), values.get("mscale_all_dim", float)
+    mscale = values.get("mscale", float)
+    mscale_all_dim = values.get("mscale_all_dim", float)
     growth = 0.1 * math.log(stretch) if stretch > 1 else 0.0
     if mscale and mscale_all_dim:
         return (mscale * growth + 1) / (mscale_all_dim * growth + 1)
@@ -204,7 +205,8 @@ def _yarn_attention_factor(rope: RopeParameters) -> float:
 def _longrope(rope: RopeParameters, max_len: int) -> tuple[Tensor, float]:
     """LongRoPE (Ding et al. 2024): a searched factor per frequency, one set for short contexts and
     one for long."""
-    values, original = rope.values, rope.original_max_positions
+    values = rope.values
+    original = rope.original_max_positions
     key = "long_factor" if max_len > original else "short_factor"
     factors = torch.tensor(values.require(key, list), dtype=torch.float32)
     radii = _radii(rope.theta, rope.rotary_size)

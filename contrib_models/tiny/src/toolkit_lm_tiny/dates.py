@@ -7,7 +7,8 @@ import zlib
 from collections.abc import Iterator
 from datetime import date, timedelta
 
-FIRST, LAST = date(1600, 1, 1), date(2199, 12, 31)
+FIRST = date(1600, 1, 1)
+LAST = date(2199, 12, 31)
 MONTHS = (
     "January February March April May June July August September October November December".split()  # noqa: SIM905
 )
@@ -44,7 +45,9 @@ def held_out() -> Iterator[date]:
 
 def forms(day: date) -> list[str]:
     """The ways to write a date that the model reads."""
-    month, ordinal, year = MONTHS[day.month - 1], ordinal_words(day.day), year_words(day.year)
+    month = MONTHS[day.month - 1]
+    ordinal = ordinal_words(day.day)
+    year = year_words(day.year)
     short = f"{day.day}{suffix(day.day)}"
     return [
         f"{month} {day.day}, {day.year}",

@@ -140,7 +140,8 @@ def exam(count: int, seed: int = 0) -> list[Task]:
     random = Random(seed)
     tasks = []
     for i in range(count):
-        first, second = draw(random, held_out=True), draw(random, held_out=True)
+        first = draw(random, held_out=True)
+        second = draw(random, held_out=True)
         if i % 10 < 7:
             tasks.append(Task(ask(random, first), (first,)))
         elif i % 10 < 9:
@@ -167,9 +168,11 @@ def _count_all(random: Random, drawing: Drawing) -> Question:
 def _count(random: Random, drawing: Drawing) -> Question:
     """Of a colour, of a kind or of both; mostly of what is there."""
     looks = [(shape.colour, shape.kind) for shape in drawing.shapes]
-    colour, kind = random.choice(tuple(COLOURS)), random.choice(KINDS)
+    colour = random.choice(tuple(COLOURS))
+    kind = random.choice(KINDS)
     if looks and random.random() < 0.8:
-        colour, kind = random.choice(looks)[0], random.choice(looks)[1]
+        colour = random.choice(looks)[0]
+        kind = random.choice(looks)[1]
     which = random.randrange(3)
     number = drawing.count(colour if which != 1 else None, kind if which != 0 else None)
     name = (f"{colour} shape", kind, f"{colour} {kind}")[which]
@@ -209,15 +212,11 @@ def _shape(random: Random, drawing: Drawing) -> Question | None:
     colour = random.choice(colours)
     kind = next(shape.kind for shape in drawing.shapes if shape.colour == colour)
     if drawing.count(colour) == 1:
-        words, answer = (
-            {"shape": "shape", "is": "is", "x": colour},
-            f"The {colour} shape is a {kind}.",
-        )
+        words = {"shape": "shape", "is": "is", "x": colour}
+        answer = f"The {colour} shape is a {kind}."
     else:
-        words, answer = (
-            {"shape": "shapes", "is": "are", "x": colour},
-            f"The {colour} shapes are {plural(kind)}.",
-        )
+        words = {"shape": "shapes", "is": "are", "x": colour}
+        answer = f"The {colour} shapes are {plural(kind)}."
     return Question("shape", random.choice(SHAPE).format_map(words), answer)
 
 

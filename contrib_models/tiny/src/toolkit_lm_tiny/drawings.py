@@ -50,7 +50,8 @@ class Shape(NamedTuple):
 
     def corners(self) -> list[tuple[float, float]]:
         """The points of its outline, of all but circles."""
-        turn, spokes = self.angle, {"square": 4, "triangle": 3, "star": 10, "cross": 12}[self.kind]
+        turn = self.angle
+        spokes = {"square": 4, "triangle": 3, "star": 10, "cross": 12}[self.kind]
         if self.kind == "square":
             polar = [(1.15, math.pi * (i + 0.5) / 2) for i in range(spokes)]
         elif self.kind == "triangle":
@@ -58,7 +59,8 @@ class Shape(NamedTuple):
         elif self.kind == "star":
             polar = [(0.5 if i % 2 else 1.2, math.tau * i / spokes) for i in range(spokes)]
         else:
-            near, far = 0.33, 1.05
+            near = 0.33
+            far = 1.05
             quarter = [
                 (math.hypot(far, near), math.atan2(near, far)),
                 (near * math.sqrt(2), math.pi / 4),
@@ -114,7 +116,8 @@ class Drawing(NamedTuple):
         image[:] = np.rint(top + (bottom - top) * ramp)
         for shape in self.shapes:
             reach = 1.3 * shape.radius
-            left, upper = max(0, int(shape.x - reach)), max(0, int(shape.y - reach))
+            left = max(0, int(shape.x - reach))
+            upper = max(0, int(shape.y - reach))
             part = image[upper : int(shape.y + reach) + 1, left : int(shape.x + reach) + 1]
             rows, columns = np.mgrid[0 : part.shape[0], 0 : part.shape[1]] + 0.5
             part[_covers(shape, columns + left, rows + upper)] = shape.rgb
@@ -207,7 +210,8 @@ def _place(
         for _ in range(20):
             radius = min(width, height) * random.uniform(low, high)
             edge = _MARGIN * radius
-            x, y = random.uniform(edge, width - edge), random.uniform(edge, height - edge)
+            x = random.uniform(edge, width - edge)
+            y = random.uniform(edge, height - edge)
             if all(
                 math.hypot(x - other.x, y - other.y) > _MARGIN * (radius + other.radius)
                 for other in shapes

@@ -125,7 +125,8 @@ def _time(rng: Random, name: str) -> Task:
 
 
 def _price(rng: Random, name: str) -> Task:
-    thing, price = rng.choice(THINGS), rng.randint(2, 20)
+    thing = rng.choice(THINGS)
+    price = rng.randint(2, 20)
     question = rng.choice(
         ("How much is {}?", "What does {} cost?", "How much does {} cost?")
     ).format(thing)

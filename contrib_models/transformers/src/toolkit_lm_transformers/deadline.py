@@ -24,7 +24,8 @@ def deadline(seconds: float, what: str) -> Iterator[None]:
     Python code is ended between two of its instructions, wherever it is; a call into compiled code
     has to return first.
     """
-    thread, lock = threading.get_ident(), threading.Lock()
+    thread = threading.get_ident()
+    lock = threading.Lock()
     is_over = is_struck = has_arrived = is_done = False
 
     def strike() -> None:

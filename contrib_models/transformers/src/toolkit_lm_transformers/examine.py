@@ -37,7 +37,8 @@ def read_config(vllm_config: VllmConfig) -> Any:
     """The checkpoint's config as transformers holds it. Raises UnsupportedError where transformers
     has no causal language model for it."""
     values = vllm_config.hf_config
-    name, model_type = values["architectures"][0], values.get("model_type")
+    name = values["architectures"][0]
+    model_type = values.get("model_type")
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) != name:
             raise UnsupportedError(
@@ -82,7 +83,8 @@ def build(config: Any, dtype: torch.dtype, trust_remote_code: bool, attention: s
 def examine(vllm_config: VllmConfig) -> Examined:
     """What the checkpoint's model is like. Raises UnsupportedError, with the reason, when it cannot
     run here."""
-    config, trust = read_config(vllm_config), vllm_config.model.trust_remote_code
+    config = read_config(vllm_config)
+    trust = vllm_config.model.trust_remote_code
     _check_config(config, vllm_config)
     with torch.device("meta"):
         # In bfloat16, as the products of grouped experts have no other shapes to compute.
@@ -121,7 +123,8 @@ def _understood(action: Any, what: str) -> Any:
 
 
 def _check_config(config: Any, vllm_config: VllmConfig) -> None:
-    parallel, text = vllm_config.parallel, config.get_text_config()
+    parallel = vllm_config.parallel
+    text = config.get_text_config()
     if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
         raise UnsupportedError("models of transformers run on one rank")
     if config.is_encoder_decoder:
@@ -181,7 +184,8 @@ def _project(model: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def _check_layers(config: Any, calls: list[AttentionCall]) -> None:
-    num_layers, kinds = config.num_hidden_layers, getattr(config, "layer_types", None)
+    num_layers = config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None)
     if len(calls) != num_layers:
         raise UnsupportedError(
             f"{len(calls)} of its {num_layers} layers attend through transformers' attention "

@@ -51,7 +51,8 @@ class Gemma3Projector(nn.Module):
 
     def __init__(self, shape: VisionShape, size: int, *, vllm_config: VllmConfig) -> None:
         super().__init__()
-        config, width = HFConfig(vllm_config.hf_config), shape.hidden_size
+        config = HFConfig(vllm_config.hf_config)
+        width = shape.hidden_size
         self.side = shape.side
         self.pooled = self.side // tokens_per_side(
             config.get("mm_tokens_per_image", int, 256), self.side

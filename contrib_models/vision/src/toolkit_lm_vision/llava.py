@@ -48,10 +48,8 @@ class LlavaProjector(nn.Module):
     def __init__(self, input_size: int, size: int, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config = HFConfig(vllm_config.hf_config)
-        bias, activation = (
-            config.get("multimodal_projector_bias", bool, True),
-            config.get("projector_hidden_act", str, "gelu"),
-        )
+        bias = config.get("multimodal_projector_bias", bool, True)
+        activation = config.get("projector_hidden_act", str, "gelu")
         self.linear_1 = ColumnParallelLinear(
             input_size,
             size,

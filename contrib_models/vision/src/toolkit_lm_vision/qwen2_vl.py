@@ -126,12 +126,13 @@ class Qwen2VLForConditionalGeneration(ComposedModel):
     def prompt_positions(
         self, token_ids: np.ndarray, features: Sequence[MultiModalFeatureSpec]
     ) -> np.ndarray:
-        shape, found, start, end = self.shape, [], 0, 0
+        shape = self.shape
+        found = []
+        start = 0
+        end = 0
         for feature in features:
-            grid, seconds = (
-                Grid(*map(int, feature.layout["grid_thw"])),
-                feature.layout.get(SECONDS, [None])[0],
-            )
+            grid = Grid(*map(int, feature.layout["grid_thw"]))
+            seconds = feature.layout.get(SECONDS, [None])[0]
             text = feature.mm_position.offset - end
             found += [
                 _alike(start, text),
@@ -146,10 +147,8 @@ class Qwen2VLForConditionalGeneration(ComposedModel):
         side = shape.merge * max(
             1, min(_LARGEST_SIDE, math.isqrt(self.vllm_config.max_model_len - 1))
         )
-        pixels, grid = (
-            Array.of(np.zeros((side**2, shape.patch_values), np.float32)),
-            Array.of(np.array([1, side, side])),
-        )
+        pixels = Array.of(np.zeros((side**2, shape.patch_values), np.float32))
+        grid = Array.of(np.array([1, side, side]))
         return [
             (modality, {Names(modality).pixels: pixels, Names(modality).grid: grid})
             for modality in ("image", "video")

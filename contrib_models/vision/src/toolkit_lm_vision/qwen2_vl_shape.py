@@ -87,7 +87,8 @@ class PatchShape:
             }
         )
         size = config.require("hidden_size" if windowed else "embed_dim", int)
-        patch, merge = config.require("patch_size", int), config.require("spatial_merge_size", int)
+        patch = config.require("patch_size", int)
+        merge = config.require("spatial_merge_size", int)
         shape = cls(
             hidden_size=size,
             inner_size=config.require("intermediate_size", int)

@@ -62,7 +62,8 @@ class PatchAttention(nn.Module):
 
     def __init__(self, shape: PatchShape, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        size, heads = shape.hidden_size, shape.num_heads
+        size = shape.hidden_size
+        heads = shape.num_heads
         self.head_size = size // heads
         self.qkv = QKVParallelLinear(
             size,
@@ -98,7 +99,8 @@ class PatchMLP(nn.Module):
 
     def __init__(self, shape: PatchShape, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        size, inner = shape.hidden_size, shape.inner_size
+        size = shape.hidden_size
+        inner = shape.inner_size
         self.fc1 = ColumnParallelLinear(
             size,
             inner,
@@ -121,7 +123,8 @@ class GatedPatchMLP(nn.Module):
 
     def __init__(self, shape: PatchShape, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        size, inner = shape.hidden_size, shape.inner_size
+        size = shape.hidden_size
+        inner = shape.inner_size
         self.gate_up_proj = GatedColumnParallelLinear(
             size,
             inner,
@@ -244,7 +247,8 @@ class PatchTower(nn.Module):
             ** (torch.arange(0, size, 2, dtype=torch.float32, device=places.device) / size)
         )
         angles = (places[..., None].float() * frequencies).flatten(1).unsqueeze(1)
-        cos, sin = angles.cos(), angles.sin()
+        cos = angles.cos()
+        sin = angles.sin()
         return Rotation(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), False, self.kernels)
 
 
@@ -258,11 +262,14 @@ def _places(grid: Grid, merge: int) -> np.ndarray:
 def _windows(grids: Sequence[Grid], shape: PatchShape) -> tuple[np.ndarray, list[int]]:
     """The squares of all items, window after window, and how many patches each window has."""
     found: list[np.ndarray] = []
-    before, side = 0, shape.window
+    before = 0
+    side = shape.window
     for grid in grids:
-        height, width = grid.h // shape.merge, grid.w // shape.merge
+        height = grid.h // shape.merge
+        width = grid.w // shape.merge
         index = np.arange(grid.t * height * width).reshape(grid.t, height, width) + before
-        rows, columns = range(0, height, side), range(0, width, side)
+        rows = range(0, height, side)
+        columns = range(0, width, side)
         found += [
             index[t, i : i + side, j : j + side].ravel()
             for t in range(grid.t)

@@ -32,7 +32,8 @@ class VisionAttention(nn.Module):
 
     def __init__(self, shape: VisionShape, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        size, heads = shape.hidden_size, shape.num_heads
+        size = shape.hidden_size
+        heads = shape.num_heads
         self.qkv_proj = QKVParallelLinear(
             size,
             size // heads,
@@ -65,7 +66,8 @@ class VisionMLP(nn.Module):
 
     def __init__(self, shape: VisionShape, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        size, inner = shape.hidden_size, shape.inner_size
+        size = shape.hidden_size
+        inner = shape.inner_size
         self.fc1 = ColumnParallelLinear(
             size,
             inner,
@@ -108,11 +110,9 @@ class VisionEmbeddings(nn.Module):
 
     def __init__(self, shape: VisionShape, *, vllm_config: VllmConfig) -> None:
         super().__init__()
-        size, dtype, patch = (
-            shape.hidden_size,
-            torch_dtype(vllm_config.model.dtype),
-            shape.patch_size,
-        )
+        size = shape.hidden_size
+        dtype = torch_dtype(vllm_config.model.dtype)
+        patch = shape.patch_size
         self.patch_embedding = nn.Conv2d(
             shape.num_channels,
             size,

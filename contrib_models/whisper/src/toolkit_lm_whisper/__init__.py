@@ -15,10 +15,8 @@ if TYPE_CHECKING:
 
 @hookimpl
 def toolkit_register_models(models: ModelRegistry) -> None:
-    target, rules = (
-        "toolkit_lm_whisper.model:WhisperForConditionalGeneration",
-        "toolkit_lm_whisper.rules:WhisperRules",
-    )
+    target = "toolkit_lm_whisper.model:WhisperForConditionalGeneration"
+    rules = "toolkit_lm_whisper.rules:WhisperRules"
     models.add(
         "WhisperForConditionalGeneration",
         target,

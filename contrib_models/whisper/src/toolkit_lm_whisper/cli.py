@@ -56,7 +56,8 @@ def transcribe(
         raise ConfigError(f"option 'format': {format!r} must be one of {', '.join(_FORMATS)}.")
     if out is not None:
         _check_names(files)
-    recordings, failed = {}, 0
+    recordings = {}
+    failed = 0
     for path in files:
         try:
             recordings[path] = (read_recording(path, LogMel.sampling_rate), LogMel.sampling_rate)

@@ -95,7 +95,8 @@ class LogMel:
         frequencies = np.linspace(0, top, self.fft_size // 2 + 1)
         edges = _from_mel(np.linspace(_to_mel(0.0), _to_mel(top), self.num_mels + 2))
         slopes = edges - frequencies[:, None]
-        down, up = -slopes[:, :-2] / np.diff(edges)[:-1], slopes[:, 2:] / np.diff(edges)[1:]
+        down = -slopes[:, :-2] / np.diff(edges)[:-1]
+        up = slopes[:, 2:] / np.diff(edges)[1:]
         filters: np.ndarray = np.maximum(0, np.minimum(down, up)) * (2 / (edges[2:] - edges[:-2]))
         return filters
 

@@ -24,7 +24,8 @@ from toolkit_lm.renderer import Renderer
 from toolkit_lm_whisper.languages import code_of
 from toolkit_lm_whisper.rules import WhisperRules
 
-_STEP, _FRAME = 0.02, 0.01
+_STEP = 0.02
+_FRAME = 0.01
 """Seconds from timestamp to timestamp, and from frame to frame."""
 _SURE = 0.5
 """What was drawn at this temperature or above is no context for the next window."""
@@ -254,7 +255,9 @@ class Recording:
     def _draw(self) -> Generator[Ask, RequestOutput, _Drawn | None]:
         """The next window, drawn again at the next temperature while it fails the thresholds. None:
         nothing is said in it."""
-        limits, no_speech, drawn = self._thresholds, None, None
+        limits = self._thresholds
+        no_speech = None
+        drawn = None
         for temperature in limits.temperatures:
             params = SamplingParams(
                 temperature=temperature,
@@ -326,7 +329,8 @@ class Recording:
         """Adds the segments of a window, and moves on: to the last timestamp of a pair, or to the
         window's end."""
         first_time = self._model.first_time
-        offset, whole = self._position * _FRAME, frames * _FRAME
+        offset = self._position * _FRAME
+        whole = frames * _FRAME
         pieces, rest = split_at_pairs(drawn.token_ids, first_time)
         if not self._uses_context or drawn.temperature >= _SURE:
             self._context = []

@@ -35,7 +35,8 @@ class WhisperEncoder(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        config, dtype = HFConfig(vllm_config.hf_config), torch_dtype(vllm_config.model.dtype)
+        config = HFConfig(vllm_config.hf_config)
+        dtype = torch_dtype(vllm_config.model.dtype)
         shape = Shape.read(config, "encoder", STYLE)
         size = shape.heads.hidden_size
         self.conv1 = nn.Conv1d(
@@ -67,7 +68,8 @@ class WhisperDecoder(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        config, dtype = HFConfig(vllm_config.hf_config), torch_dtype(vllm_config.model.dtype)
+        config = HFConfig(vllm_config.hf_config)
+        dtype = torch_dtype(vllm_config.model.dtype)
         shape = Shape.read(config, "decoder", STYLE)
         size = shape.heads.hidden_size
         scale = size**0.5 if config.get("scale_embedding", bool, False) else 1.0
@@ -116,7 +118,8 @@ class WhisperForConditionalGeneration(EncoderDecoderModel):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.config = config = HFConfig(vllm_config.hf_config)
-        states, longest = config.require("max_source_positions", int), vllm_config.max_encoder_len
+        states = config.require("max_source_positions", int)
+        longest = vllm_config.max_encoder_len
         if longest != states:
             raise ConfigError(
                 f"max_encoder_len is {longest}, but a window of this model has {states} states: "

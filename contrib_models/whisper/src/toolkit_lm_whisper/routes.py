@@ -169,11 +169,9 @@ class Audio:
     ) -> _Work:
         """Decodes the file, and computes its features. Raises RequestError, QueueFullError."""
         with ExitStack() as paid:
-            data, name, rate = (
-                await form.file.read(),
-                printable(repr(form.file.filename or "the file")),
-                self._transcriber.sampling_rate,
-            )
+            data = await form.file.read()
+            name = printable(repr(form.file.filename or "the file"))
+            rate = self._transcriber.sampling_rate
             # A thread may outlive a request that is cancelled: so it holds nothing, and its file is
             # its own.
             seconds = await asyncio.to_thread(_seconds, data, name)

@@ -120,10 +120,8 @@ class WhisperRules(UsualRules):
 
     def _named(self) -> list[int]:
         """The tokens of language and task."""
-        languages, tasks = (
-            self.generation.get("lang_to_id") or {},
-            self.generation.get("task_to_id") or {},
-        )
+        languages = self.generation.get("lang_to_id") or {}
+        tasks = self.generation.get("task_to_id") or {}
         if not languages:
             return []
         stated = self.generation.get("language")
@@ -149,7 +147,8 @@ class WhisperRules(UsualRules):
         try:
             places, tokens = zip(*given, strict=True)
         except (TypeError, ValueError):
-            places, tokens = (), ()
+            places = ()
+            tokens = ()
         if (
             not places
             or any(place != i for i, place in enumerate(places, 1))

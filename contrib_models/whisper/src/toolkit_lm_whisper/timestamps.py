@@ -49,7 +49,8 @@ class Timestamps(LogitsProcessor):
             if most_first is not None:
                 scores[begin + most_first + 1 :] = -torch.inf
         is_time = output >= begin
-        last, before = bool(is_time[-1:].any()), len(output) < 2 or bool(is_time[-2])
+        last = bool(is_time[-1:].any())
+        before = len(output) < 2 or bool(is_time[-2])
         if last and before:
             # A pair is complete, or the first stands alone: text follows.
             scores[begin:] = -torch.inf

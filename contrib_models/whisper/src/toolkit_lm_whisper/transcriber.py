@@ -93,7 +93,8 @@ class AsyncTranscriber:
         Closing it aborts what is under way. Raises as `generate` does, and ToolkitError for a
         window that fails.
         """
-        steps, told = recording.steps(), 0
+        steps = recording.steps()
+        told = 0
         ask: Ask | None = next(steps)
         while ask is not None:
             async with aclosing(

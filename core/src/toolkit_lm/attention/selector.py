@@ -40,7 +40,8 @@ def select_backend(
     name, candidates = registry.choose(
         what, lambda entry, by_name: registry.ask(entry.key, spec, by_name=by_name), wanted
     )
-    entry, backend = registry.get(name), registry.load(name)
+    entry = registry.get(name)
+    backend = registry.load(name)
     with entry.owner.boundary(f"graphs() of attention backend {name!r}", target=backend):
         graphs = backend.graphs(spec)
     return Selection(name, backend, candidates, entry.plugin, graphs)

@@ -161,7 +161,9 @@ class EngineCore:
             admitted=self._admitted,
             events=self._events,
         )
-        self._outputs, self._admitted, self._events = [], [], []
+        self._outputs = []
+        self._admitted = []
+        self._events = []
         return outputs
 
     def shutdown(self) -> None:

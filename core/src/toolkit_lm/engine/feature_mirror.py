@@ -119,7 +119,8 @@ class FeatureMirror:
         to what is not to be kept."""
         features = []
         for number, feature in enumerate(request.features, 1):
-            name, place = feature.mm_identifier, feature.mm_position
+            name = feature.mm_identifier
+            place = feature.mm_position
             size = _OVERHEAD + (_num_bytes(feature.data) if feature.data is not None else 0)
             found = HeldFeature(
                 request.prompt_token_ids[place.offset : place.end], place.mask, feature.layout, size

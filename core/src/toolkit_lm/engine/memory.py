@@ -60,12 +60,10 @@ def size_kv_cache(
     Raises CapacityError when they are not there, or a single sequence of max_model_len does not fit
     in them.
     """
-    cache, length, chunk, device = (
-        config.cache,
-        config.max_model_len,
-        config.scheduler.token_budget,
-        config.device.device,
-    )
+    cache = config.cache
+    length = config.max_model_len
+    chunk = config.scheduler.token_budget
+    device = config.device.device
     each = [pool.block_bytes for pool in kv_cache.pools]
     encoded = config.max_encoder_len
     least = kv_cache.max_blocks(length, chunk, encoded)
@@ -135,15 +133,13 @@ def size_kv_cache(
 
 
 def _too_small(config: VllmConfig, memory: int, given: int, needed: int, each: int) -> str:
-    what, option = f"num_kv_blocks is {config.cache.num_kv_blocks}", "--num-kv-blocks"
+    what = f"num_kv_blocks is {config.cache.num_kv_blocks}"
+    option = "--num-kv-blocks"
     if config.cache.num_kv_blocks is None:
-        what, option = (
-            (
-                f"kv_cache_memory is {memory / 2**10:.0f} KiB, {given} blocks of "
-                f"{each / 2**10:.0f} KiB"
-            ),
-            "--kv-cache-memory",
+        what = (
+            f"kv_cache_memory is {memory / 2**10:.0f} KiB, {given} blocks of {each / 2**10:.0f} KiB"
         )
+        option = "--kv-cache-memory"
     return (
         f"the KV cache cannot hold one sequence of max_model_len {config.max_model_len}: it "
         f"takes {needed} blocks, but {what}. "

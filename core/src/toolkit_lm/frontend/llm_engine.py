@@ -139,7 +139,8 @@ class LLMEngine:
         self.processor.set_limits(
             RequestLimits(info.config, info.kv_cache, info.pooling, whole_items=whole_items)
         )
-        self._busy_since, self._ready = time.monotonic(), True
+        self._busy_since = time.monotonic()
+        self._ready = True
         return True
 
     def restart(self) -> None:

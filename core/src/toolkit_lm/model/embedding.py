@@ -30,7 +30,8 @@ class _VocabParallel(LinearBase):
         vllm_config: VllmConfig,
         prefix: str,
     ) -> None:
-        parallel, dtype = vllm_config.parallel, torch_dtype(vllm_config.model.dtype)
+        parallel = vllm_config.parallel
+        dtype = torch_dtype(vllm_config.model.dtype)
         share = -(-vocab_size // parallel.tensor_parallel_size)
         part = Part(vocab_size, parallel.tensor_parallel_rank * share, share)
         super().__init__(
@@ -44,7 +45,9 @@ class _VocabParallel(LinearBase):
             ),
             bias=bias,
         )
-        self.vocab_size, self.part, self.parallel = vocab_size, part, parallel
+        self.vocab_size = vocab_size
+        self.part = part
+        self.parallel = parallel
         self.is_sharded = parallel.tensor_parallel_size > 1
 
 

@@ -102,7 +102,8 @@ class FusibleLayer(Bypassable):
         self.fused = self._fused_parts = None
         found = self.fusible()
         if isinstance(found, LayerParts) and fuse_refusal(kernels) is None:
-            self.fused, self._fused_parts = kernels.fuse(found), found
+            self.fused = kernels.fuse(found)
+            self._fused_parts = found
 
     def refuses_bypass(self) -> str | None:
         found = self.fusible()

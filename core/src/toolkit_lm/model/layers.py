@@ -31,13 +31,15 @@ def make_layers(
     ones, as the first has the embedding. Raises ConfigError where there are fewer layers than
     ranks.
     """
-    rank, ranks = parallel.pipeline_parallel_rank, parallel.pipeline_parallel_size
+    rank = parallel.pipeline_parallel_rank
+    ranks = parallel.pipeline_parallel_size
     if count < ranks:
         raise ConfigError(
             f"the {count} layers of {prefix} cannot be cut into {ranks} stages: lower "
             "--pipeline-parallel-size."
         )
-    start, end = count * rank // ranks, count * (rank + 1) // ranks
+    start = count * rank // ranks
+    end = count * (rank + 1) // ranks
     layers = Layers(
         factory(join(prefix, str(i))) if start <= i < end else Absent() for i in range(count)
     )

@@ -29,7 +29,8 @@ class LinearBase(Bypassable):
 
     def __init__(self, spec: LinearSpec, *, bias: bool = False) -> None:
         super().__init__()
-        self.spec, self.prefix = spec, spec.prefix
+        self.spec = spec
+        self.prefix = spec.prefix
         self.output_size, self.input_size = spec.shape
         self.method = choose_method(spec)
         self.method.create(self, spec)
@@ -195,8 +196,10 @@ class QKVParallelLinear(_Linear):
         super().__init__(
             hidden_size, [q, kv, kv], bias=bias, vllm_config=vllm_config, prefix=prefix
         )
-        self.num_heads, self.num_kv_heads = heads.size, kv_heads.size
-        self.q_size, self.kv_size = q.size, kv.size
+        self.num_heads = heads.size
+        self.num_kv_heads = kv_heads.size
+        self.q_size = q.size
+        self.kv_size = kv.size
 
 
 def _kv_heads(num_kv_heads: int, parallel: ParallelConfig, prefix: str) -> Part:
@@ -226,10 +229,8 @@ class RowParallelLinear(LinearBase):
         vllm_config: VllmConfig,
         prefix: str,
     ) -> None:
-        inputs, dtype = (
-            Part.even(input_size, vllm_config.parallel, f"inputs of {prefix}"),
-            torch_dtype(vllm_config.model.dtype),
-        )
+        inputs = Part.even(input_size, vllm_config.parallel, f"inputs of {prefix}")
+        dtype = torch_dtype(vllm_config.model.dtype)
         super().__init__(
             LinearSpec(
                 kind="linear",

@@ -117,7 +117,8 @@ def make_part(vllm_config: VllmConfig, hf_config: Mapping[str, Any], prefix: str
     class, and no fallback runs it.
     """
     assert vllm_config.checkpoint is not None, "the config is not resolved: it has no checkpoint"
-    models, name = choose_models(), hf_config["architectures"][0]
+    models = choose_models()
+    name = hf_config["architectures"][0]
     own = vllm_config.with_checkpoint(
         msgspec.structs.replace(
             vllm_config.checkpoint, architecture=name, hf_config=dict(hf_config)
@@ -136,7 +137,8 @@ def select_kernels(
 ) -> tuple[str, list[tuple[str, str | None]]]:
     """The name of the kernels, and each candidate with the reason it was refused (None: able).
     Raises UnsupportedError."""
-    registry, device = plugins.kernels, vllm_config.device
+    registry = plugins.kernels
+    device = vllm_config.device
     what = f"compute {vllm_config.model.dtype} on {device.device}"
     return registry.choose(
         what,

@@ -54,7 +54,8 @@ def load_parameters(
     elsewhere = {name for name, child in module.named_modules() if isinstance(child, Absent)}
     skipped = re.compile("|".join(ignored) or "(?!)")
     seen: dict[str, set[int | None]] = {}
-    unexpected, misfits = [], []
+    unexpected = []
+    misfits = []
     kept: dict[str, Tensor] = {}
 
     def load(name: str, target: _Target, tensor: Tensor) -> None:

@@ -62,8 +62,10 @@ class Part:
         A share may lie within a group, but not within a pack. Raises ConfigError, naming `what`,
         for one that cuts an element.
         """
-        unit, end = pack * group, self.start + self.size
-        first, last = self.start // unit, -(-end // unit)
+        unit = pack * group
+        end = self.start + self.size
+        first = self.start // unit
+        last = -(-end // unit)
         is_cut = self.start % unit or (end % unit and end < self.full)
         if is_cut and (pack > 1 or last - first > 1):
             raise ConfigError(

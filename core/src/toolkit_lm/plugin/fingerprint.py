@@ -45,7 +45,8 @@ class Fingerprint(Struct, frozen=True):
         )
         here, there = ({plugin.name: plugin for plugin in one.plugins} for one in (self, other))
         for name in sorted(here.keys() | there.keys()):
-            a, b = here.get(name), there.get(name)
+            a = here.get(name)
+            b = there.get(name)
             if a is None or b is None:
                 lines.append(f"plugin {name!r}: only {'there' if a is None else 'here'}")
             elif a != b:
@@ -71,7 +72,8 @@ def _content(plugin: object) -> str:
     module = plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__module__
     package = sys.modules.get(module.partition(".")[0])
     digest = hashlib.sha256()
-    roots, file = getattr(package, "__path__", None), getattr(package, "__file__", None)
+    roots = getattr(package, "__path__", None)
+    file = getattr(package, "__file__", None)
     for root in roots or []:
         for path in sorted(Path(root).rglob("*.py")):
             digest.update(

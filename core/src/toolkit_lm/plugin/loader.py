@@ -119,7 +119,8 @@ class Loader:
             raise PluginError(f"hook {name!r} has a specification already")
 
     def _register(self, candidate: Candidate) -> None:
-        plugin, info = candidate.plugin, candidate.info
+        plugin = candidate.plugin
+        info = candidate.info
         known = [name for name in vars(self.manager.hook) if self._has_spec(name)]
         for name in _hook_names(plugin):
             function = getattr(plugin, name)

@@ -218,7 +218,8 @@ class Plugins(Registries):
         )
 
     def _failure(self, error: BaseException) -> str | None:
-        culprit, called = None, ""
+        culprit = None
+        called = ""
         for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
             if culprit is None:
                 culprit = next(

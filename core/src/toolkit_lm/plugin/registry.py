@@ -226,7 +226,8 @@ class Registry(Generic[EntryT]):
                 f"{target!r}."
             )
         self.owner.add_package(target.partition(":")[0])
-        new, old = kind(key=key, target=target, owner=self.owner, **fields), self._entries.get(key)
+        new = kind(key=key, target=target, owner=self.owner, **fields)
+        old = self._entries.get(key)
         if old is None:
             self._entries[key] = new
             return

@@ -35,7 +35,8 @@ class BadWordRules:
 
     def __init__(self, renderer: Renderer, vocab_size: int) -> None:
         """`vocab_size`: of the model, whose logits have no more."""
-        self._renderer, self._vocab_size = renderer, vocab_size
+        self._renderer = renderer
+        self._vocab_size = vocab_size
         self._vocabularies: dict[bool, _Vocabulary] = {}
         self._lock = Lock()
 
@@ -146,8 +147,11 @@ class _SortedTexts:
     def found(self, rest: bytes) -> tuple[list[tuple[int, int]], Iterable[tuple[bytes, int]]]:
         """Tokens that are a beginning of `rest`, with how much of it; and those that begin with all
         of it, with their texts."""
-        texts, token_ids, parts = self._texts, self._token_ids, []
-        start, end = 0, len(texts)
+        texts = self._texts
+        token_ids = self._token_ids
+        parts = []
+        start = 0
+        end = len(texts)
         for length in range(1, len(rest) + 1):
             part = rest[:length]
             start = bisect_left(texts, part, start, end)

@@ -23,7 +23,8 @@ def check_features(
 
     `found`: what the engine held, by identifier, when it was rendered.
     """
-    rules, end = renderer.rules, 0
+    rules = renderer.rules
+    end = 0
     if rules is None:
         raise RequestError(
             f"{renderer.config.served_model_name} takes no images or other media.",

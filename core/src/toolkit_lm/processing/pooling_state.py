@@ -38,7 +38,8 @@ class PoolingState:
     def end(self, reason: FinishReason, error: str | None = None) -> None:
         """Ends it from outside."""
         if not self.finished:
-            self._output.finish_reason, self._output.error = reason, error
+            self._output.finish_reason = reason
+            self._output.error = error
 
     def take(self) -> PoolingRequestOutput | None:
         """The result, once it is there."""

@@ -70,10 +70,8 @@ class Processor:
 
     def _rules(self, config: VllmConfig, renderer: Renderer) -> EncoderDecoderRules | None:
         """Of an encoder-decoder model. Raises PluginError."""
-        models, architecture = (
-            self.plugins.models,
-            config.checkpoint.architecture if config.checkpoint is not None else "",
-        )
+        models = self.plugins.models
+        architecture = config.checkpoint.architecture if config.checkpoint is not None else ""
         rules = models.load_rules(architecture) if architecture in models else None
         if rules is None:
             return None
@@ -141,7 +139,8 @@ class Processor:
             return self.prepare_rendered(
                 request_ids, pairs, params, self.inputs(params), options or {}
             )
-        render, salt = self.renderer.render_prompt, (options or {}).get("cache_salt")
+        render = self.renderer.render_prompt
+        salt = (options or {}).get("cache_salt")
         rendered = (self._rendered(render, one, text_of(one), salt) for one in prompts)
         return self.prepare_rendered(
             request_ids, rendered, params, self.inputs(params), options or {}
@@ -178,7 +177,8 @@ class Processor:
             return self.prepare_rendered(
                 request_ids, pairs, params, self.inputs(params), options or {}
             )
-        render, salt = self.renderer.render_conversation, (options or {}).get("cache_salt")
+        render = self.renderer.render_conversation
+        salt = (options or {}).get("cache_salt")
         rendered = (
             self._rendered(render, one, None, salt, **render_options) for one in conversations
         )
@@ -229,7 +229,8 @@ class Processor:
     def render_again(self, prepared: PreparedRequest) -> None:
         """Gives it the data of items that the engine no longer holds. Raises RequestError."""
         assert prepared.rendering is not None, "it has items of media"
-        rendered, features = prepared.rendering(), prepared.message.features
+        rendered = prepared.rendering()
+        features = prepared.message.features
         again = rendered.features or []
         with self.plugins.boundary:
             check_features(again, rendered.token_ids, self.renderer, prepared.rendering.found)
@@ -265,7 +266,8 @@ class Processor:
                 "stop is a text, and this engine makes none of its tokens: use stop_token_ids.",
                 "stop",
             )
-        inputs, of_processors = SequenceInputs(), params.of_processors
+        inputs = SequenceInputs()
+        of_processors = params.of_processors
         if params.bad_words or of_processors:
             registry = self.plugins.logits_processors
             arguments = prepare_processors(of_processors, registry, self.renderer)
@@ -289,7 +291,9 @@ class Processor:
         inputs: SequenceInputs,
         options: RequestOptions,
     ) -> PreparedRequest:
-        token_ids, text, features = rendered.token_ids, rendered.text, rendered.features or []
+        token_ids = rendered.token_ids
+        text = rendered.text
+        features = rendered.features or []
         check_token_ids(token_ids, self._vocab_size)
         if features or self.renderer.rules is not None:
             with self.plugins.boundary:
@@ -306,7 +310,8 @@ class Processor:
             features = cut_features(features, len(token_ids) - len(cut))
             token_ids = cut
         message = self._message(request_id, token_ids, params, options)
-        message.inputs, message.features = inputs, features
+        message.inputs = inputs
+        message.features = features
         if inputs.logits_processors or inputs.model_arguments:
             message.cache_keys += self._keys_of(
                 {**inputs.logits_processors, **inputs.model_arguments}
@@ -320,13 +325,12 @@ class Processor:
         message.reads_prefix_cache = params.prompt_logprobs is None
         message.max_output_tokens = self.limits.check(message)
         if self._encoder_decoder is not None:
-            rules, made = self._encoder_decoder, (token_ids, message.max_output_tokens)
+            rules = self._encoder_decoder
+            made = (token_ids, message.max_output_tokens)
             with self.plugins.boundary:
-                forced, processors, bad_words = (
-                    rules.forced_tokens(*made),
-                    rules.logits_processors(*made),
-                    rules.bad_words(),
-                )
+                forced = rules.forced_tokens(*made)
+                processors = rules.logits_processors(*made)
+                bad_words = rules.bad_words()
             check_token_ids(
                 [*forced.values(), *chain(*bad_words)], self._vocab_size, "generation_config.json"
             )
@@ -419,7 +423,8 @@ class Processor:
             num_attended=rendered.num_attended,
         )
         rules = self.limits.rules(params.task)
-        message.chunkable, message.reads_prefix_cache = rules.chunkable, rules.reads_prefix_cache
+        message.chunkable = rules.chunkable
+        message.reads_prefix_cache = rules.reads_prefix_cache
         # What a pooler keeps of a sequence between its chunks is lost with its row.
         message.draws_tokens = message.swappable = False
         self.limits.check(message)
@@ -436,7 +441,9 @@ class Processor:
             )
         if options:
             check_options(options)
-        now, timeout, salt = time.monotonic(), options.get("timeout"), options.get("cache_salt")
+        now = time.monotonic()
+        timeout = options.get("timeout")
+        salt = options.get("cache_salt")
         return EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,

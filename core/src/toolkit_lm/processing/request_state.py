@@ -53,7 +53,8 @@ class SequenceState:
         )
         if before == self._taken:
             return None
-        text, tokens = "".join(self.pieces[before[0] :]), self.token_ids[before[1] :]
+        text = "".join(self.pieces[before[0] :])
+        tokens = self.token_ids[before[1] :]
         return self._output(
             text, tokens, None if self.logprobs is None else self.logprobs[before[1] :]
         )
@@ -110,7 +111,8 @@ class RequestState:
         if self._params.max_tokens == 0:
             output = _without_tokens(output)
         self._has_news = True
-        sequence, params = self._sequence(output.index), self._params
+        sequence = self._sequence(output.index)
+        params = self._params
         self.num_cached_tokens = output.num_cached_tokens
         self.error = output.error or self.error
         if sequence.finish_reason is not None:
@@ -128,14 +130,17 @@ class RequestState:
         for logprobs in output.logprobs or ():
             self._add_logprobs(sequence, logprobs)
         if output.score is not None:
-            sequence.cumulative_logprob, sequence.score = output.cumulative_logprob, output.score
+            sequence.cumulative_logprob = output.cumulative_logprob
+            sequence.score = output.score
         reason = output.finish_reason
         stop_reason: str | int | None = output.stop_token_id
         if params.detokenize and (stop := self._add_text(sequence, output)) is not None:
-            reason, stop_reason = "stop", stop
+            reason = "stop"
+            stop_reason = stop
         # Not before the text is there: a renderer may fail on it, and then the sequence ends with
         # an error.
-        sequence.finish_reason, sequence.stop_reason = reason, stop_reason
+        sequence.finish_reason = reason
+        sequence.stop_reason = stop_reason
         if reason is not None:
             self._end(sequence)
         return reason is not None and output.finish_reason is None
@@ -167,7 +172,8 @@ class RequestState:
         return text.stopped_by
 
     def _new_text(self) -> SequenceText:
-        prompt, make_scope = self.request.prompt_token_ids, self.prepared.stop_scope
+        prompt = self.request.prompt_token_ids
+        make_scope = self.prepared.stop_scope
         scope = None
         if self._stops is not None and make_scope is not None:
             scope = make_scope(prompt_end(self.renderer, prompt))

@@ -87,10 +87,8 @@ class SequenceText:
             if may_stop and (found := self._finder.find(new)) is not None:
                 end, self.stopped_by = found
                 end += len(self._held)
-                new, self._held = (
-                    text[: end if self._includes_stop else end - len(self.stopped_by)],
-                    "",
-                )
+                new = text[: end if self._includes_stop else end - len(self.stopped_by)]
+                self._held = ""
             else:
                 num_held = self._finder.num_held_back
                 new, self._held = text[: len(text) - num_held], text[len(text) - num_held :]

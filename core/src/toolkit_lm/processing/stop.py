@@ -31,7 +31,8 @@ class StopTexts:
         return self._border(number, matched) if ended else matched, ended
 
     def _border(self, number: int, length: int) -> int:
-        stop, borders = self.stops[number], self._borders[number]
+        stop = self.stops[number]
+        borders = self._borders[number]
         for i in range(len(borders), length):
             border = borders[i - 1] if i else 0
             while border and stop[i] != stop[border]:
@@ -60,7 +61,8 @@ class StopFinder:
     def find(self, text: str) -> tuple[int, str] | None:
         """Where in `text`, the next part, the first stop text ends, and which it is; the longest,
         where several end there."""
-        stops, matched = self._texts.stops, self._matched
+        stops = self._texts.stops
+        matched = self._matched
         for position, character in enumerate(text):
             ended = []
             for number, stop in enumerate(stops):

@@ -20,7 +20,8 @@ MAX_CONTEXT_LENGTH = 16384
 def check_options(options: Mapping[str, Any]) -> None:
     """Raises RequestError, naming the option, for request options of a wrong type or size. One that
     is unknown must be None."""
-    priority, timeout = options.get("priority", 0), options.get("timeout")
+    priority = options.get("priority", 0)
+    timeout = options.get("timeout")
     if type(priority) is not int or abs(priority) >= 2**63:
         raise RequestError("priority must be an integer of at most 64 bits.", "priority")
     if timeout is not None and (
@@ -31,7 +32,8 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise RequestError(
             f"timeout must be a number of seconds above 0 and at most {MAX_TIMEOUT}.", "timeout"
         )
-    salt, context = options.get("cache_salt"), options.get("context", {})
+    salt = options.get("cache_salt")
+    context = options.get("context", {})
     if salt is not None and (not isinstance(salt, str) or not 0 < len(salt) <= MAX_SALT_LENGTH):
         raise RequestError(
             f"cache_salt must be a text of 1 to {MAX_SALT_LENGTH} characters.", "cache_salt"

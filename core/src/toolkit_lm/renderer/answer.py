@@ -119,7 +119,9 @@ class ContentScope(StopScope):
         if not any(delta):
             return
         end = len(self._unknown) - self._parser.num_held_back
-        text, begin, content = "".join(self._unknown[:end]), -1, delta.content
+        text = "".join(self._unknown[:end])
+        begin = -1
+        content = delta.content
         if content:
             begin = text.rfind(content)
             if begin < 0:

@@ -171,7 +171,8 @@ def choose_load_format(config: VllmConfig, plugins: Plugins) -> str:
 def choose_quantization(config: VllmConfig, plugins: Plugins) -> str:
     """The option's, else the checkpoint's own, else "none". Raises UnsupportedError for one that no
     plugin has."""
-    stated, wanted = config.hf_config.get("quantization_config"), config.load.quantization
+    stated = config.hf_config.get("quantization_config")
+    wanted = config.load.quantization
     method = stated.get("quant_method") if isinstance(stated, dict) else stated
     if wanted == "auto":
         wanted = str(method or "none")
@@ -256,7 +257,8 @@ def choose_model(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tuple[
     refuses) and CheckpointError (nothing runs the architecture).
     """
     assert config.checkpoint is not None
-    checkpoint, wanted = config.checkpoint, config.model.model_impl
+    checkpoint = config.checkpoint
+    wanted = config.model.model_impl
     architectures = _architectures(checkpoint.hf_config, Path(checkpoint.path))
     registered = [name for name in architectures if name in plugins.models.architectures()]
     if wanted != "auto":
@@ -308,7 +310,8 @@ def _with_architectures(
 ) -> dict[str, Any]:
     """config.json with the architecture that its `model_type` is known for, where it names none, or
     that of another `model_type`."""
-    named, model_type = hf_config.get("architectures"), hf_config.get("model_type")
+    named = hf_config.get("architectures")
+    model_type = hf_config.get("model_type")
     known: list[str] = []
     if not named:
         known = plugins.models.architectures_of(model_type) if isinstance(model_type, str) else []

@@ -93,7 +93,8 @@ def _check_no_pooler_option(given: PoolerConfig) -> None:
 def _for_runner(config: VllmConfig, choice: RunnerChoice, entry: ModelEntry) -> VllmConfig:
     """The config with what follows from the runner type and the model class."""
     generates = choice.runner == "generate"
-    caching, chunked = config.cache.enable_prefix_caching, config.scheduler.enable_chunked_prefill
+    caching = config.cache.enable_prefix_caching
+    chunked = config.scheduler.enable_chunked_prefill
     if caching and not entry.caches_prefixes:
         raise ConfigError(
             f"the model {entry.key!r} keeps nothing that other requests could use. Able: "
@@ -213,7 +214,8 @@ def _max_encoder_len(config: VllmConfig, plugins: Plugins) -> int | None:
     """Of a config whose max_model_len is resolved; None for a model without an encoder beside its
     decoder."""
     assert config.checkpoint is not None
-    wanted, entry = config.model.max_encoder_len, plugins.models.get(config.checkpoint.architecture)
+    wanted = config.model.max_encoder_len
+    entry = plugins.models.get(config.checkpoint.architecture)
     if entry.encoder_decoder is None:
         if wanted is not None:
             raise ConfigError(
@@ -246,10 +248,8 @@ def _stretched(length: int, hf_config: dict[str, Any]) -> int:
     `length`."""
     given = HFConfig(hf_config)
     rope = HFConfig(given.get("rope_parameters", dict, {}) or given.get("rope_scaling", dict, {}))
-    kind, factor = (
-        rope.values.get("rope_type") or rope.values.get("type"),
-        rope.get("factor", float),
-    )
+    kind = rope.values.get("rope_type") or rope.values.get("type")
+    factor = rope.get("factor", float)
     if factor is not None and not 0 < factor < _MOST_UNASKED:
         raise CheckpointError(
             "config.json: the rotary scaling's factor must be a number from 0 to "

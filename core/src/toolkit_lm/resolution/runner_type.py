@@ -24,11 +24,13 @@ def choose_runner(config: VllmConfig, plugins: Plugins) -> RunnerChoice:
     combination that is none."""
     assert config.checkpoint is not None
     name = config.checkpoint.hf_config["architectures"][0]
-    wanted, convert = config.model.runner, config.model.convert
+    wanted = config.model.runner
+    convert = config.model.convert
     by_name, by_name_convert = default_runner(name)
     profile = config.checkpoint.pooling_profile
     if profile is not None and profile.is_complete and by_name == "generate":
-        by_name, by_name_convert = "pooling", "classify" if profile.scores else "embed"
+        by_name = "pooling"
+        by_name_convert = "classify" if profile.scores else "embed"
     entry = plugins.models.get(config.checkpoint.architecture)
     if entry.encoder_decoder is not None:
         return _encoder_decoder(config, name)

@@ -119,7 +119,8 @@ def _method(stated: Any) -> str:
 
 
 def _rope(values: dict[str, Any]) -> Contradiction | None:
-    older, newer = values.get("rope_scaling"), values.get("rope_parameters")
+    older = values.get("rope_scaling")
+    newer = values.get("rope_parameters")
     if not (isinstance(older, dict) and older and isinstance(newer, dict) and newer):
         return None
     if kinds := [one for one in newer.values() if isinstance(one, dict)]:
@@ -223,10 +224,8 @@ def _dtype_of_text(values: dict[str, Any]) -> Contradiction | None:
 
 def _quantization(values: dict[str, Any]) -> Contradiction | None:
     text = values.get("text_config")
-    whole, part = (
-        values.get("quantization_config"),
-        text.get("quantization_config") if isinstance(text, dict) else None,
-    )
+    whole = values.get("quantization_config")
+    part = text.get("quantization_config") if isinstance(text, dict) else None
     if whole and part and whole != part:
         raise CheckpointError(
             "config.json says two different things in quantization_config and in that of "

@@ -35,7 +35,8 @@ def without_effect(asked: VllmConfig, resolved: VllmConfig, plugins: Plugins) ->
         for name, because in RULES.items()
         if _is_given(asked, name) and (reason := because(resolved, plugins))
     ]
-    budget, asked_budget = resolved.scheduler.token_budget, asked.scheduler.max_num_batched_tokens
+    budget = resolved.scheduler.token_budget
+    asked_budget = asked.scheduler.max_num_batched_tokens
     if asked_budget is not None and asked_budget < budget:
         found.append(
             NoEffect(
@@ -78,11 +79,9 @@ def _is_given(config: VllmConfig, name: str) -> bool:
 def _of_compilation(config: VllmConfig) -> Iterator[NoEffect]:
     """The keys of compilation_config that do nothing beside its other keys and the optimization
     level."""
-    level, details, unset = (
-        config.compilation.optimization_level,
-        config.compilation.details,
-        CompilationOptions(),
-    )
+    level = config.compilation.optimization_level
+    details = config.compilation.details
+    unset = CompilationOptions()
     for key in details.__struct_fields__:
         if getattr(details, key) == getattr(unset, key):
             continue

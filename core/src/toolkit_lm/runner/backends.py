@@ -15,7 +15,9 @@ from toolkit_lm.plugin import AttentionBackendRegistry, Plugins
 from toolkit_lm.plugin.boundary import Boundary
 from toolkit_lm.runner.device import on_device
 
-_DECODER, _ENCODER, _CROSS = AttentionType.DECODER, AttentionType.ENCODER, AttentionType.CROSS
+_DECODER = AttentionType.DECODER
+_ENCODER = AttentionType.ENCODER
+_CROSS = AttentionType.CROSS
 _FED = {
     "generate": (_DECODER,),
     "media": (_DECODER, _ENCODER),

@@ -27,7 +27,8 @@ class Buffer:
         self._tensor = (
             self.mirror if device.type == "cpu" else torch.zeros(*shape, dtype=dtype, device=device)
         )
-        self._size, self._view = tuple(shape), self._tensor
+        self._size = tuple(shape)
+        self._view = self._tensor
         self._rows = self._tensor, self.mirror
 
     def upload(self, *size: int, changed: bool = True) -> Tensor:
@@ -85,7 +86,8 @@ class StepBuffers:
 
     def gather(self, table: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """table[rows, columns] of an int32 table, as int64, until the next call."""
-        index, found = self._index[: len(rows)], self._found[: len(rows)]
+        index = self._index[: len(rows)]
+        found = self._found[: len(rows)]
         np.multiply(rows, table.shape[1], out=index)
         index += columns
         np.take(table, index, out=found, mode="clip")
@@ -111,12 +113,11 @@ class StepBuffers:
         positions = self.positions.upload(len(inputs.token_index))
         if shape is not None:
             self._pad(len(inputs.rows), len(inputs.token_index), shape)
-        query_start, views = self.query_start.upload(num_rows + 1), []
+        query_start = self.query_start.upload(num_rows + 1)
+        views = []
         for group, buffer in zip(inputs.groups, self.groups, strict=True):
-            is_cached, width = (
-                len(group.table) > 0,
-                group.table.shape[1] if shape is None else buffer.table.host.shape[1],
-            )
+            is_cached = len(group.table) > 0
+            width = group.table.shape[1] if shape is None else buffer.table.host.shape[1]
             view = BatchView(
                 query_start=self.query_start.host[: num_rows + 1],
                 seq_lens=buffer.seq_lens.host[:num_rows],
@@ -285,22 +286,25 @@ class PersistentBatch:
 
     def inputs(self, plan: StepPlan) -> StepInputs:
         """The flat batch of a plan, in the buffers."""
-        buffers, num_rows, num_sampling, end = self.buffers, len(plan.scheduled), 0, 0
+        buffers = self.buffers
+        num_rows = len(plan.scheduled)
+        num_sampling = 0
+        end = 0
         if buffers.uploaded is not None:
             buffers.uploaded.synchronize()
         rows, starts, num_tokens, lengths, sampling, num_drafts = buffers.columns[:, :num_rows]
         query_start = buffers.query_start.host[: num_rows + 1]
         for index, scheduled in enumerate(plan.scheduled):
-            rows[index], starts[index], num_tokens[index] = (
-                self.row_of[scheduled.seq_id],
-                scheduled.start,
-                scheduled.num_tokens,
-            )
+            rows[index] = self.row_of[scheduled.seq_id]
+            starts[index] = scheduled.start
+            num_tokens[index] = scheduled.num_tokens
             query_start[index + 1] = end = end + scheduled.num_tokens
             if scheduled.samples:
-                sampling[num_sampling], num_drafts[num_sampling] = index, scheduled.num_drafts
+                sampling[num_sampling] = index
+                num_drafts[num_sampling] = scheduled.num_drafts
                 num_sampling += 1
-        token_index, row_of_token = buffers.positions.host[:end], rows
+        token_index = buffers.positions.host[:end]
+        row_of_token = rows
         if end == num_rows:
             # In a decode step, each row has one token.
             token_index[:] = starts
@@ -352,8 +356,10 @@ class PersistentBatch:
             if index >= len(self.block_sizes):
                 groups.append(GroupInputs(seq_lens, buffer.slots.host[:0], buffer.table.host[:0]))
                 continue
-            table, size = self._block_tables[index], self.block_sizes[index]
-            slots, width = buffer.slots.host[: len(token_index)], -(-longest // size)
+            table = self._block_tables[index]
+            size = self.block_sizes[index]
+            slots = buffer.slots.host[: len(token_index)]
+            width = -(-longest // size)
             # A token's slot is its block's first one, and on by its place in the block: block *
             # size + (index - index // size * size).
             np.floor_divide(token_index, size, out=slots)
@@ -362,7 +368,8 @@ class PersistentBatch:
             slots *= size
             slots += token_index
             if (gathered := (width, rows.tobytes())) != self._gathered[index]:
-                self._gathered[index], buffer.table_changed = gathered, True
+                self._gathered[index] = gathered
+                buffer.table_changed = True
                 step_table = buffer.table.mirror[: len(rows), :width]
                 torch.index_select(
                     torch.from_numpy(table)[:, :width], 0, torch.from_numpy(rows), out=step_table
@@ -388,6 +395,7 @@ class PersistentBatch:
         self.sampling.set(row, seq)
 
     def _append_blocks(self, row: int, group: int, blocks: list[int]) -> None:
-        start, self._gathered[group] = self._num_blocks[group, row], None
+        start = self._num_blocks[group, row]
+        self._gathered[group] = None
         self._block_tables[group][row, start : start + len(blocks)] = blocks
         self._num_blocks[group, row] += len(blocks)

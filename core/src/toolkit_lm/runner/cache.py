@@ -33,11 +33,9 @@ class KVCache:
     def tensors(self, group: int, selection: Selection) -> list[tuple[Tensor, ...]]:
         """Per layer of a KV group, the tensors that its backend lays into a page. Raises ValueError
         where they do not fill it."""
-        spec, layers, pool = (
-            self.config.groups[group].spec,
-            self.config.groups[group].layers,
-            self.config.groups[group].pool,
-        )
+        spec = self.config.groups[group].spec
+        layers = self.config.groups[group].layers
+        pool = self.config.groups[group].pool
         layout = selection.backend.page_layout(spec)
         if sum(map(_num_bytes, layout)) != spec.page_bytes:
             raise ValueError(
@@ -71,7 +69,8 @@ def _num_bytes(tensor: PageTensor) -> int:
 
 
 def _split(pages: Tensor, layout: Sequence[PageTensor]) -> tuple[Tensor, ...]:
-    tensors, start = [], 0
+    tensors = []
+    start = 0
     for one in layout:
         end = start + _num_bytes(one)
         tensors.append(

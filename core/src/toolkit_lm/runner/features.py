@@ -97,10 +97,8 @@ class MediaState(ModelState):
         embeddings that belong there."""
         for index, start, end, feature in self._touched(inputs):
             place = feature.mm_position
-            first, last = (
-                max(start, place.offset) - place.offset,
-                min(end, place.end) - place.offset,
-            )
+            first = max(start, place.offset) - place.offset
+            last = min(end, place.end) - place.offset
             mask = np.ones(place.length, bool) if place.mask is None else np.array(place.mask, bool)
             before = int(mask[:first].sum())
             own = mask[first:last]
@@ -116,7 +114,8 @@ class MediaState(ModelState):
         """Of each item that a row reads: the row's place in the step, the row's first token and its
         end, and the item."""
         for index, scheduled in enumerate(inputs.plan.scheduled):
-            start, end = scheduled.start, scheduled.start + scheduled.num_tokens
+            start = scheduled.start
+            end = scheduled.start + scheduled.num_tokens
             for feature in self._features.get(scheduled.seq_id, ()):
                 if feature.mm_position.offset < end and start < feature.mm_position.end:
                     yield index, start, end, feature
@@ -127,7 +126,8 @@ class MediaState(ModelState):
             if (its := self._positions.get(scheduled.seq_id)) is None:
                 continue
             tokens = slice(int(inputs.query_start[index]), int(inputs.query_start[index + 1]))
-            start, length = scheduled.start, its.shape[1]
+            start = scheduled.start
+            length = its.shape[1]
             in_prompt = its[:, start : start + scheduled.num_tokens]
             # After the prompt they go on, one by one.
             positions[:, tokens] += its.max() + 1 - length
@@ -142,7 +142,8 @@ class MediaState(ModelState):
             return None
         spans = np.stack((inputs.token_index, inputs.token_index + 1), axis=1).astype(np.int32)
         for index, start, end, feature in found:
-            place, first = feature.mm_position, int(inputs.query_start[index]) - start
+            place = feature.mm_position
+            first = int(inputs.query_start[index]) - start
             replaced = (
                 np.ones(place.length, bool) if place.mask is None else np.array(place.mask, bool)
             )

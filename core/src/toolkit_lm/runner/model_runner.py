@@ -185,7 +185,8 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self._bindings.clear()
         self._backends.clear()
-        scheduler, max_len = self.config.scheduler, self.config.max_model_len
+        scheduler = self.config.scheduler
+        max_len = self.config.max_model_len
         # The warm-up computes two tokens.
         limits = BatchLimits(
             scheduler.max_num_seqs, max(scheduler.token_budget, scheduler.max_num_seqs, 2), max_len
@@ -327,7 +328,8 @@ class ModelRunner:
         spans = self._media.spans(inputs) if self._media is not None and self._has_spans else None
         shape = None
         if self.compiler is not None:
-            num_rows, num_tokens = len(inputs.rows), len(inputs.token_index)
+            num_rows = len(inputs.rows)
+            num_tokens = len(inputs.token_index)
             shape = self.compiler.begin_step(
                 num_rows, num_tokens, int(inputs.num_tokens.max()), whole=spans is None
             )
@@ -397,7 +399,8 @@ class ModelRunner:
 
     def _sample(self, inputs: StepInputs, hidden_states: Tensor) -> StepResult:
         """Logits, and tokens or candidates, of the rows whose last token was computed."""
-        plan, sampling = inputs.plan, self._batch.sampling
+        plan = inputs.plan
+        sampling = self._batch.sampling
         result = StepResult(token_ids=[[] for _ in plan.scheduled])
         if sampling.read_prompts:
             result.prompt_logprobs = prompt_logprobs(
@@ -464,7 +467,8 @@ class ModelRunner:
     def _agrees(plan: StepPlan, result: StepResult, place: int) -> bool:
         """Whether the last token that a row has drawn is the draft in its place, so that the logits
         after it count."""
-        scheduled, drawn = plan.scheduled[place], result.token_ids[place]
+        scheduled = plan.scheduled[place]
+        drawn = result.token_ids[place]
         return (
             scheduled.tokens[-scheduled.num_drafts :][: len(drawn)] == drawn
             and scheduled.seq_id not in result.errors
@@ -530,10 +534,12 @@ def _take_certain(
     taken = np.zeros_like(inputs.num_drafts)
     for index in inputs.num_drafts.nonzero()[0]:
         place = inputs.sampling[index]
-        scheduled, row = inputs.plan.scheduled[place], inputs.rows[place]
+        scheduled = inputs.plan.scheduled[place]
+        row = inputs.rows[place]
         drafts = scheduled.tokens[-scheduled.num_drafts :]
         if sampling.follows[row] and certain.get(scheduled.seq_id, [])[: len(drafts)] == drafts:
-            taken[index], result.token_ids[place] = len(drafts), drafts
+            taken[index] = len(drafts)
+            result.token_ids[place] = drafts
             # They are in the history already, and now they count.
             inputs.histories.num_tokens[row] += len(drafts)
             sampling.position[row] += len(drafts)

@@ -27,11 +27,9 @@ def prompt_logprobs(
     is left out."""
     found: dict[int, list[TokenLogprobs]] = {}
     for index in np.flatnonzero(batch.sampling.prompt_logprobs[inputs.rows] >= 0):
-        row, offset, end = (
-            int(inputs.rows[index]),
-            int(inputs.query_start[index]),
-            int(inputs.query_start[index + 1]),
-        )
+        row = int(inputs.rows[index])
+        offset = int(inputs.query_start[index])
+        end = int(inputs.query_start[index + 1])
         start = int(inputs.starts[index])
         # The hidden state at a position speaks of the token after it.
         first = max(start, int(batch.num_prompt_logprobs[row]))

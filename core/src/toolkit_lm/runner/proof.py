@@ -56,7 +56,8 @@ def prove(runner: ModelRunner) -> StepResult:
     generates = runner.config.model.runner != "pooling"
     chunks, tables = _room(runner, (*_CHUNKS, 1) if generates else (sum(_CHUNKS),))
     for attempt in range(_ATTEMPTS):
-        tokens, seen = _tokens(runner, sum(chunks), attempt), _Seen()
+        tokens = _tokens(runner, sum(chunks), attempt)
+        seen = _Seen()
         with runner.watched_by(seen):
             result = _run(runner, tokens, chunks, tables)
         if result.errors:
@@ -87,11 +88,9 @@ def prove(runner: ModelRunner) -> StepResult:
 def _room(runner: ModelRunner, chunks: tuple[int, ...]) -> tuple[list[int], list[list[int]]]:
     """These chunks, shorter where steps, sequences or the cache have no room for them, and the
     blocks of each KV group."""
-    scheduler, groups, pools = (
-        runner.config.scheduler,
-        runner.kv_cache.groups,
-        runner.kv_cache.pools,
-    )
+    scheduler = runner.config.scheduler
+    groups = runner.kv_cache.groups
+    pools = runner.kv_cache.pools
     most = max(scheduler.token_budget, scheduler.max_num_seqs, 2)
     found = [min(chunk, most) for chunk in chunks]
     while True:
@@ -116,7 +115,8 @@ def _room(runner: ModelRunner, chunks: tuple[int, ...]) -> tuple[list[int], list
 def _tokens(runner: ModelRunner, count: int, attempt: int) -> list[int]:
     """Different ones out of the middle of the vocabulary, none of which is padding: it has no
     position of its own in some models."""
-    size, padding = runner.config.vocab_size or 2, runner.config.hf_config.get("pad_token_id")
+    size = runner.config.vocab_size or 2
+    padding = runner.config.hf_config.get("pad_token_id")
     usable = [
         token for token in range(size // 4, max(size // 4 + 2, 3 * size // 4)) if token != padding
     ]
@@ -145,7 +145,8 @@ def _run(
             else PoolingParams(task=next(iter(runner.pooling_rules()), "embed"))
         ),
     )
-    results, start = [], 0
+    results = []
+    start = 0
     for chunk in chunks:
         end = start + chunk
         decodes = start >= num_prompt_tokens

@@ -107,11 +107,9 @@ def profile(runner: ModelRunner) -> int:
     there, and does not count. Where the system does not tell a process' peak, nothing is known of
     the step.
     """
-    cache, scheduler, on_gpu = (
-        runner.config.cache,
-        runner.config.scheduler,
-        runner.device.type == "cuda",
-    )
+    cache = runner.config.cache
+    scheduler = runner.config.scheduler
+    on_gpu = runner.device.type == "cuda"
     shares = (
         on_gpu
         if cache.kv_cache_memory == "auto"
@@ -168,7 +166,8 @@ def _made_up(
 ) -> StepPlan:
     """Computes sequences -1, -2, ... of so many tokens in the first blocks, with room for one more;
     in a step of its own."""
-    pooling, groups = None, [group.spec for group in runner.kv_cache.groups]
+    pooling = None
+    groups = [group.spec for group in runner.kv_cache.groups]
     if runner.config.model.runner == "pooling":
         # The last pipeline stage alone may have a pooler.
         pooling = PoolingParams(task=next(iter(runner.pooling_rules()), "embed"))

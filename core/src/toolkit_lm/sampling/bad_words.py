@@ -58,7 +58,8 @@ class ForbiddenTextRules:
     def _last_with_text(self, output: np.ndarray, count: int) -> np.ndarray:
         """So many tokens, or all there are. Of the output no more is read than has them."""
         # A text has no more tokens than bytes; those without any stand between them.
-        length, found = 2 * count, output[:0]
+        length = 2 * count
+        found = output[:0]
         while len(found) < count:
             tail = output[-length:]
             found = tail[~self._silent.take(tail, mode="clip")][-count:]

@@ -204,17 +204,16 @@ class SamplingBatch:
         self.logprob_token_ids[row] = params.logprob_token_ids
         self.num_candidates[row] = seq.num_candidates
         self.prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
-        self.forces[row], self.forced[row] = (
-            bool(seq.inputs.forced_tokens),
-            seq.inputs.forced_tokens,
-        )
+        self.forces[row] = bool(seq.inputs.forced_tokens)
+        self.forced[row] = seq.inputs.forced_tokens
         self.filtered[row] = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
         stages = (
             self.processors.add(self.processor_row(row), seq)
             if self.processors is not None and seq.inputs.logits_processors
             else ()
         )
-        rules, given = self._known.get(id(params)), (params, seq.inputs, seq.stop_token_ids)
+        rules = self._known.get(id(params))
+        given = (params, seq.inputs, seq.stop_token_ids)
         if rules is None or not rules.are_of(seq.inputs, seq.stop_token_ids):
             rules = self._known[id(params)] = TokenRules.of(*given)
         self.rules[row] = rules
@@ -255,7 +254,8 @@ class SamplingBatch:
         self.rules[row] = _NO_RULES
         self.unusual.discard(row)
         self.read_prompts.discard(row)
-        self.num_candidates[row], self.prompt_logprobs[row] = 0, -1
+        self.num_candidates[row] = 0
+        self.prompt_logprobs[row] = -1
 
     def select(self, rows: np.ndarray) -> SamplingBatch:
         """The given rows [R], until the next call."""
@@ -283,7 +283,8 @@ class SamplingBatch:
 
     def must_draw(self) -> dict[int, int]:
         """By row, the token that must be drawn now, where there is one."""
-        rows, positions = np.flatnonzero(self.forces).tolist(), self.position.tolist()
+        rows = np.flatnonzero(self.forces).tolist()
+        positions = self.position.tolist()
         return {
             row: self.forced[row][positions[row]]
             for row in rows

@@ -61,7 +61,8 @@ def _first(logits: Tensor, tokens: Tensor, rows: SamplingBatch) -> tuple[Tensor,
     # Sorting the logits and not the probabilities keeps the order of tokens whose probabilities
     # round to the same.
     chosen, order = logits.gather(-1, tokens).sort(dim=-1, descending=True, stable=True)
-    size, vocab_size = chosen.shape[-1], logits.shape[-1]
+    size = chosen.shape[-1]
+    vocab_size = logits.shape[-1]
     top_k = to_device(np.where(rows.top_k > 0, rows.top_k, vocab_size), logits.device)[:, None]
     weights = (
         (chosen - chosen[:, :1])

@@ -26,10 +26,8 @@ def penalize(logits: Tensor, rows: SamplingBatch) -> None:
     if len(counting):
         index = to_device(counting, logits.device)
         counts = _counts(rows, counting, logits, output_only=True)
-        presence, frequency = (
-            column(rows.presence_penalty[counting], logits),
-            column(rows.frequency_penalty[counting], logits),
-        )
+        presence = column(rows.presence_penalty[counting], logits)
+        frequency = column(rows.frequency_penalty[counting], logits)
         logits[index] -= presence * (counts > 0) + frequency * counts
 
 

@@ -129,7 +129,8 @@ class GroupBlocks:
     def gap(self, block_hashes: BlockHashes, length: int) -> int | None:
         """Where the first block begins that the token after `length` can see and that is not
         cached. No prefix may end behind it."""
-        first, last = self.spec.first_needed(length), length // self.size
+        first = self.spec.first_needed(length)
+        last = length // self.size
         hashes = block_hashes(self.size, last)
         return next(
             (
@@ -161,7 +162,8 @@ class GroupBlocks:
         self, table: Sequence[int], block_hashes: BlockHashes, before: int, num_tokens: int
     ) -> None:
         """Lets others find the full blocks of tokens [before, num_tokens)."""
-        first, full = before // self.size, num_tokens // self.size
+        first = before // self.size
+        full = num_tokens // self.size
         if full > first:
             hashes = block_hashes(self.size, full)
             for index in range(first, full):
@@ -364,7 +366,8 @@ class BlockManager:
     def publish(self, seq_id: int, block_hashes: BlockHashes, num_tokens: int) -> None:
         """Lets others find the full blocks of a sequence's first `num_tokens` tokens, which are
         computed or will be in the planned step."""
-        tables, before = self._tables.get(seq_id), self._published.get(seq_id, 0)
+        tables = self._tables.get(seq_id)
+        before = self._published.get(seq_id, 0)
         if tables is None or num_tokens // self.stride == before // self.stride:
             return
         for group in self._of_sequences:

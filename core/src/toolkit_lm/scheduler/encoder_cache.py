@@ -61,7 +61,8 @@ class EncoderCache:
     def _end(self, request: Request, one: TokenRange, read: dict[str, int]) -> int:
         """`read`: items that the step reads for it; more are added."""
         for feature in touched(request.features, one):
-            place, name = feature.mm_position, feature.mm_identifier
+            place = feature.mm_position
+            name = feature.mm_identifier
             cut = self.whole_items and one.end < place.end
             if cut or not self._has_room(name, place.num_embeds, read):
                 return max(one.start, place.offset)
@@ -92,7 +93,8 @@ class EncoderCache:
         )
         for one in ranges:
             for feature in touched(request.features, one):
-                name, size = feature.mm_identifier, feature.mm_position.num_embeds
+                name = feature.mm_identifier
+                size = feature.mm_position.num_embeds
                 if name not in self._sizes:
                     self._make_room(size)
                     self._encoded += size

@@ -47,7 +47,8 @@ class RequestLimits:
     def check(self, message: EngineRequest) -> int:
         """`max_output_tokens` of a request. Raises RequestError for one that could never be
         served."""
-        prompt, params = len(message.prompt_token_ids), message.params
+        prompt = len(message.prompt_token_ids)
+        params = message.params
         if prompt == 0:
             raise RequestError("the prompt is empty: it needs at least one token.", "prompt")
         encoded = message.encoder.num_tokens if message.encoder is not None else 0
@@ -122,7 +123,8 @@ class RequestLimits:
     def _check_items(self, features: Sequence[MultiModalFeatureSpec], encoded: int) -> None:
         """`encoded`: tokens of the encoder, which the same step may compute."""
         for number, feature in enumerate(features, 1):
-            what, place = f"item {number} of the prompt ({feature.modality})", feature.mm_position
+            what = f"item {number} of the prompt ({feature.modality})"
+            place = feature.mm_position
             if place.num_embeds > self.most_embeds:
                 held = f"the encoder cache holds {self.most_embeds} (encoder_cache_memory)"
                 raise ContextLengthError(

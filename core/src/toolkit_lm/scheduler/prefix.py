@@ -31,7 +31,8 @@ class PrefixHashes:
         since the last call, not changed."""
         hashes = self._hashes.setdefault(block_size, [])
         for index in range(len(hashes), num_blocks):
-            start, end = index * block_size, (index + 1) * block_size
+            start = index * block_size
+            end = (index + 1) * block_size
             assert len(token_ids) >= end, "only full blocks have a hash"
             parent = hashes[-1] if hashes else self._salt.encode()
             keys = [key for key in self._keys if key.start < end and start < key.end]

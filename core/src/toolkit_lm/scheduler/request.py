@@ -267,7 +267,8 @@ class Request:
         # Few have begun elsewhere.
         for seq, begun in zip(self.sequences, message.begun, strict=False):
             seq.token_ids += begun.token_ids
-            seq.sampler_state, seq.finish_reason = begun.sampler_state, begun.finish_reason
+            seq.sampler_state = begun.sampler_state
+            seq.finish_reason = begun.finish_reason
         self.unfinished = [seq for seq in self.sequences if seq.finish_reason is None]
         """Those of them that have not ended. It is replaced, and never changed."""
         self.number = self.sequences[0].seq_id
@@ -353,7 +354,8 @@ class Request:
         for seq in self.unfinished:
             seq.num_computed_tokens = 0
             if self.search:
-                seq.num_placeholders, seq.candidates = 0, None
+                seq.num_placeholders = 0
+                seq.candidates = None
 
     def forget_all(self) -> None:
         """As `forget_computed`; and the worker does not hold it, and nothing is on its way."""
@@ -396,7 +398,8 @@ class Request:
     def _least_of_items(self) -> int:
         """Tokens of the item that its next token belongs to; of the longest, where what is cached
         may end at any of them."""
-        start, places = self.leader.num_computed_tokens, [one.mm_position for one in self.features]
+        start = self.leader.num_computed_tokens
+        places = [one.mm_position for one in self.features]
         if start >= self.media_end:
             return 1
         if start == 0:

@@ -218,11 +218,9 @@ class RequestBlocks:
         """As `commit` of a request that computes the one token that it has drawn, inside a block:
         most rows of most steps. Else False."""
         seq = request.unfinished[0]
-        start, num_tokens, size = (
-            seq.num_computed_tokens,
-            len(seq.token_ids) + seq.num_placeholders,
-            self.blocks.stride,
-        )
+        start = seq.num_computed_tokens
+        num_tokens = len(seq.token_ids) + seq.num_placeholders
+        size = self.blocks.stride
         is_usual = (
             seq.on_worker
             and request.draws_tokens
@@ -268,7 +266,8 @@ class RequestBlocks:
 
         It happens with the step that completes the prompt, since the leader may end with that step.
         """
-        leader, shared = request.leader, request.num_prompt_tokens - 1
+        leader = request.leader
+        shared = request.num_prompt_tokens - 1
         if (
             shared == 0
             or leader.num_computed_tokens < shared

@@ -232,7 +232,8 @@ class Scheduler:
                 or self.request_blocks.find_room(request, self.max_num_batched_tokens) is not None
             ):
                 continue
-            victim.gave_way, victim.sort_key = True, (*request.sort_key, 0)
+            victim.gave_way = True
+            victim.sort_key = (*request.sort_key, 0)
             self._preempt(plan, victim)
             return [request]
         return waiting
@@ -241,7 +242,8 @@ class Scheduler:
         """Returns what is left of the budget, and whether a request was preempted."""
         for request in self.roster.running if self.blocks.trims else ():
             self.request_blocks.trim(request)
-        preempted, position = False, 0
+        preempted = False
+        position = 0
         while position < len(self.roster.running) and budget > 0:
             request = self.roster.running[position]
             granted = self.policy.grant(request, budget)
@@ -322,7 +324,8 @@ class Scheduler:
         logprobs: list[TokenLogprobs],
         prompt_logprobs: list[TokenLogprobs],
     ) -> EngineOutput:
-        request, before = seq.request, len(seq.token_ids)
+        request = seq.request
+        before = len(seq.token_ids)
         reason = seq.take(drawn, drafts)
         tokens = seq.token_ids[before:]
         if seq.num_placeholders or not self.blocks.shared_within_step:
@@ -341,7 +344,8 @@ class Scheduler:
     ) -> list[EngineOutput]:
         """One more beam of a request has its candidates; with the last of them the search goes a
         token on, to other beams, or ends."""
-        request, step = beam.request, BeamStep(beam.request, search)
+        request = beam.request
+        step = BeamStep(beam.request, search)
         if beam.num_placeholders == 0:
             # It was preempted meanwhile, and will be computed again.
             return []
@@ -353,7 +357,8 @@ class Scheduler:
         if forks := step.advance(self._seq_ids):
             for parent, child in forks:
                 self.blocks.fork(parent.seq_id, child.seq_id, child.num_computed_tokens)
-            beams, children = request.sequences, [fork.child for fork in forks]
+            beams = request.sequences
+            children = [fork.child for fork in forks]
             request.sequences = request.unfinished = children
             self.roster.add_sequences(children)
             for one in beams:

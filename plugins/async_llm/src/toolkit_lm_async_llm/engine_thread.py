@@ -127,7 +127,8 @@ class EngineThread:
                 "restarting",
                 next((one.reason for one in engines if one.status == "restarting"), ""),
             )
-        seconds, bound = self.engine.seconds_since_progress, self.engine.config.engine.step_timeout
+        seconds = self.engine.seconds_since_progress
+        bound = self.engine.config.engine.step_timeout
         if seconds > bound:
             return Health(
                 "stalled", f"no progress for {seconds:.1f} s; step_timeout is {bound:g} s"

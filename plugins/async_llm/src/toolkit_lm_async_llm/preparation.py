@@ -46,10 +46,8 @@ class Preparation:
         options: RequestOptions | None,
     ) -> list[PreparedRequest]:
         """As the Processor's."""
-        salt, both = (
-            (options or {}).get("cache_salt"),
-            (self._renderer.render_prompt_async, self._renderer.render_prompt),
-        )
+        salt = (options or {}).get("cache_salt")
+        both = (self._renderer.render_prompt_async, self._renderer.render_prompt)
         rendered = (self._rendered(*both, one, text_of(one), salt) for one in prompts)
         return await self._prepared(request_ids, rendered, params, options or {})
 
@@ -62,10 +60,8 @@ class Preparation:
         **render_options: Any,
     ) -> list[PreparedRequest]:
         """As the Processor's."""
-        salt, both = (
-            (options or {}).get("cache_salt"),
-            (self._renderer.render_conversation_async, self._renderer.render_conversation),
-        )
+        salt = (options or {}).get("cache_salt")
+        both = (self._renderer.render_conversation_async, self._renderer.render_conversation)
         rendered = (
             self._rendered(*both, one, None, salt, **render_options) for one in conversations
         )

@@ -195,7 +195,8 @@ class Client:
         where = f"the server at {self._target.url}"
         try:
             async with self._ask("GET", "v1/models") as reply:
-                status, body = reply.status, await reply.read()
+                status = reply.status
+                body = await reply.read()
         except (aiohttp.ClientError, OSError) as error:
             raise ToolkitError(f"no answer from {where}: {self._reason_of(error)}") from error
         if self.model is not None:

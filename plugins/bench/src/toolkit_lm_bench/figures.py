@@ -105,10 +105,8 @@ def make_figures(
 ) -> Figures:
     """`duration`: seconds. `slo`: metric -> the most milliseconds."""
     good = [one for one in samples if one.error is None]
-    num_inputs, num_outputs = (
-        sum(one.num_prompt_tokens for one in good),
-        sum(one.num_output_tokens for one in good),
-    )
+    num_inputs = sum(one.num_prompt_tokens for one in good)
+    num_outputs = sum(one.num_output_tokens for one in good)
     times = {
         "ttft": [one.ttft for one in good],
         "tpot": [one.tpot for one in good if one.tpot is not None],
@@ -138,7 +136,8 @@ def percentile(ordered: Sequence[float], number: float) -> float:
     """Of values in ascending order, with linear interpolation between two, as numpy does it.
     `number`: from 0 to 100."""
     place = (len(ordered) - 1) * number / 100
-    low, high = ordered[floor(place)], ordered[ceil(place)]
+    low = ordered[floor(place)]
+    high = ordered[ceil(place)]
     return low + (high - low) * (place - floor(place))
 
 

@@ -151,7 +151,8 @@ def print_sweep(points: Sequence[Served]) -> None:
         "failed",
     )
     for point in points:
-        figures, found = point.figures, point.figures.distributions
+        figures = point.figures
+        found = point.figures.distributions
         cells = [
             f"{figures.request_throughput:.2f}",
             *([f"{figures.request_goodput or 0:.2f}"] if has_goodput else []),

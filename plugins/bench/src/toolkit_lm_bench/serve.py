@@ -62,7 +62,8 @@ class Served:
 def serve(plan: Plan, load: Load, *, index: int = 0) -> Served:
     """Sends a load to a server. Another `index` gives other prompts. Raises ToolkitError where no
     server answers, ConfigError."""
-    client, slo = Client(plan.target, plan.sampling, plan.model, plan.endpoint), plan.options.slo
+    client = Client(plan.target, plan.sampling, plan.model, plan.endpoint)
+    slo = plan.options.slo
     # Prompts are made before the first request. The warm-up has others, which leave nothing in a
     # prefix cache.
     seed = SEED_STRIDE * plan.options.seed + 2 * index
@@ -120,7 +121,8 @@ async def send_works(
 
 def arrivals(count: int, request_rate: float, rng: random.Random) -> list[float]:
     """Seconds after the start: the first at once, and exponential gaps (a Poisson process)."""
-    found, now = [], 0.0
+    found = []
+    now = 0.0
     for _ in range(count):
         found.append(now)
         now += rng.expovariate(request_rate)

@@ -56,7 +56,8 @@ def measure(config: VllmConfig, plugins: Plugins, way: str, state: str, runs: in
         options = Path(folder) / "options.yaml"
         # JSON is YAML.
         options.write_text(json.dumps(options_given(config)))
-        start, warm = WAYS[way], with_bytecode(os.environ, Path(folder))
+        start = WAYS[way]
+        warm = with_bytecode(os.environ, Path(folder))
         if state == "warm":
             start(options, warm)
         found = []
@@ -120,7 +121,8 @@ def start_server(options: Path, environ: dict[str, str]) -> dict[str, float]:
     port = _free_port()
     start = time.monotonic()
     with _server(options, port, environ) as check:
-        phases, last = {}, "front"
+        phases = {}
+        last = "front"
         while last != "ready":
             status = _status(port)
             now = time.monotonic()

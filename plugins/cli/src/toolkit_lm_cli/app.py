@@ -69,7 +69,8 @@ class LazyGroup(TyperGroup):
         return TyperCommand(cmd_name, help=children[cmd_name]) if cmd_name in children else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        commands, word = _commands(ctx), args[0]
+        commands = _commands(ctx)
+        word = args[0]
         children = commands.children(self.path)
         name = f"{self.path} {word}".strip()
         if word not in children:

@@ -57,7 +57,8 @@ class Conversation:
         raise RequestError("nothing was asked so far.")
 
     def clear(self) -> None:
-        self.said, self.attached = [], []
+        self.said = []
+        self.attached = []
 
     def save(self, path: Path, *, replace: bool = False) -> None:
         """Writes the messages as JSON. Raises RequestError where it cannot, or the file is there
@@ -92,4 +93,5 @@ class Conversation:
             and isinstance(messages[0].get("content"), str)
         )
         self.system = messages[0]["content"] if is_system else None
-        self.said, self.attached = messages[is_system:], []
+        self.said = messages[is_system:]
+        self.attached = []

@@ -84,10 +84,8 @@ def chat(
     _refuse_many(flags)
     # A file that cannot be read is told before the model is loaded.
     conversation = Conversation(system, [*image_parts(image or ()), *audio_parts(audio or ())])
-    talker, screen = (
-        _talker(ctx, config, client, plugins),
-        make_screen(as_markdown=markdown, thoughts=reasoning),
-    )
+    talker = _talker(ctx, config, client, plugins)
+    screen = make_screen(as_markdown=markdown, thoughts=reasoning)
     try:
         if message is not None:
             if not screen.show(talker.chat(conversation.ask(message), flags)).is_whole:
@@ -126,7 +124,8 @@ def complete(
     if text is not None and prompt is not None:
         raise typer.BadParameter("there is a TEXT already.", param_hint="'--prompt'")
     given = prompt if text is None else text
-    talker, screen = _talker(ctx, config, client, plugins), PlainScreen()
+    talker = _talker(ctx, config, client, plugins)
+    screen = PlainScreen()
     try:
         for one in [given] if given is not None else _lines():
             screen.show(talker.complete(one, flags))

@@ -130,7 +130,8 @@ def _compilation(
 ) -> tuple[str, list[tuple[str, str | None]], list[str]]:
     """Its name, the candidates, and how the forward pass is computed. Raises UnsupportedError where
     all refuse."""
-    level, registry = config.compilation.optimization_level, plugins.compilers
+    level = config.compilation.optimization_level
+    registry = plugins.compilers
     if not level:
         if held.fuses and held.num_fusible:
             but = f", {held.num_routed} of them up to the experts" if held.num_routed else ""

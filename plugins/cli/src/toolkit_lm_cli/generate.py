@@ -101,7 +101,8 @@ def _run(
         TextColumn("{task.fields[speed]}", markup=False),
     )
     with Progress(*columns) as progress:
-        task, num_tokens = progress.add_task("", total=len(lines), speed=""), 0
+        task = progress.add_task("", total=len(lines), speed="")
+        num_tokens = 0
         for index, row in _rows(engine, lines, flags):
             writer.put(index, row)
             failed += row["error"] is not None

@@ -151,7 +151,8 @@ def _row(row: Row) -> str:
 def _name_lines(name: str) -> list[str]:
     """A flag and its value. No name is cut: where many choices do not fit, they go on in the next
     line."""
-    lines, most = [""], _width() - _INDENT
+    lines = [""]
+    most = _width() - _INDENT
     for number, part in enumerate(name.split("|")):
         joined = f"{lines[-1]}|{part}" if number else part
         if number == 0 or len(joined) <= most:

@@ -12,7 +12,8 @@ from toolkit_lm_cli.session import COMMANDS
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
 
-_PROMPT, _CONTINUED = "> ", "… "
+_PROMPT = "> "
+_CONTINUED = "… "
 _MOST_HISTORY = 2**20
 _FILES = ("/save ", "/save! ", "/load ", "/image ", "/audio ")
 

@@ -29,7 +29,8 @@ class LocalTalker:
 
     def __init__(self, config: VllmConfig, plugins: Plugins) -> None:
         self._engine = LLMEngine(config, plugins=plugins)
-        parsers, template = plugins.parsers, self._engine.renderer.chat_template_source
+        parsers = plugins.parsers
+        template = self._engine.renderer.chat_template_source
         name = parsers.find_format("reasoning", template)
         self._format: AnswerFormat | None = None if name is None else parsers.make(name, template)
         """That of the model's reasoning, where it is known."""

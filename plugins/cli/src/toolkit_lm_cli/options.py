@@ -181,7 +181,9 @@ def _flag(o: Option, panel: str) -> inspect.Parameter:
 
 def flag_help(o: Option) -> str:
     """The help text with bounds and default."""
-    default, none, bounds = o.default, o.spec.none, o.spec.range
+    default = o.default
+    none = o.spec.none
+    bounds = o.spec.range
     shown = none if default is None else "" if default in ("", [], {}) else default
     if isinstance(shown, bool):
         shown = ("off", "on")[shown] if o.is_flag else str(shown).lower()
@@ -262,11 +264,9 @@ def _disguise(
     parameters: list[inspect.Parameter],
     option_names: list[str],
 ) -> None:
-    command.__name__, command.__doc__, command.__module__ = (
-        function.__name__,
-        function.__doc__,
-        function.__module__,
-    )
+    command.__name__ = function.__name__
+    command.__doc__ = function.__doc__
+    command.__module__ = function.__module__
     command.__signature__ = inspect.Signature(parameters)
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.option_names = tuple(option_names)

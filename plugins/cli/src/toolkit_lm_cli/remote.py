@@ -114,7 +114,8 @@ def _check(response: httpx.Response) -> None:
         return
     code = None
     try:
-        reason, code = response.json()["error"]["message"], response.json()["error"].get("code")
+        reason = response.json()["error"]["message"]
+        code = response.json()["error"].get("code")
     except (ValueError, LookupError, TypeError):
         reason = response.text[:500]
     kind: type[ToolkitError] = (

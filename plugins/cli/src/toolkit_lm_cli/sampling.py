@@ -36,7 +36,8 @@ class SamplingFlags(CommandFlags, dict[str, Any]):
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], processors: LogitsProcessorRegistry) -> Self:
-        given, known = cls(processors), sampling_flags(processors)
+        given = cls(processors)
+        known = sampling_flags(processors)
         for name, text in values.items():
             o = known[name]
             try:

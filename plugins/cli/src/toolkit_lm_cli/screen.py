@@ -75,7 +75,8 @@ class WrappedScreen:
         self._console = console
 
     def show(self, stream: Iterable[str]) -> Shown:
-        wrapper, is_thought = Wrapper(self._console.width), False
+        wrapper = Wrapper(self._console.width)
+        is_thought = False
         with _until_interrupt(stream) as shown:
             for piece in shown:
                 if is_thought and not isinstance(piece, Thought):
@@ -131,7 +132,8 @@ class Wrapper:
         for part in re.findall(r"\n|[^\S\n]+|\S+", text):
             if part == "\n":
                 out.append(self._flush() + "\n")
-                self._column, self._space = 0, ""
+                self._column = 0
+                self._space = ""
             elif part.isspace():
                 out.append(self._flush())
                 self._space += part
@@ -147,7 +149,8 @@ class Wrapper:
 
         if not self._word:
             return ""
-        space, word = self._space.expandtabs(4), self._word
+        space = self._space.expandtabs(4)
+        word = self._word
         width = cell_len(space) + cell_len(word)
         breaks = self._column > 0 and self._column + width > self._width
         text = f"\n{word}" if breaks else space + word
@@ -164,7 +167,8 @@ class MarkdownScreen(WrappedScreen):
     def show(self, stream: Iterable[str]) -> Shown:
         from rich.live import Live
 
-        blocks, thought = Blocks(), ""
+        blocks = Blocks()
+        thought = ""
 
         def draw() -> RenderableType:
             return _dim(thought) if thought else markdown(blocks.rest)

@@ -173,7 +173,8 @@ class ChatSession:
 
     def retry(self, _: str) -> None:
         conversation = self.conversation
-        before, attached = list(conversation.said), conversation.attached
+        before = list(conversation.said)
+        attached = conversation.attached
         asked = conversation.undo()
         left = len(conversation.said)
         try:

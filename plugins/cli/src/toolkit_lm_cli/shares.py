@@ -68,11 +68,9 @@ def hold(config: VllmConfig, plugins: Plugins) -> Held:
     """Makes each rank's model of a resolved config, without storage: only the layers' shapes count.
     Raises what the engine would raise."""
     held = Held()
-    model_class, device, cached = (
-        load_model_class(config, plugins),
-        torch.device(config.device.device),
-        config.keeps_kv_cache,
-    )
+    model_class = load_model_class(config, plugins)
+    device = torch.device(config.device.device)
+    cached = config.keeps_kv_cache
     for rank in range(config.parallel.num_ranks):
         own = config.with_rank(rank)
         with plugins.boundary:
@@ -133,7 +131,8 @@ def kv_capacity(config: VllmConfig, held: Held) -> tuple[int | None, str | None]
     widest = KVCacheConfig(
         planned.groups, [max(pools, key=lambda pool: pool.num_pages) for pools in of_ranks]
     )
-    device, sizes = torch.device(config.device.device), [one.num_bytes for one in held.ranks]
+    device = torch.device(config.device.device)
+    sizes = [one.num_bytes for one in held.ranks]
     free = free_memory(device)
     # Ranks have a GPU each; of a host they share the memory.
     spare = free - max(sizes) if device.type == "cuda" else (free - sum(sizes)) // len(sizes)

@@ -52,7 +52,8 @@ class Engine:
             raise
 
     def set_ready(self, info: EngineInfo) -> None:
-        self.info, self.error = info, None
+        self.info = info
+        self.error = None
         # It holds no more.
         self._prefixes.max_blocks = min(
             _MOST_BLOCKS, sum(pool.num_blocks for pool in info.kv_cache.pools)
@@ -63,8 +64,12 @@ class Engine:
         if self.client is not None:
             self.client.shutdown()
         left = list(self.requests.values())
-        self.client, self.info, self.error = None, None, error
-        self.requests, self.num_tokens, self.ending = {}, 0, {}
+        self.client = None
+        self.info = None
+        self.error = error
+        self.requests = {}
+        self.num_tokens = 0
+        self.ending = {}
         self._prefixes.clear()
         return left
 
@@ -79,7 +84,9 @@ class Engine:
     @property
     def state(self) -> EngineState:
         """From any thread."""
-        client, info, error = self.client, self.info, self.error
+        client = self.client
+        info = self.info
+        error = self.error
         status = (
             "ready"
             if info is not None

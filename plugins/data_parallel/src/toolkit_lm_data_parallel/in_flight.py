@@ -106,7 +106,8 @@ class InFlight:
             return None
         if not self.num_moves:
             return event
-        scheduled, first = self._told.get("scheduled"), self._told.get("first_token")
+        scheduled = self._told.get("scheduled")
+        first = self._told.get("first_token")
         return replace(
             event,
             num_cached_tokens=event.num_cached_tokens

@@ -30,7 +30,8 @@ def launch(config: VllmConfig, number: int) -> EngineProcess:
 def visible_devices(config: VllmConfig, number: int, environ: Mapping[str, str]) -> dict[str, str]:
     """Variables that let an engine see its own GPUs, one for each of its ranks. Raises ConfigError
     for a device that they cannot share."""
-    device, count = config.device.device, config.parallel.num_ranks
+    device = config.device.device
+    count = config.parallel.num_ranks
     if device not in ("auto", "cuda", "cpu"):
         size = config.parallel.data_parallel_size
         raise ConfigError(
@@ -39,7 +40,8 @@ def visible_devices(config: VllmConfig, number: int, environ: Mapping[str, str])
         )
     if device == "cpu":
         return {}
-    first, last = number * count, (number + 1) * count
+    first = number * count
+    last = (number + 1) * count
     listed = environ.get(_VISIBLE)
     own = list(map(str, range(first, last))) if listed is None else listed.split(",")[first:last]
     if listed and len(own) < count:

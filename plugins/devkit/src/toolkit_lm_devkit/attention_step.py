@@ -120,7 +120,8 @@ class AttentionStep:
         def random(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator).to(self.dtype)
 
-        (num_heads, kv_heads), size = self.heads, self.head_size
+        (num_heads, kv_heads) = self.heads
+        size = self.head_size
         self.q = [random(queries, num_heads, size) for queries, _ in self.rows]
         self.k = [random(keys, kv_heads, size) for _, keys in self.rows]
         self.v = [random(keys, kv_heads, size) for _, keys in self.rows]
@@ -186,10 +187,8 @@ class AttentionStep:
     def run_and_keep(self) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """As `run`; and what the cache holds afterwards."""
         spec = self.layer.attention_spec(torch.device(self.device), cached=self.cached)
-        num_tokens, longest = (
-            sum(queries for queries, _ in self.rows),
-            max(max(row) for row in self.rows),
-        )
+        num_tokens = sum(queries for queries, _ in self.rows)
+        longest = max(max(row) for row in self.rows)
         limits = BatchLimits(len(self.rows) + self.padding, num_tokens + self.padding, longest)
         backend = self.backend(
             GroupSetup(
@@ -242,7 +241,8 @@ class AttentionStep:
 
     def _asked(self, row: int) -> dict[str, Any]:
         """The arguments that both formulas share."""
-        params, spans = self.layer.params, self.row_spans[row] if self.spans else None
+        params = self.layer.params
+        spans = self.row_spans[row] if self.spans else None
         return {
             "kind": str(self.type),
             "scale": params.scale,
@@ -321,10 +321,8 @@ class AttentionStep:
         slots: Tensor | None,
         spans: np.ndarray | None = None,
     ) -> BatchView:
-        query_start, seq_lens = (
-            np.cumsum([0, *queries], dtype=np.int32),
-            np.array(lengths, np.int32),
-        )
+        query_start = np.cumsum([0, *queries], dtype=np.int32)
+        seq_lens = np.array(lengths, np.int32)
         return BatchView(
             query_start=query_start,
             seq_lens=seq_lens,

@@ -33,10 +33,8 @@ def eager_attention(
     queries, keys, values = (
         x.transpose(0, 1) for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
     )
-    q_positions, k_positions = (
-        torch.arange(len(q)) + (0 if kind == "cross" else len(k) - len(q)),
-        torch.arange(len(k)),
-    )
+    q_positions = torch.arange(len(q)) + (0 if kind == "cross" else len(k) - len(q))
+    k_positions = torch.arange(len(k))
     of = [None if spans is None else tuple(spans[i]) for i in q_positions.tolist()]
     visible = [
         [sees(i, j, kind=kind, window=window, span=span) for j in k_positions.tolist()]

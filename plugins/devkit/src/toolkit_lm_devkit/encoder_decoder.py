@@ -49,10 +49,8 @@ class EncoderDecoderConformance(ModelConformance):
     def both_prompts(self, subject: Subject) -> list[ExplicitEncoderDecoderPrompt]:
         """Random token ids, of the lengths in `encoder_lengths` and `lengths`. Decoder prompts
         begin with the decoder start token."""
-        generator, start = (
-            torch.Generator().manual_seed(7),
-            subject.checkpoint.hf_config["decoder_start_token_id"],
-        )
+        generator = torch.Generator().manual_seed(7)
+        start = subject.checkpoint.hf_config["decoder_start_token_id"]
         vocab_size = subject.checkpoint.hf_config["vocab_size"]
 
         def draw(length: int) -> list[int]:
@@ -71,7 +69,8 @@ class EncoderDecoderConformance(ModelConformance):
         self, subject: Subject, params: SamplingParams | None = None, **options: Any
     ) -> tuple[list[RequestOutput], int]:
         """`both_prompts` through the engine, and how often requests were preempted."""
-        counter, vocab_size = Preemptions(), subject.checkpoint.hf_config["vocab_size"]
+        counter = Preemptions()
+        vocab_size = subject.checkpoint.hf_config["vocab_size"]
         greedy = SamplingParams(
             temperature=0, max_tokens=self.max_tokens, ignore_eos=True, logprobs=vocab_size
         )
@@ -126,7 +125,8 @@ class EncoderDecoderConformance(ModelConformance):
         """The pool holds the longest sequence and not all; the decoder's prompts are computed in
         chunks."""
         subject = subjects(variant)
-        longest, most_encoded = max(self.lengths) + self.max_tokens, max(self.encoder_lengths)
+        longest = max(self.lengths) + self.max_tokens
+        most_encoded = max(self.encoder_lengths)
         small = {
             "max_model_len": longest,
             "max_encoder_len": most_encoded,
@@ -177,7 +177,8 @@ class EncoderDecoderConformance(ModelConformance):
         with LLM(
             str(first.folder), **{"max_model_len": self.max_model_len} | dict(self.engine_options)
         ) as llm:
-            params, tokens = SamplingParams(max_tokens=1), {"prompt_token_ids": [5, 6, 7]}
+            params = SamplingParams(max_tokens=1)
+            tokens = {"prompt_token_ids": [5, 6, 7]}
             asked: list[Any] = [tokens, {"encoder_prompt": tokens, "decoder_prompt": tokens}]
             default, given = llm.generate(asked, params, use_tqdm=False)
             with pytest.raises(RequestError, match="encoder_prompt"):

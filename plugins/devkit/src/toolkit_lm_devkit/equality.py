@@ -53,7 +53,8 @@ def assert_bf16_error(
 
     Our error (root of the mean square, over all) is no larger than BF16_FACTOR times theirs.
     """
-    our_error, their_error = _error(ours, exact), _error(theirs, exact)
+    our_error = _error(ours, exact)
+    their_error = _error(theirs, exact)
     assert our_error <= BF16_FACTOR * their_error, (
         f"error {our_error:.3g}, which is more than {BF16_FACTOR} times {their_error:.3g}"
     )

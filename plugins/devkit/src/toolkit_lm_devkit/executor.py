@@ -65,7 +65,9 @@ COURSES: Mapping[str, Mapping[str, Any]] = {
 
 def write_llama(folder: Path) -> Path:
     """A Llama with random float32 weights, and heads and layers that 2 ranks can share."""
-    size, inner, kv_size = 64, 96, 32
+    size = 64
+    inner = 96
+    kv_size = 32
     config = {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": VOCAB_SIZE,

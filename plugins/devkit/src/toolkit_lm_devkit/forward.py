@@ -81,7 +81,8 @@ class FormulaAttention(AttentionBackend):
             self._attend(layer, *rows)
 
     def _attend(self, layer: LayerParams, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        positions, k_positions = torch.arange(len(q)), torch.arange(len(k))
+        positions = torch.arange(len(q))
+        k_positions = torch.arange(len(k))
         scores = torch.einsum("qhd,khd->hqk", q, k).float() * layer.scale
         if layer.soft_cap is not None:
             scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
@@ -153,7 +154,8 @@ def _by_formula(stages: Sequence[Model], lengths: Sequence[int]) -> StepContext:
     layers = [
         module for stage in stages for module in stage.modules() if isinstance(module, CacheLayer)
     ]
-    limits, device = BatchLimits(len(lengths), sum(lengths), max(lengths)), torch.device("cpu")
+    limits = BatchLimits(len(lengths), sum(lengths), max(lengths))
+    device = torch.device("cpu")
     backend = FormulaAttention(GroupSetup(layers=[], kv_cache=None, limits=limits, device=device))
     bindings: dict[str, Binding] = {}
     metadata: list[Any] = [lengths]
@@ -161,7 +163,8 @@ def _by_formula(stages: Sequence[Model], lengths: Sequence[int]) -> StepContext:
         if isinstance(layer, Attention):
             bindings[layer.prefix] = Binding(backend, layer.params, None, 0)
             continue
-        spec, asked = layer.kv_cache_spec(), layer.attention_spec(device, cached=True)
+        spec = layer.kv_cache_spec()
+        asked = layer.attention_spec(device, cached=True)
         own = layer.backend(
             GroupSetup(
                 layers=[] if asked is None else [asked], kv_cache=spec, limits=limits, device=device
@@ -186,7 +189,8 @@ def _empty(num_blocks: int, page: PageTensor) -> Tensor:
 def _first_step(lengths: Sequence[int], spec: KVCacheSpec | None) -> tuple[BatchView, int]:
     """A step that computes whole sequences, each in blocks of its own, as a KV group sees it; and
     the number of blocks."""
-    query_start, seq_lens = np.cumsum([0, *lengths], dtype=np.int32), np.array(lengths, np.int32)
+    query_start = np.cumsum([0, *lengths], dtype=np.int32)
+    seq_lens = np.array(lengths, np.int32)
     table = slots = None
     num_blocks = 0
     if spec is not None:
@@ -202,7 +206,8 @@ def _first_step(lengths: Sequence[int], spec: KVCacheSpec | None) -> tuple[Batch
             first += count
             index = np.arange(length)
             found.append(row[index // size].astype(np.int64) * size + index % size)
-        table, slots = torch.from_numpy(rows), torch.from_numpy(np.concatenate(found))
+        table = torch.from_numpy(rows)
+        slots = torch.from_numpy(np.concatenate(found))
     batch = BatchView(
         query_start=query_start,
         seq_lens=seq_lens,
@@ -246,7 +251,8 @@ def pooled(stages: Sequence[Model], sequences: Sequence[Tensor], **params: Any) 
     rows: list[PoolingRow] = []
     start = 0
     for sequence in sequences:
-        token_ids, tokens = sequence.numpy().astype(np.int32), slice(start, start + len(sequence))
+        token_ids = sequence.numpy().astype(np.int32)
+        tokens = slice(start, start + len(sequence))
         rows.append(
             PoolingRow(
                 params=PoolingParams(**params),

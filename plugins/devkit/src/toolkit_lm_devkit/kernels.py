@@ -26,7 +26,8 @@ class Tensors:
 
     def __init__(self, size: int, dtype: torch.dtype, device: str = "cpu") -> None:
         random = torch.Generator().manual_seed(size)
-        self.size, self.dtype = size, dtype
+        self.size = size
+        self.dtype = dtype
         self.weight, self.bias = (torch.randn(size, generator=random).to(dtype) for _ in range(2))
         self.matrix = torch.randn(24, size, generator=random).mul(size**-0.5).to(dtype)
         self.residual = torch.randn(ROWS[-1], size, generator=random).to(dtype)
@@ -142,8 +143,10 @@ class KernelsConformance(Conformance):
     def test_it_computes_what_torch_does(
         self, operation: Operation, size: int, dtype: torch.dtype
     ) -> None:
-        tensors, x = Tensors(size, dtype, self.device), self.rows(size, dtype)
-        ours, wide = operation(self.kernels(), x, tensors), tensors.to(torch.float64)
+        tensors = Tensors(size, dtype, self.device)
+        x = self.rows(size, dtype)
+        ours = operation(self.kernels(), x, tensors)
+        wide = tensors.to(torch.float64)
         exact = operation(Kernels(), x.double(), wide)
         assert (ours.shape, ours.dtype) == (exact.shape, dtype)
         if dtype is torch.float32:
@@ -155,11 +158,9 @@ class KernelsConformance(Conformance):
     def test_a_row_is_computed_alike_whatever_is_beside_it(
         self, operation: Operation, size: int, dtype: torch.dtype
     ) -> None:
-        kernels, tensors, x = (
-            self.kernels(),
-            Tensors(size, dtype, self.device),
-            self.rows(size, dtype),
-        )
+        kernels = self.kernels()
+        tensors = Tensors(size, dtype, self.device)
+        x = self.rows(size, dtype)
         whole = operation(kernels, x, tensors)
         for rows in ROWS:
             self.assert_same(
@@ -171,7 +172,8 @@ class KernelsConformance(Conformance):
     def test_what_it_is_given_stays(
         self, operation: Operation, size: int, dtype: torch.dtype
     ) -> None:
-        tensors, x = Tensors(size, dtype, self.device), self.rows(size, dtype)
+        tensors = Tensors(size, dtype, self.device)
+        x = self.rows(size, dtype)
         before = {
             name: value.clone()
             for name, value in tensors.__dict__.items()
@@ -187,11 +189,9 @@ class KernelsConformance(Conformance):
     def test_rows_need_not_lie_side_by_side(
         self, operation: Operation, size: int, dtype: torch.dtype
     ) -> None:
-        kernels, tensors, x = (
-            self.kernels(),
-            Tensors(size, dtype, self.device),
-            self.rows(size, dtype),
-        )
+        kernels = self.kernels()
+        tensors = Tensors(size, dtype, self.device)
+        x = self.rows(size, dtype)
         apart = x.new_zeros(len(x), 2 * size)
         apart[:, :size] = x
         self.assert_same(
@@ -212,7 +212,10 @@ class KernelsConformance(Conformance):
 
     def test_likeliest_is_the_first_of_the_greatest(self, size: int, dtype: torch.dtype) -> None:
         scores = self.rows(size, dtype)
-        scores[0], scores[1], scores[2, 3:5], scores[3, 1] = 1, -torch.inf, 50, torch.nan
+        scores[0] = 1
+        scores[1] = -torch.inf
+        scores[2, 3:5] = 50
+        scores[3, 1] = torch.nan
         best, indices = self.kernels().likeliest(scores)
         expected, places = torch.max(scores, dim=-1)
         torch.testing.assert_close(best.to(dtype), expected, atol=0, rtol=0, equal_nan=True)
@@ -231,7 +234,8 @@ class KernelsConformance(Conformance):
         assert torch.equal(table(torch.arange(32)), rows)
 
     def test_a_step_is_entered_by_the_thread_that_computes_it(self) -> None:
-        kernels, before = self.kernels(), torch.get_num_threads()
+        kernels = self.kernels()
+        before = torch.get_num_threads()
         for tokens in (1, 4096):
             with kernels.step(tokens):
                 kernels.rms_norm(

@@ -66,7 +66,8 @@ class KVKindConformance(Conformance):
         config = plan_groups({"layer": case}, {"layer": "backend"})
         message = msgspec.Raw(msgspec.msgpack.encode(config))
         [group] = KVCacheConfig.decode(message, Plugins.load(extra=self.plugins).kv_kinds).groups
-        found, expected = type(group.spec).__name__, type(case).__name__
+        found = type(group.spec).__name__
+        expected = type(case).__name__
         assert type(group.spec) is type(case), (
             f"what is registered as {case.kind!r} is {found}, not {expected}: give the class "
             "its own tag"
@@ -111,7 +112,8 @@ class KVKindConformance(Conformance):
 
     def test_a_table_covers_all_tokens(self, case: KVCacheSpec) -> None:
         for tokens in _lengths(case):
-            found, expected = case.num_blocks(tokens), -(-tokens // case.block_size)
+            found = case.num_blocks(tokens)
+            expected = -(-tokens // case.block_size)
             assert found == expected, (
                 f"num_blocks({tokens}) is {found}, but the table has {expected} entries"
             )
@@ -119,7 +121,8 @@ class KVKindConformance(Conformance):
     def test_what_is_given_back_is_not_needed_again(self, case: KVCacheSpec) -> None:
         before = 0
         for tokens in (*_lengths(case), _FAR):
-            first, own = case.first_needed(tokens), tokens // case.block_size
+            first = case.first_needed(tokens)
+            own = tokens // case.block_size
             assert _is_count(first), (
                 f"first_needed({tokens}) is {first!r}, which is no index of a table"
             )
@@ -199,7 +202,8 @@ def _held(spec: KVCacheSpec, steps: Iterable[int]) -> Iterator[tuple[int, int]]:
     computed = most = 0
     blocks: set[int] = set()
     for step in steps:
-        first, end = spec.first_needed(computed), computed + step
+        first = spec.first_needed(computed)
+        end = computed + step
         blocks = {block for block in blocks if block >= first} | {
             *range(computed // spec.block_size, -(-end // spec.block_size))
         }

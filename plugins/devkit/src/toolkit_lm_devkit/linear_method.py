@@ -31,7 +31,12 @@ from toolkit_lm_devkit.conformance import Conformance
 from toolkit_lm_devkit.equality import assert_bf16_error
 from toolkit_lm_devkit.sharding import assert_shards
 
-INPUTS, HEAD_SIZE, HEADS, KV_HEADS, OUTPUTS, VOCABULARY = 128, 16, 8, 2, 64, 96
+INPUTS = 128
+HEAD_SIZE = 16
+HEADS = 8
+KV_HEADS = 2
+OUTPUTS = 64
+VOCABULARY = 96
 TOLERANCE = 1e-5
 """Most difference of a product in float32, of values of unit variance and weights that keep it."""
 
@@ -184,7 +189,8 @@ class LinearMethodConformance(Conformance):
         self, layer: str, dtype: torch.dtype
     ) -> None:
         made = self.make(layer, dtype=dtype)
-        weight, bias = self.weight(made), made.bias
+        weight = self.weight(made)
+        bias = made.bias
         for rows in (0, 1, 33):
             x = torch.randn(rows, INPUTS, generator=_generator(7)).to(dtype)
             ours = made.method.apply(x, bias)
@@ -224,8 +230,10 @@ class LinearMethodConformance(Conformance):
 
     def test_activation_and_residual_follow_the_product(self, layer: str) -> None:
         made = self.make(layer)
-        x, residual = torch.randn(9, INPUTS), torch.randn(9, _full(made.spec.outputs))
-        plain, before = made.method.apply(x, made.bias), residual.clone()
+        x = torch.randn(9, INPUTS)
+        residual = torch.randn(9, _full(made.spec.outputs))
+        plain = made.method.apply(x, made.bias)
+        before = residual.clone()
         torch.testing.assert_close(
             made.method.apply(x, made.bias, residual=residual),
             plain + residual,
@@ -250,10 +258,8 @@ class LinearMethodConformance(Conformance):
         )
 
     def test_the_ranks_compute_what_one_does(self, layer: str, ranks: int) -> None:
-        whole, shards = (
-            self.make(layer),
-            [self.make(layer, rank=rank, ranks=ranks) for rank in range(ranks)],
-        )
+        whole = self.make(layer)
+        shards = [self.make(layer, rank=rank, ranks=ranks) for rank in range(ranks)]
         x = torch.randn(5, INPUTS)
         expected = whole.method.apply(x, None)
         if whole.spec.inputs.size != shards[0].spec.inputs.size:
@@ -297,7 +303,8 @@ class LinearMethodConformance(Conformance):
             param.weight_loader(param, self.stored(weight).get(key, weight))
         for module in (embedding, head):
             module.method.process(module)
-        rows, x = embedding(torch.arange(VOCABULARY)), torch.randn(4, INPUTS)
+        rows = embedding(torch.arange(VOCABULARY))
+        x = torch.randn(4, INPUTS)
         assert any(
             torch.allclose(rows, one, atol=TOLERANCE) for one in (weight, self.dequantized(weight))
         )

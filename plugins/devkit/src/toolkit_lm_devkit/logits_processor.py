@@ -65,7 +65,8 @@ class LogitsProcessorConformance(Conformance):
 
     @classmethod
     def parameters(cls) -> Mapping[str, Mapping[str, Any]]:
-        cases, wrong = getattr(cls, "cases", ()), cls.wrong
+        cases = getattr(cls, "cases", ())
+        wrong = cls.wrong
         return {
             "case": {str(case): case for case in cases},
             "given": {str(given): given for given in wrong},
@@ -114,7 +115,8 @@ class LogitsProcessorConformance(Conformance):
         ).all(), "no token is left"
 
     def test_a_row_depends_on_no_other(self, case: Mapping[str, Any]) -> None:
-        logits, cases = self.logits(), [case, None] * (_ROWS // 2)
+        logits = self.logits()
+        cases = [case, None] * (_ROWS // 2)
         together = self.draw(logits, self.rows(cases))
         order = np.arange(_ROWS)[::-1].copy()
         turned = self.draw(logits.flip(0), self.rows(cases).select(order))
@@ -133,14 +135,13 @@ class LogitsProcessorConformance(Conformance):
     def test_a_preemption_changes_nothing(self, case: Mapping[str, Any]) -> None:
         """The same draws from one batch, and from a new one before each draw."""
         cases: list[Mapping[str, Any] | None] = [case] * _ROWS
-        rows, states = self.rows(cases), [SamplerState() for _ in cases]
+        rows = self.rows(cases)
+        states = [SamplerState() for _ in cases]
         outputs: list[list[int]] = [[] for _ in cases]
         for step in range(_DRAWS):
             logits = self.logits(step)
-            staying, back = (
-                self.draw(logits, rows),
-                self.draw(logits, self.rows(cases, outputs, states)),
-            )
+            staying = self.draw(logits, rows)
+            back = self.draw(logits, self.rows(cases, outputs, states))
             assert back.token_ids == staying.token_ids, (
                 f"draw {step} is another one after a preemption"
             )
@@ -155,8 +156,10 @@ class LogitsProcessorConformance(Conformance):
 
     def test_what_must_follow_follows(self, case: Mapping[str, Any]) -> None:
         """`begin` changes no draw, and what `drafts` says is drawn next, whatever the logits."""
-        rows, unprepared = self.rows([case] * _ROWS), self.rows([case] * _ROWS)
-        users, table = rows.users(np.arange(_ROWS)), rows.processors
+        rows = self.rows([case] * _ROWS)
+        unprepared = self.rows([case] * _ROWS)
+        users = rows.users(np.arange(_ROWS))
+        table = rows.processors
         assert table is not None, "it was made with one"
         coming: dict[int, list[int]] = {}
         for step in range(_DRAWS):
@@ -241,10 +244,8 @@ class LogitsProcessorConformance(Conformance):
         )
 
     def applied(self, case: Mapping[str, Any], values: Tensor) -> Tensor:
-        rows, made = (
-            self.rows([case] * _ROWS),
-            self.processor(VllmConfig.default(), torch.device("cpu")),
-        )
+        rows = self.rows([case] * _ROWS)
+        made = self.processor(VllmConfig.default(), torch.device("cpu"))
         views = [rows.processor_row(i) for i in range(_ROWS)]
         for row in views:
             made.add(row, self.arguments(case), {})

@@ -380,7 +380,8 @@ class ModelConformance(Conformance):
     def test_ranks_and_stages_compute_the_whole(self, first: Subject, ranks: int) -> None:
         """Ranks that each hold a shard, in as many pipeline stages as `pipeline_stages` says, give
         the logits of one rank."""
-        model_class, tokens = self.model_class(first), torch.tensor(self.prompts(first)[0])
+        model_class = self.model_class(first)
+        tokens = torch.tensor(self.prompts(first)[0])
         expected = logits_of(
             [load_checkpoint(model_class, first.folder, plugins=first.loaded)], tokens
         )

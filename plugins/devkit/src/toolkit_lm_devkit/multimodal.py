@@ -117,7 +117,8 @@ class MultimodalConformance(Conformance):
         ids=["whole", "chunked", "chunked and uncached", "small blocks"],
     )
     def test_greedy_tokens(self, reference: MultimodalReference, options: dict[str, Any]) -> None:
-        asked, pool = [], list(reference.items(sum(text.count("{0}") for text in self.texts)))
+        asked = []
+        pool = list(reference.items(sum(text.count("{0}") for text in self.texts)))
         for text in self.texts:
             count = text.count("{0}")
             asked.append((text.format(reference.mark), pool[:count]))
@@ -146,7 +147,9 @@ class MultimodalConformance(Conformance):
 
     def test_preempted_prompts(self, reference: MultimodalReference) -> None:
         """More prompts than blocks have room for, computed again where they are thrown out."""
-        items, count, preemptions = reference.items(8, seed=9), 30, Preemptions()
+        items = reference.items(8, seed=9)
+        count = 30
+        preemptions = Preemptions()
         asked = [
             (f"{i} {reference.mark} is? {'o' * i}{reference.mark}", items[2 * i : 2 * i + 2])
             for i in range(4)
@@ -162,13 +165,15 @@ class MultimodalConformance(Conformance):
         assert preemptions.count
 
     def test_in_a_process_of_its_own(self, reference: MultimodalReference) -> None:
-        items, text = reference.items(2, seed=4), f"{reference.mark} or {reference.mark}?"
+        items = reference.items(2, seed=4)
+        text = f"{reference.mark} or {reference.mark}?"
         with self.engine(reference, engine_process=True) as llm:
             for _ in range(2):  # again, without the items' data
                 self.check(llm, reference, [(text, items)] * 2)
 
     def test_several_sequences_of_a_prompt(self, reference: MultimodalReference) -> None:
-        items, text = reference.items(2, seed=8), f"{reference.mark}, {reference.mark}!"
+        items = reference.items(2, seed=8)
+        text = f"{reference.mark}, {reference.mark}!"
         expected = reference.greedy(text, items, self.max_tokens)[1]
         nearly_greedy = SamplingParams(
             temperature=1e-6, n=3, max_tokens=self.max_tokens, ignore_eos=True, seed=0
@@ -179,10 +184,8 @@ class MultimodalConformance(Conformance):
 
     def test_logprobs_of_prompts(self, reference: MultimodalReference) -> None:
         """At every token, those of items too: in steps that end anywhere."""
-        items, params = (
-            reference.items(2, seed=6),
-            SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0),
-        )
+        items = reference.items(2, seed=6)
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
         text = f"first {reference.mark} then {reference.mark} and the rest of it"
         inputs = reference.inputs(text, items)
         with torch.inference_mode():

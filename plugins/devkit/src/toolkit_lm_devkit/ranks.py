@@ -84,10 +84,8 @@ def _run(
 
 def _main(rank: int, folder: Path) -> None:
     work = json.loads((folder / "work.json").read_text())
-    sequences, options = (
-        [torch.tensor(s) for s in work["sequences"]],
-        {"tensor_parallel_size": work["ranks"], **work["options"]},
-    )
+    sequences = [torch.tensor(s) for s in work["sequences"]]
+    options = {"tensor_parallel_size": work["ranks"], **work["options"]}
     parallel = VllmConfig.default(tensor_parallel_size=work["ranks"]).with_rank(rank).parallel
     results = {}
     with torch_groups(parallel, folder / "sync"):

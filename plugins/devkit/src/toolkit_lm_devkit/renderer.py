@@ -194,7 +194,9 @@ class RendererConformance(Conformance):
     ) -> str:
         """The text of a stream that is given the tokens in pieces of random sizes, none
         included."""
-        stream, rest, pieces = renderer.decode_stream(skip_special_tokens=skip), list(token_ids), []
+        stream = renderer.decode_stream(skip_special_tokens=skip)
+        rest = list(token_ids)
+        pieces = []
         while rest:
             count = draw.randrange(4)
             pieces.append(stream.push(rest[:count]))

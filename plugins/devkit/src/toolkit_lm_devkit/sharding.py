@@ -35,7 +35,8 @@ def _assert_parameter(name: str, whole: Tensor, shards: Sequence[Tensor]) -> Non
             assert torch.equal(shard, whole), f"{name} is not sharded, but differs on rank {rank}"
         return
     assert len(sharded) == len(shards), f"{name} is sharded on some ranks only"
-    dim, begin = sharded[0].dim, 0
+    dim = sharded[0].dim
+    begin = 0
     for index, first in enumerate(sharded[0].parts):
         covered = torch.zeros(first.full, dtype=torch.bool)
         for rank, (shard, loader) in enumerate(zip(shards, sharded, strict=True)):

@@ -269,7 +269,8 @@ class StructuredOutputConformance(Conformance):
         assert (masks == alone).all()
 
     def test_a_copy_goes_its_own_way(self, compiler: GrammarCompiler, matcher: Matcher) -> None:
-        before, other = allowed_tokens(matcher, compiler.size), matcher.copy()
+        before = allowed_tokens(matcher, compiler.size)
+        other = matcher.copy()
         other.consume(next(token for token in before if token not in compiler.source.eos_token_ids))
         assert allowed_tokens(matcher, compiler.size) == before
 

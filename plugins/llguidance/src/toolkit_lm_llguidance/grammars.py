@@ -90,7 +90,8 @@ def _tags(wish: Wish, special_tokens: SpecialTokens) -> str:
         )
     if "format" in told:
         return _tag_format(told["format"], wish, special_tokens)
-    structures, triggers = told.get("structures"), told.get("triggers")
+    structures = told.get("structures")
+    triggers = told.get("triggers")
     if not isinstance(triggers, list) or not (
         _is_texts(triggers) and isinstance(structures, list) and 0 < len(structures) <= MAX_TAGS
     ):
@@ -98,7 +99,8 @@ def _tags(wish: Wish, special_tokens: SpecialTokens) -> str:
             f"{wish.param}: a structural tag needs triggers, and 1 to {MAX_TAGS} structures.",
             wish.param,
         )
-    options, rules = [], []
+    options = []
+    rules = []
     for index, one in enumerate(structures):
         where = f"{wish.param}: structure {index}"
         if (

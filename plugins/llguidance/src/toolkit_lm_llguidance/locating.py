@@ -27,7 +27,9 @@ def locate(schema: dict[str, Any], message: str, error_of: Callable[[dict[str, A
     """JSON pointer of the innermost part that fails with `message` by itself. `error_of` compiles a
     schema; "": it can be compiled."""
     shared = {name: schema[name] for name in _DEFINITIONS if name in schema}
-    pointer, part, tries = "#", schema, 0
+    pointer = "#"
+    part = schema
+    tries = 0
     while True:
         for where, child in _children(part):
             tries += 1

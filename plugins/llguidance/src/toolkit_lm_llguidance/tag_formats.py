@@ -87,7 +87,8 @@ class FormatGrammar:
         self, told: Mapping[str, Any], where: str, depth: int, begin: str | None = None
     ) -> str:
         begin = self._text(told, "begin", where) if begin is None else begin
-        end, content = self._text(told, "end", where), told.get("content")
+        end = self._text(told, "end", where)
+        content = told.get("content")
         if end and isinstance(content, Mapping) and content.get("type") == "any_text":
             first, *rest = self._split(end)
             return f"({self._literal(begin)} {self._up_to(first)} {' '.join(map(_written, rest))})"
@@ -114,7 +115,8 @@ class FormatGrammar:
         triggers = self._list(told, "triggers", where)
         if not all(isinstance(one, str) and one for one in triggers):
             raise self._wrong(f"{where}.triggers", "must be a list of texts")
-        options, whole = [], []
+        options = []
+        whole = []
         for index, one in enumerate(self._tags(told, where)):
             begin = self._text(one, "begin", f"{where}.tags[{index}]")
             trigger = next((text for text in triggers if begin.startswith(text)), None)

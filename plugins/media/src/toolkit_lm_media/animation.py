@@ -21,7 +21,8 @@ _DECODERS: dict[str, Callable[[io.BytesIO], ImageFile]] = {
     "GIF": GifImageFile,
     "WEBP": WebPImageFile,
 }
-_SHORTEST, _USUAL = 10, 100
+_SHORTEST = 10
+_USUAL = 100
 """Milliseconds. A frame that is shown no longer than the one is shown for the other, as browsers
 do."""
 

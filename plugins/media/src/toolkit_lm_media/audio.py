@@ -45,7 +45,9 @@ class Audio(ABC):
         self, format: str, rate: int, channels: int, seconds: float, limits: MediaLimits
     ) -> None:
         """`format`: "WAV" or the like. `rate`: samples a second. `seconds`: as the file says."""
-        self.format, self.rate, self.seconds = format, rate, seconds
+        self.format = format
+        self.rate = rate
+        self.seconds = seconds
         if not RATES[0] <= rate <= RATES[1]:
             raise RefusedError(
                 f"it states {rate} samples a second; {RATES[0]:,} to {RATES[1]:,} are read"
@@ -93,7 +95,8 @@ class _OfLibsndfile(Audio):
     def __init__(self, file: Any, format: str, limits: MediaLimits, stated: int | None) -> None:
         """`file`: of soundfile. `format`: "WAV" or the like. `stated`: frames that there must be;
         None: as many as there are."""
-        self._file, self._stated = file, stated
+        self._file = file
+        self._stated = stated
         super().__init__(
             format, file.samplerate, file.channels, file.frames / max(file.samplerate, 1), limits
         )
@@ -194,7 +197,8 @@ def open_audio(
             return
         import soundfile
 
-        format, stated = sound_formats.format_of(data), sound_formats.require_whole(data)
+        format = sound_formats.format_of(data)
+        stated = sound_formats.require_whole(data)
         stated_in_file = format == "MP3" and mp3.states_length(data)
         if format == "MP3" and not stated_in_file:
             data = mp3.with_length(data, limits.max_audio_seconds)

@@ -42,7 +42,8 @@ def fetch(text: str, limits: MediaLimits) -> bytes:
 
 def _ask(url: httpx.URL, limits: MediaLimits, deadline: float) -> bytes | httpx.URL:
     """The body, or the URL of the redirect."""
-    host, port = name_of(url), port_of(url)
+    host = name_of(url)
+    port = port_of(url)
     backend = PinnedBackend(addresses.resolve(host, port, deadline), deadline)
     origin = httpcore.Origin(url.raw_scheme, host.encode("ascii"), port)
     context = _ssl_context() if url.scheme == "https" else None

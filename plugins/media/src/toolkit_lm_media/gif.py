@@ -11,7 +11,9 @@ _MOST_BLOCKS = 2**14
 _MOST_BLOCKS_OF_ALL = 2**18
 """Of an animation. Those of pixels have 255 bytes mostly."""
 _MOST_FRAMES = 2**14
-_EXTENSION, _FRAME, _END = 0x21, 0x2C, 0x3B
+_EXTENSION = 0x21
+_FRAME = 0x2C
+_END = 0x3B
 _CONTROL = 0xF9
 
 
@@ -41,8 +43,11 @@ def read_animation(data: bytes) -> AnimationHeader:
     """
     width, height, flags = unpack("<HHB", data, 6)
     start = offset = 13 + _table_size(flags)
-    left, control = _MOST_BLOCKS_OF_ALL, b""
-    kept, sizes, durations = [data[:start]], [(width, height)], list[int]()
+    left = _MOST_BLOCKS_OF_ALL
+    control = b""
+    kept = [data[:start]]
+    sizes = [(width, height)]
+    durations = list[int]()
     while offset < len(data) and data[offset] != _END:
         head = 2 if data[offset] == _EXTENSION else _frame_head(data, offset)
         end, left = _end_of_blocks(data, offset + head, left - 1)
@@ -87,7 +92,8 @@ def _table_size(flags: int) -> int:
 
 def _first_frame(data: bytes, offset: int) -> tuple[int, bytes]:
     """The offset of the first frame, and the control extension that goes with it."""
-    control, left = b"", _MOST_BLOCKS
+    control = b""
+    left = _MOST_BLOCKS
     while left > 0:
         (kind,) = unpack("<B", data, offset)
         if kind == _FRAME:

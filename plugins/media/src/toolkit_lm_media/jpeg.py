@@ -15,7 +15,10 @@ _MOST_SCANS = 64
 """Each costs a pass over all pixels; progressive files have some ten."""
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 _BARE = {0x01, *range(0xD0, 0xD9)}
-_END, _SCAN, _EXIF, _COMMENT = 0xD9, 0xDA, 0xE1, 0xFE
+_END = 0xD9
+_SCAN = 0xDA
+_EXIF = 0xE1
+_COMMENT = 0xFE
 _COLOURS = {0xE0, 0xEE}
 """JFIF and Adobe, which say what the channels are."""
 _XMP = b"http://ns.adobe.com/xap/1.0/\x00"
@@ -27,7 +30,8 @@ def read(data: bytes) -> Header:
 
     Raises RefusedError for no frame or several, too many segments, or too many scans.
     """
-    kept, texts = [data[:2]], {b"Exif\x00\x00": b"", _XMP: b""}
+    kept = [data[:2]]
+    texts = {b"Exif\x00\x00": b"", _XMP: b""}
     sizes: list[tuple[int, ...]] = []
     offset = 2
     for _ in range(_MOST_SEGMENTS):
@@ -54,7 +58,8 @@ def _segment(data: bytes, offset: int) -> tuple[int, int, int]:
     found = _MARKER.search(data, offset)
     if found is None or found[1][0] == _END:
         raise RefusedError("it is a JPEG that ends before its pixels")
-    marker, start = found[1][0], found.end()
+    marker = found[1][0]
+    start = found.end()
     if marker in _BARE:
         return marker, start, start
     (length,) = unpack(">H", data, start)

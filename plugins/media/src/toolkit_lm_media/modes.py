@@ -40,7 +40,8 @@ def _from_16_bits(samples: np.ndarray) -> Image.Image:
 
 
 def _from_integers(samples: np.ndarray) -> Image.Image:
-    least, most = int(samples.min()), int(samples.max())
+    least = int(samples.min())
+    most = int(samples.max())
     if least < 0 or most >= _HALF**2:
         raise RefusedError(
             f"its samples are from {least} to {most}; of 32-bit samples, those from 0 to "
@@ -54,7 +55,8 @@ def _from_integers(samples: np.ndarray) -> Image.Image:
 
 
 def _check_floats(samples: np.ndarray) -> None:
-    least, most = float(samples.min()), float(samples.max())
+    least = float(samples.min())
+    most = float(samples.max())
     if not 0 <= least <= most < _HALF or (0 < most <= 1):
         raise RefusedError(
             f"its samples are floats from {least:g} to {most:g}; those from 0 to 255 are read: "

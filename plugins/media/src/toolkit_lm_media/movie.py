@@ -14,7 +14,8 @@ from toolkit_lm_media.limits import MediaLimits
 from toolkit_lm_media.refusal import RefusedError
 from toolkit_lm_media.video import Video, require_bounds
 
-_MEMORY, _BYTES_PER_PIXEL = 2**29, 32
+_MEMORY = 2**29
+_BYTES_PER_PIXEL = 32
 """Of the process: for itself, and for each pixel of a frame, of which a decoder keeps up to 16 and
 this one makes another."""
 
@@ -50,7 +51,8 @@ class Movie(Video):
     def frames(self, indices: Sequence[int]) -> Iterator[npt.NDArray[np.uint8]]:
         answer = self._decoder.ask({"indices": list(indices)})
         for _ in indices:
-            height, width = answer["height"], answer["width"]
+            height = answer["height"]
+            width = answer["width"]
             pixels = np.frombuffer(self._decoder.read(height * width * 3), np.uint8).reshape(
                 height, width, 3
             )

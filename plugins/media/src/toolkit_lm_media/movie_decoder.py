@@ -109,7 +109,8 @@ def _survey(data: bytes, order: dict[str, Any]) -> dict[str, Any]:
     """Of the headers, and of packets that are counted and not decoded."""
     with _open(data, order) as container:
         stream = container.streams.video[0]
-        width, height = stream.width, stream.height
+        width = stream.width
+        height = stream.height
         codec = None if stream.codec_context is None else stream.codec_context.name
         if codec not in _CODECS:
             raise _RefusedError("its codec is not read")
@@ -169,7 +170,8 @@ def _survey_sound(data: bytes, order: dict[str, Any]) -> dict[str, Any]:
         first = next(container.decode(container.streams.audio[0]), None)
         if first is None:
             raise _RefusedError("it has no samples")
-        rate, channels = first.sample_rate, first.layout.nb_channels
+        rate = first.sample_rate
+        channels = first.layout.nb_channels
     seconds = 0.0
     with _open_sound(data, order) as container:
         for packet in container.demux(container.streams.audio[0]):
@@ -216,7 +218,8 @@ def _is_shown(packet: Any, codec: str) -> bool:
 
 
 def _decode(data: bytes, order: dict[str, Any], found: dict[str, Any], indices: list[int]) -> None:
-    width, height = found["width"], found["height"]
+    width = found["width"]
+    height = found["height"]
     with _open(data, order) as container:
         stream = container.streams.video[0]
         stream.codec_context.thread_count = 1
@@ -235,7 +238,8 @@ def _decode(data: bytes, order: dict[str, Any], found: dict[str, Any], indices: 
 
 def _give(frame: Any) -> None:
     picture = frame.reformat(format="rgb24")
-    plane, width = picture.planes[0], 3 * picture.width
+    plane = picture.planes[0]
+    width = 3 * picture.width
     _say(
         {"width": picture.width, "height": picture.height, "turns": round(frame.rotation / 90) % 4}
     )

@@ -8,7 +8,8 @@ from toolkit_lm_media.refusal import RefusedError
 _BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 """One of which an MP4 or a MOV begins with, after its length."""
 _MOST_BOXES = 2**16
-_EBML, _SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
+_EBML = b"\x1a\x45\xdf\xa3"
+_SEGMENT = b"\x18\x53\x80\x67"
 
 
 def format_of(data: bytes) -> str | None:

@@ -15,7 +15,10 @@ _SEARCHED = 256
 """Bytes from the start of the first frame in which a mark would be."""
 _MORE = 1.0
 """Seconds: decoders leave some of the first frame out."""
-_MPEG1, _LAYER3, _MONO, _NO_CHECKSUM = 3, 1, 3, 1
+_MPEG1 = 3
+_LAYER3 = 1
+_MONO = 3
+_NO_CHECKSUM = 1
 _KBPS = {
     True: (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
     False: (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
@@ -58,7 +61,9 @@ def states_length(data: bytes) -> bool:
 def with_length(data: bytes, max_seconds: float) -> bytes:
     """A file that says how long it is. Frames are counted until there are more than `max_seconds`
     of them; one alone may be chance."""
-    start, count, seconds = start_of(data), 0, 0.0
+    start = start_of(data)
+    count = 0
+    seconds = 0.0
     place = start
     while seconds <= max_seconds + _MORE and (frame := _frame(data[place : place + 4])) is not None:
         count, seconds, place = count + 1, seconds + frame.samples / frame.rate, place + frame.size
@@ -76,11 +81,15 @@ def with_length(data: bytes, max_seconds: float) -> bytes:
 def _frame(header: bytes) -> Frame | None:
     if len(header) < 4 or header[0] != 0xFF or header[1] & 0xE0 != 0xE0:
         return None
-    version, layer = header[1] >> 3 & 3, header[1] >> 1 & 3
-    kbps, rate = header[2] >> 4, header[2] >> 2 & 3
+    version = header[1] >> 3 & 3
+    layer = header[1] >> 1 & 3
+    kbps = header[2] >> 4
+    rate = header[2] >> 2 & 3
     if version not in _RATES or layer != _LAYER3 or not 0 < kbps < 15 or rate == 3:
         return None
-    is_first, is_mono, hertz = version == _MPEG1, header[3] >> 6 == _MONO, _RATES[version][rate]
+    is_first = version == _MPEG1
+    is_mono = header[3] >> 6 == _MONO
+    hertz = _RATES[version][rate]
     size = (144 if is_first else 72) * 1000 * _KBPS[is_first][kbps] // hertz + (header[2] >> 1 & 1)
     side = (17 if is_mono else 32) if is_first else (9 if is_mono else 17)
     return Frame(size, 1152 if is_first else 576, hertz, side)

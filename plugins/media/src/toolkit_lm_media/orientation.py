@@ -32,7 +32,8 @@ def turned(image: Image.Image, exif: bytes, xmp: bytes) -> Image.Image:
 
 def metadata(info: Mapping[str | tuple[int, int], object]) -> tuple[bytes, bytes]:
     """EXIF and XMP from a decoded picture's `info`; b"" where there is none."""
-    exif, xmp = info.get("exif", b""), info.get("xmp") or info.get("XML:com.adobe.xmp", b"")
+    exif = info.get("exif", b"")
+    xmp = info.get("xmp") or info.get("XML:com.adobe.xmp", b"")
     profile = info.get("Raw profile type exif")
     if not exif and isinstance(profile, str):
         exif = _from_profile(profile)

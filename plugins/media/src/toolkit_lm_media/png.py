@@ -27,8 +27,10 @@ def _still(data: bytes) -> bytes:
     The decoder takes microseconds per chunk, even for an empty one. Millions of them would take
     many seconds.
     """
-    kept, begin = [], 0
-    offset, left = len(MAGIC), _SPARE_CHUNKS + len(data) // _BYTES_PER_CHUNK
+    kept = []
+    begin = 0
+    offset = len(MAGIC)
+    left = _SPARE_CHUNKS + len(data) // _BYTES_PER_CHUNK
     while offset + 8 <= len(data):
         start, offset = offset, offset + 12 + int.from_bytes(data[offset : offset + 4], "big")
         if data[start + 4 : start + 8] in _ANIMATION:

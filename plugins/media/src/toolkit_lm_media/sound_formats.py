@@ -13,7 +13,8 @@ MP3_SLACK = 4 * 1152
 _MOST_CHUNKS = 1000
 _UNKNOWN = 0xFFFFFFFF
 """The size in a WAV that was written to a pipe."""
-_LAST, _HEADER = 4, 27
+_LAST = 4
+_HEADER = 27
 """The flag of an Ogg stream's last page, and bytes of a page before its table of sizes."""
 _MOST_PAGE = 65_307
 
@@ -67,7 +68,8 @@ def require_whole(data: bytes) -> int | None:
 def _require_whole_wav(data: bytes) -> None:
     offset = 12
     for _ in range(_MOST_CHUNKS):
-        name, size = data[offset : offset + 4], data[offset + 4 : offset + 8]
+        name = data[offset : offset + 4]
+        size = data[offset + 4 : offset + 8]
         if len(size) < 4:
             raise RefusedError("it is a truncated WAV: it has no samples")
         (count,) = struct.unpack("<I", size)

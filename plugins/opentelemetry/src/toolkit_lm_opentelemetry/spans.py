@@ -90,9 +90,11 @@ class RequestSpans:
         }
         if event.num_sequences != 1:
             attributes["gen_ai.request.choice.count"] = event.num_sequences
-        parent, kind = None, SpanKind.INTERNAL
+        parent = None
+        kind = SpanKind.INTERNAL
         if "traceparent" in event.context:
-            parent, kind = _W3C.extract(event.context, Context()), SpanKind.SERVER
+            parent = _W3C.extract(event.context, Context())
+            kind = SpanKind.SERVER
         span = self._tracer.start_span(
             f"{attributes[_OPERATION]} {attributes[_MODEL]}",
             parent,
@@ -132,12 +134,10 @@ class RequestSpans:
 def _latencies(event: RequestEvent) -> Iterator[tuple[str, float]]:
     """Seconds between a request's arrival, its place in a batch, its first token and its end, by
     their names in vLLM's spans."""
-    arrival, scheduled, first, end = (
-        event.arrival_time,
-        event.scheduled_time,
-        event.first_token_time,
-        event.time,
-    )
+    arrival = event.arrival_time
+    scheduled = event.scheduled_time
+    first = event.first_token_time
+    end = event.time
     yield "gen_ai.latency.e2e", end - arrival
     if scheduled is not None:
         yield "gen_ai.latency.time_in_queue", scheduled - arrival

@@ -13,7 +13,9 @@ from toolkit_lm_parsers.json_scanner import MAX_DEPTH, literal
 from toolkit_lm_parsers.scanning import Reading, is_readable
 from toolkit_lm_parsers.structures import Structure, calls
 
-_PYTHON_TAG, _PYTHON_START, _PYTHON_END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
+_PYTHON_TAG = "<|python_tag|>"
+_PYTHON_START = "<|python_start|>"
+_PYTHON_END = "<|python_end|>"
 _TAGS = (_PYTHON_TAG, _PYTHON_START, _PYTHON_END)
 """Around calls: nothing of their own, and never content."""
 _BEGINS = ("{", "[")

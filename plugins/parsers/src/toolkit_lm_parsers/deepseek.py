@@ -11,7 +11,8 @@ from toolkit_lm_parsers.json_calls import MarkedCalls
 from toolkit_lm_parsers.scanning import Reading
 from toolkit_lm_parsers.structures import Structure, calls, sequence, text
 
-_BAR, _LOW = "\N{FULLWIDTH VERTICAL LINE}", "\N{LOWER ONE EIGHTH BLOCK}"
+_BAR = "\N{FULLWIDTH VERTICAL LINE}"
+_LOW = "\N{LOWER ONE EIGHTH BLOCK}"
 _WRITTEN = ((_BAR, _LOW), (_BAR, "_"), (_BAR, " "), (_BAR, "\\_"), ("|", "_"))
 """Bars and what stands between words. The others are what distilled models write, with letters."""
 
@@ -20,12 +21,11 @@ def _marks(*words: str) -> tuple[str, ...]:
     return tuple(f"<{bar}{between.join(words)}{bar}>" for bar, between in _WRITTEN)
 
 
-_CALLS, _END_CALLS = _marks("tool", "calls", "begin"), _marks("tool", "calls", "end")
-_CALL, _END_CALL, _SEP = (
-    _marks("tool", "call", "begin"),
-    _marks("tool", "call", "end"),
-    _marks("tool", "sep"),
-)
+_CALLS = _marks("tool", "calls", "begin")
+_END_CALLS = _marks("tool", "calls", "end")
+_CALL = _marks("tool", "call", "begin")
+_END_CALL = _marks("tool", "call", "end")
+_SEP = _marks("tool", "sep")
 _FENCE = "```"
 _TYPE = "function"
 """What V3 writes for the name, which comes after it."""

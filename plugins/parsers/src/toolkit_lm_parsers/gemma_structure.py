@@ -74,7 +74,8 @@ class GemmaArguments:
         """With the braces around them. Raises RequestError as Copies does."""
         found = None
         for depth in _FREE_DEPTHS:
-            self._free_depth, self._num_left = depth, _MOST_WORK
+            self._free_depth = depth
+            self._num_left = _MOST_WORK
             try:
                 found = self._object(self._schema, 0)
             except _TooLargeError:
@@ -153,7 +154,8 @@ class GemmaArguments:
     def _of_length(self, schema: Mapping[str, Any]) -> str | None:
         """A pattern of texts of these lengths; None: of any. They have no character with which the
         mark around them begins."""
-        least, most = schema.get("minLength", 0), schema.get("maxLength")
+        least = schema.get("minLength", 0)
+        most = schema.get("maxLength")
         if not (type(least) is type(most) is int and 0 <= least <= most <= _MOST_LENGTH):
             return None
         return f"^[^{self._quote[0]}]{{{least},{most}}}$"
@@ -283,7 +285,8 @@ def _num_formats(found: Structure, most: int) -> int:
 
     More than `most` are not counted to their end.
     """
-    left, count = [found], 0
+    left = [found]
+    count = 0
     while left and count <= most:
         one = left.pop()
         count += 1 + sum(len(one.get(name, "")) for name in ("begin", "value", "end")) // OF_TEXT

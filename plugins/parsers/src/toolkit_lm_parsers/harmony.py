@@ -12,8 +12,13 @@ from toolkit_lm_parsers.marks import MarkedReasoning, Marks
 from toolkit_lm_parsers.scanning import Reading
 from toolkit_lm_parsers.structures import ANY_TEXT, Structure, calls, choice, sequence, tag
 
-_START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
-_END, _CALL, _RETURN = "<|end|>", "<|call|>", "<|return|>"
+_START = "<|start|>"
+_CHANNEL = "<|channel|>"
+_MESSAGE = "<|message|>"
+_CONSTRAIN = "<|constrain|>"
+_END = "<|end|>"
+_CALL = "<|call|>"
+_RETURN = "<|return|>"
 _BREAKS = (_START, _CHANNEL, _MESSAGE, _END, _CALL, _RETURN)
 _AFTER_HEADER = (_START, _END, _CALL, _RETURN)
 """What shows that a header has no message."""

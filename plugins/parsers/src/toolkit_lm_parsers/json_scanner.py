@@ -88,7 +88,8 @@ class JsonScanner:
             return None
         while self._open:
             self._pop(read)
-        self.is_done, self.is_wrong = True, False
+        self.is_done = True
+        self.is_wrong = False
         return "".join(read)
 
     def _string_end(self, text: str, at: int) -> int:
@@ -136,7 +137,9 @@ class JsonScanner:
         is meant."""
         self._wanted = "string"
         if character in "ux":
-            self._wanted, self._word, self._num_hex = "hex", character, 4 if character == "u" else 2
+            self._wanted = "hex"
+            self._word = character
+            self._num_hex = 4 if character == "u" else 2
         elif character in _ESCAPES:
             read.append(f"\\{character}")
         elif character == self._quote or character == "'":
@@ -176,9 +179,11 @@ class JsonScanner:
         ):
             return False
         read.append(self._comma)
-        self._comma, self._is_key = "", is_key
+        self._comma = ""
+        self._is_key = is_key
         if character in _QUOTES:
-            self._wanted, self._quote = "string", _QUOTES[character]
+            self._wanted = "string"
+            self._quote = _QUOTES[character]
             read.append('"')
         elif character in _CLOSES:
             self._open.append(_CLOSES[character])
@@ -186,7 +191,8 @@ class JsonScanner:
             read.append(_WRITTEN.get(character, character))
             return len(self._open) <= MAX_DEPTH
         else:
-            self._wanted, self._word = "word", character
+            self._wanted = "word"
+            self._word = character
         return True
 
     def _close(self, bracket: str, read: list[str]) -> bool:

@@ -60,7 +60,8 @@ def _part_of(marks: Marks) -> Callable[[str], bool]:
 
     So are those that what is forced may be written with.
     """
-    start, end = marks.start, marks.end
+    start = marks.start
+    end = marks.end
     forced = "\0".join(filter(None, (start, end, marks.forced, marks.forced_again)))
     beginnings = tuple(mark[:at] for mark in (start, end) for at in range(1, len(mark)))
     ends = tuple(mark[at:] for mark in (start, end) for at in range(1, len(mark)))
@@ -79,7 +80,8 @@ def shortest(text: str, texts: MarkTexts, written: Sequence[int]) -> list[int]:
     Some tokenizers take no text for special tokens.
     """
     by_text = {one: token_id for token_id, one in texts.items()}
-    found, at = [], 0
+    found = []
+    at = 0
     while at < len(text):
         end = next((end for end in range(len(text), at, -1) if text[at:end] in by_text), None)
         if end is None:
@@ -117,10 +119,12 @@ class ReasoningReader(ReasoningCounter):
                 self.num_tokens += 1
                 if num_of_mark := self._find(self._marks.end, text):
                     self.num_tokens -= num_of_mark
-                    self.is_inside, self._tail = False, []
+                    self.is_inside = False
+                    self._tail = []
                     self._is_over = not self._marks.repeats
             elif self._begins(text):
-                self.is_inside, self._tail = True, []
+                self.is_inside = True
+                self._tail = []
                 self.num_spans, self.num_at_start = self.num_spans + 1, self.num_tokens
 
     def _begins(self, text: str) -> bool:

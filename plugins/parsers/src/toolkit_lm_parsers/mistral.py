@@ -19,7 +19,9 @@ from toolkit_lm_parsers.structures import (
     text,
 )
 
-_CALLS, _ARGS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_CALLS = "[TOOL_CALLS]"
+_ARGS = "[ARGS]"
+_ID = "[CALL_ID]"
 
 
 class MistralParser(MarkedCalls):

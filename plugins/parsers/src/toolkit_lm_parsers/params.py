@@ -76,7 +76,8 @@ class ThinkingParams(ProcessorParams):
             raise RequestError(
                 f"{_PARAM}: the answer format {name!r} states no mark that ends reasoning.", _PARAM
             )
-        marks, texts = made.marks, mark_texts(renderer, made.marks)
+        marks = made.marks
+        texts = mark_texts(renderer, made.marks)
         forced = marks.forced or marks.end
 
         def token_ids(text: str) -> list[int]:

@@ -14,7 +14,8 @@ from toolkit_lm_parsers.json_scanner import JsonScanner
 
 MAX_NAME = 256
 """Characters of a function's name, or an argument's."""
-_MOST_AGAIN, _ALWAYS_AGAIN = 4, 4096
+_MOST_AGAIN = 4
+_ALWAYS_AGAIN = 4096
 """Characters that are read again for each one of the answer, and besides: a bound on the work on an
 answer of nothing but marks."""
 Result = TypeVar("Result")
@@ -79,7 +80,8 @@ class ScanParser(AnswerParser):
         return self._go_on()
 
     def finish(self, *, cut: bool) -> AnswerDelta:
-        self._ended, self.cut = True, cut
+        self._ended = True
+        self.cut = cut
         delta = self._go_on()
         content = "" if self.num_calls or self.lacks_call else self.content.drop_rest()
         return delta._replace(content=delta.content + content)
@@ -161,12 +163,14 @@ class ScanParser(AnswerParser):
     # Reading
 
     def _set_text(self, text: str, at: int) -> None:
-        self.text, self.at = text, at
+        self.text = text
+        self.at = at
         self._places.clear()
 
     def keep(self) -> None:
         """What follows may have to be read again, until `go_back`, `release` or `call`."""
-        self._held, self._kept = [], self.at
+        self._held = []
+        self._kept = self.at
 
     def release(self) -> None:
         """What was kept is not read again."""
@@ -180,7 +184,8 @@ class ScanParser(AnswerParser):
             read = len(before) + self.at - self._kept
             self._base -= len(before) - self._kept
             self._set_text(before + self.text[self._kept :], read)
-            self._held, self._kept = [], 0
+            self._held = []
+            self._kept = 0
             return read
         return self.at - self._kept
 
@@ -215,7 +220,8 @@ class ScanParser(AnswerParser):
 
     def skip(self) -> None:
         """Nothing of what is left is read."""
-        self.at, self._held = len(self.text), None
+        self.at = len(self.text)
+        self._held = None
 
     @property
     def left(self) -> str:
@@ -289,7 +295,8 @@ class ScanParser(AnswerParser):
         What a cut leaves of a mark is left out, where there are functions to call: one character
         only after calls, it may be anything.
         """
-        longest, firsts = max(map(len, marks)), {one[0] for one in marks}
+        longest = max(map(len, marks))
+        firsts = {one[0] for one in marks}
         while True:
             end, mark = min(
                 ((self._place_of(mark), mark) for mark in marks), default=(len(self.text), "")
@@ -303,7 +310,8 @@ class ScanParser(AnswerParser):
                     if self.text[begin] in firsts and any(
                         one.startswith(self.text[begin:]) for one in marks
                     ):
-                        end, mark = begin, ""
+                        end = begin
+                        mark = ""
                         break
             take(self.text[self.at : end])
             self.at = end + len(mark)
@@ -416,7 +424,8 @@ class BegunCall:
     def pieces(self, text: str) -> list[ToolCallDelta]:
         """Those of the arguments that can be given, now that `text` was read."""
         read = self._last + text
-        new, self._last = read[:-1], read[-1:]
+        new = read[:-1]
+        self._last = read[-1:]
         if self.is_given and not new:
             return []
         self._given.append(new)
@@ -455,7 +464,8 @@ class Trimmed:
         if kept:
             if self.starts and self._is_separate:
                 self._new.append("\n\n")
-            self.starts, self.has_any = False, True
+            self.starts = False
+            self.has_any = True
             self._new += [*self._rest, text[:kept]]
             self._rest.clear()
         if text[kept:]:
@@ -464,7 +474,8 @@ class Trimmed:
     def separate(self) -> None:
         if self.has_any:
             self._rest.clear()
-            self.starts, self._is_separate = True, True
+            self.starts = True
+            self._is_separate = True
 
     def drop_rest(self) -> str:
         """Leaves out white space at the end so far, and returns it."""

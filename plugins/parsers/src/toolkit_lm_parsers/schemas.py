@@ -74,7 +74,8 @@ class Schemas:
 
     def parts(self, schema: Any, *names: str) -> Iterator[Mapping[str, Any]]:
         """A schema, and all that it refers to or is combined of, each once, by these keywords."""
-        left, seen = [schema], set[int]()
+        left = [schema]
+        seen = set[int]()
         while left and len(seen) < _MOST_PARTS:
             one = left.pop()
             if not isinstance(one, Mapping) or id(one) in seen:

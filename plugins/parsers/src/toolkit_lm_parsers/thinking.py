@@ -68,7 +68,8 @@ class ThinkFormat(MarkedReasoning):
     """<think> and </think>: Qwen3, DeepSeek-R1 and many others."""
 
     finds = ("reasoning",)
-    start, end = "<think>", "</think>"
+    start = "<think>"
+    end = "</think>"
 
     @classmethod
     def refuses(cls, template: str) -> str | None:
@@ -129,20 +130,23 @@ class MistralThinkFormat(ThinkFormat):
     """[THINK] and [/THINK]: Magistral and Mistral's newer models."""
 
     keeps_special_tokens = True
-    start, end = "[THINK]", "[/THINK]"
+    start = "[THINK]"
+    end = "[/THINK]"
 
 
 class SeedThinkFormat(ThinkFormat):
     """Seed-OSS."""
 
-    start, end = "<seed:think>", "</seed:think>"
+    start = "<seed:think>"
+    end = "</seed:think>"
 
 
 class GemmaThinkFormat(ThinkFormat):
     """Gemma 4: its channel of thoughts."""
 
     keeps_special_tokens = True
-    start, end = "<|channel>thought\n", "<channel|>"
+    start = "<|channel>thought\n"
+    end = "<channel|>"
 
     @classmethod
     def refuses(cls, template: str) -> str | None:

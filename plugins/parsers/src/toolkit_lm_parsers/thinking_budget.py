@@ -43,7 +43,8 @@ class SequenceBudget:
             if expected[:1] == [token_id]:
                 self._left = expected[1:]
             elif self._left:
-                self._left, self._given_up = [], self._reader.num_spans
+                self._left = []
+                self._given_up = self._reader.num_spans
             self._reader.push([token_id])
         return self._expected()
 

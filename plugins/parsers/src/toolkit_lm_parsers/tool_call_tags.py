@@ -22,9 +22,12 @@ from toolkit_lm_parsers.structures import (
     text,
 )
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_FUNCTION, _END_FUNCTION = "<function=", "</function>"
-_PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
+_OPEN = "<tool_call>"
+_CLOSE = "</tool_call>"
+_FUNCTION = "<function="
+_END_FUNCTION = "</function>"
+_PARAMETER = "<parameter="
+_END_PARAMETER = "</parameter>"
 _IN_VALUE = (_END_PARAMETER, _PARAMETER, _END_FUNCTION, _OPEN, _FUNCTION, _CLOSE)
 """Marks that a parameter's value may end at, or not."""
 
@@ -103,7 +106,8 @@ class ToolCallTagParser(MarkedCalls):
         """Where calls begin and end in what was read."""
         end: int | None = None
         """Where the next thing begins."""
-        length, is_function = 0, False
+        length = 0
+        is_function = False
         while True:
             piece: list[str] = []
             mark = yield from self.until(_IN_VALUE, piece.append)
@@ -250,7 +254,8 @@ def _parameters(schemas: Schemas) -> Structure:
     )
     elements: list[Structure] = []
     for key, one in _mapping(whole["properties"]).items():
-        begin, end = f"{_PARAMETER}{key}>\n", f"\n{_END_PARAMETER}\n"
+        begin = f"{_PARAMETER}{key}>\n"
+        end = f"\n{_END_PARAMETER}\n"
         written = tag(begin, _content(schemas, one), end)
         elements.append(written if key in required else choice(written, text("")))
     return sequence(*elements) if elements else text("")

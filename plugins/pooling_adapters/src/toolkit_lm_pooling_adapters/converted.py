@@ -58,7 +58,9 @@ class Converted(Model):
         class knows."""
         head = f"{self.head_name}."
         tied = next((name for name in self.head_weights if not name.startswith(head)), None)
-        stand_in, embedding, seen = None, None, set()
+        stand_in = None
+        embedding = None
+        seen = set()
         for stored, tensor in weights:
             if stored.startswith(SCORE):
                 self.take_score(stored.removeprefix(SCORE), tensor)

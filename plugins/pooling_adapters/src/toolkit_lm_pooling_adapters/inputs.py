@@ -77,7 +77,8 @@ class PoolingInputProcessor(PoolingInputs):
         if found := details_of(config.checkpoint.pooling_profile):
             if found.refusal is not None:
                 raise CheckpointError(found.refusal)
-            self.prompts, self.default_prompt_name = found.prompts, found.default_prompt_name
+            self.prompts = found.prompts
+            self.default_prompt_name = found.default_prompt_name
             self.lower_case = found.lower_case
             if (
                 found.truncate_dim is not None
@@ -117,10 +118,8 @@ class PoolingInputProcessor(PoolingInputs):
     def render(
         self, prompts: Sequence[Prompt | TextPair], **options: Unpack[TextOptions]
     ) -> list[RenderedText | RequestError]:
-        most, instruction = (
-            self._most(options.get("truncate_prompt_tokens")),
-            options.get("instruction"),
-        )
+        most = self._most(options.get("truncate_prompt_tokens"))
+        instruction = options.get("instruction")
         self._check(instruction)
         with self._boundary:
             return self._render_each(

@@ -42,7 +42,8 @@ class LateInteractionRole(Struct, frozen=True, kw_only=True):
 
     def complete(self, text: RenderedText, num_opening: int) -> RenderedText:
         """With the marker behind the `num_opening` first tokens, and filled up."""
-        profile, token_ids = self.profile, text.token_ids
+        profile = self.profile
+        token_ids = text.token_ids
         if self.marker is not None:
             token_ids = [*token_ids[:num_opening], self.marker, *token_ids[num_opening:]]
         missing = profile.filled - len(token_ids)
@@ -55,7 +56,8 @@ class LateInteractionRole(Struct, frozen=True, kw_only=True):
 
     def compared(self, token_ids: list[int]) -> np.ndarray:
         """Which tokens' vectors have a part in scores: [tokens] bool."""
-        left_out, kept = self.profile.left_out, self.profile.kept
+        left_out = self.profile.left_out
+        kept = self.profile.kept
         return np.array(
             [token not in left_out and (kept is None or token in kept) for token in token_ids], bool
         )
@@ -72,7 +74,8 @@ def make_roles(profile: PoolingDetails, tokenize: Tokenize) -> dict[str, LateInt
 def _make_role(profile: RoleProfile, lower_case: bool, tokenize: Tokenize) -> LateInteractionRole:
     """Where the tokenizer would take a marker for several tokens, the one that it is stands
     apart."""
-    prompt, marker = profile.prompt, profile.marker
+    prompt = profile.prompt
+    marker = profile.marker
     if marker is None or tokenize(marker.text.lower() if lower_case else marker.text) == [
         marker.token_id
     ]:

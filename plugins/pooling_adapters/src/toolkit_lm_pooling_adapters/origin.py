@@ -21,7 +21,8 @@ from toolkit_lm_pooling_adapters.weight_names import stored_weights
 
 logger = logging.getLogger(__name__)
 
-DIFFERENCE, ROWS = "from_2_way_softmax", "no_post_processing"
+DIFFERENCE = "from_2_way_softmax"
+ROWS = "no_post_processing"
 """score = head[true] - head[false], whose sigmoid is the softmax over these two tokens; and the
 rows of some tokens as they are."""
 
@@ -87,11 +88,9 @@ def classifier_origin(vllm_config: VllmConfig) -> Origin:
     files that do not fit.
     """
     assert vllm_config.checkpoint is not None, "the config is not resolved: it has no checkpoint"
-    folder, hf_config, options = (
-        vllm_config.checkpoint.path,
-        vllm_config.hf_config,
-        vllm_config.pooler,
-    )
+    folder = vllm_config.checkpoint.path
+    hf_config = vllm_config.hf_config
+    options = vllm_config.pooler
     name = (hf_config.get("architectures") or ["the model"])[0]
     known = RERANKERS.get(name)
     if vllm_config.load.load_format == "dummy" or not folder:

@@ -93,7 +93,8 @@ def score_tokens(
     document is too long already.
     """
     _check(query, document, instruction)
-    pieces, cut = template.render(query, document, instruction), template.document_piece
+    pieces = template.render(query, document, instruction)
+    cut = template.document_piece
     first = next(filter(None, pieces))
     before, after = (
         _special_tokens(renderer, first)

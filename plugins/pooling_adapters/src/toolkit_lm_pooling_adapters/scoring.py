@@ -141,7 +141,9 @@ class TextScoring(Scoring):
         self._roles: Mapping[str, LateInteractionRole] = texts.roles if is_late else {}
         self._normalize = texts.scored_normalized if self.kind is ScoreKind.BI_ENCODER else None
         pairs = _pairs(queries, documents, fields)
-        self._pairs, self._texts, self._fields = pairs, texts, fields
+        self._pairs = pairs
+        self._texts = texts
+        self._fields = fields
         self._alone = isinstance(queries, str), isinstance(documents, str)
         self.prompts: list[str | TextPair]
         """What the engine is to read."""
@@ -182,7 +184,8 @@ class TextScoring(Scoring):
         for number, (query, _) in enumerate(self._pairs):
             first.setdefault(query, number)
         for query, number in first.items():
-            name, most = self._name(0, number), self._texts.max_tokens
+            name = self._name(0, number)
+            most = self._texts.max_tokens
             try:
                 [rendered] = self._texts.renderer.render_texts(
                     [query], max_tokens=None if is_too_long else most

@@ -22,10 +22,8 @@ def choose_score_template(config: VllmConfig, plugins: Plugins) -> ScoreTemplate
     do so as its reranker does. Raises ConfigError and PluginError.
     """
     assert config.checkpoint is not None, "the config is not resolved: it has no checkpoint"
-    templates, wanted = (
-        plugins.brought_registry(ScoreTemplateRegistry),
-        config.pooler.score_template,
-    )
+    templates = plugins.brought_registry(ScoreTemplateRegistry)
+    wanted = config.pooler.score_template
     if wanted is not None:
         if wanted in templates:
             return _load(wanted, templates)

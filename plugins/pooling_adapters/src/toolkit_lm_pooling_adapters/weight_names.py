@@ -16,7 +16,8 @@ _LENGTH_BYTES = 8
 def stored_weights(folder: str | Path) -> frozenset[str]:
     """The names of a checkpoint folder's weights. Empty where there is no safetensors file. Raises
     CheckpointError for a broken one."""
-    index, single = Path(folder, _INDEX), Path(folder, _SINGLE)
+    index = Path(folder, _INDEX)
+    single = Path(folder, _SINGLE)
     try:
         if index.is_file():
             return frozenset(json.loads(index.read_bytes())["weight_map"])

@@ -157,10 +157,8 @@ class Chat:
                 raise RequestError(
                     "each of tool_calls must have a 'function' with a 'name'.", "messages"
                 )
-            name, arguments = (
-                self._text(function["name"], "messages"),
-                function.get("arguments") or "{}",
-            )
+            name = self._text(function["name"], "messages")
+            arguments = function.get("arguments") or "{}"
             self._called[str(call.get("id"))] = name
             text = self._text(
                 arguments

@@ -22,7 +22,8 @@ _MAX_CHARS = 1 << 20
 _LONGEST = 128
 """Characters of the longest token."""
 _CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
-_FIRST_SPECIAL, _SIZE = 199_998, 201_088
+_FIRST_SPECIAL = 199_998
+_SIZE = 201_088
 """Ids of special tokens, and how many ids there are."""
 
 

@@ -49,7 +49,8 @@ _MOST = {
     "chunk_length": 2**12,
     "n_fft": 2**14,
 }
-_MOST_SAMPLES, _MOST_FEATURES = 2**25, 2**24
+_MOST_SAMPLES = 2**25
+_MOST_FEATURES = 2**24
 """Of a window."""
 _BYTES_PER_BIN = 16
 """Of memory, for a frequency of a frame, while features are computed."""
@@ -181,10 +182,8 @@ class AudioProcessor:
             return_attention_mask=True,
             return_tensors="np",
         )
-        features, mask = (
-            np.asarray(made["input_features"], np.float32),
-            np.asarray(made["attention_mask"], np.int32),
-        )
+        features = np.asarray(made["input_features"], np.float32)
+        mask = np.asarray(made["attention_mask"], np.int32)
         return {
             "input_features": np.ascontiguousarray(features),
             "feature_attention_mask": np.ascontiguousarray(mask),

@@ -34,7 +34,8 @@ _MOST_WIDTH = 100_000
 _FAR_MORE = "it makes far more characters than a prompt can have"
 _WIDE = f"it asks for a width of more than {_MOST_WIDTH}, or for one that is a value of a format"
 _METHODS = (BuiltinMethodType, MethodType)
-_TEXT, _HOLDS = (str, bytes), (str, bytes, list, tuple, dict)
+_TEXT = (str, bytes)
+_HOLDS = (str, bytes, list, tuple, dict)
 _MOST_TERMS = 8
 """Of a sum that is counted once."""
 _ITEM = 8
@@ -128,7 +129,8 @@ class Budget:
         """Characters of a value, and of what it holds."""
         if isinstance(value, _TEXT):
             return len(value)
-        total, todo = 0, [value]
+        total = 0
+        todo = [value]
         while todo and total <= self._most:
             one = todo.pop()
             if isinstance(one, _TEXT):

@@ -39,7 +39,8 @@ _RESERVED = frozenset(
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _MOST_TRIED = 10**6
 """Characters of a rendering without a request."""
-_MOST_KNOWN, _LONGEST_KNOWN = 1024, 64
+_MOST_KNOWN = 1024
+_LONGEST_KNOWN = 64
 """Conversations that are known to be written as they are, and messages of one."""
 _REASONING = frozenset(REASONING)
 _ROLES = frozenset({"system", "user", "assistant"})
@@ -106,7 +107,8 @@ class ChatTemplate:
     def take_media(self, tokens: Mapping[str, str], texts: Mapping[str, str]) -> None:
         """For conversations with items of media: by modality its placeholder, and what stands for
         it where a template writes none."""
-        self._media_tokens, self._media_texts = tokens, texts
+        self._media_tokens = tokens
+        self._media_texts = texts
 
     def render(
         self,
@@ -164,7 +166,8 @@ class ChatTemplate:
             key = None if tools or documents or extra else _roles(chat)
             functions = None
             if key is None or (name, add_generation_prompt, key) not in self._as_they_are:
-                read, trials = chat, self._trials[name]
+                read = chat
+                trials = self._trials[name]
                 chat, origins = trials.messages(read)
                 functions = trials.tools(_plain(tools, "tools", hide))
                 tried = partial(self._tried, name, given=given)

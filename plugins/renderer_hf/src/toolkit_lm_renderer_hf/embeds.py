@@ -70,7 +70,9 @@ def _array(value: Any, max_bytes: int) -> np.ndarray:
 
 
 def _decoded(value: Mapping[Any, Any], max_bytes: int) -> np.ndarray:
-    kind, shape, data = value.get("dtype"), value.get("shape"), value.get("data")
+    kind = value.get("dtype")
+    shape = value.get("shape")
+    data = value.get("data")
     if (
         set(value) != _KEYS
         or kind not in _TYPES

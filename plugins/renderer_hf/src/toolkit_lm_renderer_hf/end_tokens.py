@@ -53,7 +53,8 @@ def _stated(config: VllmConfig) -> Iterator[tuple[Path, int]]:
         ("generation_config.json", config.checkpoint.generation_config),
         ("config.json", text_config(config.hf_config)),
     ):
-        file, value = Path(config.checkpoint.path, name), values.get("eos_token_id")
+        file = Path(config.checkpoint.path, name)
+        value = values.get("eos_token_id")
         for token_id in value if isinstance(value, list) else [] if value is None else [value]:
             if type(token_id) is not int:
                 raise CheckpointError(

@@ -98,7 +98,8 @@ def forms_of(sort: Sort, source: str) -> Iterator[Form]:
     )
     flat = [False]
     if sort.has_calls:
-        calls, flat = ("mapping", "text"), [False, True]
+        calls = ("mapping", "text")
+        flat = [False, True]
     apart: Sequence[Content | None] = (None,)
     if sort.has_calls and sort.content in ("text", "parts"):
         apart = (None, "absent", "null", "text")

@@ -82,10 +82,8 @@ class ImageProcessor:
 
         check_ratio(height, width)
         try:
-            size, factor = (
-                options.get("size") or processor.size,
-                processor.patch_size * processor.merge_size,
-            )
+            size = options.get("size") or processor.size
+            factor = processor.patch_size * processor.merge_size
             height, width = smart_resize(
                 height, width, factor, size["shortest_edge"], size["longest_edge"]
             )
@@ -138,7 +136,8 @@ class ImageProcessor:
     def _check_sides(self, height: int, width: int, size: Mapping[str, Any]) -> None:
         """A resize that keeps the ratio makes far more pixels of a narrow image than it has."""
         check_ratio(height, width)
-        long, short = max(height, width), min(height, width)
+        long = max(height, width)
+        short = min(height, width)
         edges = dict(size)
         edge = edges.get("shortest_edge")
         if edge and not edges.get("longest_edge") and edge * edge * long > self._max_pixels * short:

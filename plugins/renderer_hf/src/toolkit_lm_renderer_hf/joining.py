@@ -61,7 +61,8 @@ class Joiner:
     def cut(self, text: str, max_tokens: int) -> str:
         """The beginning of a text that has so many tokens at most, without special tokens; at least
         its first character."""
-        start, room = 0, max_tokens
+        start = 0
+        room = max_tokens
         for piece in self._cutter.pieces(text):
             # One at a time: an encoding is larger than its text.
             [encoding] = self._tokenizer.encode_batch([piece], add_special_tokens=False)
@@ -97,14 +98,16 @@ class Joiner:
     def frame(self, is_pair: bool) -> Frame:
         """Learned from a short text."""
         if is_pair not in self._frames:
-            first, second = self._sample(), self._sample()
+            first = self._sample()
+            second = self._sample()
             joined = self._tokenizer.post_process(
                 first, second if is_pair else None, add_special_tokens=True
             )
             places = [
                 i for i, is_special in enumerate(joined.special_tokens_mask) if not is_special
             ]
-            begin, end = places[0], places[len(first) - 1] + 1
+            begin = places[0]
+            end = places[len(first) - 1] + 1
             begin2, end2 = (places[len(first)], places[-1] + 1) if is_pair else (end, end)
             typed = joined.type_ids.index(1) if 1 in joined.type_ids else begin2
             self._frames[is_pair] = Frame(
@@ -142,7 +145,8 @@ def _batches(pieces: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]
         size += len(piece)
         if size >= PIECE:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 
@@ -152,7 +156,8 @@ def _end(encoding: Encoding, most: int) -> int:
     if not most:
         return 0
     # Not of `offsets`, which is a list of all of them.
-    last, following = encoding.token_to_chars(most - 1), encoding.token_to_chars(most)
+    last = encoding.token_to_chars(most - 1)
+    following = encoding.token_to_chars(most)
     assert last is not None and following is not None, "both are among its tokens"
     # A character of several tokens is left out when not all of them fit, unless it is the first
     # one.

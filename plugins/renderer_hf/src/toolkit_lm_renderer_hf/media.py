@@ -255,7 +255,8 @@ class MediaReader:
 
     def _recording(self, item: Item, content: _Content) -> dict[str, np.ndarray]:
         assert self._audio is not None, "no recording is read"
-        audio, rate = self._audio, self._audio.window.sampling_rate
+        audio = self._audio
+        rate = self._audio.window.sampling_rate
         if content.samples is not None:
             given, samples = content.samples
             with _naming(item):

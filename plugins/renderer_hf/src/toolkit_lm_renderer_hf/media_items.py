@@ -114,7 +114,8 @@ def take_items(messages: Conversation) -> tuple[list[Any], list[Item]]:
 def items_of_prompt(prompt: Mapping[str, Any]) -> list[Item]:
     """Those beside a text or token ids: `multi_modal_data`, with `multi_modal_uuids`. Raises
     RequestError."""
-    data, uuids = prompt.get("multi_modal_data") or {}, prompt.get("multi_modal_uuids") or {}
+    data = prompt.get("multi_modal_data") or {}
+    uuids = prompt.get("multi_modal_uuids") or {}
     for name, given in (("multi_modal_data", data), ("multi_modal_uuids", uuids)):
         if not isinstance(given, Mapping) or not all(
             isinstance(modality, str) for modality in given
@@ -139,7 +140,8 @@ def items_of_prompt(prompt: Mapping[str, Any]) -> list[Item]:
                 "multi_modal_uuids",
             )
         for number, (source, uuid) in enumerate(zip(sources, named, strict=True), 1):
-            what, param = f"{modality} {number}", "multi_modal_data"
+            what = f"{modality} {number}"
+            param = "multi_modal_data"
             items.append(
                 Item(
                     modality,
@@ -218,7 +220,8 @@ def _of_input_audio(given: Any, what: str) -> tuple[str | bytes, str]:
         raise RequestError(
             f"{what}: input_audio must be {{'data': base64, 'format': 'wav'}}.", "messages"
         )
-    data, format = given["data"], given.get("format")
+    data = given["data"]
+    format = given.get("format")
     if format is not None and (not isinstance(format, str) or format not in _FORMATS):
         raise RequestError(
             f"{what}: its format is {format!r:.50}; known: {', '.join(_FORMATS)}.", "messages"

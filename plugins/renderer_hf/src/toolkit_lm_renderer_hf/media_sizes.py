@@ -15,7 +15,8 @@ from toolkit_lm_renderer_hf.image_processor import QWEN
 from toolkit_lm_renderer_hf.media_items import Item
 from toolkit_lm_renderer_hf.tokenizer import read_json
 
-_MADE, _READ = 3 * 4, 3
+_MADE = 3 * 4
+_READ = 3
 """Bytes of a pixel: of what is made of it, and while it is read."""
 _BEGINNING = 3 * 2**15
 """Bytes of a file that are looked at. Headers of JPEG files may come later, after what a camera has
@@ -39,7 +40,8 @@ class MediaSizes:
     ) -> None:
         """`max_pixels`: of an image, or of a video's frames. `max_tokens`: of all items of a
         prompt. `modalities`: those that are read."""
-        self._modalities, self._max_pixels = modalities, max_pixels
+        self._modalities = modalities
+        self._max_pixels = max_pixels
         self._window = Window.read(folder) if "audio" in modalities else None
         nested = read_json(folder / "processor_config.json").get("image_processor")
         stated = (
@@ -62,12 +64,14 @@ class MediaSizes:
             }
             self._depth = found["temporal_patch_size"]
             self._most_of_prompt = max_tokens * (found["patch_size"] * found["merge_size"]) ** 2
-            self._least, self._most = found["shortest_edge"], found["longest_edge"]
+            self._least = found["shortest_edge"]
+            self._most = found["longest_edge"]
         else:
             crop = stated.get("crop_size")
             if stated.get("do_center_crop") is not False and crop is not None:
                 edges = crop if isinstance(crop, Mapping) else {"height": crop, "width": crop}
-            self._depth, self._most_of_prompt = 1, max_pixels
+            self._depth = 1
+            self._most_of_prompt = max_pixels
             self._least = self._most = min(
                 self._number(edges.get("height")) * self._number(edges.get("width")), max_pixels
             )

@@ -181,7 +181,9 @@ def stays_in_words(pattern: str) -> bool:
     That is so where in each alternative only the first character, or a run of spaces that begins
     it, can be a space. Of other syntax than tokenizers have, False.
     """
-    position, depth, is_first = 0, 0, True
+    position = 0
+    depth = 0
+    is_first = True
     while position < len(pattern):
         found = _TOKEN.match(pattern, position)
         if found is None or found["repeated"]:

@@ -75,10 +75,8 @@ class Placeholders:
             for place, token in enumerate(token_ids)
             if token in modalities
         ]
-        counts, wanted = (
-            Counter(modality for _, modality in found),
-            Counter(item.modality for item in items),
-        )
+        counts = Counter(modality for _, modality in found)
+        wanted = Counter(item.modality for item in items)
         for modality in {**wanted, **counts}:
             if counts[modality] != wanted[modality]:
                 raise RequestError(

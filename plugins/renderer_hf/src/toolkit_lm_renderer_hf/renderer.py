@@ -69,7 +69,8 @@ class HfRenderer(Renderer):
         folder = Path(config.renderer.tokenizer or config.checkpoint.path)
         if not folder.is_dir():
             raise CheckpointError(f"tokenizer folder {str(folder)!r} does not exist.")
-        self._folder, self._tokenizer_folder = Path(config.checkpoint.path), folder
+        self._folder = Path(config.checkpoint.path)
+        self._tokenizer_folder = folder
         self._multimodal: MultiModal | None = None
         self._tokenizer, special_tokens, tokenizer_config = load_tokenizer(
             folder, config.model.trust_remote_code
@@ -152,7 +153,8 @@ class HfRenderer(Renderer):
                 raise RequestError(
                     f"render_conversation takes no option {name!r}. {nearest(name, known)}", name
                 )
-        source, special = kwargs.pop("chat_template", None), kwargs.pop("add_special_tokens", False)
+        source = kwargs.pop("chat_template", None)
+        special = kwargs.pop("add_special_tokens", False)
         template = self._chat_template if source is None else self._requested(str(source))
         if template is None:
             raise RequestError(
@@ -208,7 +210,8 @@ class HfRenderer(Renderer):
     def _with_items(
         self, multimodal: MultiModal, prompt: Any, items: list[Item], add_special_tokens: bool
     ) -> Rendered:
-        options, given = prompt.get("mm_processor_kwargs"), prompt.get("prompt_token_ids")
+        options = prompt.get("mm_processor_kwargs")
+        given = prompt.get("prompt_token_ids")
         if given is None:
             text, _ = multimodal.whole_text(prompt["prompt"])
             given = self._encode(text, "prompt", add_special_tokens=add_special_tokens)

@@ -62,7 +62,8 @@ class Sampling:
         count: int | None = options.get("num_frames")
         rate: float | None = options.get("fps")
         if count is None and rate is None:
-            count, rate = self.num_frames, self.fps
+            count = self.num_frames
+            rate = self.fps
             if count is None and rate is None and is_file:
                 rate = _FPS
         if count is not None:

@@ -80,10 +80,8 @@ def _add_named_tokens(
 ) -> None:
     """Tokens that only the config knows come after the vocabulary, as transformers adds them.
     Raises CheckpointError for a broken one."""
-    listed, extra = (
-        config.get("added_tokens_decoder") or {},
-        config.get("extra_special_tokens", config.get("additional_special_tokens")) or [],
-    )
+    listed = config.get("added_tokens_decoder") or {}
+    extra = config.get("extra_special_tokens", config.get("additional_special_tokens")) or []
     try:
         ordered = [listed[key] for key in sorted(listed, key=int)]
         more = [*special_tokens.values(), *(extra.values() if isinstance(extra, dict) else extra)]

@@ -225,10 +225,8 @@ def apply_class_options(
     around = _AROUND.get(name)
     # A byte-level tokenizer in a checkpoint of BERT's model type is none of BERT's.
     if around is not None and bool(_byte_levels(tokenizer.pre_tokenizer)) == (name in _BYTE_LEVEL):
-        opening, closing = (
-            special_tokens.get("cls_token", around.opening),
-            special_tokens.get("sep_token", around.closing),
-        )
+        opening = special_tokens.get("cls_token", around.opening)
+        closing = special_tokens.get("sep_token", around.closing)
         tokenizer.post_processor = (
             around._replace(opening=opening, closing=closing).processor(tokenizer)
             or tokenizer.post_processor
@@ -247,7 +245,8 @@ def tokenizer_class(config: Mapping[str, Any], hf_config: Mapping[str, Any]) -> 
 
 
 def _build_byte_level(tokenizer: Tokenizer, config: Mapping[str, Any], name: str) -> None:
-    given, words = _flag(config, "add_prefix_space"), _WORDS.get(name)
+    given = _flag(config, "add_prefix_space")
+    words = _WORDS.get(name)
     bytes_of = pre_tokenizers.ByteLevel(
         add_prefix_space=_BYTE_LEVEL[name] if given is None else given, use_regex=words is None
     )

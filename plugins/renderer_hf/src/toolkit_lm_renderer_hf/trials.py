@@ -87,11 +87,13 @@ def _num_raw(text: str) -> int:
 
 def _best(forms: Sequence[Chosen], faults: Callable[[Chosen], Faults]) -> Chosen:
     """The first form without a fault, else the first of those with the least."""
-    best, least = forms[0], None
+    best = forms[0]
+    least = None
     for form in forms:
         found = faults(form)
         if least is None or found < least:
-            best, least = form, found
+            best = form
+            least = found
         if not any(found):
             break
     return best
@@ -234,12 +236,14 @@ class Trials:
         return written({"role": role, "content": _FILLER}, self.form(Sort(role, "text", False)))
 
     def _find_tool_form(self, sorts: frozenset[ToolSort]) -> ToolForm:
-        tools, marks = [], set[int]()
+        tools = []
+        marks = set[int]()
         for sort in sorts:
             tool, more = _tool_sample(sort, len(marks))
             tools.append(tool)
             marks |= more
-        user, system = self._said("user"), self._said("system")
+        user = self._said("user")
+        system = self._said("system")
 
         def faults(form: ToolForm) -> Faults:
             given = [written_tool(tool, form) for tool in tools]
@@ -301,7 +305,8 @@ def _tool_sample(sort: ToolSort, first: int) -> tuple[Plain, set[int]]:
 def _shape(message: Plain) -> Hashable:
     """What decides how a message is written, but for its texts. Of two with one shape, the same
     places get marks."""
-    calls, content = message.get("tool_calls"), message.get("content")
+    calls = message.get("tool_calls")
+    content = message.get("content")
     if isinstance(content, str):
         content = bool(content.strip())
     elif isinstance(content, list):
@@ -362,11 +367,9 @@ class _Marked:
 
     def message(self, message: Plain, index: int) -> Plain:
         """`index`: in the conversation."""
-        content, calls, where = (
-            message.get("content"),
-            message.get("tool_calls"),
-            f"messages[{index}]",
-        )
+        content = message.get("content")
+        calls = message.get("tool_calls")
+        where = f"messages[{index}]"
         made = dict(message)
         beside = ", beside its tool calls" if calls else ""
         told = f"the content of {where} (role {message['role'][:40]!r}){beside}"

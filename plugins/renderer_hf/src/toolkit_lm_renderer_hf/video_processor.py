@@ -102,9 +102,11 @@ class VideoProcessor:
 
         `check` hears how many tokens it will be, before anything is processed.
         """
-        config, processor = self._config, self._images.loaded
+        config = self._config
+        processor = self._images.loaded
         made: np.ndarray | None = None
-        depth, patch = config["temporal_patch_size"], config["patch_size"]
+        depth = config["temporal_patch_size"]
+        patch = config["patch_size"]
         num_groups = -(-count // depth)
         height = width = 0
         for number, pixels in enumerate(frames):
@@ -125,7 +127,8 @@ class VideoProcessor:
         assert made is not None and number == count - 1, (
             "there are as many frames as were asked for"
         )
-        last, used = made[-1], (count - 1) % depth + 1
+        last = made[-1]
+        used = (count - 1) % depth + 1
         # Its last frame stands in for those that are missing.
         last[:, :, used:] = last[:, :, used - 1 : used]
         grid = np.array([[num_groups, height // patch, width // patch]], np.int64)
@@ -143,10 +146,8 @@ class VideoProcessor:
 
         config = self._config
         check_ratio(height, width)
-        size, factor = (
-            options.get("size") or config["size"],
-            config["patch_size"] * config["merge_size"],
-        )
+        size = options.get("size") or config["size"]
+        factor = config["patch_size"] * config["merge_size"]
         most = size["longest_edge"]
         if config["cap_pixels_per_frame"]:
             total = int(config["max_video_tokens"] * factor * factor * _SHARE)
@@ -252,7 +253,9 @@ class VideoProcessor:
         """Options of the image processor. Scaling is a part of normalizing, in the order and the
         precision of transformers' videos."""
         config = self._config
-        mean, std, scale = config["image_mean"], config["image_std"], config["rescale_factor"]
+        mean = config["image_mean"]
+        std = config["image_std"]
+        scale = config["rescale_factor"]
         fused = config["do_rescale"] and config["do_normalize"]
         if fused:
             mean, std = (

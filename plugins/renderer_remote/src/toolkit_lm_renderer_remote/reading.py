@@ -15,7 +15,10 @@ from toolkit_lm.renderer import Rendered
 
 from toolkit_lm_renderer_remote.wire import MSGPACK, ErrorAnswer, ErrorDetail
 
-_MOST_ARRAYS, _MOST_AXES, _MOST_FACTS, _MOST_NUMBERS = 16, 8, 64, 4096
+_MOST_ARRAYS = 16
+_MOST_AXES = 8
+_MOST_FACTS = 64
+_MOST_NUMBERS = 4096
 _MOST_INSIDE = _MOST_ARRAYS * (_MOST_AXES + 3) + _MOST_NUMBERS + 16
 """Commas inside of a feature, as JSON, beside its mask's."""
 _IDENTIFIER = 512

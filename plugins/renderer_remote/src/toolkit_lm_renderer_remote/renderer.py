@@ -198,7 +198,8 @@ class RemoteRenderer(Renderer):
         # The length is checked here, where it is known whether the prompt is to be cut.
         more = {} if question.path == TOKENIZE else {"check_length": False}
         sent = _encoded({**question.body, **more, **({"held": held} if held else {})})
-        most, too_large = _SLACK + _BYTES_OF_TOKEN * self.config.max_model_len + 8 * len(sent), None
+        most = _SLACK + _BYTES_OF_TOKEN * self.config.max_model_len + 8 * len(sent)
+        too_large = None
         if question.most_media:
             most += self._most_media
             too_large = (

@@ -252,7 +252,8 @@ class _Reading:
         self._too_large = _FailedError(
             f"its answer has more than {self._most} bytes", answered=True, too_large=is_good
         )
-        self._deadline, self._timeout = deadline, timeout
+        self._deadline = deadline
+        self._timeout = timeout
         self._data = bytearray()
         declared = response.headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > self._most:

@@ -17,7 +17,8 @@ from toolkit_lm.messages import MultiModalFeatureSpec
 
 MSGPACK = ("application/msgpack", "application/x-msgpack")
 """What a client may accept beside application/json."""
-RENDER_CHAT, RENDER_PROMPTS = "/v1/chat/completions/render", "/v1/completions/render"
+RENDER_CHAT = "/v1/chat/completions/render"
+RENDER_PROMPTS = "/v1/completions/render"
 TOKENIZE = "/tokenize"
 
 

@@ -43,7 +43,8 @@ class Dry(LogitsProcessor):
         found = np.array(arguments["breakers"], np.int64)
         breakers = np.zeros(max(found, default=-1) + 3, bool)
         breakers[found + 1] = True
-        multiplier, base = np.float32(arguments["multiplier"]), np.float32(arguments["base"])
+        multiplier = np.float32(arguments["multiplier"])
+        base = np.float32(arguments["base"])
         # No repetition counts as longer than _LONGEST, and no array holds larger integers than 64
         # bits.
         self._arguments[row.key] = _Arguments(
@@ -100,7 +101,8 @@ def _repetitions(
     alive = np.arange(len(row))
     for back in range(1, _LONGEST):
         alive = alive[place[alive] >= back]
-        before, expected = place[alive] - back, ends[row[alive]] - back
+        before = place[alive] - back
+        expected = ends[row[alive]] - back
         matches = (tokens[row[alive], before] == tokens[row[alive], expected]) & ~broken[
             row[alive], before
         ]

@@ -27,7 +27,8 @@ class Mirostat(LogitsProcessor):
     def add(
         self, row: ProcessorRow, arguments: Mapping[str, Any], state: Mapping[str, float]
     ) -> None:
-        tau, eta = arguments["tau"], arguments["eta"]
+        tau = arguments["tau"]
+        eta = arguments["eta"]
         self._arguments[row.key] = tau, float(np.float32(eta))
         self._mu[row.key] = state.get("mu", 2.0 * tau)
 

@@ -84,7 +84,8 @@ class SentenceTransformersConfig(Struct, frozen=True, kw_only=True):
     @property
     def max_seq_length(self) -> int | None:
         """Tokens of the longest input, special tokens included; None: not said."""
-        transformer, expansion = self.transformer, self.transformer.query_expansion
+        transformer = self.transformer
+        expansion = self.transformer.query_expansion
         if transformer.max_seq_length is None:
             return None
         # PyLate's own count of a document leaves its marker out.
@@ -117,7 +118,8 @@ def read_sentence_transformers(
     The forms of all its versions are read. Raises CheckpointError that names the file, and the
     module, key or value in it that is not understood.
     """
-    listing, general_path = folder / "modules.json", folder / "config_sentence_transformers.json"
+    listing = folder / "modules.json"
+    general_path = folder / "config_sentence_transformers.json"
     said = JsonObject(repr(str(folder / "config.json")), hf_config)
     activation = _activation_of_model(said)
     # The class of the library of ColBERT's authors.
@@ -216,11 +218,10 @@ def _read_pylate(said: JsonObject, general: _General) -> None:
         if prefix := said.take_or(f"{name}_prefix", str):
             general.markers[name] = prefix
             general.prompts[name] = prefix + general.prompts.get(name, "").removeprefix(prefix)
-    length, document_length = positive(said, "query_length"), positive(said, "document_length")
-    expands, attends = (
-        said.take_or("do_query_expansion", bool),
-        said.take_or("attend_to_expansion_tokens", bool),
-    )
+    length = positive(said, "query_length")
+    document_length = positive(said, "document_length")
+    expands = said.take_or("do_query_expansion", bool)
+    attends = said.take_or("attend_to_expansion_tokens", bool)
     if "query_expansion" in said:
         expansion = parse_expansion(said)
     elif expands is not False:

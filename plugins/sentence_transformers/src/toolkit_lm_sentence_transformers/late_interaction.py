@@ -24,7 +24,8 @@ def read_roles(found: SentenceTransformersConfig, tokenizer: Path) -> dict[str, 
     `tokenizer`: its folder. Raises CheckpointError for what cannot be done as sentence-transformers
     does it.
     """
-    transformer, mask = found.transformer, found.token_mask
+    transformer = found.transformer
+    mask = found.token_mask
     lengths = (transformer.query_expansion, transformer.query_length, transformer.document_length)
     if mask is None and not found.markers and lengths == (None, None, None):
         return {}
@@ -34,7 +35,8 @@ def read_roles(found: SentenceTransformersConfig, tokenizer: Path) -> dict[str, 
         _marked(found, "document", vocabulary), max_tokens=transformer.document_length
     )
     if mask is not None:
-        skipped, kept = _skiplist(mask, vocabulary), frozenset(mask.keep_only_token_ids or ())
+        skipped = _skiplist(mask, vocabulary)
+        kept = frozenset(mask.keep_only_token_ids or ())
         query = replace(query, left_out=skipped if "query" in mask.skiplist_tasks else frozenset())
         document = replace(
             document,
@@ -46,7 +48,8 @@ def read_roles(found: SentenceTransformersConfig, tokenizer: Path) -> dict[str, 
 
 def _marked(found: SentenceTransformersConfig, name: str, vocabulary: Vocabulary) -> RoleProfile:
     """A role's prompt, and the token that it begins with."""
-    prompt, marker = found.prompts.get(name, ""), found.markers.get(name, "")
+    prompt = found.prompts.get(name, "")
+    marker = found.markers.get(name, "")
     # PyLate's markers are tokens with their blank ("[Q] "), those of ColBERT's authors without it
     # ("[unused0]").
     for piece in (marker, *marker.split(None, 1)[:1]):
@@ -60,7 +63,8 @@ def _filled(
     role: RoleProfile, found: SentenceTransformersConfig, vocabulary: Vocabulary
 ) -> RoleProfile:
     """The role of queries, with their length, and what they are filled up with."""
-    length, expansion = found.transformer.query_length, found.transformer.query_expansion
+    length = found.transformer.query_length
+    expansion = found.transformer.query_expansion
     if expansion is None:
         return replace(role, max_tokens=length)
     if length is not None and length < expansion.length:

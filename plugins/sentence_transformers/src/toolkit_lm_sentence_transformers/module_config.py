@@ -127,7 +127,8 @@ def parse_module(listing: Path, entry: Any, default_level: Level) -> Module | No
     """
     said = JsonObject(f"{str(listing)!r}, in its list", entry)
     said.ignore(("idx", "name"))
-    path, kind = said.take("path", str), said.take("type", str)
+    path = said.take("path", str)
+    kind = said.take("type", str)
     said.take_or("kwargs", list)
     said.finish()
     if path.startswith("/") or ".." in Path(path).parts:
@@ -250,7 +251,8 @@ def parse_expansion(said: JsonObject) -> QueryExpansion | None:
     length = positive(inner, "length")
     if length is None:
         raise CheckpointError(f"{inner.source} does not say 'length'.")
-    attend, token = inner.take_or("attend", bool) or False, inner.take_or("token", str)
+    attend = inner.take_or("attend", bool) or False
+    token = inner.take_or("token", str)
     inner.finish()
     return QueryExpansion(
         length=length,
@@ -345,7 +347,8 @@ def _parse_normalize(folder: Path, _: Level) -> HeadModule:
 
 def _parse_token_mask(folder: Path, _: Level) -> TokenMask:
     said = JsonObject.read(folder / "config.json")
-    words, tasks = said.take_or("skiplist_words", list), said.take_or("skiplist_tasks", list)
+    words = said.take_or("skiplist_words", list)
+    tasks = said.take_or("skiplist_tasks", list)
     mask = TokenMask(
         skiplist_words=words or [],
         skiplist_tasks=["document"] if tasks is None else tasks,

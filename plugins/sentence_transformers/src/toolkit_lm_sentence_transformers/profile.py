@@ -32,7 +32,8 @@ def read_pooling_profile(
     if found is None:
         return None
     longest = found.max_seq_length or _max_tokens_of_tokenizer(folder)
-    refusal, roles = _refusal(found), {}
+    refusal = _refusal(found)
+    roles = {}
     if refusal is None:
         try:
             roles = read_roles(found, tokenizer)

@@ -34,7 +34,8 @@ Counters = Callable[[Sequence[int]], ReasoningCounter]
 _BARE = "llama3_json"
 """Calls without marks: what a model whose own format is not known can be held to."""
 _SHORT_ID = 16
-BUDGET, _FORMAT = "thinking_token_budget", "thinking_format"
+BUDGET = "thinking_token_budget"
+_FORMAT = "thinking_format"
 """Parameters of what ends reasoning, and of whose."""
 _STRUCTURES = (
     "structured_outputs",
@@ -141,7 +142,8 @@ class AnswerParts:
 
     def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
         """Raises ConfigError, PluginError as ParserRegistry.find_format."""
-        self._parsers, self._renderer = engine.plugins.parsers, engine.renderer
+        self._parsers = engine.plugins.parsers
+        self._renderer = engine.renderer
         template = engine.renderer.chat_template_source
         _, self._tools = make_format(
             self._parsers, "tool_calls", options.tool_call_parser, template
@@ -163,7 +165,9 @@ class AnswerParts:
 
     def plan(self, body: ChatBody, use: ToolUse) -> Plan:
         """Of one request. Raises RequestError for tools that could not be called."""
-        tools, reasoning, kwargs = None, self.reasoning, body.template_kwargs() or {}
+        tools = None
+        reasoning = self.reasoning
+        kwargs = body.template_kwargs() or {}
         structure: dict[str, Any] | None = None
         field = "tools"
         if use.tools:
@@ -209,7 +213,8 @@ class AnswerParts:
             if content is None:
                 reasoning = None
             else:
-                structure, field = reasoning.after_reasoning(content, kwargs), next(iter(asked))
+                structure = reasoning.after_reasoning(content, kwargs)
+                field = next(iter(asked))
         told = (
             None
             if structure is None
@@ -241,7 +246,8 @@ class _Chain(AnswerParser):
 
     def finish(self, *, cut: bool) -> AnswerDelta:
         first = self._reasoning.finish(cut=cut)
-        second, last = self._tools.push(first.content), self._tools.finish(cut=cut)
+        second = self._tools.push(first.content)
+        last = self._tools.finish(cut=cut)
         return AnswerDelta(
             second.content + last.content, first.reasoning, (*second.tool_calls, *last.tool_calls)
         )
@@ -309,10 +315,8 @@ class Parts:
     def delta(self, parts: Sequence[AnswerDelta]) -> dict[str, Any]:
         """Of a stream, as OpenAI has it."""
         delta: dict[str, Any] = {}
-        reasoning, content = (
-            "".join(one.reasoning for one in parts),
-            "".join(one.content for one in parts),
-        )
+        reasoning = "".join(one.reasoning for one in parts)
+        content = "".join(one.content for one in parts)
         if reasoning and self._plan.shows_reasoning:
             delta |= {"reasoning_content": reasoning, "reasoning": reasoning}
         calls: dict[int, dict[str, Any]] = {}
@@ -329,10 +333,8 @@ class Parts:
 
     def message(self, parts: Sequence[AnswerDelta]) -> dict[str, Any]:
         """The whole of a choice."""
-        reasoning, content = (
-            "".join(one.reasoning for one in parts),
-            "".join(one.content for one in parts),
-        )
+        reasoning = "".join(one.reasoning for one in parts)
+        content = "".join(one.content for one in parts)
         calls = [self._call(call) for one in parts for call in one.tool_calls]
         message: dict[str, Any] = {
             "role": "assistant",
@@ -376,7 +378,8 @@ def _content_structure(asked: dict[str, Any]) -> dict[str, Any] | None:
     if name == "response_format":
         if not isinstance(value, Mapping):
             return None
-        schema, beside = value.get("json_schema"), value.get("schema", value.get("value"))
+        schema = value.get("json_schema")
+        beside = value.get("schema", value.get("value"))
         kinds: dict[str, dict[str, Any]] = {
             "json_object": {"json_object": True} if beside is None else {"json": beside},
             "json_schema": {

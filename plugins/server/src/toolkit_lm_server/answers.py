@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 from fastapi import Request, Response
 
-_JSON, _MSGPACK = msgspec.json.Encoder().encode, msgspec.msgpack.Encoder().encode
+_JSON = msgspec.json.Encoder().encode
+_MSGPACK = msgspec.msgpack.Encoder().encode
 _MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack")
 
 

@@ -178,7 +178,8 @@ def create_router(
     engine = cast("AsyncLLM", budgeted)
     route_kind = route_class(options, keys, readiness, metrics)
     router = APIRouter(route_class=route_kind)
-    served, tokens = Served(engine), Tokens(engine, budgeted.hold_rendering)
+    served = Served(engine)
+    tokens = Tokens(engine, budgeted.hold_rendering)
     with_fields = (
         engine.plugins.logits_processors,
         engine.config.sampling_defaults,
@@ -216,7 +217,8 @@ def create_router(
             responses=responses,
         )
     add_responses(router, engine, chat, body_of(ResponsesBody, *with_fields), options)
-    embeddings, reranking = Embeddings(engine, options), Reranking(engine, options)
+    embeddings = Embeddings(engine, options)
+    reranking = Reranking(engine, options)
     _add_pooling_routes(router, route_kind, embeddings, reranking)
     invocations = Invocations(engine, chat, completions, embeddings, reranking)
     whichever = with_body(invocations.create, dict[str, Any])
@@ -272,7 +274,8 @@ def add_own_routes(
     metrics: Metrics | None,
 ) -> None:
     """Those that need no engine."""
-    about, always = About(readiness, metrics), route_class(options, keys)
+    about = About(readiness, metrics)
+    always = route_class(options, keys)
     router.add_api_route("/version", about.version, route_class_override=always)
     if metrics is not None:
         router.add_api_route(
@@ -319,10 +322,8 @@ def _add_pooling_routes(
         "/v2/rerank": (reranking.cohere_rerank, Ranking),
     }
     for path, (handler, kind) in handlers.items():
-        responses, route = (
-            answers(kind) | described(404, 429, 504),
-            of_vllm(route_kind) if path in _OF_VLLM else route_kind,
-        )
+        responses = answers(kind) | described(404, 429, 504)
+        route = of_vllm(route_kind) if path in _OF_VLLM else route_kind
         router.add_api_route(
             path,
             handler,

@@ -148,7 +148,9 @@ class Chat:
         if -1 in (body.top_logprobs, body.prompt_logprobs):
             settle_logprobs(self._engine, body)
         conversations = body.conversations(self._max_prompts)
-        plan, params, options = PLAIN, body.params(), body.request_options(context)
+        plan = PLAIN
+        params = body.params()
+        options = body.request_options(context)
         if body.tools or body.tool_choice is not None or self._parts.reasoning is not None:
             await self._parts.prepare()
             use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
@@ -216,7 +218,8 @@ class ChatAnswer:
 
     def whole(self, choices: Sequence[Piece]) -> dict[str, Any]:
         """As `completion`, whose choices are made when they are taken."""
-        body, generation = self._body, self._generation
+        body = self._body
+        generation = self._generation
         self._parts.count(choices)
         found = map(self._choice, choices)
         is_one = len(self._echoes) == 1
@@ -253,7 +256,8 @@ class ChatAnswer:
         `in_pieces`: a call that a grammar holds the answer to comes as it is written, and may be
         cut. Else all calls come whole.
         """
-        body, generation = self._body, self._generation
+        body = self._body
+        generation = self._generation
         self._parts.in_pieces = in_pieces
         head = self._head("chat.completion.chunk")
 
@@ -309,13 +313,15 @@ class ChatAnswer:
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        token_bytes, named = self._engine.renderer.token_bytes, self._body.logprob_token_ids
+        token_bytes = self._engine.renderer.token_bytes
+        named = self._body.logprob_token_ids
         return chat_logprobs(
             piece.token_ids, piece.logprobs, self._body.top_logprobs or 0, token_bytes, named
         )
 
     def _choice(self, choice: Piece) -> dict[str, Any]:
-        body, reader = self._body, self._parts
+        body = self._body
+        reader = self._parts
         parts, reason = reader.read(choice)
         message = reader.message(parts)
         if echo := self._echoes[choice.index // (body.n or 1)]:

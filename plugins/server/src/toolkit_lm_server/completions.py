@@ -150,10 +150,8 @@ class Completions:
         for one in choices:
             prompt = generation.prompt(one.index)
             if body.prompt_logprobs is not None and prompt is not known:
-                known, made = (
-                    prompt,
-                    {"prompt_logprobs": encoded(prompt_logprobs(prompt.prompt_logprobs))},
-                )
+                known = prompt
+                made = {"prompt_logprobs": encoded(prompt_logprobs(prompt.prompt_logprobs))}
             yield self._whole_choice(body, generation, one) | made
 
     def _whole_choice(
@@ -231,7 +229,8 @@ class Completions:
         before the choice's text."""
         logprobs, offset = None, offset + one.text_offset
         if body is not None and body.logprobs is not None:
-            token_bytes, named = self._engine.renderer.token_bytes, body.logprob_token_ids
+            token_bytes = self._engine.renderer.token_bytes
+            named = body.logprob_token_ids
             logprobs = completion_logprobs(
                 one.token_ids, one.logprobs, body.logprobs, offset, token_bytes, named
             )

@@ -339,7 +339,8 @@ class Handshake(SSLProtocol):
 
     def __init__(self, inner: Connection, context: ssl.SSLContext, seconds: int) -> None:
         """`seconds`: those that it may take."""
-        loop, end = asyncio.get_running_loop(), CLOSING
+        loop = asyncio.get_running_loop()
+        end = CLOSING
         super().__init__(
             loop,
             inner,

@@ -72,10 +72,8 @@ def generation_cost(
     sizes = [_size(prompt) for prompt in prompts]
     of_prompts = sum(sizes)
     name, width = params.widest
-    sequences, most = (
-        len(prompts) * width,
-        max_model_len if params.max_tokens is None else min(params.max_tokens, max_model_len),
-    )
+    sequences = len(prompts) * width
+    most = max_model_len if params.max_tokens is None else min(params.max_tokens, max_model_len)
     stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
     words = sum(map(len, params.bad_words or ())) + len(repr(params.of_processors))
     # The best of several are chosen by the log probabilities of their tokens.
@@ -258,7 +256,8 @@ class Shares:
                 f"{told(self._most * 7 // 8)}."
             )
         with self._lock:
-            own, taken = self._taken[client], self._taken.total()
+            own = self._taken[client]
+            taken = self._taken.total()
             if self._most is not None and own + amount > (self._most - (taken - own)) * 7 // 8:
                 whose = f", {told(own)} of them this client's" if own < taken else ""
                 raise QueueFullError(
@@ -441,7 +440,8 @@ class BudgetedLLM:
     ) -> AsyncGenerator[Output, None]:
         """`outputs`, paid for until their end. `each`: the outputs of requests in one of them."""
         params = params or SamplingParams(**self._engine.config.sampling_defaults)
-        account, max_model_len = self._account(options), self._engine.config.model.max_model_len
+        account = self._account(options)
+        max_model_len = self._engine.config.model.max_model_len
         assert max_model_len is not None, "the config is not resolved"
         with ExitStack() as paid:
             cost = generation_cost(prompts, params, max_model_len, self._measure, self._at_once)

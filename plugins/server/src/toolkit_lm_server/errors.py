@@ -25,12 +25,14 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER = 5
 """Seconds after which a client may come again, where nobody knows better."""
-_NAME, _MESSAGE = 200, 1000
+_NAME = 200
+_MESSAGE = 1000
 """Characters of a client's name, and of a message, that are sent back."""
 _TYPES = {429: "rate_limit_exceeded"}
 VLLM_TYPES = {400: "BadRequestError", 404: "NotFoundError", 500: "InternalServerError"}
 """By status, an error's type on routes that vLLM has and OpenAI has not."""
-_PROBLEMS, _PART = 2, 120
+_PROBLEMS = 2
+_PART = 120
 """Wrong values of a body of which all is told, and most characters of each part of it."""
 _BRANCHES = {"str", "int", "float", "bool", "dict", "list", "none"}
 """What pydantic calls the members of a union, beside words that are no names."""
@@ -129,7 +131,8 @@ class ApiError(Exception):
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     """The error as another API has it. `names`: by field, what that API calls it."""
     told = error.body["error"]
-    ours, message = told["param"], told["message"] or ""
+    ours = told["param"]
+    message = told["message"] or ""
     if ours is None or (param := names.get(ours)) is None:
         return error
     return ApiError(
@@ -191,7 +194,8 @@ def as_api_error(error: Exception) -> ApiError:
 def _of_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     """Of pydantic's complaints, of which there is one for each member of a union, those of several
     places."""
-    first, places = problems[0], {_place(problem["loc"]): problem for problem in reversed(problems)}
+    first = problems[0]
+    places = {_place(problem["loc"]): problem for problem in reversed(problems)}
     error = _of_problem(first)
     if (
         first["type"] not in ("json_invalid", "unknown", "unsupported", "two_names")
@@ -201,7 +205,8 @@ def _of_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
             _in_full(place, problem)
             for place, problem in list(reversed(places.items()))[:_PROBLEMS]
         )
-        message, count = error.body["error"]["message"], len(places)
+        message = error.body["error"]["message"]
+        count = len(places)
         rest = f", and {count - _PROBLEMS} more errors" if count > _PROBLEMS else ""
         whole = (
             f"{message} (1 validation error: {told})"

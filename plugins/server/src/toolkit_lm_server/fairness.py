@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 _MANY = 10_000
 """Clients that are remembered."""
-_GUESS, _FEWEST, _MOST = 16, 4, 2048
+_GUESS = 16
+_FEWEST = 4
+_MOST = 2048
 """Rows of a step that cost as much as a step itself, and their bounds."""
 _RISE = 1.05
 """By so much the cheapest step is forgotten with each dearer one: rows that cost more, as with log
@@ -166,7 +168,8 @@ class FairPolicy(SchedulingPolicy):
     def _granted(self, request: Request, client: str, budget: int) -> int:
         if self._reserved and request.number == self._owed:
             # Its shares have come to so much already.
-            self._owed, self._reserved = None, 0
+            self._owed = None
+            self._reserved = 0
             if self._left is not None:
                 self._left[client] = 0
             return budget
@@ -193,7 +196,8 @@ class FairPolicy(SchedulingPolicy):
         return self._held[_client(request)] + request.num_rows <= self._held[_client(other)]
 
     def gives_way(self, request: Request, running: Sequence[Request]) -> Request | None:
-        waits, client = request is not running[0], _client(request)
+        waits = request is not running[0]
+        client = _client(request)
         rows = request.num_rows if waits else 0
         if waits and max(self._held.values()) <= self._held[client] + rows:
             return None
@@ -235,7 +239,8 @@ class StepCost:
         have not been seen."""
         if len(self._cheapest) < 2:
             return _GUESS
-        few, many = self._cheapest[min(self._cheapest)], self._cheapest[max(self._cheapest)]
+        few = self._cheapest[min(self._cheapest)]
+        many = self._cheapest[max(self._cheapest)]
         if few[0] > _GUESS or many[0] < 2 * few[0]:
             return _GUESS
         each = max((many[1] - few[1]) / (many[0] - few[0]), 1e-9)

@@ -141,10 +141,8 @@ class Generation:
 
     def usage(self) -> dict[str, Any]:
         """Token counts, so far. Prompts count as the engine read them."""
-        prompt, completion = (
-            sum(output.num_prompt_tokens for output in self._latest.values()),
-            sum(self._num_tokens),
-        )
+        prompt = sum(output.num_prompt_tokens for output in self._latest.values())
+        completion = sum(self._num_tokens)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -169,7 +167,8 @@ class Generation:
         return pieces
 
     def _piece(self, index: int, new: CompletionOutput) -> Piece:
-        offset, before = self._num_characters[index], self._num_tokens[index]
+        offset = self._num_characters[index]
+        before = self._num_tokens[index]
         self._num_characters[index] += len(new.text)
         self._num_tokens[index] += len(new.token_ids)
         return Piece(

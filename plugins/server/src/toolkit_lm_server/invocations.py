@@ -61,7 +61,8 @@ class Invocations:
         return await handler(validated(kind, body), request)
 
     def _route(self, body: dict[str, Any]) -> tuple[Handler, type[Body]]:
-        generates, tasks = "generate" in self._engine.tasks, self._engine.tasks
+        generates = "generate" in self._engine.tasks
+        tasks = self._engine.tasks
         for name, route in {
             **(self._generating if generates or "prompt" in body else {}),
             **self._scoring,

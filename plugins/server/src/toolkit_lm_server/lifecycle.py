@@ -189,7 +189,8 @@ class Lifecycle:
             await self._open(engine, lifespan)
             await self._unless_stopped(engine.wait_ready())
             report_start(engine, time.time() - psutil.Process().create_time())
-            garbage, throughput = Garbage(), Throughput(self._metrics)
+            garbage = Garbage()
+            throughput = Throughput(self._metrics)
             sys.setswitchinterval(_SWITCH)
             self._gate.open()
             announce(f"Serving {engine.served_model_name} at {self._url}", self._options)
@@ -212,7 +213,8 @@ class Lifecycle:
         making = in_thread(lambda: self._make_app(engine, self._metrics, self._readiness))
         app = await self._unless_stopped(asyncio.wrap_future(making))
         await lifespan.enter_async_context(app.router.lifespan_context(app))
-        self._gate.app, self._readiness.engine = app, engine
+        self._gate.app = app
+        self._readiness.engine = engine
 
     async def _unless_stopped(self, work: Awaitable[Result]) -> Result:
         """What `work` gives. Raises _StoppedError when the server is to end before it does."""

@@ -8,7 +8,8 @@ from typing import Any
 Measure = Callable[[Mapping[str, Any], Mapping[str, Any]], tuple[int, int] | None]
 """Renderer.media_size: of a content part, with mm_processor_kwargs."""
 
-_UNKNOWN, _VIDEO = 32 * 2**20, 128 * 2**20
+_UNKNOWN = 32 * 2**20
+_VIDEO = 128 * 2**20
 """Bytes that an item counts as of which the renderer cannot tell, and those of such a video."""
 _ENCODED = 3
 """Bytes of each character that an item comes in: the text, the file in it, and a copy."""

@@ -136,7 +136,8 @@ class Intervals(Collector):
     """A histogram of seconds that takes as many equal values at once as one likes."""
 
     def __init__(self, name: str, help: str, registry: CollectorRegistry) -> None:
-        self._name, self._help = name, help
+        self._name = name
+        self._help = help
         self._counts = [0] * (len(_LATENCY) + 1)
         self._sum = 0.0
         registry.register(self)
@@ -343,7 +344,8 @@ class Metrics:
                 self._step(event)
             case LoadEvent():
                 # It comes last, after the first tokens.
-                last, engine = self._steps[event.engine], str(event.engine)
+                last = self._steps[event.engine]
+                engine = str(event.engine)
                 if last.num_later > 0:
                     self._between.observe(last.gap, last.num_later)
                     last.num_later = 0
@@ -405,10 +407,8 @@ class Metrics:
 
     def _tell_kv_cache(self, kv_cache: KVCacheConfig, config: VllmConfig) -> None:
         fit = num_fitting(kv_cache, config)
-        block_size, num_blocks = (
-            kv_cache.groups[0].spec.block_size,
-            sum(pool.num_blocks for pool in kv_cache.pools),
-        )
+        block_size = kv_cache.groups[0].spec.block_size
+        num_blocks = sum(pool.num_blocks for pool in kv_cache.pools)
         self._kv_cache.labels(
             block_size, num_blocks, int(fit * config.max_model_len), f"{fit:.2f}"
         ).set(1)
@@ -467,10 +467,8 @@ class Metrics:
             return
         if event.scheduled_time is not None:
             self._prefill.observe(event.first_token_time - event.scheduled_time)
-        decode, each = (
-            event.time - event.first_token_time,
-            event.num_output_tokens / event.num_sequences,
-        )
+        decode = event.time - event.first_token_time
+        each = event.num_output_tokens / event.num_sequences
         self._decode.observe(decode)
         if each > 1:
             self._per_token.observe(decode / (each - 1))

@@ -109,7 +109,8 @@ def add_plugin_routes(
 def _of_model(engine: AsyncLLM) -> str | None:
     """The plugin that brings the model's class; None for a class that stands in for others."""
     assert engine.config.checkpoint is not None
-    models, architecture = engine.plugins.models, engine.config.checkpoint.architecture
+    models = engine.plugins.models
+    architecture = engine.config.checkpoint.architecture
     return models.get(architecture).plugin if architecture in models else None
 
 

@@ -116,7 +116,9 @@ def in_bytes(
             "header tells of each. Use bytes_only."
         )
         raise RequestError(message, "encoding_format")
-    parts, items, end = [], [], 0
+    parts = []
+    items = []
+    end = 0
     for index, output in enumerate(outputs):
         assert output.outputs.data is not None, "`pool` gives results with data"
         parts.append(packed(output.outputs.data, body.embed_dtype, body.endianness))
@@ -157,7 +159,8 @@ def _upper_half(
 ) -> np.ndarray:
     """The upper halves of the bits of values, rounded to the nearest, of two the even one. bfloat16
     is that of float32, e5m2 of float16."""
-    bits, size = data.view(whole).astype(np.uint64), 8 * np.dtype(half).itemsize
+    bits = data.view(whole).astype(np.uint64)
+    size = 8 * np.dtype(half).itemsize
     halves: np.ndarray = ((bits + (1 << size - 1) - 1 + ((bits >> size) & 1)) >> size).astype(half)
     return halves
 
@@ -175,7 +178,8 @@ def _e4m3(data: np.ndarray) -> np.ndarray:
     largest."""
     size = np.minimum(np.abs(data), _E4M3[-1])
     above = np.clip(np.searchsorted(_E4M3, size), 1, len(_E4M3) - 1)
-    low, high = size - _E4M3[above - 1], _E4M3[above] - size
+    low = size - _E4M3[above - 1]
+    high = _E4M3[above] - size
     codes = np.where((low < high) | ((low == high) & (above % 2 == 1)), above - 1, above)
     signed: np.ndarray = (codes + 128 * np.signbit(data)).astype(np.uint8)
     return signed

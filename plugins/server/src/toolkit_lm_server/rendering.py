@@ -90,7 +90,8 @@ class Rendering:
 
         `length`: one that is too long is refused.
         """
-        token_ids, features = rendered.token_ids, rendered.features
+        token_ids = rendered.token_ids
+        features = rendered.features
         check_token_ids(token_ids, self.vocab_size)
         if self.renderer.rules is not None:
             with self.plugins.boundary:
@@ -120,7 +121,8 @@ class Render:
 
     async def chat(self, body: ChatRenderBody, request: Request) -> Response:
         """The prompt of a chat completion, in tokens."""
-        params, options = self._params(body), body.render_options()
+        params = self._params(body)
+        options = body.render_options()
         render = partial(self._rendering.renderer.render_conversation, body.messages, **options)
         with self._hold([(body.messages, options)], {"context": request_context(request)}):
             return await answer(
@@ -129,11 +131,9 @@ class Render:
 
     async def completion(self, body: CompletionRenderBody, request: Request) -> Response:
         """The prompts of a completion, in tokens."""
-        params, render = (
-            self._params(body),
-            partial(
-                self._rendering.renderer.render_prompt, add_special_tokens=body.add_special_tokens
-            ),
+        params = self._params(body)
+        render = partial(
+            self._rendering.renderer.render_prompt, add_special_tokens=body.add_special_tokens
         )
         prompts: list[Any] = [*body.prompts(self._options.max_prompts)]
 
@@ -214,8 +214,10 @@ def create_render_app(
     router = APIRouter(route_class=route_class(options, keys, readiness, metrics))
     engine = cast("AsyncLLM", rendering)
     hold = BudgetedLLM(engine, CostBudget(options.max_request_bytes), keys).hold_rendering
-    render, unknown = Render(rendering, options, hold), described(404)
-    served, tokens = Served(engine), Tokens(engine, hold)
+    render = Render(rendering, options, hold)
+    unknown = described(404)
+    served = Served(engine)
+    tokens = Tokens(engine, hold)
     for path, handler, body, whole_answer in (
         ("/v1/chat/completions/render", render.chat, ChatRenderBody, RenderedPrompt),
         ("/v1/completions/render", render.completion, CompletionRenderBody, RenderedList),

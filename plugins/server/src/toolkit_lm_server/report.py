@@ -36,13 +36,12 @@ class Throughput:
         """Writes the line when it is time. Call it often."""
         if (seconds := self._clock.elapsed()) is None:
             return
-        now, before = self._metrics.totals, self._before
+        now = self._metrics.totals
+        before = self._before
         self._before = Totals(now.prompt, now.cached, now.output)
-        prompt, cached, output = (
-            now.prompt - before.prompt,
-            now.cached - before.cached,
-            now.output - before.output,
-        )
+        prompt = now.prompt - before.prompt
+        cached = now.cached - before.cached
+        output = now.output - before.output
         load = self._metrics.load
         running, waiting = (0, 0) if load is None else (load.num_running, load.num_waiting)
         if not (prompt or output or running or waiting):
@@ -128,7 +127,8 @@ def weight_bytes(config: VllmConfig) -> int:
 
 def as_size(num_bytes: int) -> str:
     """1536 as 1.5 KiB."""
-    size, unit = float(num_bytes), "B"
+    size = float(num_bytes)
+    unit = "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 1024 or unit == "TiB":
             break

@@ -23,7 +23,8 @@ _LEFT = 499
 """The status of a request whose client did not wait for an answer."""
 _MOST_BODY = 2**14
 """Bytes of an error's body that is looked at."""
-_REASON, _TARGET = 200, 500
+_REASON = 200
+_TARGET = 500
 """Characters of a reason, and of a path, that a line shows. They may be a client's."""
 
 _logger = logging.getLogger(ACCESS)
@@ -55,7 +56,8 @@ class RequestLog:
         self._all = all_requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start, answer = time.perf_counter(), _Answer(send)
+        start = time.perf_counter()
+        answer = _Answer(send)
         try:
             await self._app(scope, receive, answer.send)
         except Exception as error:
@@ -79,7 +81,8 @@ class RequestLog:
 
 def log_request(scope: Scope, status: int, seconds: float | None, reason: str = "") -> None:
     """Writes a request's line. `reason`: what was wrong with it."""
-    client, account = scope.get("client"), scope.get("toolkit_lm.account")
+    client = scope.get("client")
+    account = scope.get("toolkit_lm.account")
     address = f"{client[0]}:{client[1]}" if client else ""
     # Without the query, where some clients put keys.
     target = quote(scope["path"])

@@ -206,7 +206,10 @@ def measure(body: bytes) -> tuple[int, int]:
     for what is no JSON."""
     # Without escaped characters, each quotation mark begins or ends a text.
     bare = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
-    values, level, deepest, quotes = 1, 0, 0, 0
+    values = 1
+    level = 0
+    deepest = 0
+    quotes = 0
     for start in range(0, len(bare), _PART):
         part = bare[start : start + _PART]
         # Only the last bit counts, so it may overflow.
@@ -228,7 +231,8 @@ def _table(**values: str) -> np.ndarray:
     return table
 
 
-_STEPS, _BEGINS = _table(more="[{", less="]}"), _table(more="[{,:")
+_STEPS = _table(more="[{", less="]}")
+_BEGINS = _table(more="[{,:")
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -316,10 +320,8 @@ class ServerRoute(APIRoute):
 
     @classmethod
     def _described(cls) -> dict[int | str, dict[str, Any]]:
-        key, engine = (
-            (401,) if cls.keys is not None else (),
-            (503,) if cls.readiness is not None else (),
-        )
+        key = (401,) if cls.keys is not None else ()
+        engine = (503,) if cls.readiness is not None else ()
         # Without a default, FastAPI would add one of its own, 422.
         other = {"default": {"model": cls.error_body, "description": "Any other error."}}
         limits = (429,) if engine and cls.keys is not None and cls.keys.limited else ()
@@ -419,7 +421,8 @@ def with_body(
     async def handle(body: Any, request: Request) -> Response:
         return await handler(body, request)
 
-    handle.__name__, handle.__doc__ = handler.__name__, handler.__doc__
+    handle.__name__ = handler.__name__
+    handle.__doc__ = handler.__doc__
     handle.__annotations__ = {"body": kind, "request": Request, "return": Response}
     return handle
 
@@ -480,7 +483,8 @@ async def read_body(request: Request, most: int, take: Callable[[int], None]) ->
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > most:
         raise _too_large(most)
-    body, more = bytearray(), True
+    body = bytearray()
+    more = True
     while more:
         message = await request.receive()
         if message["type"] == "http.disconnect":

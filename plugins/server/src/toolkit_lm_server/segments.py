@@ -73,7 +73,8 @@ class Segments:
     def _push(self, delta: Mapping[str, Any], choice: Mapping[str, Any]) -> list[Step]:
         """`delta`: of a chunk, or a whole message."""
         steps: list[Step] = []
-        content, calls = delta.get("content") or "", delta.get("tool_calls") or ()
+        content = delta.get("content") or ""
+        calls = delta.get("tool_calls") or ()
         logprobs = (choice.get("logprobs") or {}).get("content") or []
         if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
             self._more(steps, "reasoning", reasoning)

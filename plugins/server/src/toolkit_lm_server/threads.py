@@ -22,7 +22,8 @@ CLOSING = 5
 WHOSE = ContextVar("WHOSE", default="")
 """The client whose request is worked on."""
 
-_CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
 
 Result = TypeVar("Result")
 
@@ -51,7 +52,8 @@ class SharedThreads(ThreadPoolExecutor):
     def submit(
         self, function: Callable[..., Result], /, *args: Any, **options: Any
     ) -> Future[Result]:
-        client, future = WHOSE.get(), Future[Result]()
+        client = WHOSE.get()
+        future = Future[Result]()
         with self._lock:
             self._waiting[client].append((future, partial(function, *args, **options)))
             if self._turns[client] < self._most:

@@ -102,7 +102,8 @@ class _Search:
     def _flat(self, parts: Sequence[_Part]) -> Iterator[_Part]:
         """Each schema once, through references and `allOf`. A reference that leads nowhere is the
         compiler's business."""
-        left, seen = list(reversed(parts)), set[int]()
+        left = list(reversed(parts))
+        seen = set[int]()
         while left:
             part = left.pop()
             self._charge(1)
@@ -180,7 +181,8 @@ class _Search:
     ) -> DeadEnd | None:
         """Why none of some values is allowed, as far as it is plain. They have ends: what rules all
         of them out is the reason."""
-        limits, reason = _Limits(flat), None
+        limits = _Limits(flat)
+        reason = None
         for value in listed:
             self._charge(1)
             found = limits.excluded(value)
@@ -367,7 +369,8 @@ def _limit(flat: Sequence[_Part], name: str, choose: Callable[[Sequence[Any]], A
 
 
 def _crossed(flat: Sequence[_Part], least_name: str, most_name: str) -> DeadEnd | None:
-    least, most = _limit(flat, least_name, max), _limit(flat, most_name, min)
+    least = _limit(flat, least_name, max)
+    most = _limit(flat, most_name, min)
     if least is None or most is None or least <= most:
         return None
     where = next(part.where for part in flat if least_name in part.schema)

@@ -64,10 +64,8 @@ def prepare(given: Mapping[str, Any], renderer: Any) -> Mapping[str, Any] | None
 def _reader(plugins: Plugins) -> type[WishReader]:
     """Of the backend that the option names. Raises RequestError where there is none."""
     registry = plugins.brought_registry(StructuredOutputRegistry)
-    known, wanted = (
-        [entry.key for entry in registry.entries()],
-        plugins.options("structured_output").backend,
-    )
+    known = [entry.key for entry in registry.entries()]
+    wanted = plugins.options("structured_output").backend
     if not known:
         raise RequestError(
             "structured output: nothing that compiles grammars is installed; pip install "

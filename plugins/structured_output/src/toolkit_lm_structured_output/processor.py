@@ -22,7 +22,8 @@ from toolkit_lm_structured_output.masking import apply_masks
 
 _COMPILED = 64
 """Grammars that are kept: sequences of one request have the same, and so have many requests."""
-_SECONDS, _SECONDS_PER_TOKEN = 0.5, 0.01
+_SECONDS = 0.5
+_SECONDS_PER_TOKEN = 0.01
 """Of computing: what an output may take, and how much more with each of its tokens. An ambiguous
 grammar takes ever longer."""
 _SLOW = 0.002
@@ -78,7 +79,8 @@ class _Sequence:
                 and len(row.token_ids) == row.num_prompt_tokens + self._num_read
             ):
                 return self._matcher
-            begun, num_read = time.thread_time(), self._num_read
+            begun = time.thread_time()
+            num_read = self._num_read
             try:
                 return self._read(row)
             except ValueError as error:

@@ -67,7 +67,8 @@ def wish_of(given: Mapping[str, Any]) -> Wish | None:
         if wish is not None
     ]
     if len(wishes) > 1:
-        one, other = wishes[0].param, wishes[1].param
+        one = wishes[0].param
+        other = wishes[1].param
         raise RequestError(
             f"Cannot specify both {one} and {other}: each says what the output is to be. Give "
             "one of them.",
@@ -115,7 +116,8 @@ def _of_structured_outputs(given: Mapping[str, Any], param: str) -> Wish | None:
 
 
 def _of_response_format(given: Mapping[str, Any]) -> Wish | None:
-    param, kind = "response_format", given.get("type")
+    param = "response_format"
+    kind = given.get("type")
     if kind not in _FORMATS:
         raise RequestError(
             f"response_format.type must be one of {', '.join(_FORMATS)}, not {str(kind)[:50]!r}.",

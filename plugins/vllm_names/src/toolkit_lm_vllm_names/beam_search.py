@@ -65,7 +65,8 @@ class BeamSearchParams:
 
 
 def _sequence(output: RequestOutput, one: CompletionOutput) -> BeamSearchSequence:
-    tokens, text = [*output.prompt_token_ids, *one.token_ids], (output.prompt or "") + one.text
+    tokens = [*output.prompt_token_ids, *one.token_ids]
+    text = (output.prompt or "") + one.text
     return BeamSearchSequence(
         tokens, text, one.cumulative_logprob or 0.0, one.finish_reason, one.stop_reason
     )

@@ -35,7 +35,9 @@ def migrate(line: str) -> Migration:
     options: dict[str, Any] = {}
     about_compilation: list[tuple[str, Any]] = []
     needless: list[tuple[str, str]] = []
-    left_out, models, kept = [], [], []
+    left_out = []
+    models = []
+    kept = []
     while words:
         word = words[0]
         flag = read_flag(words)

@@ -261,7 +261,8 @@ def _tag(wish: Wish) -> dict[str, Any]:
         for schema in _schemas(told["format"]):
             checked_schema(schema, wish)
         return {"type": "structural_tag", "format": told["format"]}
-    structures, triggers = told.get("structures"), told.get("triggers")
+    structures = told.get("structures")
+    triggers = told.get("triggers")
     if (
         not isinstance(structures, list)
         or not isinstance(triggers, list)

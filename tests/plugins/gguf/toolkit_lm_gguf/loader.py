@@ -43,7 +43,8 @@ class GGUFLoader(CheckpointLoader):
         import torch
 
         file = GGUFFile(self._path())
-        names, permuted = _names(file), file.architecture in _PERMUTED
+        names = _names(file)
+        permuted = file.architecture in _PERMUTED
         heads = file.get("{arch}.attention.head_count")
         heads_of = {"q_proj": heads, "k_proj": file.get("{arch}.attention.head_count_kv", heads)}
         for name, array in file.arrays():

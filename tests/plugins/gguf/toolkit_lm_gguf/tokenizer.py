@@ -18,7 +18,9 @@ from toolkit_lm.errors import UnsupportedError
 
 from toolkit_lm_gguf.file import GGUFFile
 
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+_CONTROL = 3
+_USER_DEFINED = 4
+_UNUSED = 5
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| "
     r"?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -35,7 +37,8 @@ _UNKNOWN = "<unk>"
 
 def tokenizer(file: GGUFFile) -> Tokenizer:
     """Raises UnsupportedError for a kind of tokenizer that is not known."""
-    kind, tokens = file.require("tokenizer.ggml.model"), file.require("tokenizer.ggml.tokens")
+    kind = file.require("tokenizer.ggml.model")
+    tokens = file.require("tokenizer.ggml.tokens")
     if kind not in _KINDS:
         raise UnsupportedError(
             f"{file.path} has a tokenizer of the kind {kind!r}. Able: {', '.join(_KINDS)}."

@@ -37,10 +37,8 @@ class TileEncoder(Model):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config = HFConfig(vllm_config.hf_config)
-        size, heads = (
-            HFConfig(config.require("text_config", dict)).require("hidden_size", int),
-            config.require("tile_heads", int),
-        )
+        size = HFConfig(config.require("text_config", dict)).require("hidden_size", int)
+        heads = config.require("tile_heads", int)
         made: dict[str, Any] = {"vllm_config": vllm_config}
         self.tile = ReplicatedLinear(
             config.require("tile_size", int) ** 2, size, prefix=f"{prefix}.tile", **made

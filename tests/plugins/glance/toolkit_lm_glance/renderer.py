@@ -50,7 +50,8 @@ class GlanceRenderer(Renderer):
 
     def _feature(self, image: np.ndarray, offset: int) -> MultiModalFeatureSpec:
         size = self.config.hf_config["tile_size"]
-        rows, columns = image.shape[0] // size, image.shape[1] // size
+        rows = image.shape[0] // size
+        columns = image.shape[1] // size
         cut = (
             image[: rows * size, : columns * size].reshape(rows, size, columns, size).swapaxes(1, 2)
         )

@@ -20,7 +20,8 @@ class PackedMethod(LinearMethod):
     / group size], `weight_shape` [2]."""
 
     def __init__(self, num_bits: int, group_size: int) -> None:
-        self.num_bits, self.group_size = num_bits, group_size
+        self.num_bits = num_bits
+        self.group_size = group_size
 
     def create(self, layer: nn.Module, spec: LinearSpec) -> None:
         pack = 32 // self.num_bits
@@ -29,7 +30,8 @@ class PackedMethod(LinearMethod):
             spec.inputs.stored(f"inputs of {spec.prefix}", pack=p, group=g)
             for p, g in ((pack, 1), (1, self.group_size))
         )
-        self.spec, outputs = spec, spec.shape[0]
+        self.spec = spec
+        outputs = spec.shape[0]
         self.weight = layer.weight_packed = new_parameter(
             (outputs, packed.size), torch.int32, spec.loader(pack=pack)
         )
@@ -49,7 +51,8 @@ class PackedMethod(LinearMethod):
         """[outputs, inputs] of this rank."""
         shifts = torch.arange(0, 32, self.num_bits, dtype=torch.int32, device=self.weight.device)
         values = (self.weight.unsqueeze(-1) >> shifts) & ((1 << self.num_bits) - 1)
-        size, start = self.spec.inputs.size, self.spec.inputs.start % self.group_size
+        size = self.spec.inputs.size
+        start = self.spec.inputs.start % self.group_size
         # A share that begins within a group begins within the scales that are stored for it.
         scales = self.scale.float().repeat_interleave(self.group_size, dim=1)[
             :, start : start + size

@@ -44,7 +44,8 @@ class MambaBackend(CacheBackend):
 
     def build(self, batch: BatchView) -> list[Row]:
         assert batch.block_table is not None
-        starts, blocks = batch.query_start.tolist(), batch.block_table[:, 0].tolist()
+        starts = batch.query_start.tolist()
+        blocks = batch.block_table[:, 0].tolist()
         rows = zip(
             starts, starts[1:], blocks, batch.starts.tolist(), batch.seq_lens.tolist(), strict=False
         )
@@ -63,7 +64,8 @@ class MambaMixer(CacheLayer):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__(prefix)
         config = HFConfig(vllm_config.hf_config)
-        hidden_size, bias = config.require("hidden_size", int), config.get("use_bias", bool, False)
+        hidden_size = config.require("hidden_size", int)
+        bias = config.get("use_bias", bool, False)
         channels = (
             config.get("intermediate_size", int) or config.get("expand", int, 2) * hidden_size
         )

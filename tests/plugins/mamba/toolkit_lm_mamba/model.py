@@ -39,10 +39,8 @@ class MambaBackbone(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config = HFConfig(vllm_config.hf_config)
-        hidden_size, eps = (
-            config.require("hidden_size", int),
-            config.get("layer_norm_epsilon", float, 1e-5),
-        )
+        hidden_size = config.require("hidden_size", int)
+        eps = config.get("layer_norm_epsilon", float, 1e-5)
         vocab_size = config.require("vocab_size", int)
         self.embeddings = VocabParallelEmbedding(
             vocab_size, hidden_size, vllm_config=vllm_config, prefix=f"{prefix}.embeddings"

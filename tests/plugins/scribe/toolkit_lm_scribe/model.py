@@ -66,10 +66,8 @@ class CrossAttention(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config = HFConfig(vllm_config.hf_config)
-        size, inner = (
-            config.require("hidden_size", int),
-            config.require("num_heads", int) * HEAD_SIZE,
-        )
+        size = config.require("hidden_size", int)
+        inner = config.require("num_heads", int) * HEAD_SIZE
         self.q = ColumnParallelLinear(
             size, inner, bias=False, vllm_config=vllm_config, prefix=f"{prefix}.q"
         )
@@ -100,7 +98,8 @@ class Layer(nn.Module):
     def __init__(self, index: int, *, decodes: bool, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config = HFConfig(vllm_config.hf_config)
-        size, made = config.require("hidden_size", int), {"vllm_config": vllm_config}
+        size = config.require("hidden_size", int)
+        made = {"vllm_config": vllm_config}
         kind = AttentionType.DECODER if decodes else AttentionType.ENCODER
         window = config.require("window", int) if decodes and index % 2 else None
         self.self_attn = SelfAttention(kind, window, prefix=f"{prefix}.self_attn", **made)
@@ -126,7 +125,8 @@ class ScribeModel(EncoderDecoderModel):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        config, made = HFConfig(vllm_config.hf_config), {"vllm_config": vllm_config}
+        config = HFConfig(vllm_config.hf_config)
+        made = {"vllm_config": vllm_config}
         vocab_size, size, count = (
             config.require(key, int) for key in ("vocab_size", "hidden_size", "num_layers")
         )

@@ -62,26 +62,25 @@ def attend(
     `bias_origin`.
     """
     ROWS: tl.constexpr = GROUP_FILLED * QUERIES
-    index, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    index = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
     piece = pieces + index * COLUMNS
-    row, token, position, count = (
-        tl.load(piece),
-        tl.load(piece + 1),
-        tl.load(piece + 2),
-        tl.load(piece + 3),
-    )
-    begin, end, origin, place = (
-        tl.load(piece + 4),
-        tl.load(piece + 5),
-        tl.load(piece + 6),
-        tl.load(piece + 7),
-    )
+    row = tl.load(piece)
+    token = tl.load(piece + 1)
+    position = tl.load(piece + 2)
+    count = tl.load(piece + 3)
+    begin = tl.load(piece + 4)
+    end = tl.load(piece + 5)
+    origin = tl.load(piece + 6)
+    place = tl.load(piece + 7)
     if SPLIT:
         begin += split * SPLIT
         end = tl.minimum(end, begin + SPLIT)
 
     rows = tl.arange(0, ROWS)
-    query, member = rows // GROUP_FILLED, rows % GROUP_FILLED
+    query = rows // GROUP_FILLED
+    member = rows % GROUP_FILLED
     head = kv_head * GROUP + member
     is_real = (query < count) & (member < GROUP)
     dims = tl.arange(0, SIZE_FILLED)
@@ -206,16 +205,16 @@ def merge(
 ) -> None:
     """The shares of `attend`, in order: programs (pieces, kv_heads)."""
     ROWS: tl.constexpr = GROUP_FILLED * QUERIES
-    index, kv_head = tl.program_id(0), tl.program_id(1)
+    index = tl.program_id(0)
+    kv_head = tl.program_id(1)
     piece = pieces + index * COLUMNS
-    token, count, begin, end = (
-        tl.load(piece + 1),
-        tl.load(piece + 3),
-        tl.load(piece + 4),
-        tl.load(piece + 5),
-    )
+    token = tl.load(piece + 1)
+    count = tl.load(piece + 3)
+    begin = tl.load(piece + 4)
+    end = tl.load(piece + 5)
     rows = tl.arange(0, ROWS)
-    query, member = rows // GROUP_FILLED, rows % GROUP_FILLED
+    query = rows // GROUP_FILLED
+    member = rows % GROUP_FILLED
     is_real = (query < count) & (member < GROUP)
     dims = tl.arange(0, SIZE_FILLED)
     real_dims = is_real[:, None] & (dims < SIZE)[None, :]
@@ -227,7 +226,8 @@ def merge(
         other = tl.load(stats + share * 2, mask=is_real, other=float("-inf"))
         higher = tl.maximum(top, other)
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        kept, added = tl.exp(top - base), tl.exp(other - base)
+        kept = tl.exp(top - base)
+        added = tl.exp(other - base)
         total = total * kept + added * tl.load(stats + share * 2 + 1, mask=is_real, other=0.0)
         shared = tl.load(
             partial + share[:, None] * SIZE_FILLED + dims[None, :], mask=real_dims, other=0.0
@@ -261,7 +261,8 @@ def store_kv(
     SIZE_FILLED: tl.constexpr,
 ) -> None:
     """k and v [S, kv_heads, SIZE] to pages, at slots [S]; -1 is skipped. Programs (S, kv_heads)."""
-    index, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    index = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
     slot = tl.load(slots + index)
     dims = tl.arange(0, SIZE_FILLED)
     stored = dims < tl.where(slot >= 0, SIZE, 0)

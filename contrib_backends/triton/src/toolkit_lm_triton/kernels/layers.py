@@ -25,7 +25,8 @@ def rms_norm(
     """x [tokens, heads, SIZE] -> `out`, contiguous. ADDS: of x + residual, which goes to `total`.
     Programs (tokens * heads)."""
     row = tl.program_id(0).to(tl.int64)
-    token, head = row // num_heads, row % num_heads
+    token = row // num_heads
+    head = row % num_heads
     dims = tl.arange(0, SIZE_FILLED)
     is_dim = dims < SIZE
     given = tl.load(x + token * x_token + head * x_head + dims, mask=is_dim, other=0.0)
@@ -53,7 +54,8 @@ def rotate(
     INTERLEAVED: tl.constexpr,
 ) -> None:
     """x [T, heads, size], turned in place. cos and sin [T, 2 * HALF]. Programs (T, heads)."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
     pairs = tl.arange(0, HALF_FILLED)
     is_pair = pairs < HALF
     at = x + token * x_token + head * x_head
@@ -97,7 +99,8 @@ def rotate_and_store(
 ) -> None:
     """Queries are turned in place; keys are turned into the cache, and values copied, at slots [T].
     Programs (T, HEADS + KV_HEADS)."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
     pairs = tl.arange(0, HALF_FILLED)
     is_pair = pairs < HALF
     to, other = _pair(pairs, HALF, INTERLEAVED)
@@ -134,9 +137,11 @@ def rotate_and_store(
 def _pair(pairs, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
     """The two dimensions of each pair."""
     if INTERLEAVED:
-        first, second = 2 * pairs, 2 * pairs + 1
+        first = 2 * pairs
+        second = 2 * pairs + 1
     else:
-        first, second = pairs, pairs + HALF
+        first = pairs
+        second = pairs + HALF
     return first, second
 
 
@@ -144,18 +149,12 @@ def _pair(pairs, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
 def _turned(x, cos, sin, pairs, is_pair, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Both of each pair, in fp32. `sin` is negative where the other one is subtracted."""
     to, other = _pair(pairs, HALF, INTERLEAVED)
-    first, second = (
-        tl.load(x + to, mask=is_pair).to(tl.float32),
-        tl.load(x + other, mask=is_pair).to(tl.float32),
-    )
-    cos_first, cos_second = (
-        tl.load(cos + to, mask=is_pair).to(tl.float32),
-        tl.load(cos + other, mask=is_pair).to(tl.float32),
-    )
-    sin_first, sin_second = (
-        tl.load(sin + to, mask=is_pair).to(tl.float32),
-        tl.load(sin + other, mask=is_pair).to(tl.float32),
-    )
+    first = tl.load(x + to, mask=is_pair).to(tl.float32)
+    second = tl.load(x + other, mask=is_pair).to(tl.float32)
+    cos_first = tl.load(cos + to, mask=is_pair).to(tl.float32)
+    cos_second = tl.load(cos + other, mask=is_pair).to(tl.float32)
+    sin_first = tl.load(sin + to, mask=is_pair).to(tl.float32)
+    sin_second = tl.load(sin + other, mask=is_pair).to(tl.float32)
     return first * cos_first + second * sin_first, second * cos_second + first * sin_second
 
 
@@ -206,7 +205,8 @@ def likeliest(
     `best` and `found` [R, size / BLOCK]. HAS_PLACES: the place of a score stands in `places`, as
     large as `scores`; else it is its index.
     """
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     indices = part * BLOCK + tl.arange(0, BLOCK)
     is_score = indices < size
     value = tl.load(scores + row * row_stride + indices, mask=is_score, other=float("-inf"))

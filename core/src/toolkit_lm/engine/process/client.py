@@ -220,7 +220,8 @@ class ProcessClient(EngineClient):
             self._death = _as_error(report)
 
     def _add_outputs(self, report: wire.Outputs) -> None:
-        new, pending = report.outputs, self._pending
+        new = report.outputs
+        pending = self._pending
         self._finished = {
             key: number for key, number in self._finished.items() if number > report.num_handled
         }

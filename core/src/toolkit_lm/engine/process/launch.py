@@ -134,7 +134,8 @@ class EngineProcess:
         """Ends it. Returns an error that says how it died, with the last that it wrote. `phase`:
         what it was doing before it was ready."""
         self.end()
-        code, stderr = self._process.returncode, self._stderr.text
+        code = self._process.returncode
+        stderr = self._stderr.text
         how = (
             f"ended with exit code {code}"
             if code >= 0

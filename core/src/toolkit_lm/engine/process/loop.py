@@ -99,7 +99,8 @@ class _Loop:
     def run(self) -> None:
         """Until the engine fails: raises why."""
         while True:
-            num_handled, progress = self._num_handled, self._core.progress_time
+            num_handled = self._num_handled
+            progress = self._core.progress_time
             self._take_commands()
             outputs = self._core.step() if self._core.has_unfinished else self._core.poll_outputs()
             outputs.outputs += self._refusals

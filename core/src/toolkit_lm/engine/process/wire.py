@@ -117,7 +117,8 @@ def added(command: Add) -> list[EngineRequest]:
     """The requests of a decoded command."""
     if command.shared is not None:
         for one in command.requests:
-            one.params, one.inputs = command.shared.params, command.shared.inputs
+            one.params = command.shared.params
+            one.inputs = command.shared.inputs
     return command.requests
 
 

@@ -147,7 +147,8 @@ def _version_problems(candidate: Candidate) -> Iterator[str]:
 
 def _measure(candidate: Candidate, report: Report) -> None:
     assert candidate.entry is not None, "what is installed has an entry point"
-    name, module = candidate.info.name, candidate.entry.module
+    name = candidate.info.name
+    module = candidate.entry.module
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         [sys.executable, "-c", _MEASURE, module], env=environ, capture_output=True, text=True

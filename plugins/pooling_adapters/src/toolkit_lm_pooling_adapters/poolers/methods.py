@@ -187,7 +187,8 @@ class WeightedMean(_Sum):
         return torch.from_numpy(weights).to(segments.device, non_blocking=True).unsqueeze(1)
 
     def _factor(self, row: PoolingRow) -> float:
-        tokens, left_out = row.num_prompt_tokens, row.pooling_start
+        tokens = row.num_prompt_tokens
+        left_out = row.pooling_start
         return 2 / (tokens * (tokens + 1) - left_out * (left_out + 1))
 
 

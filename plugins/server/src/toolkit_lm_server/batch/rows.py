@@ -111,7 +111,8 @@ def read_rows(file: IO[bytes], most: int) -> Iterator[Row | Unreadable]:
 def _row(line: bytes, number: int, size: int) -> Row | Unreadable:
     try:
         row = msgspec.json.decode(line, type=Row)
-        row.line, row.size = number, size
+        row.line = number
+        row.size = size
         if row.url not in ROUTES:
             raise msgspec.ValidationError(f"url {row.url[:100]!r} is none of {', '.join(ROUTES)}")
         if not bytes(row.body).lstrip().startswith(b"{"):
@@ -187,7 +188,9 @@ class Answered:
     def of(cls, file: IO[bytes], name: str) -> Answered:
         """Reads an output, and cuts off a last line that was not written to its end. Raises
         ConfigError where it is no output."""
-        self, end, number = cls(), 0, 0
+        self = cls()
+        end = 0
+        number = 0
         while line := file.readline():
             number += 1
             try:

@@ -64,7 +64,8 @@ async def run_rows(
     Raises what `target.ask` raises: the rows under way are then given up, and those that are
     written remain.
     """
-    counts, reading = Counts(), asyncio.Lock()
+    counts = Counts()
+    reading = asyncio.Lock()
 
     async def next_row() -> Row | Unreadable | None:
         async with reading:

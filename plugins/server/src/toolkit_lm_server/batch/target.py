@@ -50,7 +50,8 @@ class Target:
 
     async def ask(self, row: Row) -> Answer:
         """Raises ToolkitError where it is of no use to ask for any row."""
-        pause, why = self._first_pause, ""
+        pause = self._first_pause
+        why = ""
         for attempt in range(_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(min(pause, _LONGEST_PAUSE))
@@ -62,10 +63,8 @@ class Target:
                 continue
             self._check_allowed(response)
             if response.status_code not in _BUSY:
-                request_id, ignored = (
-                    response.headers.get(REQUEST_ID, ""),
-                    response.headers.get(IGNORED, ""),
-                )
+                request_id = response.headers.get(REQUEST_ID, "")
+                ignored = response.headers.get(IGNORED, "")
                 return Answer(response.status_code, request_id, response.content, ignored)
             why = f"{response.status_code}: {response.text[:300]}"
             after = response.headers.get("retry-after", "")

@@ -91,7 +91,8 @@ class Output:
         return _final(self.failed(error))
 
     def _events(self, step: Step) -> list[dict[str, Any]]:
-        segment, text = step.segment, step.segment.text if step.what == "end" else step.text
+        segment = step.segment
+        text = step.segment.text if step.what == "end" else step.text
         item = {"output_index": segment.number}
         if step.what == "begin":
             self._ids.append(f"{_PREFIX[segment.kind]}_{uuid.uuid4().hex}")

@@ -52,7 +52,8 @@ class Responses:
 
     async def create(self, body: ResponsesBody, request: Request) -> Response:
         """Answers an input: a text, or the items of a conversation."""
-        owner, own = client_of(request), body.own_messages()
+        owner = client_of(request)
+        own = body.own_messages()
         earlier = self._earlier(body.previous_response_id, owner)
         if body.store and not self._store.is_on:
             raise RequestError(
@@ -214,7 +215,8 @@ def add_responses(
         responses=told,
     )
     if store.is_on:
-        one, unknown = f"{_PATH}/{{response_id}}", described(404)
+        one = f"{_PATH}/{{response_id}}"
+        unknown = described(404)
         router.add_api_route(
             one, responses.get, response_model=None, responses=answers(ResponseObject) | unknown
         )

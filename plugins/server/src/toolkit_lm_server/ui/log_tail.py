@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 _LINES = 200
 _MOST_CHARACTERS = 500
-_SERVER, _ACCESS = "uvicorn.error", ("uvicorn.access", "toolkit_lm_server.access")
+_SERVER = "uvicorn.error"
+_ACCESS = ("uvicorn.access", "toolkit_lm_server.access")
 """Loggers: of the server, whose records are kept, and of requests, whose are not: a path may say
 anything."""
 

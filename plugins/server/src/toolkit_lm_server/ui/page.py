@@ -71,7 +71,9 @@ class Page:
         or the server is to end."""
         # Others may have come at the same time.
         self._check_onlookers()
-        watched, described, last_line = readiness.engine, "", 0
+        watched = readiness.engine
+        described = ""
+        last_line = 0
         last: dict[str, Any] = {}
         with self.watch.looking():
             while readiness.engine is watched and not readiness.draining:
@@ -101,7 +103,8 @@ def _described(engine: AsyncLLM | None) -> dict[str, Any]:
     """What is served, and by which plugins."""
     if engine is None:
         return {"model": None, "plugins": []}
-    config, rules = engine.config, engine.renderer.rules
+    config = engine.config
+    rules = engine.renderer.rules
     checkpoint = config.checkpoint
     model = {
         "name": config.served_model_name,

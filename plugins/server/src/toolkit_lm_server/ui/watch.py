@@ -21,7 +21,8 @@ _FIGURES_PERIOD = 2.0
 """Seconds from one look at the metrics to the next: it takes a millisecond."""
 _MOST_EVENTS = 20_000
 _MOST_STEPS = 120
-_MOST_REQUESTS, _SHOWN_REQUESTS = 1_000, 40
+_MOST_REQUESTS = 1_000
+_SHOWN_REQUESTS = 40
 
 _HISTOGRAMS = {
     "first_token": "toolkit_lm_time_to_first_token_seconds",
@@ -73,7 +74,8 @@ class Watch:
         now = time.monotonic()
         if now - self._view_time >= PERIOD * _EARLY:
             seconds = min(now - self._view_time, 10 * PERIOD)
-            self._view, self._view_time = self._made(engine, now, seconds), now
+            self._view = self._made(engine, now, seconds)
+            self._view_time = now
         return self._view
 
     def _made(self, engine: Watched, now: float, seconds: float) -> dict[str, Any]:
@@ -81,10 +83,13 @@ class Watch:
             # They have ended with the engine, and no event says so.
             self._requests.clear()
             self._num_restarts = engine.num_restarts
-        (steps, load), figures = self._take_in(), {}
+        (steps, load) = self._take_in()
+        figures = {}
         if now - self._figures_time >= _FIGURES_PERIOD:
-            figures, self._figures_time = self._read_metrics(), now
-        health, totals = engine.health(), self._metrics.totals
+            figures = self._read_metrics()
+            self._figures_time = now
+        health = engine.health()
+        totals = self._metrics.totals
         return {
             "type": "view",
             "time": time.time(),

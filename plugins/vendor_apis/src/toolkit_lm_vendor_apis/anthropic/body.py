@@ -126,7 +126,8 @@ class PromptBody(EngineBody):
         )
 
     def _output_config(self) -> dict[str, Any]:
-        config, fields = self.output_config or {}, {}
+        config = self.output_config or {}
+        fields = {}
         match config.get("format"):
             case None:
                 pass
@@ -182,7 +183,8 @@ class MessagesBody(PromptBody):
 
 def _messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     """A message as those of a chat: each result of a tool is one of its own."""
-    role, content = message.get("role"), message.get("content")
+    role = message.get("role")
+    content = message.get("content")
     if not isinstance(role, str):
         raise RequestError(f"{where}: role must be a text.", "messages")
     if isinstance(content, str):
@@ -222,7 +224,9 @@ def _result(told: Any, where: str) -> str | list[dict[str, Any]]:
 
 def _assistant(content: list[Any], places: list[str]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": None}
-    texts, thoughts, calls = [], [], []
+    texts = []
+    thoughts = []
+    calls = []
     for block, where in zip(content, places, strict=True):
         match _kind(block, where):
             case "text":

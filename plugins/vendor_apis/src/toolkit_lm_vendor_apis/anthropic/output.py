@@ -89,7 +89,8 @@ class Output:
         return _begun(segment) | {"input": msgspec.json.decode(segment.text, type=dict[str, Any])}
 
     def _stop(self) -> dict[str, Any]:
-        reason, stop = self._segments.finish_reason, self._segments.stop_reason
+        reason = self._segments.finish_reason
+        stop = self._segments.stop_reason
         if reason not in ("stop", "tool_calls"):
             told = "max_tokens"
         elif any(one.kind == "call" for one in self._segments.all):

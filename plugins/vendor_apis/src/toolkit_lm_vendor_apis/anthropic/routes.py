@@ -63,7 +63,8 @@ class Messages:
 def add_routes(router: APIRouter, engine: AsyncLLM, api: OpenAIApi) -> None:
     """Adds the routes."""
     kind = route_kind(router, AnthropicError, _refusal)
-    messages, limits = Messages(engine, api.chat), described(404, 429, 504, kind=AnthropicError)
+    messages = Messages(engine, api.chat)
+    limits = described(404, 429, 504, kind=AnthropicError)
     for path, handler, told in (
         ("/v1/messages", messages.create, streams(AnthropicMessage, MessageEvent)),
         ("/v1/messages/count_tokens", messages.count_tokens, answers(TokenCount)),

@@ -41,7 +41,8 @@ class Models:
 
     def card(self) -> dict[str, Any]:
         """What the model is, and what it can do."""
-        config, family = self._engine.config, self._family
+        config = self._engine.config
+        family = self._family
         info: dict[str, Any] = {
             "general.architecture": family,
             f"{family}.context_length": config.max_model_len,
@@ -73,7 +74,8 @@ class Models:
         return str(self._engine.config.hf_config.get("model_type", "model"))
 
     def _capabilities(self) -> list[str]:
-        tasks, rules = self._engine.tasks, self._engine.renderer.rules
+        tasks = self._engine.tasks
+        rules = self._engine.renderer.rules
         can = {
             "completion": "generate" in tasks,
             "vision": rules is not None and "image" in rules.modalities,
