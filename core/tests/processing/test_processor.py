@@ -13,11 +13,11 @@ from toolkit_lm.param_spec import ProcessorParams, param
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins, hookimpl
 from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm.processing import RequestLimits
 from toolkit_lm.processing.processor import Processor
 from toolkit_lm.processing.validation import check_token_ids
 from toolkit_lm.prompts import parse_prompt
 from toolkit_lm.renderer import Rendered, Renderer
-from toolkit_lm.scheduler import RequestLimits
 
 VOCAB = 128
 

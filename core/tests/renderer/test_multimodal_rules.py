@@ -11,11 +11,11 @@ from toolkit_lm.errors import PluginError, RequestError
 from toolkit_lm.messages import Array, CacheKey, MultiModalFeatureSpec, PlaceholderRange
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins, hookimpl
+from toolkit_lm.processing import RequestLimits
 from toolkit_lm.processing.pinned_rendering import PinnedRendering
 from toolkit_lm.processing.processor import Processor
 from toolkit_lm.prompts import parse_prompt
 from toolkit_lm.renderer import MultiModalRules, Rendered, Renderer, Replacement, make_renderer
-from toolkit_lm.scheduler import RequestLimits
 
 IMAGE = 9
 END = 8

@@ -39,8 +39,9 @@ from toolkit_lm.messages import (
 )
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
+from toolkit_lm.processing import RequestLimits
 from toolkit_lm.runner import PersistentBatch, StepBuffers
-from toolkit_lm.scheduler import BlockManager, RequestLimits
+from toolkit_lm.scheduler import BlockManager
 from toolkit_lm.scheduler.block_manager import FIRST_ON_HOST, NO_BLOCK
 
 PLUGINS = Plugins.load(

@@ -11,7 +11,7 @@ from toolkit_lm.errors import ContextLengthError, RequestError
 from toolkit_lm.messages import EngineRequest, PoolingRules, SequenceInputs
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.pooling_params import PoolingParams
-from toolkit_lm.scheduler import RequestLimits
+from toolkit_lm.processing import RequestLimits
 
 RULES = {
     "embed": PoolingRules(chunkable=True, reads_prefix_cache=True, size=4),

@@ -29,6 +29,8 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     kv_cache: KVCacheConfig
     pooling: dict[PoolingTask, PoolingRules]
     """The pooling tasks that it serves."""
+    whole_items: bool = False
+    """No chunk of a prompt ends inside an item of media."""
 
 
 class EngineState(NamedTuple):

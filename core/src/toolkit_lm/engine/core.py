@@ -74,11 +74,15 @@ class EngineCore:
             on_phase("warming up")
             executor.warm_up()
             self.pooling = executor.pooling_rules()
-        whole_items = config.checkpoint is not None and plugins.models.computes_items_whole(
+        self.whole_items = config.checkpoint is not None and plugins.models.computes_items_whole(
             config.checkpoint.architecture
         )
         self.scheduler = Scheduler(
-            config, self.kv_cache, policy, plugins.fingerprint().digest, whole_items=whole_items
+            config,
+            self.kv_cache,
+            policy,
+            plugins.fingerprint().digest,
+            whole_items=self.whole_items,
         )
 
     def _plan_kv_cache(self, ranks: Sequence[Mapping[str, KVCacheSpec]]) -> KVCacheConfig:

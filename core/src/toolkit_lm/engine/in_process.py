@@ -29,7 +29,10 @@ class InProcessClient(EngineClient):
             config, plugins, make_executor(config, plugins), listening=plugins.has_event_listeners
         )
         self._info = EngineInfo(
-            config=config, kv_cache=self.core.kv_cache, pooling=self.core.pooling
+            config=config,
+            kv_cache=self.core.kv_cache,
+            pooling=self.core.pooling,
+            whole_items=self.core.whole_items,
         )
         self._wakes: SimpleQueue[None] = SimpleQueue()
 

@@ -21,6 +21,7 @@ from toolkit_lm.messages import EngineOutput, EngineOutputs
 from toolkit_lm.outputs import AnyRequestOutput
 from toolkit_lm.params import FinishReason, SamplingParams
 from toolkit_lm.plugin import Plugins
+from toolkit_lm.processing.limits import RequestLimits
 from toolkit_lm.processing.pooling_state import AnyState, PoolingState
 from toolkit_lm.processing.processor import Processor
 from toolkit_lm.processing.request_state import RequestState
@@ -29,7 +30,6 @@ from toolkit_lm.prompts import Prompt
 from toolkit_lm.renderer import make_renderer
 from toolkit_lm.resolution.resolution import resolve_configured
 from toolkit_lm.resolution.without_effect import without_effect
-from toolkit_lm.scheduler import RequestLimits
 
 logger = logging.getLogger(__name__)
 
@@ -134,10 +134,8 @@ class LLMEngine:
         if info is None:
             return False
         self.config = info.config
-        assert info.config.checkpoint is not None
-        whole_items = self.plugins.models.computes_items_whole(info.config.checkpoint.architecture)
         self.processor.set_limits(
-            RequestLimits(info.config, info.kv_cache, info.pooling, whole_items=whole_items)
+            RequestLimits(info.config, info.kv_cache, info.pooling, whole_items=info.whole_items)
         )
         self._busy_since = time.monotonic()
         self._ready = True

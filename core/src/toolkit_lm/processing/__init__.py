@@ -1,2 +1,10 @@
 """Between users and the engine: prompts become requests in tokens, the engine's tokens become
-outputs. Needs no torch."""
+outputs. Needs no torch.
+
+The names are resolved when they are used.
+"""
+
+import lazy_loader
+
+# The names, and the modules that define them, stand in __init__.pyi.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

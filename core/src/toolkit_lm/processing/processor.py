@@ -20,6 +20,7 @@ from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import PoolingInputs, Scoring, TextOptions
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.processing.bad_words import BadWordRules
+from toolkit_lm.processing.limits import RequestLimits
 from toolkit_lm.processing.multimodal import cache_keys, check_features, cut_features
 from toolkit_lm.processing.pinned_rendering import PinnedRendering
 from toolkit_lm.processing.requests import PreparedRequest, RenderedPrompt, RequestOptions
@@ -34,7 +35,6 @@ from toolkit_lm.processing.validation import (
 )
 from toolkit_lm.prompts import Conversation, Prompt, TextPair
 from toolkit_lm.renderer import EncoderDecoderRules, Rendered, RenderedText, Renderer
-from toolkit_lm.scheduler import RequestLimits
 
 ResultT = TypeVar("ResultT")
 _NO_INPUTS = "no loaded plugin reads the texts of pooling requests."

@@ -215,7 +215,12 @@ class ProcessClient(EngineClient):
             # The front has options of its own: those of plugins given from code.
             config = replace(report.config, plugins=self._plugins)
             kv_cache = KVCacheConfig.decode(report.kv_cache, self._kv_kinds)
-            self._info = EngineInfo(config=config, kv_cache=kv_cache, pooling=report.pooling)
+            self._info = EngineInfo(
+                config=config,
+                kv_cache=kv_cache,
+                pooling=report.pooling,
+                whole_items=report.whole_items,
+            )
         else:
             self._death = _as_error(report)
 

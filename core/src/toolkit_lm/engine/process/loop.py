@@ -52,7 +52,12 @@ def serve(folder: str, connected: Callable[[], None]) -> None:
         core = _load(start, lambda name: socket.send(wire.encode(wire.Phase(name))))
         socket.send(
             wire.encode(
-                wire.Ready(core.config, msgspec.Raw(wire.encode(core.kv_cache)), core.pooling)
+                wire.Ready(
+                    core.config,
+                    msgspec.Raw(wire.encode(core.kv_cache)),
+                    core.pooling,
+                    core.whole_items,
+                )
             )
         )
         _Loop(core, socket).run()

@@ -79,6 +79,7 @@ class Ready(Struct, tag="ready"):
     kv_cache: msgspec.Raw
     """A KVCacheConfig, in msgpack: plugins may have added kinds of specs."""
     pooling: dict[PoolingTask, PoolingRules]
+    whole_items: bool
 
 
 class Outputs(Struct, tag="outputs"):
