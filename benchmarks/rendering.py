@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.renderer import Renderer
-from toolkit_lm.resolution.resolution import resolve_configured
+from toolkit_lm.resolution import resolve_configured
 
 MOST = 1.15
 """The ratio that --check admits."""

@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from toolkit_lm import LLM, SamplingParams
-from toolkit_lm.engine.in_process import InProcessClient
+from toolkit_lm.engine import InProcessClient
 
 WARMUP = 20
 

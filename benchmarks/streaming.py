@@ -20,8 +20,7 @@ from itertools import cycle, islice
 
 from toolkit_lm import LLM, RequestOutputKind, SamplingParams
 from toolkit_lm.messages import EngineOutput, EngineRequest
-from toolkit_lm.processing.request_state import RequestState
-from toolkit_lm.processing.requests import PreparedRequest
+from toolkit_lm.processing import PreparedRequest, RequestState
 from toolkit_lm.renderer import Renderer
 
 LENGTHS = (32, 512, 2048, 8192)

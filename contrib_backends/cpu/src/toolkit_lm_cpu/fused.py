@@ -6,8 +6,7 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from toolkit_lm.attention import AttentionType
-from toolkit_lm.attention.context import current
+from toolkit_lm.attention import AttentionType, current
 from toolkit_lm.model import LayerParts, LinearBase, RMSNorm, Rotation
 from torch import Tensor
 

@@ -14,8 +14,7 @@ import msgspec
 import torch
 from msgspec.structs import replace
 from toolkit_lm.attention import KVCacheConfig, KVCacheSpec
-from toolkit_lm.config import VllmConfig
-from toolkit_lm.config.tasks import PoolingTask
+from toolkit_lm.config import PoolingTask, VllmConfig
 from toolkit_lm.errors import PluginError, UnsupportedError
 from toolkit_lm.executor import Executor
 from toolkit_lm.messages import PoolingRules, StepPlan, StepResult

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from toolkit_lm.engine.process.stderr import StderrRelay, last_words
+from toolkit_lm.engine import StderrRelay, last_words
 from toolkit_lm.errors import EngineDeadError
 
 _GRACE = 0.5

@@ -8,8 +8,7 @@ import hmac
 import msgspec
 import zmq
 from msgspec import Struct
-from toolkit_lm.config import ParallelConfig, VllmConfig
-from toolkit_lm.config.tasks import PoolingTask
+from toolkit_lm.config import ParallelConfig, PoolingTask, VllmConfig
 from toolkit_lm.executor import Failure
 from toolkit_lm.messages import PoolingRules, StepPlan, StepResult
 from toolkit_lm.plugin import Fingerprint

@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 from functools import partial
 
-from toolkit_lm.engine.process.guard import guard
+from toolkit_lm.engine import guard
 
 _LOOK = 1000
 """Milliseconds between two looks at whether the engine lives, should a fork of it hold the lifeline

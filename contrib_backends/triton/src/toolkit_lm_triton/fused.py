@@ -5,8 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 import torch
-from toolkit_lm.attention import AttentionType
-from toolkit_lm.attention.context import current
+from toolkit_lm.attention import AttentionType, current
 from toolkit_lm.model import LayerParts, Rotation
 from torch import Tensor
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, RequestError
-from toolkit_lm.model.hf_config import HFConfig
+from toolkit_lm.model import HFConfig
 from toolkit_lm.renderer import MultiModalRules, Replacement
 
 from toolkit_lm_audio.shape import AudioShape, text_size

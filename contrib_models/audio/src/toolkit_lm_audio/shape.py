@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit_lm.errors import CheckpointError, UnsupportedError
-from toolkit_lm.model.hf_config import HFConfig
+from toolkit_lm.model import HFConfig
 
 _DEFAULTS: dict[str, Any] = {
     "model_type": "qwen2_audio_encoder",

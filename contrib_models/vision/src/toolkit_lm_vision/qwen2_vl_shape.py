@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from toolkit_lm.errors import CheckpointError
-from toolkit_lm.model.hf_config import HFConfig
+from toolkit_lm.model import HFConfig
 
 _COMMON = {
     "depth": 32,

@@ -12,6 +12,12 @@ from .options import (
     options_of as options_of,
 )
 from .pooling_profile import PoolingProfile as PoolingProfile
+from .tasks import (
+    POOLING_TASKS as POOLING_TASKS,
+    PoolingTask as PoolingTask,
+    Task as Task,
+    way_to_serve as way_to_serve,
+)
 from .vllm import (
     AttentionConfig as AttentionConfig,
     CacheConfig as CacheConfig,

@@ -34,6 +34,7 @@ from .registries import (
     RendererRegistry as RendererRegistry,
     SchedulingPolicyEntry as SchedulingPolicyEntry,
     SchedulingPolicyRegistry as SchedulingPolicyRegistry,
+    by_hook as by_hook,
 )
 from .registry import Entry as Entry, PlainRegistry as PlainRegistry, Registry as Registry
-from .shipped import way_to_get as way_to_get
+from .shipped import parameter_source as parameter_source, way_to_get as way_to_get

@@ -12,6 +12,7 @@ from toolkit_lm.renderer.answer import (
 )
 from toolkit_lm.renderer.contract import DecodeStream, Rendered, RenderedText, Renderer
 from toolkit_lm.renderer.encoder_decoder import EncoderDecoderRules, RenderedPair
+from toolkit_lm.renderer.feature_lookup import FeatureLookup, HeldFeature
 from toolkit_lm.renderer.making import make_renderer
 from toolkit_lm.renderer.multimodal import MultiModalRules, Replacement
 
@@ -22,6 +23,8 @@ __all__ = [
     "ContentScope",
     "DecodeStream",
     "EncoderDecoderRules",
+    "FeatureLookup",
+    "HeldFeature",
     "MultiModalRules",
     "ReasoningCounter",
     "Rendered",

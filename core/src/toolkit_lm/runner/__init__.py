@@ -1,6 +1,11 @@
 """The runner: model, caches and the persistent batch on one device."""
 
-from toolkit_lm.runner.backends import load_model_class, select_backends
+from toolkit_lm.runner.backends import (
+    cache_layers,
+    graph_supports,
+    load_model_class,
+    select_backends,
+)
 from toolkit_lm.runner.batch import PersistentBatch, StepBuffers
 from toolkit_lm.runner.device import on_device
 from toolkit_lm.runner.memory import free_memory
@@ -11,7 +16,9 @@ __all__ = [
     "ModelRunner",
     "PersistentBatch",
     "StepBuffers",
+    "cache_layers",
     "free_memory",
+    "graph_supports",
     "load_model_class",
     "on_device",
     "profile",

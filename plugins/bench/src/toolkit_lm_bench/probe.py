@@ -55,7 +55,7 @@ def main(begun: float) -> None:
     clock.end("interpreter", begun)
     from toolkit_lm import LLM, SamplingParams
     from toolkit_lm.config import VllmConfig
-    from toolkit_lm.engine.start_up import no_garbage_collection
+    from toolkit_lm.engine import no_garbage_collection
     from toolkit_lm.plugin import Plugins
     from toolkit_lm_cli.config_file import read_file
 

@@ -20,7 +20,7 @@ import msgspec
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ToolkitError
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.resolution.resolution import resolve
+from toolkit_lm.resolution import resolve
 
 from toolkit_lm_bench.cold import drop_pages, package_files
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from toolkit_lm.engine.process.launch import EngineProcess
+from toolkit_lm.engine import EngineProcess
 from toolkit_lm.errors import ToolkitError
 
 _COMMANDS = ("serve",)

@@ -9,14 +9,15 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import select_kernels
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution import (
+    NoEffect,
     choose_executor,
     choose_model,
     choose_renderer,
     resolve_configured,
     resolve_device,
+    without_effect,
 )
-from toolkit_lm.resolution.without_effect import NoEffect, without_effect
-from toolkit_lm.runner.backends import graph_supports
+from toolkit_lm.runner import graph_supports
 
 from toolkit_lm_cli.shares import Held, RankShare, hold, kv_capacity
 

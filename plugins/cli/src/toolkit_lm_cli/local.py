@@ -14,7 +14,7 @@ from toolkit_lm.frontend import LLMEngine
 from toolkit_lm.outputs import RequestOutput
 from toolkit_lm.params import RequestOutputKind
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.processing.requests import RequestOptions
+from toolkit_lm.processing import RequestOptions
 from toolkit_lm.renderer import AnswerDelta, AnswerFormat, AnswerParser, prompt_end
 
 from toolkit_lm_cli.sampling import SamplingFlags

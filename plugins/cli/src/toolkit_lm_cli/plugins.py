@@ -18,8 +18,7 @@ from rich.table import Table
 from rich.text import Text
 from toolkit_lm.config import PluginsConfig
 from toolkit_lm.errors import PluginError
-from toolkit_lm.plugin import PluginInfo, Plugins, Registry
-from toolkit_lm.plugin.registries import by_hook
+from toolkit_lm.plugin import PluginInfo, Plugins, Registry, by_hook
 
 from toolkit_lm_cli.completion import plugin_names
 from toolkit_lm_cli.options import engine_command

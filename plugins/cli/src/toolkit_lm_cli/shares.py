@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from toolkit_lm.attention import KVCacheConfig, KVCacheSpec, Selection, plan_groups
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.engine.memory import size_kv_cache
+from toolkit_lm.engine import size_kv_cache
 from toolkit_lm.errors import CapacityError
 from toolkit_lm.model import (
     FusibleLayer,
@@ -21,8 +21,7 @@ from toolkit_lm.model import (
     fuse_refusal,
 )
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.runner import free_memory, load_model_class, select_backends
-from toolkit_lm.runner.backends import cache_layers
+from toolkit_lm.runner import cache_layers, free_memory, load_model_class, select_backends
 from torch import Tensor
 
 

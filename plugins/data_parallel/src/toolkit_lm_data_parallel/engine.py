@@ -6,8 +6,7 @@ import time
 from collections.abc import Sequence
 
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.engine import EngineInfo, EngineState
-from toolkit_lm.engine.process.client import ProcessClient
+from toolkit_lm.engine import EngineInfo, EngineState, ProcessClient
 from toolkit_lm.errors import ToolkitError
 from toolkit_lm.params import FinishReason
 from toolkit_lm.plugin import Plugins

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.engine.process.launch import EngineProcess
+from toolkit_lm.engine import EngineProcess
 from toolkit_lm.errors import ConfigError
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"

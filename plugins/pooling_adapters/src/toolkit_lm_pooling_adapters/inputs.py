@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, Unpack
 
-from toolkit_lm.config import VllmConfig
-from toolkit_lm.config.tasks import Task
+from toolkit_lm.config import Task, VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, RequestError, nearest
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import PoolingInputs, TextOptions

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
-from toolkit_lm.config.tasks import PoolingTask, Task, way_to_serve
+from toolkit_lm.config import PoolingTask, Task, way_to_serve
 from toolkit_lm.errors import ContextLengthError, RequestError
 from toolkit_lm.outputs import PoolingOutput, PoolingRequestOutput
 from toolkit_lm.pooling import Scoring

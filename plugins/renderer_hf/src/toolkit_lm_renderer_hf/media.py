@@ -17,8 +17,7 @@ import numpy as np
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ContextLengthError, RequestError
 from toolkit_lm.messages import Array, MultiModalFeatureSpec, PlaceholderRange
-from toolkit_lm.renderer import MultiModalRules, Replacement
-from toolkit_lm.renderer.feature_lookup import FeatureLookup
+from toolkit_lm.renderer import FeatureLookup, MultiModalRules, Replacement
 from toolkit_lm_media.audio import Resampler, open_audio
 from toolkit_lm_media.image import image_size, open_image
 from toolkit_lm_media.limits import MediaLimits

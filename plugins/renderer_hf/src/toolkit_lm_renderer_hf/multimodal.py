@@ -12,8 +12,7 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
 from toolkit_lm.messages import MultiModalFeatureSpec
 from toolkit_lm.prompts import Conversation
-from toolkit_lm.renderer import MultiModalRules, Rendered
-from toolkit_lm.renderer.feature_lookup import FeatureLookup
+from toolkit_lm.renderer import FeatureLookup, MultiModalRules, Rendered
 
 from toolkit_lm_renderer_hf.media import MediaReader
 from toolkit_lm_renderer_hf.media_items import Item, ItemLimits, items_of_prompt, take_items

@@ -10,10 +10,10 @@ import msgspec
 from toolkit_lm.config import VllmConfig, parse_memory
 from toolkit_lm.errors import ConfigError, RequestError, UnsupportedError
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.processing.validation import check_token_ids
+from toolkit_lm.processing import check_token_ids
 from toolkit_lm.prompts import Conversation, SingletonPrompt, parse_prompt
 from toolkit_lm.renderer import DecodeStream, Rendered, RenderedText, Renderer
-from toolkit_lm.resolution.resolution import choose_renderer
+from toolkit_lm.resolution import choose_renderer
 
 from toolkit_lm_renderer_remote import Options
 from toolkit_lm_renderer_remote.media import count_media, plain, plain_data, plain_messages

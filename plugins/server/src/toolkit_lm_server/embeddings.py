@@ -8,7 +8,7 @@ from itertools import starmap
 from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import Request, Response
-from toolkit_lm.config.tasks import POOLING_TASKS
+from toolkit_lm.config import POOLING_TASKS
 from toolkit_lm.errors import RequestError
 from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.pooling_params import PoolingParams

@@ -12,8 +12,7 @@ from contextvars import ContextVar
 from typing import NamedTuple
 
 from msgspec import structs
-from toolkit_lm.renderer import Rendered
-from toolkit_lm.renderer.feature_lookup import HeldFeature
+from toolkit_lm.renderer import HeldFeature, Rendered
 
 _MOST_TOKENS = 2**22
 """Of all items together: 16 MiB."""

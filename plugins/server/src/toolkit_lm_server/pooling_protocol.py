@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, SkipValidation, WithJsonSchema
-from toolkit_lm.config.tasks import POOLING_TASKS
+from toolkit_lm.config import POOLING_TASKS
 from toolkit_lm.errors import ContextLengthError, RequestError
 from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.pooling_params import POOLING_PARAMS, PoolingParams

@@ -48,7 +48,7 @@ from toolkit_lm_server.request_fields import (
 from toolkit_lm_server.unknown_fields import kept_fields
 
 if TYPE_CHECKING:
-    from toolkit_lm.processing.requests import RequestOptions
+    from toolkit_lm.processing import RequestOptions
     from toolkit_lm_async_llm import AsyncLLM
 
 

@@ -12,10 +12,15 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ContextLengthError, RequestError, UnsupportedError
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.processing.multimodal import check_placeholders, cut_features
-from toolkit_lm.processing.validation import check_bounds, check_token_ids, cut_prompt
+from toolkit_lm.processing import (
+    check_bounds,
+    check_placeholders,
+    check_token_ids,
+    cut_features,
+    cut_prompt,
+)
 from toolkit_lm.renderer import Rendered, Renderer, make_renderer
-from toolkit_lm.resolution.resolution import resolve_configured
+from toolkit_lm.resolution import resolve_configured
 from toolkit_lm_async_llm import Health
 
 from toolkit_lm_server.answer_schemas import (

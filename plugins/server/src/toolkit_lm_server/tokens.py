@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
 from toolkit_lm.errors import RequestError
-from toolkit_lm.processing.validation import check_token_ids
+from toolkit_lm.processing import check_token_ids
 from toolkit_lm.renderer import Rendered
-from toolkit_lm.resolution.checkpoint import read_json
+from toolkit_lm.resolution import read_json
 
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.cost import HoldRendering

@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import Struct, field
 from pydantic_core import PydanticCustomError
 from toolkit_lm.errors import nearest
-from toolkit_lm.plugin.shipped import parameter_source
+from toolkit_lm.plugin import parameter_source
 
 from toolkit_lm_server.errors import printable
 from toolkit_lm_server.request_fields import Verdicts, asks_nothing, same

@@ -28,9 +28,9 @@ from toolkit_lm.plugin import (
     Entry,
     Plugins,
     Registry,
+    by_hook,
     discover,
 )
-from toolkit_lm.plugin.registries import by_hook
 from toolkit_lm_cli import engine_command
 
 from toolkit_lm_devkit.cli.private_names import CORE, private_names

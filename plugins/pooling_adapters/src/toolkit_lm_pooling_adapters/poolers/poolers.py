@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
-from toolkit_lm.config.tasks import PoolingTask
+from toolkit_lm.config import PoolingTask
 from toolkit_lm.pooling_params import PoolingParams
 from torch import Tensor, nn
 
