@@ -13,7 +13,8 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 let theme = localStorage.getItem("toolkit_lm.theme") ?? "system";
 
 function paint() {
-  document.documentElement.dataset.theme = theme === "system" ? (dark.matches ? "dark" : "light") : theme;
+  document.documentElement.dataset.theme =
+    theme === "system" ? (dark.matches ? "dark" : "light") : theme;
   $("theme").title = `Colours: ${theme}`;
   live.draw();
 }
@@ -34,7 +35,8 @@ function open(tab) {
   live.draw();
 }
 
-for (const button of document.querySelectorAll(".tabs button")) button.addEventListener("click", () => open(button.dataset.tab));
+for (const button of document.querySelectorAll(".tabs button"))
+  button.addEventListener("click", () => open(button.dataset.tab));
 
 // The stream
 
@@ -44,7 +46,12 @@ function show(state, reason = "") {
   if (state !== status) $("status-dot").className = `dot ${state}`;
   status = state;
   $("status-dot").title = state;
-  const text = { ready: "", starting: "The engine starts", offline: reason ? "There is no live view" : "The server cannot be reached" }[state] ?? `The engine is ${state}`;
+  const text =
+    {
+      ready: "",
+      starting: "The engine starts",
+      offline: reason ? "There is no live view" : "The server cannot be reached",
+    }[state] ?? `The engine is ${state}`;
   $("banner").hidden = !text;
   $("banner").textContent = text && `${text}${reason ? `: ${reason}` : ""}.`.replace(/\.\.$/, ".");
   $("banner").className = ["dead", "offline", "closed"].includes(state) ? "bad" : "";
@@ -57,7 +64,12 @@ function describe(server) {
   if (!model) return;
   document.title = `${model.name} · toolkit-lm`;
   $("model-name").textContent = model.name;
-  const facts = [model.architecture, model.dtype, model.device === "auto" ? null : model.device, `${count(model.max_model_len)} tokens`];
+  const facts = [
+    model.architecture,
+    model.dtype,
+    model.device === "auto" ? null : model.device,
+    `${count(model.max_model_len)} tokens`,
+  ];
   $("model-facts").textContent = facts.filter(Boolean).join(" · ");
   if (server.ready) {
     const generates = model.tasks.includes("generate");
@@ -72,7 +84,10 @@ let abort = null;
 async function watch() {
   let wait = 500;
   for (;;) {
-    if (document.hidden) await new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true }));
+    if (document.hidden)
+      await new Promise((resolve) =>
+        document.addEventListener("visibilitychange", resolve, { once: true }),
+      );
     abort = new AbortController();
     try {
       const response = await ask("ui/events", { signal: abort.signal });

@@ -46,7 +46,10 @@ function frame(context, width, height, top, label) {
   }
 }
 
-/** Lines over time. `series`: {values, colour, fill}, the newest value last; `slots`: how many fit. */
+/**
+ * Lines over time.
+ * `series`: {values, colour, fill}, the newest value last; `slots`: how many fit.
+ */
 export function lines(canvas, series, slots, label) {
   const { context, width, height } = prepared(canvas);
   const top = roundUp(Math.max(1, ...series.flatMap((one) => one.values)));
@@ -57,7 +60,9 @@ export function lines(canvas, series, slots, label) {
     const x = (i) => width - ((n - 1 - i) * width) / (slots - 1);
     const y = (value) => height - 1 - (value / top) * (height - 14);
     context.beginPath();
-    one.values.forEach((value, i) => (i ? context.lineTo(x(i), y(value)) : context.moveTo(x(i), y(value))));
+    one.values.forEach((value, i) =>
+      i ? context.lineTo(x(i), y(value)) : context.moveTo(x(i), y(value)),
+    );
     context.strokeStyle = colour(one.colour);
     context.lineWidth = 1.6;
     context.lineJoin = "round";
@@ -72,7 +77,10 @@ export function lines(canvas, series, slots, label) {
   }
 }
 
-/** Bars side by side, the last at the right: {value, heavy}. A heavy one is drawn in the second colour. */
+/**
+ * Bars side by side, the last at the right: {value, heavy}.
+ * A heavy one is drawn in the second colour.
+ */
 export function bars(canvas, values, slots, label) {
   const { context, width, height } = prepared(canvas);
   // A few slow ones do not flatten the others: they are cut, and marked.
@@ -114,7 +122,10 @@ export function histogram(canvas, counts, labels) {
   context.textAlign = "left";
 }
 
-/** A map of `total` blocks, of which the first are used and the next cached. Returns how many blocks a cell stands for. */
+/**
+ * A map of `total` blocks, of which the first are used and the next cached.
+ * Returns how many blocks a cell stands for.
+ */
 export function blocks(canvas, { used, cached, total }) {
   let size = 14;
   const columns = () => Math.max(1, Math.floor((canvas.clientWidth + 2) / size));
@@ -129,7 +140,8 @@ export function blocks(canvas, { used, cached, total }) {
   for (let i = 0; i < cells; i++) {
     const x = (i % across) * size;
     const y = Math.floor(i / across) * size;
-    const part = (from, to) => Math.max(0, Math.min(to, (i + 1) * each) - Math.max(from, i * each)) / each;
+    const part = (from, to) =>
+      Math.max(0, Math.min(to, (i + 1) * each) - Math.max(from, i * each)) / each;
     const mine = size - 2;
     context.fillStyle = tones.free;
     context.beginPath();
@@ -141,7 +153,13 @@ export function blocks(canvas, { used, cached, total }) {
       const tall = Math.max(2, share * mine);
       context.fillStyle = tones[tone];
       context.beginPath();
-      context.roundRect(x, Math.max(y, bottom - tall), mine, Math.min(tall, bottom - y), share === 1 ? 2 : 1);
+      context.roundRect(
+        x,
+        Math.max(y, bottom - tall),
+        mine,
+        Math.min(tall, bottom - y),
+        share === 1 ? 2 : 1,
+      );
       context.fill();
       bottom -= tall;
     }

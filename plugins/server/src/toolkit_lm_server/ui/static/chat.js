@@ -33,7 +33,14 @@ let running = null;
 
 function slider(one) {
   const output = element("output", { class: "unset" }, "default");
-  const input = element("input", { type: "range", min: one.min, max: one.max, step: one.step, value: one.middle, "data-name": one.name });
+  const input = element("input", {
+    type: "range",
+    min: one.min,
+    max: one.max,
+    step: one.step,
+    value: one.middle,
+    "data-name": one.name,
+  });
   input.addEventListener("input", () => {
     values[one.name] = Number(input.value);
     output.textContent = Number(input.value).toFixed(one.step < 0.1 ? 2 : 1);
@@ -52,7 +59,12 @@ function slider(one) {
 function field(one) {
   const input = one.area
     ? element("textarea", { rows: 2, "data-name": one.name, placeholder: "none" })
-    : element("input", { type: one.number ? "number" : "text", min: one.min, "data-name": one.name, placeholder: one.text ? "none" : "default" });
+    : element("input", {
+        type: one.number ? "number" : "text",
+        min: one.min,
+        "data-name": one.name,
+        placeholder: one.text ? "none" : "default",
+      });
   input.addEventListener("input", () => {
     const text = one.text ? input.value.replaceAll("\\n", "\n") : input.value;
     if (text.trim() === "" && !(one.text && text)) delete values[one.name];
@@ -61,7 +73,9 @@ function field(one) {
   return element("label", { class: one.area ? "full" : null }, one.label, input);
 }
 
-$("settings").append(...SETTINGS.map((one) => (one.number || one.text || one.area ? field(one) : slider(one))));
+$("settings").append(
+  ...SETTINGS.map((one) => (one.number || one.text || one.area ? field(one) : slider(one))),
+);
 $("settings").addEventListener("submit", (event) => event.preventDefault());
 $("settings-toggle").addEventListener("click", () => {
   $("settings").hidden = !$("settings").hidden;
@@ -74,7 +88,8 @@ for (const one of ["chat", "text"]) {
   $(`mode-${one}`).addEventListener("click", () => {
     if (mode === one) return;
     mode = one;
-    for (const other of ["chat", "text"]) $(`mode-${other}`).setAttribute("aria-pressed", other === mode);
+    for (const other of ["chat", "text"])
+      $(`mode-${other}`).setAttribute("aria-pressed", other === mode);
     $("input").placeholder = mode === "chat" ? "Ask something" : "Text for the model to go on with";
     clear();
   });
@@ -94,10 +109,26 @@ function clear() {
   pictures = [];
   showPictures();
   const examples = mode === "text" ? ["Once upon a time"] : (EXAMPLES[model?.name] ?? []);
-  const buttons = examples.map((text) => element("button", { type: "button", onclick: () => send(text) }, text));
-  const title = mode === "chat" ? `Chat with ${model?.name ?? "the model"}` : `${model?.name ?? "The model"} goes on with your text`;
-  const note = mode === "chat" ? "Nothing is kept: the conversation ends with this tab." : "No chat template: the text is the prompt, as it is.";
-  $("messages").replaceChildren(element("div", { class: "empty" }, element("h1", {}, title), element("p", {}, note), element("div", { class: "examples" }, ...buttons)));
+  const buttons = examples.map((text) =>
+    element("button", { type: "button", onclick: () => send(text) }, text),
+  );
+  const title =
+    mode === "chat"
+      ? `Chat with ${model?.name ?? "the model"}`
+      : `${model?.name ?? "The model"} goes on with your text`;
+  const note =
+    mode === "chat"
+      ? "Nothing is kept: the conversation ends with this tab."
+      : "No chat template: the text is the prompt, as it is.";
+  $("messages").replaceChildren(
+    element(
+      "div",
+      { class: "empty" },
+      element("h1", {}, title),
+      element("p", {}, note),
+      element("div", { class: "examples" }, ...buttons),
+    ),
+  );
   $("input").focus({ preventScroll: true });
 }
 
@@ -129,7 +160,18 @@ function showPictures() {
     showPictures();
   };
   $("attached").replaceChildren(
-    ...pictures.map((one) => element("figure", {}, element("img", { src: one.url, alt: one.name }), element("button", { type: "button", "aria-label": `Remove ${one.name}`, onclick: drop(one) }, "✕"))),
+    ...pictures.map((one) =>
+      element(
+        "figure",
+        {},
+        element("img", { src: one.url, alt: one.name }),
+        element(
+          "button",
+          { type: "button", "aria-label": `Remove ${one.name}`, onclick: drop(one) },
+          "✕",
+        ),
+      ),
+    ),
   );
 }
 
@@ -198,7 +240,8 @@ function append(node) {
 /** Scrolls on, unless the reader has scrolled back. */
 function toEnd(always) {
   const list = $("messages");
-  if (always || list.scrollHeight - list.scrollTop - list.clientHeight < 120) list.scrollTop = list.scrollHeight;
+  if (always || list.scrollHeight - list.scrollTop - list.clientHeight < 120)
+    list.scrollTop = list.scrollHeight;
 }
 
 function send(text) {
@@ -207,7 +250,14 @@ function send(text) {
   const turn = { role: "user", text, pictures, node: element("div", { class: "message user" }) };
   pictures = [];
   showPictures();
-  if (turn.pictures.length) turn.node.append(element("div", { class: "pictures" }, ...turn.pictures.map((one) => element("img", { src: one.url, alt: one.name }))));
+  if (turn.pictures.length)
+    turn.node.append(
+      element(
+        "div",
+        { class: "pictures" },
+        ...turn.pictures.map((one) => element("img", { src: one.url, alt: one.name })),
+      ),
+    );
   if (mode === "chat" && text) turn.node.append(element("div", { class: "text" }, text));
   if (mode === "chat") append(turn.node);
   turns.push(turn);
@@ -218,10 +268,20 @@ function send(text) {
 
 function body() {
   const { system, ...params } = values;
-  const asked = { model: model.name, stream: true, stream_options: { include_usage: true }, ...params };
+  const asked = {
+    model: model.name,
+    stream: true,
+    stream_options: { include_usage: true },
+    ...params,
+  };
   if (mode === "text") return ["v1/completions", { ...asked, prompt: turns.at(-1).text }];
   const content = (turn) =>
-    turn.pictures?.length ? [...turn.pictures.map((one) => ({ type: "image_url", image_url: { url: one.url } })), { type: "text", text: turn.text }] : turn.text;
+    turn.pictures?.length
+      ? [
+          ...turn.pictures.map((one) => ({ type: "image_url", image_url: { url: one.url } })),
+          { type: "text", text: turn.text },
+        ]
+      : turn.text;
   const messages = turns.map((turn) => ({ role: turn.role, content: content(turn) }));
   if (system) messages.unshift({ role: "system", content: system });
   return ["v1/chat/completions", { ...asked, messages }];
@@ -243,17 +303,37 @@ async function answer() {
   let pending = 0;
   const paint = () => {
     pending = 0;
-    if (mode === "text") text.replaceChildren(element("div", { class: "plain" }, element("span", { class: "given" }, asked.prompt), turn.text));
+    if (mode === "text")
+      text.replaceChildren(
+        element(
+          "div",
+          { class: "plain" },
+          element("span", { class: "given" }, asked.prompt),
+          turn.text,
+        ),
+      );
     else text.replaceChildren(rendered(turn.text));
     if (turn.thoughts) {
-      const details = node.querySelector("details") ?? element("details", {}, element("summary", {}, "Reasoning"), element("div", { class: "plain" }));
+      const details =
+        node.querySelector("details") ??
+        element(
+          "details",
+          {},
+          element("summary", {}, "Reasoning"),
+          element("div", { class: "plain" }),
+        );
       details.lastChild.textContent = turn.thoughts;
       if (!details.parentNode) node.prepend(details);
     }
     toEnd(false);
   };
   try {
-    const response = await ask(path, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(asked), signal: abort.signal });
+    const response = await ask(path, {
+      method: "POST",
+      headers: { "content-type": "application/json" },
+      body: JSON.stringify(asked),
+      signal: abort.signal,
+    });
     if (!response.ok) throw new Error(await failure(response));
     for await (const chunk of events(response)) {
       if (chunk.error) throw new Error(chunk.error.message);
@@ -267,13 +347,20 @@ async function answer() {
       turn.text += more;
       turn.thoughts += thought;
       // A hidden window has no frames.
-      if (!pending) pending = document.hidden ? setTimeout(paint, 100) : requestAnimationFrame(paint);
+      if (!pending)
+        pending = document.hidden ? setTimeout(paint, 100) : requestAnimationFrame(paint);
     }
   } catch (error) {
     if (abort.signal.aborted) reason = "stopped";
     else {
       reason = "error";
-      node.append(element("p", { class: "error" }, error instanceof TypeError ? "The server cannot be reached." : error.message));
+      node.append(
+        element(
+          "p",
+          { class: "error" },
+          error instanceof TypeError ? "The server cannot be reached." : error.message,
+        ),
+      );
     }
   }
   const seconds = (performance.now() - start) / 1000;
@@ -292,14 +379,19 @@ async function answer() {
     const after = first === null ? 0 : (performance.now() - first) / 1000;
     const writing = after > 0.1 ? after : seconds;
     facts.push(`${count(usage.completion_tokens)} tokens`);
-    if (usage.completion_tokens > 1) facts.push(`${count((usage.completion_tokens - 1) / Math.max(writing, 0.001))} tokens/s`);
+    if (usage.completion_tokens > 1)
+      facts.push(`${count((usage.completion_tokens - 1) / Math.max(writing, 0.001))} tokens/s`);
   }
   if (first !== null) facts.push(`first after ${duration((first - start) / 1000)}`);
   if (reason === "length") facts.push("cut at the maximum");
   if (reason === "stopped") facts.push("stopped");
   about.append(
     ...facts.map((fact) => element("span", {}, fact)),
-    element("button", { type: "button", onclick: () => navigator.clipboard?.writeText(turn.text) }, "Copy"),
+    element(
+      "button",
+      { type: "button", onclick: () => navigator.clipboard?.writeText(turn.text) },
+      "Copy",
+    ),
     element("button", { type: "button", onclick: () => again(turn) }, "Retry"),
   );
   toEnd(false);

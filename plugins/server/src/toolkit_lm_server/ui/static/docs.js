@@ -6,7 +6,10 @@ const DEEPEST = 5;
 const IDLE = "It has no effect.";
 const MOST_SHOWN = 200000;
 const EXAMPLES = {
-  "/v1/chat/completions": { messages: [{ role: "user", content: "What is the capital of France?" }], max_tokens: 32 },
+  "/v1/chat/completions": {
+    messages: [{ role: "user", content: "What is the capital of France?" }],
+    max_tokens: 32,
+  },
   "/v1/completions": { prompt: "Once upon a time", max_tokens: 32 },
   "/v1/embeddings": { input: "Once upon a time" },
   "/v1/responses": { input: "What is the capital of France?" },
@@ -18,7 +21,8 @@ let document_ = {};
 
 function paint() {
   const theme = localStorage.getItem("toolkit_lm.theme") ?? "system";
-  document.documentElement.dataset.theme = theme === "system" ? (dark.matches ? "dark" : "light") : theme;
+  document.documentElement.dataset.theme =
+    theme === "system" ? (dark.matches ? "dark" : "light") : theme;
 }
 
 dark.addEventListener("change", paint);
@@ -26,7 +30,8 @@ paint();
 
 /** A schema, where it is only named. */
 function resolved(schema) {
-  for (let i = 0; schema?.$ref && i < 20; i++) schema = document_.components.schemas[schema.$ref.split("/").pop()];
+  for (let i = 0; schema?.$ref && i < 20; i++)
+    schema = document_.components.schemas[schema.$ref.split("/").pop()];
   return schema ?? {};
 }
 
@@ -39,10 +44,14 @@ function variants(schema) {
 /** A type in a few words: "list of string". */
 function named(schema, depth = 0) {
   if (schema.$ref) return schema.$ref.split("/").pop();
-  if (schema.anyOf || schema.oneOf || schema.allOf) return depth > 2 ? "…" : [...new Set(variants(schema).map((one) => named(one, depth + 1)))].join(" | ");
+  if (schema.anyOf || schema.oneOf || schema.allOf)
+    return depth > 2
+      ? "…"
+      : [...new Set(variants(schema).map((one) => named(one, depth + 1)))].join(" | ");
   if (schema.const !== undefined) return JSON.stringify(schema.const);
   if (schema.enum) return schema.enum.map((one) => JSON.stringify(one)).join(" | ");
-  if (schema.type === "array") return `list of ${depth > 2 || !schema.items ? "anything" : named(schema.items, depth + 1)}`;
+  if (schema.type === "array")
+    return `list of ${depth > 2 || !schema.items ? "anything" : named(schema.items, depth + 1)}`;
   if (Array.isArray(schema.type)) return schema.type.filter((one) => one !== "null").join(" | ");
   return schema.type ?? "anything";
 }
@@ -50,7 +59,14 @@ function named(schema, depth = 0) {
 function limits(schema) {
   const found = [];
   for (const one of variants(schema)) {
-    for (const [key, sign] of [["minimum", "≥"], ["exclusiveMinimum", ">"], ["maximum", "≤"], ["exclusiveMaximum", "<"], ["maxLength", "length ≤"], ["maxItems", "items ≤"]]) {
+    for (const [key, sign] of [
+      ["minimum", "≥"],
+      ["exclusiveMinimum", ">"],
+      ["maximum", "≤"],
+      ["exclusiveMaximum", "<"],
+      ["maxLength", "length ≤"],
+      ["maxItems", "items ≤"],
+    ]) {
       if (one[key] !== undefined) found.push(`${sign} ${one[key]}`);
     }
   }
@@ -71,28 +87,57 @@ function fields(schema, depth = 0) {
   const required = new Set(schema.required ?? []);
   const all = Object.entries(schema.properties ?? {});
   const idle = all.filter(([, one]) => one.description === IDLE).map(([name]) => name);
-  const shown = all.filter(([name]) => !idle.includes(name)).sort(([a], [b]) => required.has(b) - required.has(a));
+  const shown = all
+    .filter(([name]) => !idle.includes(name))
+    .sort(([a], [b]) => required.has(b) - required.has(a));
   const rows = shown.map(([name, one]) => {
-    const given = one.default !== undefined && one.default !== null ? `default ${JSON.stringify(one.default)}` : "";
-    const notes = [required.has(name) ? "required" : given, limits(one)].filter(Boolean).join(" · ");
+    const given =
+      one.default !== undefined && one.default !== null
+        ? `default ${JSON.stringify(one.default)}`
+        : "";
+    const notes = [required.has(name) ? "required" : given, limits(one)]
+      .filter(Boolean)
+      .join(" · ");
     const objects = depth < DEEPEST ? inner(one) : [];
-    const text = one.description ?? variants(one).map((other) => resolved(other).description).find(Boolean);
+    const text =
+      one.description ??
+      variants(one)
+        .map((other) => resolved(other).description)
+        .find(Boolean);
     return element(
       "li",
       {},
-      element("div", { class: "field" }, element("code", {}, name), element("span", { class: "type" }, named(one)), element("span", { class: required.has(name) ? "required" : "faint" }, notes)),
+      element(
+        "div",
+        { class: "field" },
+        element("code", {}, name),
+        element("span", { class: "type" }, named(one)),
+        element("span", { class: required.has(name) ? "required" : "faint" }, notes),
+      ),
       text ? element("p", {}, text) : null,
-      ...objects.map((other) => folded(`fields of ${other.title ?? name}`, () => fields(other, depth + 1))),
+      ...objects.map((other) =>
+        folded(`fields of ${other.title ?? name}`, () => fields(other, depth + 1)),
+      ),
     );
   });
-  if (idle.length) rows.push(element("li", { class: "faint" }, `Taken without effect, where they ask for nothing: ${idle.join(", ")}`));
+  if (idle.length)
+    rows.push(
+      element(
+        "li",
+        { class: "faint" },
+        `Taken without effect, where they ask for nothing: ${idle.join(", ")}`,
+      ),
+    );
   return element("ul", { class: "fields" }, ...rows);
 }
 
 /** Something that is made when it is unfolded. */
 function folded(title, make) {
   const details = element("details", {}, element("summary", {}, title));
-  details.addEventListener("toggle", () => details.open && details.children.length === 1 && details.append(make()));
+  details.addEventListener(
+    "toggle",
+    () => details.open && details.children.length === 1 && details.append(make()),
+  );
   return details;
 }
 
@@ -101,14 +146,17 @@ function example(path, schema) {
   const made = {};
   for (const name of schema.required ?? []) {
     const first = resolved(variants(schema.properties?.[name] ?? {})[0]);
-    made[name] = { string: "text", integer: 1, number: 1, boolean: false, array: ["text"] }[first.type] ?? {};
+    made[name] =
+      { string: "text", integer: 1, number: 1, boolean: false, array: ["text"] }[first.type] ?? {};
   }
   return made;
 }
 
 function trial(method, path, schema) {
   const parameters = [...path.matchAll(/\{([^}:]+)(?::[^}]+)?\}/g)].map((one) => one[1]);
-  const inputs = parameters.map((name) => element("input", { placeholder: name, "aria-label": name }));
+  const inputs = parameters.map((name) =>
+    element("input", { placeholder: name, "aria-label": name }),
+  );
   const body = schema && element("textarea", { spellcheck: "false", "aria-label": "Body" });
   if (body) {
     body.value = JSON.stringify(example(path, schema), null, 2);
@@ -123,22 +171,42 @@ function trial(method, path, schema) {
     answer.textContent = "";
     const start = performance.now();
     try {
-      const at = parameters.reduce((text, name, i) => text.replace(new RegExp(`\\{${name}(:[^}]+)?\\}`), () => encodeURIComponent(inputs[i].value)), path).slice(1);
-      const response = await ask(at, { method, ...(body ? { headers: { "content-type": "application/json" }, body: body.value } : {}) });
+      const at = parameters
+        .reduce(
+          (text, name, i) =>
+            text.replace(new RegExp(`\\{${name}(:[^}]+)?\\}`), () =>
+              encodeURIComponent(inputs[i].value),
+            ),
+          path,
+        )
+        .slice(1);
+      const response = await ask(at, {
+        method,
+        ...(body ? { headers: { "content-type": "application/json" }, body: body.value } : {}),
+      });
       const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
       let text = "";
       for (let part = await reader.read(); !part.done; part = await reader.read()) {
         text += part.value;
         answer.textContent = text.slice(0, MOST_SHOWN);
       }
-      if (response.headers.get("content-type")?.includes("json")) answer.textContent = JSON.stringify(JSON.parse(text), null, 2).slice(0, MOST_SHOWN);
-      status.textContent = `${response.status} after ${duration((performance.now() - start) / 1000)}`;
+      if (response.headers.get("content-type")?.includes("json"))
+        answer.textContent = JSON.stringify(JSON.parse(text), null, 2).slice(0, MOST_SHOWN);
+      status.textContent =
+        `${response.status} after ${duration((performance.now() - start) / 1000)}`;
     } catch (error) {
       status.textContent = error.message;
     }
     button.disabled = false;
   });
-  return element("div", { class: "trial" }, ...inputs, body, element("div", { class: "row" }, button, status), answer);
+  return element(
+    "div",
+    { class: "trial" },
+    ...inputs,
+    body,
+    element("div", { class: "row" }, button, status),
+    answer,
+  );
 }
 
 function operation(path, method, one) {
@@ -146,17 +214,39 @@ function operation(path, method, one) {
   const schema = content["application/json"] && resolved(content["application/json"].schema);
   const form = content["multipart/form-data"] && resolved(content["multipart/form-data"].schema);
   const answers = Object.entries(one.responses ?? {}).map(([status, answer]) => {
-    const kinds = Object.entries(answer.content ?? {}).map(([kind, { schema: shape }]) => [kind, resolved(shape)]);
-    const bodies = kinds.filter(([, shape]) => shape.properties).map(([kind, shape]) => folded(`${shape.title ?? "fields"} · ${kind}`, () => fields(shape)));
-    return element("li", {}, element("div", { class: "field" }, element("code", { class: status.startsWith("2") ? "good" : "" }, status), element("span", {}, answer.description ?? "")), ...bodies);
+    const kinds = Object.entries(answer.content ?? {}).map(([kind, { schema: shape }]) => [
+      kind,
+      resolved(shape),
+    ]);
+    const bodies = kinds
+      .filter(([, shape]) => shape.properties)
+      .map(([kind, shape]) => folded(`${shape.title ?? "fields"} · ${kind}`, () => fields(shape)));
+    return element(
+      "li",
+      {},
+      element(
+        "div",
+        { class: "field" },
+        element("code", { class: status.startsWith("2") ? "good" : "" }, status),
+        element("span", {}, answer.description ?? ""),
+      ),
+      ...bodies,
+    );
   });
   const known = schema ?? form;
   return element(
     "section",
     { id: `${method}-${path}` },
-    element("h2", {}, element("span", { class: `method ${method}` }, method.toUpperCase()), element("code", {}, path)),
+    element(
+      "h2",
+      {},
+      element("span", { class: `method ${method}` }, method.toUpperCase()),
+      element("code", {}, path),
+    ),
     one.description ? element("p", {}, one.description) : element("p", {}, one.summary ?? ""),
-    known?.properties ? element("h3", {}, form && !schema ? "Fields of the form" : "Fields of the body") : null,
+    known?.properties
+      ? element("h3", {}, form && !schema ? "Fields of the form" : "Fields of the body")
+      : null,
     known?.properties ? fields(known) : null,
     form && !schema ? null : folded("Try it", () => trial(method.toUpperCase(), path, schema)),
     answers.length ? folded("Answers", () => element("ul", { class: "fields" }, ...answers)) : null,
@@ -167,16 +257,39 @@ async function show() {
   const response = await fetch("openapi.json", { credentials: "omit" });
   document_ = await response.json();
   $("about").textContent = `${document_.info.title} ${document_.info.version}`;
-  const all = Object.entries(document_.paths).flatMap(([path, methods]) => Object.entries(methods).map(([method, one]) => ({ path, method, one })));
+  const all = Object.entries(document_.paths).flatMap(([path, methods]) =>
+    Object.entries(methods).map(([method, one]) => ({ path, method, one })),
+  );
   const draw = () => {
     const words = $("filter").value.toLowerCase();
-    const shown = all.filter(({ path, method }) => `${method} ${path}`.toLowerCase().includes(words));
-    $("routes").replaceChildren(...shown.map(({ path, method }) => element("li", {}, element("a", { href: `#${method}-${path}` }, element("span", { class: `method ${method}` }, method.toUpperCase()), path))));
-    $("operations").replaceChildren(...(shown.length ? shown.map(({ path, method, one }) => operation(path, method, one)) : [element("p", { class: "faint" }, "No route has such a name.")]));
+    const shown = all.filter(({ path, method }) =>
+      `${method} ${path}`.toLowerCase().includes(words),
+    );
+    $("routes").replaceChildren(
+      ...shown.map(({ path, method }) =>
+        element(
+          "li",
+          {},
+          element(
+            "a",
+            { href: `#${method}-${path}` },
+            element("span", { class: `method ${method}` }, method.toUpperCase()),
+            path,
+          ),
+        ),
+      ),
+    );
+    $("operations").replaceChildren(
+      ...(shown.length
+        ? shown.map(({ path, method, one }) => operation(path, method, one))
+        : [element("p", { class: "faint" }, "No route has such a name.")]),
+    );
   };
   $("filter").addEventListener("input", draw);
   draw();
   document.getElementById(decodeURIComponent(location.hash.slice(1)))?.scrollIntoView();
 }
 
-show().catch((error) => $("operations").replaceChildren(element("p", { class: "error" }, error.message)));
+show().catch((error) =>
+  $("operations").replaceChildren(element("p", { class: "error" }, error.message)),
+);

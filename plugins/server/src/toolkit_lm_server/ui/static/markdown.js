@@ -1,4 +1,5 @@
-// A little Markdown, as elements: paragraphs, headings, lists, code, emphasis. Nothing is made of markup in the text.
+// A little Markdown, as elements: paragraphs, headings, lists, code, emphasis.
+// Nothing is made of markup in the text.
 
 import { element } from "./dom.js";
 
@@ -14,7 +15,8 @@ export function rendered(text) {
   let list = null;
   let paragraph = [];
   const flush = () => {
-    if (paragraph.length) made.append(element("p", { class: "plain" }, ...inline(paragraph.join("\n"))));
+    if (paragraph.length)
+      made.append(element("p", { class: "plain" }, ...inline(paragraph.join("\n"))));
     paragraph = [];
   };
   const lines = text.split("\n");
@@ -64,7 +66,8 @@ function inline(text) {
     found.push(element(tag, {}, content));
   };
   for (let i = 0; i < text.length; ) {
-    const [mark, tag] = text[i] === "`" ? ["`", "code"] : text.startsWith("**", i) ? ["**", "strong"] : ["", ""];
+    const [mark, tag] =
+      text[i] === "`" ? ["`", "code"] : text.startsWith("**", i) ? ["**", "strong"] : ["", ""];
     const end = mark ? text.indexOf(mark, i + mark.length) : -1;
     if (end > i + mark.length) {
       put(tag, text.slice(i + mark.length, end));
