@@ -4,11 +4,13 @@ nobody else suffers."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Iterator
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from toolkit_lm import AsyncLLM, VllmConfig
 from toolkit_lm_server.app import create_app
 
@@ -80,12 +82,18 @@ def engine() -> Iterator[AsyncLLM]:
     engine.close()
 
 
+@functools.cache
+def app_of(engine: AsyncLLM) -> FastAPI:
+    """One app for all tests: it takes as long to make as a test's requests."""
+    return create_app(engine)
+
+
 def ask(engine: AsyncLLM, *requests: tuple[str, dict]) -> list[httpx.Response]:
     """The answers to requests of one moment."""
 
     async def all_of_them() -> list[httpx.Response]:
         async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(create_app(engine)), base_url="http://test"
+            transport=httpx.ASGITransport(app_of(engine)), base_url="http://test"
         ) as client:
             return await asyncio.gather(
                 *(client.post(path, json=body, timeout=60) for path, body in requests)
@@ -193,7 +201,7 @@ def test_a_bias_rules_nothing_out(engine, text):
     async def send() -> httpx.Response:
         content = f'{{"prompt": "a", "logit_bias": {{"{A}": {text}}}}}'
         async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(create_app(engine)), base_url="http://test"
+            transport=httpx.ASGITransport(app_of(engine)), base_url="http://test"
         ) as client:
             return await client.post(
                 "/v1/completions", content=content, headers={"content-type": "application/json"}

@@ -4,11 +4,12 @@ tests from end to end."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from toolkit_lm.config import PluginsConfig, VllmConfig
 from toolkit_lm.errors import ContextLengthError, RequestError
 from toolkit_lm.outputs import CompletionOutput, Logprob, RequestOutput
@@ -194,9 +195,22 @@ def make_engine() -> type[FakeEngine]:
     return FakeEngine
 
 
+@pytest.fixture(scope="session")
+def shared() -> tuple[FakeEngine, FastAPI]:
+    """An engine and its app, which takes longer to make than most tests."""
+    engine = FakeEngine()
+    return engine, create_app(engine)
+
+
 @pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
+def engine(shared) -> Iterator[FakeEngine]:
+    """The shared engine, as it was when it was made."""
+    engine, _ = shared
+    before = dict(vars(engine))
+    engine.asked, engine.renderer = [], CharRenderer(engine.config)
+    yield engine
+    vars(engine).clear()
+    vars(engine).update(before)
 
 
 @pytest.fixture
@@ -206,6 +220,7 @@ def client_of():
 
 
 @pytest.fixture
-async def client(engine, client_of):
-    async with client_of(create_app(engine)) as one:
+async def client(engine, shared, client_of):
+    """A client of the app over `engine`."""
+    async with client_of(shared[1]) as one:
         yield one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import json
 from contextlib import asynccontextmanager
 
@@ -12,6 +13,7 @@ import numpy as np
 import openai
 import pytest
 import torch
+from fastapi import FastAPI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from toolkit_lm import AsyncLLM, VllmConfig
 from toolkit_lm.events import StepEvent
@@ -152,12 +154,20 @@ def engine_of(tmp_path_factory, steps):
         engine.close()
 
 
+@functools.cache
+def app_of(engine: AsyncLLM, **options: int) -> FastAPI:
+    """One app for all tests: it takes longer to make than most of them."""
+    return create_app(engine, ServerOptions(**options))
+
+
 @pytest.fixture
 def ask(engine_of, client_of):
     """ask(name, path, **body): the response of the server with this model."""
 
     async def call(name, path, *, options=None, **body):
-        async with client_of(create_app(engine_of(name), options)) as client:
+        engine = engine_of(name)
+        app = app_of(engine) if options is None else create_app(engine, options)
+        async with client_of(app) as client:
             return await client.post(path, json=body)
 
     return call
@@ -165,7 +175,7 @@ def ask(engine_of, client_of):
 
 @asynccontextmanager
 async def openai_client(engine):
-    transport = httpx.ASGITransport(create_app(engine))
+    transport = httpx.ASGITransport(app_of(engine))
     async with openai.AsyncOpenAI(
         base_url="http://test/v1",
         api_key="none",
@@ -271,7 +281,7 @@ BAD_INPUTS = [
     ids=lambda value: str(value)[:30].encode("ascii", "replace").decode(),
 )
 async def test_bad_inputs(ask, engine_of, client_of, value, message):
-    app = create_app(engine_of("embedder"), ServerOptions(max_inputs=100))
+    app = app_of(engine_of("embedder"), max_inputs=100)
     async with client_of(app) as client:
         headers = {"content-type": "application/json"}
         reply = await client.post(
@@ -323,7 +333,7 @@ TEMPLATE = (
 async def test_a_conversation(engine_of, client_of, path):
     """It is rendered as it is, and pooled as the text that comes of it."""
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
-    async with client_of(create_app(engine_of("embedder", chat_template=TEMPLATE))) as client:
+    async with client_of(app_of(engine_of("embedder", chat_template=TEMPLATE))) as client:
 
         async def ask(**fields):
             reply = (await client.post(path, json={"task": "embed", **fields})).json()
@@ -466,7 +476,7 @@ async def test_token_ids_of_another_tokenizer(ask):
 )
 async def test_lone_surrogates_are_errors_of_the_request(engine_of, client_of, field):
     body = {"input": "a", "task": "embed"} | {field: "\ud800"}
-    async with client_of(create_app(engine_of("embedder"))) as client:
+    async with client_of(app_of(engine_of("embedder"))) as client:
         reply = await client.post(
             "/pooling", content=json.dumps(body), headers={"content-type": "application/json"}
         )
@@ -532,7 +542,7 @@ async def test_a_task_that_is_not_served_is_told_those_that_are(ask, name, path,
 
 
 async def test_dimensions_that_a_model_is_made_for(engine_of, client_of):
-    async with client_of(create_app(engine_of("matryoshka", convert="embed"))) as client:
+    async with client_of(app_of(engine_of("matryoshka", convert="embed"))) as client:
         for dimensions in (8, 16, 32):
             [one] = (
                 await client.post("/v1/embeddings", json={"input": "a", "dimensions": dimensions})
@@ -547,7 +557,7 @@ async def test_dimensions_that_a_model_is_made_for(engine_of, client_of):
 
 
 async def test_dimensions_of_a_model_that_is_not_known_to_be_made_for_it(engine_of, client_of):
-    async with client_of(create_app(engine_of("embedder"))) as client:
+    async with client_of(app_of(engine_of("embedder"))) as client:
         for path, field in (
             ("/v1/embeddings", {"input": "a", "dimensions": 1}),
             ("/v2/embed", {"texts": ["a"], "output_dimension": 1}),
@@ -562,7 +572,7 @@ async def test_dimensions_of_a_model_that_is_not_known_to_be_made_for_it(engine_
 async def test_pooling_lists_pooling_tasks_only(engine_of, client_of):
     engine = engine_of("generator", extra_tasks="embed")
     assert engine.tasks == ("generate", "embed", "token_embed")
-    async with client_of(create_app(engine)) as client:
+    async with client_of(app_of(engine)) as client:
         for body in (
             {"input": "a"},
             {"input": "a", "task": "generate"},
@@ -584,7 +594,7 @@ async def test_a_broken_model_fails_its_request_only(engine_of, ask):
 
     async def post(text):
         async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(create_app(engine)), base_url="http://test"
+            transport=httpx.ASGITransport(app_of(engine)), base_url="http://test"
         ) as client:
             return await client.post("/v1/embeddings", json={"input": ["fine", text]})
 
@@ -604,7 +614,7 @@ async def test_a_broken_model_fails_its_request_only(engine_of, ask):
 async def test_a_batch_is_refused_as_a_whole(engine_of):
     engine = engine_of("embedder", max_queued_requests=1, max_num_seqs=2)
     async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(create_app(engine)), base_url="http://test"
+        transport=httpx.ASGITransport(app_of(engine)), base_url="http://test"
     ) as client:
         replies = await asyncio.gather(
             *[client.post("/v1/embeddings", json={"input": ["abc"] * 200}) for _ in range(3)]
@@ -649,7 +659,7 @@ async def test_a_client_that_leaves_ends_its_batch(engine_of, steps):
     async def send(message):
         sent.append(message)
 
-    await create_app(engine)(
+    await app_of(engine)(
         {**scope, "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http"},
         receive,
         send,
@@ -973,7 +983,7 @@ async def test_what_is_wrong_with_a_pair(ask, path, body, param, message):
 async def test_an_instruction_needs_a_place(engine_of, client_of, tmp_path):
     (tmp_path / "plain.txt").write_text("{query}? {document}.")
     engine = engine_of("cross-encoder", score_template=str(tmp_path / "plain.txt"))
-    async with client_of(create_app(engine)) as client:
+    async with client_of(app_of(engine)) as client:
         body = {"query": "a", "documents": ["b"]}
         assert (await client.post("/rerank", json=body)).status_code == 200
         reply = await client.post("/rerank", json={**body, "instruction": "Find."})
@@ -983,7 +993,7 @@ async def test_an_instruction_needs_a_place(engine_of, client_of, tmp_path):
 
 async def test_a_document_that_is_cut_and_no_valid_text(engine_of, client_of):
     body = json.dumps({"query": "a", "documents": ["b", "c\ud800"], "max_tokens_per_doc": 1})
-    async with client_of(create_app(engine_of("embedder"))) as client:
+    async with client_of(app_of(engine_of("embedder"))) as client:
         error = (
             await client.post("/rerank", content=body, headers={"content-type": "application/json"})
         ).json()["error"]
@@ -1028,7 +1038,7 @@ async def test_coheres_embed(engine_of, ask, client_of):
         ]
         np.testing.assert_array_equal(decoded, np.float32(reply["embeddings"]["float"]))
         assert reply["meta"]["billed_units"] == {"input_tokens": len(before) + 3 + 128}
-    async with client_of(create_app(engine_of("matryoshka", convert="embed"))) as client:
+    async with client_of(app_of(engine_of("matryoshka", convert="embed"))) as client:
         reply = (
             await client.post(
                 "/v2/embed", json={"texts": texts, "max_tokens": 2, "output_dimension": 8}

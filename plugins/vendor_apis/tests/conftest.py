@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+import functools
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from toolkit_lm import AsyncLLM, VllmConfig
 from toolkit_lm_server.app import create_app
 from toolkit_lm_server.options import ServerOptions
@@ -38,13 +41,25 @@ def engines() -> Iterator[dict[str, AsyncLLM]]:
         engine.close()
 
 
+@pytest.fixture(scope="session")
+def apps(engines) -> Callable[..., FastAPI]:
+    """apps(name, **options): the app over that engine, made once: it takes longer than most
+    tests."""
+
+    @functools.cache
+    def app(name: str, **options: Any) -> FastAPI:
+        return create_app(engines[name], ServerOptions(**options))
+
+    return app
+
+
 @pytest.fixture
-def serve(engines):
+def serve(apps):
     """serve(name, **options): a client of an app over that engine."""
 
     @asynccontextmanager
     async def served(name: str = "generate", **options) -> AsyncIterator[httpx.AsyncClient]:
-        app = create_app(engines[name], ServerOptions(**options))
+        app = apps(name, **options)
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://test"
         ) as client:

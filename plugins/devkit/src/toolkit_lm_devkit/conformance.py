@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
+
+
+@functools.cache
+def _parameters(kind: type[Conformance]) -> Mapping[str, Mapping[str, Any]]:
+    """The parameters of a class, made once for all of its tests."""
+    return kind.parameters()
 
 
 class Conformance:
@@ -18,6 +25,6 @@ class Conformance:
         return {}
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        for name, values in self.parameters().items():
+        for name, values in _parameters(type(self)).items():
             if name in metafunc.fixturenames:
                 metafunc.parametrize(name, list(values.values()), ids=list(values))
