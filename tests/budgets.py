@@ -1,4 +1,5 @@
-"""The budgets that keep the project small: tokens of core, lines of a file, lines of a class.
+"""The budgets that keep the project small: tokens of core, lines of a file, lines of a class,
+columns of a line.
 
 usage: python tests/budgets.py
 
@@ -26,6 +27,10 @@ FILE_LINES = 500
 """Lines that a file may have, whatever is on them."""
 CLASS_LINES = 400
 """Lines that a class may have, from its first to its last."""
+LINE_COLUMNS = 100
+"""Characters that a line may have. Ruff counts those of Python."""
+LANGUAGES = frozenset({".c", ".h", ".js", ".css", ".html", ".svg", ".in"})
+"""Endings of the files whose lines are counted here. `.in` is that of templates."""
 
 _NO_CODE = {
     tokenize.COMMENT,
@@ -44,7 +49,9 @@ def main() -> int:
         print(f"{count:7,}  {room}")
     print(f"{rooms.total():7,}  tokens of core, of {CORE_TOKENS:,}")
     folders = [folder for pattern in SOURCES for folder in sorted(ROOT.glob(pattern))]
-    problems = [problem for folder in folders for problem in oversized(folder)]
+    problems = [
+        problem for folder in folders for find in (oversized, wide) for problem in find(folder)
+    ]
     if rooms.total() > CORE_TOKENS:
         problems.append(f"core has {rooms.total():,} tokens, and may have {CORE_TOKENS:,}")
     for problem in problems:
@@ -74,7 +81,7 @@ def oversized(folder: Path) -> Iterator[str]:
     """The files and classes below a folder that are over their budget."""
     for path in sorted(folder.rglob("*.py")):
         source = path.read_text(encoding="utf-8")
-        name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+        name = _name(path)
         if (length := len(source.splitlines())) > FILE_LINES:
             yield f"{name} has {length} lines, and may have {FILE_LINES}"
         for node in ast.walk(ast.parse(source)):
@@ -86,6 +93,19 @@ def oversized(folder: Path) -> Iterator[str]:
                     f"{name}:{node.lineno}: class {node.name} has {length} lines, and may have "
                     f"{CLASS_LINES}"
                 )
+
+
+def wide(folder: Path) -> Iterator[str]:
+    """The lines below a folder that have too many columns, of languages that Ruff does not read."""
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in LANGUAGES):
+        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+            if (columns := len(line)) > LINE_COLUMNS:
+                at = f"{_name(path)}:{number}"
+                yield f"{at}: the line has {columns} columns, and may have {LINE_COLUMNS}"
+
+
+def _name(path: Path) -> Path:
+    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
 
 
 def _docstring_lines(tree: ast.Module) -> set[int]:

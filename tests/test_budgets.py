@@ -98,6 +98,27 @@ def test_a_file_or_class_over_its_budget_is_an_error(budget, capsys, folder):
     )
 
 
+def test_a_line_of_another_language_over_its_budget_is_an_error(budget, capsys):
+    fits = "é" * 100
+    for ending in sorted(budgets.LANGUAGES):
+        path = f"plugins/one/src/one/kernels/a{ending}"
+        assert budget(path, f"{fits}\n{fits}x\n{fits}\n") == 1
+        assert capsys.readouterr().err == (
+            f"error: {path}:2: the line has 101 columns, and may have 100\n"
+        )
+        assert budget(path, f"{fits}\n{fits}\n") == 0
+
+
+def test_the_lines_of_each_language_are_counted():
+    """What is no Python, and no data, has its ending in LANGUAGES."""
+    data = {".jinja", ".json", ".safetensors", ".so", ".pyc", ".typed"}
+    known = budgets.LANGUAGES | data | {".py", ".pyi"}
+    folders = [folder for pattern in budgets.SOURCES for folder in budgets.ROOT.glob(pattern)]
+    paths = [path for folder in folders for path in folder.rglob("[!.]*") if path.is_file()]
+    assert not [path for path in paths if path.suffix not in known]
+    assert {path.suffix for path in paths} > budgets.LANGUAGES
+
+
 def test_a_core_over_its_budget_is_an_error(budget, capsys):
     assert budget("core/src/toolkit_lm/a.py", "x = 1\n" * 6) == 0
     assert budget("core/src/toolkit_lm/room/b.py", "x = 1\n" * 4) == 0
