@@ -504,7 +504,7 @@ static void NAME(locate)(const Step *step, const Work *work, NAME(Span) *s, cons
     for (long t = s->first / TILE; t * TILE < s->last; t++) {
         const long tile = s->begin / TILE + t;
         if (step->table == NULL) {
-            s->keys[t] = own_keys + tile * tile_lanes,
+            s->keys[t] = own_keys + tile * tile_lanes;
             s->values[t] = own_values + tile * tile_lanes;
         } else {
             const long block =

@@ -262,9 +262,10 @@ TARGET static void NAME(put)(const Linear *l, long row, long rows, long first, c
         const ELEMENT *from = (const ELEMENT *)l->bias + first;
         memcpy(edge, from, (size_t)there * sizeof *edge);
         bias = FLOATS(edge);
-        if (l->is_gated)
-            memcpy(edge_up, from + l->outputs, (size_t)there * sizeof *edge),
-                up_bias = FLOATS(edge_up);
+        if (l->is_gated) {
+            memcpy(edge_up, from + l->outputs, (size_t)there * sizeof *edge);
+            up_bias = FLOATS(edge_up);
+        }
     }
     for (long r = 0; r < rows; r++) {
         Floats y = activate(l->activation, add_lanes(floats_f32(sums + r * PANELS * LANES), bias));

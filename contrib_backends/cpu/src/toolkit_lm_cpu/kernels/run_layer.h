@@ -13,7 +13,10 @@ static void run_norm(const Layer *l, NormPart part, const void *x, const void *r
               .weight = part.weight,
               .x_stride = l->hidden,
               .residual_stride = l->hidden};
-    n.out_stride = n.size = l->hidden, n.tokens = tokens, n.heads = 1, n.eps = part.eps,
+    n.out_stride = n.size = l->hidden;
+    n.tokens = tokens;
+    n.heads = 1;
+    n.eps = part.eps;
     n.is_wide = part.is_wide;
     if (part.weight != NULL || residual != NULL)
         share_out_rows(tokens * n.size, tokens, norm_types[l->type], &n);
@@ -29,7 +32,10 @@ static void run_head_norm(const Layer *l, NormPart part, void *x, long stride, l
               .head_stride = part.size,
               .out_stride = stride};
     if (part.weight == NULL) return;
-    n.tokens = tokens, n.heads = width / part.size, n.size = part.size, n.eps = part.eps,
+    n.tokens = tokens;
+    n.heads = width / part.size;
+    n.size = part.size;
+    n.eps = part.eps;
     n.is_wide = part.is_wide;
     share_out_rows(tokens * width, tokens * n.heads, norm_types[l->type], &n);
 }
@@ -42,8 +48,11 @@ static int run_linear(const Layer *l, LinearPart part, const void *x, long input
                 .out = out,
                 .x_stride = inputs,
                 .out_stride = outputs};
-    p.rows = tokens, p.inputs = inputs, p.outputs = outputs, p.factor = factor;
-    p.is_gated = part.weights == l->gate_up.weights,
+    p.rows = tokens;
+    p.inputs = inputs;
+    p.outputs = outputs;
+    p.factor = factor;
+    p.is_gated = part.weights == l->gate_up.weights;
     p.activation = p.is_gated ? l->activation : PLAIN;
     share_out_linear(&p, linear_types[l->type]);
     return !p.failed;
@@ -68,15 +77,22 @@ static int run_attention(const Layer *l, const LayerStep *s, const void *x, char
                 .x_stride = wide,
                 .head_stride = l->head_size,
                 .angle_stride = s->angle_stride};
-    r.tokens = tokens, r.heads = l->heads + l->kv_heads, r.size = s->angle_size;
+    r.tokens = tokens;
+    r.heads = l->heads + l->kv_heads;
+    r.size = s->angle_size;
     share_out_rows(tokens * r.heads * l->head_size, tokens, rotate_types[l->type], &r);
-    attention->queries = qkv, attention->out = attended, attention->query_stride = wide,
+    attention->queries = qkv;
+    attention->out = attended;
+    attention->query_stride = wide;
     attention->out_stride = q;
     if (attention->table == NULL) {
-        attention->keys = keys, attention->values = values,
+        attention->keys = keys;
+        attention->values = values;
         attention->key_stride = attention->value_stride = wide;
     } else {
-        write->keys = keys, write->values = values, write->key_stride = write->value_stride = wide;
+        write->keys = keys;
+        write->values = values;
+        write->key_stride = write->value_stride = wide;
         write_types[l->attention_type](write);
     }
     return attend_types[l->attention_type](attention) &&
@@ -122,7 +138,8 @@ static int as_linear(PyObject *given, void *to) {
     LinearPart *part = to;
     unsigned long long weights, bias;
     if (!PyArg_ParseTuple(given, "KK", &weights, &bias)) return 0;
-    part->weights = (const void *)(uintptr_t)weights, part->bias = (const void *)(uintptr_t)bias;
+    part->weights = (const void *)(uintptr_t)weights;
+    part->bias = (const void *)(uintptr_t)bias;
     return 1;
 }
 
@@ -160,21 +177,31 @@ static PyObject *run_layer(PyObject *self, PyObject *args) {
         return NULL;
     const Layer *l = PyCapsule_GetPointer(capsule, "layer");
     if (l == NULL) return NULL;
-    s.x = (void *)(uintptr_t)x, s.residual = (void *)(uintptr_t)residual,
+    s.x = (void *)(uintptr_t)x;
+    s.residual = (void *)(uintptr_t)residual;
     s.y = (void *)(uintptr_t)y;
-    s.workspace = (void *)(uintptr_t)workspace, s.cos = (const void *)(uintptr_t)cos,
+    s.workspace = (void *)(uintptr_t)workspace;
+    s.cos = (const void *)(uintptr_t)cos;
     s.sin = (const void *)(uintptr_t)sin;
-    step.starts = (const int32_t *)(uintptr_t)starts, step.seen = (const int32_t *)(uintptr_t)seen;
-    step.first = (const int64_t *)(uintptr_t)first,
+    step.starts = (const int32_t *)(uintptr_t)starts;
+    step.seen = (const int32_t *)(uintptr_t)seen;
+    step.first = (const int64_t *)(uintptr_t)first;
     step.origins = (const int32_t *)(uintptr_t)origins;
     step.table = (const int32_t *)(uintptr_t)table;
-    step.keys = (const void *)(uintptr_t)keys, step.values = (const void *)(uintptr_t)values;
-    step.heads = l->heads, step.kv_heads = l->kv_heads, step.size = step.real = l->head_size,
+    step.keys = (const void *)(uintptr_t)keys;
+    step.values = (const void *)(uintptr_t)values;
+    step.heads = l->heads;
+    step.kv_heads = l->kv_heads;
+    step.size = step.real = l->head_size;
     step.group = l->heads / l->kv_heads;
-    write.to_keys = (void *)(uintptr_t)keys, write.to_values = (void *)(uintptr_t)values;
-    write.key_page = step.key_stride, write.value_page = step.value_stride,
+    write.to_keys = (void *)(uintptr_t)keys;
+    write.to_values = (void *)(uintptr_t)values;
+    write.key_page = step.key_stride;
+    write.value_page = step.value_stride;
     write.slots = (const int64_t *)(uintptr_t)slots;
-    write.tokens = s.tokens, write.kv_heads = l->kv_heads, write.size = l->head_size,
+    write.tokens = s.tokens;
+    write.kv_heads = l->kv_heads;
+    write.size = l->head_size;
     write.block_size = step.block_tiles * TILE;
     Py_BEGIN_ALLOW_THREADS done = run_layer_step(l, &s, &step, &write);
     Py_END_ALLOW_THREADS if (!done) return PyErr_NoMemory();
