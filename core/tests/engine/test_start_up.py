@@ -50,13 +50,14 @@ def test_an_engine_process_imports_nothing_heavy() -> None:
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_garbage_collector_is_left_as_it_was(enabled: bool) -> None:
     was_enabled = gc.isenabled()
+    frozen_by_python = gc.get_freeze_count()
     (gc.enable if enabled else gc.disable)()
     try:
         with pytest.raises(ValueError, match="within"), no_garbage_collection():
             assert not gc.isenabled()
             raise ValueError("within")
         assert gc.isenabled() == enabled
-        assert gc.get_freeze_count() == 0
+        assert gc.get_freeze_count() in (0, frozen_by_python)
     finally:
         (gc.enable if was_enabled else gc.disable)()
 

@@ -6,6 +6,10 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_FROZEN_BY_PYTHON = 1_000
+"""More objects than Python 3.12 freezes at its start. A host that freezes has several times
+that."""
+
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
@@ -17,7 +21,7 @@ def no_garbage_collection() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            if not gc.get_freeze_count():
+            if gc.get_freeze_count() < _FROZEN_BY_PYTHON:
                 # All of it is old now, and looked at when the host's old objects are: not at once.
                 gc.freeze()
                 gc.unfreeze()
