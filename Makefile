@@ -52,8 +52,8 @@ test-clients: $(STAMP) $(CLIENTS)/.installed $(BENCHMARKS)/.installed
 	$(BENCHMARKS)/bin/python $(PYTEST_CLIENTS) tests/clients/benchmarks
 	$(BIN)/python tests/clients/page.py
 
-# The plugins for GPUs with the oldest torch, triton and transformers that they allow, on a CPU.
-FLOOR_TESTS := $(patsubst %,contrib_backends/%/tests,compile flash_attn flex triton) contrib_backends/sdpa/tests/test_kernel.py
+# Core, and the plugins for GPUs on a CPU, with the oldest versions that the distributions allow.
+FLOOR_TESTS := core/tests $(patsubst %,contrib_backends/%/tests,compile flash_attn flex triton) contrib_backends/sdpa/tests/test_kernel.py
 test-floor:
 	@if $(PYTHON312) -c '' 2>/dev/null; then $(MAKE) --no-print-directory test-floor-here; \
 	else echo "There is no $(PYTHON312): the tests with the oldest versions are left out. PYTHON312 names it."; fi

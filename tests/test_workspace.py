@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 from toolkit_lm.plugin.discovery import AUTHOR
 
 ROOT = Path(__file__).parents[1]
@@ -35,31 +37,47 @@ def test_requirements_list_every_distribution():
     assert listed == {".", *(f"./{folder.relative_to(ROOT)}" for folder in FOLDERS)}
 
 
-@pytest.mark.parametrize("name", ["torch", "triton"])
+NOT_ON_THE_FLOOR = {
+    "flash-attn": "PyPI has no wheel of it, and building it takes CUDA's compiler",
+    "flashinfer-python": "it does nothing without a GPU",
+    "mistral-common": "requirements-renderers.txt has it, in an environment of its own",
+    "openai-harmony": "requirements-renderers.txt has it, in an environment of its own",
+}
+
+
+def requirements_of_others() -> dict[str, dict[str, Requirement]]:
+    """What distributions require of other people's, extras too: name, distribution, requirement."""
+    found: dict[str, dict[str, Requirement]] = {}
+    for data in map(project, (ROOT, *FOLDERS)):
+        extras = data.get("optional-dependencies", {}).values()
+        for text in (one for lines in (data["dependencies"], *extras) for one in lines):
+            requirement = Requirement(text)
+            if not requirement.name.startswith("toolkit-lm"):
+                name = canonicalize_name(requirement.name)
+                found.setdefault(name, {})[data["name"]] = requirement
+    return found
+
+
+def pinned(file: str) -> dict[str, Version]:
+    lines = re.findall(r"^([\w-]+)==(\S+)$", (ROOT / file).read_text(), re.MULTILINE)
+    return {canonicalize_name(name): Version(version) for name, version in lines}
+
+
+@pytest.mark.parametrize("name", sorted(requirements_of_others()))
 def test_the_oldest_version_that_is_allowed_is_tested(name):
-    """`make test-floor` has it, whichever distribution asks. All allow the one of development,
-    too."""
-    versions = [
-        dict(re.findall(r"^(\w+)==(\S+)$", (ROOT / file).read_text(), re.MULTILINE))[name]
-        for file in ("requirements-floor.txt", "constraints.txt")
-    ]
-    lists = [
-        one
-        for data in map(project, FOLDERS)
-        for one in (data["dependencies"], *data.get("optional-dependencies", {}).values())
-    ]
-    found = [
-        requirement
-        for one in lists
-        for requirement in map(Requirement, one)
-        if requirement.name == name
-    ]
-    assert found
-    for requirement in found:
-        oldest = {f"{one.version}.0" for one in requirement.specifier if one.operator == ">="}
-        assert oldest == {versions[0]} and all(
-            version in requirement.specifier for version in versions
-        ), requirement
+    """`make test-floor` has it, whichever distribution asks. All allow that of development, too."""
+    floor, development = pinned("requirements-floor.txt"), pinned("constraints.txt")
+    for distribution, requirement in requirements_of_others()[name].items():
+        oldest = {Version(x.version) for x in requirement.specifier if x.operator == ">="}
+        assert len(oldest) == 1, f"{distribution} states no oldest version of {name}"
+        if name not in NOT_ON_THE_FLOOR:
+            assert oldest == {floor.get(name)}, f"{distribution}: {requirement}"
+        assert name not in development or development[name] in requirement.specifier, requirement
+
+
+def test_what_is_not_on_the_floor_is_required_and_is_not_there():
+    assert set(NOT_ON_THE_FLOOR) <= set(requirements_of_others())
+    assert not set(NOT_ON_THE_FLOOR) & set(pinned("requirements-floor.txt"))
 
 
 def test_no_folder_is_without_a_distribution():
