@@ -1,0 +1,21 @@
+"""DeviceConfig: where the model runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Struct
+
+from toolkit_lm.config.options import option
+
+
+class DeviceConfig(Struct, frozen=True, kw_only=True):
+    """Where the model runs."""
+
+    device: Annotated[
+        str, option("Torch device: cpu, cuda, cuda:1, ... auto: cuda where there is one, else cpu.")
+    ] = "auto"
+    kernels: Annotated[
+        str,
+        option("Kernels of layers, by name. torch: plain torch. auto: the best for the device."),
+    ] = "auto"

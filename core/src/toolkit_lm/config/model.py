@@ -1,0 +1,82 @@
+"""ModelConfig: which model, and how long and in what precision it runs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Struct, field
+
+from toolkit_lm.config.options import option
+
+
+class ModelConfig(Struct, frozen=True, kw_only=True):
+    """Which model, and how long and in what precision it runs."""
+
+    model: Annotated[
+        str,
+        option(
+            "Model folder in Hugging Face layout, hub id, or file or name that a plugin knows "
+            "('tiny')."
+        ),
+    ] = "tiny"
+    revision: Annotated[str | None, option("Branch, tag or commit of a hub id.")] = None
+    served_model_name: Annotated[
+        list[str] | None,
+        option(
+            "Model name in the HTTP API. Answers tell the first of several.", none="MODEL as given"
+        ),
+    ] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        option("Precision of weights and activations. auto: the checkpoint's."),
+    ] = "auto"
+    max_model_len: Annotated[
+        int | None, option("Maximum tokens of prompt plus output.", none="the checkpoint's", ge=1)
+    ] = None
+    max_encoder_len: Annotated[
+        int | None, option("Maximum tokens of an encoder prompt.", none="the checkpoint's", ge=1)
+    ] = None
+    generation_config: Annotated[
+        str, option("Sampling defaults: checkpoint, none, or a folder of generation_config.json.")
+    ] = "checkpoint"
+    seed: Annotated[
+        int | None,
+        option(
+            "Seed of requests that have none.",
+            none="a fresh one for each request",
+            ge=0,
+            le=2**63 - 1,
+        ),
+    ] = None
+    trust_remote_code: Annotated[
+        bool, option("Run Python code that comes with the checkpoint.")
+    ] = False
+    runner: Annotated[
+        Literal["auto", "generate", "pooling"],
+        option("Runner type: what the engine is for. auto: as the checkpoint's architecture says."),
+    ] = "auto"
+    convert: Annotated[
+        str,
+        option(
+            "Pooling adapter that converts the model: none, embed, classify or a plugin's. auto: "
+            "the one that the runner type needs."
+        ),
+    ] = "auto"
+    extra_tasks: Annotated[
+        list[str], option("Pooling tasks that a generating engine serves: embed.")
+    ] = field(default_factory=list)
+    model_impl: Annotated[
+        str,
+        option(
+            "Model implementation: auto, or a fallback by name, such as 'transformers'. auto: "
+            "the class registered for the "
+            "architecture, else a fallback."
+        ),
+    ] = "auto"
+    verify_fallback: Annotated[
+        bool,
+        option(
+            "Compare a fallback's first logits with those of its model by itself, and refuse it "
+            "where they differ."
+        ),
+    ] = True
