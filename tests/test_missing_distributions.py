@@ -12,7 +12,8 @@ from toolkit_lm import LLM
 from toolkit_lm.config import PluginsConfig
 from toolkit_lm.errors import ToolkitError
 from toolkit_lm.plugin import Plugins, discovery, shipped
-from toolkit_lm.plugin.registries import CheckpointRegistry, by_hook
+from toolkit_lm.plugin.registries import by_hook
+from toolkit_lm.plugin.registries.checkpoints import CheckpointRegistry
 from toolkit_lm_cli import run
 
 DOCS = Path(__file__).parents[1] / "docs"

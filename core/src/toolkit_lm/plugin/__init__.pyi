@@ -8,33 +8,47 @@ from .info import PluginInfo as PluginInfo, PluginWarning as PluginWarning
 from .listener import EventListener as EventListener
 from .markers import API_VERSION as API_VERSION, hookimpl as hookimpl, hookspec as hookspec
 from .plugins import Plugins as Plugins
-from .registries import (
+from .registries import by_hook as by_hook
+from .registries.backends import (
     AttentionBackendRegistry as AttentionBackendRegistry,
-    CheckpointRegistry as CheckpointRegistry,
     CompilerRegistry as CompilerRegistry,
-    ConverterRegistry as ConverterRegistry,
-    DrafterRegistry as DrafterRegistry,
+    KernelsRegistry as KernelsRegistry,
+)
+from .registries.checkpoints import (
+    CheckpointRegistry as CheckpointRegistry,
+    LoaderEntry as LoaderEntry,
+    LoaderRegistry as LoaderRegistry,
+    QuantizationRegistry as QuantizationRegistry,
+)
+from .registries.executors import (
     EngineClientRegistry as EngineClientRegistry,
     ExecutorEntry as ExecutorEntry,
     ExecutorRegistry as ExecutorRegistry,
-    KernelsRegistry as KernelsRegistry,
-    KVKindRegistry as KVKindRegistry,
-    LoaderEntry as LoaderEntry,
-    LoaderRegistry as LoaderRegistry,
+)
+from .registries.logits_processors import (
     LogitsProcessorEntry as LogitsProcessorEntry,
     LogitsProcessorRegistry as LogitsProcessorRegistry,
+)
+from .registries.models import (
+    DrafterRegistry as DrafterRegistry,
     ModelEntry as ModelEntry,
     ModelRegistry as ModelRegistry,
-    OptionNamesRegistry as OptionNamesRegistry,
-    ParserRegistry as ParserRegistry,
+)
+from .registries.option_names import OptionNamesRegistry as OptionNamesRegistry
+from .registries.parsers import ParserRegistry as ParserRegistry
+from .registries.pooling import (
+    ConverterRegistry as ConverterRegistry,
     PoolingInputsRegistry as PoolingInputsRegistry,
     PoolingProfileRegistry as PoolingProfileRegistry,
-    QuantizationRegistry as QuantizationRegistry,
+)
+from .registries.renderers import (
     RendererEntry as RendererEntry,
     RendererRegistry as RendererRegistry,
+)
+from .registries.scheduling import (
+    KVKindRegistry as KVKindRegistry,
     SchedulingPolicyEntry as SchedulingPolicyEntry,
     SchedulingPolicyRegistry as SchedulingPolicyRegistry,
-    by_hook as by_hook,
 )
 from .registry import Entry as Entry, PlainRegistry as PlainRegistry, Registry as Registry
 from .shipped import parameter_source as parameter_source, way_to_get as way_to_get

@@ -4,12 +4,9 @@ scheduling policies."""
 from __future__ import annotations
 
 from toolkit_lm.plugin.markers import hookimpl
-from toolkit_lm.plugin.registries import (
-    ExecutorRegistry,
-    KernelsRegistry,
-    KVKindRegistry,
-    SchedulingPolicyRegistry,
-)
+from toolkit_lm.plugin.registries.backends import KernelsRegistry
+from toolkit_lm.plugin.registries.executors import ExecutorRegistry
+from toolkit_lm.plugin.registries.scheduling import KVKindRegistry, SchedulingPolicyRegistry
 
 
 @hookimpl

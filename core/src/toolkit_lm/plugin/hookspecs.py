@@ -15,27 +15,28 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.events import Event
 from toolkit_lm.plugin.listener import EventListener
 from toolkit_lm.plugin.markers import hookspec
-from toolkit_lm.plugin.registries import (
+from toolkit_lm.plugin.registries.backends import (
     AttentionBackendRegistry,
-    CheckpointRegistry,
     CompilerRegistry,
-    ConverterRegistry,
-    DrafterRegistry,
-    EngineClientRegistry,
-    ExecutorRegistry,
     KernelsRegistry,
-    KVKindRegistry,
+)
+from toolkit_lm.plugin.registries.checkpoints import (
+    CheckpointRegistry,
     LoaderRegistry,
-    LogitsProcessorRegistry,
-    ModelRegistry,
-    OptionNamesRegistry,
-    ParserRegistry,
+    QuantizationRegistry,
+)
+from toolkit_lm.plugin.registries.executors import EngineClientRegistry, ExecutorRegistry
+from toolkit_lm.plugin.registries.logits_processors import LogitsProcessorRegistry
+from toolkit_lm.plugin.registries.models import DrafterRegistry, ModelRegistry
+from toolkit_lm.plugin.registries.option_names import OptionNamesRegistry
+from toolkit_lm.plugin.registries.parsers import ParserRegistry
+from toolkit_lm.plugin.registries.pooling import (
+    ConverterRegistry,
     PoolingInputsRegistry,
     PoolingProfileRegistry,
-    QuantizationRegistry,
-    RendererRegistry,
-    SchedulingPolicyRegistry,
 )
+from toolkit_lm.plugin.registries.renderers import RendererRegistry
+from toolkit_lm.plugin.registries.scheduling import KVKindRegistry, SchedulingPolicyRegistry
 
 
 @hookspec
