@@ -49,6 +49,7 @@ EXECUTED = [
 ]
 PAGES = [
     *ROOT.glob("*.md"),
+    *ROOT.glob("downstream/*.md"),
     *DOCS.rglob("*.md"),
     ROOT / "core" / "README.md",
     *ROOT.glob("plugins/*/*.md"),
@@ -261,6 +262,17 @@ def test_the_model_plugin_runs_its_architecture(installed, monkeypatch, tmp_path
         "biased",
     )
     assert [layer.backend for layer in found.layers] == ["sdpa"]
+
+
+def test_the_example_of_routes_passes_its_test(monkeypatch):
+    page = DOCS / "hooks" / "toolkit_register_routes.md"
+    _, plugin, test = [block.text for block in blocks(page) if block.language == "python"]
+    module = types.ModuleType("toolkit_lm_hello")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(plugin, module.__dict__)
+    names: dict = {}
+    exec(test, names)
+    names["test_hello"]()
 
 
 # Links, names, tables
