@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RENDERERS := $(VENV)-renderers
 CLIENTS := $(VENV)-clients
+DOWNSTREAM := $(VENV)-downstream
 BENCHMARKS := $(VENV)-benchmarks
 FLOOR := $(VENV)-floor
 RENTED := $(VENV)-rented
@@ -18,7 +19,7 @@ PYTEST_KERNELS := $(BIN)/python -m pytest contrib_backends/cpu/tests
 
 DISTRIBUTIONS := ./ $(dir $(wildcard core/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml))
 
-.PHONY: demo test test-all test-nightly test-renderers test-clients test-floor test-floor-here test-gpu-kit gpu-kit lint audit bench docs changelog wheels clean
+.PHONY: demo test test-all test-nightly test-renderers test-downstream test-clients test-floor test-floor-here test-gpu-kit gpu-kit lint audit bench docs changelog wheels clean
 
 demo: $(STAMP)
 	@$(BIN)/python docs/examples/demo.py
@@ -31,7 +32,7 @@ test: $(STAMP)
 	$(PYTEST_KERNELS) -m "not slow and not nightly"
 
 test-all: $(STAMP)
-	$(BESIDE) lint docs test-renderers test-clients test-floor
+	$(BESIDE) lint docs test-renderers test-downstream test-clients test-floor
 	$(PYTEST) -m "not nightly"
 	$(PYTEST_KERNELS) -m "not nightly"
 
@@ -43,6 +44,10 @@ test-nightly: test-all test-gpu-kit
 # litellm carries the vocabulary of gpt-oss, and is not run.
 test-renderers: $(RENDERERS)/.installed
 	$(RENDERERS)/bin/python -m pytest -q plugins/renderer_mistral/tests plugins/renderer_harmony/tests
+
+# Plugins as third parties write them, installed as distributions. One that breaks shows that a contract did.
+test-downstream: $(DOWNSTREAM)/.installed
+	OMP_NUM_THREADS=1 $(DOWNSTREAM)/bin/python -m pytest -q -c downstream/pytest.ini --confcutdir downstream downstream
 
 # Clients of other people's, in environments without the workspace. Where all pass, docs/clients.md is written.
 PYTEST_CLIENTS := -m pytest -q -c tests/clients/pytest.ini --rootdir tests/clients --confcutdir tests/clients
@@ -110,12 +115,24 @@ $(STAMP): requirements-dev.txt docs/requirements.txt constraints.txt pyproject.t
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
 	@touch $@
 
+# Has an environment find what the workspace's has installed, too.
+define SEE_WORKSPACE
+$(BIN)/python -c 'import site; print("import site; site.addsitedir(" + repr(site.getsitepackages()[0]) + ")")' \
+	> $$($(1)/bin/python -c 'import site; print(site.getsitepackages()[0])')/workspace.pth
+endef
+
 $(RENDERERS)/.installed: $(STAMP) requirements-renderers.txt
 	@rm -rf $(RENDERERS) && $(PYTHON) -m venv $(RENDERERS)
-	@$(BIN)/python -c 'import site; print("import site; site.addsitedir(" + repr(site.getsitepackages()[0]) + ")")' \
-		> $$($(RENDERERS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/workspace.pth
+	@$(call SEE_WORKSPACE,$(RENDERERS))
 	@$(RENDERERS)/bin/pip install --quiet --disable-pip-version-check -r requirements-renderers.txt
 	@$(RENDERERS)/bin/pip install --quiet --disable-pip-version-check --no-deps litellm==1.109.1
+	@touch $@
+
+$(DOWNSTREAM)/.installed: $(STAMP) $(wildcard downstream/*/pyproject.toml downstream/*/src/*/*)
+	@rm -rf $(DOWNSTREAM) && $(PYTHON) -m venv $(DOWNSTREAM)
+	@$(call SEE_WORKSPACE,$(DOWNSTREAM))
+	@$(DOWNSTREAM)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --no-index \
+		$(dir $(wildcard downstream/*/pyproject.toml))
 	@touch $@
 
 $(CLIENTS)/.installed: requirements-clients.txt
@@ -139,4 +156,4 @@ $(RENTED)/.installed: benchmarks/gpu_kit/there.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(RENDERERS) $(CLIENTS) $(BENCHMARKS) $(FLOOR) $(RENTED) gpu-kit site dist build
+	rm -rf $(VENV) $(RENDERERS) $(DOWNSTREAM) $(CLIENTS) $(BENCHMARKS) $(FLOOR) $(RENTED) gpu-kit site dist build
