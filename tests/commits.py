@@ -18,13 +18,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 BASE = "985aab4eeb353e2a95f7954eca802b3f52817620"
-"""The last commit that need not obey."""
+"""The last commit that need not obey. Where a room goes, it becomes the last that names it."""
 LONGEST = 72
 """Characters of a subject. Lists of commits cut longer ones."""
 OTHER_ROOMS = ("ci", "lint", "all")
 """Rooms that are no folders. "all": what changes every room in the same way."""
-FOLDERS = ("*", "core/src/toolkit_lm/*", "plugins/*", "contrib_*/*")
-"""Folders that are rooms, and core's modules."""
+FOLDERS = ("*", "core/src/toolkit_lm/*")
+"""Folders that are rooms, and core's modules. So is the folder of each distribution."""
 OPENINGS = ("fixup! ", "squash! ")
 """What git puts before the subject of a commit that is to be melted into another."""
 NO_VERB_FORMS = re.compile(r"(?!\w*eed$|embed$|shed$|\w*(?:br|p|r)ing$)\w+(?:ing|ed)")
@@ -52,6 +52,7 @@ def all_rooms(root: Path) -> set[str]:
     """The names that may stand before the colon."""
     found = {path for pattern in FOLDERS for path in root.glob(pattern)}
     names = {path.name for path in found if path.is_dir()}
+    names |= {path.parent.name for path in root.glob("*/*/pyproject.toml")}
     names |= {path.stem for path in found if path.suffix == ".py" and path.parent != root}
     return {name for name in names if re.fullmatch(r"[a-z]\w*", name)} | set(OTHER_ROOMS)
 
