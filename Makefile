@@ -11,8 +11,10 @@ BENCHMARKS := $(VENV)-benchmarks
 FLOOR := $(VENV)-floor
 RENTED := $(VENV)-rented
 PYTHON312 ?= $(or $(lastword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python)),python3.12)
-# Two files of tests at a time, each in one thread; the kernels' tests have all threads to themselves.
-JOBS ?= 2
+# Files of tests that run at a time, each in one thread: on two cores three, since many tests wait
+# for a process. The kernels' tests have all threads to themselves.
+JOBS ?= 3
+QUICK := not slow and not long and not repository and not nightly
 TESTS := $(filter-out contrib_backends/cpu/tests,$(wildcard core/tests plugins/*/tests contrib_*/*/tests tests))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
 PYTEST_KERNELS := $(BIN)/python -m pytest contrib_backends/cpu/tests
@@ -28,8 +30,8 @@ demo: $(STAMP)
 BESIDE := +@$(MAKE) --no-print-directory --jobs $(JOBS) --output-sync=target
 test: $(STAMP)
 	$(BESIDE) lint docs test-renderers
-	$(PYTEST) -m "not slow and not nightly"
-	$(PYTEST_KERNELS) -m "not slow and not nightly"
+	$(PYTEST) -m "$(QUICK)"
+	$(PYTEST_KERNELS) -m "$(QUICK)"
 
 test-all: $(STAMP)
 	$(BESIDE) lint docs test-renderers test-downstream test-clients test-floor
@@ -112,7 +114,8 @@ wheels: $(STAMP)
 $(STAMP): requirements-dev.txt docs/requirements.txt constraints.txt pyproject.toml $(wildcard core/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml contrib_backends/*/compile.py contrib_backends/*/src/*/kernels/*)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing the workspace into $(VENV) ..."
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt editables hatchling setuptools
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -r requirements-dev.txt
 	@touch $@
 
 # Has an environment find what the workspace's has installed, too.

@@ -1,5 +1,5 @@
-"""A small checkpoint without weights, for `toolkit`; and how long each test takes, where
-TOOLKIT_DURATIONS names a file."""
+"""A small checkpoint without weights, for `toolkit`; which tests `make test` leaves out; and how
+long each test takes, where TOOLKIT_DURATIONS names a file."""
 
 from __future__ import annotations
 
@@ -24,6 +24,41 @@ def pytest_configure(config: pytest.Config) -> None:
     # kernels that warn.
     if not Path("/dev/nvidiactl").exists():
         os.environ.setdefault("XFORMERS_FORCE_DISABLE_TRITON", "1")
+
+
+REPOSITORY = {
+    "tests/test_advisories.py",
+    "tests/test_api_reference.py",
+    "tests/test_budgets.py",
+    "tests/test_changes.py",
+    "tests/test_clients_page.py",
+    "tests/test_commits.py",
+    "tests/test_copied_faults.py",
+    "tests/test_deploy.py",
+    "tests/test_docs.py",
+    "tests/test_gpu_kit.py",
+    "tests/test_guard.py",
+    "tests/test_installed.py",
+    "tests/test_race.py",
+    "tests/test_soak.py",
+    "tests/test_walk.py",
+    "tests/test_workspace.py",
+}
+"""Files of tests of the repository itself and of its benchmarks."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what `make test` leaves to `make test-all`: tests of the repository, and long ones."""
+    long = set(Path(__file__).with_name("tests").joinpath("long.txt").read_text().split())
+    begun = set()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        if item.nodeid.partition("::")[0] in REPOSITORY:
+            item.add_marker("repository")
+        if test in long or (test in begun and f"{test}[1:]" in long):
+            item.add_marker("long")
+        begun.add(test)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

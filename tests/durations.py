@@ -1,5 +1,8 @@
 """Where the tests' time goes: durations.py FILE. FILE is what a run wrote under TOOLKIT_DURATIONS.
-Prints Markdown tables of seconds."""
+
+Prints Markdown tables of seconds. `durations.py FILE --long` prints what belongs into
+tests/long.txt, from a run of all tests on a machine that does nothing else.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,12 @@ from pathlib import Path
 
 MOST = 60
 """Files, and tests, that are listed."""
+LONG = 1.5
+"""Seconds of a test with all its variants from which on it is left to `make test-all`."""
+FIRST = 2.2
+"""Seconds that the first of several variants may take, to stay in `make test`."""
+ONLY = 5.0
+"""Seconds that the shortest test of a file may take, to stay where all others are long."""
 
 
 def tables(lines: list[str]) -> str:
@@ -37,5 +46,30 @@ def tables(lines: list[str]) -> str:
     return "\n".join(told)
 
 
+def long(lines: list[str]) -> list[str]:
+    """The tests that are long, as conftest.py reads them. `lines` as for `tables`.
+
+    "FILE::TEST" are all its variants, and "FILE::TEST[1:]" those after the first. Of each file at
+    least one test is not listed, where that takes a few seconds at most.
+    """
+    tests: dict[str, dict[str, float]] = {}
+    for line in lines:
+        seconds, _, _, name = line.split("\t", 3)
+        variants = tests.setdefault(name.partition("[")[0], {})
+        variants[name] = variants.get(name, 0) + float(seconds)
+    listed, files = {}, {}
+    for test, variants in tests.items():
+        total, first = sum(variants.values()), next(iter(variants.values()))
+        files.setdefault(test.partition("::")[0], []).append((total, test))
+        if total > LONG:
+            listed[test] = f"{test}[1:]" if len(variants) > 1 and first <= FIRST else test
+    for alike in files.values():
+        shortest, test = min(alike)
+        if all(listed.get(name) == name for _, name in alike) and shortest <= ONLY:
+            del listed[test]
+    return sorted(listed.values())
+
+
 if __name__ == "__main__":
-    print(tables(Path(sys.argv[1]).read_text().splitlines()))
+    told = Path(sys.argv[1]).read_text().splitlines()
+    print("\n".join(long(told)) if "--long" in sys.argv else tables(told))

@@ -144,3 +144,12 @@ def test_the_meta_distribution_depends_on_all():
         for d in [*project(ROOT)["dependencies"], *(d for extra in extras.values() for d in extra)]
     }
     assert needed == {project(folder)["name"] for folder in FOLDERS}
+
+
+def test_what_make_test_leaves_out_exists():
+    """Else a file that was renamed would be part of `make test` again."""
+    files = {line.partition("::")[0] for line in (ROOT / "tests" / "long.txt").read_text().split()}
+    named = re.findall(r'"(tests/test_\w+\.py)"', (ROOT / "conftest.py").read_text())
+    assert (
+        named and [file for file in sorted({*files, *named}) if not (ROOT / file).is_file()] == []
+    )
