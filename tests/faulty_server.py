@@ -224,7 +224,7 @@ class Server:
             os.kill(pid, signal.SIGKILL)
 
 
-def wait_for(condition, seconds=10.0) -> None:
+def wait_for(condition, seconds=30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come about"

@@ -315,8 +315,8 @@ def test_when_all_have_died_their_requests_wait_for_the_next(expected):
                 await asyncio.sleep(0.005)
             kill(llm, 0)
             kill(llm, 1)
-            await asyncio.sleep(1)
-            assert llm.health().status == "restarting"
+            while llm.health().status != "restarting":
+                await asyncio.sleep(0.01)
             assert await asked == expected
             assert llm.num_restarts == 2
 
@@ -397,8 +397,8 @@ def test_aborted_requests_and_stop_texts_leave_nothing_behind(alone):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             assert said(await last(llm, "Once upon a time", params)) == said(lone)
-            await asyncio.sleep(0.2)
-            assert [(one.num_requests, one.num_tokens) for one in llm.engines] == [(0, 0)] * 2
+            while [(one.num_requests, one.num_tokens) for one in llm.engines] != [(0, 0)] * 2:
+                await asyncio.sleep(0.02)
 
     run(body())
 
@@ -448,5 +448,5 @@ def test_all_engines_end_with_their_front_and_serve_no_fork_of_it():
         assert "cannot be used in its child" in front.stdout.readline()
         engines = [psutil.Process(int(pid)) for pid in front.stdout.readline().split()]
         front.kill()
-        _, alive = psutil.wait_procs(engines, 5)
+        _, alive = psutil.wait_procs(engines, 30)
     assert len(engines) == 2 and not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]

@@ -4,6 +4,7 @@ it holds."""
 from __future__ import annotations
 
 import time
+from itertools import count
 
 import pytest
 from toolkit_lm import LLM, SamplingParams
@@ -39,10 +40,17 @@ def finish_all(llm: LLM) -> dict[str, tuple[str | None, list[int]]]:
 
 def test_in_the_queue_and_in_the_batch(llm, watch, monkeypatch):
     (whole,) = llm.generate({"prompt_token_ids": [7, 8, 9]}, GREEDY, use_tqdm=False)
-    runner = llm.engine.client.core.executor.runner
-    execute = runner.execute
-    monkeypatch.setattr(runner, "execute", lambda plan: (time.sleep(0.02), execute(plan))[1])
-    for name, timeout in (("runs", 0.3), ("waits", 0.1), ("next", None)):
+    runner, start = llm.engine.client.core.executor.runner, time.monotonic()
+    execute, steps = runner.execute, count()
+
+    def slow(plan):
+        # A few steps are soon over, and the times pass within two others.
+        over = {3: start + 1.1, 6: start + 2.1}.get(next(steps), 0)
+        time.sleep(max(0, over - time.monotonic()))
+        return execute(plan)
+
+    monkeypatch.setattr(runner, "execute", slow)
+    for name, timeout in (("runs", 2), ("waits", 1), ("next", None)):
         llm.engine.add_request(name, {"prompt_token_ids": [7, 8, 9]}, GREEDY, timeout=timeout)
     done = finish_all(llm)
     assert list(done) == ["waits", "runs", "next"]

@@ -42,7 +42,7 @@ def server(faulty, tmp_path_factory):
         one.process.send_signal(signal.SIGTERM)
         code, log = one.end()
         assert code == 0, log
-        wait_for(one.has_left_nothing, 5)
+        wait_for(one.has_left_nothing, 30)
     finally:
         one.kill()
 
@@ -216,7 +216,7 @@ def test_a_client_that_leaves_frees_its_blocks(server, stage):
     with ThreadPoolExecutor(4) as pool:
         for one in [pool.submit(leave, server, stage, body) for body in LEAVING * 3]:
             one.result()
-    wait_for(server.is_idle, 5)
+    wait_for(server.is_idle, 30)
 
 
 def test_a_client_that_leaves_while_it_waits_in_the_queue(server):
@@ -226,9 +226,9 @@ def test_a_client_that_leaves_while_it_waits_in_the_queue(server):
         for body in LEAVING:
             leave(server, "sent", body)
             leave(server, "begun", body)
-        wait_for(lambda: server.figures()["num_requests_waiting"] == 0, 5)
+        wait_for(lambda: server.figures()["num_requests_waiting"] == 0, 30)
         assert next(lines) is not None
-    wait_for(server.is_idle, 5)
+    wait_for(server.is_idle, 30)
     assert server.figures()['requests_aborted_total{reason="abort"}'] > 0
 
 
@@ -247,7 +247,7 @@ def test_deadlines(server):
         partial = server.post(body)
         assert partial.status_code == 200
         assert '"finish_reason":"timeout"' in partial.text
-    wait_for(server.is_idle, 5)
+    wait_for(server.is_idle, 30)
     assert server.figures()['requests_aborted_total{reason="timeout"}'] == 5
 
 
@@ -316,7 +316,7 @@ def test_a_dead_engine_is_told_and_ends_the_server(serve):
         r"perhaps the machine ran out of memory\."
     )
     assert re.fullmatch(text, log.splitlines()[-1])
-    wait_for(server.has_left_nothing, 5)
+    wait_for(server.has_left_nothing, 30)
 
 
 @pytest.mark.slow
@@ -324,7 +324,7 @@ def test_a_dead_engine_is_started_anew(serve):
     server = serve("--restart-engine", "1", FAULTY_LOADING="1").wait_ready()
     expected = good(server, 3)
     assert server.post({"prompt": [DIES, DIES], "max_tokens": 2}).status_code == 503
-    wait_for(lambda: server.get("/health").json()["status"] == "restarting", 5)
+    wait_for(lambda: server.get("/health").json()["status"] == "restarting", 30)
     early = server.post(TEXT)
     assert (server.status("/live"), early.status_code, early.json()["error"]["code"]) == (
         200,
@@ -349,7 +349,7 @@ def test_an_engine_is_started_anew_when_one_of_its_ranks_is_killed(serve):
     ]
     assert len(ranks) == 1
     os.kill(ranks[0], signal.SIGKILL)
-    wait_for(lambda: server.status() == 503, 5)
+    wait_for(lambda: server.status() == 503, 30)
     assert "the worker of rank 1" in server.log.read_text()
     wait_for(lambda: server.status() == 200 and server.figures()["engine_restarts"] == 1, 60)
     assert good(server, 3) == expected
@@ -366,7 +366,7 @@ def test_a_hang_is_told_and_dumps_all_stacks(serve):
             503,
             "engine_stalled",
         )
-        wait_for(lambda: "in forward" in server.log.read_text(), 5)
+        wait_for(lambda: "in forward" in server.log.read_text(), 30)
         server.process.send_signal(signal.SIGTERM)
         wait_for(lambda: server.get("/ready").json()["status"] == "draining")
         server.process.send_signal(signal.SIGTERM)
@@ -375,7 +375,7 @@ def test_a_hang_is_told_and_dumps_all_stacks(serve):
         assert time.monotonic() - start < 8
         with pytest.raises(httpx.TransportError):
             hanging.result()
-    wait_for(server.has_left_nothing, 5)
+    wait_for(server.has_left_nothing, 30)
 
 
 def test_health_stays_good_under_load(server):
@@ -390,7 +390,7 @@ def test_health_stays_good_under_load(server):
         while not all(load.done() for load in loads):
             start = time.monotonic()
             checks.append(
-                (server.status("/health"), server.status("/ready"), time.monotonic() - start < 5)
+                (server.status("/health"), server.status("/ready"), time.monotonic() - start < 8)
             )
         assert set(checks) == {(200, 200, True)}
         assert {load.result().status_code for load in loads} == {200}
@@ -433,7 +433,7 @@ def test_sigterm_drains(serve):
     )
     code, log = server.end()
     assert code == 0, log
-    wait_for(server.has_left_nothing, 5)
+    wait_for(server.has_left_nothing, 30)
 
 
 @pytest.mark.parametrize(
@@ -454,9 +454,9 @@ def test_nothing_survives_the_server(serve, number, phase):
     else:
         wait_for(lambda: len(server.pids()) >= 2, 30)
     server.process.send_signal(number)
-    code = server.process.wait(10)
+    code = server.process.wait(30)
     assert code == (-number if number == signal.SIGKILL else 0)
-    wait_for(server.has_left_nothing, 5)
+    wait_for(server.has_left_nothing, 30)
 
 
 MOMENTS = (0.2, 0.5, 1, 1.5, 2, 2.5, 3, 4, 5, 7)
@@ -491,8 +491,8 @@ def test_sigterm_at_any_moment_of_the_start_is_an_end_without_error(serve, argum
         wait_for(lambda server=server: _handles(server.process.pid, signal.SIGTERM), 20)
         time.sleep(seconds)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20) == 0, (seconds, server.log.read_text())
-        wait_for(server.has_left_nothing, 5)
+        assert server.process.wait(30) == 0, (seconds, server.log.read_text())
+        wait_for(server.has_left_nothing, 30)
 
 
 def _handles(pid: int, number: int) -> bool:

@@ -89,7 +89,7 @@ class Loads:
 
 async def idle(engine) -> None:
     """Waits until nothing is left of any request."""
-    for _ in range(200):
+    for _ in range(1500):
         load = Loads.last
         if not (
             load.num_used_blocks

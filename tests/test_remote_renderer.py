@@ -274,7 +274,7 @@ async def test_who_leaves_while_a_prompt_is_rendered_closes_the_connection(slow)
             one.cancel()
         await asyncio.gather(asked, many, return_exceptions=True)
         for _ in range(3):
-            assert await asyncio.to_thread(slow.left.acquire, timeout=5), (
+            assert await asyncio.to_thread(slow.left.acquire, timeout=30), (
                 "the server has not seen one leave"
             )
         slow.let.set()

@@ -97,7 +97,7 @@ def test_commands_do_not_print_the_key(arguments, tmp_path, monkeypatch):
 
 def raw(server: Server, message: bytes) -> bytes:
     """What the server answers to bytes that may be no HTTP."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
         connection.sendall(message)
         return connection.recv(2**16)
 

@@ -53,7 +53,7 @@ def test_an_absurd_config_is_refused_at_once(folder, change, message):
     start = time.monotonic()
     with pytest.raises(CheckpointError, match=message):
         LLM(str(folder), **SMALL)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
 
 
 def test_weights_that_are_no_numbers_are_refused(folder):

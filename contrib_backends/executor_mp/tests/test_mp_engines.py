@@ -79,7 +79,7 @@ def test_two_engines_of_two_ranks(folder, expected, is_killed):
             assert await asked == expected
             if is_killed:
                 assert [one.status for one in llm.engines] == ["ready", "dead"]
-                _, alive = psutil.wait_procs(ranks[1], 5)
+                _, alive = psutil.wait_procs(ranks[1], 30)
                 assert alive == []
 
     asyncio.run(asyncio.wait_for(body(), 200))

@@ -40,14 +40,14 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def nothing_is_left(monkeypatch):
-    """5 seconds after the test, no worker lives, and the temporary folder is empty."""
+    """Soon after the test, no worker lives, and the temporary folder is empty."""
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     # The path of a socket must be short.
     with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
         monkeypatch.setenv("TMPDIR", temporary)
         monkeypatch.setattr(tempfile, "tempdir", None)
         yield
-        end = time.monotonic() + 5
+        end = time.monotonic() + SOON
         while (left := workers() - before) and time.monotonic() < end:
             time.sleep(0.05)
         assert not left
@@ -55,6 +55,8 @@ def nothing_is_left(monkeypatch):
         monkeypatch.setattr(tempfile, "tempdir", None)
 
 
+SOON = 30
+"""Seconds: many times what it takes on a busy machine, and less than the ranks' patience."""
 OTHERS: set[int] = set()
 """Processes that other tests of this process have left to live, such as those that compile
 grammars."""
@@ -119,8 +121,8 @@ def test_a_worker_that_dies_in_a_step(folder, sabotage, nothing_is_left, sizes, 
                 r"killed",
             ):
                 llm.generate([prompt(5), prompt(13)], PARAMS, use_tqdm=False)
-        assert time.monotonic() - start < 5
-        while workers() and time.monotonic() - start < 5:
+        assert time.monotonic() - start < SOON
+        while workers() and time.monotonic() - start < SOON:
             time.sleep(0.05)
         assert workers() == set()
 
@@ -136,7 +138,7 @@ def test_a_worker_that_dies_while_nothing_is_asked(folder, nothing_is_left):
             if b"worker 1 " in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
         ]
         os.kill(killed, signal.SIGKILL)
-        end = time.monotonic() + 5
+        end = time.monotonic() + SOON
         while workers() and time.monotonic() < end:
             time.sleep(0.05)
         assert workers() == set()
@@ -193,12 +195,13 @@ def step(llm):
 
 
 def test_a_failed_step_leaves_no_thread_that_spins(folder, sabotage, nothing_is_left, monkeypatch):
-    monkeypatch.setattr(link, "PATIENCE", 0.5)
+    monkeypatch.setattr(link, "PATIENCE", 2)
     sabotage(1, "step", "raise")
     with ranks(folder, (2, 1)) as llm:
         with pytest.raises(ToolkitError, match="no prompt of thirteen tokens"):
             step(llm)
-        time.sleep(0.6)
+        # The deadline of the call passes, at which its thread span.
+        time.sleep(2.1)
         start = time.process_time()
         time.sleep(1)
         assert time.process_time() - start < 0.3
@@ -325,7 +328,7 @@ def test_all_die_with_their_front(folder, nothing_is_left, engine_process, delay
     assert len(found) >= 2 + engine_process
     front.kill()
     front.communicate()
-    _, alive = psutil.wait_procs(found, 5)
+    _, alive = psutil.wait_procs(found, SOON)
     assert alive == []
 
 
@@ -342,7 +345,7 @@ def test_an_engine_process_that_is_killed_takes_its_workers_along(folder, nothin
             match=rf"the engine process {engine.pid} has died: it was killed by SIGKILL",
         ):
             llm.generate([prompt(5)], PARAMS, use_tqdm=False)
-        _, alive = psutil.wait_procs(found, 5)
+        _, alive = psutil.wait_procs(found, SOON)
         assert (len(found), alive) == (3, [])
         llm.engine.restart()
         assert llm.generate([prompt(5)], PARAMS, use_tqdm=False)[0].outputs[0].token_ids == expected

@@ -27,6 +27,9 @@ def test_a_hung_worker_is_told_with_its_stack(tmp_path, sabotage, capfd):
         engine_process=True,
     )
 
+    # Of the rank that hangs, and of the one that waits for it.
+    told = ("in strike", "in all_reduce")
+
     async def body():
         async with AsyncLLM(config) as llm:
 
@@ -42,11 +45,12 @@ def test_a_hung_worker_is_told_with_its_stack(tmp_path, sabotage, capfd):
             while llm.health().status != "stalled" and time.monotonic() < end:
                 await asyncio.sleep(0.05)
             assert llm.health().status == "stalled"
-            await asyncio.sleep(1.0)
+            written = ""
+            while not all(one in written for one in told) and time.monotonic() < end:
+                await asyncio.sleep(0.05)
+                written += capfd.readouterr().err
+            assert [one for one in told if one not in written] == []
         with pytest.raises(EngineDeadError):
             await asked
 
     asyncio.run(asyncio.wait_for(body(), 120))
-    told = capfd.readouterr().err
-    assert "in strike" in told, "the rank that hangs"
-    assert "in all_reduce" in told, "the rank that waits for it"

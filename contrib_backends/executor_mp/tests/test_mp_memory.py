@@ -179,7 +179,7 @@ def _left(how, group):
 
 @pytest.mark.parametrize("how", ["sum", "recv"])
 def test_who_waits_for_a_rank_that_leaves_hears_of_it(tmp_path, how):
-    assert run(tmp_path, partial(_left, how), 2)[0] < 5
+    assert run(tmp_path, partial(_left, how), 2)[0] < 30
 
 
 def _late(told, group):

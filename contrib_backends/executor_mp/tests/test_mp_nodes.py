@@ -35,6 +35,8 @@ OPTIONS = {
     "num_kv_blocks": 64,
     "start_timeout": 60,
 }
+SOON = 30
+"""Seconds: many times what it takes on a busy machine, and less than the start's timeout."""
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SIZES = [(2, 1), (1, 2)]
 PLUGINS = "cli,decoder,executor_mp,loaders,renderer_hf,sdpa"
@@ -83,18 +85,18 @@ def worker(
 
 @contextmanager
 def working(*arguments, **environ):
-    """A node of workers, with what it has written to stderr at the end. Nothing of it lives 5 s
+    """A node of workers, with what it has written to stderr at the end. Nothing of it lives soon
     after it has ended, or should have."""
     process = worker(*arguments, **environ)
     process.words = ""
     seen: set[psutil.Process] = set()
 
-    def end(timeout: float = 10) -> int:
+    def end(timeout: float = SOON) -> int:
         """Its exit code."""
         if process.poll() is None:
             seen.update(psutil.Process(process.pid).children(recursive=True))
         process.words += process.communicate(timeout=timeout)[1] or ""
-        _, alive = psutil.wait_procs(seen, 5)
+        _, alive = psutil.wait_procs(seen, SOON)
         assert alive == []
         return process.returncode
 
@@ -170,8 +172,8 @@ def test_a_worker_that_dies(folder, master, sabotage, rank, when, doing):
         assert where in str(caught.value)
         assert (socket.gethostname() in str(caught.value)) == (rank == 1)
         if when == "step":
-            assert time.monotonic() - start < 5
-        assert process.end(5) == 1
+            assert time.monotonic() - start < SOON
+        assert process.end() == 1
     assert f"the worker of rank {rank}" in process.words
 
 
@@ -211,9 +213,9 @@ def test_a_node_that_ends(folder, master, how):
             with pytest.raises(EngineDeadError, match=message):
                 for _ in range(1000):
                     llm.generate([prompt(5)], PARAMS, use_tqdm=False)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < SOON
         _, alive = psutil.wait_procs(
-            [*found, *map(psutil.Process, llm.engine.client.core.executor.pids)], 5
+            [*found, *map(psutil.Process, llm.engine.client.core.executor.pids)], SOON
         )
         assert alive == []
 
@@ -231,8 +233,8 @@ def test_a_node_that_is_killed_while_its_rank_loads(folder, master, sabotage):
             r"the model"
         )
         with pytest.raises(EngineDeadError, match=gone):
-            starting.result(5)
-        _, alive = psutil.wait_procs([rank], 5)
+            starting.result(SOON)
+        _, alive = psutil.wait_procs([rank], SOON)
         assert alive == []
 
 
@@ -257,8 +259,8 @@ def test_an_engine_that_is_killed(folder, master, delay):
         assert found
         front.kill()
         front.communicate()
-        assert process.end(5) == 1
-        _, alive = psutil.wait_procs(found, 5)
+        assert process.end() == 1
+        _, alive = psutil.wait_procs(found, SOON)
         assert alive == []
     assert "the connection to node 0" in process.words
 

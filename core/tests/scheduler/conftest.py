@@ -5,10 +5,20 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """What the scheduler reads for deadlines. `clock.now` goes on when a test sets it."""
+    found = SimpleNamespace(now=1000.0)
+    found.monotonic = lambda: found.now
+    monkeypatch.setattr("toolkit_lm.scheduler.scheduler.time", found)
+    return found
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ are those of a search alone."""
 from __future__ import annotations
 
 import random
-import time
 from contextlib import suppress
 
 import pytest
@@ -262,10 +261,10 @@ def test_the_next_step_of_a_search_waits_for_its_results():
 
 
 @pytest.mark.parametrize("reason", ["abort", "timeout"])
-def test_it_ends_as_a_whole(reason):
+def test_it_ends_as_a_whole(clock, reason):
     core = make_core()
     request = message("a", [1, 2, 3], use_beam_search=True, n=2, beam_width=3, max_tokens=9)
-    request.deadline = time.monotonic() + (0.05 if reason == "timeout" else 100)
+    request.deadline = clock.now + 10
     core.add_request(request)
     core.step()
     core.step()
@@ -275,7 +274,7 @@ def test_it_ends_as_a_whole(reason):
         assert not core.has_unfinished
         news = core.poll_outputs()
     else:
-        time.sleep(0.06)
+        clock.now += 11
         news = core.step()
         assert [(o.index, o.finish_reason) for o in news.outputs] == [
             (0, "timeout"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import sys
-import time
 import weakref
 
 import numpy as np
@@ -182,27 +181,27 @@ def test_nobody_finds_what_a_failed_row_has_computed():
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2, 3])
-def test_a_deadline_is_not_that_of_the_next_request_of_the_same_id(max_in_flight):
+def test_a_deadline_is_not_that_of_the_next_request_of_the_same_id(clock, max_in_flight):
     core = make_core(max_in_flight=max_in_flight)
-    core.add_request(request("r", PROMPT, deadline=time.monotonic() + 0.05, max_tokens=1))
+    core.add_request(request("r", PROMPT, deadline=clock.now + 10, max_tokens=1))
     finish_all(core)
-    time.sleep(0.06)
-    core.add_request(request("r", PROMPT, deadline=time.monotonic() + 60, max_tokens=3))
+    clock.now += 11
+    core.add_request(request("r", PROMPT, deadline=clock.now + 60, max_tokens=3))
     assert finish_all(core)["r"][-1].finish_reason == "length"
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2, 3])
-def test_a_deadline_ends_what_waits_and_what_runs(max_in_flight):
+def test_a_deadline_ends_what_waits_and_what_runs(clock, max_in_flight):
     core = make_core(max_in_flight=max_in_flight, max_num_seqs=1)
     prompt = lone_good_prompt(4, 20)
-    core.add_request(request("runs", prompt, deadline=time.monotonic() + 0.1, max_tokens=20, n=1))
-    core.add_request(request("waits", prompt, deadline=time.monotonic() - 1, max_tokens=20))
+    core.add_request(request("runs", prompt, deadline=clock.now + 10, max_tokens=20, n=1))
+    core.add_request(request("waits", prompt, deadline=clock.now - 1, max_tokens=20))
     core.add_request(request("next", prompt, max_tokens=20))
     first = [*core.step().outputs, *core.step().outputs]
     assert [(o.request_id, o.finish_reason) for o in first if o.request_id == "waits"] == [
         ("waits", "timeout")
     ]
-    time.sleep(0.11)
+    clock.now += 11
     outputs = finish_all(core)
     assert outputs["runs"][-1].finish_reason == "timeout"
     assert [token for o in outputs["next"] for token in o.token_ids] == continuation(prompt, 20)

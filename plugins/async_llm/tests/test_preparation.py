@@ -163,7 +163,7 @@ def test_of_a_large_batch_sixteen_are_rendered_at_a_time():
         for is_cancelled in (True, False):
             renderer.waiting = renderer.left = 0
             asked = asyncio.ensure_future(preparation.prepare_batch(names, ["a"] * 40, None, None))
-            while not renderer.waiting:
+            while renderer.waiting < 16:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.05)
             assert renderer.waiting == 16

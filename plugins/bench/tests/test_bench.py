@@ -128,7 +128,7 @@ def test_the_end_of_a_server_is_no_part_of_its_start(monkeypatch, tmp_path):
     monkeypatch.setattr("toolkit_lm_bench.startup._server", ended)
     monkeypatch.setattr("toolkit_lm_bench.startup._status", lambda port: "ready")
     monkeypatch.setattr("toolkit_lm_bench.startup._first_token", lambda port: None)
-    assert sum(start_server(tmp_path, {}).values()) < 0.5
+    assert sum(start_server(tmp_path, {}).values()) < 1
 
 
 def test_pages_are_dropped(tmp_path, monkeypatch):

@@ -8,7 +8,6 @@ import re
 import signal
 import sys
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pexpect
@@ -115,6 +114,9 @@ class Terminal:
 
     def expect(self, text):
         self._child.expect(text)
+
+    def shows(self, text):
+        return self._child.expect([text, pexpect.TIMEOUT], timeout=0.5) == 0
 
     def interrupt(self):
         self._child.kill(signal.SIGINT)
@@ -223,8 +225,7 @@ def test_what_is_entered_is_kept_for_its_user_alone(terminal, url, tmp_path, kee
         chat = terminal("--url", url)
         chat.ready()
         # The history is read in the background.
-        time.sleep(0.5)
-        chat.send("\x1b[A")
-        chat.expect("a secret")
+        while not chat.shows("a secret"):
+            chat.send("\x1b[A")
         chat.say("")
         assert Scripted.asked[-1][-1]["content"] == "a secret"

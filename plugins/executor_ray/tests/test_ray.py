@@ -45,8 +45,8 @@ def tokens(llm: LLM) -> list[list[int]]:
 
 
 def nothing_is_left(processes) -> None:
-    """5 seconds later, no rank lives, and Ray has what it had."""
-    end = time.monotonic() + 5
+    """Soon no rank lives, and Ray has what it had."""
+    end = time.monotonic() + 30
     while (
         processes(WORKER) or processes(ACTOR) or ray.available_resources().get("CPU") != 4
     ) and time.monotonic() < end:
@@ -85,7 +85,7 @@ def test_a_rank_is_killed(cluster, processes, word, told):
         for _ in range(2):
             with pytest.raises(EngineDeadError, match=told) as caught:
                 tokens(llm)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 30
         assert caught.value.__notes__
     nothing_is_left(processes)
 
@@ -177,7 +177,7 @@ def test_a_machine_without_the_toolkit(cluster, processes, tmp_path):
             **SIZES["tensor"],
             plugin_option={"executor_ray": {"runtime_env": environment}},
         )
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 60
     nothing_is_left(processes)
 
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import io
+import os
 
 import av
 import numpy as np
 import soundfile
+
+
+def cpu_seconds() -> float:
+    """What this process has computed, and all that it has started and seen end."""
+    return sum(os.times()[:4])
 
 
 def tone(

@@ -4,7 +4,6 @@ memory."""
 from __future__ import annotations
 
 import struct
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -14,13 +13,14 @@ import numpy as np
 import pytest
 import soundfile
 from movies import movie, still
-from sounds import encoded, sound
+from sounds import cpu_seconds, encoded, sound
 from toolkit_lm.errors import RequestError
 from toolkit_lm_media.audio import open_audio
 from toolkit_lm_media.limits import MediaLimits
 
 LIMITS = MediaLimits()
 SECONDS = 1.0
+"""Of processors: of this process, and of those it has started for the item."""
 
 
 def wav(rate: int = 16000, channels: int = 1, bits: int = 16, **body: Any) -> bytes:
@@ -197,7 +197,7 @@ BOMBS: dict[str, tuple[Callable[[], bytes], str]] = {
 def test_bombs(name: str) -> None:
     make, message = BOMBS[name]
     data = make()
-    start = time.perf_counter()
+    start = cpu_seconds()
     if message:
         with (
             pytest.raises(RequestError, match=message) as caught,
@@ -209,7 +209,7 @@ def test_bombs(name: str) -> None:
     else:
         with open_audio(data, LIMITS) as audio:
             assert audio.read(16000).ndim == 1
-    assert time.perf_counter() - start < SECONDS
+    assert cpu_seconds() - start < SECONDS
 
 
 def peak() -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import resource
 import struct
-import time
 import warnings
 import zlib
 from collections.abc import Callable
@@ -13,12 +12,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from PIL import Image
+from sounds import cpu_seconds
 from toolkit_lm.errors import RequestError
 from toolkit_lm_media.image import open_image
 from toolkit_lm_media.limits import MediaLimits
 
 LIMITS = MediaLimits()
 SECONDS = 1.0
+"""Of processors: of this process, and of those it has started for the item."""
 
 
 def chunk(name: bytes, data: bytes = b"") -> bytes:
@@ -203,7 +204,7 @@ BOMBS: dict[str, tuple[Callable[[], bytes], str]] = {
 def test_bombs(name: str) -> None:
     make, message = BOMBS[name]
     data = make()
-    start = time.perf_counter()
+    start = cpu_seconds()
     if message:
         with pytest.raises(RequestError, match=message) as caught:
             open_image(data, LIMITS, what="image 2")
@@ -211,7 +212,7 @@ def test_bombs(name: str) -> None:
         assert len(str(caught.value)) < 200
     else:
         assert open_image(data, LIMITS).ndim == 3
-    assert time.perf_counter() - start < SECONDS
+    assert cpu_seconds() - start < SECONDS
 
 
 def test_bombs_take_no_memory() -> None:

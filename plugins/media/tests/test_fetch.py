@@ -18,6 +18,9 @@ from toolkit_lm_media.source import load_bytes
 
 NAME = "images.example.com"
 PUBLIC = "93.184.216.34"
+SOON = 8
+"""Seconds: many times what it takes on a busy machine, and less than servers and look-ups take that
+have no end."""
 Row = tuple[int, int, int, str, tuple[str, int]]
 
 
@@ -79,7 +82,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.drip(b"X")
 
     def drip(self, byte: bytes) -> None:
-        for _ in range(100):
+        for _ in range(1000):
             self.wfile.write(byte)
             time.sleep(0.05)
 
@@ -187,7 +190,7 @@ def test_bad_answers(port: int, local: None, path: str, message: str) -> None:
     start = time.perf_counter()
     with pytest.raises(RequestError) as caught:
         load_bytes(f"http://{NAME}:{port}/{path}", limits(port), what="image 2")
-    assert time.perf_counter() - start < 4
+    assert time.perf_counter() - start < SOON
     text = str(caught.value)
     assert text.startswith("image 2: ")
     assert message in text
@@ -200,16 +203,16 @@ def test_slow_servers_end_at_the_deadline(port: int, local: None, path: str) -> 
     start = time.perf_counter()
     with pytest.raises(RequestError, match=r"longer than 0\.3 seconds"):
         load_bytes(f"http://{NAME}:{port}/{path}", limits(port, timeout=0.3))
-    assert time.perf_counter() - start < 4
+    assert time.perf_counter() - start < SOON
 
 
 def test_a_slow_look_up_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
-    monkeypatch.setattr(addresses.socket, "getaddrinfo", lambda *_, **__: gate.wait(5) and [])
+    monkeypatch.setattr(addresses.socket, "getaddrinfo", lambda *_, **__: gate.wait(30) and [])
     start = time.perf_counter()
     with pytest.raises(RequestError, match="took too long"):
         load_bytes(f"http://{NAME}:80/", limits(80, timeout=0.2))
-    assert time.perf_counter() - start < 4
+    assert time.perf_counter() - start < SOON
     gate.set()
 
 
@@ -261,7 +264,7 @@ def test_addresses_that_are_not_public(
     start = time.perf_counter()
     with pytest.raises(RequestError, match="not public") as caught:
         load_bytes(f"http://{NAME}/", MediaLimits(allowed_hosts=(NAME,)))
-    assert time.perf_counter() - start < 4
+    assert time.perf_counter() - start < SOON
     assert address not in str(caught.value)
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import resource
 import struct
-import time
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 from movies import animation, movie, pictures, still
+from sounds import cpu_seconds
 from toolkit_lm.errors import RequestError
 from toolkit_lm_media.limits import MediaLimits
 from toolkit_lm_media.video import open_video
 
 LIMITS = MediaLimits()
 SECONDS = 1.0
+"""Of processors: of this process, and of those it has started for the item."""
 FRAME = b"," + struct.pack("<HHHHB", 0, 0, 1, 1, 0) + b"\x02\x02\x44\x01\x00"
 
 
@@ -183,7 +184,7 @@ BOMBS: dict[str, tuple[Callable[[], bytes], str]] = {
 def test_bombs(name: str) -> None:
     make, message = BOMBS[name]
     data = make()
-    start = time.perf_counter()
+    start = cpu_seconds()
     if message:
         with (
             pytest.raises(RequestError, match=message) as caught,
@@ -195,7 +196,7 @@ def test_bombs(name: str) -> None:
     else:
         with open_video(data, LIMITS) as video:
             assert sum(1 for _ in video.frames(range(video.num_frames))) == video.num_frames
-    assert time.perf_counter() - start < SECONDS
+    assert cpu_seconds() - start < SECONDS
 
 
 def test_bombs_take_no_memory() -> None:

@@ -244,7 +244,7 @@ print(json.dumps([span.name for span in exporter.get_finished_spans()]))
 
 
 def test_an_unreachable_collector_does_not_hold_up_the_end(monkeypatch):
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "20")
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
@@ -254,7 +254,7 @@ def test_an_unreachable_collector_does_not_hold_up_the_end(monkeypatch):
         trace_a_request(listener)
         start = time.monotonic()
         listener.close()
-        assert time.monotonic() - start < 2.8
+        assert time.monotonic() - start < 10
 
 
 def test_an_exporter_that_is_not_installed(monkeypatch):

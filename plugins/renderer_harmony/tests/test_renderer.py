@@ -242,12 +242,12 @@ def test_texts_are_bounded(renderer):
 @pytest.mark.parametrize("run", ["a", " ", "\n", "!", "_", "\u4e2d"])
 def test_long_runs_are_refused_before_they_take_long(renderer, run):
     """The library takes 36 seconds for 2**18 letters in a row, and panics at more."""
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(RequestError, match="in a row"):
         renderer.render_prompt(run * 2**18)
     with pytest.raises(RequestError, match="in a row"):
         renderer.render_conversation([{"role": "user", "content": run * 2**15}] * 3)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     assert renderer.render_prompt(run * 2**12).token_ids
     # Words, lines and numbers are no runs.
     assert len(renderer.render_prompt("word 1234567890\n" * 2**15).token_ids) > 2**16

@@ -494,7 +494,7 @@ def test_bombs(make_seeing):
     )
     lazy = Image.new("L", (1, 1))
     lazy._size = (60_000, 60_000)
-    start = time.perf_counter()
+    start = time.process_time()
     for source, reason in (
         (bomb, "more than the 10000"),
         (data_url(bomb), "more than the 10000"),
@@ -506,7 +506,7 @@ def test_bombs(make_seeing):
     ):
         with pytest.raises(RequestError, match=f"image 1: .*{reason}"):
             made.render_conversation(chat(of(source)))
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_numbers_of_items(make_seeing):
@@ -752,13 +752,20 @@ def test_fetches_go_on_side_by_side(llava, monkeypatch):
     running = 0
     most = 0
     lock = threading.Lock()
+    full = threading.Event()
+    refused = threading.Event()
 
     def load(source, limits, *, what, param):
         nonlocal running, most
         with lock:
             running += 1
             most = max(most, running)
-        time.sleep(0.1 if "late" in source else 0.2)
+            if running == 4:
+                full.set()
+        if "late" in source:
+            refused.set()
+        else:
+            (refused if "bad" in source else full).wait(30)
         with lock:
             running -= 1
         if "bad" in source:

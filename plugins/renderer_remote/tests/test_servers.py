@@ -336,7 +336,7 @@ def test_cancelling_closes_the_connection(slow):
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked
-        assert await asyncio.to_thread(slow.left.acquire, timeout=5), (
+        assert await asyncio.to_thread(slow.left.acquire, timeout=30), (
             "the server has not seen it leave"
         )
         slow.let.set()

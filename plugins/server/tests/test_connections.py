@@ -170,7 +170,9 @@ async def test_too_many_requests_under_way(running):
     async with running(max_connections=8) as one:
         busy = [await one.connect(HEAD + b"\r\n") for _ in range(8)]
         await until(lambda: one.num_connections == 8)
-        await asyncio.sleep(0.05)
+        await until(
+            lambda: not any(client.is_idle for client in one.server.server_state.connections)
+        )
         reply = await one.http.post(COMPLETE, json={"prompt": "ab"})
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "server_busy")
         assert (reply.headers["connection"], "retry-after" in reply.headers) == ("close", True)

@@ -410,8 +410,8 @@ def test_a_disconnect_frees_the_blocks(client, url, stream):
                 wait_for(lambda: gauges(url)[0] == 4)
         else:
             with pytest.raises(httpx.ReadTimeout):
-                one.post(f"{url}/v1/completions", json=body, timeout=0.3)
-    wait_for(lambda: gauges(url) == (0, 0, 0), seconds=5)
+                one.post(f"{url}/v1/completions", json=body, timeout=httpx.Timeout(30, read=0.3))
+    wait_for(lambda: gauges(url) == (0, 0, 0))
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
@@ -749,7 +749,8 @@ def test_more_connections_than_file_descriptors(checkpoint):
             assert httpx.get(f"{url}{path}").status_code == 200
             times.append(time.monotonic() - start)
         time.sleep(1)
-        assert sorted(times)[5] < 0.5 and max(times) < 5
+        # Each would wait a second where descriptors run out.
+        assert sorted(times)[5] < 1 and max(times) < 10
         assert cpu_seconds(stat) - before < 1
         server.process.send_signal(signal.SIGTERM)
         code, errors = server.end()
@@ -814,13 +815,13 @@ def test_closed_streams(redirected, closed):
         assert (reply.status_code, reply.json()["object"]) == (200, "text_completion")
     assert httpx.post(f"{url}/v1/completions", json={}).status_code == 400
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
 
 
 def test_a_log_that_nobody_reads(redirected):
     """The pipe holds 64 KiB, the log is larger."""
     process, url = redirected("")
-    with httpx.Client(timeout=5) as client:
+    with httpx.Client(timeout=30) as client:
         for _ in range(200):
             assert client.get(f"{url}/{'x' * 600}").status_code == 404
     assert (
@@ -828,7 +829,7 @@ def test_a_log_that_nobody_reads(redirected):
         == 200
     )
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
 
 
 def test_ends_when_the_engine_dies(checkpoint):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from contextlib import asynccontextmanager
 
 import httpx
@@ -182,10 +183,12 @@ async def sent(kind, gaps) -> bytes:
 
 
 async def test_comments_stand_between_events():
+    start = time.monotonic()
     body = await sent(EventStream, [0, 0.35, 0])
+    most = (time.monotonic() - start) / 0.1
     first = body.index(b'{"number":0}')
     second = body.index(b'{"number":1}')
-    assert body.startswith(b"data: ") and 1 <= body[first:second].count(b": keep-alive\n\n") <= 3
+    assert body.startswith(b"data: ") and 1 <= body[first:second].count(b": keep-alive\n\n") <= most
     assert (
         b"keep-alive" not in body[second:]
         and body.endswith(b"data: [DONE]\n\n")
