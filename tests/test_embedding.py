@@ -228,7 +228,7 @@ def in_a_fork(use) -> str:
     reads, writes = os.pipe()
     child = os.fork()
     if not child:
-        signal.alarm(20)
+        signal.alarm(120)
         try:
             text = repr(use())
         except BaseException as error:

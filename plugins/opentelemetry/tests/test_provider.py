@@ -244,7 +244,7 @@ print(json.dumps([span.name for span in exporter.get_finished_spans()]))
 
 
 def test_an_unreachable_collector_does_not_hold_up_the_end(monkeypatch):
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "20")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "12")
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
