@@ -15,11 +15,11 @@ PYTHON312 ?= $(or $(lastword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/pytho
 # for a process. The kernels' tests have all threads to themselves.
 JOBS ?= 3
 QUICK := not slow and not long and not repository and not nightly
-TESTS := $(filter-out contrib_backends/cpu/tests,$(wildcard core/tests plugins/*/tests contrib_*/*/tests tests))
+TESTS := $(filter-out contrib_backends/cpu/tests,$(wildcard core/tests libs/*/tests plugins/*/tests contrib_*/*/tests tests))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
 PYTEST_KERNELS := $(BIN)/python -m pytest contrib_backends/cpu/tests
 
-DISTRIBUTIONS := ./ $(dir $(wildcard core/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml))
+DISTRIBUTIONS := ./ $(dir $(wildcard core/pyproject.toml libs/*/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml))
 
 .PHONY: demo test test-all test-nightly test-renderers test-downstream test-clients test-floor test-floor-here test-gpu-kit gpu-kit lint audit bench docs changelog wheels clean
 
@@ -87,7 +87,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/bandit --quiet --recursive --configfile pyproject.toml core/src plugins/*/src contrib_*/*/src
+	$(BIN)/bandit --quiet --recursive --configfile pyproject.toml core/src libs/*/src plugins/*/src contrib_*/*/src
 	$(BIN)/python tests/budgets.py
 	$(BIN)/python tests/advisories.py
 	$(BIN)/python tests/commits.py
@@ -111,7 +111,7 @@ wheels: $(STAMP)
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --no-index --wheel-dir dist $(DISTRIBUTIONS)
 	@ls dist
 
-$(STAMP): requirements-dev.txt docs/requirements.txt constraints.txt pyproject.toml $(wildcard core/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml contrib_backends/*/compile.py contrib_backends/*/src/*/kernels/*)
+$(STAMP): requirements-dev.txt docs/requirements.txt constraints.txt pyproject.toml $(wildcard core/pyproject.toml libs/*/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml contrib_backends/*/compile.py contrib_backends/*/src/*/kernels/*)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing the workspace into $(VENV) ..."
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt editables hatchling setuptools

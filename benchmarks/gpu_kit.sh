@@ -27,7 +27,7 @@ else
             --root-user-action ignore --target "$kit/site" "$kit"/wheels/*.whl
         touch "$kit/site/.whole"
     fi
-    for source in "$root"/core/src "$root"/plugins/*/src "$root"/contrib_*/*/src; do path=$path:$source; done
+    for source in "$root"/core/src "$root"/libs/*/src "$root"/plugins/*/src "$root"/contrib_*/*/src; do path=$path:$source; done
     path=$path:$kit/metadata:$kit/site
     export GPU_KIT_SITE=$kit/site
 fi

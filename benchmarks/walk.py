@@ -209,6 +209,7 @@ def project_function(code: CodeType) -> Function | None:
     file = path.relative_to(ROOT)
     if "src" not in file.parts or file.parts[0] not in (
         "core",
+        "libs",
         "plugins",
         "contrib_models",
         "contrib_backends",

@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "core" / "src" / "toolkit_lm"
-SOURCES = ("core/src", "plugins/*/src", "contrib_*/*/src")
+SOURCES = ("core/src", "libs/*/src", "plugins/*/src", "contrib_*/*/src")
 
 CORE_TOKENS = 120_000
 """Tokens that core may have. Tokens, since a budget of lines pays for dense ones."""

@@ -48,7 +48,7 @@ def rows() -> list[list[str]]:
 def sources() -> list[Path]:
     found = [
         path
-        for place in ("core", "plugins/*", "contrib_*/*")
+        for place in ("core", "libs/*", "plugins/*", "contrib_*/*")
         for path in ROOT.glob(f"{place}/src/**/*.py")
     ]
     return [path for path in found if not path.relative_to(ROOT).as_posix().startswith(NAMES_ONLY)]

@@ -52,6 +52,7 @@ PAGES = [
     *ROOT.glob("downstream/*.md"),
     *DOCS.rglob("*.md"),
     ROOT / "core" / "README.md",
+    *ROOT.glob("libs/*/*.md"),
     *ROOT.glob("plugins/*/*.md"),
     *ROOT.glob("contrib_*/*/*.md"),
 ]

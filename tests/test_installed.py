@@ -57,7 +57,7 @@ def wheels(tmp_path_factory) -> Path:
     target = tmp_path_factory.mktemp("wheels")
     folders = [
         path.parent
-        for pattern in ("", "core/", "plugins/*/", "contrib_*/*/")
+        for pattern in ("", "core/", "libs/*/", "plugins/*/", "contrib_*/*/")
         for path in ROOT.glob(f"{pattern}pyproject.toml")
     ]
     pip = [

@@ -64,7 +64,7 @@ def test_memory_that_is_copied_late_is_only_where_somebody_waits() -> None:
     The host's blocks are copied at once."""
     files = [
         path
-        for folder in ("core", "plugins", "contrib_models", "contrib_backends")
+        for folder in ("core", "libs", "plugins", "contrib_models", "contrib_backends")
         for path in (ROOT / folder).rglob("src/**/*.py")
     ]
     pinning = {

@@ -204,7 +204,7 @@ def test_each_option_is_one_of_these():
 def attributes() -> frozenset[str]:
     """All names that follow a dot in the sources, but for those of the config itself."""
     found = set()
-    for folder in ("core", "plugins", "contrib_models", "contrib_backends"):
+    for folder in ("core", "libs", "plugins", "contrib_models", "contrib_backends"):
         for file in (ROOT / folder).rglob("src/**/*.py"):
             if file.parent != ROOT / "core/src/toolkit_lm/config":
                 nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))

@@ -17,11 +17,11 @@ from toolkit_lm.plugin.discovery import AUTHOR
 ROOT = Path(__file__).parents[1]
 FOLDERS = sorted(
     p.parent
-    for pattern in ("core", "plugins/*", "contrib_*/*")
+    for pattern in ("core", "libs/*", "plugins/*", "contrib_*/*")
     for p in ROOT.glob(f"{pattern}/pyproject.toml")
 )
-LIBRARIES = ("async_llm", "media", "rotary")
-"""Distributions that plugins use, and that register nothing themselves."""
+LIBRARIES = ("async_llm",)
+"""Distributions beside those in libs/ that are imported, and register nothing themselves."""
 SEVERAL = ("vendor_apis",)
 """Distributions of several plugins."""
 
@@ -83,7 +83,7 @@ def test_what_is_not_on_the_floor_is_required_and_is_not_there():
 def test_no_folder_is_without_a_distribution():
     folders = {
         p
-        for pattern in ("plugins/*", "contrib_*/*")
+        for pattern in ("libs/*", "plugins/*", "contrib_*/*")
         for p in ROOT.glob(pattern)
         if p.is_dir() and list(p.glob("src/*/*.py"))
     }
@@ -134,7 +134,26 @@ def test_distribution_is_well_formed(folder):
                 package
             }
         else:
-            assert modules == (set() if folder.name in LIBRARIES else {package})
+            is_library = folder.parent.name == "libs" or folder.name in LIBRARIES
+            assert modules == (set() if is_library else {package})
+
+
+def test_the_import_contracts_hold_every_distribution_on_its_floor():
+    """A plugin's floor is above models and backends, theirs above libraries, and core's below."""
+    linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    packages = {
+        project(folder)["name"].replace("-", "_").replace("toolkit_lm_core", "toolkit_lm"): folder
+        for folder in FOLDERS
+    }
+    assert sorted(linter["root_packages"]) == sorted(packages)
+    [cycles] = [c for c in linter["contracts"] if c["type"] == "acyclic_siblings"]
+    assert sorted(cycles["ancestors"]) == sorted(packages)
+    [floors] = [c for c in linter["contracts"] if "toolkit_lm" in c.get("layers", ())]
+    found = [set(re.findall(r"\w+", floor)) for floor in floors["layers"]]
+    assert found == [
+        {name for name, folder in packages.items() if folder.relative_to(ROOT).parts[0] in places}
+        for places in (("plugins",), ("contrib_models", "contrib_backends"), ("libs",), ("core",))
+    ]
 
 
 def test_the_meta_distribution_depends_on_all():

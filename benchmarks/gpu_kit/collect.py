@@ -53,7 +53,7 @@ TARGET = {
     "sys_platform": "linux",
 }
 """Markers of the machine."""
-FOLDERS = ("core", "plugins", "contrib_models", "contrib_backends", "tests", "benchmarks")
+FOLDERS = ("core", "libs", "plugins", "contrib_models", "contrib_backends", "tests", "benchmarks")
 FILES = ("conftest.py", "pyproject.toml", "requirements-dev.txt")
 LEFT_OUT = (
     "checkpoint_tools/",
@@ -96,6 +96,7 @@ def write_metadata(folder: Path) -> dict[str, Found]:
     for project in (
         ROOT,
         *sorted(ROOT.glob("core")),
+        *sorted(ROOT.glob("libs/*")),
         *sorted(ROOT.glob("plugins/*")),
         *sorted(ROOT.glob("contrib_*/*")),
     ):

@@ -33,6 +33,7 @@ def test_texts():
     folders = [
         ROOT / "core" / "tests",
         ROOT / "tests",
+        *ROOT.glob("libs/*/tests"),
         *ROOT.glob("plugins/*/tests"),
         *ROOT.glob("contrib_*/*/tests"),
     ]

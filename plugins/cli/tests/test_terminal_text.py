@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 SOURCES = sorted(
     path
-    for pattern in ("core/src", "plugins/*/src", "contrib_*/*/src")
+    for pattern in ("core/src", "libs/*/src", "plugins/*/src", "contrib_*/*/src")
     for path in ROOT.glob(f"{pattern}/**/*.py")
 )
 PLAIN = {"Console": ("markup", "emoji"), "TextColumn": ("markup",)}

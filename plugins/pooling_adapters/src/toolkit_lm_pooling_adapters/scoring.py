@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from toolkit_lm.config import PoolingTask, Task, way_to_serve
@@ -15,11 +15,9 @@ from toolkit_lm.outputs import PoolingOutput, PoolingRequestOutput
 from toolkit_lm.pooling import Scoring
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.prompts import TextPair
+from toolkit_lm.renderer import Renderer
 
 from toolkit_lm_pooling_adapters.late_interaction import LateInteractionRole
-
-if TYPE_CHECKING:
-    from toolkit_lm_pooling_adapters.inputs import PoolingInputProcessor
 
 
 def cosine(first: np.ndarray, second: np.ndarray) -> float:
@@ -107,6 +105,23 @@ _TASKS: dict[ScoreKind, PoolingTask] = {
 _ROLES = ("query", "document")
 
 
+class ScoredTexts(Protocol):
+    """How the texts of a model are read and compared. `PoolingInputProcessor` is one."""
+
+    similarity: str
+    """A key of `SIMILARITIES`."""
+    averages: bool
+    """Whether late interaction averages the best products of a query's tokens."""
+    scored_normalized: bool | None
+    """Whether embeddings that are compared have length 1. None: as those of other requests."""
+    roles: dict[str, LateInteractionRole]
+    prompts: dict[str, str]
+    """The checkpoint's prompts, by name."""
+    max_tokens: int
+    """Tokens that a text may have."""
+    renderer: Renderer
+
+
 class TextScoring(Scoring):
     """Pairs of texts to be scored: what the engine is to compute for them, and what comes of it.
 
@@ -119,7 +134,7 @@ class TextScoring(Scoring):
         queries: str | Sequence[str],
         documents: str | Sequence[str],
         tasks: Collection[Task],
-        texts: PoolingInputProcessor,
+        texts: ScoredTexts,
         *,
         fields: tuple[str, str] = ("queries", "documents"),
     ) -> None:

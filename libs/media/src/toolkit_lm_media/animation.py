@@ -15,7 +15,7 @@ from toolkit_lm_media.header import AnimationHeader
 from toolkit_lm_media.limits import MediaLimits
 from toolkit_lm_media.modes import to_rgb
 from toolkit_lm_media.refusal import RefusedError
-from toolkit_lm_media.video import Video, require_bounds
+from toolkit_lm_media.video_contract import Video, require_bounds
 
 _DECODERS: dict[str, Callable[[io.BytesIO], ImageFile]] = {
     "GIF": GifImageFile,

@@ -12,7 +12,7 @@ from toolkit_lm_media import movie_formats
 from toolkit_lm_media.decoder import Decoder
 from toolkit_lm_media.limits import MediaLimits
 from toolkit_lm_media.refusal import RefusedError
-from toolkit_lm_media.video import Video, require_bounds
+from toolkit_lm_media.video_contract import Video, require_bounds
 
 _MEMORY = 2**29
 _BYTES_PER_PIXEL = 32
