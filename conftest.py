@@ -39,6 +39,7 @@ REPOSITORY = {
     "tests/test_gpu_kit.py",
     "tests/test_guard.py",
     "tests/test_installed.py",
+    "tests/test_patience.py",
     "tests/test_race.py",
     "tests/test_soak.py",
     "tests/test_walk.py",

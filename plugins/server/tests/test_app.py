@@ -845,7 +845,7 @@ async def call(app, path: str, body: dict, leave_when) -> list:
         "root_path": "",
         "asgi": {"version": "3.0", "spec_version": "2.4"},
     }
-    await asyncio.wait_for(app(scope, receive, send), 5)
+    await asyncio.wait_for(app(scope, receive, send), 30)
     return sent
 
 
@@ -885,7 +885,7 @@ async def test_disconnect_before_the_body_is_read(engine):
         "http_version": "1.1",
         "scheme": "http",
     }
-    await asyncio.wait_for(app({**scope, "root_path": ""}, receive, send), 5)
+    await asyncio.wait_for(app({**scope, "root_path": ""}, receive, send), 30)
     assert engine.asked == []
 
 

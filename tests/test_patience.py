@@ -1,0 +1,79 @@
+"""No test depends on the machine's load: none fails because something took a few seconds.
+
+A bound of seconds on the wall is there against what hangs, and is far from what a test takes. What
+is to be fast is held to the time of processors, or to a count of what is done.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("core/tests", "plugins/*/tests", "contrib_*/*/tests", "tests")
+FILES = sorted(file for one in FOLDERS for place in ROOT.glob(one) for file in place.rglob("*.py"))
+LEAST = 8
+"""Seconds: what takes one or two alone is over by then on a machine with twice as much to do."""
+CLOCKS = ("time.monotonic()", "time.perf_counter()", "time.time()")
+WAITS = ("wait", "wait_for", "wait_procs", "until", "join", "result", "communicate", "acquire")
+"""Calls whose last argument is how long they wait."""
+
+
+def hasty(source: str) -> Iterator[int]:
+    """Lines with fewer seconds than LEAST: on an age, of a deadline, or of a call that waits."""
+    tree = ast.parse(source)
+    numbers = {
+        ast.unparse(one.targets[0]): one.value.value
+        for one in tree.body
+        if isinstance(one, ast.Assign) and isinstance(one.value, ast.Constant)
+    }
+    # It asks again.
+    looks = {
+        id(one)
+        for loop in ast.walk(tree)
+        if isinstance(loop, ast.While)
+        for one in ast.walk(loop.test)
+    }
+
+    def is_short(bound: ast.expr) -> bool:
+        known = bound.value if isinstance(bound, ast.Constant) else numbers.get(ast.unparse(bound))
+        return isinstance(known, int | float) and 0 < known < LEAST
+
+    for node in ast.walk(tree):
+        match node:
+            case ast.Compare(ops=[*_, ast.Lt() | ast.LtE()], comparators=[*_, bound]):
+                given = [bound] if any(clock in ast.unparse(node) for clock in CLOCKS) else []
+            case ast.Assign(value=ast.BinOp(left=clock, op=ast.Add(), right=bound)):
+                given = [bound] if ast.unparse(clock) in CLOCKS else []
+            case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)) if name in WAITS:
+                named = [one.value for one in node.keywords if one.arg in ("timeout", "seconds")]
+                given = [] if id(node) in looks else [*node.args[-1:], *named]
+            case _:
+                given = []
+        if any(map(is_short, given)):
+            yield node.lineno
+
+
+def test_bounds_on_the_wall_are_far_from_what_a_test_takes():
+    found = {file.relative_to(ROOT): list(hasty(file.read_text())) for file in FILES}
+    assert {str(file): lines for file, lines in found.items() if lines} == {}
+    assert len(found) > 300
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "assert time.monotonic() - start < {}",
+        "SOON = {}; assert 0.5 < time.perf_counter() - start <= SOON",
+        "end = time.monotonic() + {}",
+        "wait_for(server.is_idle, {})",
+        "_, alive = psutil.wait_procs(found, timeout={})",
+        "future.result({}.5)",
+    ],
+)
+def test_a_hasty_bound_is_found(line):
+    assert list(hasty(line.format(5))) == [1]
+    assert list(hasty(line.format(30))) == []
