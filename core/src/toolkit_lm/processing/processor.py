@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import partial
-from itertools import chain
 from typing import Any, TypeVar, Unpack
 
 from msgspec import structs
@@ -20,6 +19,7 @@ from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import PoolingInputs, Scoring, TextOptions
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.processing.bad_words import BadWordRules
+from toolkit_lm.processing.encoder_decoder import inputs_by_rules, load_rules
 from toolkit_lm.processing.limits import RequestLimits
 from toolkit_lm.processing.multimodal import cache_keys, check_features, cut_features
 from toolkit_lm.processing.pinned_rendering import PinnedRendering
@@ -34,7 +34,7 @@ from toolkit_lm.processing.validation import (
     prepare_processors,
 )
 from toolkit_lm.prompts import Conversation, Prompt, TextPair
-from toolkit_lm.renderer import EncoderDecoderRules, Rendered, RenderedText, Renderer
+from toolkit_lm.renderer import Rendered, RenderedText, Renderer
 
 ResultT = TypeVar("ResultT")
 _NO_INPUTS = "no loaded plugin reads the texts of pooling requests."
@@ -56,7 +56,7 @@ class Processor:
         self.renderer = renderer
         self.plugins = plugins
         self._texts = _pooling_inputs(config, renderer, plugins)
-        self._encoder_decoder = self._rules(config, renderer)
+        self._encoder_decoder = load_rules(config, renderer, plugins)
         self._limits: RequestLimits | None = None
         try:
             self.default_params = SamplingParams(**config.sampling_defaults)
@@ -67,19 +67,6 @@ class Processor:
         self._vocab_size = config.vocab_size or renderer.vocab_size
         self._bad_words = BadWordRules(renderer, self._vocab_size)
         self._eos_token_ids = renderer.eos_token_ids
-
-    def _rules(self, config: VllmConfig, renderer: Renderer) -> EncoderDecoderRules | None:
-        """Of an encoder-decoder model. Raises PluginError."""
-        models = self.plugins.models
-        architecture = config.checkpoint.architecture if config.checkpoint is not None else ""
-        rules = models.load_rules(architecture) if architecture in models else None
-        if rules is None:
-            return None
-        with models.get(architecture).owner.boundary(
-            f"the rules of {architecture!r}", target=rules
-        ):
-            made: EncoderDecoderRules = rules(config, renderer)
-        return made
 
     @property
     def texts(self) -> PoolingInputs:
@@ -325,21 +312,8 @@ class Processor:
         message.reads_prefix_cache = params.prompt_logprobs is None
         message.max_output_tokens = self.limits.check(message)
         if self._encoder_decoder is not None:
-            rules = self._encoder_decoder
-            made = (token_ids, message.max_output_tokens)
-            with self.plugins.boundary:
-                forced = rules.forced_tokens(*made)
-                processors = rules.logits_processors(*made)
-                bad_words = rules.bad_words()
-            check_token_ids(
-                [*forced.values(), *chain(*bad_words)], self._vocab_size, "generation_config.json"
-            )
-            processors, bad_words = (
-                {**processors, **inputs.logits_processors},
-                [*inputs.bad_words, *bad_words],
-            )
-            message.inputs = structs.replace(
-                inputs, bad_words=bad_words, forced_tokens=forced, logits_processors=processors
+            message.inputs = inputs_by_rules(
+                self._encoder_decoder, message, self._vocab_size, self.plugins
             )
         scope = options.get("stop_scope")
         return PreparedRequest(message, text, rendered.encoder_text, rendered.rendering, scope)
@@ -470,10 +444,6 @@ def _pooling_inputs(
 
 def text_of(prompt: Any) -> str | None:
     """That of a prompt which is one, or has one."""
-    return (
-        prompt
-        if isinstance(prompt, str)
-        else prompt.get("prompt")
-        if hasattr(prompt, "get")
-        else None
-    )
+    if isinstance(prompt, str):
+        return prompt
+    return prompt.get("prompt") if hasattr(prompt, "get") else None
