@@ -16,7 +16,7 @@ from fake_model import (
     row,
 )
 from toolkit_lm.messages import StepPlan
-from toolkit_lm.runner import ModelRunner, model_runner, profile
+from toolkit_lm.runner import ModelRunner, profile, row_sampler
 from toolkit_lm.runner.warm_up import _MOST_MEMORY
 from toolkit_lm.sampling import filters, sample
 from toolkit_lm_devkit import sampling_rows
@@ -73,7 +73,7 @@ def test_the_largest_step_draws_as_what_takes_the_most_memory(cuda, monkeypatch)
         drawn.append((len(logits), rows.temperature.tolist(), bool((rows.top_p < 1).all())))
         return sample(logits, rows, likeliest)
 
-    monkeypatch.setattr(model_runner, "sample", sampling)
+    monkeypatch.setattr(row_sampler, "sample", sampling)
     runner = ModelRunner(make_config(device="cuda"), make_plugins())
     runner.load()
     profile(runner)

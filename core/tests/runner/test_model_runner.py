@@ -21,7 +21,7 @@ from fake_model import (
 from toolkit_lm.messages import BlockCopy, BlockMove, ScheduledSequence, SequenceInputs, StepPlan
 from toolkit_lm.model import ModelState, logits_of
 from toolkit_lm.params import SamplingParams
-from toolkit_lm.runner import model_runner
+from toolkit_lm.runner import row_sampler
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -344,6 +344,7 @@ def head(runner):
     made = HeadedModel(vllm_config=runner.config)
     made.attention = runner.model.attention
     runner.model = made
+    runner.init_kv_cache(runner.kv_cache)
     return made.head
 
 
@@ -429,6 +430,7 @@ def test_logits_that_a_model_changes_are_made(runner, head):
     model = ScaledModel(vllm_config=runner.config)
     model.attention = runner.model.attention
     runner.model = model
+    runner.init_kv_cache(runner.kv_cache)
     assert runner.execute(
         StepPlan(new=[new(0, PROMPT, [0, 1])], scheduled=[row(0, 5)])
     ).token_ids == [continuation(PROMPT, 1)]
@@ -489,9 +491,7 @@ def test_a_decode_step_makes_no_tensor_beside_the_model_s_and_the_sampler_s(
     made = MadeTensors()
     monkeypatch.setattr(runner.model, "forward", made.leaving_out(runner.model.forward))
     monkeypatch.setattr(runner.model, "likeliest", made.leaving_out(runner.model.likeliest))
-    monkeypatch.setattr(
-        model_runner, "take_likeliest", made.leaving_out(model_runner.take_likeliest)
-    )
+    monkeypatch.setattr(row_sampler, "take_likeliest", made.leaving_out(row_sampler.take_likeliest))
     prompts = [new(i, [1 + i, 2], [i]) for i in range(num_rows)]
     with made:
         runner.execute(StepPlan(new=prompts, scheduled=[row(i, 2) for i in range(num_rows)]))

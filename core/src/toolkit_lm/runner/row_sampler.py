@@ -1,0 +1,182 @@
+"""The row sampler: from the hidden states of a step to the tokens of its rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolkit_lm.messages import StepPlan, StepResult
+from toolkit_lm.model import Model, StepInputs
+from toolkit_lm.runner.batch import PersistentBatch
+from toolkit_lm.runner.prompt_logprobs import prompt_logprobs
+from toolkit_lm.sampling import Sampled, SamplingBatch, sample, take_likeliest, top_candidates
+
+
+class RowSampler:
+    """Draws the tokens of rows whose last token was computed, and appends them to the persistent
+    batch. Rows of a beam search get candidates."""
+
+    def __init__(self, model: Model, batch: PersistentBatch, device: torch.device) -> None:
+        self.certain: dict[int, list[int]] = {}
+        """By seq_id, the tokens that must follow those that the last step has drawn."""
+        self._model = model
+        self._batch = batch
+        self._device = device
+
+    def sample(self, inputs: StepInputs, hidden_states: Tensor) -> StepResult:
+        """Logits, and tokens or candidates, of the rows whose last token was computed."""
+        plan = inputs.plan
+        sampling = self._batch.sampling
+        result = StepResult(token_ids=[[] for _ in plan.scheduled])
+        if sampling.read_prompts:
+            result.prompt_logprobs = prompt_logprobs(
+                inputs, self._batch, hidden_states, self._model.compute_logits
+            )
+        if not len(inputs.sampling):
+            return result
+        # In a decode step each row has one token, and draws one.
+        is_decode = len(inputs.sampling) == len(hidden_states)
+        rows = inputs.rows if is_decode else inputs.rows[inputs.sampling]
+        if not (sampling.unusual or (not is_decode and inputs.num_drafts.any())):
+            last = (
+                hidden_states
+                if is_decode
+                else hidden_states[self._index(inputs.query_start[1:][inputs.sampling] - 1)]
+            )
+            self._take(
+                plan, result, take_likeliest(*self._model.likeliest(last)), inputs.sampling, rows
+            )
+            return result
+        if is_decode and not sampling.num_candidates.any():
+            self._draw(
+                plan, result, self._model.compute_logits(hidden_states), inputs.sampling, rows
+            )
+            return result
+        self._sample_drafted(inputs, hidden_states, result, rows)
+        return result
+
+    def _sample_drafted(
+        self, inputs: StepInputs, hidden_states: Tensor, result: StepResult, rows: np.ndarray
+    ) -> None:
+        """Tokens of rows of which some have drafts, or candidates of rows that search."""
+        plan = inputs.plan
+        sampling = self._batch.sampling
+        # The logits of a row: those after its last token, and before them those that its drafts are
+        # compared with.
+        num_drafts = inputs.num_drafts - _take_certain(
+            inputs, result, self.certain, self._batch.sampling
+        )
+        counts = num_drafts + 1
+        firsts = counts.cumsum() - counts
+        within = np.arange(firsts[-1] + counts[-1]) + np.repeat(
+            inputs.query_start[1:][inputs.sampling] - counts - firsts, counts
+        )
+        logits = self._model.compute_logits(
+            hidden_states
+            if len(within) == len(hidden_states)
+            else hidden_states[self._index(within)]
+        )
+        candidates = sampling.num_candidates[rows]
+        if len(searching := np.flatnonzero(candidates)):
+            self._search(
+                plan,
+                result,
+                logits[self._index(firsts[searching])],
+                inputs.sampling[searching],
+                rows[searching],
+            )
+        going = np.flatnonzero(candidates == 0)
+        while len(going):
+            # As if each token were drawn in a step of its own: a row goes on while the draft is the
+            # token that was drawn.
+            part = logits if len(going) == len(logits) else logits[self._index(firsts[going])]
+            self._draw(plan, result, part, inputs.sampling[going], rows[going])
+            firsts += 1
+            drafted = going[num_drafts[going] > 0]
+            going = np.array(
+                [i for i in drafted if self._agrees(plan, result, inputs.sampling[i])], np.int64
+            )
+
+    @staticmethod
+    def _agrees(plan: StepPlan, result: StepResult, place: int) -> bool:
+        """Whether the last token that a row has drawn is the draft in its place, so that the logits
+        after it count."""
+        scheduled = plan.scheduled[place]
+        drawn = result.token_ids[place]
+        return (
+            scheduled.tokens[-scheduled.num_drafts :][: len(drawn)] == drawn
+            and scheduled.seq_id not in result.errors
+        )
+
+    def _search(
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        logits: Tensor,
+        places: np.ndarray,
+        rows: np.ndarray,
+    ) -> None:
+        """Candidates for beams. `places`: the rows' indices in the plan; `rows`: those in the
+        persistent batch."""
+        found = top_candidates(logits, self._batch.sampling.select(rows))
+        seq_ids = [plan.scheduled[place].seq_id for place in places]
+        result.candidates = {seq_ids[i]: candidates for i, candidates in found.candidates.items()}
+        result.errors |= {seq_ids[i]: error for i, error in found.errors.items()}
+
+    def _draw(
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        logits: Tensor,
+        places: np.ndarray,
+        rows: np.ndarray,
+    ) -> None:
+        """Tokens for the others."""
+        sampled = sample(logits, self._batch.sampling.select(rows), self._model.kernels.likeliest)
+        self._take(plan, result, sampled, places, rows)
+
+    def _take(
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        sampled: Sampled,
+        places: np.ndarray,
+        rows: np.ndarray,
+    ) -> None:
+        """What was drawn for rows of the persistent batch, in these places of the plan."""
+        self._batch.append_tokens(rows, sampled.token_ids)
+        for index, token in zip(places, sampled.token_ids, strict=True):
+            result.token_ids[index].append(token)
+        if sampled.logprobs:
+            result.logprobs = result.logprobs or [[] for _ in plan.scheduled]
+            for index, logprobs in zip(places, sampled.logprobs, strict=True):
+                result.logprobs[index] += [] if logprobs is None else [logprobs]
+        for i, error in sampled.errors.items():
+            result.errors[plan.scheduled[places[i]].seq_id] = error
+        for i, state in sampled.states.items():
+            result.sampler_state[plan.scheduled[places[i]].seq_id] = state
+
+    def _index(self, array: np.ndarray) -> Tensor:
+        """Indices on the device, which the host does not wait for."""
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+def _take_certain(
+    inputs: StepInputs, result: StepResult, certain: dict[int, list[int]], sampling: SamplingBatch
+) -> np.ndarray:
+    """[S] how many drafts of each row are drawn without a draw: there is but one token that it
+    could give."""
+    taken = np.zeros_like(inputs.num_drafts)
+    for index in inputs.num_drafts.nonzero()[0]:
+        place = inputs.sampling[index]
+        scheduled = inputs.plan.scheduled[place]
+        row = inputs.rows[place]
+        drafts = scheduled.tokens[-scheduled.num_drafts :]
+        if sampling.follows[row] and certain.get(scheduled.seq_id, [])[: len(drafts)] == drafts:
+            taken[index] = len(drafts)
+            result.token_ids[place] = drafts
+            # They are in the history already, and now they count.
+            inputs.histories.num_tokens[row] += len(drafts)
+            sampling.position[row] += len(drafts)
+    return taken
