@@ -29,7 +29,7 @@ from weakref import WeakKeyDictionary
 
 import httpx
 from toolkit_lm import LLM, AsyncLLM, SamplingParams, VllmConfig
-from toolkit_lm_async_llm.engine_thread import EngineThread
+from toolkit_lm.frontend.engine_thread import EngineThread
 from toolkit_lm_decoder.llama import LlamaForCausalLM
 from toolkit_lm_server.app import create_app
 

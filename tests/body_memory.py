@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from toolkit_lm import AsyncLLM
 from toolkit_lm.config import VllmConfig
-from toolkit_lm_async_llm import AsyncLLM
 from toolkit_lm_server.app import create_app
 from toolkit_lm_server.cost import CostBudget
 from toolkit_lm_server.garbage import _trim

@@ -16,8 +16,7 @@ import pytest
 import soundfile
 from audio_checkpoints import RATE, make_subject, recordings
 from render_servers import Renderers
-from toolkit_lm import LLM, SamplingParams, VllmConfig
-from toolkit_lm_async_llm import AsyncLLM
+from toolkit_lm import LLM, AsyncLLM, SamplingParams, VllmConfig
 from toolkit_lm_renderer_hf.audio_processor import AudioProcessor
 from toolkit_lm_server.app import create_app
 

@@ -130,13 +130,13 @@ def test_a_command_that_is_missing_is_named(without, capsys, distribution, words
 
 
 def test_a_name_of_the_package_that_is_missing_is_named(without, monkeypatch):
-    without("toolkit-lm-async-llm")
+    without("toolkit-lm-vllm-names")
     monkeypatch.setattr(toolkit_lm.metadata, "entry_points", lambda **wanted: [])
-    message = r"cannot import 'AsyncLLM' from 'toolkit_lm'\. .*pip install toolkit-lm-async-llm"
+    message = r"cannot import 'EngineArgs' from 'toolkit_lm'\. .*pip install toolkit-lm-vllm-names"
     with pytest.raises(ImportError, match=message):
-        from toolkit_lm import AsyncLLM  # noqa: F401
+        from toolkit_lm import EngineArgs  # noqa: F401
     with pytest.raises(AttributeError, match=message):
-        toolkit_lm.AsyncLLM  # noqa: B018
-    assert not hasattr(toolkit_lm, "AsyncLLM")
-    assert getattr(toolkit_lm, "AsyncLLM", None) is None
+        toolkit_lm.EngineArgs  # noqa: B018
+    assert not hasattr(toolkit_lm, "EngineArgs")
+    assert getattr(toolkit_lm, "EngineArgs", None) is None
     assert not hasattr(toolkit_lm, "NobodyHasIt")

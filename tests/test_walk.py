@@ -36,7 +36,7 @@ def test_a_request_walks_no_further_than_its_limits():
     files = [line.split()[-1] for line in done.stdout.splitlines() if line.endswith(".py")]
     assert {
         "core/src/toolkit_lm/frontend/llm.py",
-        "plugins/async_llm/src/toolkit_lm_async_llm/async_llm.py",
+        "core/src/toolkit_lm/frontend/async_llm.py",
     } < set(files)
     assert any(file.startswith("plugins/server/src/") for file in files)
 

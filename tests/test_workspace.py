@@ -20,8 +20,6 @@ FOLDERS = sorted(
     for pattern in ("core", "libs/*", "plugins/*", "contrib_*/*")
     for p in ROOT.glob(f"{pattern}/pyproject.toml")
 )
-LIBRARIES = ("async_llm",)
-"""Distributions beside those in libs/ that are imported, and register nothing themselves."""
 SEVERAL = ("vendor_apis",)
 """Distributions of several plugins."""
 
@@ -134,7 +132,7 @@ def test_distribution_is_well_formed(folder):
                 package
             }
         else:
-            is_library = folder.parent.name == "libs" or folder.name in LIBRARIES
+            is_library = folder.parent.name == "libs"
             assert modules == (set() if is_library else {package})
 
 

@@ -9,8 +9,8 @@ import os
 
 from fastapi import FastAPI
 from ray import serve
+from toolkit_lm import AsyncLLM
 from toolkit_lm.config import VllmConfig
-from toolkit_lm_async_llm import AsyncLLM
 from toolkit_lm_server.app import create_app
 
 

@@ -8,9 +8,8 @@ import signal
 
 import psutil
 import pytest
-from toolkit_lm import LLM, SamplingParams
+from toolkit_lm import LLM, AsyncLLM, SamplingParams
 from toolkit_lm.config import VllmConfig
-from toolkit_lm_async_llm import AsyncLLM
 from toolkit_lm_devkit.executor import write_llama
 
 OPTIONS = {

@@ -6,10 +6,9 @@ import asyncio
 import time
 
 import pytest
-from toolkit_lm import SamplingParams
+from toolkit_lm import AsyncLLM, SamplingParams
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import EngineDeadError
-from toolkit_lm_async_llm import AsyncLLM
 from toolkit_lm_devkit.executor import write_llama
 
 

@@ -2,7 +2,7 @@ import typing
 
 from ._version import __version__ as __version__
 from .config import VllmConfig as VllmConfig
-from .frontend import LLM as LLM, LLMEngine as LLMEngine
+from .frontend import LLM as LLM, AsyncLLM as AsyncLLM, LLMEngine as LLMEngine
 from .outputs import (
     CompletionOutput as CompletionOutput,
     Logprob as Logprob,

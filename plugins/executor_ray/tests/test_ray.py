@@ -9,13 +9,12 @@ import time
 
 import pytest
 import ray
-from toolkit_lm import LLM, SamplingParams
+from toolkit_lm import LLM, AsyncLLM, SamplingParams
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ConfigError, EngineDeadError, PluginError, UnsupportedError
 from toolkit_lm.executor import make_executor
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution import resolve
-from toolkit_lm_async_llm import AsyncLLM
 from toolkit_lm_executor_ray.cluster import joined
 
 OPTIONS = {

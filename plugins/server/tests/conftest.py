@@ -12,12 +12,12 @@ import pytest
 from fastapi import FastAPI
 from toolkit_lm.config import PluginsConfig, VllmConfig
 from toolkit_lm.errors import ContextLengthError, RequestError
+from toolkit_lm.frontend import Health
 from toolkit_lm.outputs import CompletionOutput, Logprob, RequestOutput
 from toolkit_lm.params import RequestOutputKind
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.processing.validation import check_options, check_token_ids
 from toolkit_lm.renderer import Rendered, Renderer
-from toolkit_lm_async_llm import Health
 from toolkit_lm_server.app import create_app
 
 

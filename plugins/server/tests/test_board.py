@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from toolkit_lm.events import RequestEvent
-from toolkit_lm_async_llm import Health
+from toolkit_lm.frontend import Health
 from toolkit_lm_server.metric_names import VLLM_NAMES
 from toolkit_lm_server.metrics import Metrics
 

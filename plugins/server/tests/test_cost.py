@@ -370,7 +370,7 @@ async def test_requests_over_http_are_paid_for_until_they_end(engine, client_of,
 async def test_every_way_into_the_engine_is_held_to_the_budget(anyio_backend):
     """A way that AsyncLLM gets later must be taken into BudgetedLLM, or named here as one that
     computes nothing."""
-    from toolkit_lm_async_llm import AsyncLLM
+    from toolkit_lm import AsyncLLM
 
     free = {
         "abort",

@@ -13,8 +13,8 @@ from toolkit_lm.config import PluginsConfig, VllmConfig
 from toolkit_lm.engine import EngineState
 from toolkit_lm.errors import QueueFullError
 from toolkit_lm.events import LoadEvent, RequestEvent, StepEvent
+from toolkit_lm.frontend import Health
 from toolkit_lm.plugin import Plugins
-from toolkit_lm_async_llm import Health
 from toolkit_lm_server.app import create_app
 from toolkit_lm_server.metric_names import VLLM_NAMES
 from toolkit_lm_server.metrics import Metrics

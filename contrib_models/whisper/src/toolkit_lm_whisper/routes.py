@@ -29,8 +29,8 @@ from toolkit_lm_whisper.recordings import LIMITS
 from toolkit_lm_whisper.transcriber import AsyncTranscriber
 
 if TYPE_CHECKING:
+    from toolkit_lm import AsyncLLM
     from toolkit_lm.processing import RequestOptions
-    from toolkit_lm_async_llm import AsyncLLM
 
 _TEXTS = {"text": "txt", "srt": "srt", "vtt": "vtt"}
 _GRANULARITIES = "timestamp_granularities[]"

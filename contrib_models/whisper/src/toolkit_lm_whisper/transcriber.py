@@ -7,8 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
-from toolkit_lm import LLM
-from toolkit_lm_async_llm import AsyncLLM
+from toolkit_lm import LLM, AsyncLLM
 
 from toolkit_lm_whisper.long_form import (
     Ask,

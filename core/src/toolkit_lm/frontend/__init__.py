@@ -1,4 +1,5 @@
-"""The faces of an engine: `LLM` for lists of prompts, `LLMEngine` for a loop of one's own.
+"""The faces of an engine: `LLM` for lists of prompts, `AsyncLLM` for event loops, `LLMEngine` for a
+loop of one's own.
 
 The names are resolved when they are used.
 """

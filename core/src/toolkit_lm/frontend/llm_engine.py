@@ -16,7 +16,7 @@ from toolkit_lm.engine.process.launch import EngineProcess
 from toolkit_lm.engine.start import start_engine
 from toolkit_lm.engine.start_up import no_garbage_collection
 from toolkit_lm.errors import EngineDeadError, RequestError, ToolkitError
-from toolkit_lm.frontend.waiting import WaitingRequests
+from toolkit_lm.frontend.queue import QueueLimits
 from toolkit_lm.messages import EngineOutput, EngineOutputs
 from toolkit_lm.outputs import AnyRequestOutput
 from toolkit_lm.params import FinishReason, SamplingParams
@@ -93,7 +93,7 @@ class LLMEngine:
             with self.plugins.boundary:
                 self.processor = Processor(self.config, self.renderer, self.plugins)
             self._share_features()
-            self.queue: WaitingRequests | None = None
+            self.queue: QueueLimits | None = None
             """Told of what waits, where somebody bounds it."""
             self._states: dict[str, AnyState] = {}
             self.on_lost: Callable[[AnyState, PreparedRequest], object] | None = None

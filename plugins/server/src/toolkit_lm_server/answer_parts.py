@@ -25,7 +25,7 @@ from toolkit_lm_server.generation import Generation, Piece
 from toolkit_lm_server.tools import NO_TOOLS, ToolUse
 
 if TYPE_CHECKING:
-    from toolkit_lm_async_llm import AsyncLLM
+    from toolkit_lm import AsyncLLM
 
     from toolkit_lm_server.options import ServerOptions
     from toolkit_lm_server.protocol import ChatBody

@@ -61,7 +61,7 @@ from toolkit_lm_server.tokens import Tokens
 from toolkit_lm_server.ui.files import add_api_page
 
 if TYPE_CHECKING:
-    from toolkit_lm_async_llm import AsyncLLM
+    from toolkit_lm import AsyncLLM
 
     from toolkit_lm_server.ui.page import Page
 

@@ -26,8 +26,8 @@ from toolkit_lm_server.tools import ToolUse, tool_use
 from toolkit_lm_server.unknown_fields import UNKNOWN, is_plain
 
 if TYPE_CHECKING:
+    from toolkit_lm import AsyncLLM
     from toolkit_lm.prompts import Conversation
-    from toolkit_lm_async_llm import AsyncLLM
 
 
 _SWITCHES = ("enable_thinking", "thinking")

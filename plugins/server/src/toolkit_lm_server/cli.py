@@ -27,7 +27,7 @@ from toolkit_lm_server.title import set_title
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-    from toolkit_lm_async_llm import AsyncLLM
+    from toolkit_lm import AsyncLLM
 
     from toolkit_lm_server.lifecycle import MakeApp, ServableT
     from toolkit_lm_server.rendering import Rendering
@@ -54,7 +54,7 @@ def serve(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None:
     process = early_process()
 
     def make() -> AsyncLLM:
-        from toolkit_lm_async_llm import AsyncLLM
+        from toolkit_lm import AsyncLLM
 
         return AsyncLLM(config, plugins=plugins, wait=False, process=process)
 

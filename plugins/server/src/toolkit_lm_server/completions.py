@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import Request, Response
 from toolkit_lm.errors import RequestError
+from toolkit_lm.frontend import side_by_side
 from toolkit_lm.prompts import Prompt, SingletonPrompt
-from toolkit_lm_async_llm import side_by_side
 
 from toolkit_lm_server.answers import answer, encoded
 from toolkit_lm_server.cost import BudgetedLLM
@@ -24,8 +24,8 @@ from toolkit_lm_server.protocol import CompletionBody, check_generates, check_mo
 from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:
+    from toolkit_lm import AsyncLLM
     from toolkit_lm.outputs import RequestOutput
-    from toolkit_lm_async_llm import AsyncLLM
 
 
 class Completions:

@@ -19,9 +19,9 @@ from toolkit_lm_server.media_cost import Measure, is_item, items_of, media_cost
 from toolkit_lm_server.options import CLIENT
 
 if TYPE_CHECKING:
+    from toolkit_lm import AsyncLLM
     from toolkit_lm.outputs import PoolingRequestOutput, RequestOutput
     from toolkit_lm.prompts import Conversation, Prompt, TextPair
-    from toolkit_lm_async_llm import AsyncLLM
 
     from toolkit_lm_server.metrics import Metrics
 

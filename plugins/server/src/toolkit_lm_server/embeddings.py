@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 from fastapi import Request, Response
 from toolkit_lm.config import POOLING_TASKS
 from toolkit_lm.errors import RequestError
+from toolkit_lm.frontend import side_by_side
 from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.prompts import Prompt, TokensPrompt
-from toolkit_lm_async_llm import side_by_side
 
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.cost import BudgetedLLM
@@ -34,7 +34,7 @@ from toolkit_lm_server.protocol import check_model
 from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:
-    from toolkit_lm_async_llm import AsyncLLM
+    from toolkit_lm import AsyncLLM
 
 _PROMPT_NAMES = {
     "search_query": "query",

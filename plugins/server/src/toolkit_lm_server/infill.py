@@ -18,7 +18,7 @@ from toolkit_lm_server.request_fields import INFILL
 from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:
-    from toolkit_lm_async_llm import AsyncLLM
+    from toolkit_lm import AsyncLLM
 
 _MOST = 128
 """Tokens, where the body says nothing."""

@@ -22,7 +22,7 @@ from toolkit_lm_server.protocol import Body
 from toolkit_lm_server.reranking import Reranking
 
 if TYPE_CHECKING:
-    from toolkit_lm_async_llm import AsyncLLM
+    from toolkit_lm import AsyncLLM
 
 Handler = Callable[[Any, Request], Awaitable[Response]]
 

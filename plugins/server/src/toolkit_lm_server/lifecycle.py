@@ -20,7 +20,7 @@ import psutil
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 from toolkit_lm.errors import EngineDeadError
-from toolkit_lm_async_llm import Health
+from toolkit_lm.frontend import Health
 
 from toolkit_lm_server.app import create_early_app
 from toolkit_lm_server.around import wrapped

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit_lm.outputs import Logprob
 
 if TYPE_CHECKING:
-    from toolkit_lm_async_llm import AsyncLLM
+    from toolkit_lm import AsyncLLM
 
     from toolkit_lm_server.protocol import SamplingBody
 

@@ -29,7 +29,7 @@ from toolkit_lm_server.options import MetricNames
 if TYPE_CHECKING:
     from toolkit_lm.attention import KVCacheConfig
     from toolkit_lm.config import VllmConfig
-    from toolkit_lm_async_llm import Health
+    from toolkit_lm.frontend import Health
 
 _LATENCY = (
     0.001,

@@ -13,7 +13,7 @@ from toolkit_lm.plugin import PluginInfo, Plugins
 if TYPE_CHECKING:
     from fastapi import APIRouter
     from fastapi.routing import APIRoute
-    from toolkit_lm_async_llm import AsyncLLM
+    from toolkit_lm import AsyncLLM
 
     from toolkit_lm_server.chat import Chat
     from toolkit_lm_server.completions import Completions

@@ -25,7 +25,7 @@ from toolkit_lm_server.protocol import EngineBody, check_priority
 from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:
-    from toolkit_lm_async_llm import AsyncLLM
+    from toolkit_lm import AsyncLLM
 
 _MOST_TOLD = 256
 """Results that a header tells of: clients read lines of up to 64 KiB."""

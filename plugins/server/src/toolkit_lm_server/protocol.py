@@ -48,8 +48,8 @@ from toolkit_lm_server.request_fields import (
 from toolkit_lm_server.unknown_fields import kept_fields
 
 if TYPE_CHECKING:
+    from toolkit_lm import AsyncLLM
     from toolkit_lm.processing import RequestOptions
-    from toolkit_lm_async_llm import AsyncLLM
 
 
 def examples(*bodies: dict[str, Any]) -> ConfigDict:

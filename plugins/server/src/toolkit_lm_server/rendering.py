@@ -10,6 +10,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from msgspec import structs
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ContextLengthError, RequestError, UnsupportedError
+from toolkit_lm.frontend import Health
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.processing import (
@@ -21,7 +22,6 @@ from toolkit_lm.processing import (
 )
 from toolkit_lm.renderer import Rendered, Renderer, make_renderer
 from toolkit_lm.resolution import resolve_configured
-from toolkit_lm_async_llm import Health
 
 from toolkit_lm_server.answer_schemas import (
     Derendered,
@@ -52,7 +52,7 @@ from toolkit_lm_server.route import Readiness, request_context, route_class, wit
 from toolkit_lm_server.tokens import Tokens
 
 if TYPE_CHECKING:
-    from toolkit_lm_async_llm import AsyncLLM
+    from toolkit_lm import AsyncLLM
 
 _UNSAID = SamplingParams()
 

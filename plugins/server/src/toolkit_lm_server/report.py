@@ -13,9 +13,9 @@ from toolkit_lm_server.log import Clock, fields
 from toolkit_lm_server.metrics import Metrics, Totals, num_fitting
 
 if TYPE_CHECKING:
+    from toolkit_lm import AsyncLLM
     from toolkit_lm.attention import KVCacheConfig
     from toolkit_lm.config import VllmConfig
-    from toolkit_lm_async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from toolkit_lm_server.protocol import check_model
 from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:
-    from toolkit_lm_async_llm import AsyncLLM
+    from toolkit_lm import AsyncLLM
 
 
 class Reranking:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit_lm import PoolingRequestOutput
-from toolkit_lm_async_llm import AsyncLLM
+from toolkit_lm import AsyncLLM, PoolingRequestOutput
 
 AsyncLLMEngine = AsyncLLM
 EmbeddingRequestOutput = ClassificationRequestOutput = ScoringRequestOutput = PoolingRequestOutput

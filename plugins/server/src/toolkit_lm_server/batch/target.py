@@ -110,7 +110,7 @@ async def engine(config: VllmConfig, plugins: Plugins, max_body_size: str) -> As
     """The server's app, with an engine of its own: it checks what a server would. Raises what keeps
     the engine from starting."""
     # They take long to import, and a server elsewhere needs none of them.
-    from toolkit_lm_async_llm import AsyncLLM
+    from toolkit_lm import AsyncLLM
 
     from toolkit_lm_server.app import create_app
     from toolkit_lm_server.options import ServerOptions

@@ -35,7 +35,7 @@ from toolkit_lm_server.responses.store import ResponseStore
 from toolkit_lm_server.route import client_of, request_context, with_body
 
 if TYPE_CHECKING:
-    from toolkit_lm_async_llm import AsyncLLM
+    from toolkit_lm import AsyncLLM
 
 _PATH = "/v1/responses"
 _STORE_HINT = ": its operator starts it with --max-stored-responses."

@@ -19,7 +19,7 @@ from toolkit_lm_server.ui.log_tail import LogTail
 from toolkit_lm_server.ui.watch import PERIOD, Watch
 
 if TYPE_CHECKING:
-    from toolkit_lm_async_llm import AsyncLLM
+    from toolkit_lm import AsyncLLM
 
     from toolkit_lm_server.route import Readiness
 

@@ -9,7 +9,7 @@ from toolkit_lm.plugin import hookimpl
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
-    from toolkit_lm_async_llm import AsyncLLM
+    from toolkit_lm import AsyncLLM
     from toolkit_lm_server.plugin_routes import OpenAIApi
 
 

@@ -22,7 +22,7 @@ from toolkit_lm_vendor_apis.anthropic.schemas import AnthropicMessage, MessageEv
 from toolkit_lm_vendor_apis.route_kinds import route_kind
 
 if TYPE_CHECKING:
-    from toolkit_lm_async_llm import AsyncLLM
+    from toolkit_lm import AsyncLLM
 
 
 class Messages:

@@ -10,7 +10,7 @@ from toolkit_lm import __version__
 from toolkit_lm_vendor_apis.ollama.output import now
 
 if TYPE_CHECKING:
-    from toolkit_lm_async_llm import AsyncLLM
+    from toolkit_lm import AsyncLLM
 
 _NEVER = "9999-12-31T00:00:00Z"
 

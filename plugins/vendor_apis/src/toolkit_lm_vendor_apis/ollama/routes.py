@@ -34,8 +34,8 @@ from toolkit_lm_vendor_apis.ollama.output import ChatParts, Clock, Output, TextP
 from toolkit_lm_vendor_apis.route_kinds import route_kind
 
 if TYPE_CHECKING:
+    from toolkit_lm import AsyncLLM
     from toolkit_lm.outputs import PoolingRequestOutput
-    from toolkit_lm_async_llm import AsyncLLM
 
 
 class Ollama:

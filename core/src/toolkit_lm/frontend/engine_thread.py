@@ -13,13 +13,12 @@ from queue import SimpleQueue
 from typing import Any
 
 from toolkit_lm.errors import EngineDeadError, RequestError, ToolkitError
+from toolkit_lm.frontend.health import Health, Watchdog
+from toolkit_lm.frontend.listener import Listener
 from toolkit_lm.frontend.llm_engine import LLMEngine
+from toolkit_lm.frontend.queue import QueueLimits
 from toolkit_lm.processing.pooling_state import AnyState
 from toolkit_lm.processing.requests import PreparedRequest
-
-from toolkit_lm_async_llm.health import Health, Watchdog
-from toolkit_lm_async_llm.listener import Listener
-from toolkit_lm_async_llm.queue import QueueLimits
 
 logger = logging.getLogger(__name__)
 

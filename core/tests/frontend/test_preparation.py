@@ -12,12 +12,12 @@ from toolkit_lm import SamplingParams, VllmConfig
 from toolkit_lm.attention import KVCacheConfig
 from toolkit_lm.config import PluginsConfig
 from toolkit_lm.errors import PluginError, RequestError
+from toolkit_lm.frontend.preparation import Preparation
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.processing import RequestLimits
 from toolkit_lm.processing.processor import Processor
 from toolkit_lm.prompts import parse_prompt
 from toolkit_lm.renderer import Rendered, Renderer
-from toolkit_lm_async_llm.preparation import Preparation
 
 CHAT = [{"role": "user", "content": "abc"}]
 

@@ -14,7 +14,11 @@ from toolkit_lm.config.tasks import PoolingTask, Task
 from toolkit_lm.engine import EngineState
 from toolkit_lm.engine.process.launch import EngineProcess
 from toolkit_lm.errors import RequestError, nearest
+from toolkit_lm.frontend.engine_thread import EngineThread
+from toolkit_lm.frontend.health import Health
+from toolkit_lm.frontend.listener import Batch, Listener, Stream
 from toolkit_lm.frontend.llm_engine import LLMEngine
+from toolkit_lm.frontend.preparation import Preparation
 from toolkit_lm.outputs import PoolingRequestOutput, RequestOutput
 from toolkit_lm.params import RequestOutputKind, SamplingParams
 from toolkit_lm.plugin import Plugins
@@ -25,11 +29,6 @@ from toolkit_lm.processing.processor import Processor
 from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
 from toolkit_lm.prompts import Conversation, Prompt, TextPair, listed
 from toolkit_lm.renderer import Renderer
-
-from toolkit_lm_async_llm.engine_thread import EngineThread
-from toolkit_lm_async_llm.health import Health
-from toolkit_lm_async_llm.listener import Batch, Listener, Stream
-from toolkit_lm_async_llm.preparation import Preparation
 
 AnyListener = TypeVar("AnyListener", bound=Listener)
 

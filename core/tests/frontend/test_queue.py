@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from toolkit_lm.config import LimitsConfig
 from toolkit_lm.errors import QueueFullError, RequestError
+from toolkit_lm.frontend.queue import QueueLimits
 from toolkit_lm.messages import EngineRequest
 from toolkit_lm.params import SamplingParams
-from toolkit_lm_async_llm.queue import QueueLimits
 
 
 def batch_of(count, first=0, **fields):
