@@ -29,7 +29,7 @@ def choose(monkeypatch, tmp_path):
     function, what it reads)."""
     (tmp_path / "tokenizer.json").touch()
 
-    def choose(wanted="auto", model_wants=None, **given):
+    def choose(wanted="auto", model_wants=None, renderer_url=(), asks_servers=(), **given):
         module = types.ModuleType(MODULE)
         monkeypatch.setitem(sys.modules, MODULE, module)
 
@@ -46,6 +46,7 @@ def choose(monkeypatch, tmp_path):
                         f"{MODULE}:{name}",
                         priority=priority,
                         reads=tuple(reads) or ("tokenizer.json",),
+                        asks_servers=name in asks_servers,
                     )
 
             @hookimpl
@@ -53,7 +54,10 @@ def choose(monkeypatch, tmp_path):
                 models.add("AnyForCausalLM", "nowhere:Any", renderer=model_wants)
 
         config = VllmConfig.default(
-            {"architectures": ["AnyForCausalLM"]}, renderer=wanted, tokenizer=str(tmp_path)
+            {"architectures": ["AnyForCausalLM"]},
+            renderer=wanted,
+            renderer_url=list(renderer_url),
+            tokenizer=str(tmp_path),
         )
         return choose_renderer(config, Plugins.load(PluginsConfig(plugins=[]), extra=[Registers()]))
 
@@ -67,6 +71,15 @@ def test_the_highest_priority_that_does_not_refuse(choose):
         "high",
         [("higher", "its vocabulary has another version"), ("high", None), ("low", None)],
     )
+
+
+def test_where_servers_are_named_the_renderer_that_asks_servers(choose):
+    servers = {"renderer_url": ["http://127.0.0.1:1"]}
+    some = {"here": (5, None), "there": (0, None)}
+    assert choose(**servers, asks_servers=["there"], **some)[0] == "there"
+    assert choose(asks_servers=["there"], **some)[0] == "here"
+    with pytest.raises(UnsupportedError, match="no installed renderer asks any"):
+        choose(**servers, **some)
 
 
 def test_of_equals_the_first(choose):

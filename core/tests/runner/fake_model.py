@@ -16,6 +16,7 @@ from toolkit_lm.param_spec import ProcessorParams
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import (
     AttentionBackendRegistry,
+    CompilerRegistry,
     KernelsRegistry,
     LogitsProcessorRegistry,
     PluginInfo,
@@ -132,6 +133,7 @@ def make_plugins() -> Any:
         "models": Models(),
         "attention_backends": backends,
         "kernels": kernels,
+        "compilers": CompilerRegistry(),
         "loaders": loaders,
         "logits_processors": processors,
     }

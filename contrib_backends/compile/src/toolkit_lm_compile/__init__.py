@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 @hookimpl
 def toolkit_register_compilers(compilers: CompilerRegistry) -> None:
-    compilers.add("inductor", "toolkit_lm_compile.compiler:InductorCompiler")
+    compilers.add(
+        "inductor",
+        "toolkit_lm_compile.compiler:InductorCompiler",
+        counter="toolkit_lm_compile.counter:num_compiled",
+    )
 
 
 @hookimpl(optionalhook=True)

@@ -100,7 +100,8 @@ class RequestState:
         )
         self._begun: dict[int, SequenceState] = {}
         """By index. The others have no output yet: to make those of many prompts takes long."""
-        self._num_unfinished = params.num_outputs
+        self._num_outputs = params.num_outputs
+        self._num_unfinished = self._num_outputs
         self._has_news = False
 
     def apply(self, output: EngineOutput) -> bool:
@@ -152,7 +153,7 @@ class RequestState:
         return self._begun[index]
 
     def _sequences(self) -> list[SequenceState]:
-        return [self._sequence(index) for index in range(self._params.num_outputs)]
+        return [self._sequence(index) for index in range(self._num_outputs)]
 
     def _add_text(self, sequence: SequenceState, output: EngineOutput) -> str | None:
         """Returns the stop text that ends the sequence, None where there is none."""

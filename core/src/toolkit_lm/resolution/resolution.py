@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit_lm.config import Checkpoint, PoolerConfig, VllmConfig
-from toolkit_lm.errors import CheckpointError, ConfigError
+from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError
 from toolkit_lm.model.hf_config import HFConfig
 from toolkit_lm.plugin import ExecutorEntry, ModelEntry, Plugins, RendererEntry
 from toolkit_lm.resolution.checkpoint import (
@@ -285,12 +285,23 @@ def choose_renderer(
     wanted = config.renderer.renderer
     if wanted == "auto":
         wanted = (
-            "remote"
+            _asking_servers(plugins)
             if config.renderer.renderer_url
             else plugins.models.get(config.checkpoint.architecture).renderer or "auto"
         )
     return plugins.renderers.choose(
         f"read the tokenizer of {config.model.model!r}", refusal, wanted
+    )
+
+
+def _asking_servers(plugins: Plugins) -> str:
+    """The renderer for servers that renderer_url names. Raises UnsupportedError."""
+    for entry in plugins.renderers.entries():
+        if entry.asks_servers:
+            return entry.key
+    raise UnsupportedError(
+        "renderer_url names servers, and no installed renderer asks any. "
+        f"{plugins.renderers.way_out}".rstrip()
     )
 
 

@@ -183,7 +183,7 @@ def _no_overlap(config: VllmConfig, plugins: Plugins) -> str | None:
 def _own_renderer(config: VllmConfig, plugins: Plugins) -> str | None:
     return (
         None
-        if config.renderer.renderer == "remote"
+        if plugins.renderers.get(config.renderer.renderer).asks_servers
         else f"the renderer {config.renderer.renderer!r} renders in this process"
     )
 

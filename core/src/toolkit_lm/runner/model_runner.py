@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -89,9 +88,10 @@ class ModelRunner:
         self._buffers: StepBuffers
         self._batch: PersistentBatch
         self._sampler: RowSampler
+        self._counters = plugins.compilers.counters()
         self._num_compiled = 0
-        """Graphs that torch.compile has made in this process. It is to be the same when the warm-up
-        is over."""
+        """Graphs that were compiled in this process. It is to be the same when the warm-up is
+        over."""
         self.is_proven = False
         """The start has shown that a fallback computes what its model does, or has given that
         up."""
@@ -298,13 +298,11 @@ class ModelRunner:
             if users is not None:
                 self._sampler.certain = self._processors.drafts(*users)
                 result.drafts |= self._sampler.certain
-            if (dynamo := sys.modules.get("torch._dynamo.utils")) is not None:
-                # Importing it would take seconds, where nobody compiles.
-                num_compiled = dynamo.counters["stats"]["unique_graphs"]
-                result.num_compilations, self._num_compiled = (
-                    num_compiled - self._num_compiled,
-                    num_compiled,
-                )
+            num_compiled = 0
+            for count in self._counters:
+                num_compiled += count()
+            result.num_compilations = num_compiled - self._num_compiled
+            self._num_compiled = num_compiled
             if not len(inputs.sampling) and self.device.type == "cuda":
                 # A draw waits for the device. Without one a step would seem to take no time, and
                 # the next one the time of both.

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-
-@functools.cache
-def _parameters(kind: type[Conformance]) -> Mapping[str, Mapping[str, Any]]:
-    """The parameters of a class, made once for all of its tests."""
-    return kind.parameters()
+_PARAMETERS: dict[type[Conformance], Mapping[str, Mapping[str, Any]]] = {}
+"""The parameters of each class, made once for all of its tests."""
 
 
 class Conformance:
@@ -25,6 +21,9 @@ class Conformance:
         return {}
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        for name, values in _parameters(type(self)).items():
+        kind = type(self)
+        if kind not in _PARAMETERS:
+            _PARAMETERS[kind] = kind.parameters()
+        for name, values in _PARAMETERS[kind].items():
             if name in metafunc.fixturenames:
                 metafunc.parametrize(name, list(values.values()), ids=list(values))

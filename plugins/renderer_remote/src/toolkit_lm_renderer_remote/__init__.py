@@ -24,5 +24,9 @@ class Options(Struct, frozen=True):
 
 @hookimpl
 def toolkit_register_renderers(renderers: RendererRegistry) -> None:
-    # It reads no file: core takes it where renderer_url names a server.
-    renderers.add("remote", "toolkit_lm_renderer_remote.renderer:RemoteRenderer", reads=())
+    renderers.add(
+        "remote",
+        "toolkit_lm_renderer_remote.renderer:RemoteRenderer",
+        reads=(),
+        asks_servers=True,
+    )

@@ -78,6 +78,10 @@ def schema() -> dict[str, Any]:
         "little-endian, its dtype numpy's name."
     )
     _, parts = msgspec.json.schema_components(ANSWERS, ref_template="#/$defs/{name}")
+    for part in parts.values():
+        # Of docstrings, the lines are the source's.
+        if "description" in part:
+            part["description"] = " ".join(part["description"].split())
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Answers of render servers",

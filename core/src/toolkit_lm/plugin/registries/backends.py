@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from toolkit_lm.plugin.registry import Entry, Registry
 
 
@@ -24,8 +27,51 @@ class KernelsRegistry(AttentionBackendRegistry):
     base = "toolkit_lm.model:Kernels"
 
 
-class CompilerRegistry(AttentionBackendRegistry):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompilerEntry(Entry):
+    """A compiler class."""
+
+    counter: str | None = None
+    """"module:function", a function () -> int: graphs that were compiled in this process so far, by
+    this compiler or by others. The engine asks it after each step, also where nothing compiles the
+    model."""
+
+
+class CompilerRegistry(Registry[CompilerEntry]):
     """Compilers of models, by name."""
 
     noun = "compiler"
     base = "toolkit_lm.model:ModelCompiler"
+
+    def add(
+        self,
+        name: str,
+        target: str,
+        *,
+        counter: str | None = None,
+        priority: int = 0,
+        override: bool = False,
+    ) -> None:
+        """Registers a class. Of those that do not refuse, the one of the highest priority is
+        chosen.
+
+        `counter`: "module:function" of a function () -> int, the graphs that were compiled in this
+        process so far. Its module imports nothing heavy.
+        """
+        self.add_entry(
+            CompilerEntry,
+            name,
+            target,
+            "module:Class",
+            counter=counter,
+            priority=priority,
+            override=override,
+        )
+
+    def counters(self) -> list[Callable[[], int]]:
+        """The counters of all compilers. Raises PluginError where one cannot be imported."""
+        return [
+            self.load_target(entry, entry.counter, "")
+            for entry in self.entries()
+            if entry.counter is not None
+        ]

@@ -13,7 +13,9 @@ class RendererEntry(Entry):
 
     reads: tuple[str, ...] = ()
     """File names; it can read a checkpoint folder that holds any of them. Empty: it is taken by its
-    name only."""
+    name only, or where `asks_servers`."""
+    asks_servers: bool = False
+    """It asks servers, and is taken where the option renderer_url names some."""
 
 
 class RendererRegistry(Registry[RendererEntry]):
@@ -28,6 +30,7 @@ class RendererRegistry(Registry[RendererEntry]):
         target: str,
         *,
         reads: tuple[str, ...] = ("tokenizer.json",),
+        asks_servers: bool = False,
         priority: int = 0,
         override: bool = False,
     ) -> None:
@@ -35,6 +38,7 @@ class RendererRegistry(Registry[RendererEntry]):
         highest priority is chosen.
 
         `reads`: file names, any of which a folder must hold for the class to be asked.
+        `asks_servers`: it is taken where the option renderer_url names servers.
         """
         self.add_entry(
             RendererEntry,
@@ -42,6 +46,7 @@ class RendererRegistry(Registry[RendererEntry]):
             target,
             "module:Class",
             reads=tuple(reads),
+            asks_servers=asks_servers,
             priority=priority,
             override=override,
         )
