@@ -52,9 +52,15 @@ def all_rooms(root: Path) -> set[str]:
     """The names that may stand before the colon."""
     found = {path for pattern in FOLDERS for path in root.glob(pattern)}
     names = {path.name for path in found if path.is_dir()}
-    names |= {path.parent.name for path in root.glob("*/*/pyproject.toml")}
+    names |= distributions(root)
     names |= {path.stem for path in found if path.suffix == ".py" and path.parent != root}
     return {name for name in names if re.fullmatch(r"[a-z]\w*", name)} | set(OTHER_ROOMS)
+
+
+def distributions(root: Path) -> set[str]:
+    """The names of the folders of the workspace's distributions."""
+    listed = (root / "requirements-dev.txt").read_text(encoding="utf-8")
+    return {Path(folder).name for folder in re.findall(r"^-e \./(\S+)$", listed, re.MULTILINE)}
 
 
 def subject_of(message: str) -> str:

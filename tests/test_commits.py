@@ -58,9 +58,9 @@ def test_rooms_are_those_of_core_and_the_folders():
     some = {"scheduler", "params", "core", "renderer_hf", "sdpa", "media", "tests", "docs", "ci"}
     assert some <= ROOMS
     assert not {"src", "__init__", "_version", "conftest", "py"} & ROOMS
-    distributions = [path.parent.name for path in commits.ROOT.glob("*/*/pyproject.toml")]
     folders = [path.name for pattern in commits.FOLDERS for path in commits.ROOT.glob(pattern)]
-    names = [name for name in (*folders, *distributions) if name in ROOMS]
+    names = [name for name in folders if name in ROOMS]
+    names += commits.distributions(commits.ROOT) - {"core"}
     assert sorted(names) == sorted(set(names))
 
 
