@@ -37,7 +37,7 @@ def eager_attention(
     k_positions = torch.arange(len(k))
     of = [None if spans is None else tuple(spans[i]) for i in q_positions.tolist()]
     visible = [
-        [sees(i, j, kind=kind, window=window, span=span) for j in k_positions.tolist()]
+        sees(i, k_positions.numpy(), kind=kind, window=window, span=span)
         for i, span in zip(q_positions.tolist(), of, strict=True)
     ]
     scores = queries @ keys.transpose(1, 2) * scale
@@ -45,7 +45,7 @@ def eager_attention(
         scores = torch.tanh(scores / soft_cap) * soft_cap
     if bias is not None:
         scores = scores + bias(q_positions, k_positions).to(q.dtype)
-    scores = scores.masked_fill(~torch.tensor(visible), float("-inf"))
+    scores = scores.masked_fill(~torch.from_numpy(np.stack(visible)), float("-inf"))
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(q.dtype)[:, None, None].expand(-1, len(q), 1)], dim=-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)[..., : len(k)]

@@ -1,8 +1,7 @@
-"""Attention of one sequence in float64, as a plain loop over heads, queries and keys."""
+"""Attention of one sequence in float64 by its formula, one query after another."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -30,36 +29,44 @@ def naive_attention(
     """
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     out = np.zeros_like(q)
-    group = q.shape[1] // k.shape[1]
+    num_heads, num_kv_heads = q.shape[1], k.shape[1]
+    by_group = (num_kv_heads, num_heads // num_kv_heads, -1)
+    keys = np.arange(k.shape[0])
     for i in range(q.shape[0]):
         position = k.shape[0] - q.shape[0] + i if kind == "decoder" else i
         span = None if spans is None else tuple(spans[position])
-        seen = [
-            j for j in range(k.shape[0]) if sees(position, j, kind=kind, window=window, span=span)
-        ]
-        for head in range(q.shape[1]):
-            scores = []
-            for j in seen:
-                score = float(q[i, head] @ k[j, head // group]) * scale
-                if soft_cap is not None:
-                    score = soft_cap * math.tanh(score / soft_cap)
-                if bias is not None:
-                    score += bias(head, position, j)
-                scores.append(score)
-            total = [] if sinks is None else [float(sinks[head])]
-            top = max(scores + total, default=0.0)
-            denominator = sum(math.exp(s - top) for s in scores + total)
-            for score, j in zip(scores, seen, strict=True):
-                out[i, head] += math.exp(score - top) / denominator * v[j, head // group]
+        seen = keys[sees(position, keys, kind=kind, window=window, span=span)]
+        scores = np.einsum("hgd,khd->hgk", q[i].reshape(by_group), k[seen]) * scale
+        scores = scores.reshape(num_heads, -1)
+        if soft_cap is not None:
+            scores = soft_cap * np.tanh(scores / soft_cap)
+        if bias is not None:
+            scores += [[bias(head, position, int(j)) for j in seen] for head in range(num_heads)]
+        with_sink = scores if sinks is None else np.column_stack([scores, sinks])
+        if not with_sink.size:
+            continue
+        top = with_sink.max(axis=1, keepdims=True)
+        weights = np.exp(scores - top) / np.exp(with_sink - top).sum(axis=1, keepdims=True)
+        mixed = np.einsum("hgk,khd->hgd", weights.reshape(by_group), v[seen])
+        out[i] = mixed.reshape(num_heads, -1)
     return out
 
 
 def sees(
-    query: int, key: int, *, kind: str, window: int | None, span: tuple[int, ...] | None = None
-) -> bool:
-    """Whether the token at position `query`, which is in `span`, sees the one at `key`."""
+    query: int,
+    key: int | np.ndarray,
+    *,
+    kind: str,
+    window: int | None,
+    span: tuple[int, ...] | None = None,
+) -> np.ndarray:
+    """Whether the token at position `query`, which is in `span`, sees those at `key`."""
+    near = np.ones_like(key, dtype=bool)
     if kind == "cross":
-        return True
-    if kind == "decoder" and key > query:
-        return span is not None and span[0] <= key < span[1]
-    return window is None or abs(query - key) < window
+        return near
+    if window is not None:
+        near = np.less(np.abs(np.subtract(query, key)), window)
+    if kind == "encoder":
+        return near
+    of_span = False if span is None else np.greater_equal(key, span[0]) & np.less(key, span[1])
+    return np.where(np.greater(key, query), of_span, near)
