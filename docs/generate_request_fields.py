@@ -13,6 +13,7 @@ from pathlib import Path
 from pydantic import BaseModel
 from toolkit_lm.config import PluginsConfig
 from toolkit_lm.plugin import Plugins
+from toolkit_lm_server.completions import CompletionBody
 from toolkit_lm_server.infill import InfillBody
 from toolkit_lm_server.peer_fields import PEER_FIELDS
 from toolkit_lm_server.pooling_protocol import (
@@ -25,12 +26,10 @@ from toolkit_lm_server.pooling_protocol import (
 )
 from toolkit_lm_server.protocol import (
     ChatBody,
-    CompletionBody,
-    DetokenizeBody,
     StreamOptions,
-    TokenizeBody,
     body_of,
 )
+from toolkit_lm_server.render_protocol import DetokenizeBody, TokenizeBody
 from toolkit_lm_server.request_fields import SPEECH, STREAM_OPTIONS, Verdict, Verdicts
 from toolkit_lm_server.responses.body import ResponsesBody
 from toolkit_lm_vendor_apis.anthropic.body import CountBody, MessagesBody

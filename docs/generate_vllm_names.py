@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from toolkit_lm_vllm_names.table import TABLE, Name, names
+from toolkit_lm_vllm_names.name import Name
+from toolkit_lm_vllm_names.table import TABLE, names
 
 PAGE = Path(__file__).with_name("vllm.md")
 BEGIN = "<!-- written by docs/generate_vllm_names.py -->\n"

@@ -21,7 +21,8 @@ import httpx
 import psutil
 import pytest
 from faulty_server import DIES, HANGS, NANS, RAISES, Server, good, wait_for
-from toolkit_lm_server.protocol import ChatBody, CompletionBody
+from toolkit_lm_server.completions import CompletionBody
+from toolkit_lm_server.protocol import ChatBody
 
 ROOT = Path(__file__).parents[1]
 

@@ -21,11 +21,12 @@ from toolkit_lm.param_spec import ProcessorParams, param
 from toolkit_lm.params import SAMPLING_PARAMS
 from toolkit_lm.plugin import hookimpl
 from toolkit_lm_server.app import create_app, create_router
+from toolkit_lm_server.completions import CompletionBody
 from toolkit_lm_server.event_stream import JsonLines
 from toolkit_lm_server.generation import model_failure
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_server.protocol import ChatBody, CompletionBody
+from toolkit_lm_server.protocol import ChatBody
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"

@@ -8,15 +8,16 @@ import random
 import threading
 
 import pytest
-from toolkit_lm_server import route
-from toolkit_lm_server.route import MAX_DEPTH, measure
+from toolkit_lm_server import json_measure, route
+from toolkit_lm_server.json_measure import measure
+from toolkit_lm_server.route import MAX_DEPTH
 
 pytestmark = pytest.mark.anyio
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 JSON = {"content-type": "application/json"}
 
 
-@pytest.mark.parametrize("part", [route._PART, 7])
+@pytest.mark.parametrize("part", [json_measure._PART, 7])
 async def test_the_measures_of_json(monkeypatch, part):
     def naive(value) -> tuple[int, int]:
         """Levels, and values and names; what is empty counts as if it had one."""
@@ -42,7 +43,7 @@ async def test_the_measures_of_json(monkeypatch, part):
             else {draw.choice(texts) + str(i): one for i, one in enumerate(inner)}
         )
 
-    monkeypatch.setattr(route, "_PART", part)
+    monkeypatch.setattr(json_measure, "_PART", part)
     for _ in range(300):
         one = value(6)
         assert measure(json.dumps(one, ensure_ascii=draw.random() < 0.5).encode()) == naive(one), (

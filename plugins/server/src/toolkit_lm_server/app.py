@@ -42,7 +42,7 @@ from toolkit_lm_server.answer_schemas import (
 )
 from toolkit_lm_server.chat import Chat
 from toolkit_lm_server.chat_batch import ChatBatchBody
-from toolkit_lm_server.completions import Completions
+from toolkit_lm_server.completions import CompletionBody, Completions
 from toolkit_lm_server.cost import BudgetedLLM, CostBudget
 from toolkit_lm_server.embeddings import Embeddings
 from toolkit_lm_server.errors import as_api_error, described
@@ -52,7 +52,7 @@ from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.plugin_routes import OpenAIApi, add_plugin_routes
-from toolkit_lm_server.protocol import ChatBody, CompletionBody, body_of, check_model
+from toolkit_lm_server.protocol import ChatBody, body_of, check_model
 from toolkit_lm_server.reranking import Reranking
 from toolkit_lm_server.responses.body import ResponsesBody
 from toolkit_lm_server.responses.routes import add_responses

@@ -6,7 +6,8 @@ from typing import Any
 
 from toolkit_lm.errors import RequestError
 
-from toolkit_lm_server.protocol import ChatBody, Items, examples
+from toolkit_lm_server.fields import Items
+from toolkit_lm_server.protocol import ChatBody, examples
 
 
 class ChatBatchBody(ChatBody):

@@ -10,22 +10,104 @@ from typing import TYPE_CHECKING, Any, cast
 from fastapi import Request, Response
 from toolkit_lm.errors import RequestError
 from toolkit_lm.frontend import side_by_side
-from toolkit_lm.prompts import Prompt, SingletonPrompt
+from toolkit_lm.params import SamplingParams
+from toolkit_lm.prompts import ExplicitEncoderDecoderPrompt, Prompt, SingletonPrompt, TokensPrompt
 
 from toolkit_lm_server.answers import answer, encoded
 from toolkit_lm_server.cost import BudgetedLLM
 from toolkit_lm_server.errors import validated
 from toolkit_lm_server.event_stream import stream_of
+from toolkit_lm_server.fields import Items
 from toolkit_lm_server.fill_in_the_middle import FillInTheMiddle
 from toolkit_lm_server.generation import Generation, Piece, are_large
 from toolkit_lm_server.logprobs import completion_logprobs, echo_logprobs, joined, prompt_logprobs
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_server.protocol import CompletionBody, check_generates, check_model, check_priority
+from toolkit_lm_server.protocol import (
+    SamplingBody,
+    check_generates,
+    check_model,
+    check_priority,
+    examples,
+)
 from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:
     from toolkit_lm import AsyncLLM
     from toolkit_lm.outputs import RequestOutput
+
+
+class CompletionBody(SamplingBody):
+    """POST /v1/completions."""
+
+    model_config = examples(
+        {"prompt": "Once upon a time", "max_tokens": 8},
+        {"prompt": ["Once upon", "The cat"], "logprobs": 2, "stream": True},
+    )
+
+    may_cut_ends = True
+
+    prompt: str | Items[str] | Items[int] | Items[Items[int]] | None = None
+    encoder_prompt: str | Items[int] | None = None
+    """Of an encoder-decoder model, in place of `prompt`, which is its encoder's too: so that the
+    decoder's can be given beside it."""
+    decoder_prompt: str | Items[int] | None = None
+    suffix: str | None = None
+    """What comes after the completion, of a model that fills in the middle."""
+    add_special_tokens: bool = True
+    """To prompts that are texts."""
+    echo: bool = False
+    logprobs: int | None = None
+
+    def params(self) -> SamplingParams:
+        more: dict[str, Any] = {"max_tokens": self.most_tokens(16), "logprobs": self.logprobs}
+        # Without a token to draw, a prompt is computed for its log probabilities, told or not.
+        if self.echoes_logprobs or (self.echo and more["max_tokens"] == 0):
+            more["prompt_logprobs"] = max(self.logprobs or 0, self.prompt_logprobs or 0)
+        return self.sampling_params(**more)
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        """The prompt comes back with log probabilities of its own."""
+        return self.echo and self.logprobs is not None
+
+    def prompts(self, most: int) -> list[Prompt]:
+        """Each prompt. Raises RequestError where there is none, or more than `most`."""
+        prompts: Any = self.prompt
+        if self.encoder_prompt is not None or self.decoder_prompt is not None:
+            return [self._both_prompts()]
+        if prompts is None:
+            message = "Either prompt or prompt_embeds must be provided and non-empty."
+            raise RequestError(
+                f"{message} This server takes no prompt_embeds: give a prompt, or an "
+                "encoder_prompt.",
+                "prompt",
+            )
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]
+        if not prompts:
+            raise RequestError("prompt is an empty list: give at least one prompt.", "prompt")
+        if len(prompts) > most:
+            raise RequestError(
+                f"prompt has {len(prompts)} prompts; this server takes at most {most} in one "
+                "request (max_prompts).",
+                "prompt",
+            )
+        return [_prompt(one) for one in prompts]
+
+    def _both_prompts(self) -> ExplicitEncoderDecoderPrompt:
+        if self.prompt is not None or self.encoder_prompt is None:
+            raise RequestError(
+                "give decoder_prompt beside encoder_prompt, and either of them without prompt.",
+                "encoder_prompt",
+            )
+        both = ExplicitEncoderDecoderPrompt(encoder_prompt=_prompt(self.encoder_prompt))
+        if self.decoder_prompt is not None:
+            both["decoder_prompt"] = _prompt(self.decoder_prompt)
+        return both
+
+
+def _prompt(given: str | list[int]) -> SingletonPrompt:
+    return given if isinstance(given, str) else TokensPrompt(prompt_token_ids=given)
 
 
 class Completions:

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, aclosing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
 from toolkit_lm.errors import QueueFullError, RequestError
@@ -448,7 +448,7 @@ class BudgetedLLM:
             paid.enter_context(self._budget.spend(cost, _client(options), len(prompts)))
             if account is not None:
                 paid.enter_context(account.run(len(prompts) * params.num_sequences))
-                outputs = _counted(account, params, outputs, each)
+                outputs = account.counted(outputs, params.output_kind, each)
             if self._metrics is not None:
                 self._metrics.asked(params.max_tokens, len(prompts))
             return cast(AsyncGenerator[Output, None], _Paid(outputs, paid.pop_all().close))
@@ -473,21 +473,6 @@ class _Paid(Generic[Output]):
             await self._outputs.aclose()
         finally:
             self._end()
-
-
-async def _counted(
-    account: Account,
-    params: SamplingParams,
-    outputs: AsyncGenerator[Output, None],
-    each: Callable[[Output], list[RequestOutput]],
-) -> AsyncGenerator[Output, None]:
-    """`outputs`, whose tokens are counted."""
-    counted: dict[str, int] = {}
-    async with aclosing(outputs):
-        async for output in outputs:
-            for one in each(output):
-                account.count(one, counted, params.output_kind)
-            yield output
 
 
 def _client(options: Mapping[str, Any] | None) -> str:

@@ -10,10 +10,11 @@ from pydantic import BaseModel, ConfigDict
 from toolkit_lm.errors import RequestError
 
 from toolkit_lm_server.answers import answer
-from toolkit_lm_server.completions import Completions
+from toolkit_lm_server.completions import CompletionBody, Completions
 from toolkit_lm_server.event_stream import stream_of
+from toolkit_lm_server.fields import Items
 from toolkit_lm_server.generation import Generation, Piece, are_large
-from toolkit_lm_server.protocol import CompletionBody, Items, SamplingBody, examples
+from toolkit_lm_server.protocol import SamplingBody, examples
 from toolkit_lm_server.request_fields import INFILL
 from toolkit_lm_server.route import request_context
 

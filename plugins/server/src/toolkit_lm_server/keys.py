@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -18,6 +18,7 @@ from toolkit_lm.params import RequestOutputKind
 from toolkit_lm_server.errors import ApiError
 from toolkit_lm_server.options import ServerOptions
 
+Output = TypeVar("Output")
 Limit = Annotated[int, Meta(ge=1)] | None
 
 
@@ -100,7 +101,7 @@ class Account:
         finally:
             self._num_sequences -= num_sequences
 
-    def count(
+    def _count(
         self, output: RequestOutput, counted: dict[str, int], kind: RequestOutputKind
     ) -> None:
         """Counts the tokens of a request's output. `counted`: by request, what its outputs had so
@@ -111,6 +112,20 @@ class Account:
             self.used(output.num_prompt_tokens)
         self.used(tokens if kind is RequestOutputKind.DELTA else tokens - (before or 0))
         counted[output.request_id] = tokens
+
+    async def counted(
+        self,
+        outputs: AsyncGenerator[Output, None],
+        kind: RequestOutputKind,
+        each: Callable[[Output], list[RequestOutput]],
+    ) -> AsyncGenerator[Output, None]:
+        """`outputs`, whose tokens are counted. `each`: the outputs of requests in one of them."""
+        counted: dict[str, int] = {}
+        async with aclosing(outputs):
+            async for output in outputs:
+                for one in each(output):
+                    self._count(one, counted, kind)
+                yield output
 
     def used(self, num_tokens: int) -> None:
         """Tokens of prompts or outputs were computed."""

@@ -29,7 +29,7 @@ from toolkit_lm_server.garbage import Garbage
 from toolkit_lm_server.hosts import HostCheck, host_names
 from toolkit_lm_server.listening import UNIX, url_of
 from toolkit_lm_server.log import announce
-from toolkit_lm_server.metrics import Metrics, Watched
+from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.report import Throughput, report_start
 from toolkit_lm_server.request_log import RequestLog
@@ -37,6 +37,7 @@ from toolkit_lm_server.route import Readiness
 from toolkit_lm_server.start_gate import StartGate
 from toolkit_lm_server.threads import CLOSING, SharedThreads, close, in_thread
 from toolkit_lm_server.ui.page import Page
+from toolkit_lm_server.watched import Watched
 
 logger = logging.getLogger("uvicorn.error")
 

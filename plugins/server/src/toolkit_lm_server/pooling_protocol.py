@@ -13,7 +13,8 @@ from toolkit_lm.pooling_params import POOLING_PARAMS, PoolingParams
 from toolkit_lm.prompts import Prompt, TokensPrompt
 
 from toolkit_lm_server.errors import missing
-from toolkit_lm_server.protocol import EngineBody, Items, RenderBody, examples
+from toolkit_lm_server.fields import Items
+from toolkit_lm_server.protocol import EngineBody, RenderBody, examples
 from toolkit_lm_server.request_fields import ACTIVATION, POOLING, refused, renamed
 
 EncodingFormat = Literal["float", "base64"]

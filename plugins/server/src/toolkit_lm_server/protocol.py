@@ -22,26 +22,22 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     create_model,
     model_validator,
 )
 from pydantic_core import CoreSchema
-from toolkit_lm.config import Option
 from toolkit_lm.errors import PluginError, RequestError
-from toolkit_lm.param_spec import spec_of
 from toolkit_lm.params import SAMPLING_PARAMS, RequestOutputKind, SamplingParams
 from toolkit_lm.plugin import LogitsProcessorRegistry
-from toolkit_lm.prompts import ExplicitEncoderDecoderPrompt, Prompt, SingletonPrompt, TokensPrompt
 
 from toolkit_lm_server.errors import ApiError, printable
+from toolkit_lm_server.fields import Items, parameter_fields
 from toolkit_lm_server.request_fields import (
     CHAT,
     COMMON,
     SAMPLING,
     STREAM_OPTIONS,
-    TOKENS,
     Verdicts,
     described_others,
 )
@@ -55,23 +51,6 @@ if TYPE_CHECKING:
 def examples(*bodies: dict[str, Any]) -> ConfigDict:
     """For a body: what the description of the API shows of it."""
     return ConfigDict(json_schema_extra={"examples": [*bodies]})
-
-
-class _FailFast:
-    """As pydantic.FailFast, and hashable, which members of unions must be."""
-
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        schema = handler(source)
-        assert schema["type"] == "list"
-        return {**schema, "fail_fast": True}
-
-
-Item = TypeVar("Item")
-Items = Annotated[list[Item], _FailFast()]
-"""A list of which the first wrong item is told. A body has room for millions of them, and each
-error costs time and memory."""
 
 
 class Body(BaseModel):
@@ -175,45 +154,8 @@ class EngineBody(Body):
 
 _TOLD = 5
 """Wrong keys of a mapping that an error names."""
-_ELSEWHERE = ("logprobs", "detokenize", "extra_args")
-"""Each route has a field `logprobs` of its own, an answer is text, and the parameters of plugins
-have fields as core's have."""
 
-
-def _body_type(kind: Any) -> Any:
-    """The type of a parameter's field: lists tell their first wrong item, and mappings are left to
-    the parameter's own check."""
-    if get_origin(kind) is list:
-        return Annotated[kind, _FailFast()]
-    # JSON can only write token ids as text where they are keys.
-    return dict[str, Any] if get_origin(kind) is dict else kind
-
-
-def _fields(params: Mapping[str, Option]) -> dict[str, Any]:
-    """Type and default of each parameter's field. None: not given."""
-    return {
-        name: (Union[(*map(_body_type, o.kinds), None)], _described(o))
-        for name, o in params.items()
-        if name not in _ELSEWHERE
-    }
-
-
-def _described(o: Option) -> Any:
-    """The description has the parameter's bounds. SamplingParams checks them: its errors name
-    them."""
-    spec = spec_of(o)
-    bounds: dict[str, Any] = {"minimum": spec.ge, "exclusiveMinimum": spec.gt, "maximum": spec.le}
-    bounds |= {"maxItems": spec.max_items, "maxLength": spec.max_length}
-    if any(get_origin(kind) is dict for kind in o.kinds):
-        bounds = {"maxProperties": spec.max_items}
-    return Field(
-        None,
-        description=o.help,
-        json_schema_extra={name: value for name, value in bounds.items() if value is not None},
-    )
-
-
-_FIELDS = _fields(SAMPLING_PARAMS)
+_FIELDS = parameter_fields(SAMPLING_PARAMS)
 
 
 class SamplingBody(create_model("SamplingFields", __base__=EngineBody, **_FIELDS)):  # type: ignore[misc]
@@ -364,12 +306,12 @@ def body_of(
                 f"{entry.owner}: logits processor {entry.key!r}: {taken[0]!r} is a field of HTTP "
                 "requests already."
             )
-    made: type[BodyT] = create_model(body.__name__, __base__=body, **_fields(processors.params))
-    made.__doc__, made.plugin_fields, made.defaults = (
-        body.__doc__,
-        tuple(processors.params),
-        defaults,
+    made: type[BodyT] = create_model(
+        body.__name__, __base__=body, **parameter_fields(processors.params)
     )
+    made.__doc__ = body.__doc__
+    made.plugin_fields = tuple(processors.params)
+    made.defaults = defaults
     made.forces_usage = forces_usage
     return made
 
@@ -503,109 +445,6 @@ class ChatBody(SamplingBody, RenderBody):
         return self.sampling_params(
             max_tokens=max_tokens, logprobs=(self.top_logprobs or 0) if self.logprobs else None
         )
-
-
-class CompletionBody(SamplingBody):
-    """POST /v1/completions."""
-
-    model_config = examples(
-        {"prompt": "Once upon a time", "max_tokens": 8},
-        {"prompt": ["Once upon", "The cat"], "logprobs": 2, "stream": True},
-    )
-
-    may_cut_ends = True
-
-    prompt: str | Items[str] | Items[int] | Items[Items[int]] | None = None
-    encoder_prompt: str | Items[int] | None = None
-    """Of an encoder-decoder model, in place of `prompt`, which is its encoder's too: so that the
-    decoder's can be given beside it."""
-    decoder_prompt: str | Items[int] | None = None
-    suffix: str | None = None
-    """What comes after the completion, of a model that fills in the middle."""
-    add_special_tokens: bool = True
-    """To prompts that are texts."""
-    echo: bool = False
-    logprobs: int | None = None
-
-    def params(self) -> SamplingParams:
-        more: dict[str, Any] = {"max_tokens": self.most_tokens(16), "logprobs": self.logprobs}
-        # Without a token to draw, a prompt is computed for its log probabilities, told or not.
-        if self.echoes_logprobs or (self.echo and more["max_tokens"] == 0):
-            more["prompt_logprobs"] = max(self.logprobs or 0, self.prompt_logprobs or 0)
-        return self.sampling_params(**more)
-
-    @property
-    def echoes_logprobs(self) -> bool:
-        """The prompt comes back with log probabilities of its own."""
-        return self.echo and self.logprobs is not None
-
-    def prompts(self, most: int) -> list[Prompt]:
-        """Each prompt. Raises RequestError where there is none, or more than `most`."""
-        prompts: Any = self.prompt
-        if self.encoder_prompt is not None or self.decoder_prompt is not None:
-            return [self._both_prompts()]
-        if prompts is None:
-            message = "Either prompt or prompt_embeds must be provided and non-empty."
-            raise RequestError(
-                f"{message} This server takes no prompt_embeds: give a prompt, or an "
-                "encoder_prompt.",
-                "prompt",
-            )
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            prompts = [prompts]
-        if not prompts:
-            raise RequestError("prompt is an empty list: give at least one prompt.", "prompt")
-        if len(prompts) > most:
-            raise RequestError(
-                f"prompt has {len(prompts)} prompts; this server takes at most {most} in one "
-                "request (max_prompts).",
-                "prompt",
-            )
-        return [_prompt(one) for one in prompts]
-
-    def _both_prompts(self) -> ExplicitEncoderDecoderPrompt:
-        if self.prompt is not None or self.encoder_prompt is None:
-            raise RequestError(
-                "give decoder_prompt beside encoder_prompt, and either of them without prompt.",
-                "encoder_prompt",
-            )
-        both = ExplicitEncoderDecoderPrompt(encoder_prompt=_prompt(self.encoder_prompt))
-        if self.decoder_prompt is not None:
-            both["decoder_prompt"] = _prompt(self.decoder_prompt)
-        return both
-
-
-def _prompt(given: str | list[int]) -> SingletonPrompt:
-    return given if isinstance(given, str) else TokensPrompt(prompt_token_ids=given)
-
-
-class TokenizeBody(RenderBody):
-    """POST /tokenize, of a text or a conversation."""
-
-    verdicts = TOKENS
-
-    model_config = examples(
-        {"prompt": "Once upon a time"}, {"messages": [{"role": "user", "content": "hi"}]}
-    )
-
-    prompt: str | None = None
-    messages: Items[dict[str, Any]] | None = None
-    tools: Items[dict[str, Any]] | None = None
-    """For the chat template."""
-    return_token_strs: bool = False
-
-    def render_options(self) -> dict[str, Any]:
-        return super().render_options() | ({"tools": self.tools} if self.tools else {})
-
-
-class DetokenizeBody(Body):
-    """POST /detokenize."""
-
-    verdicts = TOKENS
-
-    model_config = examples({"tokens": [5, 6, 7]})
-
-    tokens: Items[int]
 
 
 def check_model(engine: AsyncLLM, name: str | None) -> None:

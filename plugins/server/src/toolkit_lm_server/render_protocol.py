@@ -1,4 +1,4 @@
-"""What clients send to the routes that render."""
+"""What clients send to the routes that render, or that make tokens and texts of each other."""
 
 from __future__ import annotations
 
@@ -7,8 +7,39 @@ from typing import Any, cast
 from toolkit_lm.errors import RequestError
 from toolkit_lm.prompts import Prompt
 
-from toolkit_lm_server.protocol import Body, ChatBody, CompletionBody, Items, examples
+from toolkit_lm_server.completions import CompletionBody
+from toolkit_lm_server.fields import Items
+from toolkit_lm_server.protocol import Body, ChatBody, RenderBody, examples
 from toolkit_lm_server.request_fields import TOKENS
+
+
+class TokenizeBody(RenderBody):
+    """POST /tokenize, of a text or a conversation."""
+
+    verdicts = TOKENS
+
+    model_config = examples(
+        {"prompt": "Once upon a time"}, {"messages": [{"role": "user", "content": "hi"}]}
+    )
+
+    prompt: str | None = None
+    messages: Items[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
+    """For the chat template."""
+    return_token_strs: bool = False
+
+    def render_options(self) -> dict[str, Any]:
+        return super().render_options() | ({"tools": self.tools} if self.tools else {})
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    verdicts = TOKENS
+
+    model_config = examples({"tokens": [5, 6, 7]})
+
+    tokens: Items[int]
 
 
 class DerenderBody(Body):

@@ -8,13 +8,12 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
-import numpy as np
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
@@ -22,7 +21,6 @@ from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
-from toolkit_lm.engine import EngineState
 
 from toolkit_lm_server.errors import (
     RETRY_AFTER,
@@ -33,12 +31,14 @@ from toolkit_lm_server.errors import (
     described,
     printable,
 )
+from toolkit_lm_server.json_measure import measure
 from toolkit_lm_server.keys import Keys
-from toolkit_lm_server.metrics import Metrics, Watched
+from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import CLIENT, ServerOptions
 from toolkit_lm_server.protocol import TEMPLATES_ALLOWED
 from toolkit_lm_server.threads import WHOSE, in_shared_thread
 from toolkit_lm_server.unknown_fields import IGNORED, UNKNOWN, UnknownFields
+from toolkit_lm_server.watched import Watched, engine_states
 
 KEEP_ALIVE: ContextVar[float | None] = ContextVar("KEEP_ALIVE", default=None)
 """Seconds in which a stream of the request that is worked on sends something, if only a comment."""
@@ -60,7 +60,6 @@ pydantic."""
 
 _SMALL = 2**15
 """Bytes of a body that is parsed at once."""
-_PART = 2**18
 _FEWEST_VALUES = 2**14
 """However small max_body_size is, JSON may have so many values."""
 _BYTES_OF_VALUE = 64
@@ -133,22 +132,6 @@ class Readiness:
             )
 
 
-def engine_states(engine: Watched) -> list[dict[str, Any]]:
-    """Of several engines, each; nothing of one."""
-    states: Sequence[EngineState] = getattr(engine, "engines", ())
-    return [
-        {
-            "engine": number,
-            "status": one.status,
-            **({"reason": one.reason} if one.reason else {}),
-            "requests_in_flight": one.num_requests,
-            "tokens_in_flight": one.num_tokens,
-            "restarts": one.num_restarts,
-        }
-        for number, one in enumerate(states)
-    ]
-
-
 class JsonRequest(Request):
     """A request whose JSON is UTF-8, has no NaN or infinity, and is neither nested too deeply nor
     of too many values."""
@@ -199,40 +182,6 @@ def _parse(body: bytes, max_values: int) -> Any:
     except UnicodeDecodeError as error:
         raise _invalid("it is not UTF-8") from error
     return json.loads(text, parse_constant=_no_constant)
-
-
-def measure(body: bytes) -> tuple[int, int]:
-    """How many levels JSON is nested, and how many values and names it has. Anything is returned
-    for what is no JSON."""
-    # Without escaped characters, each quotation mark begins or ends a text.
-    bare = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
-    values = 1
-    level = 0
-    deepest = 0
-    quotes = 0
-    for start in range(0, len(bare), _PART):
-        part = bare[start : start + _PART]
-        # Only the last bit counts, so it may overflow.
-        inside = np.cumsum(part == ord('"'), dtype=np.uint8) + np.uint8(quotes)
-        quotes = int(inside[-1]) & 1
-        structure = part[inside & 1 == 0]
-        levels = np.cumsum(_STEPS[structure], dtype=np.int32)
-        deepest = max(deepest, level + int(levels.max(initial=0)))
-        level += int(levels[-1]) if len(levels) else 0
-        values += int(np.count_nonzero(_BEGINS[structure]))
-    return deepest, values
-
-
-def _table(**values: str) -> np.ndarray:
-    """By character: 1 for those of `more`, -1 for those of `less`, else 0."""
-    table = np.zeros(256, np.int8)
-    for sign, characters in ((1, values["more"]), (-1, values.get("less", ""))):
-        table[[ord(character) for character in characters]] = sign
-    return table
-
-
-_STEPS = _table(more="[{", less="]}")
-_BEGINS = _table(more="[{,:")
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -13,7 +13,8 @@ from toolkit_lm.resolution import read_json
 
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.cost import HoldRendering
-from toolkit_lm_server.protocol import DetokenizeBody, TokenizeBody, check_model
+from toolkit_lm_server.protocol import check_model
+from toolkit_lm_server.render_protocol import DetokenizeBody, TokenizeBody
 from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from typing import Any, Self
 from toolkit_lm.config import Option, VllmConfig, load_options
 from toolkit_lm.errors import ConfigError, nearest
 
-from toolkit_lm_vllm_names.table import SHORT_FLAGS, TABLE, Name, names, translate
+from toolkit_lm_vllm_names.name import Name
+from toolkit_lm_vllm_names.table import SHORT_FLAGS, TABLE, names, translate
 from toolkit_lm_vllm_names.values import parsed
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+from toolkit_lm_vllm_names.name import Name
 from toolkit_lm_vllm_names.table import (
     COMPILATION,
     SHORT_FLAGS,
     TABLE,
-    Name,
     compilation_options,
     tell_of_compilation,
     tell_of_no_effect,

@@ -10,7 +10,8 @@ from toolkit_lm.errors import RequestError
 from toolkit_lm.params import SAMPLING_PARAMS
 
 from toolkit_lm_server.errors import printable
-from toolkit_lm_server.protocol import Items, SamplingBody, examples
+from toolkit_lm_server.fields import Items
+from toolkit_lm_server.protocol import SamplingBody, examples
 from toolkit_lm_server.request_fields import REASONING, RESPONSES, STREAM_OPTIONS, TEXT
 from toolkit_lm_server.responses.items import chat_tool_choice, chat_tools, messages_of
 

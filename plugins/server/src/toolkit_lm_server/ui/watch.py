@@ -10,8 +10,8 @@ from typing import Any
 
 from toolkit_lm.events import Event, LoadEvent, RequestEvent, StepEvent
 
-from toolkit_lm_server.metrics import Metrics, Watched, total_load
-from toolkit_lm_server.route import engine_states
+from toolkit_lm_server.metrics import Metrics
+from toolkit_lm_server.watched import Watched, engine_states, total_load
 
 PERIOD = 0.4
 """Seconds from one view to the next."""

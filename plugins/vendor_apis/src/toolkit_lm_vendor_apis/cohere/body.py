@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from toolkit_lm.errors import RequestError
 from toolkit_lm_server.errors import printable
-from toolkit_lm_server.protocol import EngineBody, Items, examples
+from toolkit_lm_server.fields import Items
+from toolkit_lm_server.protocol import EngineBody, examples
 from toolkit_lm_server.request_fields import COMMON, Verdicts, idle, refused, sampling_parameters
 
 _SAME = (

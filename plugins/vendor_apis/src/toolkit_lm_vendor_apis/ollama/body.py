@@ -7,7 +7,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import SkipValidation
 from toolkit_lm.errors import RequestError
 from toolkit_lm_server.errors import printable
-from toolkit_lm_server.protocol import EngineBody, Items, examples
+from toolkit_lm_server.fields import Items
+from toolkit_lm_server.protocol import EngineBody, examples
 from toolkit_lm_server.request_fields import COMMON, Verdicts, idle, refused, sampling_parameters
 
 from toolkit_lm_vendor_apis.arguments import dumps
