@@ -23,9 +23,9 @@ def naive_attention(
     """Output [Tq, heads, size] of q [Tq, heads, size], k and v [Tk, kv heads, size].
 
     kind: "decoder" (the queries are the last of the keys' positions), "encoder" (the keys are the
-    first of the queries' positions, or all of them) or "cross". bias: (head, query position, key
-    position) -> a number that is added to the scaled score. spans: [Tk, 2], of a decoder: [start,
-    end) of the span that each position is in.
+    first of the queries' positions, or all of them) or "cross".
+    bias: (head, query position, key position) -> a number that is added to the scaled score.
+    spans: [Tk, 2], of a decoder: [start, end) of the span that each position is in.
     """
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     out = np.zeros_like(q)
