@@ -10,6 +10,8 @@ DOWNSTREAM := $(VENV)-downstream
 BENCHMARKS := $(VENV)-benchmarks
 FLOOR := $(VENV)-floor
 RENTED := $(VENV)-rented
+NEWEST := $(VENV)-python313
+PYTHON313 ?= $(or $(lastword $(wildcard $(HOME)/.pyenv/versions/3.13.*/bin/python)),python3.13)
 PYTHON312 ?= $(or $(lastword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python)),python3.12)
 # Files of tests that run at a time, each in one thread: on two cores three, since many tests wait
 # for a process. The kernels' tests have all threads to themselves.
@@ -21,7 +23,7 @@ PYTEST_KERNELS := $(BIN)/python -m pytest contrib_backends/cpu/tests
 
 DISTRIBUTIONS := ./ $(dir $(wildcard core/pyproject.toml libs/*/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml))
 
-.PHONY: demo test test-all test-nightly test-renderers test-downstream test-clients test-floor test-floor-here test-gpu-kit gpu-kit lint audit bench docs changelog wheels clean
+.PHONY: demo test test-all test-nightly test-renderers test-downstream test-clients test-floor test-floor-here test-python313 test-python313-here test-gpu-kit gpu-kit lint audit bench docs changelog wheels clean
 
 demo: $(STAMP)
 	@$(BIN)/python docs/examples/demo.py
@@ -70,6 +72,19 @@ test-floor-here: $(FLOOR)/.installed $(STAMP)
 	@rm -rf $(FLOOR)/lib/python3.12/site-packages/*toolkit_lm*
 	@cp -r $(VENV)/lib/python3*/site-packages/*toolkit_lm* $(FLOOR)/lib/python3.12/site-packages/
 	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest -q -n $(JOBS) --dist loadfile -m "not slow and not nightly" $(FLOOR_TESTS)
+
+# On Python 3.13: core, and quick tests of each distribution. It shows which lines they run.
+PYTHON313_TESTS := @tests/python313.txt
+test-python313:
+	@if $(PYTHON313) -c '' 2>/dev/null; then $(MAKE) --no-print-directory test-python313-here; \
+	else echo "There is no $(PYTHON313): the tests on Python 3.13, and how many lines they run, are left out. PYTHON313 names it."; fi
+
+test-python313-here: $(NEWEST)/.installed
+	@mkdir -p build && rm -f build/coverage*
+	OMP_NUM_THREADS=1 COVERAGE_CORE=sysmon $(NEWEST)/bin/python -m pytest -q -n $(JOBS) --dist loadfile \
+		--cov --cov-report json:build/coverage.json --cov-fail-under 0 -m "not slow and not nightly" $(PYTHON313_TESTS)
+	@$(NEWEST)/bin/python tests/covered.py build/coverage.json > build/coverage.txt; status=$$?; \
+	cat build/coverage.txt; exit $$status
 
 # A dry run of the GPU kit, by what a rented machine has and what the kit brings.
 test-gpu-kit: gpu-kit
@@ -153,10 +168,20 @@ $(FLOOR)/.installed: requirements-floor.txt
 	@$(FLOOR)/bin/pip install --quiet --disable-pip-version-check -r requirements-floor.txt
 	@touch $@
 
+# PyPI's torch names its own triton.
+$(NEWEST)/.installed: requirements-dev.txt docs/requirements.txt constraints.txt pyproject.toml $(wildcard core/pyproject.toml libs/*/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml)
+	@rm -rf $(NEWEST) && $(PYTHON313) -m venv $(NEWEST)
+	@echo "Installing the workspace into $(NEWEST) ..."
+	@grep -v '^triton==' constraints.txt > $(NEWEST)/constraints.txt
+	@$(NEWEST)/bin/pip install --quiet --disable-pip-version-check -c $(NEWEST)/constraints.txt hatchling editables
+	@$(NEWEST)/bin/pip install --quiet --disable-pip-version-check --no-build-isolation -c $(NEWEST)/constraints.txt \
+		-r requirements-dev.txt pytest-cov
+	@touch $@
+
 $(RENTED)/.installed: benchmarks/gpu_kit/there.txt
 	@rm -rf $(RENTED) && $(PYTHON312) -m venv $(RENTED)
 	@$(RENTED)/bin/pip install --quiet --disable-pip-version-check -r benchmarks/gpu_kit/there.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(RENDERERS) $(DOWNSTREAM) $(CLIENTS) $(BENCHMARKS) $(FLOOR) $(RENTED) gpu-kit site dist build
+	rm -rf $(VENV) $(RENDERERS) $(DOWNSTREAM) $(CLIENTS) $(BENCHMARKS) $(FLOOR) $(NEWEST) $(RENTED) gpu-kit site dist build

@@ -78,6 +78,16 @@ def test_what_is_not_on_the_floor_is_required_and_is_not_there():
     assert not set(NOT_ON_THE_FLOOR) & set(pinned("requirements-floor.txt"))
 
 
+def test_python_313_runs_tests_of_each_distribution():
+    """Two have an environment of their own: `make test-renderers`."""
+    paths = (ROOT / "tests/python313.txt").read_text().splitlines()
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    tested = {path.partition("/tests")[0] for path in paths}
+    folders = {str(folder.relative_to(ROOT)) for folder in FOLDERS}
+    own = {"plugins/renderer_harmony", "plugins/renderer_mistral"}
+    assert folders - tested == own
+
+
 def test_no_folder_is_without_a_distribution():
     folders = {
         p
