@@ -23,11 +23,10 @@ def is_public(address: IPv4Address | IPv6Address) -> bool:
         whole = _translated(address)
         if whole is not None:
             return is_public(whole)
-        if (
-            address in _LOCAL_NAT64
-            or address.is_site_local
-            or (address.sixtofour is not None and not is_public(address.sixtofour))
-        ):
+        if address.sixtofour is not None:
+            # From 3.13 on, Python calls none of them global.
+            return is_public(address.sixtofour)
+        if address in _LOCAL_NAT64 or address.is_site_local:
             return False
     return address.is_global and not (
         address.is_private
