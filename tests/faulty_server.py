@@ -172,7 +172,7 @@ class Server:
             return None
 
     def wait_ready(self) -> Server:
-        wait_for(lambda: self.status() == 200 or self.process.poll() is not None, 60)
+        wait_for(lambda: self.status() == 200 or self.process.poll() is not None, 120)
         assert self.process.poll() is None, self.log.read_text()
         return self
 
@@ -214,7 +214,7 @@ class Server:
 
     def end(self) -> tuple[int, str]:
         """Its exit code, and what it wrote."""
-        code = self.process.wait(30)
+        code = self.process.wait(90)
         return code, self.log.read_text()
 
     def kill(self) -> None:
