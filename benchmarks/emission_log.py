@@ -58,6 +58,6 @@ def install(folder: Path) -> None:
     )
     (metadata / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: emission-log\nVersion: 1.0\nRequires-Dist: "
-        "toolkit-lm-core>=0.1,<0.2\n"
+        "toolkit-lm-core>=0.2,<0.3\n"
     )
     (metadata / "entry_points.txt").write_text("[toolkit_lm]\nemission_log = emission_log:log\n")

@@ -111,7 +111,7 @@ def install(folder: Path) -> None:
     info.mkdir()
     (info / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: faulty\nVersion: 1.0\nRequires-Dist: "
-        "toolkit-lm-core>=0.1,<0.2\n"
+        "toolkit-lm-core>=0.2,<0.3\n"
     )
     (info / "entry_points.txt").write_text("[toolkit_lm]\nfaulty = faulty\n")
     (info / "RECORD").write_text(

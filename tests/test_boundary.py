@@ -233,7 +233,7 @@ def shipped(tmp_path, monkeypatch):
         metadata.mkdir()
         (metadata / "METADATA").write_text(
             "Metadata-Version: 2.1\nName: faulty-dist\nVersion: 2.5\nRequires-Dist: "
-            "toolkit-lm-core<0.2,>=0.1\n"
+            "toolkit-lm-core<0.3,>=0.2\n"
         )
         (metadata / "entry_points.txt").write_text("[toolkit_lm]\nfaulty = faulty_entry\n")
         (tmp_path / "faulty_entry.py").write_text(

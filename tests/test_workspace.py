@@ -134,7 +134,7 @@ def test_distribution_is_well_formed(folder):
     assert data["authors"] == [{"name": AUTHOR}]
     assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     if folder.name != "core":
-        assert "toolkit-lm-core>=0.1,<0.2" in data["dependencies"]
+        assert "toolkit-lm-core>=0.2,<0.3" in data["dependencies"]
         modules = set(data.get("entry-points", {}).get("toolkit_lm", {}).values())
         if folder.name in SEVERAL:
             # Each plugin is a package of its own in the distribution's.

@@ -1,3 +1,3 @@
 """The one version that every distribution of the workspace shares."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -24,7 +24,7 @@ def install(tmp_path, monkeypatch):
     """install(name, entry module, target module, requires): puts a distribution on the path, and
     gives its name."""
 
-    def make(name, entry=RIGHT, target="def run(): ...", requires="toolkit-lm-core>=0.1,<0.2"):
+    def make(name, entry=RIGHT, target="def run(): ...", requires="toolkit-lm-core>=0.2,<0.3"):
         package = name.replace("-", "_")
         metadata = tmp_path / f"{package}-1.0.dist-info"
         metadata.mkdir()
@@ -60,7 +60,7 @@ def test_a_sound_distribution(install, check, toolkit):
     assert (report["distribution"], report["version"], report["requires_core"]) == (
         "sound",
         "1.0",
-        "<0.2,>=0.1",
+        "<0.3,>=0.2",
     )
     assert report["hooks"] == ["toolkit_register_commands"]
     assert report["targets"] == {"command checked": "sound_target:run"}
@@ -115,7 +115,7 @@ def test_no_bound_on_core(install, check, requires, problem):
     code, report = check(install("unbound", requires=requires))
     assert code == 1
     assert any(
-        found.startswith(problem) and "toolkit-lm-core>=0.1,<0.2" in found
+        found.startswith(problem) and "toolkit-lm-core>=0.2,<0.3" in found
         for found in report["problems"]
     )
 

@@ -31,7 +31,7 @@ class Candidate:
     info: PluginInfo
     entry: importlib.metadata.EntryPoint | None = None
     requirement: str | None = None
-    """What its distribution requires of toolkit-lm-core, such as ">=0.1,<0.2"."""
+    """What its distribution requires of toolkit-lm-core, such as ">=0.2,<0.3"."""
     plugin: object | None = None
     """The imported module or object, once there is one."""
     required: bool = False

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pluggy
 
-API_VERSION = "0.1"
-"""Version of the plugin contract. A plugin pins it: `toolkit-lm-core>=0.1,<0.2`."""
+API_VERSION = "0.2"
+"""Version of the plugin contract. A plugin pins it: `toolkit-lm-core>=0.2,<0.3`."""
 
 PROJECT = "toolkit_lm"
 """Name of the pluggy project, and of the entry-point group."""
