@@ -48,9 +48,27 @@ REPOSITORY = {
 """Files of tests of the repository itself and of its benchmarks."""
 
 
+LONGEST = {
+    "contrib_backends/compile/tests/test_compile_engine.py",
+    "contrib_backends/compile/tests/test_compile_parity.py",
+    "contrib_backends/executor_mp/tests/test_mp_faults.py",
+    "contrib_backends/executor_mp/tests/test_mp_nodes.py",
+    "contrib_backends/triton/tests/test_interpreter.py",
+    "plugins/executor_ray/tests/test_ray_serve.py",
+    "tests/security/test_openapi.py",
+    "tests/test_body_memory.py",
+    "tests/test_crashes.py",
+    "tests/test_faults.py",
+    "tests/test_installed.py",
+    "tests/test_soak.py",
+}
+"""Files that begin first, so that at the end no process waits for one of them."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what `make test` leaves to `make test-all`: tests of the repository, and long ones."""
+    """Marks what `make test` leaves to `make test-all`: tests of the repository, and long ones. The
+    longest files come first."""
     long = set(Path(__file__).with_name("tests").joinpath("long.txt").read_text().split())
     begun = set()
     for item in items:
@@ -60,6 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if test in long or (test in begun and f"{test}[1:]" in long):
             item.add_marker("long")
         begun.add(test)
+    items.sort(key=lambda item: item.nodeid.partition("::")[0] not in LONGEST)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -32,7 +32,14 @@ BODY = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True}
 START_SECONDS = 6.0
 """About as long as a start takes."""
 NUM_MOMENTS = int(os.environ.get("CRASH_MOMENTS", 6))
-MOMENTS = [0, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, NUM_MOMENTS))]
+MOMENTS = [
+    0,
+    *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, NUM_MOMENTS // 2)),
+    *(
+        pytest.param(number, marks=pytest.mark.nightly)
+        for number in range(max(1, NUM_MOMENTS // 2), NUM_MOMENTS)
+    ),
+]
 
 
 def engine_of(server: Server) -> psutil.Process:

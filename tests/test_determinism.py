@@ -139,9 +139,12 @@ def token_ids(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
+    ("family", "dtype"),
+    [(family, dtype) for dtype in ("float32", "bfloat16") for family in (*DECODERS, "tiny")]
+    # The kernels compute it as they do bfloat16: one family by day, all at night.
+    + [pytest.param("tiny", "float16", marks=pytest.mark.slow)]
+    + [pytest.param(family, "float16", marks=pytest.mark.nightly) for family in DECODERS],
 )
-@pytest.mark.parametrize("family", [*DECODERS, "tiny"])
 def test_generation(folder_of, watch, family, dtype) -> None:
     """Alone; beside others; in chunks; after a prefix of another's; after preemptions of both
     kinds; in so many threads."""

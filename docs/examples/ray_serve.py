@@ -25,7 +25,12 @@ def make_app() -> FastAPI:
 @serve.deployment(
     ray_actor_options={"num_cpus": 1},
     max_ongoing_requests=256,
-    autoscaling_config={"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 16},
+    autoscaling_config={
+        "min_replicas": 1,
+        "max_replicas": 2,
+        "target_ongoing_requests": 16,
+        "upscale_delay_s": 5,
+    },
 )
 @serve.ingress(make_app)
 class Replica:

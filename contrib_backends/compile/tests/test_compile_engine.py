@@ -332,8 +332,11 @@ def test_no_request_compiles_and_a_second_start_runs_no_compiler(
     assert json.loads(warm.stdout.splitlines()[-1]) == [expected, True, 0, 0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kernels", ["torch", "cpu"])
+# With the kernels `cpu`, test_no_request_compiles_and_a_second_start_runs_no_compiler does, too.
+@pytest.mark.parametrize(
+    "kernels",
+    [pytest.param("torch", marks=pytest.mark.slow), pytest.param("cpu", marks=pytest.mark.nightly)],
+)
 def test_inductor_gives_what_the_model_gives(folder, tmp_path, monkeypatch, kernels):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = load_checkpoint(PLUGINS.models.load("LlamaForCausalLM"), folder, kernels=kernels)

@@ -52,13 +52,9 @@ def private_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-# Soft caps, two rotary embeddings and norms on both sides; multipliers; layer norms with learned
-# positions.
-CHOSEN = [
-    one
-    for one in DECODERS
-    if one[0] in ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "GraniteForCausalLM", "OPTForCausalLM")
-]
+# Soft caps and norms on both sides; layer norms with learned positions. Gemma 3, which has two
+# rotary embeddings, is the text model of test_vision_models.
+CHOSEN = [one for one in DECODERS if one[0] in ("Gemma2ForCausalLM", "OPTForCausalLM")]
 
 
 @pytest.mark.parametrize(("case", "backend"), with_backends(DECODERS, DECODERS, CHOSEN))
@@ -93,7 +89,7 @@ MIXTURES = [
 
 
 @pytest.mark.parametrize(
-    ("case", "backend"), with_backends(moe_families.CASES, MIXTURES, [MIXTURES[1], MIXTURES[-1]])
+    ("case", "backend"), with_backends(moe_families.CASES, MIXTURES, [MIXTURES[-1]])
 )
 def test_mixtures_of_experts(tmp_path, case, backend):
     """On a CPU, experts are computed one by one, in an op of their own."""
@@ -162,7 +158,7 @@ ENCODERS = [
 
 @pytest.mark.parametrize(
     ("family", "backend"),
-    with_backends(encoder_families.VARIANTS, ENCODERS, ["Bert", "ModernBert", "NomicBert"]),
+    with_backends(encoder_families.VARIANTS, ENCODERS, ["Bert", "ModernBert"]),
 )
 def test_encoders(tmp_path, family, backend):
     if not hasattr(transformers, f"{family}Model"):
@@ -183,7 +179,7 @@ def test_encoders(tmp_path, family, backend):
     with_backends(
         encdec_families.VARIANTS,
         encdec_families.VARIANTS,
-        ["BartForConditionalGeneration", "T5GemmaForConditionalGeneration"],
+        ["T5GemmaForConditionalGeneration"],
     ),
 )
 def test_encoder_decoders(tmp_path, architecture, backend):

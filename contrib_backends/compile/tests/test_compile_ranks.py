@@ -14,7 +14,8 @@ from toolkit_lm_devkit import hidden_states, load_checkpoint, randomize
 from toolkit_lm_devkit.thread_ranks import run_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
-BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
+# By Inductor two ranks are compiled in test_compile_engine.py, too.
+BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.nightly)]
 
 
 @pytest.fixture(autouse=True)

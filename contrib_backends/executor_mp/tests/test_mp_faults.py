@@ -30,7 +30,7 @@ from toolkit_lm_executor_mp import executor, link, wire
 
 OPTIONS = {"device": "cpu", "block_size": 4, "max_model_len": 64, "num_kv_blocks": 64}
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-SIZES = [(2, 1), (1, 2), pytest.param((2, 2), marks=pytest.mark.slow)]
+SIZES = [(2, 1), (1, 2), pytest.param((2, 2), marks=pytest.mark.nightly)]
 
 
 @pytest.fixture(scope="module")
@@ -88,19 +88,27 @@ def ranks(folder, sizes: tuple[int, int], **options) -> LLM:
     )
 
 
+DOING = {
+    "import": "while importing",
+    "load": "while loading the model",
+    "warm_up": "while warming up",
+}
+
+
 @pytest.mark.parametrize(
-    ("when", "doing"),
-    [
-        ("import", "while importing"),
-        ("load", "while loading the model"),
-        ("warm_up", "while warming up"),
+    ("rank", "when"),
+    # Each moment of some rank; at night of both.
+    [(0, "import"), (1, "load"), (0, "warm_up")]
+    + [
+        pytest.param(*one, marks=pytest.mark.nightly)
+        for one in ((1, "import"), (0, "load"), (1, "warm_up"))
     ],
 )
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_worker_that_dies_at_the_start(folder, sabotage, nothing_is_left, rank, when, doing):
+def test_a_worker_that_dies_at_the_start(folder, sabotage, nothing_is_left, rank, when):
     sabotage(rank, when, "kill")
     start = (
-        rf"the worker of rank {rank} \(process \d+\) has died {doing}: it was killed by SIGKILL; "
+        rf"the worker of rank {rank} \(process \d+\) has died {DOING[when]}: "
+        r"it was killed by SIGKILL; "
         r"perhaps the machine ran out of memory"
     )
     with pytest.raises(EngineDeadError, match=start):
@@ -297,10 +305,16 @@ def test_an_engine_process_begins_anew_when_a_worker_has_died(
         assert len(llm.generate([prompt(13)], PARAMS, use_tqdm=False)[0].outputs[0].token_ids) == 8
 
 
-@pytest.mark.parametrize("engine_process", [True, False])
 @pytest.mark.parametrize(
-    "delay",
-    [0.3, pytest.param(2.0, marks=pytest.mark.slow), pytest.param(None, marks=pytest.mark.slow)],
+    ("delay", "engine_process"),
+    # At night each moment of both.
+    [
+        (0.3, True),
+        pytest.param(2.0, True, marks=pytest.mark.slow),
+        pytest.param(None, False, marks=pytest.mark.slow),
+        *(pytest.param(*one, marks=pytest.mark.nightly) for one in ((0.3, False), (2.0, False))),
+        pytest.param(None, True, marks=pytest.mark.nightly),
+    ],
 )
 def test_all_die_with_their_front(folder, nothing_is_left, engine_process, delay):
     """Killed at its start, while it imports and loads, and when it is ready."""

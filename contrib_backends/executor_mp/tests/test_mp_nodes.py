@@ -148,17 +148,24 @@ def test_tokens_are_those_of_one_worker(folder, master, expected, sizes):
     assert "node 1 has joined" in process.words
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+DOING = {
+    "import": "while importing",
+    "load": "while loading the model",
+    "warm_up": "while warming up",
+    "step": r"in step \d+",
+}
+
+
 @pytest.mark.parametrize(
-    ("when", "doing"),
-    [
-        ("import", "while importing"),
-        ("load", "while loading the model"),
-        ("warm_up", "while warming up"),
-        ("step", r"in step \d+"),
+    ("rank", "when"),
+    # Each moment of some rank; at night of both.
+    [(number % 2, when) for number, when in enumerate(DOING)]
+    + [
+        pytest.param(1 - number % 2, when, marks=pytest.mark.nightly)
+        for number, when in enumerate(DOING)
     ],
 )
-def test_a_worker_that_dies(folder, master, sabotage, rank, when, doing):
+def test_a_worker_that_dies(folder, master, sabotage, rank, when):
     """Whichever machine it is on, the error says who and how, and all of both nodes end."""
     sabotage(rank, when, "kill")
     where = "" if rank == 0 else " on node 1"
@@ -168,7 +175,7 @@ def test_a_worker_that_dies(folder, master, sabotage, rank, when, doing):
         with pytest.raises(EngineDeadError, match=message) as caught, nodes(folder, master) as llm:
             start = time.monotonic()
             llm.generate([prompt(13)], PARAMS, use_tqdm=False)
-        assert re.search(doing, str(caught.value))
+        assert re.search(DOING[when], str(caught.value))
         assert where in str(caught.value)
         assert (socket.gethostname() in str(caught.value)) == (rank == 1)
         if when == "step":

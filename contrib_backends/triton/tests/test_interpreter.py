@@ -44,27 +44,27 @@ def interpret(*arguments: str) -> None:
     assert "passed" in summary and "skipped" not in summary, summary
 
 
+FEW_KERNELS = "row_without_keys or large_scores or many_scores or rotated_into or gated_layer"
+FEW_GRAPHS = "(launch and plain)"
+
+
 def test_some_kernels() -> None:
-    interpret(
-        "test_triton_kernels.py",
-        "-k",
-        "row_without_keys or large_scores or many_scores or rotated_into or gated_layer",
-    )
+    interpret("test_triton_kernels.py", "-k", FEW_KERNELS)
 
 
 def test_a_decode_in_a_graph() -> None:
-    interpret("test_triton_graphs.py", "-k", "launch and plain")
+    interpret("test_triton_graphs.py", "-k", FEW_GRAPHS)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_graphs() -> None:
-    interpret("test_triton_graphs.py", "-k", "not on_a_gpu")
+def test_other_graphs() -> None:
+    interpret("test_triton_graphs.py", "-k", f"not on_a_gpu and not {FEW_GRAPHS}")
 
 
 @pytest.mark.slow
-def test_kernels() -> None:
-    interpret("test_triton_kernels.py")
+def test_other_kernels() -> None:
+    interpret("test_triton_kernels.py", "-k", f"not ({FEW_KERNELS})")
 
 
 @pytest.mark.slow

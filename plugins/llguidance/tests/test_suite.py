@@ -108,8 +108,11 @@ def test_documents_are_valid(vocabulary, draft):
     check(vocabulary, draft, 3)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "draws",
+    [pytest.param(20, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.nightly)],
+)
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_many_documents_are_valid(vocabulary, draft):
-    check(vocabulary, draft, 100)
+def test_many_documents_are_valid(vocabulary, draft, draws):
+    check(vocabulary, draft, draws)
