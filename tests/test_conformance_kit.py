@@ -16,8 +16,8 @@ from toolkit_lm_devkit import DrafterConformance, KVKindConformance, Transformer
 from toolkit_lm_devkit.executor import write_llama
 from toolkit_lm_devkit.model import Subject
 from toolkit_lm_devkit.sharding import assert_shards
-from toolkit_lm_loaders.safetensors import CheckpointWeights
-from toolkit_lm_pooling_adapters.poolers.methods import Cls, Last
+from toolkit_lm_poolers.methods import Cls, Last
+from toolkit_lm_weights.safetensors import CheckpointWeights
 
 SHAPE = {
     "vocab_size": 272,

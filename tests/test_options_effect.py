@@ -17,7 +17,7 @@ from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution.resolution import resolve_configured
 from toolkit_lm.resolution.without_effect import RULES, without_effect, without_effect_offline
 from toolkit_lm_cli import run
-from toolkit_lm_pooling_adapters.pooler_options import _KINDS
+from toolkit_lm_poolers.options import _KINDS
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = {o.name: o for o in VllmConfig.options()}

@@ -14,7 +14,7 @@ from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError
 from toolkit_lm.plugin import ModelRegistry, PluginInfo
 from toolkit_lm_decoder.llama import LlamaForCausalLM
 from toolkit_lm_devkit import load_checkpoint, logits_of, save_random
-from toolkit_lm_loaders.safetensors import CheckpointWeights
+from toolkit_lm_weights.safetensors import CheckpointWeights
 from transformers import LlamaConfig, LlamaForCausalLM as Reference
 
 SHAPE = {

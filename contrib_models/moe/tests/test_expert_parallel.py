@@ -15,8 +15,8 @@ from toolkit_lm.model import Absent, LinearBase, construct
 from toolkit_lm.plugin import Plugins
 from toolkit_lm_devkit import load_checkpoint, logits_of, save_random
 from toolkit_lm_devkit.thread_ranks import run_ranks
-from toolkit_lm_loaders.safetensors import CheckpointWeights
 from toolkit_lm_moe.experts import PROJECTIONS, RoutedExperts, divide_experts, route_top_k
+from toolkit_lm_weights.safetensors import CheckpointWeights
 
 EP = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 INPUT_IDS = torch.arange(3, 63)

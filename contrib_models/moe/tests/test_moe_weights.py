@@ -16,8 +16,8 @@ from toolkit_lm.errors import CheckpointError, ConfigError
 from toolkit_lm.plugin import ModelRegistry, PluginInfo
 from toolkit_lm_decoder.llama import LlamaMLP
 from toolkit_lm_devkit import load_checkpoint, logits_of, randomize
-from toolkit_lm_loaders.safetensors import CheckpointWeights
 from toolkit_lm_moe.qwen3_moe import Qwen3MoeBlock
+from toolkit_lm_weights.safetensors import CheckpointWeights
 
 INPUT_IDS = torch.arange(3, 40)
 BLOCKS = {"mixtral": "model.layers.1.block_sparse_moe.", "qwen3_moe": "model.layers.1.mlp."}

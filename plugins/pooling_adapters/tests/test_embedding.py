@@ -13,8 +13,8 @@ from toolkit_lm_decoder.gpt2 import GPT2LMHeadModel
 from toolkit_lm_decoder.llama import LlamaForCausalLM
 from toolkit_lm_decoder.qwen3 import Qwen3ForCausalLM
 from toolkit_lm_devkit import save_random
+from toolkit_lm_poolers import embedding_pooler
 from toolkit_lm_pooling_adapters.embedding import as_embedding_model
-from toolkit_lm_pooling_adapters.poolers import embedding_pooler
 from toolkit_lm_transformers.model import TransformersForCausalLM
 from torch.nn import functional as F
 

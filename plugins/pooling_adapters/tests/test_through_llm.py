@@ -16,7 +16,7 @@ from toolkit_lm.model import Absent
 from toolkit_lm.plugin import hookimpl
 from toolkit_lm_decoder.llama import LlamaForCausalLM
 from toolkit_lm_devkit import save_random
-from toolkit_lm_pooling_adapters.poolers import embedding_pooler
+from toolkit_lm_poolers import embedding_pooler
 from toolkit_lm_pooling_adapters.score_template import score_tokens
 from toolkit_lm_pooling_adapters.score_templates import QWEN3_RERANKER
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from toolkit_lm.errors import CheckpointError
-from toolkit_lm_pooling_adapters.pooling_details import Dense, LayerNorm, LogitScore, Normalize
+from toolkit_lm_poolers.details import Dense, LayerNorm, LogitScore, Normalize
 from toolkit_lm_sentence_transformers.checkpoint_files import (
     SentenceTransformersConfig,
     read_sentence_transformers,

@@ -15,7 +15,7 @@ from toolkit_lm.config import Checkpoint, PluginsConfig, PoolingProfile, VllmCon
 from toolkit_lm.errors import CheckpointError, PluginError
 from toolkit_lm.plugin import Plugins, hookimpl
 from toolkit_lm.resolution.checkpoint import read_checkpoint
-from toolkit_lm_pooling_adapters.pooling_details import (
+from toolkit_lm_poolers.details import (
     Dense,
     LayerNorm,
     Marker,

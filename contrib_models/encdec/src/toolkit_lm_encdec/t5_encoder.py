@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import HFConfig, IntermediateTensors, Model, VocabParallelEmbedding, join
-from toolkit_lm_pooling_adapters.poolers import embedding_pooler
+from toolkit_lm_poolers import embedding_pooler
 from torch import Tensor
 
 from toolkit_lm_encdec.t5 import T5EncoderBlock, T5ForConditionalGeneration, T5Stack

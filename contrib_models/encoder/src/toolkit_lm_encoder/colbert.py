@@ -9,8 +9,8 @@ from __future__ import annotations
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.model import Absent, HFConfig, ReplicatedLinear, join
-from toolkit_lm_pooling_adapters.poolers import AllPooler, EmbeddingHead
-from toolkit_lm_pooling_adapters.pooling_details import details_of
+from toolkit_lm_poolers import AllPooler, EmbeddingHead
+from toolkit_lm_poolers.details import details_of
 from torch import Tensor, nn
 
 from toolkit_lm_encoder.bert import BertEncoder

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import HeadLinear, HFConfig, get_activation
-from toolkit_lm_pooling_adapters.poolers import (
+from toolkit_lm_poolers import (
     classification_pooler,
     embedding_pooler,
     num_labels_of,

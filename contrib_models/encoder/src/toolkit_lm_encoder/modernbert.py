@@ -24,7 +24,7 @@ from toolkit_lm.model import (
     make_layers,
     torch_dtype,
 )
-from toolkit_lm_pooling_adapters.poolers import num_labels_of
+from toolkit_lm_poolers import num_labels_of
 from toolkit_lm_rotary import RopeParameters, RotaryEmbedding
 from torch import Tensor, nn
 

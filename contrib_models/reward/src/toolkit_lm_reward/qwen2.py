@@ -10,7 +10,7 @@ from toolkit_lm.errors import CheckpointError
 from toolkit_lm.model import HeadLinear
 from toolkit_lm.pooling import Pooler
 from toolkit_lm_decoder.qwen2 import Qwen2Attention
-from toolkit_lm_pooling_adapters.poolers import token_classification_pooler
+from toolkit_lm_poolers import token_classification_pooler
 from torch import nn
 
 from toolkit_lm_reward.reward_model import RewardModel

@@ -9,8 +9,8 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import Absent, IntermediateTensors, Model, join
 from toolkit_lm.pooling import Pooler
 from toolkit_lm_decoder.llama import LlamaParts
-from toolkit_lm_pooling_adapters.limits import hidden_size
-from toolkit_lm_pooling_adapters.poolers import token_classification_pooler
+from toolkit_lm_poolers import token_classification_pooler
+from toolkit_lm_poolers.limits import hidden_size
 from torch import Tensor, nn
 
 

@@ -18,4 +18,4 @@ class PoolingProfile(Struct, frozen=True, kw_only=True):
     scores: bool = False
     """Of a complete one: it makes scores of a language model's logits, and not embeddings."""
     details: dict[str, Any] = field(default_factory=dict)
-    """toolkit_lm_pooling_adapters.pooling_details.PoolingDetails as plain data."""
+    """toolkit_lm_poolers.details.PoolingDetails as plain data."""

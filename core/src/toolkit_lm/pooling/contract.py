@@ -13,8 +13,7 @@ from toolkit_lm.model import ModelState
 
 
 class Pooler(nn.Module, ABC):
-    """What a pooling model has as `pooler`. toolkit_lm_pooling_adapters.poolers.RowPooler is the
-    base of the usual ones."""
+    """What a pooling model has as `pooler`. The library toolkit_lm_poolers has the usual ones."""
 
     @abstractmethod
     def supported_tasks(self) -> frozenset[PoolingTask]:

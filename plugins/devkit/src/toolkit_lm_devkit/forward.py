@@ -35,7 +35,7 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import EncoderDecoderModel, Model, load_model
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling_params import PoolingParams
-from toolkit_lm_pooling_adapters.poolers import PoolingMetadata, PoolingRow
+from toolkit_lm_poolers import PoolingMetadata, PoolingRow
 from torch import Tensor
 
 

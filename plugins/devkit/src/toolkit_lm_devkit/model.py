@@ -18,7 +18,7 @@ from toolkit_lm.errors import CheckpointError, UnsupportedError
 from toolkit_lm.model import FusibleLayer, Kernels, Model, check_constructor, construction
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution import read_checkpoint
-from toolkit_lm_loaders.safetensors import CheckpointWeights
+from toolkit_lm_weights.safetensors import CheckpointWeights
 from torch import Tensor
 
 from toolkit_lm_devkit.conformance import Conformance

@@ -6,5 +6,5 @@ from toolkit_lm.plugin import LoaderRegistry, hookimpl
 @hookimpl
 def toolkit_register_loaders(loaders: LoaderRegistry) -> None:
     files = ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")
-    loaders.add("safetensors", "toolkit_lm_loaders.safetensors:CheckpointWeights", reads=files)
+    loaders.add("safetensors", "toolkit_lm_weights.safetensors:CheckpointWeights", reads=files)
     loaders.add("dummy", "toolkit_lm_loaders.dummy:DummyLoader")

@@ -8,13 +8,13 @@ from typing import ClassVar
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import Model
 from toolkit_lm.pooling import Pooler
+from toolkit_lm_poolers import classification_pooler, token_classification_pooler
+from toolkit_lm_poolers.limits import hidden_size
 from torch import Tensor
 
 from toolkit_lm_pooling_adapters.classifier import Classifier
 from toolkit_lm_pooling_adapters.converted import Converted, is_pooling_model, subclass
-from toolkit_lm_pooling_adapters.limits import hidden_size
 from toolkit_lm_pooling_adapters.origin import Origin, classifier_origin
-from toolkit_lm_pooling_adapters.poolers import classification_pooler, token_classification_pooler
 
 
 class SequenceClassifier(Converted):

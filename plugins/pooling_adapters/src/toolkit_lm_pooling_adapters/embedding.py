@@ -7,9 +7,9 @@ import importlib
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.model import EncoderDecoderModel, Model
+from toolkit_lm_poolers import embedding_pooler
 
 from toolkit_lm_pooling_adapters.converted import Converted, is_pooling_model, subclass
-from toolkit_lm_pooling_adapters.poolers import embedding_pooler
 
 
 class EmbeddingModel(Converted):

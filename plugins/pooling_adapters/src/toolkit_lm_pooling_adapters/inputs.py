@@ -13,11 +13,11 @@ from toolkit_lm.pooling import PoolingInputs, TextOptions
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.prompts import Prompt, TextPair, parse_prompt
 from toolkit_lm.renderer import RenderedText, Renderer
+from toolkit_lm_poolers.details import PoolingDetails, details_of
+from toolkit_lm_poolers.limits import check_params, matryoshka_dimensions
 
 from toolkit_lm_pooling_adapters.late_interaction import LateInteractionRole, make_roles
-from toolkit_lm_pooling_adapters.limits import check_params, matryoshka_dimensions
 from toolkit_lm_pooling_adapters.pair_renderer import PairRenderer
-from toolkit_lm_pooling_adapters.pooling_details import PoolingDetails, details_of
 from toolkit_lm_pooling_adapters.registry import PairRendererRegistry
 from toolkit_lm_pooling_adapters.scoring import TextScoring
 

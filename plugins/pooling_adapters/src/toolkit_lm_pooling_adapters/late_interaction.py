@@ -11,8 +11,7 @@ from collections.abc import Callable
 import numpy as np
 from msgspec import Struct
 from toolkit_lm.renderer import RenderedText
-
-from toolkit_lm_pooling_adapters.pooling_details import PoolingDetails, RoleProfile
+from toolkit_lm_poolers.details import PoolingDetails, RoleProfile
 
 Tokenize = Callable[[str], list[int]]
 """The tokens of a text, without special ones around it."""

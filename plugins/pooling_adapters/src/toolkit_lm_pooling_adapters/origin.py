@@ -13,10 +13,10 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError
+from toolkit_lm_poolers import num_labels_of
+from toolkit_lm_poolers.details import PoolingDetails, details_of
 from torch import Tensor
 
-from toolkit_lm_pooling_adapters.poolers import num_labels_of
-from toolkit_lm_pooling_adapters.pooling_details import PoolingDetails, details_of
 from toolkit_lm_pooling_adapters.weight_names import stored_weights
 
 logger = logging.getLogger(__name__)

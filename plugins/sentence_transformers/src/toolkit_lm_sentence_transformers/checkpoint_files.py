@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 from toolkit_lm.errors import CheckpointError
-from toolkit_lm_pooling_adapters.pooling_details import Dense, Head, LogitScore, Normalize, Pooling
+from toolkit_lm_poolers.details import Dense, Head, LogitScore, Normalize, Pooling
 
 from toolkit_lm_sentence_transformers.artifact_metadata import (
     ArtifactMetadata,

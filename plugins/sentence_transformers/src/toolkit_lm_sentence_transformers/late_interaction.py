@@ -8,7 +8,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 from toolkit_lm.errors import CheckpointError
-from toolkit_lm_pooling_adapters.pooling_details import Marker, RoleProfile
+from toolkit_lm_poolers.details import Marker, RoleProfile
 
 from toolkit_lm_sentence_transformers.checkpoint_files import SentenceTransformersConfig
 from toolkit_lm_sentence_transformers.module_config import TokenMask

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from msgspec import Struct, field
 from toolkit_lm.errors import CheckpointError, nearest
-from toolkit_lm_pooling_adapters.pooling_details import (
+from toolkit_lm_poolers.details import (
     ACTIVATIONS,
     Dense,
     Head,

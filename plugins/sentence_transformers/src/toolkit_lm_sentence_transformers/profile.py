@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit_lm.config import PoolingProfile
 from toolkit_lm.errors import CheckpointError
-from toolkit_lm_pooling_adapters.pooling_details import PoolingDetails
+from toolkit_lm_poolers.details import PoolingDetails
 
 from toolkit_lm_sentence_transformers.checkpoint_files import (
     SentenceTransformersConfig,

@@ -20,7 +20,7 @@ from toolkit_lm.model import (
     load_model,
 )
 from toolkit_lm.plugin import Plugins
-from toolkit_lm_loaders.safetensors import CheckpointWeights
+from toolkit_lm_weights.safetensors import CheckpointWeights
 from torch import nn
 
 
@@ -293,7 +293,7 @@ def test_what_was_read_is_not_kept_in_memory(tmp_path, monkeypatch):
     """Of a file of 64 MB, far less is this process's at a time."""
     weights = {f"w{i:02}": torch.full((2**20,), float(i)) for i in range(16)}
     save_file(weights, tmp_path / "model.safetensors")
-    monkeypatch.setattr("toolkit_lm_loaders.safetensors._MOST_MAPPED", 2**23)
+    monkeypatch.setattr("toolkit_lm_weights.safetensors._MOST_MAPPED", 2**23)
     status = Path("/proc/self/status")
 
     def mapped() -> int:

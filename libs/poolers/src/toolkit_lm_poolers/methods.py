@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit_lm_pooling_adapters.poolers.rows import PoolingRow
+from toolkit_lm_poolers.rows import PoolingRow
 
 BLOCK = 2048
 """Tokens that are converted to float32 at a time."""

@@ -14,7 +14,7 @@ from toolkit_lm.errors import ConfigError, RequestError
 from toolkit_lm.messages import NewSequence, ScheduledSequence, SequenceInputs, StepPlan, StepResult
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.pooling_params import PoolingParams
-from toolkit_lm_pooling_adapters.poolers import (
+from toolkit_lm_poolers import (
     METHODS,
     PoolingMetadata,
     PoolingRow,

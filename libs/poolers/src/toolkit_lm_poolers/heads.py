@@ -11,7 +11,7 @@ import torch
 from toolkit_lm.pooling_params import PoolingParams
 from torch import Tensor, nn
 
-from toolkit_lm_pooling_adapters.poolers.modules import Activation, normalize
+from toolkit_lm_poolers.modules import Activation, normalize
 
 
 class Head(nn.Module, ABC):

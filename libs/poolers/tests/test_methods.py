@@ -9,7 +9,7 @@ import pytest
 import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.pooling_params import PoolingParams
-from toolkit_lm_pooling_adapters.poolers import (
+from toolkit_lm_poolers import (
     METHODS,
     Concatenated,
     EmbeddingHead,
@@ -166,7 +166,7 @@ def test_only_last_reads_the_prefix_cache():
 
 @pytest.mark.parametrize("name", sorted(METHODS.keys() - {"LAST"}))
 def test_a_prompt_without_its_beginning_is_refused(name, run):
-    from toolkit_lm_pooling_adapters.poolers import PoolingMetadata, PoolingRow
+    from toolkit_lm_poolers import PoolingMetadata, PoolingRow
 
     row = PoolingRow(
         params=PoolingParams(),

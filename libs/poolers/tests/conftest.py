@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from toolkit_lm.pooling_params import PoolingParams
-from toolkit_lm_pooling_adapters.poolers import PoolingMetadata, PoolingRow, RowPooler
+from toolkit_lm_poolers import PoolingMetadata, PoolingRow, RowPooler
 from torch import Tensor
 
 Run = Callable[..., list[Tensor]]

@@ -13,7 +13,7 @@ from toolkit_lm.config import Checkpoint, VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling_params import PoolingParams
-from toolkit_lm_pooling_adapters.poolers import (
+from toolkit_lm_poolers import (
     classification_pooler,
     embedding_pooler,
     token_classification_pooler,

@@ -10,11 +10,11 @@ from types import MappingProxyType
 import torch
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.model import choose_kernels
-from toolkit_lm_loaders.safetensors import CheckpointWeights
+from toolkit_lm_weights.safetensors import CheckpointWeights
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from toolkit_lm_pooling_adapters import pooling_details
+from toolkit_lm_poolers import details
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -64,7 +64,7 @@ class Dense(nn.Module):
     bias: Tensor | None
     residual_weight: Tensor | None
 
-    def __init__(self, config: pooling_details.Dense, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, config: details.Dense, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.residual, self.kernels = config.residual, choose_kernels()
         self.activation: nn.Module = getattr(nn, config.activation)()
@@ -102,7 +102,7 @@ class LayerNorm(nn.Module):
         return F.layer_norm(vectors, self.weight.shape, self.weight, self.bias)
 
 
-def make_heads(configs: Sequence[pooling_details.Head], dummy: bool = False) -> nn.Sequential:
+def make_heads(configs: Sequence[details.Head], dummy: bool = False) -> nn.Sequential:
     """The heads of a checkpoint, on the default device. `dummy`: with random weights, and no file
     is read.
 
@@ -111,10 +111,10 @@ def make_heads(configs: Sequence[pooling_details.Head], dummy: bool = False) -> 
     return nn.Sequential(*(_make_head(config, dummy) for config in configs))
 
 
-def _make_head(config: pooling_details.Head, dummy: bool) -> nn.Module:
-    if isinstance(config, pooling_details.Normalize):
+def _make_head(config: details.Head, dummy: bool) -> nn.Module:
+    if isinstance(config, details.Normalize):
         return Normalize()
-    if isinstance(config, pooling_details.LayerNorm):
+    if isinstance(config, details.LayerNorm):
         return LayerNorm(
             _weights(
                 config.folder, {"norm.weight": (config.size,), "norm.bias": (config.size,)}, dummy

@@ -11,10 +11,10 @@ from toolkit_lm.config import PoolingTask
 from toolkit_lm.pooling_params import PoolingParams
 from torch import Tensor, nn
 
-from toolkit_lm_pooling_adapters.limits import check_params
-from toolkit_lm_pooling_adapters.poolers.heads import ClassifierHead, Head
-from toolkit_lm_pooling_adapters.poolers.methods import PoolingMethod, Segments
-from toolkit_lm_pooling_adapters.poolers.rows import PoolingMetadata, PoolingRow, RowPooler
+from toolkit_lm_poolers.heads import ClassifierHead, Head
+from toolkit_lm_poolers.limits import check_params
+from toolkit_lm_poolers.methods import PoolingMethod, Segments
+from toolkit_lm_poolers.rows import PoolingMetadata, PoolingRow, RowPooler
 
 
 class _HeadPooler(RowPooler):

@@ -10,26 +10,26 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, nearest
 from torch import Tensor, nn
 
-from toolkit_lm_pooling_adapters.limits import hidden_size
-from toolkit_lm_pooling_adapters.pooler_options import PoolingKind, check_pooler_options
-from toolkit_lm_pooling_adapters.poolers.heads import ClassifierHead, EmbeddingHead
-from toolkit_lm_pooling_adapters.poolers.methods import METHODS, Concatenated, PoolingMethod
-from toolkit_lm_pooling_adapters.poolers.modules import ACTIVATIONS, Activation, make_heads
-from toolkit_lm_pooling_adapters.poolers.poolers import (
-    AllPooler,
-    ClassifierPooler,
-    DispatchPooler,
-    SimplePooler,
-    StepPooler,
-)
-from toolkit_lm_pooling_adapters.poolers.rows import RowPooler
-from toolkit_lm_pooling_adapters.pooling_details import (
+from toolkit_lm_poolers.details import (
     Dense,
     Head,
     Normalize,
     PoolingDetails,
     details_of,
 )
+from toolkit_lm_poolers.heads import ClassifierHead, EmbeddingHead
+from toolkit_lm_poolers.limits import hidden_size
+from toolkit_lm_poolers.methods import METHODS, Concatenated, PoolingMethod
+from toolkit_lm_poolers.modules import ACTIVATIONS, Activation, make_heads
+from toolkit_lm_poolers.options import PoolingKind, check_pooler_options
+from toolkit_lm_poolers.poolers import (
+    AllPooler,
+    ClassifierPooler,
+    DispatchPooler,
+    SimplePooler,
+    StepPooler,
+)
+from toolkit_lm_poolers.rows import RowPooler
 
 Classifier = Callable[[Tensor], Tensor]
 TOKEN_METHODS = ("ALL", "STEP")

@@ -29,7 +29,7 @@ class Pooling(Struct, frozen=True, kw_only=True):
     size: int
     """Of a token's vector."""
     methods: tuple[str, ...]
-    """Keys of toolkit_lm_pooling_adapters.poolers.METHODS."""
+    """Keys of toolkit_lm_poolers.METHODS."""
     include_prompt: bool = True
     """The tokens of a prompt that goes before a text are pooled too."""
 

@@ -80,11 +80,11 @@ class RowPooler(Pooler):
 
     def make_state(
         self, model: nn.Module, config: VllmConfig, device: torch.device
-    ) -> PoolingState:
-        return PoolingState(self, model, config, device)
+    ) -> RowPoolerState:
+        return RowPoolerState(self, model, config, device)
 
 
-class PoolingState(ModelState):
+class RowPoolerState(ModelState):
     """The pooling sequences that the runner holds. One that comes back from a preemption begins
     anew."""
 

@@ -1,0 +1,29 @@
+from .factories import (
+    classification_pooler as classification_pooler,
+    embedding_pooler as embedding_pooler,
+    num_labels_of as num_labels_of,
+    token_classification_pooler as token_classification_pooler,
+)
+from .heads import (
+    ClassifierHead as ClassifierHead,
+    EmbeddingHead as EmbeddingHead,
+    Head as Head,
+)
+from .methods import (
+    METHODS as METHODS,
+    Concatenated as Concatenated,
+    PoolingMethod as PoolingMethod,
+    Segments as Segments,
+)
+from .poolers import (
+    AllPooler as AllPooler,
+    ClassifierPooler as ClassifierPooler,
+    DispatchPooler as DispatchPooler,
+    SimplePooler as SimplePooler,
+    StepPooler as StepPooler,
+)
+from .rows import (
+    PoolingMetadata as PoolingMetadata,
+    PoolingRow as PoolingRow,
+    RowPooler as RowPooler,
+)

@@ -1,0 +1,1 @@
+"""Tensors of checkpoint folders: `toolkit_lm_weights.safetensors.CheckpointWeights`."""
