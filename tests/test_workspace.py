@@ -83,7 +83,8 @@ def test_python_313_runs_tests_of_each_distribution():
     paths = (ROOT / "tests/python313.txt").read_text().splitlines()
     assert [path for path in paths if not (ROOT / path).exists()] == []
     tested = {path.partition("/tests")[0] for path in paths}
-    folders = {str(folder.relative_to(ROOT)) for folder in FOLDERS}
+    with_tests = [folder for folder in FOLDERS if list(folder.glob("tests/test_*.py"))]
+    folders = {str(folder.relative_to(ROOT)) for folder in with_tests}
     own = {"plugins/renderer_harmony", "plugins/renderer_mistral"}
     assert folders - tested == own
 
