@@ -37,7 +37,7 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BESIDE) lint docs test-renderers test-downstream test-clients test-floor
-	$(PYTEST) -m "not nightly"
+	TOOLKIT_SITE=$(CURDIR)/site $(PYTEST) -m "not nightly"
 	$(PYTEST_KERNELS) -m "not nightly"
 
 # What is left of matrices of which test-all takes a part.
