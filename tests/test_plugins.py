@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from toolkit_lm.plugin import API_VERSION
 
 SOURCES = Path(__file__).parent / "plugins"
 SHIPPED = [
@@ -361,7 +362,7 @@ def test_a_misspelt_hook(toolkit):
 
 
 def test_a_wrong_api_version(toolkit):
-    error = "it requires toolkit-lm-core<0.1, and this is toolkit-lm-core 0.1"
+    error = f"it requires toolkit-lm-core<0.1, and this is toolkit-lm-core {API_VERSION}"
     _, asked = broken(toolkit, "old_api", error=error)
     assert_fatal(asked, "old-api 0.0.9", error)
 
