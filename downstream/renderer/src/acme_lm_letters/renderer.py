@@ -52,13 +52,13 @@ class LettersRenderer(Renderer):
 
     def __init__(self, config: VllmConfig) -> None:
         super().__init__(config)
-        self.letters = read_letters(Path(config.checkpoint.path) / FILE)
+        self.letters = read_letters(file_of(config))
         self.ids = {letter: FIRST_LETTER + i for i, letter in enumerate(self.letters)}
 
     @classmethod
     def refuses(cls, config: VllmConfig) -> str | None:
         try:
-            read_letters(Path(config.checkpoint.path) / FILE)
+            read_letters(file_of(config))
         except CheckpointError as error:
             return str(error)
         return None
@@ -121,6 +121,12 @@ class LettersRenderer(Renderer):
         return [END]
 
 
+def file_of(config: VllmConfig) -> Path:
+    """Where a checkpoint has its alphabet."""
+    assert config.checkpoint is not None, "a renderer is asked about a checkpoint"
+    return Path(config.checkpoint.path) / FILE
+
+
 def read_letters(path: Path) -> list[str]:
     """The alphabet in a file. Raises CheckpointError."""
     try:
@@ -130,4 +136,4 @@ def read_letters(path: Path) -> list[str]:
     is_list = isinstance(letters, list) and all(isinstance(one, str) for one in letters)
     if not is_list or any(len(one) != 1 for one in letters) or len({*letters}) != len(letters):
         raise CheckpointError(f"{path.name}: 'letters' must be characters, each of them once.")
-    return letters
+    return list(letters)
