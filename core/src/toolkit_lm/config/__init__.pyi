@@ -1,18 +1,15 @@
-from .attention import AttentionConfig as AttentionConfig
 from .cache import CacheConfig as CacheConfig
-from .checkpoint import Checkpoint as Checkpoint
+from .checkpoint import Checkpoint as Checkpoint, PoolingProfile as PoolingProfile
 from .compilation import (
     OPAQUE_OPS as OPAQUE_OPS,
     CompilationConfig as CompilationConfig,
     CompilationOptions as CompilationOptions,
 )
-from .device import DeviceConfig as DeviceConfig
+from .device import AttentionConfig as AttentionConfig, DeviceConfig as DeviceConfig
 from .engine import EngineConfig as EngineConfig
 from .limits import LimitsConfig as LimitsConfig
-from .load import LoadConfig as LoadConfig
 from .memory import parse_memory as parse_memory
-from .model import ModelConfig as ModelConfig
-from .node import NodeConfig as NodeConfig
+from .model import LoadConfig as LoadConfig, ModelConfig as ModelConfig
 from .options import (
     ENV_PREFIX as ENV_PREFIX,
     Option as Option,
@@ -20,10 +17,9 @@ from .options import (
     option as option,
     options_of as options_of,
 )
-from .parallel import ParallelConfig as ParallelConfig
+from .parallel import NodeConfig as NodeConfig, ParallelConfig as ParallelConfig
 from .plugins import PluginsConfig as PluginsConfig
 from .pooler import PoolerConfig as PoolerConfig
-from .pooling_profile import PoolingProfile as PoolingProfile
 from .renderer import RendererConfig as RendererConfig
 from .scheduler import SchedulerConfig as SchedulerConfig
 from .tasks import (

@@ -1,4 +1,4 @@
-"""Checkpoint: what was read from a checkpoint folder."""
+"""What was read from a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,18 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from toolkit_lm.config.pooling_profile import PoolingProfile
+
+class PoolingProfile(Struct, frozen=True, kw_only=True):
+    """What an engine is made by, and the rest for whoever makes poolers and reads texts."""
+
+    is_complete: bool = False
+    """The files list all that is done. False: the model class says the rest."""
+    max_tokens: int | None = None
+    """Tokens of the longest input, special tokens included; None: not said."""
+    scores: bool = False
+    """Of a complete one: it makes scores of a language model's logits, and not embeddings."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """toolkit_lm_poolers.details.PoolingDetails as plain data."""
 
 
 class Checkpoint(Struct, frozen=True, kw_only=True):

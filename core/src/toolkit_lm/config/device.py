@@ -1,4 +1,4 @@
-"""DeviceConfig: where the model runs."""
+"""Where the model runs, and which attention backend runs its layers."""
 
 from __future__ import annotations
 
@@ -18,4 +18,16 @@ class DeviceConfig(Struct, frozen=True, kw_only=True):
     kernels: Annotated[
         str,
         option("Kernels of layers, by name. torch: plain torch. auto: the best for the device."),
+    ] = "auto"
+
+
+class AttentionConfig(Struct, frozen=True, kw_only=True):
+    """Which attention backend runs the layers."""
+
+    attention_backend: Annotated[
+        str,
+        option(
+            "Attention backend by name, or names by kind of layer: decoder=A,window=B,encoder=C. "
+            "auto: for each layer the best that can run it."
+        ),
     ] = "auto"

@@ -1,4 +1,4 @@
-"""ModelConfig: which model, and how long and in what precision it runs."""
+"""Which model, how long and in what precision it runs, and where its weights come from."""
 
 from __future__ import annotations
 
@@ -80,3 +80,22 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
             "where they differ."
         ),
     ] = True
+
+
+class LoadConfig(Struct, frozen=True, kw_only=True):
+    """Where weights come from, and how they are held."""
+
+    load_format: Annotated[
+        str,
+        option(
+            "Load format of the weights, by name. dummy: random numbers, for measurements. auto: "
+            "the first that reads MODEL."
+        ),
+    ] = "auto"
+    quantization: Annotated[
+        str,
+        option(
+            "Quantization of the weights, by name: the checkpoint's, or one that is made at "
+            "load. auto: the checkpoint's, or none."
+        ),
+    ] = "auto"

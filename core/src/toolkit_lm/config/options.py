@@ -146,13 +146,9 @@ class Option(NamedTuple):
                 value = self._from_text(value)
             value = msgspec.convert(value, self.type, strict=False)
         except (msgspec.ValidationError, ValueError) as error:
-            reason = (
-                nearest(str(value), self.choices)
-                if self.choices
-                else "It is true or false."
-                if self.is_flag
-                else f"{error}."
-            )
+            reason = "It is true or false." if self.is_flag else f"{error}."
+            if self.choices:
+                reason = nearest(str(value), self.choices)
             raise ConfigError(
                 f"{source}: {value!r} is not a value for {self.name!r} ({self.help}) {reason}"
             ) from None

@@ -7,19 +7,16 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
-from toolkit_lm.config.attention import AttentionConfig
 from toolkit_lm.config.cache import CacheConfig
 from toolkit_lm.config.checkpoint import Checkpoint
 from toolkit_lm.config.compilation import CompilationConfig
-from toolkit_lm.config.device import DeviceConfig
+from toolkit_lm.config.device import AttentionConfig, DeviceConfig
 from toolkit_lm.config.engine import EngineConfig
 from toolkit_lm.config.limits import LimitsConfig
-from toolkit_lm.config.load import LoadConfig
 from toolkit_lm.config.memory import parse_memory
-from toolkit_lm.config.model import ModelConfig
-from toolkit_lm.config.node import NodeConfig
+from toolkit_lm.config.model import LoadConfig, ModelConfig
 from toolkit_lm.config.options import Option, options_of
-from toolkit_lm.config.parallel import ParallelConfig
+from toolkit_lm.config.parallel import NodeConfig, ParallelConfig
 from toolkit_lm.config.plugins import PluginsConfig
 from toolkit_lm.config.pooler import PoolerConfig
 from toolkit_lm.config.renderer import RendererConfig
@@ -179,18 +176,5 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
 
 
 _SECTIONS: dict[str, type[Struct]] = {
-    "model": ModelConfig,
-    "load": LoadConfig,
-    "cache": CacheConfig,
-    "scheduler": SchedulerConfig,
-    "engine": EngineConfig,
-    "parallel": ParallelConfig,
-    "node": NodeConfig,
-    "device": DeviceConfig,
-    "compilation": CompilationConfig,
-    "attention": AttentionConfig,
-    "renderer": RendererConfig,
-    "pooler": PoolerConfig,
-    "limits": LimitsConfig,
-    "plugins": PluginsConfig,
+    one.name: one.type for one in msgspec.structs.fields(VllmConfig) if one.name != "checkpoint"
 }

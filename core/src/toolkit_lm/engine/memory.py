@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 
 from toolkit_lm.attention import KVCacheConfig
 from toolkit_lm.config import CacheConfig, VllmConfig, parse_memory
@@ -61,10 +62,53 @@ def size_kv_cache(
     in them.
     """
     cache = config.cache
-    length = config.max_model_len
-    chunk = config.scheduler.token_budget
     device = config.device.device
     each = [pool.block_bytes for pool in kv_cache.pools]
+    if not each:
+        return kv_cache
+    least, lead, blocks = _shares(kv_cache, config)
+
+    def num_bytes(num_blocks: list[int]) -> int:
+        return sum(count * size for count, size in zip(num_blocks, each, strict=True))
+
+    if cache.num_kv_blocks is None:
+        memory = kv_cache_bytes(
+            cache, device, free // (config.parallel.data_parallel_size if device == "cpu" else 1)
+        )
+    else:
+        others = blocks(cache.num_kv_blocks)
+        others[lead] = 0
+        memory = cache.num_kv_blocks * each[lead] + num_bytes(others)
+    if memory > free:
+        raise CapacityError(
+            f"the KV cache needs {memory / 2**20:.0f} MiB, but {device} has {free / 2**20:.0f} "
+            "MiB free."
+        )
+    leading = cache.num_kv_blocks
+    if leading is None:
+        leading = bisect_right(
+            range(1, memory // each[lead] + 1), memory, key=lambda count: num_bytes(blocks(count))
+        )
+    num_blocks = blocks(leading)
+    for pool, (given, needed) in enumerate(zip(num_blocks, least, strict=True)):
+        if given < needed:
+            raise CapacityError(_too_small(config, memory, given, needed, each[pool]))
+    on_host = host_bytes(
+        cache,
+        (free_on_host - (memory if device == "cpu" else 0)) // config.parallel.data_parallel_size,
+    )
+    scale = on_host / num_bytes(num_blocks)
+    return kv_cache.sized(num_blocks, [int(count * scale) for count in num_blocks])
+
+
+def _shares(
+    kv_cache: KVCacheConfig, config: VllmConfig
+) -> tuple[list[int], int, Callable[[int], list[int]]]:
+    """Per pool, the blocks of the longest sequence; which pool leads, for a long one holds the most
+    of it; and how many blocks each has by those of the leading one."""
+    cache = config.cache
+    length = config.max_model_len
+    chunk = config.scheduler.token_budget
     encoded = config.max_encoder_len
     least = kv_cache.max_blocks(length, chunk, encoded)
     usual = kv_cache.max_blocks(min(length, _USUAL_TOKENS), chunk, min(encoded, _USUAL_TOKENS))
@@ -97,39 +141,7 @@ def size_kv_cache(
             ]
         return counts
 
-    def num_bytes(num_blocks: list[int]) -> int:
-        return sum(count * size for count, size in zip(num_blocks, each, strict=True))
-
-    if not each:
-        return kv_cache
-    if cache.num_kv_blocks is None:
-        memory = kv_cache_bytes(
-            cache, device, free // (config.parallel.data_parallel_size if device == "cpu" else 1)
-        )
-    else:
-        others = blocks(cache.num_kv_blocks)
-        others[lead] = 0
-        memory = cache.num_kv_blocks * each[lead] + num_bytes(others)
-    if memory > free:
-        raise CapacityError(
-            f"the KV cache needs {memory / 2**20:.0f} MiB, but {device} has {free / 2**20:.0f} "
-            "MiB free."
-        )
-    leading = cache.num_kv_blocks
-    if leading is None:
-        leading = bisect_right(
-            range(1, memory // each[lead] + 1), memory, key=lambda count: num_bytes(blocks(count))
-        )
-    num_blocks = blocks(leading)
-    for pool, (given, needed) in enumerate(zip(num_blocks, least, strict=True)):
-        if given < needed:
-            raise CapacityError(_too_small(config, memory, given, needed, each[pool]))
-    on_host = host_bytes(
-        cache,
-        (free_on_host - (memory if device == "cpu" else 0)) // config.parallel.data_parallel_size,
-    )
-    scale = on_host / num_bytes(num_blocks)
-    return kv_cache.sized(num_blocks, [int(count * scale) for count in num_blocks])
+    return least, lead, blocks
 
 
 def _too_small(config: VllmConfig, memory: int, given: int, needed: int, each: int) -> str:

@@ -129,7 +129,8 @@ def _holds(param: Tensor, tensor: Tensor) -> bool:
 def _untied(module: nn.Module, name: str, target: _Target) -> Tensor:
     """A new parameter of that name, which is one with another parameter so far. Raises
     CheckpointError where one layer has both names."""
-    (path, _, attribute), first = name.rpartition("."), target.name.rpartition(".")[0]
+    path, _, attribute = name.rpartition(".")
+    first = target.name.rpartition(".")[0]
     owner = module.get_submodule(path)
     if owner is module.get_submodule(first):
         raise CheckpointError(f"differs from {target.name}, and the model has one layer for both")

@@ -35,13 +35,13 @@ from .registries.models import (
     ModelRegistry as ModelRegistry,
 )
 from .registries.option_names import OptionNamesRegistry as OptionNamesRegistry
-from .registries.parsers import ParserRegistry as ParserRegistry
 from .registries.pooling import (
     ConverterRegistry as ConverterRegistry,
     PoolingInputsRegistry as PoolingInputsRegistry,
     PoolingProfileRegistry as PoolingProfileRegistry,
 )
 from .registries.renderers import (
+    ParserRegistry as ParserRegistry,
     RendererEntry as RendererEntry,
     RendererRegistry as RendererRegistry,
 )

@@ -29,13 +29,12 @@ from toolkit_lm.plugin.registries.executors import EngineClientRegistry, Executo
 from toolkit_lm.plugin.registries.logits_processors import LogitsProcessorRegistry
 from toolkit_lm.plugin.registries.models import DrafterRegistry, ModelRegistry
 from toolkit_lm.plugin.registries.option_names import OptionNamesRegistry
-from toolkit_lm.plugin.registries.parsers import ParserRegistry
 from toolkit_lm.plugin.registries.pooling import (
     ConverterRegistry,
     PoolingInputsRegistry,
     PoolingProfileRegistry,
 )
-from toolkit_lm.plugin.registries.renderers import RendererRegistry
+from toolkit_lm.plugin.registries.renderers import ParserRegistry, RendererRegistry
 from toolkit_lm.plugin.registries.scheduling import KVKindRegistry, SchedulingPolicyRegistry
 
 

@@ -65,11 +65,9 @@ class Loader:
                 raise
             cause = error.__cause__
             assert cause is not None, "the boundary chains it"
-            info.status, info.error, info.traceback = (
-                "broken",
-                reason(cause),
-                "".join(traceback.format_exception(cause)),
-            )
+            info.status = "broken"
+            info.error = reason(cause)
+            info.traceback = "".join(traceback.format_exception(cause))
             if candidate.plugin is not None and self.manager.is_registered(candidate.plugin):
                 self.manager.unregister(candidate.plugin)
             warnings.warn(

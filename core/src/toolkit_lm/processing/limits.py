@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from toolkit_lm.attention import KVCacheConfig
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import PoolingTask, way_to_serve
 from toolkit_lm.errors import ContextLengthError, RequestError
-from toolkit_lm.messages import EngineRequest, MultiModalFeatureSpec, PoolingRules
+from toolkit_lm.messages import EngineRequest, PoolingRules
 
 _CUT = "Please reduce the length of the input prompt, or have it cut: truncate_prompt_tokens."
 
@@ -64,18 +64,7 @@ class RequestLimits:
                 "prompt",
             )
         if message.features:
-            self._check_items(message.features, encoded)
-            if (
-                message.features[-1].mm_position.end == prompt
-                and params.widest[1] > 1
-                and self.whole_items
-                and not self._forks_anywhere
-            ):
-                raise RequestError(
-                    "a prompt whose last token is of an item of media has one output: add text "
-                    "after it.",
-                    "n",
-                )
+            self._check_items(message, encoded)
         if message.inputs.pooling is not None:
             return self._check_pooling(
                 message.inputs.pooling.task, prompt, message.inputs.pooling_start
@@ -120,8 +109,9 @@ class RequestLimits:
             )
         return self.pooling[task]
 
-    def _check_items(self, features: Sequence[MultiModalFeatureSpec], encoded: int) -> None:
+    def _check_items(self, message: EngineRequest, encoded: int) -> None:
         """`encoded`: tokens of the encoder, which the same step may compute."""
+        features = message.features
         for number, feature in enumerate(features, 1):
             what = f"item {number} of the prompt ({feature.modality})"
             place = feature.mm_position
@@ -150,6 +140,17 @@ class RequestLimits:
                 f"the {len(features)} items of the prompt take {total} embeddings; {held}. Give "
                 "fewer.",
                 "prompt",
+            )
+        if (
+            features[-1].mm_position.end == len(message.prompt_token_ids)
+            and message.params.widest[1] > 1
+            and self.whole_items
+            and not self._forks_anywhere
+        ):
+            raise RequestError(
+                "a prompt whose last token is of an item of media has one output: add text after "
+                "it.",
+                "n",
             )
 
     @property

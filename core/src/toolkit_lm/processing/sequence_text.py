@@ -91,6 +91,7 @@ class SequenceText:
                 self._held = ""
             else:
                 num_held = self._finder.num_held_back
-                new, self._held = text[: len(text) - num_held], text[len(text) - num_held :]
+                new = text[: len(text) - num_held]
+                self._held = text[len(text) - num_held :]
         if new:
             self.shown.append(new)

@@ -38,13 +38,11 @@ def choose_runner(config: VllmConfig, plugins: Plugins) -> RunnerChoice:
     if native and wanted == "generate":
         raise ConfigError(f"runner 'generate': {name!r} is a pooling model. Supported: pooling.")
     _check_convert(convert, name, native, plugins)
-    runner: RunnerType = (
-        wanted
-        if wanted != "auto"
-        else "pooling"
-        if native or convert not in ("auto", "none")
-        else by_name
-    )
+    runner: RunnerType = by_name
+    if wanted != "auto":
+        runner = wanted
+    elif native or convert not in ("auto", "none"):
+        runner = "pooling"
     if runner == "generate":
         if convert not in ("auto", "none"):
             beside = " or --extra-tasks embed" if convert == "embed" else ""
@@ -66,10 +64,9 @@ def choose_runner(config: VllmConfig, plugins: Plugins) -> RunnerChoice:
             f"runner 'pooling' cannot run {name!r} as it is. Use --convert "
             f"{' or '.join(plugins.pooling)}."
         )
-    return RunnerChoice(
-        "pooling",
-        convert if convert != "auto" else by_name_convert if by_name_convert != "none" else "embed",
-    )
+    if convert == "auto":
+        convert = by_name_convert if by_name_convert != "none" else "embed"
+    return RunnerChoice("pooling", convert)
 
 
 def _encoder_decoder(config: VllmConfig, name: str) -> RunnerChoice:

@@ -33,15 +33,13 @@ def select_backends(
     """By layer name, for every layer of the model that uses the cache. Raises UnsupportedError,
     naming the layer and the reasons."""
     selections: dict[str, Selection] = {}
-    runner = (
-        "pooling"
-        if config.model.runner == "pooling"
-        else "encoder-decoder"
-        if isinstance(model, EncoderDecoderModel)
-        else "generate"
-    )
+    runner = "generate"
     if isinstance(model, MultiModalModel):
         runner = "media"
+    elif config.model.runner == "pooling":
+        runner = "pooling"
+    elif isinstance(model, EncoderDecoderModel):
+        runner = "encoder-decoder"
     for layer in cache_layers(model).values():
         if (
             isinstance(layer, Attention)

@@ -38,7 +38,8 @@ class Buffer:
         device is through with the work before it, and reads the host's memory then.
         """
         if size != self._size:
-            self._size, self._view = size, self._tensor[tuple(map(slice, size))]
+            self._size = size
+            self._view = self._tensor[tuple(map(slice, size))]
             self._rows = self._tensor[: size[0]], self.mirror[: size[0]]
         if changed and self._tensor is not self.mirror:
             # Whole rows: torch copies what has gaps through pageable memory, and waits for that.
@@ -76,10 +77,8 @@ class StepBuffers:
         self.query_start = Buffer((limits.num_rows + 1,), torch.int32, device)
         self.groups = [GroupBuffers(limits, width, device) for width in table_widths]
         self.columns = np.zeros((6, limits.num_rows), np.int64)
-        self._index, self._found = (
-            np.zeros(limits.num_tokens, np.int64),
-            np.zeros(limits.num_tokens, np.int32),
-        )
+        self._index = np.zeros(limits.num_tokens, np.int64)
+        self._found = np.zeros(limits.num_tokens, np.int32)
         self._device = device
         self.uploaded = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         """After the last step's copies to the device: what is written before that is copied."""

@@ -57,6 +57,7 @@ from toolkit_lm.runner.drafting import Drafting
 from toolkit_lm.runner.features import MediaState
 from toolkit_lm.runner.row_sampler import RowSampler
 from toolkit_lm.sampling import ProcessorTable
+from toolkit_lm.sampling.transfer import to_device
 
 
 class ModelRunner:
@@ -207,7 +208,7 @@ class ModelRunner:
         self._buffers = StepBuffers(limits, widths, self.device)
         self._processors = ProcessorTable(self.plugins.logits_processors, self.config, self.device)
         self._batch = PersistentBatch(self._buffers, specs, max_len, self._processors)
-        self._sampler = RowSampler(self.model, self._batch, self.device)
+        self._sampler = RowSampler(self.model, self._batch)
         if self.compiler is not None:
             self.compiler.bind(
                 limits, graph_supports(self.selections, self.kv_cache_specs(), self._feeds_uncached)
@@ -359,10 +360,14 @@ class ModelRunner:
         arrays = [
             one.features.to_numpy().copy() for one in batch.inputs if one.features is not None
         ]
-        features = {"features": [self._to_device(array) for array in arrays]} if arrays else {}
+        features = (
+            {"features": [to_device(array, self.device) for array in arrays]} if arrays else {}
+        )
         with self._sequences(batch.lengths):
             return self._encoder.encode(
-                self._to_device(batch.input_ids), self._to_device(batch.positions), **features
+                to_device(batch.input_ids, self.device),
+                to_device(batch.positions, self.device),
+                **features,
             )
 
     def _sequences(self, lengths: Sequence[int] | np.ndarray) -> AbstractContextManager[None]:
@@ -374,8 +379,8 @@ class ModelRunner:
             query_start=query_start,
             seq_lens=seq_lens,
             starts=np.zeros(len(seq_lens), np.int64),
-            query_start_device=self._to_device(query_start),
-            seq_lens_device=self._to_device(seq_lens),
+            query_start_device=to_device(query_start, self.device),
+            seq_lens_device=to_device(seq_lens, self.device),
             block_table=None,
             slot_mapping=None,
             max_query_len=int(seq_lens.max()),
@@ -387,6 +392,3 @@ class ModelRunner:
             for i, backend in enumerate(self._backends)
         ]
         return step_context(StepContext(self._bindings, metadata))
-
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from toolkit_lm.messages import StepPlan, StepResult
 from toolkit_lm.model import Model, StepInputs
 from toolkit_lm.runner.batch import PersistentBatch
 from toolkit_lm.runner.prompt_logprobs import prompt_logprobs
-from toolkit_lm.sampling import Sampled, SamplingBatch, sample, take_likeliest, top_candidates
+from toolkit_lm.sampling import Sampled, sample, take_likeliest, top_candidates
+from toolkit_lm.sampling.transfer import to_device
 
 
 class RowSampler:
     """Draws the tokens of rows whose last token was computed, and appends them to the persistent
     batch. Rows of a beam search get candidates."""
 
-    def __init__(self, model: Model, batch: PersistentBatch, device: torch.device) -> None:
+    def __init__(self, model: Model, batch: PersistentBatch) -> None:
         self.certain: dict[int, list[int]] = {}
         """By seq_id, the tokens that must follow those that the last step has drawn."""
         self._model = model
         self._batch = batch
-        self._device = device
 
     def sample(self, inputs: StepInputs, hidden_states: Tensor) -> StepResult:
         """Logits, and tokens or candidates, of the rows whose last token was computed."""
@@ -42,7 +41,9 @@ class RowSampler:
             last = (
                 hidden_states
                 if is_decode
-                else hidden_states[self._index(inputs.query_start[1:][inputs.sampling] - 1)]
+                else hidden_states[
+                    to_device(inputs.query_start[1:][inputs.sampling] - 1, hidden_states.device)
+                ]
             )
             self._take(
                 plan, result, take_likeliest(*self._model.likeliest(last)), inputs.sampling, rows
@@ -64,9 +65,7 @@ class RowSampler:
         sampling = self._batch.sampling
         # The logits of a row: those after its last token, and before them those that its drafts are
         # compared with.
-        num_drafts = inputs.num_drafts - _take_certain(
-            inputs, result, self.certain, self._batch.sampling
-        )
+        num_drafts = inputs.num_drafts - self._take_certain(inputs, result)
         counts = num_drafts + 1
         firsts = counts.cumsum() - counts
         within = np.arange(firsts[-1] + counts[-1]) + np.repeat(
@@ -75,14 +74,14 @@ class RowSampler:
         logits = self._model.compute_logits(
             hidden_states
             if len(within) == len(hidden_states)
-            else hidden_states[self._index(within)]
+            else hidden_states[to_device(within, hidden_states.device)]
         )
         candidates = sampling.num_candidates[rows]
         if len(searching := np.flatnonzero(candidates)):
             self._search(
                 plan,
                 result,
-                logits[self._index(firsts[searching])],
+                logits[to_device(firsts[searching], hidden_states.device)],
                 inputs.sampling[searching],
                 rows[searching],
             )
@@ -90,7 +89,11 @@ class RowSampler:
         while len(going):
             # As if each token were drawn in a step of its own: a row goes on while the draft is the
             # token that was drawn.
-            part = logits if len(going) == len(logits) else logits[self._index(firsts[going])]
+            part = (
+                logits
+                if len(going) == len(logits)
+                else logits[to_device(firsts[going], hidden_states.device)]
+            )
             self._draw(plan, result, part, inputs.sampling[going], rows[going])
             firsts += 1
             drafted = going[num_drafts[going] > 0]
@@ -157,26 +160,23 @@ class RowSampler:
         for i, state in sampled.states.items():
             result.sampler_state[plan.scheduled[places[i]].seq_id] = state
 
-    def _index(self, array: np.ndarray) -> Tensor:
-        """Indices on the device, which the host does not wait for."""
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
-
-
-def _take_certain(
-    inputs: StepInputs, result: StepResult, certain: dict[int, list[int]], sampling: SamplingBatch
-) -> np.ndarray:
-    """[S] how many drafts of each row are drawn without a draw: there is but one token that it
-    could give."""
-    taken = np.zeros_like(inputs.num_drafts)
-    for index in inputs.num_drafts.nonzero()[0]:
-        place = inputs.sampling[index]
-        scheduled = inputs.plan.scheduled[place]
-        row = inputs.rows[place]
-        drafts = scheduled.tokens[-scheduled.num_drafts :]
-        if sampling.follows[row] and certain.get(scheduled.seq_id, [])[: len(drafts)] == drafts:
-            taken[index] = len(drafts)
-            result.token_ids[place] = drafts
-            # They are in the history already, and now they count.
-            inputs.histories.num_tokens[row] += len(drafts)
-            sampling.position[row] += len(drafts)
-    return taken
+    def _take_certain(self, inputs: StepInputs, result: StepResult) -> np.ndarray:
+        """[S] how many drafts of each row are drawn without a draw: there is but one token that it
+        could give."""
+        sampling = self._batch.sampling
+        taken = np.zeros_like(inputs.num_drafts)
+        for index in inputs.num_drafts.nonzero()[0]:
+            place = inputs.sampling[index]
+            scheduled = inputs.plan.scheduled[place]
+            row = inputs.rows[place]
+            drafts = scheduled.tokens[-scheduled.num_drafts :]
+            if (
+                sampling.follows[row]
+                and self.certain.get(scheduled.seq_id, [])[: len(drafts)] == drafts
+            ):
+                taken[index] = len(drafts)
+                result.token_ids[place] = drafts
+                # They are in the history already, and now they count.
+                inputs.histories.num_tokens[row] += len(drafts)
+                sampling.position[row] += len(drafts)
+        return taken

@@ -35,7 +35,8 @@ class ForbiddenTextRules:
     """The forbidden texts of one request, whichever tokens spell them."""
 
     def __init__(self, texts: ForbiddenTexts) -> None:
-        self._steps, self._ends = texts.steps.to_numpy(), texts.ends.to_numpy()
+        self._steps = texts.steps.to_numpy()
+        self._ends = texts.ends.to_numpy()
         self._tokens, self._end_states = (
             np.ascontiguousarray(one[:, 0]) for one in (self._steps, self._ends)
         )

@@ -199,8 +199,10 @@ class SamplingBatch:
         self.position[row] = len(seq.token_ids) - seq.num_prompt_tokens
         self.min_tokens[row] = params.min_tokens
         # The best of several are chosen by the log probabilities of their tokens.
-        num_logprobs = params.num_logprobs
-        self.logprobs[row] = (0 if params.ranks else -1) if num_logprobs is None else num_logprobs
+        num_logprobs = 0 if params.ranks else -1
+        if params.num_logprobs is not None:
+            num_logprobs = params.num_logprobs
+        self.logprobs[row] = num_logprobs
         self.logprob_token_ids[row] = params.logprob_token_ids
         self.num_candidates[row] = seq.num_candidates
         self.prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs

@@ -251,24 +251,12 @@ class Request:
         """Prompt tokens whose log probabilities were returned."""
         self.scheduled_time: float | None = None
         self.first_token_time: float | None = None
-        seed = message.params.seed if message.params.seed is not None else default_seed
-        base = secrets.randbits(63) if seed is None else seed
         self.search = self._search()
         """Set for a beam search: its sequences are then the beams, which a step replaces; there is
         one at first."""
         self.needs_tokens = needs_tokens or self.search is not None
         """A sequence whose last token is a placeholder cannot compute it."""
-        num_sequences = 1 if self.search else message.params.num_sequences
-        # Each sequence draws from its own stream; the same seed gives the same continuations.
-        self.sequences = [
-            Sequence(self, i, next(ids), (base + i * _SEED_STRIDE) % 2**64)
-            for i in range(num_sequences)
-        ]
-        # Few have begun elsewhere.
-        for seq, begun in zip(self.sequences, message.begun, strict=False):
-            seq.token_ids += begun.token_ids
-            seq.sampler_state = begun.sampler_state
-            seq.finish_reason = begun.finish_reason
+        self.sequences = self._begin(message, ids, default_seed)
         self.unfinished = [seq for seq in self.sequences if seq.finish_reason is None]
         """Those of them that have not ended. It is replaced, and never changed."""
         self.number = self.sequences[0].seq_id
@@ -277,6 +265,25 @@ class Request:
         """Its place in the scheduling policy's order, from when it is queued."""
         self.gave_way = False
         """It was preempted for one that waited, and waits behind that."""
+
+    def _begin(
+        self, message: EngineRequest, ids: Iterator[int], seed: int | None
+    ) -> list[Sequence]:
+        """`seed`: of a request that has none."""
+        seed = message.params.seed if message.params.seed is not None else seed
+        base = secrets.randbits(63) if seed is None else seed
+        num_sequences = 1 if self.search else message.params.num_sequences
+        # Each sequence draws from its own stream; the same seed gives the same continuations.
+        sequences = [
+            Sequence(self, i, next(ids), (base + i * _SEED_STRIDE) % 2**64)
+            for i in range(num_sequences)
+        ]
+        # Few have begun elsewhere.
+        for seq, begun in zip(sequences, message.begun, strict=False):
+            seq.token_ids += begun.token_ids
+            seq.sampler_state = begun.sampler_state
+            seq.finish_reason = begun.finish_reason
+        return sequences
 
     def _search(self) -> BeamSearch | None:
         params = self.params

@@ -174,7 +174,8 @@ class Roster:
         for plan in plans:
             self.dropped += plan.dropped
         self.dropped += (seq_id for request in self.requests.values() for seq_id in request.seq_ids)
-        self.running, self.waiting = [], sorted(self.requests.values(), key=_by_sort_key)
+        self.running = []
+        self.waiting = sorted(self.requests.values(), key=_by_sort_key)
 
     def _drop(self, part: Sequence | Encoder) -> None:
         if part.on_worker:

@@ -62,5 +62,7 @@ def last_words(text: str) -> str:
     fatal = [line for line in lines if line.startswith("Fatal Python error:")]
     _, mark, rest = text.rpartition("Traceback (most recent call last):\n")
     error = _PYTHON_ERROR.match(mark + rest)
-    words = fatal[-1] if fatal else error[1] if error else lines[-1]
+    words = error[1] if error else lines[-1]
+    if fatal:
+        words = fatal[-1]
     return words if len(words) <= _MOST_CHARACTERS else f"{words[:_MOST_CHARACTERS]}..."
