@@ -236,6 +236,41 @@ class InductorCompiler(ModelCompiler):
 
     def _compile(self, config: VllmConfig, folder: Path, found: dict[str, str]) -> Manifest | None:
         """Compiles into a folder. None: there is something that cannot be kept."""
+        splits, files = self._traced(config)
+        graphs: dict[str, fx.GraphModule] = {}
+        for one in splits:
+            for key, graph in one.graphs.items():
+                graphs.setdefault(key, graph)
+        parts, kept = self._compiled_parts(graphs, folder)
+        for number, one in enumerate(splits):
+            (folder / f"graph_{number}.py").write_text(one.code, encoding="utf-8")
+            self._add(one.plan, parts)
+        if not kept:
+            logger.warning(
+                "what was compiled cannot be kept for the next start: torch cannot store a part "
+                "of it"
+            )
+            return None
+        sources = {
+            name: source_digest(name) or ""
+            for name in module_files(sorted(files))
+            if name.partition(".")[0] != "torch"
+        }
+        what = (
+            f"{config.checkpoint.architecture if config.checkpoint else ''} {config.model.dtype} "
+            f"-O{self._level}"
+        )
+        return Manifest(
+            model=what,
+            ingredients=found,
+            sources=sources,
+            plans=[one.plan for one in splits],
+            bands=[str(band) for band in self._bands],
+            instructions=instructions_here(),
+        )
+
+    def _traced(self, config: VllmConfig) -> tuple[list[Split], set[str]]:
+        """The model's graphs, each cut at its splitting ops; and the files that they came from."""
         splits: list[Split] = []
         files: set[str] = set()
         for arguments, dynamic in _examples(self.model, config):
@@ -255,10 +290,12 @@ class InductorCompiler(ModelCompiler):
                 ", ".join(arguments),
                 time.perf_counter() - start,
             )
-        graphs: dict[str, fx.GraphModule] = {}
-        for one in splits:
-            for key, graph in one.graphs.items():
-                graphs.setdefault(key, graph)
+        return splits, files
+
+    def _compiled_parts(
+        self, graphs: Mapping[str, fx.GraphModule], folder: Path
+    ) -> tuple[dict[tuple[str, Band | None], Callable[..., Any]], bool]:
+        """By key and band, what computes a part; and whether all of it can be kept."""
         parts: dict[tuple[str, Band | None], Callable[..., Any]] = {}
         kept = True
         for key, graph in graphs.items():
@@ -292,32 +329,7 @@ class InductorCompiler(ModelCompiler):
                     place.name,
                     time.perf_counter() - start,
                 )
-        for number, one in enumerate(splits):
-            (folder / f"graph_{number}.py").write_text(one.code, encoding="utf-8")
-            self._add(one.plan, parts)
-        if not kept:
-            logger.warning(
-                "what was compiled cannot be kept for the next start: torch cannot store a part "
-                "of it"
-            )
-            return None
-        sources = {
-            name: source_digest(name) or ""
-            for name in module_files(sorted(files))
-            if name.partition(".")[0] != "torch"
-        }
-        what = (
-            f"{config.checkpoint.architecture if config.checkpoint else ''} {config.model.dtype} "
-            f"-O{self._level}"
-        )
-        return Manifest(
-            model=what,
-            ingredients=found,
-            sources=sources,
-            plans=[one.plan for one in splits],
-            bands=[str(band) for band in self._bands],
-            instructions=instructions_here(),
-        )
+        return parts, kept
 
     def _add(self, plan: Plan, parts: Mapping[tuple[str, Band | None], Callable[..., Any]]) -> None:
         form = tuple(

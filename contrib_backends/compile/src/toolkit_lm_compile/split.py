@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,26 +115,16 @@ def _plan(
             inputs = [["register", registers[argument]] for argument in node.args]
             (output,) = graph.graph.find_nodes(op="output")
             results = output.args[0]
-            op = next(
-                (
-                    one
-                    for one in graph.graph.nodes
-                    if one.op == "call_function" and _packet(one.target) in ops
-                ),
-                None,
-            )
+            op = _splitting_op(graph, ops)
             if op is not None:
-                bound = dict(zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True))
-                steps.append(
-                    Step(
-                        "op", ops[_packet(op.target)], [_operand(one, bound) for one in op.args], []
-                    )
-                )
                 if op.kwargs or results:
                     raise UnsupportedError(
                         "a splitting op must write to its arguments and return nothing, unlike "
                         f"{op.target}."
                     )
+                bound = dict(zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True))
+                operands = [_operand(one, bound) for one in op.args]
+                steps.append(Step("op", ops[_packet(op.target)], operands, []))
                 continue
             several = isinstance(results, tuple | list)
             outputs = list(range(total, total + (len(results) if several else 1)))
@@ -160,6 +150,14 @@ def _plan(
         _with_last_uses(steps, result),
         result,
     )
+
+
+def _splitting_op(graph: fx.GraphModule, ops: Container[Any]) -> fx.Node | None:
+    """The one that a part is made of; None: it is made of others."""
+    found: list[fx.Node] = [
+        one for one in graph.graph.nodes if one.op == "call_function" and _packet(one.target) in ops
+    ]
+    return found[0] if found else None
 
 
 def _with_last_uses(steps: list[Step], result: int) -> list[Step]:

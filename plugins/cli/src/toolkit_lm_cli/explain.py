@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -16,7 +16,7 @@ from toolkit_lm.plugin import Plugins
 from toolkit_lm_cli.options import engine_command
 
 if TYPE_CHECKING:
-    from toolkit_lm_cli.explanation import Explanation
+    from toolkit_lm_cli.explanation import Explanation, LayerChoice
     from toolkit_lm_cli.shares import RankShare
 
 
@@ -79,32 +79,32 @@ def table_of(found: Explanation) -> Table:
     table.add_row(
         "compilation", "\n".join([*_verdicts(found.compiler, found.compilers), *found.computed])
     )
-    # Layers that were decided alike are shown together.
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for layer in found.layers:
-        alike.setdefault(tuple(_verdicts(layer.backend, layer.candidates)), []).append(layer.layer)
-    for verdicts, layers in alike.items():
-        shown = (
-            layers[0]
-            if len(layers) == 1
-            else f"{layers[0]} ... {layers[-1]} ({len(layers)} layers)"
-        )
-        table.add_row("attention", "\n".join([shown, *verdicts]))
+    for told in _attention(found.layers):
+        table.add_row("attention", told)
     table.add_row("ranks", "\n".join(_shares(found.ranks)))
-    table.add_row(
-        "KV cache",
-        found.kv_refusal
-        or (
-            "none"
-            if found.kv_tokens is None
-            else f"{found.kv_tokens:,} tokens, with the memory that is free now"
-        ),
-    )
+    table.add_row("KV cache", found.kv_refusal or _kv_cache(found.kv_tokens))
     if found.without_effect:
         table.add_row(
             "no effect", "\n".join(f"{one.option}: {one.reason}" for one in found.without_effect)
         )
     return table
+
+
+def _attention(layers: Sequence[LayerChoice]) -> Iterator[str]:
+    """Layers that were decided alike are told together."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for layer in layers:
+        alike.setdefault(tuple(_verdicts(layer.backend, layer.candidates)), []).append(layer.layer)
+    for verdicts, names in alike.items():
+        first, last = names[0], names[-1]
+        shown = first if len(names) == 1 else f"{first} ... {last} ({len(names)} layers)"
+        yield "\n".join([shown, *verdicts])
+
+
+def _kv_cache(num_tokens: int | None) -> str:
+    if num_tokens is None:
+        return "none"
+    return f"{num_tokens:,} tokens, with the memory that is free now"
 
 
 def _shares(ranks: list[RankShare]) -> Iterator[str]:

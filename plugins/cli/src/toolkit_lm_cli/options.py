@@ -73,18 +73,7 @@ def engine_command(*extra_sections: Section) -> Callable[[Callable[..., Any]], C
 
             def command(ctx: typer.Context, **values: Any) -> Any:
                 plugins: Plugins = ctx.obj
-                given = _given(ctx, options, values)
-                file = given.pop("config", None)
-                foreign = _ForeignNames(plugins)
-                translate = plugins.option_names.translate
-                merged = merge_options(
-                    options,
-                    given,
-                    environ=os.environ,
-                    file=file,
-                    foreign=foreign,
-                    translate=translate,
-                )
+                merged = _merged(options, _given(ctx, options, values), plugins)
                 config = VllmConfig.make(
                     **{o.name: merged[o.name] for o in VllmConfig.options() if o.name in merged}
                 )
@@ -121,6 +110,18 @@ def engine_command(*extra_sections: Section) -> Callable[[Callable[..., Any]], C
         return with_processors(LogitsProcessorRegistry())
 
     return decorate
+
+
+def _merged(options: list[Option], given: dict[str, Any], plugins: Plugins) -> dict[str, Any]:
+    """The options of all sources, by name. Raises ConfigError."""
+    return merge_options(
+        options,
+        given,
+        environ=os.environ,
+        file=given.pop("config", None),
+        foreign=_ForeignNames(plugins),
+        translate=plugins.option_names.translate,
+    )
 
 
 def _parameters(

@@ -10,7 +10,8 @@ from toolkit_lm.renderer import AnswerFormat, AnswerParser
 
 from toolkit_lm_parsers.json_calls import JsonCalls, dumps
 from toolkit_lm_parsers.json_scanner import MAX_DEPTH, literal
-from toolkit_lm_parsers.scanning import Reading, is_readable
+from toolkit_lm_parsers.reading import Reading
+from toolkit_lm_parsers.scanning import is_readable
 from toolkit_lm_parsers.structures import Structure, calls
 
 _PYTHON_TAG = "<|python_tag|>"

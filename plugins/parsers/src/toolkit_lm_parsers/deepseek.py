@@ -8,7 +8,7 @@ from typing import Any
 from toolkit_lm.renderer import AnswerFormat, AnswerParser
 
 from toolkit_lm_parsers.json_calls import MarkedCalls
-from toolkit_lm_parsers.scanning import Reading
+from toolkit_lm_parsers.reading import Reading
 from toolkit_lm_parsers.structures import Structure, calls, sequence, text
 
 _BAR = "\N{FULLWIDTH VERTICAL LINE}"

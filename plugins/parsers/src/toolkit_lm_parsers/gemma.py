@@ -10,7 +10,7 @@ from toolkit_lm.renderer import AnswerFormat, AnswerParser
 from toolkit_lm_parsers.gemma_structure import GemmaArguments
 from toolkit_lm_parsers.json_calls import MarkedCalls, dumps
 from toolkit_lm_parsers.json_scanner import MAX_DEPTH, literal
-from toolkit_lm_parsers.scanning import Reading
+from toolkit_lm_parsers.reading import Reading
 from toolkit_lm_parsers.schemas import Copies, Schemas
 from toolkit_lm_parsers.structures import Structure, calls
 

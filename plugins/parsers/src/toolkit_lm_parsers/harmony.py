@@ -9,7 +9,7 @@ from toolkit_lm.renderer import AnswerParser, ContentScope, StopScope
 
 from toolkit_lm_parsers.json_calls import JsonCalls
 from toolkit_lm_parsers.marks import MarkedReasoning, Marks
-from toolkit_lm_parsers.scanning import Reading
+from toolkit_lm_parsers.reading import Reading
 from toolkit_lm_parsers.structures import ANY_TEXT, Structure, calls, choice, sequence, tag
 
 _START = "<|start|>"

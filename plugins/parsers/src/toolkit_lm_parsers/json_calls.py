@@ -7,7 +7,8 @@ from abc import abstractmethod
 from typing import Any
 
 from toolkit_lm_parsers.json_scanner import read_json
-from toolkit_lm_parsers.scanning import Reading, ScanParser, is_encodable
+from toolkit_lm_parsers.reading import Reading, is_encodable
+from toolkit_lm_parsers.scanning import ScanParser
 
 _NAMES = ("name", "function")
 _ARGUMENTS = ("arguments", "parameters")

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 from toolkit_lm.renderer import AnswerDelta, AnswerParser, ToolCallDelta
 
-from toolkit_lm_parsers.json_scanner import JsonScanner
-
-MAX_NAME = 256
-"""Characters of a function's name, or an argument's."""
-_MOST_AGAIN = 4
-_ALWAYS_AGAIN = 4096
-"""Characters that are read again for each one of the answer, and besides: a bound on the work on an
-answer of nothing but marks."""
-Result = TypeVar("Result")
-Reading = Generator[None, None, Result]
-"""A method that reads: `yield from` it. It waits for more text where what there is does not decide
-what comes next."""
+from toolkit_lm_parsers.reading import Reading, TextReader
 
 
-class ScanParser(AnswerParser):
+class ScanParser(TextReader, AnswerParser):
     """A parser written as one generator, `run`, that reads the text as if it were all there.
 
     What it decides depends on what was read, and it waits where that is not enough: so that all
@@ -32,27 +20,7 @@ class ScanParser(AnswerParser):
     """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        self.functions = {
-            f["name"]: f
-            for tool in tools
-            if isinstance(f := tool.get("function"), Mapping) and isinstance(f.get("name"), str)
-        }
-        """What may be called, by name."""
-        self.text = ""
-        self.at = 0
-        """Where the next character is."""
-        self.cut = False
-        self._ended = False
-        self._base = 0
-        """Characters of the answer before `text`."""
-        self._held: list[str] | None = None
-        """What was read since `keep`, before `text`; None: nothing is kept."""
-        self._kept = 0
-        """Where in `text` the rest of what is kept begins."""
-        self._places: dict[str, tuple[int, int]] = {}
-        """By mark, from where it was looked for in `text`, and where it is."""
-        self._num_again = 0
-        """Characters that are read again."""
+        super().__init__(tools)
         self.content = Trimmed(starts=False)
         self._reasoning = Trimmed(starts=True)
         self._calls: list[ToolCallDelta] = []
@@ -60,11 +28,8 @@ class ScanParser(AnswerParser):
         """The call that is given in pieces."""
         self._num_given_up = 0
         """Calls that were given in part, and were none."""
-        self.num_calls = 0
         self.lacks_call = False
         """The end of the text has cut a call, which is left out."""
-        self._cut_mark: int | None = None
-        """Where the end of the text may have cut a mark."""
         self._running: Reading[None] | None = None
 
     @abstractmethod
@@ -160,243 +125,12 @@ class ScanParser(AnswerParser):
         self._held = None
         return True
 
-    # Reading
-
-    def _set_text(self, text: str, at: int) -> None:
-        self.text = text
-        self.at = at
-        self._places.clear()
-
-    def keep(self) -> None:
-        """What follows may have to be read again, until `go_back`, `release` or `call`."""
-        self._held = []
-        self._kept = self.at
-
-    def release(self) -> None:
-        """What was kept is not read again."""
-        self._held = None
-
-    def _join(self) -> int:
-        """Makes `text` begin where `keep` was called. Returns how much of it was read."""
-        assert self._held is not None, "something is kept"
-        if self._held:
-            before = "".join(self._held)
-            read = len(before) + self.at - self._kept
-            self._base -= len(before) - self._kept
-            self._set_text(before + self.text[self._kept :], read)
-            self._held = []
-            self._kept = 0
-            return read
-        return self.at - self._kept
-
-    def unread(self, count: int) -> None:
-        """Goes back by some characters, all of them read since `keep`."""
-        self._join()
-        self.at -= count
-
-    def go_back(self) -> None:
-        """To where `keep` was called, where that is still kept."""
-        if self._held is not None:
-            read = self._join()
-            self.at -= read
-            self._held = None
-
-    def read_again(self, marks: Sequence[str], start: int = 0) -> str:
-        """What was kept turned out to be none of what it began like. Returns what of it is content.
-
-        Reading goes on at the first mark in it after `start` characters, or at its end.
-        """
-        read = self._join()
-        text = self.text[self.at - read : self.at]
-        # A mark may have begun at its end.
-        end = max(min(start, read), read - max(map(len, marks)) + 1)
-        first = min([end, *(at for mark in marks if (at := text.find(mark, start)) >= 0)])
-        if self._num_again + read - first <= _ALWAYS_AGAIN + _MOST_AGAIN * (self._base + self.at):
-            self._num_again += read - first
-            end = first
-        self._held = None
-        self.at -= read - end
-        return text[:end]
-
-    def skip(self) -> None:
-        """Nothing of what is left is read."""
-        self.at = len(self.text)
-        self._held = None
-
-    @property
-    def left(self) -> str:
-        """The text since `keep`."""
-        return (
-            "".join(self._held or ()) + self.text[self.at if self._held is None else self._kept :]
-        )
-
-    @property
-    def position(self) -> int:
-        """Characters of the answer that were read."""
-        return self._base + self.at
-
-    @property
-    def at_end(self) -> bool:
-        """There is no more text, and none will come."""
-        return self._ended and self.at >= len(self.text)
-
-    def peek(self) -> Reading[str]:
-        """The next character; empty at the end."""
-        while self.at >= len(self.text) and not self._ended:
-            yield
-        return self.text[self.at : self.at + 1]
-
-    def accept(self, mark: str) -> Reading[bool]:
-        """Reads a mark, if it comes next."""
-        while (
-            len(self.text) - self.at < len(mark)
-            and mark.startswith(self.text[self.at :])
-            and not self._ended
-        ):
-            yield
-        if not self.text.startswith(mark, self.at):
-            if (
-                self._ended
-                and len(self.text) - self.at < len(mark)
-                and mark.startswith(self.text[self.at :])
-            ):
-                self._cut_mark = self.at
-            return False
-        self.at += len(mark)
-        return True
-
-    def close(self, mark: str) -> Reading[None]:
-        """Reads the mark that ends a call, or what there is of it, if it comes next."""
-        if not (yield from self.accept(mark)) and self.cut and self.at == self._cut_mark:
-            self.at = len(self.text)
-
-    def accept_any(self, marks: Sequence[str]) -> Reading[str | None]:
-        """Reads the first of some marks that comes next."""
-        for mark in marks:
-            if (yield from self.accept(mark)):
-                return mark
-        return None
-
-    def comes(self, marks: Sequence[str]) -> Reading[bool]:
-        """Whether one of some marks comes next, which is not read."""
-        mark = yield from self.accept_any(marks)
-        self.at -= len(mark or "")
-        return mark is not None
-
-    def spaces(self) -> Reading[None]:
-        """Reads white space."""
-        while (character := (yield from self.peek())) and character.isspace():
-            self.at += 1
-
-    def until(self, marks: Sequence[str], take: Callable[[str], None]) -> Reading[str | None]:
-        """Reads up to the first of some marks, and the mark. None: there is none. None of them may
-        begin with another.
-
-        What a cut leaves of a mark is left out, where there are functions to call: one character
-        only after calls, it may be anything.
-        """
-        longest = max(map(len, marks))
-        firsts = {one[0] for one in marks}
-        while True:
-            end, mark = min(
-                ((self._place_of(mark), mark) for mark in marks), default=(len(self.text), "")
-            )
-            if end == len(self.text):
-                mark = ""
-            if not self._ended or (self.cut and self.functions):
-                # Before it another one may have begun, that goes on in what is to come.
-                last = end if not self._ended or self.num_calls else end - 1
-                for begin in range(max(self.at, len(self.text) - longest + 1), last):
-                    if self.text[begin] in firsts and any(
-                        one.startswith(self.text[begin:]) for one in marks
-                    ):
-                        end = begin
-                        mark = ""
-                        break
-            take(self.text[self.at : end])
-            self.at = end + len(mark)
-            if mark:
-                return mark
-            if self._ended:
-                self.at = len(self.text)
-                return None
-            yield
-
-    def _place_of(self, mark: str) -> int:
-        """Where a mark comes next; the text's length where it does not."""
-        start, place = self._places.get(mark, (0, -1))
-        if not start <= self.at <= place:
-            place = self.text.find(mark, self.at)
-            place = len(self.text) if place < 0 else place
-            self._places[mark] = (self.at, place)
-        return place
-
-    def word(self, ends: Sequence[str]) -> Reading[str | None]:
-        """A name: a short text on one line, up to one of some marks, which is not read. None: there
-        is none."""
-        word = ""
-        while True:
-            if (yield from self.comes(ends)):
-                return word.strip() or None
-            character = yield from self.peek()
-            if character in ("", "\n") or len(word) >= MAX_NAME:
-                return None
-            word += character
-            self.at += 1
-
     def rest(self) -> Reading[None]:
         """All that is left is content."""
         while not self.at_end:
             self.say(self.text[self.at :])
             self.at = len(self.text)
             yield from self.peek()
-
-    def json_value(
-        self,
-        take: Callable[[str], None],
-        *,
-        is_key: bool = False,
-        ends: Sequence[str] | None = None,
-    ) -> Reading[bool]:
-        """Reads a JSON value, of which `take` gets the JSON. False: what comes next is none, or the
-        text ends in it.
-
-        `is_key`: an object's key. `ends`: marks at which brackets may be left open, as at the
-        answer's end; None: nowhere.
-        """
-        scanner = JsonScanner(is_key=is_key)
-        while True:
-            self.at, read = scanner.feed(self.text, self.at)
-            take(read)
-            if self.at >= len(self.text) and self._ended:
-                take(scanner.end())
-            if scanner.is_done:
-                return True
-            if scanner.is_wrong or self._ended:
-                break
-            yield
-        if ends is None or not ((self.at_end and not self.cut) or (yield from self.comes(ends))):
-            return False
-        closing = scanner.close()
-        take(closing or "")
-        return closing is not None
-
-    def json_text(self, *, is_key: bool = False) -> Reading[str | None]:
-        """Reads a JSON string, or a key. None: what comes next is none."""
-        read: list[str] = []
-        if not (yield from self.json_value(read.append, is_key=is_key)):
-            return None
-        text: Any = json.loads("".join(read))
-        return text if isinstance(text, str) and is_encodable(text) else None
-
-
-def is_encodable(text: str) -> bool:
-    """False: it has halves of characters, which no answer can have."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def is_readable(told: str) -> bool:

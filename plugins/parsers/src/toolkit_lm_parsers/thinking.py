@@ -8,7 +8,8 @@ from typing import Any
 from toolkit_lm.renderer import AnswerParser
 
 from toolkit_lm_parsers.marks import MarkedReasoning, Marks
-from toolkit_lm_parsers.scanning import Reading, ScanParser
+from toolkit_lm_parsers.reading import Reading
+from toolkit_lm_parsers.scanning import ScanParser
 from toolkit_lm_parsers.structures import ANY_TEXT, Structure, choice, sequence, tag, text
 
 CALL_MARKS = (

@@ -9,7 +9,7 @@ from typing import Any
 from toolkit_lm.renderer import AnswerFormat, AnswerParser
 
 from toolkit_lm_parsers.json_calls import MarkedCalls, dumps
-from toolkit_lm_parsers.scanning import MAX_NAME, Reading
+from toolkit_lm_parsers.reading import MAX_NAME, Reading
 from toolkit_lm_parsers.schemas import Copies, Schemas
 from toolkit_lm_parsers.structures import (
     ANY_TEXT,

@@ -74,42 +74,46 @@ class PoolingInputProcessor(PoolingInputs):
         elif not config.model.extra_tasks:
             return
         if found := details_of(config.checkpoint.pooling_profile):
-            if found.refusal is not None:
-                raise CheckpointError(found.refusal)
-            self.prompts = found.prompts
-            self.default_prompt_name = found.default_prompt_name
-            self.lower_case = found.lower_case
-            if (
-                found.truncate_dim is not None
-                and self._matryoshka is None
-                and config.pooler.matryoshka is None
-            ):
-                # Whoever cuts them by default knows that they can be cut.
-                self._matryoshka = ()
-            self.averages = found.similarity == "meanmaxsim"
-            if found.similarity in ("dot", "euclidean", "manhattan"):
-                self.similarity = found.similarity
-                # These depend on the length, which is then what the checkpoint's modules give,
-                # unless an option says otherwise.
-                self.scored_normalized = (
-                    found.ends_normalized if config.pooler.normalize is None else None
-                )
-            # The option pooling_type takes the place of the checkpoint's Pooling module.
-            if (
-                found.pooling is not None
-                and not found.pooling.include_prompt
-                and config.pooler.pooling_type == "auto"
-            ):
-                self._left_out = {
-                    text: self._num_tokens(self._lowered(text))
-                    for text in found.prompts.values()
-                    if text
-                }
-            self._take_roles(found, config)
-            if self.default_prompt_name is not None:
-                # Queries and documents without a prompt of their own have none, as in
-                # sentence-transformers, and not the default.
-                self.prompts = {"query": "", "document": ""} | self.prompts
+            self._take_details(found, config)
+
+    def _take_details(self, found: PoolingDetails, config: VllmConfig) -> None:
+        """What the checkpoint's files say. Raises CheckpointError for what is not supported."""
+        if found.refusal is not None:
+            raise CheckpointError(found.refusal)
+        self.prompts = found.prompts
+        self.default_prompt_name = found.default_prompt_name
+        self.lower_case = found.lower_case
+        if (
+            found.truncate_dim is not None
+            and self._matryoshka is None
+            and config.pooler.matryoshka is None
+        ):
+            # Whoever cuts them by default knows that they can be cut.
+            self._matryoshka = ()
+        self.averages = found.similarity == "meanmaxsim"
+        if found.similarity in ("dot", "euclidean", "manhattan"):
+            self.similarity = found.similarity
+            # These depend on the length, which is then what the checkpoint's modules give,
+            # unless an option says otherwise.
+            self.scored_normalized = (
+                found.ends_normalized if config.pooler.normalize is None else None
+            )
+        # The option pooling_type takes the place of the checkpoint's Pooling module.
+        if (
+            found.pooling is not None
+            and not found.pooling.include_prompt
+            and config.pooler.pooling_type == "auto"
+        ):
+            self._left_out = {
+                text: self._num_tokens(self._lowered(text))
+                for text in found.prompts.values()
+                if text
+            }
+        self._take_roles(found, config)
+        if self.default_prompt_name is not None:
+            # Queries and documents without a prompt of their own have none, as in
+            # sentence-transformers, and not the default.
+            self.prompts = {"query": "", "document": ""} | self.prompts
 
     def check(self, params: PoolingParams, size: int) -> None:
         check_params(params, size, self._matryoshka)

@@ -171,31 +171,10 @@ class AnswerParts:
         structure: dict[str, Any] | None = None
         field = "tools"
         if use.tools:
-            tools = self._tools
-            if tools is None and use.required and _BARE in self._parsers:
-                tools = self._parsers.make(_BARE, "")
-            if tools is None:
-                raise RequestError(
-                    "this model's chat template has no tool calls that this server knows: start "
-                    "it with --tool-call-parser, or ask with "
-                    'tool_choice "required".',
-                    "tools",
-                )
+            tools = self._format_of(use)
         if use.required:
             assert tools is not None
-            structure = tools.structure(use.callable, parallel=use.parallel)
-            if structure is None:
-                raise RequestError(
-                    "this model's tool calls cannot be required: only tool_choice auto and none "
-                    "are supported.",
-                    "tool_choice",
-                )
-            if asked := body.structures(_STRUCTURES):
-                raise RequestError(
-                    f"tool_choice and {next(iter(asked))} both say what the answer is to be: "
-                    "give one of them.",
-                    "tool_choice",
-                )
+            structure = _required(tools, body, use)
             structure = (reasoning or tools).after_reasoning(structure, kwargs)
         elif (
             tools is not None
@@ -231,6 +210,37 @@ class AnswerParts:
             counters,
             "" if told is None else field,
         )
+
+    def _format_of(self, use: ToolUse) -> AnswerFormat:
+        """What tells tool calls from content. Raises RequestError where nothing does."""
+        if self._tools is not None:
+            return self._tools
+        if use.required and _BARE in self._parsers:
+            bare: AnswerFormat = self._parsers.make(_BARE, "")
+            return bare
+        raise RequestError(
+            "this model's chat template has no tool calls that this server knows: start it with "
+            '--tool-call-parser, or ask with tool_choice "required".',
+            "tools",
+        )
+
+
+def _required(tools: AnswerFormat, body: ChatBody, use: ToolUse) -> dict[str, Any]:
+    """The structure of calls that must come. Raises RequestError."""
+    structure = tools.structure(use.callable, parallel=use.parallel)
+    if structure is None:
+        raise RequestError(
+            "this model's tool calls cannot be required: only tool_choice auto and none are "
+            "supported.",
+            "tool_choice",
+        )
+    if asked := body.structures(_STRUCTURES):
+        raise RequestError(
+            f"tool_choice and {next(iter(asked))} both say what the answer is to be: give one of "
+            "them.",
+            "tool_choice",
+        )
+    return structure
 
 
 class _Chain(AnswerParser):

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from toolkit_lm import __version__
+from toolkit_lm.plugin import LogitsProcessorRegistry
 
 from toolkit_lm_server.answer_schemas import (
     NOT_NOW,
@@ -187,6 +188,47 @@ def create_router(
     )
     chat = Chat(engine, body_of(ChatBody, *with_fields), options)
     completions = Completions(engine, options, body_of(CompletionBody, *with_fields))
+    _add_generation_routes(router, engine, chat, completions, with_fields)
+    add_responses(router, engine, chat, body_of(ResponsesBody, *with_fields), options)
+    embeddings = Embeddings(engine, options)
+    reranking = Reranking(engine, options)
+    _add_pooling_routes(router, route_kind, embeddings, reranking)
+    invocations = Invocations(engine, chat, completions, embeddings, reranking)
+    whichever = with_body(invocations.create, dict[str, Any])
+    responses = answers(AnyAnswer) | described(404, 429, 504)
+    router.add_api_route(
+        "/invocations", whichever, methods=["POST"], response_model=None, responses=responses
+    )
+    router.add_api_route(
+        "/load", Load(budget).load, response_model=None, responses=answers(ServerLoad)
+    )
+    router.add_api_route(
+        "/v1/models", served.models, response_model=None, responses=answers(ModelList)
+    )
+    router.add_api_route(
+        "/v1/models/{model:path}",
+        served.model,
+        response_model=None,
+        responses=answers(ModelCard) | described(404),
+    )
+    _add_token_routes(router, of_vllm(route_kind), tokens, with_info=options.tokenizer_info)
+    if options.admin_routes:
+        router.add_api_route("/reset_prefix_cache", served.reset_prefix_cache, methods=["POST"])
+    add_own_routes(router, options, keys, readiness, metrics)
+    if page is not None:
+        page.add_routes(router, route_class(options, keys), readiness, engine)
+    add_plugin_routes(router, engine, OpenAIApi(chat, completions, options), route_kind)
+    return router
+
+
+def _add_generation_routes(
+    router: APIRouter,
+    engine: AsyncLLM,
+    chat: Chat,
+    completions: Completions,
+    with_fields: tuple[LogitsProcessorRegistry, dict[str, Any], bool],
+) -> None:
+    """`with_fields`: what `body_of` makes bodies with, of the engine."""
     for path, handler, whole, success in (
         (
             "/v1/chat/completions",
@@ -216,54 +258,28 @@ def create_router(
             response_model=None,
             responses=responses,
         )
-    add_responses(router, engine, chat, body_of(ResponsesBody, *with_fields), options)
-    embeddings = Embeddings(engine, options)
-    reranking = Reranking(engine, options)
-    _add_pooling_routes(router, route_kind, embeddings, reranking)
-    invocations = Invocations(engine, chat, completions, embeddings, reranking)
-    whichever = with_body(invocations.create, dict[str, Any])
-    responses = answers(AnyAnswer) | described(404, 429, 504)
-    router.add_api_route(
-        "/invocations", whichever, methods=["POST"], response_model=None, responses=responses
-    )
-    router.add_api_route(
-        "/load", Load(budget).load, response_model=None, responses=answers(ServerLoad)
-    )
-    router.add_api_route(
-        "/v1/models", served.models, response_model=None, responses=answers(ModelList)
-    )
-    unknown = described(404)
-    router.add_api_route(
-        "/v1/models/{model:path}",
-        served.model,
-        response_model=None,
-        responses=answers(ModelCard) | unknown,
-    )
-    own = of_vllm(route_kind)
+
+
+def _add_token_routes(
+    router: APIRouter, kind_of_route: type[ServerRoute], tokens: Tokens, *, with_info: bool
+) -> None:
     for path, convert, kind in (
         ("/tokenize", tokens.tokenize, TokenIds),
         ("/detokenize", tokens.detokenize, Text),
     ):
-        responses = answers(kind) | unknown
+        responses = answers(kind) | described(404)
         router.add_api_route(
             path,
             convert,
             methods=["POST"],
             response_model=None,
             responses=responses,
-            route_class_override=own,
+            route_class_override=kind_of_route,
         )
-    if options.tokenizer_info:
+    if with_info:
         router.add_api_route(
             "/tokenizer_info", tokens.info, response_model=None, responses=answers(TokenizerInfo)
         )
-    if options.admin_routes:
-        router.add_api_route("/reset_prefix_cache", served.reset_prefix_cache, methods=["POST"])
-    add_own_routes(router, options, keys, readiness, metrics)
-    if page is not None:
-        page.add_routes(router, route_class(options, keys), readiness, engine)
-    add_plugin_routes(router, engine, OpenAIApi(chat, completions, options), route_kind)
-    return router
 
 
 def add_own_routes(

@@ -55,12 +55,7 @@ class Responses:
         owner = client_of(request)
         own = body.own_messages()
         earlier = self._earlier(body.previous_response_id, owner)
-        if body.store and not self._store.is_on:
-            raise RequestError(
-                f"store true is supported only by a server that keeps responses{_STORE_HINT}",
-                "store",
-            )
-        keeps = self._store.is_on and body.store is not False
+        keeps = self._keeps(body)
 
         async def begin() -> ChatAnswer:
             try:
@@ -105,16 +100,7 @@ class Responses:
                 keep(output.failed(as_api_error(error)))
 
         if body.background:
-            try:
-                validated(self._chat.body, body.chat(earlier, own))
-            except RequestValidationError as error:
-                raise renamed(as_api_error(error), NAMES) from error
-            if not keeps:
-                message = (
-                    "background can only be used when `store` is true, and by a server that "
-                    "keeps responses"
-                )
-                raise RequestError(f"{message}{_STORE_HINT}", "background")
+            self._check_background(body.chat(earlier, own), keeps)
             self._background.start(output.id, make)
             keep(queued := output.state("queued"))
             return await answer(lambda: queued, is_large=False)
@@ -125,6 +111,28 @@ class Responses:
         return await answer(
             lambda: whole(choices), is_large=body.tells_logprobs or are_large(choices)
         )
+
+    def _keeps(self, body: ResponsesBody) -> bool:
+        """Whether the answer is kept. Raises RequestError where it cannot be, and is to be."""
+        if body.store and not self._store.is_on:
+            raise RequestError(
+                f"store true is supported only by a server that keeps responses{_STORE_HINT}",
+                "store",
+            )
+        return self._store.is_on and body.store is not False
+
+    def _check_background(self, chat: dict[str, Any], keeps: bool) -> None:
+        """Raises ApiError or RequestError for an answer that cannot be made in the background."""
+        try:
+            validated(self._chat.body, chat)
+        except RequestValidationError as error:
+            raise renamed(as_api_error(error), NAMES) from error
+        if not keeps:
+            message = (
+                "background can only be used when `store` is true, and by a server that keeps "
+                "responses"
+            )
+            raise RequestError(f"{message}{_STORE_HINT}", "background")
 
     async def get(self, response_id: str, request: Request) -> Response:
         """A response that is kept."""
