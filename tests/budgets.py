@@ -1,5 +1,5 @@
-"""The budgets that keep the project small: tokens of core, lines of a file, lines of a class,
-columns of a line.
+"""The budgets that keep the project small: tokens of core, tokens of a line of core, lines of a
+file, of a class and of a function, methods of a class, columns of a line.
 
 usage: python tests/budgets.py
 
@@ -23,10 +23,26 @@ SOURCES = ("core/src", "libs/*/src", "plugins/*/src", "contrib_*/*/src")
 
 CORE_TOKENS = 120_000
 """Tokens that core may have. Tokens, since a budget of lines pays for dense ones."""
+LINE_TOKENS = 8.5
+"""Tokens that a line of core may have, in the mean over all lines that have any."""
 FILE_LINES = 500
 """Lines that a file may have, whatever is on them."""
 CLASS_LINES = 400
 """Lines that a class may have, from its first to its last."""
+CLASS_METHODS = 20
+"""Public methods that a class may have; properties are none."""
+WIDE_CLASSES = {
+    "plugins/devkit/src/toolkit_lm_devkit": "a class of the conformance kit has a method a test",
+}
+"""By folder, why its classes may have more methods."""
+FUNCTION_LINES = 60
+"""Lines that a function may have: those of its body, without its signature and docstring."""
+LONG_FUNCTIONS = {
+    "contrib_backends/triton/src/toolkit_lm_triton/kernels": (
+        "a kernel of Triton is compiled as a whole, and keeps what it loads in registers"
+    ),
+}
+"""By folder, why its functions may be longer."""
 LINE_COLUMNS = 100
 """Characters that a line may have. Ruff counts those of Python."""
 LANGUAGES = frozenset({".c", ".h", ".js", ".css", ".html", ".svg", ".in"})
@@ -48,12 +64,18 @@ def main() -> int:
     for room, count in sorted(rooms.items()):
         print(f"{count:7,}  {room}")
     print(f"{rooms.total():7,}  tokens of core, of {CORE_TOKENS:,}")
+    density = rooms.total() / max(code_lines(CORE), 1)
+    print(f"{density:7.2f}  tokens of a line of core, of {LINE_TOKENS}")
     folders = [folder for pattern in SOURCES for folder in sorted(ROOT.glob(pattern))]
     problems = [
         problem for folder in folders for find in (oversized, wide) for problem in find(folder)
     ]
     if rooms.total() > CORE_TOKENS:
         problems.append(f"core has {rooms.total():,} tokens, and may have {CORE_TOKENS:,}")
+    if density > LINE_TOKENS:
+        problems.append(
+            f"a line of core has {density:.2f} tokens in the mean, and may have {LINE_TOKENS}"
+        )
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return bool(problems)
@@ -67,32 +89,79 @@ def tokens_of_rooms(package: Path) -> Counter[str]:
     return rooms
 
 
-def count_tokens(source: str) -> int:
-    """How many tokens of a module are code. Raises SyntaxError."""
-    docstrings = _docstring_lines(ast.parse(source))
+def code_lines(package: Path) -> int:
+    """How many lines of a package's modules hold code."""
     return sum(
-        token.type not in _NO_CODE
-        and not (token.type == tokenize.STRING and token.start[0] in docstrings)
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        len({token.start[0] for token in code_of(path.read_text(encoding="utf-8"))})
+        for path in package.rglob("*.py")
     )
 
 
+def count_tokens(source: str) -> int:
+    """How many tokens of a module are code. Raises SyntaxError."""
+    return sum(1 for _ in code_of(source))
+
+
+def code_of(source: str) -> Iterator[tokenize.TokenInfo]:
+    """The tokens of a module that are code. Raises SyntaxError."""
+    docstrings = _docstring_lines(ast.parse(source))
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        is_docstring = token.type == tokenize.STRING and token.start[0] in docstrings
+        if token.type not in _NO_CODE and not is_docstring:
+            yield token
+
+
 def oversized(folder: Path) -> Iterator[str]:
-    """The files and classes below a folder that are over their budget."""
+    """The files, classes and functions below a folder that are over their budget."""
     for path in sorted(folder.rglob("*.py")):
         source = path.read_text(encoding="utf-8")
-        name = _name(path)
+        name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
         if (length := len(source.splitlines())) > FILE_LINES:
             yield f"{name} has {length} lines, and may have {FILE_LINES}"
         for node in ast.walk(ast.parse(source)):
-            if (
-                isinstance(node, ast.ClassDef)
-                and (length := _last_line(node) - node.lineno + 1) > CLASS_LINES
-            ):
-                yield (
-                    f"{name}:{node.lineno}: class {node.name} has {length} lines, and may have "
-                    f"{CLASS_LINES}"
-                )
+            place = f"{name}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.ClassDef):
+                yield from _over_of_class(node, place)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = _lines_of_body(node)
+                if length > FUNCTION_LINES and not _is_in(place, LONG_FUNCTIONS):
+                    yield (
+                        f"{place}: the body of {node.name} has {length} lines, and may have "
+                        f"{FUNCTION_LINES}"
+                    )
+
+
+def _over_of_class(node: ast.ClassDef, place: str) -> Iterator[str]:
+    length = _last_line(node) - node.lineno + 1
+    if length > CLASS_LINES:
+        yield f"{place}: class {node.name} has {length} lines, and may have {CLASS_LINES}"
+    methods = [
+        one
+        for one in node.body
+        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
+        and one.name[0] != "_"
+        and not any(
+            "property" in ast.dump(by) or "setter" in ast.dump(by) for by in one.decorator_list
+        )
+    ]
+    if len(methods) > CLASS_METHODS and not _is_in(place, WIDE_CLASSES):
+        yield (
+            f"{place}: class {node.name} has {len(methods)} public methods, and may have "
+            f"{CLASS_METHODS}"
+        )
+
+
+def _lines_of_body(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """0 for a function that is but its docstring."""
+    first = node.body[0]
+    has_docstring = ast.get_docstring(node, clean=False) is not None
+    if has_docstring:
+        first = node.body[1] if len(node.body) > 1 else first
+    return _last_line(node) - first.lineno + 1
+
+
+def _is_in(place: str, folders: dict[str, str]) -> bool:
+    return any(place.startswith(f"{folder}/") for folder in folders)
 
 
 def wide(folder: Path) -> Iterator[str]:

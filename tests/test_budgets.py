@@ -12,6 +12,8 @@ spec = importlib.util.spec_from_file_location("budgets", Path(__file__).with_nam
 budgets = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(budgets)
 
+ROOT = Path(__file__).parents[1]
+
 MODULE = '''"""A module,
 
 in three lines."""
@@ -70,6 +72,9 @@ def budget(tmp_path, monkeypatch):
         "CORE_TOKENS": 30,
         "FILE_LINES": 8,
         "CLASS_LINES": 4,
+        "CLASS_METHODS": 2,
+        "FUNCTION_LINES": 3,
+        "LINE_TOKENS": 5.0,
     }.items():
         monkeypatch.setattr(budgets, name, value)
 
@@ -124,3 +129,41 @@ def test_a_core_over_its_budget_is_an_error(budget, capsys):
     assert budget("core/src/toolkit_lm/room/b.py", "x = 1\n" * 4) == 0
     assert budget("core/src/toolkit_lm/room/b.py", "x = 1\n" * 5) == 1
     assert capsys.readouterr().err == "error: core has 33 tokens, and may have 30\n"
+
+
+def test_a_function_over_its_budget_is_an_error(budget, capsys):
+    head = 'def long(\n    given,\n):\n    """What it does."""\n'
+    assert budget("plugins/one/src/one/a.py", head + "    x = 1\n" * 3) == 0
+    assert budget("plugins/one/src/one/a.py", head + "    x = 1\n" * 4) == 1
+    told = "plugins/one/src/one/a.py:1: the body of long has 4 lines, and may have 3"
+    assert capsys.readouterr().err == f"error: {told}\n"
+    kernels = "contrib_backends/triton/src/toolkit_lm_triton/kernels/a.py"
+    (budgets.ROOT / "plugins/one/src/one/a.py").unlink()
+    assert budget(kernels, head + "    x = 1\n" * 4) == 0
+
+
+def test_a_class_with_too_many_methods_is_an_error(budget, capsys, monkeypatch):
+    monkeypatch.setattr(budgets, "FILE_LINES", 80)
+    monkeypatch.setattr(budgets, "CLASS_LINES", 80)
+    two = "class A:\n    def a(self): ...\n    def b(self): ...\n    def _c(self): ...\n"
+    two += "    @property\n    def d(self): ...\n"
+    assert budget("plugins/one/src/one/a.py", two) == 0
+    assert budget("plugins/one/src/one/a.py", two + "    async def e(self): ...\n") == 1
+    told = "plugins/one/src/one/a.py:1: class A has 3 public methods, and may have 2"
+    assert capsys.readouterr().err == f"error: {told}\n"
+    (budgets.ROOT / "plugins/one/src/one/a.py").unlink()
+    kit = "plugins/devkit/src/toolkit_lm_devkit/a.py"
+    assert budget(kit, two + "    async def e(self): ...\n") == 0
+
+
+def test_a_dense_core_is_an_error(budget, capsys):
+    """Lines without code count for nothing."""
+    assert budget("core/src/toolkit_lm/a.py", '"""Text."""\n\n\nx = [1]\n') == 0
+    assert budget("core/src/toolkit_lm/a.py", '"""Text."""\n\n\nx = [1, 2]\n') == 1
+    told = "a line of core has 7.00 tokens in the mean, and may have 5.0"
+    assert capsys.readouterr().err == f"error: {told}\n"
+
+
+def test_exceptions_are_of_folders_that_exist():
+    for folder in (*budgets.WIDE_CLASSES, *budgets.LONG_FUNCTIONS):
+        assert (ROOT / folder).is_dir()
