@@ -44,7 +44,7 @@ class Ours:
         return taken
 
     def stop(self) -> None:
-        self.llm.shutdown()
+        self.llm.close()
 
 
 class Ratio(NamedTuple):

@@ -401,7 +401,7 @@ class TestEnds:
             engine.engine.client.core.executor.runner.execute = slow
             tasks = [asyncio.create_task(ask(engine, "abc", LONG)) for _ in range(3)]
             await asyncio.sleep(0.3)
-            closing = [asyncio.ensure_future(engine.shutdown()) for _ in range(2)]
+            closing = [asyncio.ensure_future(engine.aclose()) for _ in range(2)]
             tasks += [asyncio.create_task(ask(engine, "abc", LONG)) for _ in range(3)]
             results = await asyncio.gather(*tasks, return_exceptions=True)
             assert all(isinstance(r, EngineDeadError) and "shut down" in str(r) for r in results)

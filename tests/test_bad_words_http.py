@@ -34,7 +34,7 @@ def ask():
         return asyncio.run(send())
 
     yield sent
-    engine.shutdown()
+    engine.close()
 
 
 @pytest.mark.parametrize("word", ["Paris", " Paris", "capital", "France is"])

@@ -112,7 +112,7 @@ class TestWherever:
                 "async for output in llm.generate('Once', SamplingParams(max_tokens=8, "
                 "temperature=0, ignore_eos=True)): last = output"
             ),
-            "count = len(last.outputs[0].token_ids)\nawait llm.shutdown()",
+            "count = len(last.outputs[0].token_ids)\nawait llm.aclose()",
         ]
         names = {"SMALL": SMALL}
 
@@ -142,7 +142,7 @@ class TestWherever:
                         await asyncio.gather(ask(one), ask(two), ask(one), ask(two))
                         == [expected] * 4
                     )
-                    await one.shutdown()
+                    await one.aclose()
                     assert await ask(two) == expected
 
         asyncio.run(body())
@@ -160,7 +160,7 @@ class TestWherever:
             await waiting
             assert ticks > 10 and llm.health().status == "ready"
             assert len(await ask(llm)) == 8
-            await llm.shutdown()
+            await llm.aclose()
 
         asyncio.run(body())
 
@@ -263,7 +263,7 @@ class TestForks:
             self.check(lambda: llm.generate("Once", GREEDY, use_tqdm=False))
             self.check(lambda: llm.reset_prefix_cache())
             # A child that leaves the block ends nothing but itself.
-            assert in_a_fork(llm.shutdown) == "None"
+            assert in_a_fork(llm.close) == "None"
             assert llm.generate("Once", GREEDY, use_tqdm=False)[0].outputs == expected[0].outputs
 
     @KINDS
@@ -288,7 +288,7 @@ class TestForks:
     def test_a_fork_while_the_engine_starts(self):
         with LLMEngine(VllmConfig.make(**SMALL, engine_process=True), wait=False) as engine:
             self.check(lambda: engine.wait_ready())
-            assert in_a_fork(engine.shutdown) == "None"
+            assert in_a_fork(engine.close) == "None"
             assert engine.wait_ready()
 
     def test_an_engine_that_is_made_in_the_child_works(self):
@@ -313,9 +313,9 @@ class TestEnds:
             await llm.wait_ready()
             await asyncio.sleep(0.05)
             start = time.monotonic()
-            await llm.shutdown()
+            await llm.aclose()
             assert time.monotonic() - start < 8
-            await llm.shutdown()
+            await llm.aclose()
             llm.close()
             answers = await asyncio.gather(*tasks, return_exceptions=True)
             assert isinstance(answers[-1], Exception)

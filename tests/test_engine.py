@@ -515,9 +515,9 @@ class TestBadStart:
             def toolkit_register_attention_backends(self, backends):
                 backends.add("flashy", "no_such_module:Backend", priority=9)
 
-        LLM(folder, plugins=[Broken()], attention_backend="sdpa", **SMALL).shutdown()
+        LLM(folder, plugins=[Broken()], attention_backend="sdpa", **SMALL).close()
         with pytest.warns(PluginWarning, match="flashy"):
-            LLM(folder, plugins=[Broken()], **SMALL).shutdown()
+            LLM(folder, plugins=[Broken()], **SMALL).close()
         with pytest.raises(PluginError, match="flashy"):
             LLM(folder, plugins=[Broken()], attention_backend="flashy", **SMALL)
 
@@ -539,7 +539,7 @@ class TestBadStart:
 
     def test_use_after_shutdown(self, folder):
         llm = LLM(folder, **SMALL)
-        llm.shutdown()
+        llm.close()
         with pytest.raises(EngineDeadError, match="shut down"):
             llm.generate("abc", GREEDY, use_tqdm=False)
 

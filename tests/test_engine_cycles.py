@@ -15,7 +15,7 @@ found = []
 for _ in range(7):
     llm = LLM(model="tiny")
     llm.generate(["The capital of Italy is"], SamplingParams(max_tokens=4), use_tqdm=False)
-    llm.shutdown()
+    llm.close()
     del llm
     gc.collect()
     _trim()(0)

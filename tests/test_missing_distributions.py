@@ -4,6 +4,9 @@ it, wherever it is missed."""
 from __future__ import annotations
 
 import importlib.util
+import runpy
+import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -140,3 +143,16 @@ def test_a_name_of_the_package_that_is_missing_is_named(without, monkeypatch):
     assert not hasattr(toolkit_lm, "EngineArgs")
     assert getattr(toolkit_lm, "EngineArgs", None) is None
     assert not hasattr(toolkit_lm, "NobodyHasIt")
+
+
+def test_the_package_runs_as_the_command(without, monkeypatch):
+    """`python -m toolkit_lm` is `toolkit`, or says how to get it."""
+    monkeypatch.setattr(sys, "argv", ["toolkit", "no-such-command"])
+    with pytest.raises(SystemExit) as exit:
+        runpy.run_module("toolkit_lm", run_name="__main__")
+    assert exit.value.code == 2
+    without("toolkit-lm-cli")
+    others = [EntryPoint("toolkit", "some_other:main", "console_scripts")]
+    monkeypatch.setattr(toolkit_lm.metadata, "entry_points", lambda **wanted: others)
+    with pytest.raises(SystemExit, match="pip install toolkit-lm-cli"):
+        runpy.run_module("toolkit_lm", run_name="__main__")

@@ -264,7 +264,7 @@ class TestStart:
             with pytest.raises(EngineDeadError, match="one sequence of max_model_len"):
                 await asked
             assert llm.health().status == "dead" and isinstance(llm.error, CapacityError)
-            await llm.shutdown()
+            await llm.aclose()
 
         asyncio.run(body())
 
@@ -508,7 +508,7 @@ class TestKills:
                 phase in ("serving", "starting") or phase in llm.health().reason
             )
             await llm.abort("any")
-            await llm.shutdown()
+            await llm.aclose()
 
         asyncio.run(asyncio.wait_for(body(), 60))
         wait_until_gone(client.process.pid)

@@ -177,7 +177,7 @@ async def test_adapters_of_async_llm_and_over_http(folder, expected):
                     assert answer["choices"][0]["token_ids"] == expected[name, tail], (name, tail)
                     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 48
     finally:
-        await llm.shutdown()
+        await llm.aclose()
 
 
 def test_each_field_of_a_plugin_is_in_the_keys_unless_its_plugin_promises():

@@ -1,6 +1,6 @@
 import asyncio
 
-from toolkit_lm import AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams
+from toolkit_lm_vllm_names import AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams
 
 
 async def stream_response(engine: AsyncLLM, prompt: str, request_id: str) -> None:

@@ -1,4 +1,4 @@
-from toolkit_lm import LLM, SamplingParams
+from toolkit_lm_vllm_names import LLM, SamplingParams
 
 prompts = ["My favourite animal is", "Once upon a time", "The sea was", "She opened the door and"]
 sampling_params = SamplingParams(temperature=0.8, top_p=0.95)

@@ -1,4 +1,4 @@
-from toolkit_lm import LLM, EngineArgs, FlexibleArgumentParser, RequestOutput
+from toolkit_lm_vllm_names import LLM, EngineArgs, FlexibleArgumentParser, RequestOutput
 
 
 def create_parser():

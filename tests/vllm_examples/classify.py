@@ -1,6 +1,6 @@
 from argparse import Namespace
 
-from toolkit_lm import LLM, EngineArgs, FlexibleArgumentParser
+from toolkit_lm_vllm_names import LLM, EngineArgs, FlexibleArgumentParser
 
 
 def parse_args():

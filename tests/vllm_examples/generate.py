@@ -1,4 +1,4 @@
-from toolkit_lm import LLM, EngineArgs, FlexibleArgumentParser
+from toolkit_lm_vllm_names import LLM, EngineArgs, FlexibleArgumentParser
 
 
 def create_parser():

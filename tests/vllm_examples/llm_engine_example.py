@@ -1,6 +1,12 @@
 import argparse
 
-from toolkit_lm import EngineArgs, FlexibleArgumentParser, LLMEngine, RequestOutput, SamplingParams
+from toolkit_lm_vllm_names import (
+    EngineArgs,
+    FlexibleArgumentParser,
+    LLMEngine,
+    RequestOutput,
+    SamplingParams,
+)
 
 
 def create_test_prompts() -> list[tuple[str, SamplingParams]]:

@@ -1,4 +1,4 @@
-from toolkit_lm import LLM, SamplingParams
+from toolkit_lm_vllm_names import LLM, SamplingParams
 
 prefix = (
     "There was a school at the edge of the forest, and its teacher knew the name of each bird. "

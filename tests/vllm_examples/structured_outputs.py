@@ -1,7 +1,7 @@
 from enum import StrEnum
 
 from pydantic import BaseModel
-from toolkit_lm import LLM, SamplingParams, StructuredOutputsParams
+from toolkit_lm_vllm_names import LLM, SamplingParams, StructuredOutputsParams
 
 MAX_TOKENS = 50
 

@@ -10,12 +10,12 @@ from importlib import metadata
 import lazy_loader
 
 # The names, and the modules that define them, stand in __init__.pyi.
-_own, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_own, _, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def __getattr__(name: str) -> object:
     """Own names, and those that distributions add by their entry points: `EngineArgs =
-    "package:EngineArgs"` in "toolkit_lm.names"."""
+    "package:EngineArgs"` in "toolkit_lm.names". Type checkers know the own ones alone."""
     try:
         return _own(name)
     except AttributeError:
@@ -29,6 +29,10 @@ def __getattr__(name: str) -> object:
         raise (ImportError if imports else AttributeError)(
             f"cannot import {name!r} from 'toolkit_lm'. {way}"
         ) from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *metadata.entry_points(group="toolkit_lm.names").names})
 
 
 def _way_to_get(name: str) -> str:

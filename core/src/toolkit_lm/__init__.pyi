@@ -1,5 +1,3 @@
-import typing
-
 from ._version import __version__ as __version__
 from .config import VllmConfig as VllmConfig
 from .frontend import LLM as LLM, AsyncLLM as AsyncLLM, LLMEngine as LLMEngine
@@ -21,6 +19,3 @@ from .prompts import (
     TextPrompt as TextPrompt,
     TokensPrompt as TokensPrompt,
 )
-
-# Those that distributions add by their entry points, such as AsyncLLM.
-def __getattr__(name: str) -> typing.Any: ...

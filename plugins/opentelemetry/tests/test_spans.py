@@ -312,7 +312,7 @@ def test_an_engine_that_ends_before_its_requests(traced):
     with engine_of(traced) as engine:
         engine.add_request("1", "Once", SamplingParams(max_tokens=100, ignore_eos=True))
         engine.step()
-    engine.shutdown()
+    engine.close()
     (span,) = traced.spans
     assert span.status.status_code is StatusCode.ERROR
     assert "the engine ended" in span.status.description

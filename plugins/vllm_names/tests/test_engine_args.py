@@ -5,19 +5,21 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 import toolkit_lm
-from toolkit_lm import (
+from toolkit_lm.errors import ConfigError
+from toolkit_lm_vllm_names import (
     LLM,
     AsyncEngineArgs,
+    AsyncLLM,
     BeamSearchParams,
     EngineArgs,
     FlexibleArgumentParser,
     LLMEngine,
     SamplingParams,
 )
-from toolkit_lm.errors import ConfigError
 from toolkit_lm_vllm_names.table import TABLE
 
 
@@ -97,11 +99,18 @@ def test_the_environment_gives_what_is_not_given(monkeypatch):
 def test_engines():
     with LLMEngine.from_engine_args(EngineArgs("tiny", max_model_len=64)) as engine:
         assert engine.config.max_model_len == 64
-    assert issubclass(AsyncEngineArgs, EngineArgs)
+    args = AsyncEngineArgs("tiny", max_model_len=64, engine_process=False)
+    with closing(AsyncLLM.from_engine_args(args)) as engine:
+        assert engine.config.max_model_len == 64
+        engine.shutdown()
+        assert engine.health().status == "closed"
+    for face in (toolkit_lm.LLM, toolkit_lm.LLMEngine, toolkit_lm.AsyncLLM):
+        assert not {"beam_search", "from_engine_args", "shutdown"} & {*dir(face)}
 
 
 def test_names_of_other_distributions_are_names_of_the_package():
-    assert toolkit_lm.EngineArgs is EngineArgs and toolkit_lm.AsyncLLMEngine is toolkit_lm.AsyncLLM
+    assert toolkit_lm.EngineArgs is EngineArgs and toolkit_lm.AsyncLLMEngine is AsyncLLM
+    assert issubclass(AsyncLLM, toolkit_lm.AsyncLLM) and "EngineArgs" in dir(toolkit_lm)
     assert toolkit_lm.ScoringRequestOutput is toolkit_lm.PoolingRequestOutput
     with pytest.raises(AttributeError, match="nobody_has_it"):
         _ = toolkit_lm.nobody_has_it

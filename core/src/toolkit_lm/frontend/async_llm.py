@@ -64,7 +64,7 @@ class AsyncLLM:
 
         `wait=False` returns while an engine process loads: `wait_ready` waits for it, and so do
         requests. With `engine_process` False the model is loaded here, in the calling thread, and
-        held until `shutdown` or `close`. `process`: as LLMEngine's.
+        held until `close`. `process`: as LLMEngine's.
         """
         if config.engine.engine_process is None:
             config = config.replace(engine_process=True)
@@ -82,11 +82,6 @@ class AsyncLLM:
             except BaseException:
                 self.close()
                 raise
-
-    @classmethod
-    def from_engine_args(cls, engine_args: Any) -> AsyncLLM:
-        """As LLMEngine's."""
-        return cls(engine_args.create_engine_config())
 
     @property
     def config(self) -> VllmConfig:
@@ -291,25 +286,25 @@ class AsyncLLM:
         if not self._thread.put(self.engine.reset_prefix_cache):
             raise self._thread.why()
 
-    def shutdown(self) -> Awaitable[None]:
-        """Ends the engine and releases its memory; requests under way end with EngineDeadError.
-        Safe to call twice.
+    def close(self) -> None:
+        """Ends the engine and releases its memory; requests under way end with EngineDeadError. It
+        cannot be used after that. Safe to call twice.
 
-        It does not wait for that: await what it returns.
+        It waits for that: in an event loop, `aclose` leaves others their turn.
         """
         self._thread.stop()
-        return self._thread
-
-    def close(self) -> None:
-        """As `shutdown`, for callers without an event loop. It waits."""
-        self._thread.stop()
         self._thread.join()
+
+    async def aclose(self) -> None:
+        """As `close`, awaited."""
+        self._thread.stop()
+        await self._thread
 
     async def __aenter__(self) -> AsyncLLM:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self.shutdown()
+        await self.aclose()
 
     async def _single(
         self,

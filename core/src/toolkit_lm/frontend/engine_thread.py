@@ -230,7 +230,7 @@ class EngineThread:
         if not self.ready.done():
             self.ready.set_exception(self.error or self.why())
         self.engine.on_lost = None
-        self.engine.shutdown()
+        self.engine.close()
 
     def _take_commands(self) -> bool:
         """Runs what callers asked for. False: stop."""

@@ -180,19 +180,6 @@ class LLM(PoolingMixin):
         `generation_config`."""
         return self.engine.processor.default_params.replace()
 
-    def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: Any, **options: Any
-    ) -> list[Any]:
-        """The likeliest sequences of each prompt. `options` are those of `generate`.
-
-        `params` have `sampling_params()`, and a method `result` that gives what is returned for a
-        RequestOutput.
-        """
-        return [
-            params.result(output)
-            for output in self.generate(prompts, params.sampling_params(), **options)
-        ]
-
     def get_tokenizer(self) -> Any:
         """The renderer's tokenizer. Raises UnsupportedError where it has none to give."""
         return self.engine.renderer.get_tokenizer()
@@ -248,15 +235,16 @@ class LLM(PoolingMixin):
         with self._lock:
             self.engine.reset_prefix_cache()
 
-    def shutdown(self) -> None:
-        """Releases the model and its memory."""
-        self.engine.shutdown()
+    def close(self) -> None:
+        """Ends the engine and releases its memory. It cannot be used after that. Safe to call
+        twice."""
+        self.engine.close()
 
     def __enter__(self) -> LLM:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.shutdown()
+        self.close()
 
 
 def _salts(given: str | Sequence[str | None] | None, count: int) -> list[Any]:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Unpack
+from typing import Unpack
 from weakref import WeakKeyDictionary
 
 from toolkit_lm.config import VllmConfig
@@ -107,7 +107,7 @@ class LLMEngine:
             if wait:
                 self.wait_ready()
         except BaseException:
-            self.shutdown()
+            self.close()
             raise
 
     def _started(self, process: EngineProcess | None = None) -> EngineClient:
@@ -118,12 +118,6 @@ class LLMEngine:
         except BaseException:
             self.plugins.close()
             raise
-
-    @classmethod
-    def from_engine_args(cls, engine_args: Any) -> LLMEngine:
-        """An engine of options in other names than ours: of what `create_engine_config()` gives.
-        Raises ConfigError."""
-        return cls(engine_args.create_engine_config())
 
     def wait_ready(self, timeout: float | None = None) -> bool:
         """Waits until the engine has loaded and warmed up. Raises what kept it from starting.
@@ -175,7 +169,7 @@ class LLMEngine:
 
     def submit(self, prepared: PreparedRequest) -> AnyState:
         """Queues a prepared request. Raises RequestError where its id is in use, EngineDeadError
-        after `shutdown`."""
+        after `close`."""
         [state] = self.submit_batch([prepared])
         return state
 
@@ -366,8 +360,9 @@ class LLMEngine:
         if self.queue is not None:
             self.queue.discard(request_id)
 
-    def shutdown(self) -> None:
-        """Ends the engine and releases its memory. It cannot be used after that."""
+    def close(self) -> None:
+        """Ends the engine and releases its memory. It cannot be used after that. Safe to call
+        twice."""
         closed, self._closed = self._closed, True
         try:
             if not closed:
@@ -386,4 +381,4 @@ class LLMEngine:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.shutdown()
+        self.close()

@@ -81,5 +81,5 @@ def main(begun: float) -> None:
         {"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=1, temperature=0), use_tqdm=False
     )
     clock.end("first token")
-    llm.shutdown()
+    llm.close()
     print(json.dumps(clock.phases))

@@ -132,7 +132,7 @@ def embed(
             try:
                 failed = _run(engine, _lines(path, field or "text"), num_lines, how, file)
             finally:
-                engine.shutdown()
+                engine.close()
     if failed:
         typer.echo(f"error: {failed} of {num_lines} lines could not be embedded.", err=True)
         raise typer.Exit(1)

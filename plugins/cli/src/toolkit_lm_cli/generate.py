@@ -64,7 +64,7 @@ def generate(
         try:
             failed = _run(engine, lines, flags, _Writer(file))
         finally:
-            engine.shutdown()
+            engine.close()
     if failed:
         typer.echo(
             f'error: {failed} of {len(lines)} prompts failed: see their "error" in {str(out)!r}',

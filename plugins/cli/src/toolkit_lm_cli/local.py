@@ -70,7 +70,7 @@ class LocalTalker:
         return self._texts()
 
     def close(self) -> None:
-        self._engine.shutdown()
+        self._engine.close()
 
     def _next_id(self) -> str:
         self._count += 1

@@ -1,8 +1,18 @@
-"""vLLM's names: of options, flags and classes. This entry module only registers them; each is
-imported when it is used."""
+"""vLLM's names: of options, flags and classes. A script of vLLM's imports from here what it
+imported from vllm:
 
+    from toolkit_lm_vllm_names import LLM, EngineArgs, SamplingParams
+
+This entry module only registers them; each is imported when it is used.
+"""
+
+import lazy_loader
 from toolkit_lm.plugin import OptionNamesRegistry, hookimpl
 from toolkit_lm_cli import CommandRegistry, FlagNamesRegistry
+
+# The names, and the modules that define them, stand in __init__.pyi. `dir()` does not list them:
+# the loader of plugins looks at all that it lists in an entry module.
+__getattr__, _, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 @hookimpl
