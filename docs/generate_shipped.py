@@ -10,7 +10,9 @@ import json
 from importlib import metadata
 from pathlib import Path
 
-from toolkit_lm.plugin import AUTHOR, CORE_DISTRIBUTION, PARAMETER, Plugins, by_hook
+from toolkit_lm.plugin import CORE_DISTRIBUTION, Plugins, by_hook
+from toolkit_lm.plugin.discovery import AUTHOR
+from toolkit_lm.plugin.shipped import PARAMETER
 
 FILE = Path(__file__).parents[1] / "core" / "src" / "toolkit_lm" / "plugin" / "shipped.json"
 

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from itertools import count
-from typing import Any, TypeVar, Unpack, cast
+from typing import Any, TypeVar, Unpack
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import PoolingTask, Task
@@ -18,13 +18,13 @@ from toolkit_lm.frontend.engine_thread import EngineThread
 from toolkit_lm.frontend.health import Health
 from toolkit_lm.frontend.listener import Batch, Listener, Stream
 from toolkit_lm.frontend.llm_engine import LLMEngine
+from toolkit_lm.frontend.pooling_mixin import prepared_for_pooling
 from toolkit_lm.frontend.preparation import Preparation
 from toolkit_lm.outputs import PoolingRequestOutput, RequestOutput
 from toolkit_lm.params import RequestOutputKind, SamplingParams
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import TextOptions
 from toolkit_lm.pooling_params import PoolingParams
-from toolkit_lm.processing.pooling_requests import all_prepared, params_of_each
 from toolkit_lm.processing.processor import Processor
 from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
 from toolkit_lm.prompts import Conversation, Prompt, TextPair, listed
@@ -239,27 +239,15 @@ class AsyncLLM:
         """
         many = listed(prompts)
         ids = [self._new_id() for _ in many] if request_ids is None else list(request_ids)
-        called = [f"prompt {index}" for index in range(len(ids))] if names is None else names
-        rest: dict[str, Any] = {**options}
-        for name in rest.keys() - EncodeOptions.__annotations__.keys():
-            if rest[name] is not None:
+        given: dict[str, Any] = {**options, "names": names}
+        for name in options.keys() - EncodeOptions.__annotations__.keys():
+            if given[name] is not None:
                 raise RequestError(
                     f"unknown option {name!r}. {nearest(name, EncodeOptions.__annotations__)}", name
                 )
-        task = rest.pop("pooling_task", None)
-        of_texts = {
-            name: rest.pop(name) for name in TextOptions.__annotations__.keys() & rest.keys()
-        }
 
         def prepare() -> list[PreparedRequest]:
-            each = params_of_each(pooling_params, task, len(many), self.tasks)
-            prepared = self.processor.prepare_pooling_batch(
-                ids, many, each, cast(RequestOptions, rest), **of_texts
-            )
-            # Sequences of equal length that meet in a step are computed together.
-            return sorted(
-                all_prepared(prepared, called), key=lambda one: len(one.message.prompt_token_ids)
-            )
+            return prepared_for_pooling(self.processor, ids, many, pooling_params, given)
 
         if not many and not ids:
             return []

@@ -12,9 +12,10 @@ from toolkit_lm.config.tasks import PoolingTask
 from toolkit_lm.errors import RequestError, nearest
 from toolkit_lm.frontend.llm_engine import LLMEngine
 from toolkit_lm.outputs import PoolingRequestOutput, RerankResult
-from toolkit_lm.pooling import Scoring
+from toolkit_lm.pooling import Scoring, TextOptions
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.processing.pooling_requests import all_prepared, params_of_each
+from toolkit_lm.processing.processor import Processor
 from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
 from toolkit_lm.prompts import Prompt, TextPair, listed
 
@@ -72,25 +73,17 @@ class PoolingMixin(ABC):
         """
         check_names(self.encode, options, EncodeOptions.__annotations__)
         many = listed(prompts)
-        prepared = self.engine.processor.prepare_pooling_batch(
-            [self._next_id() for _ in many],
+        ids = [self._next_id() for _ in many]
+        prepared = prepared_for_pooling(
+            self.engine.processor,
+            ids,
             many,
-            params_of_each(pooling_params, pooling_task, len(many), self.engine.tasks),
-            RequestOptions(cache_salt=options.get("cache_salt")),
-            prompt_name=options.get("prompt_name"),
-            truncate_prompt_tokens=options.get("truncate_prompt_tokens"),
-            instruction=options.get("instruction"),
+            pooling_params,
+            {**options, "pooling_task": pooling_task},
         )
-        ready = all_prepared(
-            prepared, options.get("names") or [f"prompt {index}" for index in range(len(many))]
-        )
-        # Sequences of equal length that meet in a step are computed together.
-        order = sorted(range(len(ready)), key=lambda i: len(ready[i].message.prompt_token_ids))
-        outputs = self._run(
-            [ready[i] for i in order], options.get("use_tqdm", True), options.get("progress")
-        )
-        by_place = dict(zip(order, outputs, strict=True))
-        return [by_place[i] for i in range(len(ready))]
+        outputs = self._run(prepared, options.get("use_tqdm", True), options.get("progress"))
+        found = {output.request_id: output for output in outputs}
+        return [found[request_id] for request_id in ids]
 
     def embed(
         self, prompts: Prompts, pooling_params: Params = None, **options: Unpack[EncodeOptions]
@@ -185,6 +178,31 @@ class PoolingMixin(ABC):
     def _run(
         self, prepared: list[PreparedRequest], use_tqdm: bool, progress: Progress | None
     ) -> list[Any]: ...
+
+
+def prepared_for_pooling(
+    processor: Processor,
+    request_ids: Sequence[str],
+    prompts: Sequence[Prompt | TextPair],
+    params: Params,
+    options: Mapping[str, Any],
+) -> list[PreparedRequest]:
+    """Requests in the order in which they are best computed. `options`: those of `encode`, with
+    "pooling_task".
+
+    Raises RequestError for the first bad prompt.
+    """
+
+    def of(kind: type) -> Any:
+        return {name: options[name] for name in kind.__annotations__.keys() & options.keys()}
+
+    each = params_of_each(params, options.get("pooling_task"), len(prompts), processor.tasks)
+    prepared = processor.prepare_pooling_batch(
+        request_ids, prompts, each, of(RequestOptions), **of(TextOptions)
+    )
+    names = options.get("names") or [f"prompt {index}" for index in range(len(prepared))]
+    # Sequences of equal length that meet in a step are computed together.
+    return sorted(all_prepared(prepared, names), key=lambda one: len(one.message.prompt_token_ids))
 
 
 def check_names(
