@@ -14,7 +14,7 @@ import pytest
 import yaml
 from toolkit_lm.config import VllmConfig, options_of
 from toolkit_lm.plugin import Plugins
-from toolkit_lm_cli import CommandRegistry
+from toolkit_lm_commands import CommandRegistry
 from toolkit_lm_executor_mp.network import KEY_VARIABLE
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.request_log import POLLS

@@ -28,10 +28,10 @@ from toolkit_lm_bench.options import (
     SamplingOptions as BenchSamplingOptions,
     TargetOptions,
 )
-from toolkit_lm_cli import CommandRegistry
 from toolkit_lm_cli.converse import ClientOptions
 from toolkit_lm_cli.explanation import explain
 from toolkit_lm_cli.sampling import sampling_flags
+from toolkit_lm_commands import CommandRegistry
 from toolkit_lm_server.batch.command import BatchOptions
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_vllm_names.table import TABLE
@@ -179,7 +179,7 @@ def test_bench_examples_run(block, request, tmp_path):
 
 
 def test_yaml_examples_are_config_files(tmp_path):
-    from toolkit_lm_cli.config_file import merge_options
+    from toolkit_lm_commands.config_file import merge_options
 
     options = [*VllmConfig.options(), *options_of(ServerOptions)]
     examples = [block.text for page in GUIDES for block in blocks(page) if block.language == "yaml"]

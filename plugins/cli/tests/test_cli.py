@@ -34,7 +34,7 @@ def test_the_commands_of_other_plugins_work_without_the_plugin_cli(toolkit, tmp_
 def test_the_entry_module_imports_no_parser():
     code = (
         "import sys, toolkit_lm_cli\nprint({'typer', 'rich', 'toolkit_lm_cli.app', "
-        "'toolkit_lm_cli.options'} & set(sys.modules))"
+        "'toolkit_lm_commands.options'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

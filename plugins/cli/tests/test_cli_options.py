@@ -16,10 +16,10 @@ from toolkit_lm.errors import ConfigError, RequestError
 from toolkit_lm.param_spec import ProcessorParams, param
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins, hookimpl
-from toolkit_lm_cli import engine_command
 from toolkit_lm_cli.app import LazyGroup
 from toolkit_lm_cli.prescan import plugins_config
 from toolkit_lm_cli.sampling import SamplingFlags
+from toolkit_lm_commands import engine_command
 
 
 class PortOptions(Struct, frozen=True, kw_only=True):

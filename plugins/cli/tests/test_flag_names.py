@@ -6,8 +6,8 @@ import sys
 import types
 
 from toolkit_lm.plugin import Plugins, hookimpl
-from toolkit_lm_cli import FlagNamesRegistry
 from toolkit_lm_cli.app import run
+from toolkit_lm_commands import FlagNamesRegistry
 
 seen = []
 

@@ -18,7 +18,10 @@ def test_a_whole_distribution(toolkit, tmp_path, kind):
     assert f"cd {home}" in done.out
     project = tomllib.loads((home / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["toolkit_lm"] == {"my-thing": "toolkit_lm_my_thing"}
-    others = {Kind.COMMAND: ["toolkit-lm-cli"], Kind.MODEL: ["toolkit-lm-rotary"]}
+    others = {
+        Kind.COMMAND: ["toolkit-lm-cli", "toolkit-lm-commands"],
+        Kind.MODEL: ["toolkit-lm-rotary"],
+    }
     wanted = ["toolkit-lm-core", *others.get(kind, [])]
     assert [
         dependency.partition(f">={API_VERSION},<")[0] for dependency in project["dependencies"]

@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 from toolkit_lm.plugin import ModelRegistry, hookimpl
-from toolkit_lm_cli import CommandRegistry
+from toolkit_lm_commands import CommandRegistry
 
 
 class Options(Struct):

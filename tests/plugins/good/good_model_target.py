@@ -2,7 +2,7 @@
 
 from toolkit_lm.config import PluginsConfig
 from toolkit_lm.plugin import Plugins
-from toolkit_lm_cli import engine_command
+from toolkit_lm_commands import engine_command
 
 
 class GoodForCausalLM:

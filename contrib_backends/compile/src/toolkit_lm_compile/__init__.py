@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from toolkit_lm.plugin import CompilerRegistry, hookimpl
 
 if TYPE_CHECKING:
-    from toolkit_lm_cli import CommandRegistry
+    from toolkit_lm_commands import CommandRegistry
 
 
 @hookimpl

@@ -13,7 +13,7 @@ from rich.table import Table
 from toolkit_lm.config import PluginsConfig, VllmConfig
 from toolkit_lm.errors import ConfigError, nearest
 from toolkit_lm.plugin import Plugins
-from toolkit_lm_cli import engine_command
+from toolkit_lm_commands import engine_command
 
 from toolkit_lm_compile.archive import read_archive, write_archive
 from toolkit_lm_compile.store import DamagedError, Entry, Manifest, default_root, open_root

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from toolkit_lm.plugin import ExecutorRegistry, hookimpl
 
 if TYPE_CHECKING:
-    from toolkit_lm_cli import CommandRegistry
+    from toolkit_lm_commands import CommandRegistry
 
 
 @hookimpl

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from toolkit_lm.config import NodeConfig
-from toolkit_lm_cli import engine_command
+from toolkit_lm_commands import engine_command
 
 if TYPE_CHECKING:
     from toolkit_lm_executor_mp.wire import Welcome

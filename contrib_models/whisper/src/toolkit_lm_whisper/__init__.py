@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from toolkit_lm.param_spec import ProcessorParams
 from toolkit_lm.plugin import LogitsProcessorRegistry, ModelRegistry, hookimpl
-from toolkit_lm_cli import CommandRegistry
+from toolkit_lm_commands import CommandRegistry
 
 if TYPE_CHECKING:
     from fastapi import APIRouter

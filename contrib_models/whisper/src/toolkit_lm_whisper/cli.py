@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ConfigError, RequestError
 from toolkit_lm.plugin import Plugins
-from toolkit_lm_cli.options import engine_command
+from toolkit_lm_commands.options import engine_command
 
 from toolkit_lm_whisper.features import LogMel
 from toolkit_lm_whisper.recordings import read_recording

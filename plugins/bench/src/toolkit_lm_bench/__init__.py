@@ -1,7 +1,7 @@
 """Measurements: the commands `toolkit bench ...`."""
 
 from toolkit_lm.plugin import hookimpl
-from toolkit_lm_cli import CommandRegistry
+from toolkit_lm_commands import CommandRegistry
 
 
 @hookimpl(optionalhook=True)

@@ -10,7 +10,7 @@ import typer
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ConfigError, nearest
 from toolkit_lm.plugin import Plugins
-from toolkit_lm_cli import engine_command
+from toolkit_lm_commands import engine_command
 
 from toolkit_lm_bench.options import (
     DatasetOptions,

@@ -57,7 +57,7 @@ def main(begun: float) -> None:
     from toolkit_lm.config import VllmConfig
     from toolkit_lm.engine import no_garbage_collection
     from toolkit_lm.plugin import Plugins
-    from toolkit_lm_cli.config_file import read_file
+    from toolkit_lm_commands.config_file import read_file
 
     config = VllmConfig.make(**read_file(options))
     plugins = Plugins.load(config.plugins)

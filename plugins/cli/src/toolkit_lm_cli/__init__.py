@@ -1,14 +1,8 @@
 """The command line: `toolkit`, and the commands that run a model, or tell what would run it and
 what is installed.
 
-Other commands come from other plugins. Each is imported when it is invoked. A command that needs a
-config is made by `engine_command`:
-
-    from toolkit_lm_cli import engine_command
-
-    @engine_command()
-    def measure(config: VllmConfig, plugins: Plugins, repeat: int = 3) -> None:
-        ...
+Other commands come from other plugins. Each is imported when it is invoked. The library
+`toolkit_lm_commands` has what they are made with.
 
 The names are resolved when they are used: importing this package imports no parser.
 """
@@ -17,9 +11,9 @@ from types import ModuleType
 
 import lazy_loader
 from toolkit_lm.plugin import hookimpl
+from toolkit_lm_commands.registry import CommandRegistry
 
 from toolkit_lm_cli import hookspecs
-from toolkit_lm_cli.registry import CommandRegistry
 
 # The names, and the modules that define them, stand in __init__.pyi. `dir()` does not list them:
 # the loader of plugins looks at all that it lists in an entry module, which this module is too.

@@ -1,13 +1,2 @@
 from .app import run as run
 from .early import early_process as early_process, main as main
-from .options import (
-    CommandFlags as CommandFlags,
-    command_parameter as command_parameter,
-    engine_command as engine_command,
-    flag_help as flag_help,
-)
-from .registry import (
-    CommandEntry as CommandEntry,
-    CommandRegistry as CommandRegistry,
-    FlagNamesRegistry as FlagNamesRegistry,
-)

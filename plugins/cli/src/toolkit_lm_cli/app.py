@@ -14,12 +14,12 @@ from toolkit_lm import __version__
 from toolkit_lm.config import PluginsConfig
 from toolkit_lm.errors import ConfigError, ToolkitError, nearest
 from toolkit_lm.plugin import Plugins, way_to_get
+from toolkit_lm_commands.registry import CommandRegistry, FlagNamesRegistry
 from typer.core import TyperCommand, TyperGroup
 
 from toolkit_lm_cli import hookspecs
 from toolkit_lm_cli.help_page import Row, asked_section, help_page, section_page
 from toolkit_lm_cli.prescan import plugins_config
-from toolkit_lm_cli.registry import CommandRegistry, FlagNamesRegistry
 
 _NAME = "cli"
 """Of this plugin."""

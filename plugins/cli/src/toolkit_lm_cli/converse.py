@@ -13,10 +13,10 @@ from msgspec import Struct
 from toolkit_lm.config import VllmConfig, option
 from toolkit_lm.errors import ContextLengthError
 from toolkit_lm.plugin import Plugins
+from toolkit_lm_commands.options import engine_command
 
 from toolkit_lm_cli.attachments import audio_parts, image_parts
 from toolkit_lm_cli.conversation import Conversation
-from toolkit_lm_cli.options import engine_command
 from toolkit_lm_cli.sampling import SamplingFlags
 from toolkit_lm_cli.screen import PlainScreen, Screen, make_screen
 from toolkit_lm_cli.session import ChatSession

@@ -20,8 +20,8 @@ from toolkit_lm.errors import ConfigError, RequestError
 from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm_commands.options import engine_command
 
-from toolkit_lm_cli.options import engine_command
 from toolkit_lm_cli.vectors import VectorFile, check_path, vector_file
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ import typer
 from toolkit_lm import __version__
 from toolkit_lm.config import PluginsConfig
 from toolkit_lm.plugin import Plugins
-
-from toolkit_lm_cli.options import engine_command
+from toolkit_lm_commands.options import engine_command
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "msgspec", "pluggy", "numpy")
 

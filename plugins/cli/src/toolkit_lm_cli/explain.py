@@ -12,8 +12,7 @@ from rich.table import Table
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import page
 from toolkit_lm.plugin import Plugins
-
-from toolkit_lm_cli.options import engine_command
+from toolkit_lm_commands.options import engine_command
 
 if TYPE_CHECKING:
     from toolkit_lm_cli.explanation import Explanation, LayerChoice

@@ -15,8 +15,8 @@ from toolkit_lm.errors import ConfigError, RequestError
 from toolkit_lm.outputs import CompletionOutput, RequestOutput
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.prompts import ExplicitEncoderDecoderPrompt, parse_prompt
+from toolkit_lm_commands.options import engine_command
 
-from toolkit_lm_cli.options import engine_command
 from toolkit_lm_cli.sampling import SamplingFlags
 
 if TYPE_CHECKING:

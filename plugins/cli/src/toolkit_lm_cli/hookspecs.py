@@ -6,8 +6,7 @@ import sys
 from types import ModuleType
 
 from toolkit_lm.plugin import hookimpl, hookspec
-
-from toolkit_lm_cli.registry import CommandRegistry, FlagNamesRegistry
+from toolkit_lm_commands.registry import CommandRegistry, FlagNamesRegistry
 
 
 @hookimpl

@@ -19,9 +19,8 @@ from rich.text import Text
 from toolkit_lm.config import PluginsConfig
 from toolkit_lm.errors import PluginError
 from toolkit_lm.plugin import PluginInfo, Plugins, Registry, by_hook
-
-from toolkit_lm_cli.completion import plugin_names
-from toolkit_lm_cli.options import engine_command
+from toolkit_lm_commands.completion import plugin_names
+from toolkit_lm_commands.options import engine_command
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from toolkit_lm.config import Option, PluginsConfig, options_of
-
-from toolkit_lm_cli.config_file import merge_options, read_file
+from toolkit_lm.config import PluginsConfig, options_of
+from toolkit_lm_commands.config_file import flag_value, merge_options, read_file
 
 
 def plugins_config(arguments: Sequence[str], environ: Mapping[str, str]) -> PluginsConfig:
@@ -24,11 +23,6 @@ def plugins_config(arguments: Sequence[str], environ: Mapping[str, str]) -> Plug
     return PluginsConfig(
         **merge_options(options, given, environ=variables, file=file, foreign=foreign)
     )
-
-
-def flag_value(option: Option, values: Sequence[str]) -> str | list[str]:
-    """What `Option.convert` takes for a flag that is given several times."""
-    return list(values) if option.is_mapping else ",".join(values)
 
 
 def _values(arguments: Sequence[str], flag: str) -> Iterator[str]:

@@ -13,8 +13,7 @@ from toolkit_lm.errors import ConfigError, RequestError, nearest
 from toolkit_lm.param_spec import spec_of
 from toolkit_lm.params import SAMPLING_PARAMS, SamplingParams
 from toolkit_lm.plugin import LogitsProcessorRegistry
-
-from toolkit_lm_cli.options import CommandFlags, command_parameter, flag_help
+from toolkit_lm_commands.options import CommandFlags, command_parameter, flag_help
 
 
 def sampling_flags(processors: LogitsProcessorRegistry) -> dict[str, Option]:

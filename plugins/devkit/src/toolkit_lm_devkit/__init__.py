@@ -23,7 +23,7 @@ from toolkit_lm.plugin import hookimpl
 
 if TYPE_CHECKING:
     # Every run of pytest loads this package.
-    from toolkit_lm_cli import CommandRegistry
+    from toolkit_lm_commands import CommandRegistry
 
 # The names, and the modules that define them, stand in __init__.pyi. `dir()` does not list them:
 # the loader of plugins looks at all that it lists in an entry module, which this module is too.

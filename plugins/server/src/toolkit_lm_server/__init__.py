@@ -4,7 +4,7 @@ run-batch`; routes for other apps."""
 from types import ModuleType
 
 from toolkit_lm.plugin import SchedulingPolicyRegistry, hookimpl
-from toolkit_lm_cli import CommandRegistry
+from toolkit_lm_commands import CommandRegistry
 
 from toolkit_lm_server import hookspecs
 

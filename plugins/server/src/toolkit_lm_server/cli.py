@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ConfigError
 from toolkit_lm.plugin import Plugins
-from toolkit_lm_cli import early_process, engine_command
+from toolkit_lm_cli import early_process
+from toolkit_lm_commands import engine_command
 
 from toolkit_lm_server.listening import listen, tls_context
 from toolkit_lm_server.log import ACCESS, configure

@@ -8,7 +8,7 @@ This entry module only registers them; each is imported when it is used.
 
 import lazy_loader
 from toolkit_lm.plugin import OptionNamesRegistry, hookimpl
-from toolkit_lm_cli import CommandRegistry, FlagNamesRegistry
+from toolkit_lm_commands import CommandRegistry, FlagNamesRegistry
 
 # The names, and the modules that define them, stand in __init__.pyi. `dir()` does not list them:
 # the loader of plugins looks at all that it lists in an entry module.

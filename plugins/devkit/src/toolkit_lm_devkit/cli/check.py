@@ -31,7 +31,7 @@ from toolkit_lm.plugin import (
     by_hook,
     discover,
 )
-from toolkit_lm_cli import engine_command
+from toolkit_lm_commands import engine_command
 
 from toolkit_lm_devkit.cli.private_names import CORE, private_names
 

@@ -70,7 +70,10 @@ _ABOUT = {
     Kind.CHECKPOINT_LOADER: _About("A checkpoint loader"),
     Kind.LOGITS_PROCESSOR: _About("A logits processor"),
     Kind.SCHEDULING_POLICY: _About("A scheduling policy"),
-    Kind.COMMAND: _About("A command of toolkit", requires=(CORE_DISTRIBUTION, "toolkit-lm-cli")),
+    Kind.COMMAND: _About(
+        "A command of toolkit",
+        requires=(CORE_DISTRIBUTION, "toolkit-lm-cli", "toolkit-lm-commands"),
+    ),
 }
 
 

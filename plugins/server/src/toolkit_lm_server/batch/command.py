@@ -17,7 +17,7 @@ from msgspec import Struct
 from toolkit_lm.config import VllmConfig, option, parse_memory
 from toolkit_lm.errors import ConfigError
 from toolkit_lm.plugin import Plugins
-from toolkit_lm_cli import engine_command
+from toolkit_lm_commands import engine_command
 
 from toolkit_lm_server.batch.rows import Answered, read_rows
 from toolkit_lm_server.batch.run import Counts, run_rows

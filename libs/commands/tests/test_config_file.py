@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from toolkit_lm.config import VllmConfig, option, options_of
 from toolkit_lm.errors import ConfigError
-from toolkit_lm_cli.config_file import merge_options, read_file
+from toolkit_lm_commands.config_file import merge_options, read_file
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,5 @@
-"""The registries that this plugin brings: of commands, and of flags as other projects name them."""
+"""The registries of commands, and of flags as other projects name them. The plugin `cli` brings
+their hooks."""
 
 from __future__ import annotations
 

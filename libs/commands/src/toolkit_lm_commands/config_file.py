@@ -55,3 +55,8 @@ def merge_options(
                 f"config file {str(file)!r}: unknown option {key!r}. {nearest(key, known)}"
             )
     return stated | load_options(options, given, environ=environ, foreign=foreign)
+
+
+def flag_value(option: Option, values: Sequence[str]) -> str | list[str]:
+    """What `Option.convert` takes for a flag that is given several times."""
+    return list(values) if option.is_mapping else ",".join(values)

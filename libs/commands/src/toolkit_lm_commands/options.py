@@ -17,10 +17,9 @@ from toolkit_lm.config import Option, VllmConfig, options_of
 from toolkit_lm.errors import PluginError
 from toolkit_lm.plugin import LogitsProcessorRegistry, Plugins
 
-from toolkit_lm_cli.completion import models, values_of
-from toolkit_lm_cli.config_file import merge_options
-from toolkit_lm_cli.prescan import flag_value
-from toolkit_lm_cli.registry import CommandRegistry
+from toolkit_lm_commands.completion import models, values_of
+from toolkit_lm_commands.config_file import flag_value, merge_options
+from toolkit_lm_commands.registry import CommandRegistry
 
 Section = type[msgspec.Struct]
 

@@ -9,7 +9,7 @@ import pytest
 from toolkit_lm.config import PluginsConfig
 from toolkit_lm.errors import PluginError
 from toolkit_lm.plugin import PluginInfo, Plugins
-from toolkit_lm_cli import CommandRegistry
+from toolkit_lm_commands import CommandRegistry
 
 ONE = PluginInfo("one", "dist-one", "1.0", "/somewhere/one.py")
 TWO = PluginInfo("two", "dist-two", "2.0")

@@ -1,0 +1,11 @@
+from .options import (
+    CommandFlags as CommandFlags,
+    command_parameter as command_parameter,
+    engine_command as engine_command,
+    flag_help as flag_help,
+)
+from .registry import (
+    CommandEntry as CommandEntry,
+    CommandRegistry as CommandRegistry,
+    FlagNamesRegistry as FlagNamesRegistry,
+)
