@@ -3,10 +3,13 @@ imports nothing."""
 
 from __future__ import annotations
 
+import email
+import functools
 import importlib.metadata
 import importlib.util
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from email.message import Message
 from types import ModuleType
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -118,7 +121,10 @@ def _installed() -> Iterator[Candidate]:
         # Parsing a distribution's metadata is slow; most have no entry point of ours.
         if PROJECT not in (distribution.read_text("entry_points.txt") or ""):
             continue
-        metadata = distribution.metadata
+        # An .egg-info has PKG-INFO, and what it requires elsewhere.
+        text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+        metadata = _parsed(text)
+        requires = metadata.get_all("Requires-Dist") or distribution.requires or ()
         builtin = AUTHOR in metadata.get_all("Author", [])
         for entry in distribution.entry_points.select(group=PROJECT):
             info = PluginInfo(
@@ -128,9 +134,13 @@ def _installed() -> Iterator[Candidate]:
                 _file(entry.module),
             )
             info.add_package(entry.module)
-            yield Candidate(
-                info, entry, _core_requirement(distribution.requires or ()), builtin=builtin
-            )
+            yield Candidate(info, entry, _core_requirement(tuple(requires)), builtin=builtin)
+
+
+@functools.cache
+def _parsed(text: str) -> Message:
+    """The metadata in a file's text, which is parsed once for all engines of a process."""
+    return email.message_from_string(text)
 
 
 def _file(module: str) -> str | None:
@@ -143,7 +153,8 @@ def _file(module: str) -> str | None:
     return spec.origin if spec else None
 
 
-def _core_requirement(requires: Iterable[str]) -> str | None:
+@functools.cache
+def _core_requirement(requires: tuple[str, ...]) -> str | None:
     for text in requires:
         try:
             requirement = Requirement(text)

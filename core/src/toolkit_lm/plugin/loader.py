@@ -11,7 +11,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -85,7 +85,9 @@ class Loader:
         if candidate.entry is not None:
             check_api_version(candidate)
             start = time.thread_time()
-            with _announced(info):
+            # For another engine of this process there is nothing to wait for.
+            imported = candidate.entry.module in sys.modules
+            with nullcontext() if imported else _announced(info):
                 module = importlib.import_module(candidate.entry.module)
             info.import_seconds = time.thread_time() - start
             info.file = module.__file__
