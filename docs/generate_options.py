@@ -16,7 +16,7 @@ from toolkit_lm.config import Option, PluginsConfig, VllmConfig, options_of
 from toolkit_lm.param_spec import spec_of
 from toolkit_lm.params import SAMPLING_PARAMS
 from toolkit_lm.plugin import ModelEntry, ModelRegistry, Plugins
-from toolkit_lm.resolution import TWICE
+from toolkit_lm.resolution.twice import TWICE
 from toolkit_lm_cli.converse import ClientOptions
 from toolkit_lm_server.batch.command import BatchOptions
 from toolkit_lm_server.options import ServerOptions
