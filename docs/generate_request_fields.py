@@ -32,6 +32,7 @@ from toolkit_lm_server.protocol import (
 from toolkit_lm_server.render_protocol import DetokenizeBody, TokenizeBody
 from toolkit_lm_server.request_fields import SPEECH, STREAM_OPTIONS, Verdict, Verdicts
 from toolkit_lm_server.responses.body import ResponsesBody
+from toolkit_lm_transcription.routes import TranscriptionForm, TranslationForm
 from toolkit_lm_vendor_apis.anthropic.body import CountBody, MessagesBody
 from toolkit_lm_vendor_apis.cohere.body import CohereChatBody
 from toolkit_lm_vendor_apis.ollama.body import (
@@ -41,7 +42,6 @@ from toolkit_lm_vendor_apis.ollama.body import (
     OllamaChatBody,
     ShowBody,
 )
-from toolkit_lm_whisper.routes import TranscriptionForm, TranslationForm
 
 PAGE = Path(__file__).with_name("request_fields.md")
 BEGIN = "<!-- written by docs/generate_request_fields.py -->\n"

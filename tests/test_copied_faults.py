@@ -22,10 +22,11 @@ SHAPES = {
     "core": "config/vllm.py renderer/answer.py",
     "models": "toolkit_lm_audio/rules.py toolkit_lm_encdec/rules.py "
     "toolkit_lm_vision/qwen2_vl.py toolkit_lm_vision/qwen2_vl_rules.py "
-    "toolkit_lm_whisper/formats.py toolkit_lm_whisper/routes.py toolkit_lm_whisper/timestamps.py",
+    "toolkit_lm_whisper/formats.py toolkit_lm_whisper/timestamps.py",
     "plugins": (
         "toolkit_lm_structured_output/params.py "
-        "toolkit_lm_sentence_transformers/late_interaction.py"
+        "toolkit_lm_sentence_transformers/late_interaction.py "
+        "toolkit_lm_transcription/routes.py"
     ),
     "renderers": (
         "audio_processor.py chat_template.py forms.py joining.py sampling.py tokens.py "

@@ -52,6 +52,7 @@ SHIPPED = [
     "server",
     "structured_output",
     "tiny",
+    "transcription",
     "transformers",
     "triton",
     "vision",

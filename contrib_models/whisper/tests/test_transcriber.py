@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import wave
 from types import SimpleNamespace
 
 import numpy as np
@@ -373,58 +372,3 @@ def test_formats():
         "text": " Bye.",
         "tokens": [2, 3],
     }
-
-
-def test_the_command(checkpoint, tmp_path, capsys):
-    from toolkit_lm_cli.app import run
-
-    path = tmp_path / "speech.wav"
-    short = tmp_path / "short.wav"
-    for name, rate in ((path, 16000), (short, 16000)):
-        with wave.open(str(name), "wb") as file:
-            file.setparams((2, 2, rate, 0, "NONE", ""))
-            file.writeframes(np.repeat((recording(3) * 20000).astype("<i2"), 2).tobytes())
-    (tmp_path / "text.wav").write_text("no sound")
-    flags = [
-        "--device",
-        "cpu",
-        "--num-kv-blocks",
-        "1200",
-        "--max-num-seqs",
-        "4",
-        "--language",
-        "en",
-    ]
-    assert (
-        run(["transcribe", str(checkpoint[0]), str(path), str(short), "--format", "json", *flags])
-        == 0
-    )
-    one, other = map(json.loads, capsys.readouterr().out.splitlines())
-    assert (one["duration"], one["language"]) == (3.0, "en")
-    assert one == other
-    out = tmp_path / "out"
-    assert (
-        run(
-            [
-                "transcribe",
-                str(checkpoint[0]),
-                str(path),
-                str(tmp_path / "text.wav"),
-                "--format",
-                "srt",
-                "--out",
-                str(out),
-                *flags,
-            ]
-        )
-        == 1
-    )
-    assert "text.wav: it is no recording of a known format" in capsys.readouterr().err
-    assert [one.name for one in out.iterdir()] == ["speech.srt"]
-    assert run(["transcribe", str(checkpoint[0]), str(path), "--format", "pdf", *flags]) == 2
-    other = tmp_path / "other" / "speech.flac"
-    assert (
-        run(["transcribe", str(checkpoint[0]), str(path), str(other), "--out", str(out), *flags])
-        == 2
-    )
-    assert f"'{path}' and '{other}' would have transcripts of one name" in capsys.readouterr().err

@@ -23,6 +23,8 @@ HOOK = "toolkit_register_routes"
 
 SHIPPED = ("anthropic", "cohere", "ollama")
 """Plugins whose routes are served where they are loaded, unless the option `routes` says which."""
+OF_MODELS = ("transcription",)
+"""Shipped plugins that add routes only where the model that is served is one for them."""
 
 Lifespan = Callable[[], AbstractAsyncContextManager[object]]
 """What a plugin's routes need while they are served."""
@@ -62,7 +64,7 @@ def add_plugin_routes(
 
     names = api.options.routes
     check_names(engine.plugins, names)
-    wanted = {*(SHIPPED if names is None else names), _of_model(engine)}
+    wanted = {*(SHIPPED if names is None else names), *OF_MODELS, _of_model(engine)}
     lifespans: list[tuple[PluginInfo, Lifespan]] = []
     for info, register in engine.plugins.implementations(HOOK):
         if info.name not in wanted:

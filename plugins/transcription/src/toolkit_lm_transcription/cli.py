@@ -12,7 +12,6 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ConfigError, RequestError
 from toolkit_lm.plugin import Plugins
 from toolkit_lm_commands.options import engine_command
-
 from toolkit_lm_whisper.features import LogMel
 from toolkit_lm_whisper.recordings import read_recording
 
@@ -96,7 +95,6 @@ def _transcripts(
     task: str,
 ) -> list[str]:
     from toolkit_lm import LLM
-
     from toolkit_lm_whisper.formats import FORMATS
     from toolkit_lm_whisper.transcriber import Transcriber
 

@@ -22,7 +22,6 @@ from toolkit_lm_server.protocol import check_model
 from toolkit_lm_server.request_fields import SPEECH
 from toolkit_lm_server.route import request_context
 from toolkit_lm_server.unknown_fields import kept_fields
-
 from toolkit_lm_whisper.formats import FORMATS, usage, verbose
 from toolkit_lm_whisper.long_form import Recording, Segment, Thresholds
 from toolkit_lm_whisper.recordings import LIMITS
