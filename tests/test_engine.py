@@ -166,7 +166,7 @@ class TestGenerate:
             advance = llm.engine.advance
             llm.engine.advance = lambda: [(order.append(s.request_id), s)[1] for s in advance()]
             llm.generate(["a", "b", "c"], GREEDY, priority=[2, 0, 1], use_tqdm=False)
-            with pytest.raises(RequestError, match="1 priorities for 2 prompts"):
+            with pytest.raises(RequestError, match="priority has 1 entries for 2 prompts"):
                 llm.generate(["a", "b"], GREEDY, priority=[1], use_tqdm=False)
         assert list(dict.fromkeys(order)) == ["llm-1", "llm-2", "llm-0"]
 

@@ -28,4 +28,5 @@ from .tasks import (
     Task as Task,
     way_to_serve as way_to_serve,
 )
+from .typed_options import LLMOptions as LLMOptions, VllmOptions as VllmOptions
 from .vllm import VllmConfig as VllmConfig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import msgspec
 from msgspec import Struct, field
@@ -22,6 +22,9 @@ from toolkit_lm.config.pooler import PoolerConfig
 from toolkit_lm.config.renderer import RendererConfig
 from toolkit_lm.config.scheduler import SchedulerConfig
 from toolkit_lm.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from toolkit_lm.config import VllmOptions
 
 _STATED = {
     name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -59,7 +62,7 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
         return [o for section in _SECTIONS.values() for o in options_of(section)]
 
     @classmethod
-    def make(cls, **options: Any) -> VllmConfig:
+    def make(cls, **options: Unpack[VllmOptions]) -> VllmConfig:
         """A config from flat option names, checked. Raises ConfigError for an unknown name or a
         wrong value."""
         return cls().replace(**options)
@@ -82,7 +85,7 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
             Checkpoint(path="", architecture=architecture, hf_config=hf_config)
         )
 
-    def replace(self, **options: Any) -> VllmConfig:
+    def replace(self, **options: Unpack[VllmOptions]) -> VllmConfig:
         """A copy with some options changed, by flat option name and checked. Raises ConfigError."""
         known = {
             o.name: (name, o) for name, section in _SECTIONS.items() for o in options_of(section)

@@ -28,7 +28,7 @@ from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.processing.processor import Processor
 from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
 from toolkit_lm.prompts import Conversation, Prompt, TextPair, listed
-from toolkit_lm.renderer import Renderer
+from toolkit_lm.renderer import ConversationOptions, Renderer
 
 AnyListener = TypeVar("AnyListener", bound=Listener)
 
@@ -156,10 +156,9 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         options: RequestOptions | None = None,
-        **render_options: Any,
+        **render_options: Unpack[ConversationOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `generate`, for a conversation; `render_options` are
-        Renderer.render_conversation's."""
+        """As `generate`, for a conversation."""
         ids = [self._new_id() if request_id is None else request_id]
 
         def prepare() -> Awaitable[list[PreparedRequest]]:
@@ -173,7 +172,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         *,
         options: RequestOptions | None = None,
-        **render_options: Any,
+        **render_options: Unpack[ConversationOptions],
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         """As `generate_many`, for conversations."""
         ids = [self._new_id() for _ in conversations]

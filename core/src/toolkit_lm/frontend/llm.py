@@ -8,18 +8,19 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, Unpack
 
-from toolkit_lm.config import PluginsConfig, VllmConfig, load_options
+from toolkit_lm.config import LLMOptions, PluginsConfig, VllmConfig, load_options
 from toolkit_lm.errors import ConfigError, RequestError, ToolkitError
 from toolkit_lm.frontend.llm_engine import LLMEngine
-from toolkit_lm.frontend.pooling_mixin import PoolingMixin, Progress, check_names
+from toolkit_lm.frontend.pooling_mixin import NoOptions, PoolingMixin, Progress, check_names
 from toolkit_lm.outputs import RequestOutput
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
 from toolkit_lm.processing.validation import check_count
 from toolkit_lm.prompts import Conversation, Prompt, listed
+from toolkit_lm.renderer import ConversationOptions
 from toolkit_lm.resolution.without_effect import without_effect_offline
 
 logger = logging.getLogger(__name__)
@@ -39,41 +40,40 @@ class LLM(PoolingMixin):
         *,
         config: VllmConfig | None = None,
         plugins: Plugins | Sequence[object] | Sequence[str] = (),
-        **options: Any,
+        **options: Unpack[LLMOptions],
     ) -> None:
         """Loads a model: in this process, unless the option `engine_process` is True.
 
-        `options` are those of VllmConfig, by name; TOOLKIT_LM_* variables give the others.
+        `options` are those of VllmConfig, by name; TOOLKIT_LM_* variables give the others. A type
+        checker knows ours. Others' names, and options that it shall not check, come from a
+        dict[str, Any]: `LLM("tiny", **options)`.
 
         `config` takes the place of all of these. `plugins` are names of installed plugins to load,
         or plugin objects from code, or loaded Plugins. Raises ToolkitError.
         """
-        if model is not None:
-            options["model"] = model
+        given: dict[str, Any] = {**options} if model is None else {"model": model, **options}
         if (
             not isinstance(plugins, Plugins)
             and plugins
             and all(isinstance(p, str) for p in plugins)
         ):
-            options["plugins"], plugins = list(plugins), ()
-        if config is not None and options:
-            raise ConfigError(f"give either config or options, not both: {', '.join(options)}.")
+            given["plugins"], plugins = list(plugins), ()
+        if config is not None and given:
+            raise ConfigError(f"give either config or options, not both: {', '.join(given)}.")
         if config is None:
             try:
-                config = _config_of(options)
+                config = _config_of(given)
             except ConfigError:
                 # Others' names are looked up only where ours do not do.
                 own = {
-                    name: options[name]
-                    for name in PluginsConfig.__struct_fields__
-                    if name in options
+                    name: given[name] for name in PluginsConfig.__struct_fields__ if name in given
                 }
                 plugins = (
                     plugins
                     if isinstance(plugins, Plugins)
                     else Plugins.load(_config_of(own).plugins, plugins)
                 )
-                config = _config_of(plugins.option_names.translate(options))
+                config = _config_of(plugins.option_names.translate(given))
         for one in without_effect_offline(config):
             logger.warning("%s", one)
         self.engine = self.llm_engine = LLMEngine(config, plugins=plugins)
@@ -90,36 +90,30 @@ class LLM(PoolingMixin):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
         cache_salt: str | Sequence[str | None] | None = None,
         use_tqdm: bool = True,
         progress: Progress | None = None,
-        **none: Any,
+        **none: Unpack[NoOptions],
     ) -> list[RequestOutput]:
         """Completes prompts: texts, {"prompt": text}, [ids] or {"prompt_token_ids": [ids]}. Outputs
         are in the prompts' order.
 
-        `sampling_params` are for all, or one for each; `priority` is one number for each. Only
-        requests of the same `cache_salt`, which is for all or one for each, share cached prefixes.
-        Raises RequestError for a bad prompt, before anything is computed. Calls from several
-        threads run one after another. Other keywords of vLLM's are taken where they are None.
+        `sampling_params`, `priority` and `cache_salt` are for all, or one for each. Only requests
+        of the same `cache_salt` share cached prefixes. Raises RequestError for a bad prompt, before
+        anything is computed. Calls from several threads run one after another. Other keywords of
+        vLLM's are taken where they are None.
         """
         if none:
             check_names(self.generate, none)
         given: Any = list(prompts) if isinstance(prompts, tuple) else listed(prompts)
         each = self._params(sampling_params, len(given))
-        priorities = [0] * len(given) if priority is None else list(priority)
-        if len(priorities) != len(given):
-            raise RequestError(
-                f"{len(priorities)} priorities for {len(given)} prompts: give one for each.",
-                "priority",
-            )
+        priorities = _each(0 if priority is None else priority, "priority", len(given))
+        salts = _each(cache_salt, "cache_salt", len(given))
         prepare = self.engine.processor.prepare
         prepared = [
             prepare(self._next_id(), p, s, RequestOptions(priority=n, cache_salt=salt))
-            for p, s, n, salt in zip(
-                given, each, priorities, _salts(cache_salt, len(given)), strict=True
-            )
+            for p, s, n, salt in zip(given, each, priorities, salts, strict=True)
         ]
         return self._run(prepared, use_tqdm, progress)
 
@@ -131,12 +125,13 @@ class LLM(PoolingMixin):
         cache_salt: str | Sequence[str | None] | None = None,
         use_tqdm: bool = True,
         progress: Progress | None = None,
-        **render_options: Any,
+        **render_options: Unpack[ConversationOptions],
     ) -> list[RequestOutput]:
-        """Answers a conversation, or each of several, through the chat template. `render_options`
-        are Renderer.render_conversation's.
+        """Answers a conversation, or each of several, through the chat template. `cache_salt`
+        is that of `generate`.
 
-        `cache_salt` is that of `generate`.
+        Options that a renderer of a plugin takes beside `render_options` come from a dict[str,
+        Any], for type checkers.
         """
         conversations: list[Any] = (
             [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
@@ -146,7 +141,7 @@ class LLM(PoolingMixin):
         given = {
             name: value for name, value in render_options.items() if value not in (None, "auto")
         }
-        salts = _salts(cache_salt, len(conversations))
+        salts = _each(cache_salt, "cache_salt", len(conversations))
         try:
             prepared = [
                 prepare(self._next_id(), c, s, RequestOptions(cache_salt=salt), **given)
@@ -247,11 +242,11 @@ class LLM(PoolingMixin):
         self.close()
 
 
-def _salts(given: str | Sequence[str | None] | None, count: int) -> list[Any]:
+def _each(given: object, name: str, count: int) -> list[Any]:
     """One for each of `count` requests. Raises RequestError where there are not so many."""
     if not isinstance(given, list | tuple):
         return [given] * count
-    check_count(given, "cache_salt", count)
+    check_count(given, name, count)
     return list(given)
 
 

@@ -52,6 +52,10 @@ class EncodeOptions(ScoreOptions, total=False):
     """What errors call the prompts."""
 
 
+class NoOptions(TypedDict):
+    """For keywords that a type checker refuses, and that are taken where they ask for nothing."""
+
+
 class PoolingMixin(ABC):
     """The pooling half of LLM. What one call asks is checked as a whole before anything is
     computed."""

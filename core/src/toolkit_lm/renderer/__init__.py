@@ -10,7 +10,13 @@ from toolkit_lm.renderer.answer import (
     ToolCallDelta,
     prompt_end,
 )
-from toolkit_lm.renderer.contract import DecodeStream, Rendered, RenderedText, Renderer
+from toolkit_lm.renderer.contract import (
+    ConversationOptions,
+    DecodeStream,
+    Rendered,
+    RenderedText,
+    Renderer,
+)
 from toolkit_lm.renderer.encoder_decoder import EncoderDecoderRules, RenderedPair
 from toolkit_lm.renderer.feature_lookup import FeatureLookup, HeldFeature
 from toolkit_lm.renderer.making import make_renderer
@@ -21,6 +27,7 @@ __all__ = [
     "AnswerFormat",
     "AnswerParser",
     "ContentScope",
+    "ConversationOptions",
     "DecodeStream",
     "EncoderDecoderRules",
     "FeatureLookup",

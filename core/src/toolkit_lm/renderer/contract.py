@@ -6,7 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError, UnsupportedError
@@ -15,6 +15,27 @@ from toolkit_lm.plugin import Plugins
 from toolkit_lm.prompts import Conversation, SingletonPrompt
 from toolkit_lm.renderer.feature_lookup import FeatureLookup
 from toolkit_lm.renderer.multimodal import MultiModalRules
+
+
+class ConversationOptions(TypedDict, total=False):
+    """How a conversation is rendered. A renderer may have others beside these."""
+
+    add_generation_prompt: bool
+    """End with what opens an answer. True where not given."""
+    continue_final_message: bool
+    """Leave the last message open, for the answer to go on with it."""
+    tools: Sequence[Mapping[str, Any]] | None
+    """Functions that may be called, as OpenAI's API has them."""
+    documents: Sequence[Mapping[str, Any]] | None
+    """Texts that the template may quote."""
+    chat_template: str | None
+    """One in the place of the checkpoint's. Of renderers with Jinja templates."""
+    chat_template_kwargs: Mapping[str, Any] | None
+    """Further names for the template."""
+    add_special_tokens: bool
+    """Add those that the tokenizer adds to texts. Of renderers with Jinja templates."""
+    mm_processor_kwargs: Mapping[str, Any] | None
+    """How media are read. Of renderers that take them."""
 
 
 class Rendered(NamedTuple):
@@ -89,11 +110,8 @@ class Renderer(ABC):
     def render_conversation(self, messages: Conversation, **kwargs: Any) -> Rendered:
         """A conversation in tokens, through the chat template.
 
-        `kwargs`: `add_generation_prompt` (default True), `continue_final_message` (default False),
-        `tools`, `documents`, `chat_template_kwargs` (a mapping of further names for the template),
-        and of renderers that take media `mm_processor_kwargs`. Those of Jinja templates take
-        `chat_template`, one in the place of the checkpoint's, and `add_special_tokens` (default
-        False).
+        `kwargs`: ConversationOptions, and what the renderer takes beside them. Raises RequestError
+        for others.
         """
 
     async def render_conversation_async(self, messages: Conversation, **kwargs: Any) -> Rendered:

@@ -160,7 +160,8 @@ def _device(wanted: str, num_ranks: int) -> str:
     return wanted
 
 
-def _dtype(wanted: str, checkpoint: Checkpoint) -> str:
+def _dtype(wanted: str, checkpoint: Checkpoint) -> Any:
+    """One of the option's values, beside "auto"."""
     if wanted != "auto":
         return wanted
     # transformers 5 writes `dtype`; earlier versions wrote `torch_dtype`.

@@ -1,0 +1,105 @@
+"""What a type checker tells of programs that use the package: a plain mypy, without strict."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+from mypy import api
+from toolkit_lm.config import LLMOptions, VllmConfig, VllmOptions
+from toolkit_lm.config.typed_options import APART
+
+ROOT = Path(__file__).parents[1]
+HEAD = """
+from typing import Any
+from toolkit_lm import LLM, AsyncLLM, LLMEngine, PoolingParams, SamplingParams, VllmConfig
+from toolkit_lm_vllm_names import LLM as TheirLLM, EngineArgs, LLMEngine as TheirEngine
+
+llm = LLM("tiny", max_model_len=5, dtype="float32", plugins=["tiny"])
+config = VllmConfig.make(model="tiny", max_num_seqs=4)
+engine = AsyncLLM(config.replace(seed=1))
+chat = [{"role": "user", "content": "a"}]
+others: dict[str, Any] = {"gpu_memory_utilization": 0.5}
+"""
+RIGHT = """
+LLM("tiny", **others).close()
+LLMEngine(config).close()
+engine.close()
+llm.generate("a", SamplingParams(max_tokens=5), use_tqdm=False)
+llm.chat(chat, add_generation_prompt=True, **others)
+llm.embed("a", PoolingParams(dimensions=4), cache_salt="me")
+TheirLLM("tiny", gpu_memory_utilization=0.5)
+reveal_type(engine.health().status)
+reveal_type(TheirEngine.from_engine_args(EngineArgs("tiny")))
+reveal_type(AsyncLLM)
+"""
+WRONG = {
+    "from toolkit_lm import LMM": 'no attribute "LMM"',
+    "from toolkit_lm import BeamSearchParams": 'no attribute "BeamSearchParams"',
+    "from toolkit_lm_vllm_names import EngineArg": 'no attribute "EngineArg"',
+    'LLM("tiny", max_model_len="5")': 'expected "int | None"',
+    'LLM("tiny", max_modle_len=5)': 'did you mean "max_model_len"',
+    'LLM("tiny", dtype="fp32")': "incompatible type",
+    'VllmConfig.make(modle="tiny")': 'did you mean "model"',
+    'config.replace(max_num_seqs="4")': 'expected "int"',
+    'LLMEngine("tiny")': 'expected "VllmConfig"',
+    "LLMEngine(config, plugin=[])": 'did you mean "plugins"',
+    "AsyncLLM(config, plugin=[])": 'did you mean "plugins"',
+    "SamplingParams(max_toknes=5)": 'did you mean "max_tokens"',
+    'SamplingParams(max_tokens="5")': 'expected "int | None"',
+    "PoolingParams(dimension=4)": 'did you mean "dimensions"',
+    'llm.generate("a", prioritty=[1])': 'did you mean "priority"',
+    "llm.chat(chat, tool=[])": 'did you mean "tools"',
+    'llm.embed("a", cache_slat="me")': 'did you mean "cache_salt"',
+    'llm.generate(["a"])[0].outputs[0].txt': 'maybe "text"',
+    'engine.generate("a", timeuot=5)': 'did you mean "timeout"',
+    "engine.chat(chat, tool=[])": 'did you mean "tools"',
+    'engine.encode("a", cache_slat="me")': 'did you mean "cache_salt"',
+    "llm.shutdown()": 'no attribute "shutdown"',
+}
+
+
+@pytest.mark.slow
+def test_a_type_checker_takes_what_is_right_and_refuses_what_is_misspelt(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(HEAD + RIGHT + "\n".join(WRONG))
+    arguments = ["--config-file=", "--no-error-summary", "--hide-error-context", "--no-pretty"]
+    told, failure, _ = api.run([*arguments, f"--cache-dir={tmp_path}", str(program)])
+    assert not failure
+    lines = [line.partition("program.py:")[2].partition(": ") for line in told.splitlines()]
+    first = len((HEAD + RIGHT).splitlines()) + 1
+    errors: dict[int, str] = {}
+    for number, _, text in lines:
+        if text.startswith("error: "):
+            errors[int(number)] = errors.get(int(number), "") + text
+    assert sorted(errors) == [*range(first, first + len(WRONG))]
+    for (statement, expected), error in zip(
+        WRONG.items(), map(errors.get, sorted(errors)), strict=True
+    ):
+        assert expected in error, statement
+    revealed = [text for _, _, text in lines if "Revealed type" in text]
+    assert len(revealed) == 3 and not any('"Any"' in one for one in revealed)
+    assert "toolkit_lm.frontend.async_llm.AsyncLLM" in revealed[-1]
+
+
+def test_the_options_for_type_checkers_are_those_of_the_config():
+    path = ROOT / "docs" / "generate_typed_options.py"
+    spec = importlib.util.spec_from_file_location("generate_typed_options", path)
+    generator = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generator)
+    assert generator.FILE.read_text(encoding="utf-8") == generator.text(), (
+        "run python docs/generate_typed_options.py"
+    )
+    names = {one.name for one in VllmConfig.options()}
+    assert get_type_hints(VllmOptions).keys() == names
+    assert get_type_hints(LLMOptions).keys() == names - {*APART}
+
+
+def test_packages_say_that_they_are_typed():
+    packages = {one.parent for one in ROOT.glob("*/*/src/*/__init__.py")} | {
+        ROOT / "core" / "src" / "toolkit_lm"
+    }
+    packages = {one for one in packages if one.parents[2].name != "downstream"}
+    assert {one.name for one in packages if not (one / "py.typed").exists()} == set()
