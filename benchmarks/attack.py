@@ -71,7 +71,8 @@ class Attack:
         resident: list[list[int]],
         outcomes: Counter[str] | None = None,
     ) -> None:
-        (p50, p99), (alone50, alone99) = honest.percentiles(), self.alone.percentiles()
+        p50, p99 = honest.percentiles()
+        alone50, alone99 = self.alone.percentiles()
         growth = [max(sizes) - first for *sizes, first in zip(*resident, self.first, strict=True)]
         print(
             f"{name:<24} p50 {1000 * p50:6.0f} ms ({p50 / alone50:4.1f}x)  p99 {1000 * p99:6.0f} "

@@ -61,11 +61,9 @@ class Case:
         assert spec.kv_cache is not None
         if (refusal := backend.refuses(spec)) is not None:
             raise SystemExit(f"{backend.__name__} refuses: {refusal}")
-        self.params, self.batch, num_blocks = (
-            layer.params,
-            _batch(rows),
-            sum(-(-keys // BLOCK_SIZE) for _, keys in rows),
-        )
+        self.params = layer.params
+        self.batch = _batch(rows)
+        num_blocks = sum(-(-keys // BLOCK_SIZE) for _, keys in rows)
         limits = BatchLimits(len(rows), self.batch.num_tokens, self.batch.max_seq_len)
         self.backend = backend(
             GroupSetup(layers=[spec], kv_cache=spec.kv_cache, limits=limits, device=device)

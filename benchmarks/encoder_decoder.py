@@ -274,7 +274,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = make(arguments.shape, Path(folder))
-        (family, fields), speech = SHAPES[arguments.shape], arguments.shape.startswith("whisper")
+        family, fields = SHAPES[arguments.shape]
+        speech = arguments.shape.startswith("whisper")
         ours = Ours(Path(folder), arguments.dtype)
         theirs = Theirs(model, arguments.dtype)
         found = measure(

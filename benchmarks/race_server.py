@@ -60,7 +60,9 @@ class Server(System):
         environ: Mapping[str, str],
         log: Path,
     ) -> None:
-        self.port, self.model, self.python = free_port(), str(model), command[0]
+        self.port = free_port()
+        self.model = str(model)
+        self.python = command[0]
         super().__init__(name, [*command, "--port", str(self.port)], environ, log)
 
     def _wait_ready(self) -> tuple[float, str]:

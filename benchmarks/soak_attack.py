@@ -135,7 +135,8 @@ class AttackedLoad:
                 f"{when}: {number} x the small request gave {answer!r}"
                 for answer, number in honest.wrong.items()
             ]
-        (_, alone), (_, attacked) = self.alone.percentiles(), self.attacked.percentiles()
+        _, alone = self.alone.percentiles()
+        _, attacked = self.attacked.percentiles()
         if attacked > MOST_SLOWDOWN * alone:
             self.violations.append(
                 f"p99 of small requests is {attacked / alone:.1f}x the one alone, more than "

@@ -35,7 +35,8 @@ class Clock:
             if self.is_running:
                 # Inside another one.
                 return function(*args, **options)
-            self.is_running, start = True, time.perf_counter()
+            self.is_running = True
+            start = time.perf_counter()
             try:
                 return function(*args, **options)
             finally:

@@ -91,7 +91,9 @@ class Tracer:
         sys.setprofile(self._see)
 
     def start(self) -> None:
-        self._called, self._opened, self._on = [], set(), True
+        self._called = []
+        self._opened = set()
+        self._on = True
 
     def stop(self) -> Walk:
         assert not self._on, "the model was never called"

@@ -44,7 +44,8 @@ def refusal(folder: Path, page: Path, version: str) -> str | None:
     """
     if not section(page, version):
         return f"{page.name} has no section {version}. {ADVICE}"
-    old, new = _read(folder), _lines(folder, page, version)
+    old = _read(folder)
+    new = _lines(folder, page, version)
     same = all(old.get(key) == new[key] for key in ("API_VERSION", page.name))
     return problem(folder, version) if same else None
 

@@ -125,7 +125,8 @@ class Estimate:
             self._add(0)
             return self._body
 
-        CostBudget.spend, Bodies.cost = spent, cost_of  # type: ignore[assignment, method-assign]
+        CostBudget.spend = spent  # type: ignore[assignment, method-assign]
+        Bodies.cost = cost_of  # type: ignore[assignment, method-assign]
         self._body = 0
 
     def begin(self) -> None:

@@ -57,9 +57,11 @@ def long(lines: list[str]) -> list[str]:
         seconds, _, _, name = line.split("\t", 3)
         variants = tests.setdefault(name.partition("[")[0], {})
         variants[name] = variants.get(name, 0) + float(seconds)
-    listed, files = {}, {}
+    listed = {}
+    files = {}
     for test, variants in tests.items():
-        total, first = sum(variants.values()), next(iter(variants.values()))
+        total = sum(variants.values())
+        first = next(iter(variants.values()))
         files.setdefault(test.partition("::")[0], []).append((total, test))
         if total > LONG:
             listed[test] = f"{test}[1:]" if len(variants) > 1 and first <= FIRST else test

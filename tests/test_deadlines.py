@@ -40,8 +40,10 @@ def finish_all(llm: LLM) -> dict[str, tuple[str | None, list[int]]]:
 
 def test_in_the_queue_and_in_the_batch(llm, watch, monkeypatch):
     (whole,) = llm.generate({"prompt_token_ids": [7, 8, 9]}, GREEDY, use_tqdm=False)
-    runner, start = llm.engine.client.core.executor.runner, time.monotonic()
-    execute, steps = runner.execute, count()
+    runner = llm.engine.client.core.executor.runner
+    start = time.monotonic()
+    execute = runner.execute
+    steps = count()
 
     def slow(plan):
         # A few steps are soon over, and the times pass within two others.

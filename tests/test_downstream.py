@@ -41,7 +41,8 @@ def test_they_pin_this_version_of_what_they_import(path):
 @pytest.fixture
 def copied(tmp_path) -> tuple[Path, Path]:
     """A copy of the folder and of the page, pinned."""
-    folder, page = tmp_path / "downstream", tmp_path / PAGE.name
+    folder = tmp_path / "downstream"
+    page = tmp_path / PAGE.name
     shutil.copytree(HERE, folder)
     shutil.copy(PAGE, page)
     # The page may have got rows since.

@@ -43,10 +43,8 @@ def byte_level(marks: list[str]) -> Tokenizer:
     tokenizer = Tokenizer(
         models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[])
     )
-    tokenizer.pre_tokenizer, tokenizer.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
         [AddedToken(mark, special=True, normalized=False) for mark in marks]
     )

@@ -163,7 +163,8 @@ def test_the_wheel_of_the_kernels_needs_no_compiler(wheels, tmp_path):
     (wheel,) = wheels.glob("toolkit_lm_cpu-*.whl")
     assert re.search(r"-cp311-abi3-(manylinux_2_\d+|linux)_x86_64\.whl$", wheel.name)
     venv.create(tmp_path)
-    python, (packages,) = tmp_path / "bin" / "python", tmp_path.glob("lib/python*/site-packages")
+    python = tmp_path / "bin" / "python"
+    (packages,) = tmp_path.glob("lib/python*/site-packages")
     (packages / "outer.pth").write_text(sysconfig.get_path("purelib"))
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
     environ = {**os.environ, "CC": "/nonexistent"}

@@ -210,12 +210,10 @@ class SlowServer(ThreadingHTTPServer):
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Slow)
-        self.let, self.left, self.lock, self.waiting = (
-            threading.Event(),
-            threading.Semaphore(0),
-            threading.Lock(),
-            0,
-        )
+        self.let = threading.Event()
+        self.left = threading.Semaphore(0)
+        self.lock = threading.Lock()
+        self.waiting = 0
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, *_):

@@ -64,7 +64,8 @@ def pinned(file: str) -> dict[str, Version]:
 @pytest.mark.parametrize("name", sorted(requirements_of_others()))
 def test_the_oldest_version_that_is_allowed_is_tested(name):
     """`make test-floor` has it, whichever distribution asks. All allow that of development, too."""
-    floor, development = pinned("requirements-floor.txt"), pinned("constraints.txt")
+    floor = pinned("requirements-floor.txt")
+    development = pinned("constraints.txt")
     for distribution, requirement in requirements_of_others()[name].items():
         oldest = {Version(x.version) for x in requirement.specifier if x.operator == ">="}
         assert len(oldest) == 1, f"{distribution} states no oldest version of {name}"

@@ -104,10 +104,8 @@ def ask(engine: AsyncLLM, *requests: tuple[str, dict]) -> list[httpx.Response]:
 
 def refused(engine: AsyncLLM, body: dict, path: str = "/v1/completions") -> httpx.Response:
     """The answer to a request beside a good one, which is not touched by it."""
-    [alone], [answer, beside] = (
-        ask(engine, ("/v1/completions", GOOD)),
-        ask(engine, (path, body), ("/v1/completions", GOOD)),
-    )
+    [alone] = ask(engine, ("/v1/completions", GOOD))
+    [answer, beside] = ask(engine, (path, body), ("/v1/completions", GOOD))
     assert beside.status_code == 200 and beside.json()["choices"] == alone.json()["choices"]
     return answer
 

@@ -80,17 +80,16 @@ class FixedSteps:
         )
         generator = torch.Generator().manual_seed(0)
         self.keys, self.values = torch.randn(2, ROWS, most, 2, 64, generator=generator)
-        self.q, self.out = torch.randn(ROWS, 4, 64, generator=generator), torch.empty(ROWS, 4, 64)
+        self.q = torch.randn(ROWS, 4, 64, generator=generator)
+        self.out = torch.empty(ROWS, 4, 64)
         self.k, self.v = torch.empty(2, ROWS, 2, 64)
         self.table = (
             torch.randperm(ROWS * most // block_size, generator=generator).int().view(ROWS, -1)
         )
         self.cache = torch.empty(self.table.numel(), 2, block_size, 2, 64)
-        self.slots, self.seq_lens, self.query_start = (
-            torch.empty(ROWS).long(),
-            torch.empty(ROWS).int(),
-            torch.arange(ROWS + 1).int(),
-        )
+        self.slots = torch.empty(ROWS).long()
+        self.seq_lens = torch.empty(ROWS).int()
+        self.query_start = torch.arange(ROWS + 1).int()
 
     def run(self, lengths: list[int]) -> list:
         """A step whose rows have so many keys, of which it brings the last; what it reads, and

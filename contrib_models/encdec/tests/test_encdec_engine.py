@@ -278,7 +278,8 @@ def test_decoder_prompts_in_chunks(make, architecture, variant):
 @pytest.mark.parametrize(("architecture", "variant"), ONE_OF_EACH)
 def test_a_cached_decoder_prompt_belongs_to_its_encoder(make, architecture, variant):
     subject = make(architecture, variant)
-    (first, second), (decoder,) = subject.prompts((20, 20)), subject.prompts((39,))
+    first, second = subject.prompts((20, 20))
+    (decoder,) = subject.prompts((39,))
     params = GREEDY.replace(max_tokens=6)
     with LLM(str(subject.folder), **ROOMY) as llm:
         outputs = [

@@ -206,6 +206,7 @@ def test_an_idle_engine_looks_at_its_workers():
                 raise EngineDeadError("the worker has died")
 
     core = Core()
-    core.has_unfinished, core.executor = False, Executor()
+    core.has_unfinished = False
+    core.executor = Executor()
     with pytest.raises(EngineDeadError, match="the worker has died"):
         loop._Loop(core, Socket())._take_commands()

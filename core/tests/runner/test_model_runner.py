@@ -256,7 +256,8 @@ def test_a_model_brings_a_state_of_its_own(monkeypatch):
 def drafted(start: int, known: int, drafts: list[int]) -> ScheduledSequence:
     """A row that computes a token and drafts of those after it."""
     scheduled = row(0, 1 + len(drafts), start=start)
-    scheduled.tokens, scheduled.num_drafts = [known, *drafts], len(drafts)
+    scheduled.tokens = [known, *drafts]
+    scheduled.num_drafts = len(drafts)
     return scheduled
 
 

@@ -551,7 +551,8 @@ class FakeExecutor(Executor):
             plan.encoders = [
                 NewEncoder(encoder_id=-2, num_tokens=1, block_tables=cross, input=read)
             ]
-            new.encoder_id, new.inputs = -2, SequenceInputs(second_text_start=2)
+            new.encoder_id = -2
+            new.inputs = SequenceInputs(second_text_start=2)
         self.runner.execute(plan)
         self.runner.execute(StepPlan(dropped=[-1, -2]))
 

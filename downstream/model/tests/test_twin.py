@@ -35,7 +35,8 @@ CONFIG = {
 def random_weights(config: dict[str, Any]) -> dict[str, Tensor]:
     """All weights of a checkpoint, by the names that they have there."""
     size, inner, vocab = (config[key] for key in ("hidden_size", "intermediate_size", "vocab_size"))
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    heads = config["num_attention_heads"]
+    kv_heads = config["num_key_value_heads"]
     shapes = {"model.embed_tokens": (vocab, size), "model.norm": (size,)}
     if not config.get("tie_word_embeddings"):
         shapes["lm_head"] = (vocab, size)

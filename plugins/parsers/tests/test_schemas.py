@@ -315,7 +315,8 @@ def test_what_refers_to_too_much_is_refused_and_what_is_shared_is_one():
         )
     schemas = Schemas(small)
     one, other = (schemas.alone({"type": "array", "items": TO_X, "title": title}) for title in "ab")
-    [first], [second] = one["$defs"].values(), other["$defs"].values()
+    [first] = one["$defs"].values()
+    [second] = other["$defs"].values()
     assert first is second
 
 

@@ -98,10 +98,8 @@ def test_tokens_are_those_of_the_authors(renderer):
     expected = ids(renderer, head) + ids(renderer, pair) + ids(renderer, tail)
     assert score_tokens(renderer, QWEN3_RERANKER, QUERY, DOCUMENT, INSTRUCTION) == expected
 
-    line, (task, tail) = (
-        ids(renderer, "\n"),
-        (ids(renderer, piece) for piece in MXBAI_RERANK_V2.pieces[-2:]),
-    )
+    line = ids(renderer, "\n")
+    task, tail = (ids(renderer, piece) for piece in MXBAI_RERANK_V2.pieces[-2:])
     query = ids(renderer, f"instruction: {INSTRUCTION}\nquery: {QUERY}")
     document = ids(renderer, f"document: {DOCUMENT}")
     expected = (

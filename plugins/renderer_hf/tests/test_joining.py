@@ -85,7 +85,8 @@ def test_long_pairs_are_cut_in_little_time_and_memory():
     begin = time.thread_time()
     ids = joiner.token_ids([query, *(f"{query} d" for _ in range(200))])
     joined = [joiner.join(ids[query], ids[f"{query} d"], 64) for _ in range(200)]
-    seconds, (_, peak) = time.thread_time() - begin, tracemalloc.get_traced_memory()
+    seconds = time.thread_time() - begin
+    _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert {len(one.token_ids) for one in joined} == {64}
     assert peak < 20 * 2**20 and seconds < 5

@@ -207,7 +207,8 @@ def engine(shared) -> Iterator[FakeEngine]:
     """The shared engine, as it was when it was made."""
     engine, _ = shared
     before = dict(vars(engine))
-    engine.asked, engine.renderer = [], CharRenderer(engine.config)
+    engine.asked = []
+    engine.renderer = CharRenderer(engine.config)
     yield engine
     vars(engine).clear()
     vars(engine).update(before)

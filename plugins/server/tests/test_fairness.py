@@ -268,7 +268,8 @@ def test_what_needs_nearly_a_whole_step_does_not_starve(num_decodes, waits):
     whole = request("b", 60)
     for one in (*decodes, whole):
         one.sort_key = (0.0,)
-    whole.chunkable, whole.leader.num_computed_tokens = False, int(not waits)
+    whole.chunkable = False
+    whole.leader.num_computed_tokens = int(not waits)
     granted = []
     waited = 0
     while not granted or granted[-1] < 60:

@@ -342,10 +342,8 @@ async def test_a_conversation(engine_of, client_of, path):
             ]
 
         for options, text in (({}, "hi;yo;"), ({"add_generation_prompt": True}, "hi;yo;bot")):
-            (found, count), (expected, length) = (
-                await ask(messages=messages, **options),
-                await ask(input=text),
-            )
+            found, count = await ask(messages=messages, **options)
+            expected, length = await ask(input=text)
             assert count == length and np.allclose(found, expected, atol=1e-5)
         both = await client.post(path, json={"messages": messages, "input": "a", "task": "embed"})
         assert (both.status_code, both.json()["error"]["param"]) == (400, "input")

@@ -111,7 +111,8 @@ async def test_health_needs_no_key(engine, client_of):
 
 @pytest.mark.parametrize("header", [{"authorization": "Bearer secret"}, {"x-api-key": "secret"}])
 async def test_requests_with_a_key_wait_for_the_engine(engine, client_of, header):
-    engine.status, options = "starting", ServerOptions(api_key="secret")
+    engine.status = "starting"
+    options = ServerOptions(api_key="secret")
     readiness = Readiness(engine)
     gate = StartGate(create_early_app(options, Metrics(), readiness), options, start_timeout=30)
     async with client_of(gate) as client:
@@ -120,7 +121,8 @@ async def test_requests_with_a_key_wait_for_the_engine(engine, client_of, header
         waits = asyncio.create_task(client.post(COMPLETE, json={"prompt": "a"}, headers=header))
         await asyncio.sleep(0.05)
         assert not waits.done()
-        engine.status, gate.app = "ready", create_app(engine, options, readiness=readiness)
+        gate.app = create_app(engine, options, readiness=readiness)
+        engine.status = "ready"
         gate.open()
         assert (await waits).status_code == 200
 

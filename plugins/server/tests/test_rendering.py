@@ -39,7 +39,8 @@ def render_client(made: Rendering, **options) -> httpx.AsyncClient:
 async def test_an_engine_without_a_tokenizer_makes_of_it_what_one_with_it_does():
     params = SamplingParams(max_tokens=12, temperature=0)
     with LLM(model="tiny") as llm:
-        [chat], [text] = llm.chat(CHAT, params), llm.generate("Once upon a time", params)
+        [chat] = llm.chat(CHAT, params)
+        [text] = llm.generate("Once upon a time", params)
     with LLM(model="tiny", renderer="tokens") as llm:
         async with render_client(rendering()) as client:
             rendered = (await client.post(RENDER_CHAT, json={"messages": CHAT})).json()["token_ids"]

@@ -506,7 +506,8 @@ async def test_so_many_are_made_in_the_background():
 async def test_reasoning_and_calls_are_items():
     """The whole answer equals what the stream ends with, and the deltas of each item make it."""
     made, streamed = [Output(ResponsesBody(input="hi"), "fake", is_kept=False) for _ in range(2)]
-    made.answer, streamed.answer = Said(), Said()
+    made.answer = Said()
+    streamed.answer = Said()
     whole = made.whole([])
     assert [(item["type"], item["status"]) for item in whole["output"]] == [
         ("reasoning", "completed"),

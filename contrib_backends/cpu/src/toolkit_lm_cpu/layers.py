@@ -130,9 +130,9 @@ class CpuKernels(Kernels):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The weight is packed when it is first used."""
-        (outputs, inputs), is_plain = (
-            weight.shape,
-            x.dtype is weight.dtype is torch.float32 and x.dim() == 2 and weight.is_contiguous(),
+        outputs, inputs = weight.shape
+        is_plain = (
+            x.dtype is weight.dtype is torch.float32 and x.dim() == 2 and weight.is_contiguous()
         )
         if not (self._able and is_plain and inputs % 2 == 0) or torch.compiler.is_compiling():
             return super().linear(x, weight, bias)

@@ -24,7 +24,8 @@ class TorchGroup(Group):
         `store`: by which its ranks meet, which NCCL's do no sooner than they exchange something.
         The group holds it until it is left.
         """
-        self.rank, self.size = process_group.rank(), process_group.size()
+        self.rank = process_group.rank()
+        self.size = process_group.size()
         self._store = store
         self._process_group = process_group
         self._device = device

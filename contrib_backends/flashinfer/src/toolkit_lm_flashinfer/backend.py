@@ -132,7 +132,8 @@ class FlashInferBackend(AttentionBackend):
     def write_kv(
         self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Metadata
     ) -> None:
-        store, (keys, values) = meta.store, _halves(kv_cache)
+        store = meta.store
+        keys, values = _halves(kv_cache)
         assert store is not None
         if store.source is not None:
             k, v = k[store.source], v[store.source]

@@ -32,7 +32,8 @@ class Decoder(Model):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config = HFConfig(vllm_config.hf_config)
         parallel = vllm_config.parallel
-        self.is_first, self.is_last = is_first_stage(parallel), is_last_stage(parallel)
+        self.is_first = is_first_stage(parallel)
+        self.is_last = is_last_stage(parallel)
         self.is_tied = config.get("tie_word_embeddings", bool, self.is_tied_by_default)
         embeds = self.is_first or (self.is_last and self.is_tied)
         self.add_module(self.embedding_name, self._embedding(config) if embeds else Absent())

@@ -83,7 +83,8 @@ class Encoder(Model):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         parallel = vllm_config.parallel
         config = HFConfig(vllm_config.hf_config)
-        self.is_first, self.is_last = is_first_stage(parallel), is_last_stage(parallel)
+        self.is_first = is_first_stage(parallel)
+        self.is_last = is_last_stage(parallel)
         for key in ("is_decoder", "add_cross_attention"):
             if config.get(key, bool, False):
                 raise UnsupportedError(

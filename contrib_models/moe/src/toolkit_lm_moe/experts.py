@@ -141,15 +141,11 @@ class RoutedExperts(Bypassable):
         get_activation(activation)
         self.activation = activation
         if self.parallel.enable_expert_parallel:
-            self.held, inner = (
-                divide_experts(num_experts, self.parallel, prefix),
-                Part.whole(inner_size),
-            )
+            self.held = divide_experts(num_experts, self.parallel, prefix)
+            inner = Part.whole(inner_size)
         else:
-            self.held, inner = (
-                range(num_experts),
-                Part.even(inner_size, self.parallel, f"inner dimensions of {prefix}"),
-            )
+            self.held = range(num_experts)
+            inner = Part.even(inner_size, self.parallel, f"inner dimensions of {prefix}")
         hidden = Part.whole(hidden_size)
         dtype = torch_dtype(vllm_config.model.dtype)
 

@@ -147,7 +147,8 @@ class PatchBlock(nn.Module):
 
     def __init__(self, shape: PatchShape, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        self.norm1, self.norm2 = _norm(shape, vllm_config), _norm(shape, vllm_config)
+        self.norm1 = _norm(shape, vllm_config)
+        self.norm2 = _norm(shape, vllm_config)
         self.attn = PatchAttention(shape, vllm_config=vllm_config, prefix=join(prefix, "attn"))
         self.mlp = (GatedPatchMLP if shape.window else PatchMLP)(
             shape, vllm_config=vllm_config, prefix=join(prefix, "mlp")

@@ -166,7 +166,8 @@ class VisionTower(nn.Module):
         prefix: str,
     ) -> None:
         super().__init__()
-        self.shape, self.wanted = shape, tuple(wanted)
+        self.shape = shape
+        self.wanted = tuple(wanted)
         dtype = torch_dtype(vllm_config.model.dtype)
         self.embeddings = VisionEmbeddings(shape, vllm_config=vllm_config)
         if shape.is_clip:

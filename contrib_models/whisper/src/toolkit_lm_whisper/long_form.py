@@ -204,7 +204,8 @@ class Recording:
         self._thresholds = thresholds or Thresholds()
         self._uses_context = uses_context
         self._tells_no_speech = tells_no_speech
-        self._language, self._task = model.language(language), model.task(task)
+        self._language = model.language(language)
+        self._task = model.task(task)
         checked = model.rules.check_samples(samples, sampling_rate)
         mel = model.rules.mel
         self.transcript = Transcript(None, len(checked) / mel.sampling_rate)

@@ -38,7 +38,8 @@ class TwinMLP(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config = HFConfig(vllm_config.hf_config)
-        size, inner = config.require("hidden_size", int), config.require("intermediate_size", int)
+        size = config.require("hidden_size", int)
+        inner = config.require("intermediate_size", int)
         self.up_proj = ColumnParallelLinear(
             size, inner, vllm_config=vllm_config, prefix=join(prefix, "up_proj")
         )
@@ -82,7 +83,8 @@ class TwinModel(LlamaModel):
         self.is_nearby = [is_nearby(i) for i in numbers if self.layers[i] in self.layers.owned]
 
     def rotations(self, positions: Tensor) -> list[Rotation]:
-        everywhere, nearby = self.rotary(positions), self.nearby(positions)
+        everywhere = self.rotary(positions)
+        nearby = self.nearby(positions)
         return [nearby if near else everywhere for near in self.is_nearby]
 
 

@@ -68,7 +68,8 @@ class LettersRenderer(Renderer):
             raise RequestError("a conversation needs a message.", "messages")
         lines = []
         for message in messages:
-            role, content = message.get("role"), message.get("content")
+            role = message.get("role")
+            content = message.get("content")
             if not isinstance(role, str) or not isinstance(content, str):
                 raise RequestError("role and content of a message must be texts.", "messages")
             lines.append(f"{role}> {content}\n")

@@ -27,7 +27,9 @@ class Recaps:
     """The routes of one server."""
 
     def __init__(self, engine: AsyncLLM, options: Options, api: OpenAIApi) -> None:
-        self.engine, self.options, self.api = engine, options, api
+        self.engine = engine
+        self.options = options
+        self.api = api
         self.is_open = False
         self.count = 0
 

@@ -66,7 +66,8 @@ class Dense(nn.Module):
 
     def __init__(self, config: details.Dense, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.residual, self.kernels = config.residual, choose_kernels()
+        self.residual = config.residual
+        self.kernels = choose_kernels()
         self.activation: nn.Module = getattr(nn, config.activation)()
         for name, key in (
             ("weight", "linear.weight"),

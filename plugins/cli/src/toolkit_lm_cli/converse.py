@@ -166,7 +166,8 @@ def _converse(
             if not conversation.said:
                 raise
             print(f"note: {error} What was said before is forgotten.", file=sys.stderr)
-            conversation.said, conversation.attached = [], list(attached)
+            conversation.said = []
+            conversation.attached = list(attached)
             messages = conversation.ask(line)
             shown = screen.show(talker.chat(messages, flags))
         conversation.add(messages[-1], shown.text)

@@ -95,7 +95,8 @@ def _attention(layers: Sequence[LayerChoice]) -> Iterator[str]:
     for layer in layers:
         alike.setdefault(tuple(_verdicts(layer.backend, layer.candidates)), []).append(layer.layer)
     for verdicts, names in alike.items():
-        first, last = names[0], names[-1]
+        first = names[0]
+        last = names[-1]
         shown = first if len(names) == 1 else f"{first} ... {last} ({len(names)} layers)"
         yield "\n".join([shown, *verdicts])
 

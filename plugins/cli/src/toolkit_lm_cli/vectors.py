@@ -65,7 +65,8 @@ class ParquetFile:
 
     def __init__(self, path: Path, num_rows: int) -> None:
         try:
-            self._arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+            self._arrow = import_module("pyarrow")
+            parquet = import_module("pyarrow.parquet")
         except ImportError as error:
             raise ConfigError(
                 "option 'out': .parquet files need pyarrow: pip install 'toolkit-lm-cli[parquet]'."

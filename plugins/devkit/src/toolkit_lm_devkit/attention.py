@@ -165,7 +165,8 @@ class AttentionBackendConformance(Conformance):
                 )
                 is None
             ):
-                (expected, before), (out, after) = plain.run_and_keep(), padded.run_and_keep()
+                expected, before = plain.run_and_keep()
+                out, after = padded.run_and_keep()
                 assert before is not None and after is not None
                 for one, other in zip(before, after, strict=True):
                     assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), (

@@ -244,10 +244,8 @@ class LinearMethodConformance(Conformance):
         for name, function in (("gelu", F.gelu), ("silu", F.silu)):
             ours = made.method.apply(x, made.bias, activation=name)
             torch.testing.assert_close(ours, function(plain), atol=TOLERANCE, rtol=0)
-            ours, (first, up) = (
-                made.method.apply(x, made.bias, activation=name, gated=True),
-                plain.chunk(2, dim=-1),
-            )
+            ours = made.method.apply(x, made.bias, activation=name, gated=True)
+            first, up = plain.chunk(2, dim=-1)
             torch.testing.assert_close(ours, function(first) * up, atol=TOLERANCE, rtol=0)
 
     def test_shards_make_up_the_whole(self, layer: str, ranks: int) -> None:

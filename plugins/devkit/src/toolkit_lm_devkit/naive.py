@@ -29,7 +29,8 @@ def naive_attention(
     """
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     out = np.zeros_like(q)
-    num_heads, num_kv_heads = q.shape[1], k.shape[1]
+    num_heads = q.shape[1]
+    num_kv_heads = k.shape[1]
     by_group = (num_kv_heads, num_heads // num_kv_heads, -1)
     keys = np.arange(k.shape[0])
     for i in range(q.shape[0]):

@@ -254,7 +254,8 @@ class StructuredOutputConformance(Conformance):
     def test_masks_of_several_are_those_of_each(
         self, compiler: GrammarCompiler, matcher: Matcher
     ) -> None:
-        generator, several = Random(5), [matcher.copy() for _ in range(4)]  # nosec B311
+        generator = Random(5)  # nosec B311
+        several = [matcher.copy() for _ in range(4)]
         for one in several[1:]:
             inner = [
                 token

@@ -84,10 +84,8 @@ class MistralFormat(AnswerFormat):
             if refers(schema):
                 # Its references are from the beginning of a schema, which is the list's now.
                 key = f"arguments{len(definitions)}"
-                arguments, definitions[key] = (
-                    {"$ref": f"#/$defs/{key}"},
-                    Schemas(schema).definition(key),
-                )
+                arguments = {"$ref": f"#/$defs/{key}"}
+                definitions[key] = Schemas(schema).definition(key)
             functions.append(
                 {
                     "type": "object",

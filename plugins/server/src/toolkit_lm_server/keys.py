@@ -44,7 +44,9 @@ class _Bucket:
     """So much per minute; what is left of a minute is saved up, and debts are paid off first."""
 
     def __init__(self, per_minute: int, now: float) -> None:
-        self._most, self._level, self._then = per_minute, float(per_minute), now
+        self._most = per_minute
+        self._level = float(per_minute)
+        self._then = now
 
     def take(self, amount: int) -> None:
         self._level -= amount

@@ -83,10 +83,8 @@ class Segments:
         for place, call in enumerate(calls):
             self._call(steps, call.get("index", place), call)
         if choice.get("finish_reason") is not None:
-            self.finish_reason, self.stop_reason = (
-                choice["finish_reason"],
-                choice.get("stop_reason"),
-            )
+            self.finish_reason = choice["finish_reason"]
+            self.stop_reason = choice.get("stop_reason")
         return steps
 
     def _more(

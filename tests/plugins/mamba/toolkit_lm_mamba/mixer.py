@@ -69,10 +69,8 @@ class MambaMixer(CacheLayer):
         channels = (
             config.get("intermediate_size", int) or config.get("expand", int, 2) * hidden_size
         )
-        self.rank, self.state_size = (
-            config.require("time_step_rank", int),
-            config.require("state_size", int),
-        )
+        self.rank = config.require("time_step_rank", int)
+        self.state_size = config.require("state_size", int)
         self.spec = MambaSpec(
             block_size=vllm_config.max_model_len,
             channels=channels,
