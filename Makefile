@@ -104,6 +104,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/bandit --quiet --recursive --configfile pyproject.toml core/src libs/*/src plugins/*/src contrib_*/*/src
 	$(BIN)/python tests/budgets.py
+	$(BIN)/python tests/lints.py
 	$(BIN)/python tests/advisories.py
 	$(BIN)/python tests/commits.py
 

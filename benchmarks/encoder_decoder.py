@@ -292,13 +292,11 @@ def main() -> None:
             peer = Peer(Path(folder))
             compared = measure_peer(ours, peer, fields["vocab_size"], arguments.rounds)
             peer.close()
-    what = (
-        "a window"
-        if speech
-        else f"{ENCODER_TOKENS} tokens on average"
-        if arguments.mixed
-        else f"{ENCODER_TOKENS} tokens"
-    )
+    what = f"{ENCODER_TOKENS} tokens"
+    if speech:
+        what = "a window"
+    elif arguments.mixed:
+        what += " on average"
     print(
         f"{family} ({arguments.shape}), {arguments.dtype}, {torch.get_num_threads()} threads, "
         f"batch {BATCH}, {what} in"

@@ -95,7 +95,11 @@ async def fetch(
     port: int, method: str, path: str, body: Any = None, *, source: str = "127.0.0.1"
 ) -> Reply:
     """The whole reply to a request. `body`: bytes, or what is written as JSON."""
-    data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+    data = b""
+    if isinstance(body, bytes):
+        data = body
+    elif body is not None:
+        data = json.dumps(body).encode()
     async with exchange(port, method, path, data, source=source) as one:
         await one.head()
         return Reply(one.status, one.headers, await one.body())

@@ -198,7 +198,9 @@ def values(o: Option) -> str:
         return "names"
     if o.is_flag:
         return "switch"
-    kind = "integer" if int in o.kinds else "number" if float in o.kinds else "text"
+    kind = "number" if float in o.kinds else "text"
+    if int in o.kinds:
+        kind = "integer"
     return f"{kind} {o.spec.range}".strip()
 
 

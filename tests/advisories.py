@@ -154,7 +154,9 @@ def report(packages: list[dict[str, Any]]) -> int:
             f"{len(skipped)} packages could NOT be looked up: nothing is known of them. The "
             f"first, {name}: {reason}"
         )
-    return 1 if vulnerable else 2 if skipped or not known else 0
+    if vulnerable:
+        return 1
+    return 2 if skipped or not known else 0
 
 
 def main() -> int:

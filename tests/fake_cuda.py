@@ -343,13 +343,8 @@ def _to_meta(one: Any) -> Any:
 
 
 def _real(tree: Any) -> Any:
-    return tree_map(
-        lambda one: (
-            one.held
-            if isinstance(one, CudaTensor)
-            else torch.device("cpu")
-            if isinstance(one, torch.device)
-            else one
-        ),
-        tree,
-    )
+    return tree_map(lambda one: one.held if isinstance(one, CudaTensor) else _to_host(one), tree)
+
+
+def _to_host(one: Any) -> Any:
+    return torch.device("cpu") if isinstance(one, torch.device) else one

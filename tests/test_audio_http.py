@@ -44,16 +44,13 @@ def spoken(data: bytes, **more: Any) -> dict[str, Any]:
     return {"type": "input_audio", "input_audio": {"data": b64encode(data).decode(), **more}}
 
 
+def part_of(given: Any) -> Any:
+    return {"type": "text", "text": given} if isinstance(given, str) else given
+
+
 def chat(*parts: Any, **body: Any) -> dict[str, Any]:
     """A part is a file, a text, or a content part as it is."""
-    content = [
-        spoken(one)
-        if isinstance(one, bytes)
-        else {"type": "text", "text": one}
-        if isinstance(one, str)
-        else one
-        for one in parts
-    ]
+    content = [spoken(one) if isinstance(one, bytes) else part_of(one) for one in parts]
     asked = {
         "max_tokens": 8,
         "temperature": 0,

@@ -487,8 +487,8 @@ def llama(tmp_path_factory):
 
 
 @pytest.fixture
-def drafter_test(llama, monkeypatch):
-    """drafter_test(class, name of a test, course) runs that test of the kit."""
+def check_drafter(llama, monkeypatch):
+    """check_drafter(class, name of a test, course) runs that test of the kit."""
 
     def run(cls, test, course="together"):
         kit = type(
@@ -507,8 +507,8 @@ def drafter_test(llama, monkeypatch):
 @pytest.mark.parametrize(
     "test", ["test_tokens_are_those_without_drafts", "test_it_drafts", "test_its_drafts_count"]
 )
-def test_a_right_drafter_passes(drafter_test, test):
-    drafter_test(Repeat, test)
+def test_a_right_drafter_passes(check_drafter, test):
+    check_drafter(Repeat, test)
 
 
 @pytest.mark.parametrize(
@@ -544,12 +544,12 @@ def test_a_right_drafter_passes(drafter_test, test):
         (Useless, "test_its_drafts_count", "of 4 greedy sequences, none took a single draft"),
     ],
 )
-def test_a_wrong_drafter_is_found(drafter_test, cls, test, message):
+def test_a_wrong_drafter_is_found(check_drafter, cls, test, message):
     with pytest.raises(AssertionError, match=message):
-        drafter_test(cls, test)
+        check_drafter(cls, test)
 
 
-def test_a_drafter_that_cannot_meet_a_sequence_again_is_found(drafter_test):
-    drafter_test(Forgetful, "test_tokens_are_those_without_drafts")
+def test_a_drafter_that_cannot_meet_a_sequence_again_is_found(check_drafter):
+    check_drafter(Forgetful, "test_tokens_are_those_without_drafts")
     with pytest.raises(AssertionError, match=r"failed in drafter 'Forgetful': KeyError"):
-        drafter_test(Forgetful, "test_tokens_are_those_without_drafts", "preempted")
+        check_drafter(Forgetful, "test_tokens_are_those_without_drafts", "preempted")

@@ -273,7 +273,8 @@ def test_the_example_of_routes_passes_its_test(monkeypatch):
     exec(plugin, module.__dict__)
     names: dict = {}
     exec(test, names)
-    names["test_hello"]()
+    check = names["test_hello"]
+    check()
 
 
 # Links, names, tables

@@ -465,10 +465,8 @@ def test_each_field_that_is_read_reaches_the_engine(route):
             "mirostat_eta": {"mirostat": 2},
         }.get(name, {})
         kind = str(BODIES[route].model_fields[name].annotation)
-        value = SAMPLES.get(
-            name,
-            True if "bool" in kind else 3 if "int" in kind else 0.5 if "float" in kind else "x",
-        )
+        usual = [one for word, one in (("bool", True), ("int", 3), ("float", 0.5)) if word in kind]
+        value = SAMPLES.get(name, [*usual, "x"][0])
         if (route, name) == ("/v1/messages", "tools"):
             value = [{"name": "f", "input_schema": {}}]
         if name in NEEDED.get(route, {}) and value == NEEDED[route][name]:

@@ -96,7 +96,7 @@ def write_gguf(
     writer.add_tokenizer_pre(changes.get("pre", "default"))
     writer.add_token_list([texts.get(i, f"<unused{i}>") for i in range(config["vocab_size"])])
     writer.add_token_types(
-        [3 if i < 3 else 1 if i in texts else 5 for i in range(config["vocab_size"])]
+        [3] * 3 + [1 if i in texts else 5 for i in range(3, config["vocab_size"])]
     )
     writer.add_token_merges([])
     writer.add_bos_token_id(0)

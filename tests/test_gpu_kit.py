@@ -414,13 +414,15 @@ def test_the_smoke_finds_what_is_wrong(dtype, changed, why):
 
 
 def test_the_smoke_takes_what_is_right():
-    kit("smoke").compare(told(), told(), "float32", {})
-    kit("smoke").compare(
-        told(tokens=[[5] * 15 + [6]]), told(gaps=[[1.0] * 15 + [1e-4]]), "float32", {}
-    )
-    kit("smoke").compare(
-        told(tokens=[[6] * 16], drawn=[[3] * 12], likely=[[-1.1, -2.1]]), told(), "bfloat16", {}
-    )
+    off = told(tokens=[[6] * 16], drawn=[[3] * 12], likely=[[-1.1, -2.1]])
+    for ours, reference, dtype in (
+        (told(), told(), "float32"),
+        (told(tokens=[[5] * 15 + [6]]), told(gaps=[[1.0] * 15 + [1e-4]]), "float32"),
+        (off, told(), "bfloat16"),
+    ):
+        found = {}
+        kit("smoke").compare(ours, reference, dtype, found)
+        assert {"agreeing", "drawn", "off"} <= {*found}
 
 
 def test_graphs_that_have_run_no_step_are_found():

@@ -54,16 +54,13 @@ def url(data: bytes) -> dict[str, Any]:
     }
 
 
+def part_of(given: Any) -> Any:
+    return {"type": "text", "text": given} if isinstance(given, str) else given
+
+
 def chat(*parts: Any, **body: Any) -> dict[str, Any]:
     """A part is a file, a text, or a content part as it is."""
-    content = [
-        url(one)
-        if isinstance(one, bytes)
-        else {"type": "text", "text": one}
-        if isinstance(one, str)
-        else one
-        for one in parts
-    ]
+    content = [url(one) if isinstance(one, bytes) else part_of(one) for one in parts]
     asked = {
         "max_tokens": 8,
         "temperature": 0,

@@ -250,9 +250,9 @@ def test_a_batch_of_pairs_and_single_texts(make):
     ]
     expected = []
     for one in given:
-        texts = (
-            (one["prompt"],) if isinstance(one, dict) else (one,) if isinstance(one, str) else one
-        )
+        texts = one["prompt"] if isinstance(one, dict) else one
+        if isinstance(texts, str):
+            texts = (texts,)
         expected.append(reference(made, *texts).logits[0].sigmoid())
     with LLM(made.folder) as llm:
         same(llm.encode(given, pooling_task="score", use_tqdm=False), expected)

@@ -161,7 +161,8 @@ def test_prompt_logprobs_are_computed_and_not_found(llm, watch):
 def test_several_sequences_of_a_cached_prompt(checkpoint, assert_parity, watch, roomy):
     """With few blocks they preempt one another, and find what they themselves have computed."""
     folder, model = checkpoint
-    num_blocks = 256 if roomy else 78 if getattr(model.config, "sliding_window", None) else 26
+    few = 78 if getattr(model.config, "sliding_window", None) else 26
+    num_blocks = 256 if roomy else few
     options = OPTIONS | {"num_kv_blocks": num_blocks, "max_model_len": 100}
     with LLM(str(folder), plugins=[watch], **options) as llm:
         for _ in range(2):

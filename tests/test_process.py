@@ -478,6 +478,7 @@ class TestKills:
         with LLM(**SMALL, engine_process=True) as llm:
             folder = llm.engine.client.process.folder
             folder.mkdir()
+        assert folder.is_dir()
         folder.rmdir()
 
     @pytest.mark.parametrize(

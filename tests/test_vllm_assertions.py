@@ -2193,8 +2193,8 @@ def bounded_errors(tiny: Asked) -> None:
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_holds(name, served):
-    function = CHECKS[name]
-    function(*(served(argument) for argument in function.__annotations__ if argument != "return"))
+    check = CHECKS[name]
+    check(*(served(argument) for argument in check.__annotations__ if argument != "return"))
 
 
 def page() -> str:

@@ -112,7 +112,9 @@ def main() -> int:
         parser.error(
             f"there is no part {', '.join(sorted(unknown))}: the parts are {', '.join(names)}"
         )
-    seconds = (QUICK_SECONDS if args.quick else SECONDS) if args.seconds is None else args.seconds
+    seconds = args.seconds
+    if seconds is None:
+        seconds = QUICK_SECONDS if args.quick else SECONDS
     if not seconds > 0:
         parser.error(f"--seconds must be more than 0, not {seconds:g}")
     results = Results(args.out.resolve(), "quick" if args.quick else "gpu")

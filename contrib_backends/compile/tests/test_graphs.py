@@ -262,7 +262,9 @@ def test_parts_that_inductor_compiles(folder, expected, recorder, tmp_path):
 def test_a_step_that_fails_later_has_nothing_captured_again(folder, recorder):
     llm = make_llm(folder, "piecewise")
     recorder.is_sealed = True
+    before = recorder.num_recorded
     llm.llm_engine.client.core.executor.warm_up()
+    assert recorder.num_recorded == before > 0
 
 
 def test_a_graph_that_cannot_be_captured_ends_the_start_and_says_what_to_do(folder, monkeypatch):

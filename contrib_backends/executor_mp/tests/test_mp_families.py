@@ -105,12 +105,14 @@ def check(folder: Path, sizes, *arguments, **options) -> int:
     return preemptions
 
 
+def marks_of(architecture):
+    if architecture in QUICK:
+        return ()
+    return SLOW if architecture in PACKED else NIGHTLY
+
+
 @pytest.mark.parametrize(
-    "architecture",
-    [
-        pytest.param(one, marks=() if one in QUICK else SLOW if one in PACKED else NIGHTLY)
-        for one in DECODERS
-    ],
+    "architecture", [pytest.param(one, marks=marks_of(one)) for one in DECODERS]
 )
 def test_decoders(tmp_path, architecture):
     """Each family: its first variant, over two ranks."""

@@ -68,7 +68,7 @@ def test_a_beam_search_refuses_what_says_how_to_draw(name):
 
 
 def test_a_beam_search_takes_what_is_off():
-    SamplingParams(
+    params = SamplingParams(
         use_beam_search=True,
         n=2,
         temperature=0,
@@ -78,6 +78,7 @@ def test_a_beam_search_takes_what_is_off():
         logit_bias={},
         presence_penalty=0,
     )
+    assert params.use_beam_search and params.widest[1] == 2
 
 
 @pytest.mark.parametrize(

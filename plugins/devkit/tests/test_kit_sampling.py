@@ -33,7 +33,7 @@ def hush(written):
     return package.HushParams, importlib.import_module("toolkit_lm_hush.processor").Hush
 
 
-def run_all(kit):
+def check_all(kit):
     for name, test in inspect.getmembers(kit, inspect.ismethod):
         if name.startswith("test_"):
             wanted = [
@@ -50,7 +50,7 @@ def processor_kit(params, processor, **more):
 
 
 def test_a_right_processor_passes(hush):
-    run_all(processor_kit(*hush, wrong=[{"hush_penalty": -1}]))
+    check_all(processor_kit(*hush, wrong=[{"hush_penalty": -1}]))
 
 
 CASE = {"hush_penalty": 2.0}
@@ -171,7 +171,7 @@ ORDERS = ([{"prompt_token_ids": [5]}, {"prompt_token_ids": [5, 6]}],)
 
 def test_a_right_policy_passes(written):
     written(Kind.SCHEDULING_POLICY, "brief")
-    run_all(policy_kit(importlib.import_module("toolkit_lm_brief.policy").brief, ORDERS))
+    check_all(policy_kit(importlib.import_module("toolkit_lm_brief.policy").brief, ORDERS))
 
 
 @pytest.mark.parametrize(

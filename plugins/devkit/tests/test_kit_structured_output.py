@@ -103,7 +103,8 @@ TESTS = {
 @pytest.mark.parametrize("test", TESTS)
 def test_a_right_one_passes(test):
     compiler = Compiler(Choice)
-    TESTS[test](compiler, compiler.compile(""))
+    check = TESTS[test]
+    check(compiler, compiler.compile(""))
 
 
 @pytest.mark.parametrize(

@@ -205,6 +205,7 @@ def test_filters_and_penalties_stay_inside(generate):
         "mirostat_tau": 3.0,
     }
     for one in generate({"json": SCHEMAS["object"]}, n=8, extra_args=extra, **given):
+        assert one.text.lstrip().startswith("{")
         if one.finish_reason == "stop":
             jsonschema.validate(json.loads(one.text), SCHEMAS["object"])
 

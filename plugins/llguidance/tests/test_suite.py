@@ -82,13 +82,10 @@ def check(vocabulary, draft, draws):
     compiler = LLGuidanceCompiler(vocabulary.source)
     closing = vocabulary.tokenizer.tokenize_str('"}],: 0')
     for file, description, schema in SUITE[draft]:
-        schema = (
-            {}
-            if schema is True
-            else {"not": {}}
-            if schema is False
-            else {"$schema": kind.META_SCHEMA["$schema"], **schema}
-        )
+        if isinstance(schema, bool):
+            schema = {} if schema else {"not": {}}
+        else:
+            schema = {"$schema": kind.META_SCHEMA["$schema"], **schema}
         options = options_of(Wish("", "json", schema))
         grammar = grammar_of_schema(schema, options)
         if compiler.error_of(grammar, {"schema": schema, "options": options}):

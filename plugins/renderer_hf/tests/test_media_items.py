@@ -170,11 +170,8 @@ def test_an_uploaded_file_is_what_its_bytes_are(llava, kind):
 
 @pytest.mark.parametrize("mode", ["L", "P", "1", "RGBA", "LA", "CMYK", "I;16", "F"])
 def test_modes_of_pillow(llava, mode):
-    image = (
-        Image.fromarray(pixels())
-        .convert("L" if mode in ("I;16", "F") else "RGB" if mode == "LA" else mode)
-        .convert(mode)
-    )
+    before = {"I;16": "L", "F": "L", "LA": "RGB"}.get(mode, mode)
+    image = Image.fromarray(pixels()).convert(before).convert(mode)
     if mode == "P":
         image.info["transparency"] = b"\x00\x80"
     feature = llava.render_conversation(chat(of(image))).features[0]

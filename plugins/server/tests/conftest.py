@@ -135,7 +135,9 @@ class FakeEngine:
                 if "hang" in text and size == 3:
                     await asyncio.Event().wait()
                 done = size == len(answer)
-                reason = ("error" if "broken" in text else "stop") if done else None
+                reason = None
+                if done:
+                    reason = "error" if "broken" in text else "stop"
                 if options["timeout"] is not None and size == 1 and "late" in text:
                     yield RequestOutput(
                         "id",

@@ -78,10 +78,10 @@ def test_each_product_has_a_bound(fields, prompts, factor):
     ],
 )
 def test_usual_requests_are_let_in(fields):
-    with CostBudget(256 * MIB).spend(
-        generation_cost(["a" * 16_000], SamplingParams(**fields), 8192)
-    ):
-        pass
+    budget = CostBudget(256 * MIB, max_queued=64)
+    cost = generation_cost(["a" * 16_000], SamplingParams(**fields), 8192)
+    with budget.spend(cost):
+        assert budget.num_requests == 1
 
 
 def test_many_short_messages_cost_more_than_their_text():

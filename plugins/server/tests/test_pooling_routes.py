@@ -533,9 +533,8 @@ async def test_a_task_that_is_not_served_is_told_those_that_are(ask, name, path,
     error = reply.json()["error"]
     assert error["param"] == "task" and f"Supported: {SERVED[name]}." in error["message"]
     vllms = path in ("/pooling", "/classify", "/score", "/v1/score")
-    assert error["type"] == (
-        ("NotFoundError" if scores else "BadRequestError") if vllms else "invalid_request_error"
-    )
+    kind = "NotFoundError" if scores else "BadRequestError"
+    assert error["type"] == (kind if vllms else "invalid_request_error")
     assert ("--convert " in error["message"]) == (name == "generator")
 
 

@@ -45,13 +45,10 @@ def test_documents_are_valid(compiler, draft):
     closing = tokenizer.encode('"}],: 0', add_special_tokens=False).ids
     for file, description, schema in SUITE[draft]:
         kind = DRAFTS[draft]
-        schema = (
-            {}
-            if schema is True
-            else {"not": {}}
-            if schema is False
-            else {"$schema": kind.META_SCHEMA["$schema"], **schema}
-        )
+        if isinstance(schema, bool):
+            schema = {} if schema else {"not": {}}
+        else:
+            schema = {"$schema": kind.META_SCHEMA["$schema"], **schema}
         try:
             grammar = XGrammarReader(SOURCE, None).read(Wish("", "json", schema)).grammar
         except RequestError:

@@ -166,13 +166,9 @@ class MBartRules(UsualRules):
 
 
 def _text_of(prompt: Any) -> str | None:
-    return (
-        prompt
-        if isinstance(prompt, str)
-        else prompt.get("prompt")
-        if isinstance(prompt, Mapping)
-        else None
-    )
+    if isinstance(prompt, str):
+        return prompt
+    return prompt.get("prompt") if isinstance(prompt, Mapping) else None
 
 
 def _last_turn(messages: Conversation) -> str:

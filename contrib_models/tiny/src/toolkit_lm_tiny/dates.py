@@ -88,6 +88,6 @@ def year_words(year: int) -> str:
     century, rest = divmod(year, 100)
     if century == 20 and rest < 10:
         return "two thousand" + (f" {words(rest)}" if rest else "")
-    return f"{words(century)} " + (
-        "hundred" if not rest else f"oh {words(rest)}" if rest < 10 else words(rest)
-    )
+    if not rest:
+        return f"{words(century)} hundred"
+    return f"{words(century)} " + (f"oh {words(rest)}" if rest < 10 else words(rest))

@@ -184,7 +184,9 @@ def flag_help(o: Option) -> str:
     default = o.default
     none = o.spec.none
     bounds = o.spec.range
-    shown = none if default is None else "" if default in ("", [], {}) else default
+    shown = "" if default in ("", [], {}) else default
+    if default is None:
+        shown = none
     if isinstance(shown, bool):
         shown = ("off", "on")[shown] if o.is_flag else str(shown).lower()
     parts = [
@@ -204,7 +206,9 @@ def _metavar(o: Option) -> str:
         return "|".join(o.choices)
     if o.is_list:
         return "NAME"
-    return "INTEGER" if int in o.kinds else "NUMBER" if float in o.kinds else "TEXT"
+    if int in o.kinds:
+        return "INTEGER"
+    return "NUMBER" if float in o.kinds else "TEXT"
 
 
 def _title(section: Section) -> str:

@@ -139,7 +139,9 @@ def _survey(data: bytes, order: dict[str, Any]) -> dict[str, Any]:
         if stream.frames > num_packets:
             raise _RefusedError("it is a truncated movie")
         rate = stream.average_rate or stream.guessed_rate
-        fps = float(rate) if rate else num_frames / last if last else 0.0
+        fps = float(rate or 0)
+        if not rate and last:
+            fps = num_frames / last
         return {"num_frames": num_frames, "fps": fps, "width": width, "height": height}
 
 

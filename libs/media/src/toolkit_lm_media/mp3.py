@@ -91,5 +91,6 @@ def _frame(header: bytes) -> Frame | None:
     is_mono = header[3] >> 6 == _MONO
     hertz = _RATES[version][rate]
     size = (144 if is_first else 72) * 1000 * _KBPS[is_first][kbps] // hertz + (header[2] >> 1 & 1)
-    side = (17 if is_mono else 32) if is_first else (9 if is_mono else 17)
+    stereo, mono = (32, 17) if is_first else (17, 9)
+    side = mono if is_mono else stereo
     return Frame(size, 1152 if is_first else 576, hertz, side)

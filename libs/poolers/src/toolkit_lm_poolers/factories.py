@@ -209,7 +209,9 @@ def _embedding_head(
     out = _out_size(configs, size)
     last = bool(configs) and isinstance(configs[-1], Normalize)
     option = vllm_config.pooler.normalize
-    unit = option if option is not None else last if normalize is None else normalize
+    unit = last if normalize is None else normalize
+    if option is not None:
+        unit = option
     if truncate_dim is not None and truncate_dim > out:
         raise CheckpointError(
             f"config_sentence_transformers.json cuts embeddings to {truncate_dim} dimensions, "

@@ -36,13 +36,10 @@ class CheckpointWeights(CheckpointLoader):
         self.files = self._find()
 
     def __str__(self) -> str:
-        return str(
-            self.source / SINGLE
-            if self.files == [SINGLE]
-            else self.source / INDEX
-            if (self.source / INDEX).is_file()
-            else self.source
-        )
+        if self.files == [SINGLE]:
+            return str(self.source / SINGLE)
+        index = self.source / INDEX
+        return str(index if index.is_file() else self.source)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for file in self.files:

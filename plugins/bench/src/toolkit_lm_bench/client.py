@@ -112,11 +112,12 @@ class Stream:
         # Tokens without a text are in no event, or in one without text.
         times = self.times or [self._first_choice or start]
         told = self.usage
+        of_prompt = prompt.num_tokens if prompt else 0
         return Sample(
             ttft=times[0] - start,
             gaps=[after - before for before, after in pairwise(times)],
             e2el=times[-1] - start,
-            num_prompt_tokens=told.prompt_tokens if told else prompt.num_tokens if prompt else 0,
+            num_prompt_tokens=told.prompt_tokens if told else of_prompt,
             num_output_tokens=told.completion_tokens if told else len(self.times),
             is_counted=told is None,
             text="".join(self.said),

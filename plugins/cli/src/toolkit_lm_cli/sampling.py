@@ -114,10 +114,6 @@ def _metavar(o: Option) -> str:
         return "|".join(
             ["true", "false", *(choice for kind in o.kinds for choice in get_args(kind))]
         )
-    return (
-        "NUMBER"
-        if float in o.kinds
-        else "INTEGER"
-        if int in o.kinds or list[int] in o.kinds
-        else "TEXT"
-    )
+    if float in o.kinds:
+        return "NUMBER"
+    return "INTEGER" if int in o.kinds or list[int] in o.kinds else "TEXT"

@@ -86,16 +86,15 @@ class Engine:
         client = self.client
         info = self.info
         error = self.error
-        status = (
-            "ready"
-            if info is not None
-            else "dead"
-            if client is None
-            else "restarting"
-            if self.num_restarts
-            else "starting"
-        )
-        reason = "" if info is not None else str(error or "") if client is None else client.phase
+        reason = ""
+        if info is not None:
+            status = "ready"
+        elif client is None:
+            status = "dead"
+            reason = str(error or "")
+        else:
+            status = "restarting" if self.num_restarts else "starting"
+            reason = client.phase
         pid = None if client is None else client.process.pid
         return EngineState(
             status,  # type: ignore[arg-type]

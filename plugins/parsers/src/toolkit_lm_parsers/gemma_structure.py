@@ -114,7 +114,8 @@ class GemmaArguments:
         kinds = schema.get("type")
         known = [kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if kind in _TYPES]
         if not known:
-            known = ["object"] if "properties" in schema else ["array"] if "items" in schema else []
+            implied = {"properties": "object", "items": "array"}
+            known = [kind for name, kind in implied.items() if name in schema][:1]
         if not known or (depth > _MOST_DEPTH and not {"object", "array"}.isdisjoint(known)):
             return self._free(self._free_depth if depth <= _MOST_DEPTH else 0)
         return choice(*(self._of_type(kind, schema, depth) for kind in known))

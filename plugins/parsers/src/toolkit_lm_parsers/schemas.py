@@ -157,13 +157,10 @@ class Schemas:
                         found, frozenset[str]().union(*(kind for kind in kinds if kind is not None))
                     )
         if not found:
-            found = (
-                frozenset(("object",))
-                if "properties" in schema
-                else frozenset(("array",))
-                if "items" in schema
-                else found
-            )
+            if "properties" in schema:
+                found = frozenset(("object",))
+            elif "items" in schema:
+                found = frozenset(("array",))
         return found | {"null"} if found is not None and schema.get("nullable") is True else found
 
     def _types_of_all(self, values: Sequence[Any]) -> frozenset[str]:
@@ -210,7 +207,7 @@ class Schemas:
         if not found:
             others = (part.get("additionalProperties") for part in parts)
             found = [one for one in others if isinstance(one, Mapping)]
-        return found[0] if len(found) == 1 else {"anyOf": found} if found else None
+        return _any_of(found)
 
     def may_have(self, schema: Any, name: str) -> bool:
         """Whether an object has a property of a name, or its schema names none."""
@@ -228,7 +225,7 @@ class Schemas:
             for part in self.parts(schema, "allOf", "anyOf", "oneOf")
             if isinstance(part.get("items"), Mapping)
         ]
-        return items[0] if len(items) == 1 else {"anyOf": items} if items else None
+        return _any_of(items)
 
     def merged(self, schema: Any) -> dict[str, Any]:
         """A schema without references and `allOf`, as one mapping: of a keyword that several have,
@@ -420,3 +417,10 @@ def _moved(value: Any, definition: str) -> Any:
     if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
         moved["$ref"] = f"#/$defs/{definition}{reference[1:]}"
     return moved
+
+
+def _any_of(schemas: list[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The schema of what is of any of some; None of none."""
+    if len(schemas) > 1:
+        return {"anyOf": schemas}
+    return schemas[0] if schemas else None

@@ -146,13 +146,9 @@ class TextScoring(Scoring):
         self.kind = score_kind(tasks)
         self.task = _TASKS[self.kind]
         is_late = self.kind is ScoreKind.LATE_INTERACTION
-        self._compare = (
-            SIMILARITIES[texts.similarity]
-            if not is_late
-            else mean_max_sim
-            if texts.averages
-            else max_sim
-        )
+        self._compare = SIMILARITIES[texts.similarity]
+        if is_late:
+            self._compare = mean_max_sim if texts.averages else max_sim
         self._roles: Mapping[str, LateInteractionRole] = texts.roles if is_late else {}
         self._normalize = texts.scored_normalized if self.kind is ScoreKind.BI_ENCODER else None
         pairs = _pairs(queries, documents, fields)

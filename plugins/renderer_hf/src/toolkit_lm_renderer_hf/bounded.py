@@ -334,12 +334,15 @@ def _check_filter(
 
 
 def _check_widths(values: Iterable[Any]) -> None:
-    if any(
-        (width if isinstance(width, int) else len(width) if isinstance(width, str) else 0)
-        > _MOST_WIDTH
-        for width in values
-    ):
+    if any(_width(value) > _MOST_WIDTH for value in values):
         raise _too_large(_WIDE)
+
+
+def _width(value: Any) -> int:
+    """Characters that a value asks for: a number of them, or a text as long."""
+    if isinstance(value, int):
+        return value
+    return len(value) if isinstance(value, str) else 0
 
 
 def _check_replace(current: Budget, text: str | bytes, old: Any, new: Any) -> None:

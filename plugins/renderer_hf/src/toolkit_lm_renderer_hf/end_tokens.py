@@ -55,7 +55,9 @@ def _stated(config: VllmConfig) -> Iterator[tuple[Path, int]]:
     ):
         file = Path(config.checkpoint.path, name)
         value = values.get("eos_token_id")
-        for token_id in value if isinstance(value, list) else [] if value is None else [value]:
+        if value is None:
+            continue
+        for token_id in value if isinstance(value, list) else [value]:
             if type(token_id) is not int:
                 raise CheckpointError(
                     f"{file}: eos_token_id must be a token id or a list of them, not "

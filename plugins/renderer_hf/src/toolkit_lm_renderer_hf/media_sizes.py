@@ -109,10 +109,6 @@ def _pixels(source: Any) -> int | None:
         return width * height
     size = getattr(source, "size", None)
     # Of an image of Pillow, and of an array.
-    return (
-        size[0] * size[1]
-        if isinstance(size, tuple) and len(size) == 2
-        else size
-        if isinstance(size, int)
-        else None
-    )
+    if isinstance(size, tuple) and len(size) == 2:
+        return int(size[0] * size[1])
+    return size if isinstance(size, int) else None

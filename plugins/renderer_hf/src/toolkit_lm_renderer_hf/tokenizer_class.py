@@ -270,9 +270,9 @@ def _build_byte_level(tokenizer: Tokenizer, config: Mapping[str, Any], name: str
 def _build_llama(tokenizer: Tokenizer, config: Mapping[str, Any], name: str) -> None:
     """A space before a text, and, in the older behaviour, after each special token."""
     is_first = name == "CodeLlamaTokenizer" or not config.get("legacy", False)
-    scheme = (
-        "never" if _flag(config, "add_prefix_space") is False else "first" if is_first else "always"
-    )
+    scheme = "first" if is_first else "always"
+    if _flag(config, "add_prefix_space") is False:
+        scheme = "never"
     tokenizer.normalizer = None
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     _set_model(tokenizer, fuse_unk=True, byte_fallback=True)

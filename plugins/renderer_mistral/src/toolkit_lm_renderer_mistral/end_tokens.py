@@ -45,7 +45,9 @@ def _stated(config: VllmConfig) -> Iterator[int]:
         ("config.json", text_config(config.hf_config)),
     ):
         value = values.get("eos_token_id")
-        for token_id in value if isinstance(value, list) else [] if value is None else [value]:
+        if value is None:
+            continue
+        for token_id in value if isinstance(value, list) else [value]:
             if type(token_id) is not int:
                 file = Path(config.checkpoint.path, name)
                 raise CheckpointError(

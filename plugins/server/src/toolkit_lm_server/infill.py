@@ -70,13 +70,9 @@ class InfillBody(SamplingBody):
             raise RequestError("n must be 1: an answer here is one text.", "n")
         fields = self.model_dump(exclude_unset=True, exclude=set(InfillBody.__annotations__))
         before = "".join(f"{_SNIPPET}{one.text}" for one in self.input_extra)
-        most = (
-            _MOST
-            if self.n_predict is None
-            else max_model_len
-            if self.n_predict < 0
-            else max(self.n_predict, 1)
-        )
+        most = _MOST
+        if self.n_predict is not None:
+            most = max_model_len if self.n_predict < 0 else max(self.n_predict, 1)
         given = {"prompt": before + self.input_prefix + self.prompt, "suffix": self.input_suffix}
         made: CompletionBody = kind.model_validate({"max_tokens": most, **fields, **given})
         return made

@@ -34,13 +34,9 @@ def media_cost(given: object, measure: Measure | None = None) -> int:
 
 def _unknown(kind: object) -> int:
     """Nothing is made of embeddings."""
-    return (
-        0
-        if isinstance(kind, str) and kind.endswith("_embeds")
-        else _VIDEO
-        if kind in ("video", "video_url", "file")
-        else _UNKNOWN
-    )
+    if isinstance(kind, str) and kind.endswith("_embeds"):
+        return 0
+    return _VIDEO if kind in ("video", "video_url", "file") else _UNKNOWN
 
 
 def items_of(message: object) -> Iterator[Mapping[str, Any]]:

@@ -208,13 +208,9 @@ def _conflicts(schema: Mapping[str, Any]) -> Iterator[str]:
     if _mapping(schema.get("patternProperties")) and _mapping(schema.get("properties")):
         # A property that both are about would have to follow both.
         yield "'patternProperties' beside 'properties'"
-    named = (
-        {kinds}
-        if isinstance(kinds, str)
-        else {one for one in kinds if isinstance(one, str)}
-        if isinstance(kinds, list)
-        else None
-    )
+    named = {kinds} if isinstance(kinds, str) else None
+    if isinstance(kinds, list):
+        named = {one for one in kinds if isinstance(one, str)}
     listed = [schema["const"]] if "const" in schema else schema.get("enum")
     if named is not None and not all(
         named.intersection(types_of(one)) for one in (listed if isinstance(listed, list) else ())

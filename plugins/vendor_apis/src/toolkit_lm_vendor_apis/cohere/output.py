@@ -77,13 +77,10 @@ class Output:
         reason = self._segments.finish_reason
         if reason == "stop":
             has_calls = any(one.kind == "call" for one in self._segments.all)
-            return (
-                "TOOL_CALL"
-                if has_calls
-                else "STOP_SEQUENCE"
-                if isinstance(self._segments.stop_reason, str)
-                else "COMPLETE"
-            )
+            if has_calls:
+                return "TOOL_CALL"
+            is_stopped = isinstance(self._segments.stop_reason, str)
+            return "STOP_SEQUENCE" if is_stopped else "COMPLETE"
         return _REASONS.get(reason or "", "ERROR")
 
     def _usage(self) -> dict[str, Any]:

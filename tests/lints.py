@@ -1,0 +1,196 @@
+"""Rules of style that no linter has: how code is laid out, and that a test can fail.
+
+usage: python tests/lints.py [FILE...]
+
+Without a file it looks at all that git knows. Each line says where something is, and what to do.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Scope = ast.Module | ast.ClassDef | Function
+
+_CHECKS = re.compile(r"_*(assert|check|expect|verify|must)(_|$)|assert[A-Z]")
+"""Names of functions that fail where something is not as it must be."""
+_OF_PYTEST = {"raises", "warns", "fail", "deprecated_call"}
+_DEPTH = 4
+"""So many helpers may stand between a test and what fails."""
+
+
+def main(names: Iterable[str] = ()) -> int:
+    """Prints what is found in the files. Returns the exit code."""
+    listed = subprocess.run(
+        ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    tests = Tests(ROOT / name for name in listed.splitlines() if (ROOT / name).is_file())
+    found = 0
+    for path in [Path(name).resolve() for name in names] or sorted(tests.paths):
+        tree = tests.tree(path)
+        shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+        problems = [*packed(tree), *nested(tree), *orphans(tree)]
+        if path.name.startswith("test_"):
+            problems += tests.idle(path)
+        for line, what in sorted(problems):
+            print(f"{shown}:{line}: {what}", file=sys.stderr)
+        found += len(problems)
+    return bool(found)
+
+
+def packed(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Assignments of several values to as many targets, none of which has to do with another."""
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Tuple | ast.List)
+            and isinstance(node.value, ast.Tuple | ast.List)
+        ):
+            targets = node.targets[0].elts
+            values = node.value.elts
+            stars = any(isinstance(one, ast.Starred) for one in (*targets, *values))
+            if 1 < len(targets) == len(values) and not stars and not _are_bound(targets, values):
+                yield node.lineno, "targets that are packed together: give each a line of its own"
+
+
+def _are_bound(targets: list[ast.expr], values: list[ast.expr]) -> bool:
+    """A value reads a target, as in a swap; or a target is a part of another."""
+    whole = {_form(one) for one in targets}
+    names = {form for one in targets for form in _forms(one)}
+    read = {form for one in values for form in _forms(one)}
+    inside = {form for one in targets for form in _forms(one) if form != _form(one)}
+    unpacked = any(isinstance(one, ast.Tuple | ast.List) for one in targets)
+    return bool(names & read if unpacked else whole & (read | inside))
+
+
+def _forms(node: ast.expr) -> set[str]:
+    """What it reads or writes, and all parts of that."""
+    places = ast.Name | ast.Attribute | ast.Subscript
+    return {_form(one) for one in ast.walk(node) if isinstance(one, places)}
+
+
+def _form(node: ast.AST) -> str:
+    return re.sub(r"ctx=\w+\(\)", "", ast.dump(node))
+
+
+def nested(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Conditional expressions of which a part is another."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.IfExp) and any(
+            isinstance(part, ast.IfExp) for part in (node.test, node.body, node.orelse)
+        ):
+            yield node.lineno, "a conditional expression in another: use if and elif, or a mapping"
+
+
+def orphans(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Texts that stand alone, and say nothing of what is directly above them."""
+    for scope in ast.walk(tree):
+        for body in (getattr(scope, name, None) for name in ("body", "orelse", "finalbody")):
+            if not isinstance(body, list):
+                continue
+            is_scope = isinstance(scope, Scope) and body is scope.body
+            for before, node in zip([None, *body], body, strict=False):
+                if not _is_text(node) or (before is None and is_scope):
+                    continue
+                if not isinstance(before, ast.Assign | ast.AnnAssign | ast.AugAssign):
+                    yield node.lineno, "a text of nothing: put it under its attribute, or make it #"
+                elif node.lineno != (before.end_lineno or 0) + 1:
+                    yield node.lineno, "a text apart from its attribute: put it on the next line"
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+class Tests:
+    """All modules, so that the helpers of a test are found where they are written."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self.paths = frozenset(paths)
+        self._trees: dict[Path, ast.Module] = {}
+        self._by_stem: dict[str, list[Path]] = {}
+        for path in sorted(self.paths):
+            self._by_stem.setdefault(path.stem, []).append(path)
+        self._functions: dict[Path, dict[str, list[Function]]] = {}
+
+    def tree(self, path: Path) -> ast.Module:
+        if path not in self._trees:
+            self._trees[path] = ast.parse(path.read_text(encoding="utf-8"))
+        return self._trees[path]
+
+    def idle(self, path: Path) -> Iterator[tuple[int, str]]:
+        """Tests of a module that fail only where something raises by itself."""
+        for node in ast.walk(self.tree(path)):
+            if (
+                isinstance(node, Function)
+                and node.name.startswith("test_")
+                and not any("fixture" in ast.dump(one) for one in node.decorator_list)
+                and not self._can_fail(node, path, _DEPTH)
+            ):
+                yield node.lineno, f"{node.name} asserts nothing: compare what it makes"
+
+    def _can_fail(self, function: Function, path: Path, depth: int) -> bool:
+        calls: set[str] = {one.arg for one in function.args.args}
+        for node in ast.walk(function):
+            if isinstance(node, ast.Assert):
+                return True
+            if isinstance(node, ast.Raise) and "AssertionError" in ast.dump(node):
+                return True
+            if isinstance(node, ast.keyword) and node.arg == "check":
+                # A process that fails, fails the test.
+                return True
+            if isinstance(node, ast.Name | ast.Attribute):
+                name = node.id if isinstance(node, ast.Name) else node.attr
+                if _CHECKS.match(name) or name in _OF_PYTEST:
+                    return True
+                calls.add(name)
+        return depth > 0 and any(
+            helper is not function and self._can_fail(helper, where, depth - 1)
+            for name in calls
+            for where, helper in self._helpers(name, path)
+        )
+
+    def _helpers(self, name: str, path: Path) -> Iterator[tuple[Path, Function]]:
+        """Functions and fixtures of that name, in the module, what it imports and conftest.py."""
+        for where in (path, *self._imported(path), *self._conftests(path)):
+            for function in self._of(where).get(name, ()):
+                yield where, function
+
+    def _of(self, path: Path) -> dict[str, list[Function]]:
+        if path not in self._functions:
+            found = self._functions[path] = {}
+            for node in ast.walk(self.tree(path)):
+                if isinstance(node, Function):
+                    found.setdefault(node.name, []).append(node)
+        return self._functions[path]
+
+    def _imported(self, path: Path) -> Iterator[Path]:
+        for node in ast.walk(self.tree(path)):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [one.name for one in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            for name in names:
+                for found in self._by_stem.get(name.rpartition(".")[2], ()):
+                    if "src" not in found.parts or "devkit" in found.parts:
+                        yield found
+
+    def _conftests(self, path: Path) -> Iterator[Path]:
+        for folder in path.parents:
+            if (conftest := folder / "conftest.py") in self.paths:
+                yield conftest
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
