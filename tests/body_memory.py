@@ -20,10 +20,10 @@ import httpx
 from toolkit_lm import AsyncLLM
 from toolkit_lm.config import VllmConfig
 from toolkit_lm_server.app import create_app
-from toolkit_lm_server.cost import CostBudget
 from toolkit_lm_server.garbage import _trim
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.route import Bodies
+from toolkit_lm_serving.budget import CostBudget
 
 SLACK = 16 * 2**20
 """Bytes that every estimate has beside: the interpreter's, and what is imported late."""

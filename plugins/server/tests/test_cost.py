@@ -12,15 +12,11 @@ from toolkit_lm.errors import QueueFullError, RequestError
 from toolkit_lm.params import RequestOutputKind, SamplingParams
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm_server.app import create_app
-from toolkit_lm_server.cost import (
-    BudgetedLLM,
-    CostBudget,
-    generation_cost,
-    pooling_cost,
-    rendering_cost,
-)
+from toolkit_lm_server.budgeted_llm import BudgetedLLM
 from toolkit_lm_server.keys import ApiKey, Keys
 from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_serving.budget import CostBudget
+from toolkit_lm_serving.cost import generation_cost, pooling_cost, rendering_cost
 
 MIB = 2**20
 

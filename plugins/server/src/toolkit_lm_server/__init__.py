@@ -34,4 +34,4 @@ def toolkit_register_commands(commands: CommandRegistry) -> None:
 
 @hookimpl
 def toolkit_register_scheduling_policies(policies: SchedulingPolicyRegistry) -> None:
-    policies.add("fair", "toolkit_lm_server.fairness:FairPolicy")
+    policies.add("fair", "toolkit_lm_serving.fairness:FairPolicy")

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from toolkit_lm import __version__
 from toolkit_lm.plugin import LogitsProcessorRegistry
+from toolkit_lm_serving.budget import CostBudget
 
 from toolkit_lm_server.answer_schemas import (
     NOT_NOW,
@@ -41,10 +42,10 @@ from toolkit_lm_server.answer_schemas import (
     answers,
     streams,
 )
+from toolkit_lm_server.budgeted_llm import BudgetedLLM
 from toolkit_lm_server.chat import Chat
 from toolkit_lm_server.chat_batch import ChatBatchBody
 from toolkit_lm_server.completions import CompletionBody, Completions
-from toolkit_lm_server.cost import BudgetedLLM, CostBudget
 from toolkit_lm_server.embeddings import Embeddings
 from toolkit_lm_server.errors import as_api_error, described
 from toolkit_lm_server.infill import Infill, InfillBody

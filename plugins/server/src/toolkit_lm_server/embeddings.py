@@ -16,7 +16,7 @@ from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.prompts import Prompt, TokensPrompt
 
 from toolkit_lm_server.answers import answer
-from toolkit_lm_server.cost import BudgetedLLM
+from toolkit_lm_server.budgeted_llm import BudgetedLLM
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.pooled import encoded, head, in_bytes, pool, quantized, usage
 from toolkit_lm_server.pooling_protocol import (

@@ -13,8 +13,6 @@ from toolkit_lm.errors import ConfigError
 
 MetricNames = Literal["toolkit-lm", "vllm"]
 
-CLIENT = "client"
-"""The key of a request's context that says whose it is."""
 _MOST_CONNECTIONS = 10_000
 """The default where the process may have many files open."""
 _OTHER_FILES = 64

@@ -22,6 +22,7 @@ from toolkit_lm.processing import (
 )
 from toolkit_lm.renderer import Rendered, Renderer, make_renderer
 from toolkit_lm.resolution import resolve_configured
+from toolkit_lm_serving.budget import CostBudget
 
 from toolkit_lm_server.answer_schemas import (
     Derendered,
@@ -35,7 +36,7 @@ from toolkit_lm_server.answer_schemas import (
 )
 from toolkit_lm_server.answers import accepted, answer
 from toolkit_lm_server.app import Served, add_own_routes, make_app
-from toolkit_lm_server.cost import BudgetedLLM, CostBudget, HoldRendering
+from toolkit_lm_server.budgeted_llm import BudgetedLLM, HoldRendering
 from toolkit_lm_server.errors import ApiError, described
 from toolkit_lm_server.held import HeldElsewhere
 from toolkit_lm_server.keys import Keys

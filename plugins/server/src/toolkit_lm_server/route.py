@@ -21,6 +21,7 @@ from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
+from toolkit_lm_serving import CLIENT
 
 from toolkit_lm_server.errors import (
     RETRY_AFTER,
@@ -34,7 +35,7 @@ from toolkit_lm_server.errors import (
 from toolkit_lm_server.json_measure import measure
 from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.metrics import Metrics
-from toolkit_lm_server.options import CLIENT, ServerOptions
+from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.protocol import TEMPLATES_ALLOWED
 from toolkit_lm_server.threads import WHOSE, in_shared_thread
 from toolkit_lm_server.unknown_fields import IGNORED, UNKNOWN, UnknownFields

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from toolkit_lm.errors import ToolkitError
 from toolkit_lm_media.audio import BYTES_PER_SAMPLE, open_audio
 from toolkit_lm_server.answers import answer
-from toolkit_lm_server.cost import BudgetedLLM
+from toolkit_lm_server.budgeted_llm import BudgetedLLM
 from toolkit_lm_server.errors import ApiError, described, printable
 from toolkit_lm_server.event_stream import EventStream
 from toolkit_lm_server.protocol import check_model

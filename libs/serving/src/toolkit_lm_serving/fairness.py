@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from toolkit_lm.scheduler import SchedulingPolicy
 
-from toolkit_lm_server.options import CLIENT
+from toolkit_lm_serving import CLIENT
 
 if TYPE_CHECKING:
     from toolkit_lm.config import SchedulerConfig

@@ -10,7 +10,7 @@ import pytest
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.config import SchedulerConfig
 from toolkit_lm_devkit import SchedulingPolicyConformance
-from toolkit_lm_server.fairness import FairPolicy, StepCost
+from toolkit_lm_serving.fairness import FairPolicy, StepCost
 
 
 class TestFair(SchedulingPolicyConformance):
