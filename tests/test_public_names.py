@@ -20,6 +20,8 @@ LISTED = ROOT / "core" / "public_names.txt"
 USERS = ("plugins/*/src", "libs/*/src", "contrib_*/*/src", "downstream", "docs/examples")
 """Sources that have only what is public. Tests, benchmarks and what writes the pages may look
 behind the faces."""
+PAGES = ("README.md", "docs/**/*.md", "*/*/README.md", "plugins/*/src/**/*.in")
+"""Pages and templates whose code an author copies."""
 
 
 def public_names() -> list[str]:
@@ -103,14 +105,27 @@ def test_other_distributions_import_public_names_only():
     assert found == []
 
 
-def test_pages_import_public_names_only():
-    found = []
-    for path in sorted(ROOT.glob("docs/**/*.md")):
-        lines = re.findall(
-            r"^(?:from|import) toolkit_lm\.[\w.]+ import \w+", path.read_text(), re.M
-        )
-        found += [one for line in lines for one in faults(line, path.name)]
-    assert found == []
+def imports(text: str) -> list[str]:
+    """The statements that import of core, in a page or template with code."""
+    return re.findall(
+        r"^(?:from toolkit_lm[\w.]* import (?:\([^)]*\)|[^\n(]+)|import toolkit_lm[\w.]*)",
+        text,
+        re.M,
+    )
+
+
+def test_pages_and_templates_import_public_names_only():
+    paths = sorted(path for one in PAGES for path in ROOT.glob(one))
+    lines = [(path, line) for path in paths for line in imports(path.read_text(encoding="utf-8"))]
+    assert [one for path, line in lines for one in faults(line, path.name)] == []
+    assert {path.suffix for path, _ in lines} == {".md", ".in"}
+
+
+def test_the_imports_of_a_page_are_found():
+    told = (
+        "from toolkit_lm.model import (\n    Model,\n    norm,\n)\nimport toolkit_lm.engine.core\n"
+    )
+    assert [one.count("face of") for line in imports(told) for one in faults(line, "")] == [1, 1]
 
 
 @pytest.mark.parametrize(
