@@ -6,6 +6,7 @@ import asyncio
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar, Unpack
 
@@ -31,6 +32,8 @@ from toolkit_lm.prompts import Conversation, Prompt, TextPair, listed
 from toolkit_lm.renderer import ConversationOptions, Renderer
 
 AnyListener = TypeVar("AnyListener", bound=Listener)
+Prepare = Callable[[], Awaitable[list[PreparedRequest]]]
+"""What makes a call's requests, once the engine is ready."""
 
 
 class EncodeOptions(RequestOptions, TextOptions, total=False):
@@ -145,9 +148,8 @@ class AsyncLLM:
         the engine dies.
         """
         ids = [self._new_id() if request_id is None else request_id]
-        return self._single(
-            ids, lambda: self._prepare(ids, [prompt], sampling_params, options), sampling_params
-        )
+        prepare = partial(self._prepare, ids, [prompt], sampling_params, options)
+        return self._single(ids, prepare, sampling_params)
 
     def chat(
         self,
@@ -160,10 +162,9 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """As `generate`, for a conversation."""
         ids = [self._new_id() if request_id is None else request_id]
-
-        def prepare() -> Awaitable[list[PreparedRequest]]:
-            return self._prepare_chats(ids, [messages], sampling_params, options, **render_options)
-
+        prepare = partial(
+            self._prepare_chats, ids, [messages], sampling_params, options, **render_options
+        )
         return self._single(ids, prepare, sampling_params)
 
     def chat_many(
@@ -176,12 +177,9 @@ class AsyncLLM:
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         """As `generate_many`, for conversations."""
         ids = [self._new_id() for _ in conversations]
-
-        def prepare() -> Awaitable[list[PreparedRequest]]:
-            return self._prepare_chats(
-                ids, conversations, sampling_params, options, **render_options
-            )
-
+        prepare = partial(
+            self._prepare_chats, ids, conversations, sampling_params, options, **render_options
+        )
         return self._outputs(ids, prepare, sampling_params)
 
     def generate_many(
@@ -197,9 +195,8 @@ class AsyncLLM:
         is an error for all of them, before any is computed. Closing the iterator aborts them all.
         """
         ids = [self._new_id() for _ in prompts]
-        return self._outputs(
-            ids, lambda: self._prepare(ids, prompts, sampling_params, options), sampling_params
-        )
+        prepare = partial(self._prepare, ids, prompts, sampling_params, options)
+        return self._outputs(ids, prepare, sampling_params)
 
     async def encode(
         self,
@@ -244,13 +241,18 @@ class AsyncLLM:
                 raise RequestError(
                     f"unknown option {name!r}. {nearest(name, EncodeOptions.__annotations__)}", name
                 )
-
-        def prepare() -> list[PreparedRequest]:
-            return prepared_for_pooling(self.processor, ids, many, pooling_params, given)
-
         if not many and not ids:
             return []
-        async with self._served(ids, lambda: asyncio.to_thread(prepare), Batch(len(ids))) as batch:
+        prepare = partial(
+            asyncio.to_thread,
+            prepared_for_pooling,
+            self.processor,
+            ids,
+            many,
+            pooling_params,
+            given,
+        )
+        async with self._served(ids, prepare, Batch(len(ids))) as batch:
             results = await batch.results()
         found = {output.request_id: output for output in results}
         return [found[request_id] for request_id in ids]
@@ -296,7 +298,7 @@ class AsyncLLM:
     async def _single(
         self,
         ids: list[str],
-        prepare: Callable[[], Awaitable[list[PreparedRequest]]],
+        prepare: Prepare,
         params: SamplingParams | None,
     ) -> AsyncGenerator[RequestOutput, None]:
         async with aclosing(self._outputs(ids, prepare, params)) as outputs:
@@ -307,7 +309,7 @@ class AsyncLLM:
     async def _outputs(
         self,
         request_ids: list[str],
-        prepare: Callable[[], Awaitable[list[PreparedRequest]]],
+        prepare: Prepare,
         params: SamplingParams | None,
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         if not request_ids:
@@ -321,7 +323,7 @@ class AsyncLLM:
     async def _served(
         self,
         request_ids: list[str],
-        prepare: Callable[[], Awaitable[list[PreparedRequest]]],
+        prepare: Prepare,
         listener: AnyListener,
     ) -> AsyncIterator[AnyListener]:
         """Has the engine work on requests, until the end of the block."""

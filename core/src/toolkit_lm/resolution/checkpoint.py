@@ -359,15 +359,15 @@ def _architectures(hf_config: dict[str, Any], folder: Path) -> list[str]:
 def _nothing_runs(
     name: str, path: str, fallbacks: list[tuple[str, str | None]], plugins: Plugins
 ) -> CheckpointError:
-    absent = [f"{info.name} ({info.status})" for info in plugins.infos if info.status != "ok"]
-    hint = (
-        (
-            f" Plugins that are not in use, and might have it: {', '.join(absent)} (see `toolkit "
-            "plugins list`)."
-        )
-        if absent
-        else ""
+    absent = ", ".join(
+        f"{info.name} ({info.status})" for info in plugins.infos if info.status != "ok"
     )
+    hint = ""
+    if absent:
+        hint = (
+            f" Plugins that are not in use, and might have it: {absent} "
+            "(see `toolkit plugins list`)."
+        )
     refused = "".join(
         f" The fallback {fallback!r} cannot run it: {refusal}." for fallback, refusal in fallbacks
     )

@@ -38,13 +38,9 @@ class RowSampler:
         is_decode = len(inputs.sampling) == len(hidden_states)
         rows = inputs.rows if is_decode else inputs.rows[inputs.sampling]
         if not (sampling.unusual or (not is_decode and inputs.num_drafts.any())):
-            last = (
-                hidden_states
-                if is_decode
-                else hidden_states[
-                    to_device(inputs.query_start[1:][inputs.sampling] - 1, hidden_states.device)
-                ]
-            )
+            last = hidden_states
+            if not is_decode:
+                last = _rows(hidden_states, inputs.query_start[1:][inputs.sampling] - 1)
             self._take(
                 plan, result, take_likeliest(*self._model.likeliest(last)), inputs.sampling, rows
             )
@@ -71,17 +67,13 @@ class RowSampler:
         within = np.arange(firsts[-1] + counts[-1]) + np.repeat(
             inputs.query_start[1:][inputs.sampling] - counts - firsts, counts
         )
-        logits = self._model.compute_logits(
-            hidden_states
-            if len(within) == len(hidden_states)
-            else hidden_states[to_device(within, hidden_states.device)]
-        )
+        logits = self._model.compute_logits(_rows(hidden_states, within))
         candidates = sampling.num_candidates[rows]
         if len(searching := np.flatnonzero(candidates)):
             self._search(
                 plan,
                 result,
-                logits[to_device(firsts[searching], hidden_states.device)],
+                _rows(logits, firsts[searching]),
                 inputs.sampling[searching],
                 rows[searching],
             )
@@ -89,11 +81,7 @@ class RowSampler:
         while len(going):
             # As if each token were drawn in a step of its own: a row goes on while the draft is the
             # token that was drawn.
-            part = (
-                logits
-                if len(going) == len(logits)
-                else logits[to_device(firsts[going], hidden_states.device)]
-            )
+            part = _rows(logits, firsts[going])
             self._draw(plan, result, part, inputs.sampling[going], rows[going])
             firsts += 1
             drafted = going[num_drafts[going] > 0]
@@ -180,3 +168,11 @@ class RowSampler:
                 inputs.histories.num_tokens[row] += len(drafts)
                 sampling.position[row] += len(drafts)
         return taken
+
+
+def _rows(tensor: Tensor, rows: np.ndarray) -> Tensor:
+    """These rows of a tensor, in rising order and each once: the tensor itself where they are all.
+    The host does not wait for them."""
+    if len(rows) == len(tensor):
+        return tensor
+    return tensor[to_device(rows, tensor.device)]

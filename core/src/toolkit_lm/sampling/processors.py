@@ -124,15 +124,11 @@ class ProcessorTable:
     def in_logprobs(self, keys: Sequence[int]) -> list[int]:
         """The rows whose log probabilities are those of changed logits."""
         names = {name for name, processor in self._processors.items() if processor.in_logprobs}
-        return (
-            [
-                index
-                for index, key in enumerate(keys)
-                if not names.isdisjoint(self.names.get(key, ()))
-            ]
-            if names
-            else []
-        )
+        if not names:
+            return []
+        return [
+            index for index, key in enumerate(keys) if not names.isdisjoint(self.names.get(key, ()))
+        ]
 
     def after_draw(
         self,

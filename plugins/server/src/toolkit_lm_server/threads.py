@@ -118,14 +118,12 @@ def _quotas(root: Path, own: Path) -> Iterator[float]:
 def in_shared_thread(handler: Callable[..., Any]) -> Callable[..., Any]:
     """A route's handler that would run in one of FastAPI's own threads runs in one of those that
     clients share. Others stay as they are."""
-    if not inspect.isroutine(handler) or any(
-        kind(handler)
-        for kind in (
-            inspect.iscoroutinefunction,
-            inspect.isasyncgenfunction,
-            inspect.isgeneratorfunction,
-        )
-    ):
+    waits = (
+        inspect.iscoroutinefunction(handler)
+        or inspect.isasyncgenfunction(handler)
+        or inspect.isgeneratorfunction(handler)
+    )
+    if waits or not inspect.isroutine(handler):
         return handler
 
     @wraps(handler)

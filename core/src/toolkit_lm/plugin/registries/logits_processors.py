@@ -92,14 +92,10 @@ class LogitsProcessorRegistry(Registry[LogitsProcessorEntry]):
             for name, given in arguments.items()
             if self.get(name).params.changes_forward
         }
-        return (
-            (
-                "arguments "
-                f"{hashlib.sha256(msgpack.encode(counted, order='deterministic')).hexdigest()}"
-            )
-            if counted
-            else None
-        )
+        if not counted:
+            return None
+        encoded = msgpack.encode(counted, order="deterministic")
+        return f"arguments {hashlib.sha256(encoded).hexdigest()}"
 
     @property
     def params(self) -> dict[str, Option]:
