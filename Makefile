@@ -35,7 +35,10 @@ test: $(STAMP)
 	$(PYTEST) -m "$(QUICK)"
 	$(PYTEST_KERNELS) -m "$(QUICK)"
 
-test-all: $(STAMP)
+# pip takes one core at most: environments that do not need each other are made side by side.
+ENVIRONMENTS = $(STAMP) $(CLIENTS)/.installed $(BENCHMARKS)/.installed $(if $(shell command -v $(PYTHON312)),$(FLOOR)/.installed)
+test-all:
+	+@$(MAKE) --no-print-directory --jobs $(JOBS) --output-sync=target $(ENVIRONMENTS)
 	$(BESIDE) lint docs test-renderers test-downstream test-clients test-floor
 	TOOLKIT_SITE=$(CURDIR)/site $(PYTEST) -m "not nightly"
 	$(PYTEST_KERNELS) -m "not nightly"

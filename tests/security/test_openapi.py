@@ -68,7 +68,8 @@ NO_SUCCESS = ("POST /infill", "POST /invocations")
 """The model's tokenizer has no tokens for filling in; a body is that of one of several routes,
 which no schema says."""
 SECOND_NAMES = ("/v1/score", "/v1/rerank")
-"""Routes whose handler and schemas are those of another route: all are asked at night."""
+"""Routes whose handler and schemas are those of another route. They are asked at night, as are, of
+an engine that generates, those of RENDERS."""
 PHASES_OFF = ("stateful",)
 """No request needs what another has made."""
 
@@ -234,7 +235,8 @@ def check(found: Findings) -> None:
 )
 def test_answers_are_as_described(engine_of, name):
     """Most of these requests are each field's own values, whatever the number of examples."""
-    check(findings(engine_of(name), name, max_examples=30, without=SECOND_NAMES))
+    without = (*SECOND_NAMES, *(RENDERS if name == "generate" else ()))
+    check(findings(engine_of(name), name, max_examples=30, without=without))
 
 
 @pytest.mark.nightly
