@@ -120,18 +120,15 @@ class Processor:
     ) -> list[PreparedRequest]:
         """As `prepare`, of prompts that share parameters: these are worked on once."""
         params = copy(params or self.default_params)
+        options = options or {}
         if self._encoder_decoder is not None:
             read = partial(self._encoder_decoder.read, params=params)
-            pairs = (RenderedPrompt(*self._render(read, prompt)) for prompt in prompts)
-            return self.prepare_rendered(
-                request_ids, pairs, params, self.inputs(params), options or {}
-            )
-        render = self.renderer.render_prompt
-        salt = (options or {}).get("cache_salt")
-        rendered = (self._rendered(render, one, text_of(one), salt) for one in prompts)
-        return self.prepare_rendered(
-            request_ids, rendered, params, self.inputs(params), options or {}
-        )
+            rendered = (RenderedPrompt(*self._render(read, one)) for one in prompts)
+        else:
+            render = self.renderer.render_prompt
+            salt = options.get("cache_salt")
+            rendered = (self._rendered(render, one, text_of(one), salt) for one in prompts)
+        return self.prepare_rendered(request_ids, rendered, params, self.inputs(params), options)
 
     def prepare_chat(
         self,
@@ -158,20 +155,17 @@ class Processor:
     ) -> list[PreparedRequest]:
         """As `prepare_chat`, of conversations that share parameters: these are worked on once."""
         params = copy(params or self.default_params)
+        options = options or {}
         if self._encoder_decoder is not None:
             read = partial(self._encoder_decoder.read_conversation, params=params, **render_options)
-            pairs = (RenderedPrompt(*self._render(read, one)) for one in conversations)
-            return self.prepare_rendered(
-                request_ids, pairs, params, self.inputs(params), options or {}
+            rendered = (RenderedPrompt(*self._render(read, one)) for one in conversations)
+        else:
+            render = self.renderer.render_conversation
+            salt = options.get("cache_salt")
+            rendered = (
+                self._rendered(render, one, None, salt, **render_options) for one in conversations
             )
-        render = self.renderer.render_conversation
-        salt = (options or {}).get("cache_salt")
-        rendered = (
-            self._rendered(render, one, None, salt, **render_options) for one in conversations
-        )
-        return self.prepare_rendered(
-            request_ids, rendered, params, self.inputs(params), options or {}
-        )
+        return self.prepare_rendered(request_ids, rendered, params, self.inputs(params), options)
 
     def _render(self, render: Callable[..., ResultT], given: Any, **render_options: Any) -> ResultT:
         try:

@@ -48,7 +48,7 @@ class EncoderCache:
     def fit(self, request: Request, ranges: Collection[TokenRange]) -> list[TokenRange]:
         """What of these the next step can compute: up to the first item that has no room in the
         cache, or in the step."""
-        if min((one.start for one in ranges), default=request.media_end) >= request.media_end:
+        if all(one.start >= request.media_end for one in ranges):
             return list(ranges)
         read: dict[str, int] = {}
         fitting = []
@@ -83,7 +83,7 @@ class EncoderCache:
 
     def commit(self, plan: StepPlan, request: Request, ranges: Collection[TokenRange]) -> None:
         """Adds to a plan what these ranges, which `fit`, need encoded."""
-        if min((one.start for one in ranges), default=request.media_end) >= request.media_end:
+        if all(one.start >= request.media_end for one in ranges):
             return
         self.in_use = True
         held = self._held.setdefault(request.request_id, {})
