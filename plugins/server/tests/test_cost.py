@@ -12,11 +12,15 @@ from toolkit_lm.errors import QueueFullError, RequestError
 from toolkit_lm.params import RequestOutputKind, SamplingParams
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm_server.app import create_app
-from toolkit_lm_server.budgeted_llm import BudgetedLLM
 from toolkit_lm_server.keys import ApiKey, Keys
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_serving.budget import CostBudget
-from toolkit_lm_serving.cost import generation_cost, pooling_cost, rendering_cost
+from toolkit_lm_serving.cost import (
+    BudgetedLLM,
+    CostBudget,
+    generation_cost,
+    pooling_cost,
+    rendering_cost,
+)
 
 MIB = 2**20
 
@@ -307,7 +311,7 @@ def test_who_comes_later_finds_some_left():
 async def test_a_generation_is_paid_for_until_it_ends(engine, counted, anyio_backend):
     budget = CostBudget(MIB)
     keys = Keys([ApiKey(name="a", key="k", max_sequences=1)])
-    llm = BudgetedLLM(engine, budget, keys)
+    llm = BudgetedLLM(engine, budget, keys.accounts)
     params = SamplingParams(max_tokens=8, output_kind=RequestOutputKind.DELTA)
     options = {
         "timeout": None,

@@ -1,4 +1,4 @@
-"""What servers of an engine need, and no web framework: what requests may cost (`cost`, `budget`),
+"""What servers of an engine need, and no web framework: what requests may cost (`cost`),
 and turns between clients (`fairness`)."""
 
 CLIENT = "client"

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from toolkit_lm import __version__
 from toolkit_lm.plugin import LogitsProcessorRegistry
-from toolkit_lm_serving.budget import CostBudget
+from toolkit_lm_serving.cost import BudgetedLLM, CostBudget
 
 from toolkit_lm_server.answer_schemas import (
     NOT_NOW,
@@ -42,7 +42,6 @@ from toolkit_lm_server.answer_schemas import (
     answers,
     streams,
 )
-from toolkit_lm_server.budgeted_llm import BudgetedLLM
 from toolkit_lm_server.chat import Chat
 from toolkit_lm_server.chat_batch import ChatBatchBody
 from toolkit_lm_server.completions import CompletionBody, Completions
@@ -176,7 +175,8 @@ def create_router(
     readiness = readiness or Readiness(engine)
     keys = Keys.of(options)
     budget = CostBudget(options.max_request_bytes, engine.config.limits.max_queued_requests)
-    budgeted = BudgetedLLM(engine, budget, keys, metrics)
+    accounts = None if keys is None else keys.accounts
+    budgeted = BudgetedLLM(engine, budget, accounts, None if metrics is None else metrics.asked)
     engine = cast("AsyncLLM", budgeted)
     route_kind = route_class(options, keys, readiness, metrics)
     router = APIRouter(route_class=route_kind)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import Request, Response
 from toolkit_lm.errors import RequestError
+from toolkit_lm_serving.cost import BudgetedLLM
 
 from toolkit_lm_server.answer_parts import BUDGET, PLAIN, AnswerParts, Parts, Plan
 from toolkit_lm_server.answers import answer
-from toolkit_lm_server.budgeted_llm import BudgetedLLM
 from toolkit_lm_server.errors import printable, validated
 from toolkit_lm_server.event_stream import stream_of
 from toolkit_lm_server.generation import Generation, Piece, are_large

@@ -12,9 +12,9 @@ from toolkit_lm.errors import RequestError
 from toolkit_lm.frontend import side_by_side
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.prompts import ExplicitEncoderDecoderPrompt, Prompt, SingletonPrompt, TokensPrompt
+from toolkit_lm_serving.cost import BudgetedLLM
 
 from toolkit_lm_server.answers import answer, encoded
-from toolkit_lm_server.budgeted_llm import BudgetedLLM
 from toolkit_lm_server.errors import validated
 from toolkit_lm_server.event_stream import stream_of
 from toolkit_lm_server.fields import Items

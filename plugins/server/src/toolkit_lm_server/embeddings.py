@@ -14,9 +14,9 @@ from toolkit_lm.frontend import side_by_side
 from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.prompts import Prompt, TokensPrompt
+from toolkit_lm_serving.cost import BudgetedLLM
 
 from toolkit_lm_server.answers import answer
-from toolkit_lm_server.budgeted_llm import BudgetedLLM
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.pooled import encoded, head, in_bytes, pool, quantized, usage
 from toolkit_lm_server.pooling_protocol import (

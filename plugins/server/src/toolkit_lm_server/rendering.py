@@ -22,7 +22,7 @@ from toolkit_lm.processing import (
 )
 from toolkit_lm.renderer import Rendered, Renderer, make_renderer
 from toolkit_lm.resolution import resolve_configured
-from toolkit_lm_serving.budget import CostBudget
+from toolkit_lm_serving.cost import BudgetedLLM, CostBudget, HoldRendering
 
 from toolkit_lm_server.answer_schemas import (
     Derendered,
@@ -36,7 +36,6 @@ from toolkit_lm_server.answer_schemas import (
 )
 from toolkit_lm_server.answers import accepted, answer
 from toolkit_lm_server.app import Served, add_own_routes, make_app
-from toolkit_lm_server.budgeted_llm import BudgetedLLM, HoldRendering
 from toolkit_lm_server.errors import ApiError, described
 from toolkit_lm_server.held import HeldElsewhere
 from toolkit_lm_server.keys import Keys
@@ -219,7 +218,9 @@ def create_render_app(
     keys = Keys.of(options)
     router = APIRouter(route_class=route_class(options, keys, readiness, metrics))
     engine = cast("AsyncLLM", rendering)
-    hold = BudgetedLLM(engine, CostBudget(options.max_request_bytes), keys).hold_rendering
+    budget = CostBudget(options.max_request_bytes)
+    accounts = None if keys is None else keys.accounts
+    hold = BudgetedLLM(engine, budget, accounts).hold_rendering
     render = Render(rendering, options, hold)
     unknown = described(404)
     served = Served(engine)

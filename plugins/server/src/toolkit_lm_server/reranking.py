@@ -9,9 +9,9 @@ from fastapi import Request, Response
 from toolkit_lm.errors import RequestError
 from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm_serving.cost import BudgetedLLM
 
 from toolkit_lm_server.answers import answer
-from toolkit_lm_server.budgeted_llm import BudgetedLLM
 from toolkit_lm_server.errors import ApiError
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.pooled import head, pool, usage

@@ -10,9 +10,9 @@ from toolkit_lm.errors import RequestError
 from toolkit_lm.processing import check_token_ids
 from toolkit_lm.renderer import Rendered
 from toolkit_lm.resolution import read_json
+from toolkit_lm_serving.cost import HoldRendering
 
 from toolkit_lm_server.answers import answer
-from toolkit_lm_server.budgeted_llm import HoldRendering
 from toolkit_lm_server.protocol import check_model
 from toolkit_lm_server.render_protocol import DetokenizeBody, TokenizeBody
 from toolkit_lm_server.route import request_context

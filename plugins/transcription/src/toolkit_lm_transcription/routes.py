@@ -15,13 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from toolkit_lm.errors import ToolkitError
 from toolkit_lm_media.audio import BYTES_PER_SAMPLE, open_audio
 from toolkit_lm_server.answers import answer
-from toolkit_lm_server.budgeted_llm import BudgetedLLM
 from toolkit_lm_server.errors import ApiError, described, printable
 from toolkit_lm_server.event_stream import EventStream
 from toolkit_lm_server.protocol import check_model
 from toolkit_lm_server.request_fields import SPEECH
 from toolkit_lm_server.route import request_context
 from toolkit_lm_server.unknown_fields import kept_fields
+from toolkit_lm_serving.cost import BudgetedLLM
 from toolkit_lm_whisper.formats import FORMATS, usage, verbose
 from toolkit_lm_whisper.long_form import Recording, Segment, Thresholds
 from toolkit_lm_whisper.recordings import LIMITS
