@@ -20,10 +20,13 @@ from .registries.checkpoints import (
     LoaderRegistry as LoaderRegistry,
     QuantizationRegistry as QuantizationRegistry,
 )
-from .registries.executors import (
+from .registries.engines import (
     EngineClientRegistry as EngineClientRegistry,
     ExecutorEntry as ExecutorEntry,
     ExecutorRegistry as ExecutorRegistry,
+    KVKindRegistry as KVKindRegistry,
+    SchedulingPolicyEntry as SchedulingPolicyEntry,
+    SchedulingPolicyRegistry as SchedulingPolicyRegistry,
 )
 from .registries.logits_processors import (
     LogitsProcessorEntry as LogitsProcessorEntry,
@@ -44,11 +47,6 @@ from .registries.renderers import (
     ParserRegistry as ParserRegistry,
     RendererEntry as RendererEntry,
     RendererRegistry as RendererRegistry,
-)
-from .registries.scheduling import (
-    KVKindRegistry as KVKindRegistry,
-    SchedulingPolicyEntry as SchedulingPolicyEntry,
-    SchedulingPolicyRegistry as SchedulingPolicyRegistry,
 )
 from .registry import Entry as Entry, PlainRegistry as PlainRegistry, Registry as Registry
 from .shipped import parameter_source as parameter_source, way_to_get as way_to_get

@@ -3,10 +3,13 @@ scheduling policies."""
 
 from __future__ import annotations
 
-from toolkit_lm.plugin.markers import hookimpl
-from toolkit_lm.plugin.registries.backends import KernelsRegistry
-from toolkit_lm.plugin.registries.executors import ExecutorRegistry
-from toolkit_lm.plugin.registries.scheduling import KVKindRegistry, SchedulingPolicyRegistry
+from toolkit_lm.plugin import (
+    ExecutorRegistry,
+    KernelsRegistry,
+    KVKindRegistry,
+    SchedulingPolicyRegistry,
+    hookimpl,
+)
 
 
 @hookimpl

@@ -13,29 +13,29 @@ from typing import Any
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.events import Event
-from toolkit_lm.plugin.listener import EventListener
-from toolkit_lm.plugin.markers import hookspec
-from toolkit_lm.plugin.registries.backends import (
+from toolkit_lm.plugin import (
     AttentionBackendRegistry,
-    CompilerRegistry,
-    KernelsRegistry,
-)
-from toolkit_lm.plugin.registries.checkpoints import (
     CheckpointRegistry,
-    LoaderRegistry,
-    QuantizationRegistry,
-)
-from toolkit_lm.plugin.registries.executors import EngineClientRegistry, ExecutorRegistry
-from toolkit_lm.plugin.registries.logits_processors import LogitsProcessorRegistry
-from toolkit_lm.plugin.registries.models import DrafterRegistry, ModelRegistry
-from toolkit_lm.plugin.registries.option_names import OptionNamesRegistry
-from toolkit_lm.plugin.registries.pooling import (
+    CompilerRegistry,
     ConverterRegistry,
+    DrafterRegistry,
+    EngineClientRegistry,
+    EventListener,
+    ExecutorRegistry,
+    KernelsRegistry,
+    KVKindRegistry,
+    LoaderRegistry,
+    LogitsProcessorRegistry,
+    ModelRegistry,
+    OptionNamesRegistry,
+    ParserRegistry,
     PoolingInputsRegistry,
     PoolingProfileRegistry,
+    QuantizationRegistry,
+    RendererRegistry,
+    SchedulingPolicyRegistry,
+    hookspec,
 )
-from toolkit_lm.plugin.registries.renderers import ParserRegistry, RendererRegistry
-from toolkit_lm.plugin.registries.scheduling import KVKindRegistry, SchedulingPolicyRegistry
 
 
 @hookspec

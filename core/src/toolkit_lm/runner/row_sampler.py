@@ -70,13 +70,14 @@ class RowSampler:
         logits = self._model.compute_logits(_rows(hidden_states, within))
         candidates = sampling.num_candidates[rows]
         if len(searching := np.flatnonzero(candidates)):
-            self._search(
-                plan,
-                result,
+            # Candidates for beams.
+            found = top_candidates(
                 _rows(logits, firsts[searching]),
-                inputs.sampling[searching],
-                rows[searching],
+                sampling.select(rows[searching]),
             )
+            seq_ids = [plan.scheduled[place].seq_id for place in inputs.sampling[searching]]
+            result.candidates = {seq_ids[i]: one for i, one in found.candidates.items()}
+            result.errors |= {seq_ids[i]: error for i, error in found.errors.items()}
         going = np.flatnonzero(candidates == 0)
         while len(going):
             # As if each token were drawn in a step of its own: a row goes on while the draft is the
@@ -100,21 +101,6 @@ class RowSampler:
             and scheduled.seq_id not in result.errors
         )
 
-    def _search(
-        self,
-        plan: StepPlan,
-        result: StepResult,
-        logits: Tensor,
-        places: np.ndarray,
-        rows: np.ndarray,
-    ) -> None:
-        """Candidates for beams. `places`: the rows' indices in the plan; `rows`: those in the
-        persistent batch."""
-        found = top_candidates(logits, self._batch.sampling.select(rows))
-        seq_ids = [plan.scheduled[place].seq_id for place in places]
-        result.candidates = {seq_ids[i]: candidates for i, candidates in found.candidates.items()}
-        result.errors |= {seq_ids[i]: error for i, error in found.errors.items()}
-
     def _draw(
         self,
         plan: StepPlan,
@@ -123,7 +109,8 @@ class RowSampler:
         places: np.ndarray,
         rows: np.ndarray,
     ) -> None:
-        """Tokens for the others."""
+        """Tokens of rows that draw. `places`: their indices in the plan; `rows`: those in the
+        persistent batch."""
         sampled = sample(logits, self._batch.sampling.select(rows), self._model.kernels.likeliest)
         self._take(plan, result, sampled, places, rows)
 

@@ -16,7 +16,12 @@ from toolkit_lm.plugin.registries.checkpoints import (
     LoaderRegistry,
     QuantizationRegistry,
 )
-from toolkit_lm.plugin.registries.executors import EngineClientRegistry, ExecutorRegistry
+from toolkit_lm.plugin.registries.engines import (
+    EngineClientRegistry,
+    ExecutorRegistry,
+    KVKindRegistry,
+    SchedulingPolicyRegistry,
+)
 from toolkit_lm.plugin.registries.logits_processors import LogitsProcessorRegistry
 from toolkit_lm.plugin.registries.models import DrafterRegistry, ModelRegistry
 from toolkit_lm.plugin.registries.option_names import OptionNamesRegistry
@@ -26,7 +31,6 @@ from toolkit_lm.plugin.registries.pooling import (
     PoolingProfileRegistry,
 )
 from toolkit_lm.plugin.registries.renderers import ParserRegistry, RendererRegistry
-from toolkit_lm.plugin.registries.scheduling import KVKindRegistry, SchedulingPolicyRegistry
 from toolkit_lm.plugin.registry import Registry
 
 

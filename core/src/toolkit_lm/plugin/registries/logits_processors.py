@@ -71,14 +71,16 @@ class LogitsProcessorRegistry(Registry[LogitsProcessorEntry]):
                     f"{self.owner}: {self.noun} {name!r}: there is a parameter {param!r} of "
                     f"{[*owners, 'core'][0]} already."
                 )
-        traits = {
-            "params": params,
-            "priority": priority,
-            "override": override,
-            "for_model": target is None,
-        }
-        target = f"{params.__module__}:{params.__qualname__}" if target is None else target
-        self.add_entry(LogitsProcessorEntry, name, target, "module:Class", **traits)
+        self.add_entry(
+            LogitsProcessorEntry,
+            name,
+            f"{params.__module__}:{params.__qualname__}" if target is None else target,
+            "module:Class",
+            params=params,
+            priority=priority,
+            override=override,
+            for_model=target is None,
+        )
 
     def load(self, key: str) -> Any:
         entry = self.get(key)

@@ -71,23 +71,22 @@ class ModelRegistry(Registry[ModelEntry]):
     ) -> None:
         """Registers a model class. Raises PluginError for a malformed target or a key that another
         plugin has."""
-        traits = {
-            "reserved_positions": reserved_positions,
-            "length_keys": length_keys,
-            "bounded": bounded,
-        }
-        traits |= {
-            "caches_prefixes": caches_prefixes,
-            "encoder_decoder": encoder_decoder,
-            "multimodal": multimodal,
-        }
-        fields = {
-            "runner": runner,
-            "model_type": model_type,
-            "renderer": renderer,
-            "override": override,
-        }
-        self.add_entry(ModelEntry, architecture, target, "module:Class", **fields, **traits)
+        self.add_entry(
+            ModelEntry,
+            architecture,
+            target,
+            "module:Class",
+            runner=runner,
+            model_type=model_type,
+            renderer=renderer,
+            reserved_positions=reserved_positions,
+            length_keys=length_keys,
+            bounded=bounded,
+            caches_prefixes=caches_prefixes,
+            encoder_decoder=encoder_decoder,
+            multimodal=multimodal,
+            override=override,
+        )
 
     def add_fallback(
         self,
@@ -103,8 +102,16 @@ class ModelRegistry(Registry[ModelEntry]):
 
         `name` is what the option `model_impl` calls it. Raises PluginError, as `add` does.
         """
-        fields = {"runner": runner, "renderer": renderer, "override": override, "is_fallback": True}
-        self.add_entry(ModelEntry, name, target, "module:Class", **fields)
+        self.add_entry(
+            ModelEntry,
+            name,
+            target,
+            "module:Class",
+            runner=runner,
+            renderer=renderer,
+            override=override,
+            is_fallback=True,
+        )
 
     def architectures_of(self, model_type: str) -> list[str]:
         """Those that are registered for a `model_type`; where there are none, what the first
