@@ -36,7 +36,7 @@ test: $(STAMP)
 	$(PYTEST_KERNELS) -m "$(QUICK)"
 
 # pip takes one core at most: environments that do not need each other are made side by side.
-ENVIRONMENTS = $(STAMP) $(CLIENTS)/.installed $(BENCHMARKS)/.installed $(if $(shell command -v $(PYTHON312)),$(FLOOR)/.installed)
+ENVIRONMENTS = $(STAMP) $(CLIENTS)/.installed $(BENCHMARKS)/.installed $(shell $(PYTHON312) -c '' 2>/dev/null && echo $(FLOOR)/.installed)
 test-all:
 	+@$(MAKE) --no-print-directory --jobs $(JOBS) --output-sync=target $(ENVIRONMENTS)
 	$(BESIDE) lint docs test-renderers test-downstream test-clients test-floor
