@@ -69,6 +69,7 @@ class Worker:
             "OMP_NUM_THREADS": "1",
         }
         words = ["worker", "--node-rank", "1", "--master", master, "--start-timeout", "60"]
+        words += ["--node-timeout", "60"]
         self.process = subprocess.Popen(
             [*prefix, sys.executable, *PROGRAM, *words],
             env=environ,
@@ -111,7 +112,7 @@ def said(server) -> str:
 
 def broken_off(server, kill) -> dict[str, str]:
     """The error that ends a stream of a chat during which `kill` was called. Nothing waits for
-    long."""
+    long, nor for `--node-timeout`."""
     body = {**ASKED, "max_tokens": 400, "stream": True}
     with httpx.stream("POST", server.url + CHAT, json=body, timeout=60) as stream:
         lines = stream.iter_lines()
@@ -143,6 +144,8 @@ def test_chats_over_two_machines_one_of_which_dies(serve, worker, machines, tmp_
         "--master",
         master,
         "--start-timeout",
+        "60",
+        "--node-timeout",
         "60",
         "--restart-engine",
         "1",

@@ -34,9 +34,11 @@ OPTIONS = {
     "max_model_len": 64,
     "num_kv_blocks": 64,
     "start_timeout": 60,
+    "node_timeout": 60,
 }
 SOON = 30
-"""Seconds: many times what it takes on a busy machine, and less than the start's timeout."""
+"""Seconds: many times what it takes on a busy machine, and less than what is waited for a start, or
+for a sign of life."""
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SIZES = [(2, 1), (1, 2)]
 PLUGINS = "cli,decoder,executor_mp,loaders,renderer_hf,sdpa"
@@ -73,6 +75,8 @@ def worker(
         "--node-rank",
         str(node_rank),
         "--start-timeout",
+        "60",
+        "--node-timeout",
         "60",
         *options,
     ]
