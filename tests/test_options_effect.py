@@ -14,8 +14,8 @@ from toolkit_lm import LLM, AsyncLLM
 from toolkit_lm.config import CompilationOptions, PoolerConfig, VllmConfig
 from toolkit_lm.errors import RequestError, ToolkitError
 from toolkit_lm.plugin import Plugins
+from toolkit_lm.resolution.no_effect import RULES, without_effect, without_effect_offline
 from toolkit_lm.resolution.resolution import resolve_configured
-from toolkit_lm.resolution.without_effect import RULES, without_effect, without_effect_offline
 from toolkit_lm_cli import run
 from toolkit_lm_poolers.options import _KINDS
 

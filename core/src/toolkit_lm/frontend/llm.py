@@ -21,7 +21,7 @@ from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
 from toolkit_lm.processing.validation import check_count
 from toolkit_lm.prompts import Conversation, Prompt, listed
 from toolkit_lm.renderer import ConversationOptions
-from toolkit_lm.resolution.without_effect import without_effect_offline
+from toolkit_lm.resolution.no_effect import without_effect_offline
 
 logger = logging.getLogger(__name__)
 

@@ -28,8 +28,8 @@ from toolkit_lm.processing.request_state import RequestState
 from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
 from toolkit_lm.prompts import Prompt
 from toolkit_lm.renderer import make_renderer
+from toolkit_lm.resolution.no_effect import without_effect
 from toolkit_lm.resolution.resolution import resolve_configured
-from toolkit_lm.resolution.without_effect import without_effect
 
 logger = logging.getLogger(__name__)
 

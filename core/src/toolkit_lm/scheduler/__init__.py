@@ -1,22 +1,9 @@
-"""The scheduler, its policies, and the paged KV cache's bookkeeping."""
+"""The scheduler, its policies, and the paged KV cache's bookkeeping.
 
-from toolkit_lm.scheduler.block_manager import BlockManager, TokenRange
-from toolkit_lm.scheduler.block_pool import BlockPool
-from toolkit_lm.scheduler.event_log import load_event
-from toolkit_lm.scheduler.prefix import PrefixHashes
-from toolkit_lm.scheduler.request import Request, Sequence
-from toolkit_lm.scheduler.roster import SchedulingPolicy, load_policy
-from toolkit_lm.scheduler.scheduler import Scheduler
+The names are resolved when they are used.
+"""
 
-__all__ = [
-    "BlockManager",
-    "BlockPool",
-    "PrefixHashes",
-    "Request",
-    "Scheduler",
-    "SchedulingPolicy",
-    "Sequence",
-    "TokenRange",
-    "load_event",
-    "load_policy",
-]
+import lazy_loader
+
+# The names, and the modules that define them, stand in __init__.pyi.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
