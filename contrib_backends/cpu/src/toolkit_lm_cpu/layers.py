@@ -25,7 +25,6 @@ from toolkit_lm_cpu.library import (
     _kernels,
     bind_threads,
     on_core,
-    one_torch_thread,
     product_type,
     refusal,
     use_threads,
@@ -110,7 +109,7 @@ class CpuKernels(Kernels):
             self._may_bind = False
             self._core = bind_threads() if self._arena.size >= _LARGE else None
         short = self._able and num_tokens <= _SHORT and torch.get_num_threads() > 1
-        step = one_torch_thread() if short else nullcontext()
+        step = _one_torch_thread() if short else nullcontext()
         return step if self._core is None else _bound(step, self._core)
 
     def linear_method(self, spec: LinearSpec) -> LinearMethod:
@@ -288,3 +287,18 @@ def _is_alone(vllm_config: VllmConfig) -> bool:
 def _bound(step: AbstractContextManager[None], core: int) -> Iterator[None]:
     with on_core(core), step:
         yield
+
+
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """For a while torch computes in the calling thread alone.
+
+    Its others go on spinning for milliseconds after their work, on the cores that the kernels'
+    threads need.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -117,21 +117,6 @@ def on_core(core: int) -> Iterator[None]:
         _on_core.release()
 
 
-@contextmanager
-def one_torch_thread() -> Iterator[None]:
-    """For a while torch computes in the calling thread alone.
-
-    Its others go on spinning for milliseconds after their work, on the cores that the kernels'
-    threads need.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def product_type(dtype: torch.dtype, inputs: int) -> int:
     """The number of the best kernel for products with `inputs` terms."""
     return AVX512_BF16 if TYPES[dtype] == AMX and inputs % AMX_INPUTS else TYPES[dtype]

@@ -259,7 +259,9 @@ class EngineThread:
         try:
             if failure is not None:
                 raise failure
-            if stale := [one for one in prepared if self.engine.client.features.lacks(one.message)]:
+            held = self.engine.client.features
+            stale = [one for one in prepared if one.message.features and held.lacks(one.message)]
+            if stale:
                 # They were rendered for an engine before this one.
                 self._render_again(
                     stale, listener, lambda failure: self._submit(prepared, listener, failure)

@@ -200,7 +200,8 @@ class LLMEngine:
     def _settle(self, prepared: PreparedRequest, *, again: bool = False) -> None:
         """Makes sure that it has all data that the engine lacks. It is sent next: until then the
         engine forgets nothing."""
-        if again or self.client.features.lacks(prepared.message):
+        message = prepared.message
+        if again or (message.features and self.client.features.lacks(message)):
             self.processor.render_again(prepared)
         if prepared.rendering is not None:
             prepared.rendering.release()
