@@ -25,7 +25,7 @@ class ConversationOptions(TypedDict, total=False):
     continue_final_message: bool
     """Leave the last message open, for the answer to go on with it."""
     tools: Sequence[Mapping[str, Any]] | None
-    """Functions that may be called, as OpenAI's API has them."""
+    """Functions that may be called, in the form of a chat completion's `tools`."""
     documents: Sequence[Mapping[str, Any]] | None
     """Texts that the template may quote."""
     chat_template: str | None
