@@ -21,7 +21,9 @@ def __getattr__(name: str) -> object:
     except AttributeError:
         for found in metadata.entry_points(group="toolkit_lm.names", name=name):
             return found.load()
-        if name.startswith("_") or not (way := _way_to_get(name)):
+        from toolkit_lm.plugin.shipped import way_to_get
+
+        if name.startswith("_") or not (way := way_to_get("name", name)):
             raise
         # Of an AttributeError, `from toolkit_lm import ...` would show its own message in place of
         # this one.
@@ -33,9 +35,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*__all__, *metadata.entry_points(group="toolkit_lm.names").names})
-
-
-def _way_to_get(name: str) -> str:
-    from toolkit_lm.plugin.shipped import way_to_get
-
-    return way_to_get("name", name)

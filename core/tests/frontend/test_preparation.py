@@ -91,7 +91,7 @@ def made(kind):
     config = VllmConfig.default(max_model_len=64)
     processor = Processor(config, kind(config), Plugins.load(PluginsConfig(plugins=[])))
     processor.set_limits(RequestLimits(config, KVCacheConfig([], [])))
-    return Preparation.of(processor), processor.renderer
+    return Preparation(processor), processor.renderer
 
 
 def ids(prepared):
@@ -101,7 +101,13 @@ def ids(prepared):
 def test_a_renderer_that_overrides_nothing_is_called_in_a_thread():
     async def main():
         preparation, renderer = made(Plain)
-        assert preparation is None
+        assert preparation.is_one_piece
+        assert ids(await preparation.prepare_batch(["1"], ["ab"], None, None)) == [[97, 98]]
+        assert ids(await preparation.prepare_chat_batch(["2"], [CHAT], None, None)) == [
+            [97, 98, 99]
+        ]
+        assert renderer.calls == [("prompt", False), ("conversation", False)]
+        renderer.calls.clear()
         assert await renderer.render_prompt_async("ab") == renderer.tokens("ab")
         assert await renderer.render_conversation_async(CHAT) == renderer.tokens("abc")
         assert renderer.calls == [("prompt", False), ("conversation", False)]

@@ -76,7 +76,7 @@ class AsyncLLM:
         self.served_model_name = self.engine.config.served_model_name
         """What clients call the model, as plugins left it."""
         self._ids = count()
-        self._preparation = Preparation.of(self.engine.processor)
+        self._preparation = Preparation(self.engine.processor)
         self._thread = EngineThread(self.engine)
         weakref.finalize(self, self._thread.stop)
         if wait:
@@ -148,7 +148,7 @@ class AsyncLLM:
         the engine dies.
         """
         ids = [self._new_id() if request_id is None else request_id]
-        prepare = partial(self._prepare, ids, [prompt], sampling_params, options)
+        prepare = partial(self._preparation.prepare_batch, ids, [prompt], sampling_params, options)
         return self._single(ids, prepare, sampling_params)
 
     def chat(
@@ -163,7 +163,12 @@ class AsyncLLM:
         """As `generate`, for a conversation."""
         ids = [self._new_id() if request_id is None else request_id]
         prepare = partial(
-            self._prepare_chats, ids, [messages], sampling_params, options, **render_options
+            self._preparation.prepare_chat_batch,
+            ids,
+            [messages],
+            sampling_params,
+            options,
+            **render_options,
         )
         return self._single(ids, prepare, sampling_params)
 
@@ -178,7 +183,12 @@ class AsyncLLM:
         """As `generate_many`, for conversations."""
         ids = [self._new_id() for _ in conversations]
         prepare = partial(
-            self._prepare_chats, ids, conversations, sampling_params, options, **render_options
+            self._preparation.prepare_chat_batch,
+            ids,
+            conversations,
+            sampling_params,
+            options,
+            **render_options,
         )
         return self._outputs(ids, prepare, sampling_params)
 
@@ -195,7 +205,7 @@ class AsyncLLM:
         is an error for all of them, before any is computed. Closing the iterator aborts them all.
         """
         ids = [self._new_id() for _ in prompts]
-        prepare = partial(self._prepare, ids, prompts, sampling_params, options)
+        prepare = partial(self._preparation.prepare_batch, ids, prompts, sampling_params, options)
         return self._outputs(ids, prepare, sampling_params)
 
     async def encode(
@@ -270,8 +280,6 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> None:
         """Forgets what is cached of prompts that were seen before. Requests under way go on. Raises
         EngineDeadError."""
-        if (error := self.engine.client.fork_error) is not None:
-            raise error
         if not self._thread.put(self.engine.reset_prefix_cache):
             raise self._thread.why()
 
@@ -343,34 +351,6 @@ class AsyncLLM:
             yield listener
         finally:
             self._thread.forget(request_ids, listener)
-
-    async def _prepare(
-        self,
-        ids: list[str],
-        prompts: Sequence[Prompt],
-        params: SamplingParams | None,
-        options: RequestOptions | None,
-    ) -> list[PreparedRequest]:
-        if self._preparation is not None:
-            return await self._preparation.prepare_batch(ids, prompts, params, options)
-        # Rendering and tokenizing may take long: not on the event loop.
-        return await asyncio.to_thread(self.processor.prepare_batch, ids, prompts, params, options)
-
-    async def _prepare_chats(
-        self,
-        ids: list[str],
-        conversations: Sequence[Conversation],
-        params: SamplingParams | None,
-        options: RequestOptions | None,
-        **render_options: Any,
-    ) -> list[PreparedRequest]:
-        if self._preparation is not None:
-            return await self._preparation.prepare_chat_batch(
-                ids, conversations, params, options, **render_options
-            )
-        return await asyncio.to_thread(
-            self.processor.prepare_chat_batch, ids, conversations, params, options, **render_options
-        )
 
     def _new_id(self) -> str:
         return f"async-{next(self._ids)}"

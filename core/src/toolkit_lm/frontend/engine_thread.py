@@ -63,8 +63,6 @@ class EngineThread:
     def register(self, request_ids: Sequence[str], listener: Listener) -> bool:
         """Gives requests their names, before the engine has them. False when the engine has ended.
         Raises EngineDeadError in a fork."""
-        if (error := self.engine.client.fork_error) is not None:
-            raise error
         return self.put(lambda: self._register(request_ids, listener))
 
     def submit(self, prepared: Sequence[PreparedRequest], listener: Listener) -> None:
@@ -80,7 +78,9 @@ class EngineThread:
         self.put(lambda: self._forget(request_ids, listener))
 
     def put(self, command: Callable[[], None]) -> bool:
-        """Queues a command. False when the engine has ended."""
+        """Queues a command. False when the engine has ended. Raises EngineDeadError in a fork."""
+        if (error := self.engine.client.fork_error) is not None:
+            raise error
         with self._lock:
             if not self.ended:
                 self._commands.put(command)

@@ -22,21 +22,17 @@ prompt's size."""
 
 
 class Preparation:
-    """A Processor for event loops, of a renderer that can be awaited. Work is done in threads, and
-    none of them waits for the renderer."""
+    """A Processor for event loops. Work is done in threads, and none of them waits for a renderer
+    that can be awaited."""
 
     def __init__(self, processor: Processor) -> None:
         self._processor = processor
         self._renderer = processor.renderer
-
-    @classmethod
-    def of(cls, processor: Processor) -> Preparation | None:
-        """None where the renderer has no async methods of its own: then all the work is one piece,
-        for one thread."""
         kind = type(processor.renderer)
         own = kind.render_prompt_async, kind.render_conversation_async
         usual = Renderer.render_prompt_async, Renderer.render_conversation_async
-        return None if processor.reads_pairs or own == usual else cls(processor)
+        self.is_one_piece = processor.reads_pairs or own == usual
+        """The renderer has no async methods of its own: all the work is for one thread."""
 
     async def prepare_batch(
         self,
@@ -46,6 +42,10 @@ class Preparation:
         options: RequestOptions | None,
     ) -> list[PreparedRequest]:
         """As the Processor's."""
+        if self.is_one_piece:
+            return await asyncio.to_thread(
+                self._processor.prepare_batch, request_ids, prompts, params, options
+            )
         salt = (options or {}).get("cache_salt")
         both = (self._renderer.render_prompt_async, self._renderer.render_prompt)
         rendered = (self._rendered(*both, one, text_of(one), salt) for one in prompts)
@@ -60,6 +60,11 @@ class Preparation:
         **render_options: Any,
     ) -> list[PreparedRequest]:
         """As the Processor's."""
+        if self.is_one_piece:
+            prepare = self._processor.prepare_chat_batch
+            return await asyncio.to_thread(
+                prepare, request_ids, conversations, params, options, **render_options
+            )
         salt = (options or {}).get("cache_salt")
         both = (self._renderer.render_conversation_async, self._renderer.render_conversation)
         rendered = (
