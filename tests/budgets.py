@@ -115,7 +115,7 @@ def oversized(folder: Path) -> Iterator[str]:
     """The files, classes and functions below a folder that are over their budget."""
     for path in sorted(folder.rglob("*.py")):
         source = path.read_text(encoding="utf-8")
-        name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+        name = _name(path)
         if (length := len(source.splitlines())) > FILE_LINES:
             yield f"{name} has {length} lines, and may have {FILE_LINES}"
         for node in ast.walk(ast.parse(source)):

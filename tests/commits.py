@@ -28,7 +28,7 @@ FOLDERS = ("*", "core/src/toolkit_lm/*")
 OPENINGS = ("fixup! ", "squash! ")
 """What git puts before the subject of a commit that is to be melted into another."""
 NO_VERB_FORMS = re.compile(r"(?!\w*eed$|embed$|shed$|\w*(?:br|p|r)ing$)\w+(?:ing|ed)")
-THIRD_PERSON = re.compile(r"(?!focus$|bias$)\w*[^\Ws]s")
+THIRD_PERSON = re.compile(r"(?!focus$|bias$|alias$|canvas$)\w*[^\Ws]s")
 
 
 def main(arguments: list[str]) -> int:

@@ -99,7 +99,10 @@ def orphans(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 if not _is_text(node) or (before is None and is_scope):
                     continue
                 if not isinstance(before, ast.Assign | ast.AnnAssign | ast.AugAssign):
-                    yield node.lineno, "a text of nothing: put it under its attribute, or make it #"
+                    yield (
+                        node.lineno,
+                        "a text that documents nothing: put it under its attribute, or write #",
+                    )
                 elif node.lineno != (before.end_lineno or 0) + 1:
                     yield node.lineno, "a text apart from its attribute: put it on the next line"
 
