@@ -34,7 +34,7 @@ from toolkit_lm_decoder.llama import LlamaForCausalLM
 from toolkit_lm_server.app import create_app
 
 OFFLINE_FILES = 25
-HTTP_FILES = 35
+HTTP_FILES = 36
 """Files whose code runs."""
 OFFLINE_OPENED = 8
 HTTP_OPENED = 10

@@ -191,16 +191,17 @@ class TestGenerate:
     def test_an_interrupted_step_leaves_nothing_behind(self, llm, monkeypatch):
         runner = llm.engine.client.core.executor.runner
         expected = llm.generate("abc", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
-        for method in ("execute", "_forward", "_sample"):
+        places = ((runner, "execute"), (runner, "_forward"), (runner._sampler, "sample"))
+        for thing, method in places:
             calls = count()
-            original = getattr(runner, method)
+            original = getattr(thing, method)
 
             def interrupted(*args, original=original, calls=calls):
                 if next(calls) == 2:
                     raise KeyboardInterrupt
                 return original(*args)
 
-            monkeypatch.setattr(runner, method, interrupted)
+            monkeypatch.setattr(thing, method, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 llm.generate(["abc", "de"], GREEDY, use_tqdm=False)
             monkeypatch.undo()
