@@ -74,7 +74,7 @@ test-floor:
 test-floor-here: $(FLOOR)/.installed $(STAMP)
 	@rm -rf $(FLOOR)/lib/python3.12/site-packages/*toolkit_lm*
 	@cp -r $(VENV)/lib/python3*/site-packages/*toolkit_lm* $(FLOOR)/lib/python3.12/site-packages/
-	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest -q -n $(JOBS) --dist loadfile -m "not slow and not nightly" $(FLOOR_TESTS)
+	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest -q -n $(JOBS) --dist loadfile -m "$(QUICK)" $(FLOOR_TESTS)
 
 # On Python 3.13: core, and quick tests of each distribution. It shows which lines they run.
 PYTHON313_TESTS := @tests/python313.txt
