@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -79,6 +80,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("long")
         begun.add(test)
     items.sort(key=lambda item: item.nodeid.partition("::")[0] not in LONGEST)
+
+
+_SEED = 67280421310721
+"""torch's own, of a process that seeds nothing."""
+
+
+def _seed() -> None:
+    """Without it, what a test draws would depend on the tests that ran before it."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(_SEED)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """What a module of tests draws when it is imported is always the same."""
+    if isinstance(collector, pytest.Module):
+        _seed()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """So is what a test draws, and what it draws for its fixtures."""
+    _seed()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -87,8 +87,9 @@ def test_the_product_is_the_weighted_sum_over_experts(routing, grouped):
 
 @pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "one by one"])
 def test_bfloat16_sums_experts_in_float32(grouped):
-    experts, weights = random_routing(40, 4)
-    x = torch.randn(40, HIDDEN).bfloat16()
+    # Few tokens leave it to chance: of 40, the ratio below is anywhere from 0.4 to 1.1.
+    experts, weights = random_routing(2000, 4)
+    x = torch.randn(2000, HIDDEN).bfloat16()
     gate_up = GATE_UP.bfloat16()
     down = DOWN.bfloat16()
     out = ready(grouped=grouped, dtype="bfloat16")(x, experts, weights)
