@@ -213,20 +213,13 @@ class TritonBackend(AttentionBackend):
             "GROUP": layer.num_heads // kv_heads,
             "GROUP_FILLED": part.tile.group,
             "QUERIES": part.tile.queries,
-        }
-        shape |= {
             "SIZE": layer.head_size,
             "SIZE_FILLED": filled,
             "SPLIT": meta.split if is_shared else 0,
             **LAUNCH,
         }
-        partial = stats = None
-        if is_shared:
-            shares = (len(pieces), part.splits, kv_heads, part.tile.rows)
-            partial, stats = (
-                torch.empty(*shares, size, dtype=torch.float32, device=q.device)
-                for size in (filled, 2)
-            )
+        shares = (len(pieces), part.splits, kv_heads, part.tile.rows)
+        partial, stats = _partial(shares, filled, q.device) if is_shared else (None, None)
         self._kernels.attend[len(pieces), kv_heads, part.splits](
             *(q, k, v, out, pieces),
             sinks=layer.sinks,
@@ -302,6 +295,15 @@ class TritonBackend(AttentionBackend):
 
 def _decode_key(spec: AttentionSpec) -> PlanKey:
     return PlanKey(spec.type, spec.window, spec.num_heads // spec.num_kv_heads, spans=False)
+
+
+def _partial(shares: tuple[int, ...], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Room for the partial sums [*shares, size] of splits, and for their maxima and sums
+    [*shares, 2], float32."""
+    return (
+        torch.empty(*shares, size, dtype=torch.float32, device=device),
+        torch.empty(*shares, 2, dtype=torch.float32, device=device),
+    )
 
 
 def _side_by_side(x: Tensor) -> Tensor:

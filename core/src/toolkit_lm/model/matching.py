@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -68,15 +68,12 @@ def load_parameters(
             misfits.append(f"{name} {error}")
 
     for name, tensor in weights:
-        for pattern, replacement in renames:
-            name = re.sub(pattern, replacement, name)
+        name = _renamed(name, renames)
         if name in aliases:
             kept[name] = tensor
         elif name in targets:
             load(name, targets[name], tensor)
-        elif elsewhere.isdisjoint(
-            accumulate(name.split("."), "{}.{}".format)
-        ) and not skipped.search(name):
+        elif elsewhere.isdisjoint(_with_parents(name)) and not skipped.search(name):
             unexpected.append(name)
     # A tied weight has several names. The checkpoint may hold any of them, or all.
     for name, tensor in kept.items():
@@ -88,13 +85,19 @@ def load_parameters(
                 load(name, _Target(_untied(module, name, target), name, None), tensor)
             except CheckpointError as error:
                 misfits.append(f"{name} {error}")
-    missing = [
-        name
-        for name, target in targets.items()
-        if _is_missing(target, name, seen.get(target.name, set()), packed)
-    ]
-    _complain(missing, unexpected, misfits)
+    _complain(list(_missing(targets, seen, packed)), unexpected, misfits)
     return set(seen)
+
+
+def _renamed(name: str, renames: Sequence[tuple[str, str]]) -> str:
+    for pattern, replacement in renames:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def _with_parents(name: str) -> Iterator[str]:
+    """Of "a.b.c": "a", "a.b" and "a.b.c"."""
+    return accumulate(name.split("."), "{}.{}".format)
 
 
 def _targets(
@@ -164,13 +167,18 @@ def _parts(name: str, packed: Mapping[str, tuple[str, ...]]) -> list[tuple[str, 
     return []
 
 
-def _is_missing(
-    target: _Target, name: str, seen: set[int | None], packed: Mapping[str, tuple[str, ...]]
-) -> bool:
-    # A packed parameter is reported by its parts, which is how nearly all checkpoints hold it.
-    if None in seen or target.shard_id in seen:
-        return False
-    return target.shard_id is not None or not _parts(name, packed)
+def _missing(
+    targets: Mapping[str, _Target],
+    seen: Mapping[str, set[int | None]],
+    packed: Mapping[str, tuple[str, ...]],
+) -> Iterator[str]:
+    """The names of what is still to fill. `seen`: by parameter, the shards that were found."""
+    for name, target in targets.items():
+        found = seen.get(target.name, set())
+        # A packed parameter is reported by its parts, which is how nearly all checkpoints hold it.
+        is_reported = target.shard_id is not None or not _parts(name, packed)
+        if is_reported and found.isdisjoint((None, target.shard_id)):
+            yield name
 
 
 def _complain(missing: list[str], unexpected: list[str], misfits: list[str]) -> None:

@@ -67,23 +67,7 @@ def sample(
     are. `likeliest` is as that of Kernels."""
     # Where no sequence uses any, a step costs nothing more.
     processors = rows.processors if rows.processors is not None and rows.processors.names else None
-    scores = logits
-    # The stop tokens are held back while fewer than min_tokens are out.
-    edits = (
-        rows.edited | (rows.position < rows.min_tokens) if rows.min_tokens.any() else rows.edited
-    )
-    if rows.forces.any():
-        edits = edits | np.isin(np.arange(len(rows)), list(rows.must_draw()))
-    edited = np.flatnonzero(edits)
-    if len(edited):
-        scores = logits.to(torch.float32, copy=True)
-        if len(edited) == len(rows):
-            _edit(scores, rows, processors)
-        else:
-            index = to_device(edited, logits.device)
-            scores.index_copy_(
-                0, index, _edit(scores.index_select(0, index), rows.select(edited), processors)
-            )
+    scores = _edited(logits, rows, processors)
     best, token_ids = likeliest(scores)
     # max() passes NaN on, and is -inf where no token is allowed.
     failed = ~torch.isfinite(best)
@@ -138,6 +122,25 @@ def take_likeliest(best: Tensor, token_ids: Tensor) -> Sampled:
     if not math.isfinite(sum(best.tolist())):
         errors = dict.fromkeys((~torch.isfinite(best)).nonzero()[:, 0].tolist(), _NOT_FINITE)
     return Sampled(token_ids.tolist(), [], errors, {})
+
+
+def _edited(logits: Tensor, rows: SamplingBatch, processors: ProcessorTable | None) -> Tensor:
+    """The logits as `_edit` leaves them, in float32; the same where it leaves all as they are."""
+    # The stop tokens are held back while fewer than min_tokens are out.
+    edits = (
+        rows.edited | (rows.position < rows.min_tokens) if rows.min_tokens.any() else rows.edited
+    )
+    if rows.forces.any():
+        edits = edits | np.isin(np.arange(len(rows)), list(rows.must_draw()))
+    edited = np.flatnonzero(edits)
+    if not len(edited):
+        return logits
+    scores = logits.to(torch.float32, copy=True)
+    if len(edited) == len(rows):
+        return _edit(scores, rows, processors)
+    index = to_device(edited, logits.device)
+    some = _edit(scores.index_select(0, index), rows.select(edited), processors)
+    return scores.index_copy_(0, index, some)
 
 
 def _edit(logits: Tensor, rows: SamplingBatch, processors: ProcessorTable | None) -> Tensor:

@@ -186,6 +186,19 @@ class Sequence:
 class Request:
     """A group of sequences over one prompt. It is admitted and preempted whole."""
 
+    swapped = False
+    """Its blocks are in the host pool."""
+    num_cached_tokens = 0
+    """Prompt tokens whose keys and values were found in the cache when it was first admitted."""
+    scheduled_time: float | None = None
+    """time.monotonic() at which it was first admitted."""
+    first_token_time: float | None = None
+    """time.monotonic() of its first token."""
+    sort_key: tuple[float, ...] = ()
+    """Its place in the scheduling policy's order, from when it is queued."""
+    gave_way = False
+    """It was preempted for one that waited, and waits behind that."""
+
     def __init__(
         self,
         message: EngineRequest,
@@ -200,9 +213,8 @@ class Request:
     ) -> None:
         """`ids`: of its sequences, and of beams to come. `salt`: of its blocks' hashes.
 
-        `chunked`: prompts may be computed in several steps.
-
-        `needs_tokens`: a drawn token is computed once it is known, and not before.
+        `chunked`: prompts may be computed in several steps. `needs_tokens`: a drawn token is
+        computed once it is known, and not before.
         `forks_anywhere`: sequences can fork from the leader at any token. Else it stops where they
         do. `whole_items`: a step computes all tokens of an item of media, or none.
         """
@@ -231,8 +243,6 @@ class Request:
         self.media_end = message.features[-1].mm_position.end if message.features else 0
         """Tokens from here on read none of them."""
         self._whole_items = whole_items
-        self.swapped = False
-        """Its blocks are in the host pool."""
         self.max_output_tokens = message.max_output_tokens
         assert message.max_output_tokens > 0 or not message.draws_tokens, (
             "the front has not held the request to its limits"
@@ -246,11 +256,8 @@ class Request:
             () if message.params.ignore_eos else message.eos_token_ids
         )
         """Those, and the model's own: each ends a sequence."""
-        self.num_cached_tokens = 0
         self.num_prompt_logprobs = message.num_prompt_logprobs
         """Prompt tokens whose log probabilities were returned."""
-        self.scheduled_time: float | None = None
-        self.first_token_time: float | None = None
         self.search = self._search()
         """Set for a beam search: its sequences are then the beams, which a step replaces; there is
         one at first."""
@@ -261,10 +268,6 @@ class Request:
         """Those of them that have not ended. It is replaced, and never changed."""
         self.number = self.sequences[0].seq_id
         """Requests are numbered as they come."""
-        self.sort_key: tuple[float, ...] = ()
-        """Its place in the scheduling policy's order, from when it is queued."""
-        self.gave_way = False
-        """It was preempted for one that waited, and waits behind that."""
 
     def _begin(
         self, message: EngineRequest, ids: Iterator[int], seed: int | None

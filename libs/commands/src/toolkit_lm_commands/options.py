@@ -71,20 +71,7 @@ def engine_command(*extra_sections: Section) -> Callable[[Callable[..., Any]], C
             }
 
             def command(ctx: typer.Context, **values: Any) -> Any:
-                plugins: Plugins = ctx.obj
-                merged = _merged(options, _given(ctx, options, values), plugins)
-                config = VllmConfig.make(
-                    **{o.name: merged[o.name] for o in VllmConfig.options() if o.name in merged}
-                )
-                if config.plugins != plugins.config:
-                    plugins = Plugins.load(config.plugins)
-                made: dict[Any, Any] = {VllmConfig: config, Plugins: plugins, typer.Context: ctx}
-                made |= {
-                    kind: kind(
-                        **{o.name: merged[o.name] for o in options_of(kind) if o.name in merged}
-                    )
-                    for kind in sections
-                }
+                made = _made(ctx, options, sections, values)
                 made |= {
                     kind: kind.parse(_present(values, [one.name for one in own]), processors)
                     for kind, own in flags.items()
@@ -109,6 +96,24 @@ def engine_command(*extra_sections: Section) -> Callable[[Callable[..., Any]], C
         return with_processors(LogitsProcessorRegistry())
 
     return decorate
+
+
+def _made(
+    ctx: typer.Context, options: list[Option], sections: list[Section], values: dict[str, Any]
+) -> dict[Any, Any]:
+    """By type, what a function can ask for, but for what is made of flags of its own. Raises
+    ConfigError."""
+    plugins: Plugins = ctx.obj
+    merged = _merged(options, _given(ctx, options, values), plugins)
+
+    def given(options: Iterable[Option]) -> dict[str, Any]:
+        return {one.name: merged[one.name] for one in options if one.name in merged}
+
+    config = VllmConfig.make(**given(VllmConfig.options()))
+    if config.plugins != plugins.config:
+        plugins = Plugins.load(config.plugins)
+    made: dict[Any, Any] = {VllmConfig: config, Plugins: plugins, typer.Context: ctx}
+    return made | {kind: kind(**given(options_of(kind))) for kind in sections}
 
 
 def _merged(options: list[Option], given: dict[str, Any], plugins: Plugins) -> dict[str, Any]:

@@ -35,6 +35,39 @@ class ClientOptions(Struct, frozen=True, kw_only=True):
     api_key: Annotated[str | None, option("Key of the server.")] = None
 
 
+_System = Annotated[str | None, typer.Option(help="System message.", metavar="TEXT")]
+_Message = Annotated[
+    str | None,
+    typer.Option(help="One message to answer. Default: a conversation.", metavar="TEXT"),
+]
+_Image = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Image that the first message is about, of a model that sees. May be given several "
+        "times.",
+        metavar="FILE",
+    ),
+]
+_Audio = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Recording that the first message is about, of a model that hears. May be given "
+        "several times.",
+        metavar="FILE",
+    ),
+]
+_Markdown = Annotated[bool, typer.Option(help="Show answers as Markdown. Only on a terminal.")]
+_Reasoning = Annotated[
+    bool, typer.Option(help="Show what the model thinks before it answers. Only on a terminal.")
+]
+_History = Annotated[
+    bool,
+    typer.Option(
+        help="Keep what is entered, for the next time. Only of a conversation on a terminal."
+    ),
+]
+
+
 @engine_command(ClientOptions)
 def chat(
     ctx: typer.Context,
@@ -42,39 +75,13 @@ def chat(
     client: ClientOptions,
     plugins: Plugins,
     flags: SamplingFlags,
-    system: Annotated[str | None, typer.Option(help="System message.", metavar="TEXT")] = None,
-    message: Annotated[
-        str | None,
-        typer.Option(help="One message to answer. Default: a conversation.", metavar="TEXT"),
-    ] = None,
-    image: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Image that the first message is about, of a model that sees. May be given "
-            "several times.",
-            metavar="FILE",
-        ),
-    ] = None,
-    audio: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Recording that the first message is about, of a model that hears. May be given "
-            "several times.",
-            metavar="FILE",
-        ),
-    ] = None,
-    markdown: Annotated[
-        bool, typer.Option(help="Show answers as Markdown. Only on a terminal.")
-    ] = True,
-    reasoning: Annotated[
-        bool, typer.Option(help="Show what the model thinks before it answers. Only on a terminal.")
-    ] = True,
-    history: Annotated[
-        bool,
-        typer.Option(
-            help="Keep what is entered, for the next time. Only of a conversation on a terminal."
-        ),
-    ] = True,
+    system: _System = None,
+    message: _Message = None,
+    image: _Image = None,
+    audio: _Audio = None,
+    markdown: _Markdown = True,
+    reasoning: _Reasoning = True,
+    history: _History = True,
 ) -> None:
     """Talk with a model, in this process or on a server (--url).
 

@@ -52,56 +52,61 @@ class How(NamedTuple):
     truncate_prompt_tokens: int | None
 
 
+_Source = Annotated[
+    Path,
+    typer.Option(
+        "--in",
+        metavar="FILE",
+        help="Texts: .txt, or - for standard input, with one per line; .jsonl with an object per "
+        "line.",
+    ),
+]
+_Out = Annotated[
+    Path,
+    typer.Option(
+        metavar="FILE", help="Vectors: a .npy or .parquet file, in the order of the lines."
+    ),
+]
+_Field = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Key of the text in a .jsonl file's objects. Default: text."),
+]
+_Task = Annotated[
+    str, typer.Option(metavar="|".join(_TASKS), help="Task: what is computed from each text.")
+]
+_PromptName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="Name of a prompt of the checkpoint, which is put before each text."
+    ),
+]
+_Truncate = Annotated[
+    int | None,
+    typer.Option(
+        metavar="INTEGER",
+        help="Maximum number of tokens of a text; the rest is cut. -1: what the model takes. "
+        "Default: a longer text is an error.",
+    ),
+]
+_Dimensions = Annotated[
+    int | None,
+    typer.Option(
+        metavar="INTEGER", help="Number of an embedding's first dimensions to keep. Default: all."
+    ),
+]
+
+
 @engine_command()
 def embed(
     config: VllmConfig,
     plugins: Plugins,
-    source: Annotated[
-        Path,
-        typer.Option(
-            "--in",
-            metavar="FILE",
-            help="Texts: .txt, or - for standard input, with one per line; .jsonl with an object "
-            "per line.",
-        ),
-    ],
-    out: Annotated[
-        Path,
-        typer.Option(
-            metavar="FILE", help="Vectors: a .npy or .parquet file, in the order of the lines."
-        ),
-    ],
-    field: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="Key of the text in a .jsonl file's objects. Default: text."
-        ),
-    ] = None,
-    task: Annotated[
-        str, typer.Option(metavar="|".join(_TASKS), help="Task: what is computed from each text.")
-    ] = "embed",
-    prompt_name: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Name of a prompt of the checkpoint, which is put before each text.",
-        ),
-    ] = None,
-    truncate_prompt_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="INTEGER",
-            help="Maximum number of tokens of a text; the rest is cut. -1: what the model takes. "
-            "Default: a longer text is an error.",
-        ),
-    ] = None,
-    dimensions: Annotated[
-        int | None,
-        typer.Option(
-            metavar="INTEGER",
-            help="Number of an embedding's first dimensions to keep. Default: all.",
-        ),
-    ] = None,
+    source: _Source,
+    out: _Out,
+    field: _Field = None,
+    task: _Task = "embed",
+    prompt_name: _PromptName = None,
+    truncate_prompt_tokens: _Truncate = None,
+    dimensions: _Dimensions = None,
 ) -> None:
     """Embed a file of texts, offline.
 

@@ -120,12 +120,8 @@ class ToolCallTagParser(MarkedCalls):
                 break
             at = length
             length += len(mark)
-            if (
-                mark == _PARAMETER
-                and is_function
-                and text.count(">") == 1
-                and text.rstrip().endswith(">")
-            ):
+            ends_tag = text.count(">") == 1 and text.rstrip().endswith(">")
+            if mark == _PARAMETER and is_function and ends_tag:
                 # Another call has begun.
                 break
             is_function = mark == _FUNCTION

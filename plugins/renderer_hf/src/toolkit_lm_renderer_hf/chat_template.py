@@ -125,12 +125,7 @@ class ChatTemplate:
         """The conversation as one text of at most `max_length` characters. `hide` is applied to all
         texts in it. Raises RequestError."""
         name = self._name(bool(tools))
-        if name not in self._templates:
-            raise RequestError(
-                f"the checkpoint has no chat template named {name!r}, only: "
-                f"{', '.join(sorted(self._templates))}.",
-                "messages",
-            )
+        self._check(name, tools, documents)
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
         elif add_generation_prompt and continue_final_message:
@@ -144,17 +139,6 @@ class ChatTemplate:
                 raise RequestError(
                     f"chat_template_kwargs cannot set {key!r}.", "chat_template_kwargs"
                 )
-        if tools is not None and not isinstance(tools, list | tuple):
-            raise RequestError(
-                f"tools must be a list of mappings, not a {type(tools).__name__}.", "tools"
-            )
-        if documents and "documents" not in (names := self._names_of[name]):
-            known = ", ".join(sorted(names - {*self._special_tokens, *make_environment().globals}))
-            raise RequestError(
-                f"documents: the chat template does not read them, only: {known:.300}. Put their "
-                "texts into a message.",
-                "documents",
-            )
         given = {
             "documents": _plain(documents, "documents", hide) or None,
             "add_generation_prompt": add_generation_prompt,
@@ -179,6 +163,26 @@ class ChatTemplate:
             final = _tag_final(chat) if continue_final_message else None
             text = self._run(name, {"messages": chat, "tools": functions, **given})
         return text if final is None else _cut_final(text, final)
+
+    def _check(self, name: str, tools: Any, documents: list[dict[str, Any]] | None) -> None:
+        """Raises RequestError where there is no such template, or it cannot take these."""
+        if name not in self._templates:
+            raise RequestError(
+                f"the checkpoint has no chat template named {name!r}, only: "
+                f"{', '.join(sorted(self._templates))}.",
+                "messages",
+            )
+        if tools is not None and not isinstance(tools, list | tuple):
+            raise RequestError(
+                f"tools must be a list of mappings, not a {type(tools).__name__}.", "tools"
+            )
+        if documents and "documents" not in (names := self._names_of[name]):
+            known = ", ".join(sorted(names - {*self._special_tokens, *make_environment().globals}))
+            raise RequestError(
+                f"documents: the chat template does not read them, only: {known:.300}. Put their "
+                "texts into a message.",
+                "documents",
+            )
 
     def _name(self, has_tools: bool) -> str:
         return "tool_use" if has_tools and "tool_use" in self._templates else "default"

@@ -194,12 +194,7 @@ def create_router(
     embeddings = Embeddings(engine, options)
     reranking = Reranking(engine, options)
     _add_pooling_routes(router, route_kind, embeddings, reranking)
-    invocations = Invocations(engine, chat, completions, embeddings, reranking)
-    whichever = with_body(invocations.create, dict[str, Any])
-    responses = answers(AnyAnswer) | described(404, 429, 504)
-    router.add_api_route(
-        "/invocations", whichever, methods=["POST"], response_model=None, responses=responses
-    )
+    _add_invocations(router, Invocations(engine, chat, completions, embeddings, reranking))
     router.add_api_route(
         "/load", Load(budget).load, response_model=None, responses=answers(ServerLoad)
     )
@@ -220,6 +215,16 @@ def create_router(
         page.add_routes(router, route_class(options, keys), readiness, engine)
     add_plugin_routes(router, engine, OpenAIApi(chat, completions, options), route_kind)
     return router
+
+
+def _add_invocations(router: APIRouter, invocations: Invocations) -> None:
+    router.add_api_route(
+        "/invocations",
+        with_body(invocations.create, dict[str, Any]),
+        methods=["POST"],
+        response_model=None,
+        responses=answers(AnyAnswer) | described(404, 429, 504),
+    )
 
 
 def _add_generation_routes(

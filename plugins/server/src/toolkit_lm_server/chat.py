@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from toolkit_lm.prompts import Conversation
 
 
+_UNSAID = {"logprobs": None, "finish_reason": None}
+"""What a choice of a stream has anyway."""
 _SWITCHES = ("enable_thinking", "thinking")
 """Names by which templates are told whether to reason."""
 
@@ -261,20 +263,8 @@ class ChatAnswer:
         self._parts.in_pieces = in_pieces
         head = self._head("chat.completion.chunk")
 
-        def chunk(
-            index: int,
-            delta: dict[str, Any],
-            logprobs: Any = None,
-            finish_reason: str | None = None,
-            **more: Any,
-        ) -> dict[str, Any]:
-            choice = {
-                "index": index,
-                "delta": delta,
-                "logprobs": logprobs,
-                "finish_reason": finish_reason,
-                **more,
-            }
+        def chunk(index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
+            choice = {"index": index, "delta": delta, **_UNSAID, **more}
             return {**head, "choices": [choice], **body.usage_so_far(self.usage)}
 
         first = [chunk(index, {"role": "assistant", "content": ""}) for index in range(body.n or 1)]
@@ -300,10 +290,8 @@ class ChatAnswer:
                     else {"finish_reason": reason, "stop_reason": delta.stop_reason}
                 )
                 if parts or delta.logprobs or wanted.get("token_ids"):
-                    logprobs = self._logprobs(delta)
-                    chunks.append(
-                        chunk(delta.index, self._parts.delta(parts), logprobs, **wanted, **end)
-                    )
+                    more = {"logprobs": self._logprobs(delta), **wanted, **end}
+                    chunks.append(chunk(delta.index, self._parts.delta(parts), **more))
                 elif end:
                     chunks.append(chunk(delta.index, {}, **end))
             yield chunks

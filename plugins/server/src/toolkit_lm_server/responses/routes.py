@@ -69,15 +69,8 @@ class Responses:
 
         def keep(response: dict[str, Any]) -> None:
             if keeps and (body.background or response["status"] != "failed"):
-                self._store.add(
-                    response,
-                    [
-                        *earlier,
-                        *own,
-                        *(messages_of(response["output"]) if response["output"] else []),
-                    ],
-                    owner,
-                )
+                said = messages_of(response["output"]) if response["output"] else []
+                self._store.add(response, [*earlier, *own, *said], owner)
 
         def whole(choices: list[Piece]) -> dict[str, Any]:
             response = output.whole(choices)
