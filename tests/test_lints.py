@@ -17,6 +17,13 @@ def found(rule, source: str) -> list[int]:
     return [line for line, _ in rule(ast.parse(source))]
 
 
+def test_a_pragma_counts_as_a_part_of_its_line():
+    fits = f"x = {'1' * 80}  # noqa: E741"
+    long = f"x = {'1' * 84}  # type: ignore"
+    assert max(map(len, (fits, long))) > 100 > len(fits)
+    assert [line for line, _ in lints.overlong(f"{fits}\n{long}\n{'y' * 120}\n")] == [2]
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -319,7 +319,8 @@ FIELD = {
     ),
     "no closing tag of a parameter": Fault(
         "qwen3_coder",
-        "<tool_call><function=get_time><parameter=city>Oslo<parameter=days>3</function></tool_call>",
+        "<tool_call><function=get_time><parameter=city>Oslo<parameter=days>3</function>"
+        "</tool_call>",
         calls=(OSLO,),
     ),
     "no closing tag of a function": Fault(
@@ -372,7 +373,8 @@ FIELD = {
     ),
     "names in quotes": Fault(
         "qwen3_coder",
-        '<tool_call><function="get_weather"><parameter="city">Paris</parameter></function></tool_call>',
+        '<tool_call><function="get_weather"><parameter="city">Paris</parameter></function>'
+        "</tool_call>",
         calls=(PARIS,),
     ),
     "JSON in a function tag": Fault(
@@ -384,7 +386,8 @@ FIELD = {
         "qwen3_coder",
         "<tool_call><function=get_weather><parameter=tags>['a', "
         "'b']</parameter><parameter=where>{'x': True, 'y': None}</parameter>"
-        "<parameter=celsius>True</parameter><parameter=days>None</parameter></function></tool_call>",
+        "<parameter=celsius>True</parameter><parameter=days>None</parameter></function>"
+        "</tool_call>",
         calls=(
             (
                 "get_weather",

@@ -161,7 +161,8 @@ RECORDED = {
     ),
     "coder-broken": Recorded(
         "qwen3_coder",
-        "<tool_call><function=get_weather><parameter=city>Paris</parameter>oops</function></tool_call>",
+        "<tool_call><function=get_weather><parameter=city>Paris</parameter>oops</function>"
+        "</tool_call>",
         "get_weather>city>Parisoops",
     ),
     # Llama
@@ -276,7 +277,8 @@ RECORDED = {
     ),
     "harmony-role-recipient": Recorded(
         "harmony",
-        "<|channel|>analysis<|message|>A<|end|><|start|>assistant<|channel|>analysis<|message|>B<|end|>"
+        "<|channel|>analysis<|message|>A<|end|>"
+        "<|start|>assistant<|channel|>analysis<|message|>B<|end|>"
         '<|start|>assistant to=functions.get_time<|channel|>commentary json<|message|>{"city": '
         '"Oslo", "days": 3}',
         "",

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from toolkit_lm.config import ParallelConfig
@@ -70,14 +70,14 @@ def _gathered(x: Tensor, dim: int, size: int) -> Tensor:
     )
 
 
-_library = torch.library.Library("toolkit_lm", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("all_reduce(Tensor x, int size) -> Tensor")  # type: ignore[no-untyped-call]
-_library.impl("all_reduce", _all_reduce, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_library: Any = torch.library.Library("toolkit_lm", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("all_reduce(Tensor x, int size) -> Tensor")
+_library.impl("all_reduce", _all_reduce, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "toolkit_lm::all_reduce",
     lambda x, size: torch.empty_like(x, memory_format=torch.contiguous_format),
     lib=_library,
 )
-_library.define("all_gather(Tensor x, int dim, int size) -> Tensor")  # type: ignore[no-untyped-call]
-_library.impl("all_gather", _all_gather, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_library.define("all_gather(Tensor x, int dim, int size) -> Tensor")
+_library.impl("all_gather", _all_gather, "CompositeExplicitAutograd")
 torch.library.register_fake("toolkit_lm::all_gather", _gathered, lib=_library)

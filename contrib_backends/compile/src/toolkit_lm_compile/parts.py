@@ -101,7 +101,8 @@ def _check_holds(guards: Sequence[Any], band: Band) -> None:
     }
     for guard in guards:
         for size in sorted(tried - {1}):
-            if guard.subs(dict.fromkeys(guard.free_symbols, size)) == False:  # noqa: E712 - sympy's own truth
+            # sympy's own truth is no bool.
+            if guard.subs(dict.fromkeys(guard.free_symbols, size)) == False:  # noqa: E712
                 raise NarrowError(f"{guard}, which {size} tokens are not")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from toolkit_lm.model import GatedColumnParallelLinear, LinearMethod, LinearSpec, UnquantizedMethod
@@ -341,14 +342,14 @@ def likeliest(
 
 
 # To a compiler a product is one opaque op.
-_library = torch.library.Library("toolkit_lm_cpu", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
+_library: Any = torch.library.Library("toolkit_lm_cpu", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(
     "linear(int type, Tensor x, Tensor packed, int outputs, Tensor? bias, int activation, bool "
     "gated, Tensor? residual) -> Tensor"
 )
-_library.impl("linear", linear, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-_library.define("embed(Tensor ids, Tensor packed, int outputs, int inputs) -> Tensor")  # type: ignore[no-untyped-call]
-_library.impl("embed", embed, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_library.impl("linear", linear, "CompositeExplicitAutograd")
+_library.define("embed(Tensor ids, Tensor packed, int outputs, int inputs) -> Tensor")
+_library.impl("embed", embed, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "toolkit_lm_cpu::embed",
     lambda ids, packed, outputs, inputs: packed.new_empty(ids.shape[0], inputs),

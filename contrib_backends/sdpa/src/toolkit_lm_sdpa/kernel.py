@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,8 @@ def fused_attention(
 def _without_cudnn(device: torch.device) -> Iterator[None]:
     """On Hopper torch asks cuDNN first. It builds a plan for each pair of lengths, while a request
     waits, and keeps all of them."""
-    is_on = device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    backends: Any = torch.backends.cuda
+    is_on = device.type == "cuda" and backends.cudnn_sdp_enabled()
     if is_on:
         torch.backends.cuda.enable_cudnn_sdp(False)
     try:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from toolkit_lm_encoder.bert import BertEncoder
 
 
-class HF_ColBERT(BertEncoder):  # noqa: N801 - so it is called in checkpoints of the authors' own library
+# So it is called in checkpoints of the authors' own library.
+class HF_ColBERT(BertEncoder):  # noqa: N801
     """BERT whose hidden states are projected: [T, dimensions]. It serves token_embed."""
 
     takes_token_types = True

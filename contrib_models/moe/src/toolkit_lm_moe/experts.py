@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from toolkit_lm.bypass import Bypassable
@@ -255,11 +256,11 @@ def _experts(x: Tensor, experts: Tensor, weights: Tensor, out: Tensor, layer: st
 
 
 # To a compiler routed experts are one opaque op, as attention is: the model's graph is whole.
-_library = torch.library.Library("toolkit_lm", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library: Any = torch.library.Library("toolkit_lm", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     "experts(Tensor x, Tensor experts, Tensor weights, Tensor(a!) out, str layer) -> ()"
-)  # type: ignore[no-untyped-call]
-_library.impl("experts", _experts, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+)
+_library.impl("experts", _experts, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "toolkit_lm::experts", lambda x, experts, weights, out, layer: None, lib=_library
 )

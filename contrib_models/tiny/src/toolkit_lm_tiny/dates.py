@@ -9,9 +9,8 @@ from datetime import date, timedelta
 
 FIRST = date(1600, 1, 1)
 LAST = date(2199, 12, 31)
-MONTHS = (
-    "January February March April May June July August September October November December".split()  # noqa: SIM905
-)
+_MONTHS = "January February March April May June July August September October November December"
+MONTHS = _MONTHS.split()
 _ONES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
     "fifteen sixteen seventeen eighteen nineteen"

@@ -66,7 +66,10 @@ def read_config(vllm_config: VllmConfig) -> Any:
     path = vllm_config.checkpoint.path
 
     def read() -> Any:
-        return transformers.AutoConfig.from_pretrained(path, trust_remote_code=True)  # nosec B615 # a folder, and nothing is fetched
+        # Of a folder: nothing is fetched.
+        return transformers.AutoConfig.from_pretrained(  # nosec B615
+            path, trust_remote_code=True
+        )
 
     return _understood(read, "read its config.json")
 

@@ -160,7 +160,10 @@ def _alike(start: int, length: int) -> np.ndarray:
     return np.tile(np.arange(start, start + length, dtype=np.int64), (3, 1))
 
 
-class Qwen2_5_VLForConditionalGeneration(Qwen2VLForConditionalGeneration):  # noqa: N801 - as config.json names it
+# As config.json names it.
+class Qwen2_5_VLForConditionalGeneration(  # noqa: N801
+    Qwen2VLForConditionalGeneration
+):
     """Qwen2.5-VL with its language-modeling head."""
 
     encoder_class = Qwen25VLImages

@@ -134,7 +134,9 @@ class WhisperForConditionalGeneration(EncoderDecoderModel):
             prefix=join(prefix, "lm_head"),
         )
 
-    def encode(self, input_ids: Tensor, positions: Tensor, *, features: list[Tensor]) -> Tensor:  # type: ignore[override]
+    def encode(  # type: ignore[override]
+        self, input_ids: Tensor, positions: Tensor, *, features: list[Tensor]
+    ) -> Tensor:
         out: Tensor = self.model.encoder(features)
         return out
 

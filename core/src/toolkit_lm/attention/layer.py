@@ -181,7 +181,7 @@ def attend(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, layer: st
 
 
 # To a compiler attention is one opaque op: whatever a backend does, the model's graph is whole.
-_library = torch.library.Library("toolkit_lm", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("attention(Tensor q, Tensor? k, Tensor? v, Tensor(a!) out, str layer) -> ()")  # type: ignore[no-untyped-call]
-_library.impl("attention", attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_library: Any = torch.library.Library("toolkit_lm", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("attention(Tensor q, Tensor? k, Tensor? v, Tensor(a!) out, str layer) -> ()")
+_library.impl("attention", attend, "CompositeExplicitAutograd")
 torch.library.register_fake("toolkit_lm::attention", lambda q, k, v, out, layer: None, lib=_library)

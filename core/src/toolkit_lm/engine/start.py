@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine.client import EngineClient
 from toolkit_lm.engine.process.launch import EngineProcess
@@ -20,7 +22,8 @@ def start_engine(
     plugin runs them.
     """
     # mypy: an abstract class stands for those that are made.
-    client = plugins.engine_clients.first_result(EngineClient, config, plugins)  # type: ignore[type-abstract]
+    kind: Any = EngineClient
+    client: EngineClient | None = plugins.engine_clients.first_result(kind, config, plugins)
     if client is None and config.parallel.data_parallel_size > 1:
         raise ConfigError(
             (

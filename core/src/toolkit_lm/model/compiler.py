@@ -50,7 +50,9 @@ class ModelCompiler(ABC):
     def __call__(self, input_ids: Tensor, **arguments: Tensor) -> Tensor | IntermediateTensors:
         """The model's `forward`."""
 
-    def bind(self, limits: BatchLimits, supports: Mapping[str, GraphSupport | str]) -> None:  # noqa: B027
+    def bind(  # noqa: B027
+        self, limits: BatchLimits, supports: Mapping[str, GraphSupport | str]
+    ) -> None:
         """The layers have a KV cache, another one than before. `supports`: of the backends, by
         name."""
 

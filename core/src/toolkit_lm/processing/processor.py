@@ -430,7 +430,10 @@ def _pooling_inputs(
 ) -> PoolingInputs | None:
     """None where nobody needs any. Raises ConfigError."""
     # mypy: an abstract class stands for those that are made.
-    found = plugins.pooling_inputs.first_result(PoolingInputs, config, renderer, plugins)  # type: ignore[type-abstract]
+    kind: Any = PoolingInputs
+    found: PoolingInputs | None = plugins.pooling_inputs.first_result(
+        kind, config, renderer, plugins
+    )
     if found is None and (config.model.runner == "pooling" or config.model.extra_tasks):
         raise ConfigError(f"{_NO_INPUTS} {plugins.pooling_inputs.way_out}".rstrip())
     return found

@@ -4,6 +4,7 @@ flat inputs, at fixed addresses."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,7 +81,8 @@ class StepBuffers:
         self._index = np.zeros(limits.num_tokens, np.int64)
         self._found = np.zeros(limits.num_tokens, np.int32)
         self._device = device
-        self.uploaded = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        cuda: Any = torch.cuda
+        self.uploaded = cuda.Event() if device.type == "cuda" else None
         """After the last step's copies to the device: what is written before that is copied."""
 
     def gather(self, table: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:

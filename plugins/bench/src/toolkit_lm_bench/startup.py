@@ -158,7 +158,10 @@ def _server(options: Path, port: int, environ: dict[str, str]) -> Iterator[Calla
         "--no-access-log",
     ]
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log, env=environ)  # nosec B603 # our own words
+        # The words are our own.
+        process = subprocess.Popen(  # nosec B603
+            command, stdout=subprocess.DEVNULL, stderr=log, env=environ
+        )
 
         def check() -> None:
             if process.poll() is not None:

@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple, cast
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from toolkit_lm.config import VllmConfig
+from toolkit_lm.config.tasks import PoolingTask
 from toolkit_lm.errors import ConfigError, RequestError
 from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.plugin import Plugins
@@ -125,7 +126,8 @@ def embed(
     check_path(out)
     if field is not None and source.suffix != ".jsonl":
         raise ConfigError(f"option 'field' is for .jsonl files, and 'in' is {str(source)!r}.")
-    how = How(PoolingParams(task=task, dimensions=dimensions), prompt_name, truncate_prompt_tokens)  # type: ignore[arg-type]
+    params = PoolingParams(task=cast("PoolingTask", task), dimensions=dimensions)
+    how = How(params, prompt_name, truncate_prompt_tokens)
     from toolkit_lm.frontend import LLMEngine
 
     with _readable(source) as path:

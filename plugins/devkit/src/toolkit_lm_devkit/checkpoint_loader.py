@@ -94,7 +94,10 @@ class CheckpointLoaderConformance(Conformance):
             str(source),
         ]
         environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)  # nosec B603 # our own words
+        # The words are our own.
+        done = subprocess.run(  # nosec B603
+            command, env=environ, capture_output=True, text=True, timeout=120
+        )
         assert done.returncode == 0, done.stderr or f"{self.loader.__name__} imports torch"
         folder = Path(done.stdout.strip())
         assert json.loads((folder / "config.json").read_text())["architectures"]

@@ -180,9 +180,10 @@ class EncoderDecoderConformance(ModelConformance):
             params = SamplingParams(max_tokens=1)
             tokens = {"prompt_token_ids": [5, 6, 7]}
             asked: list[Any] = [tokens, {"encoder_prompt": tokens, "decoder_prompt": tokens}]
+            alone: Any = {"decoder_prompt": tokens}
             default, given = llm.generate(asked, params, use_tqdm=False)
             with pytest.raises(RequestError, match="encoder_prompt"):
-                llm.generate([{"decoder_prompt": tokens}], params, use_tqdm=False)  # type: ignore[list-item]
+                llm.generate([alone], params, use_tqdm=False)
         assert default.encoder_prompt_token_ids == given.encoder_prompt_token_ids == [5, 6, 7]
         assert default.prompt_token_ids[0] == start
         assert given.prompt_token_ids == [start, 5, 6, 7]

@@ -70,7 +70,8 @@ def _run(
         }
         Path(folder, "work.json").write_text(json.dumps(work))
         commands = [[sys.executable, "-m", __name__, str(rank), folder] for rank in range(ranks)]
-        processes = [subprocess.Popen(command) for command in commands]  # nosec B603 # our own words
+        # The words are our own.
+        processes = [subprocess.Popen(command) for command in commands]  # nosec B603
         try:
             codes = [process.wait(timeout=200) for process in processes]
         finally:

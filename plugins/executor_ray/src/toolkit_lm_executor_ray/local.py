@@ -31,8 +31,9 @@ class LocalCluster:
     def __init__(self) -> None:
         """Raises EngineDeadError where its folder cannot be made."""
         self._mark = secrets.token_hex(16)
-        # Where Ray's own are: the paths of its sockets have room for no longer one.
-        self._folder = _make_folder(os.environ.get("RAY_TMPDIR") or "/tmp")  # nosec B108 # a new folder of mode 0700 in it
+        # A new folder of mode 0700, where Ray's own are: the paths of its sockets have room for no
+        # longer one.
+        self._folder = _make_folder(os.environ.get("RAY_TMPDIR") or "/tmp")  # nosec B108
         """Of its sockets and logs: others may not enter it, whatever Ray makes of the folders in
         it. The guard removes it."""
         self._guard: subprocess.Popen[bytes] | None = None

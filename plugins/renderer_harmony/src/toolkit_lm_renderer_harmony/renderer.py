@@ -73,7 +73,7 @@ class HarmonyRenderer(Renderer):
                     f"render_conversation takes no option {name!r}. {nearest(name, _CHAT_OPTIONS)}",
                     name,
                 )
-        import openai_harmony as harmony  # type: ignore[import-not-found, unused-ignore]
+        import openai_harmony as harmony
 
         goes_on = kwargs.get("continue_final_message", False)
         generates = kwargs.get("add_generation_prompt", not goes_on)

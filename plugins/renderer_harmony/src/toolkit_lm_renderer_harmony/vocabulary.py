@@ -44,7 +44,7 @@ def load_encoding(folder: Path) -> Any:
 
 
 def _load(folder: Path, source: Path) -> Any:
-    from openai_harmony import HarmonyEncodingName, HarmonyError, load_harmony_encoding  # type: ignore[import-not-found, unused-ignore]
+    from openai_harmony import HarmonyEncodingName, HarmonyError, load_harmony_encoding
 
     with _lock:
         before = os.environ.get(_FOLDER)

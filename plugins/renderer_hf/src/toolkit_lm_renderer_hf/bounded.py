@@ -270,7 +270,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 current.take(max(count, 0) * current.size(value))
         return super().call_binop(context, operator, left, right)
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+    def call(
+        __self,  # noqa: N805
+        __context: Context,
+        __obj: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         current = _BUDGET.get()
         method = __obj if isinstance(__obj, _METHODS) else getattr(__obj, "__wrapped__", None)
         owner = getattr(method, "__self__", None)

@@ -105,7 +105,8 @@ class ImageProcessor:
         from transformers import AutoImageProcessor
 
         try:
-            made = AutoImageProcessor.from_pretrained(  # nosec B615 # a folder, and nothing is fetched
+            # Of a folder: nothing is fetched.
+            made = AutoImageProcessor.from_pretrained(  # nosec B615
                 str(self._folder), backend="pil", trust_remote_code=False, local_files_only=True
             )
         except Exception as error:  # whatever its own reader raises

@@ -48,7 +48,8 @@ _TOKEN = re.compile(
     r"|(?P<open>\(\?i?:)"
     r"|(?P<close>\)(?:\?[?+]?|(?P<repeated>[*+{]))?)"
     r"|(?P<bar>\|)"
-    r"|(?P<atom>\\[pP]\{\^?\w+\}|\\[sSdDwWrnt]|\\[^a-zA-Z0-9]|\[\^?(?:\\[^xuUoc0-9]|[^\]\[\\])+\]|[^\\\[\](){}|?*+.^$])"
+    r"|(?P<atom>\\[pP]\{\^?\w+\}|\\[sSdDwWrnt]|\\[^a-zA-Z0-9]"
+    r"|\[\^?(?:\\[^xuUoc0-9]|[^\]\[\\])+\]|[^\\\[\](){}|?*+.^$])"
     r"(?P<times>(?:[?*+]|\{\d+(?:,\d*)?\})?[?+]?)"
 )
 """Of a regular expression: no looking back, no anchor, and ahead no further than the next

@@ -50,7 +50,7 @@ class Chat:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The tokens of a conversation. Raises RequestError."""
-        from mistral_common.protocol.instruct.request import ChatCompletionRequest  # type: ignore[import-not-found, unused-ignore]
+        from mistral_common.protocol.instruct.request import ChatCompletionRequest
 
         plain = PlainCopy(self._max_chars)
         chat = [_message(message, plain) for message in messages]
@@ -69,7 +69,7 @@ class Chat:
             return list(self._tokenizer.encode_chat_completion(request).tokens)
 
     def _settings(self, given: Any) -> dict[str, Any]:
-        from mistral_common.protocol.instruct.request import ChatCompletionRequest  # type: ignore[import-not-found, unused-ignore]
+        from mistral_common.protocol.instruct.request import ChatCompletionRequest
 
         if given is not None and not isinstance(given, Mapping):
             raise RequestError(
@@ -165,7 +165,7 @@ def _part(part: Any) -> dict[str, Any]:
 
 
 def _tools(tools: Any, plain: PlainCopy) -> list[Any] | None:
-    from mistral_common.protocol.instruct.tool_calls import Tool  # type: ignore[import-not-found, unused-ignore]
+    from mistral_common.protocol.instruct.tool_calls import Tool
 
     if tools is None:
         return None

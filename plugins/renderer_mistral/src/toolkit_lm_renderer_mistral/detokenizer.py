@@ -13,7 +13,7 @@ class Detokenizer:
     """The bytes of each token. A token of tekken has the same ones wherever it stands."""
 
     def __init__(self, tekken: Any) -> None:
-        from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy  # type: ignore[import-not-found, unused-ignore]
+        from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy
 
         self._tekken = tekken
         self._keep = SpecialTokenPolicy.KEEP

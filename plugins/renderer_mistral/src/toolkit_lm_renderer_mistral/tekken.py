@@ -23,7 +23,7 @@ def missing() -> str | None:
 
 def load_tekken(folder: Path) -> Any:
     """The MistralTokenizer of a checkpoint. Raises CheckpointError for a missing or broken file."""
-    from mistral_common.tokens.tokenizers.mistral import MistralTokenizer  # type: ignore[import-not-found, unused-ignore]
+    from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 
     path = folder / FILE
     if not path.is_file():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 
@@ -43,4 +44,5 @@ def read_artifact_metadata(folder: Path) -> ArtifactMetadata:
         "attend": said.take_or("attend_to_mask_tokens", bool),
         "mask_punctuation": said.take_or("mask_punctuation", bool),
     }
-    return ArtifactMetadata(**{name: value for name, value in values.items() if value is not None})  # type: ignore[arg-type]
+    said_of: dict[str, Any] = {key: value for key, value in values.items() if value is not None}
+    return ArtifactMetadata(**said_of)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter as Tally, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -149,7 +149,9 @@ class Metrics:
         self._figures.kv_cache.clear()
         # It knows no tasks before the engine has been ready.
         if processor is not None and processor.tasks and processor.limits.kv_cache.pools:
-            self._tell_kv_cache(processor.limits.kv_cache, engine.config)  # type: ignore[attr-defined]  # What has a processor has a config.
+            # What has a processor has a config.
+            config: Any = getattr(engine, "config", None)
+            self._tell_kv_cache(processor.limits.kv_cache, config)
 
     def _tell_kv_cache(self, kv_cache: KVCacheConfig, config: VllmConfig) -> None:
         fit = num_fitting(kv_cache, config)

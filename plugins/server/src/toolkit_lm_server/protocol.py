@@ -158,7 +158,10 @@ _TOLD = 5
 _FIELDS = parameter_fields(SAMPLING_PARAMS)
 
 
-class SamplingBody(create_model("SamplingFields", __base__=EngineBody, **_FIELDS)):  # type: ignore[misc]
+_SamplingFields: Any = create_model("SamplingFields", __base__=EngineBody, **_FIELDS)
+
+
+class SamplingBody(_SamplingFields):  # type: ignore[misc]
     """What chat and plain completions share: the sampling parameters."""
 
     verdicts: ClassVar[Verdicts] = SAMPLING

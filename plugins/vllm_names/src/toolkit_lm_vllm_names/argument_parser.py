@@ -12,7 +12,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     """Flags may be written with underscores in place of dashes."""
 
     # mypy: three overloads say what it returns.
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
         """As argparse's."""
         given = sys.argv[1:] if args is None else args
         return super().parse_known_args([_with_dashes(word) for word in given], namespace)
