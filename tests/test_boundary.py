@@ -253,8 +253,12 @@ REGISTRIES = {
     for hook, registry in by_hook(Plugins.load()).items()
     if not isinstance(registry, CheckpointRegistry)
 }
-FIELDS = {"logits_processors": ", params=ProcessorParams", "commands": ", help='It fails.'"}
-"""Further arguments of `add`, by the end of the hook's name."""
+FIELDS = {
+    "logits_processors": "'faulty_target:Target', params=ProcessorParams",
+    "commands": "'faulty_target:Target', help='It fails.'",
+    "parts": "planner='faulty_target:Target'",
+}
+"""Arguments of `add` after the name, by the end of the hook's name."""
 
 
 @pytest.mark.parametrize("fault", MODULES)
@@ -266,10 +270,11 @@ def test_each_registry_names_plugin_distribution_version_file_and_line(
     class methods."""
     registry = REGISTRIES[hook]
     (argument,) = inspect.signature(getattr(Plugins.load().hook, hook).spec.function).parameters
-    fields = FIELDS.get(argument, FIELDS.get(hook.removeprefix("toolkit_register_"), ""))
+    usual = "'faulty_target:Target'"
+    fields = FIELDS.get(argument, FIELDS.get(hook.removeprefix("toolkit_register_"), usual))
     entry = (
         f"from toolkit_lm.param_spec import ProcessorParams\n@hookimpl\ndef {hook}({argument}):\n"
-        f"    {argument}.add('faulty', 'faulty_target:Target'{fields})\n"
+        f"    {argument}.add('faulty', {fields})\n"
     )
     plugins = shipped(entry, MODULES[fault])
     of_plugin = by_hook(plugins)[hook]
@@ -287,7 +292,7 @@ def test_each_registry_names_plugin_distribution_version_file_and_line(
         of_plugin.make("faulty", 1, 2, 3)
     if fault == "import":
         assert re.search(r"faulty_target\.py:1\)", str(caught.value))
-    if fault in ("constructor", "arguments") and not registry.base:
+    if fault in ("constructor", "arguments") and registry.base == "":
         assert re.search(r"faulty_target\.py:[123]\)", str(caught.value))
 
 

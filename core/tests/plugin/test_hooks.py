@@ -155,6 +155,75 @@ def test_toolkit_register_parsers(example):
     ]
 
 
+HALVES = """
+from toolkit_lm.processing import RequestHalf
+from toolkit_lm.scheduler import Planner
+
+class Requests(RequestHalf): pass
+class Plans(Planner): pass
+def is_tiny(config): return config.model.model == "tiny"
+def fails(config): raise KeyError("no such thing")
+"""
+
+
+def test_toolkit_register_parts(example, monkeypatch):
+    parts = load(example).parts
+    entry = parts.get("tenant")
+    assert (list(entry.halves), entry.for_model) == (
+        ["request", "planner"],
+        "toolkit_lm_mine.front:is_for",
+    )
+    assert entry.shown == (
+        "request toolkit_lm_mine.front:TenantRequests, "
+        "planner toolkit_lm_mine.planner:TenantPlanner"
+    )
+    # Nothing is imported before it is needed.
+    with pytest.raises(PluginError, match=r"loading part 'tenant' from 'toolkit_lm_mine.planner"):
+        parts.load_half("tenant", "planner")
+
+
+class Brings:
+    name = "brings"
+
+    def __init__(self, **halves):
+        self.halves = halves
+
+    @hookimpl
+    def toolkit_register_parts(self, parts):
+        parts.add("one", **self.halves)
+
+
+def test_parts_are_used_where_they_have_a_half_and_are_for_the_model(monkeypatch):
+    module = types.ModuleType("part_halves")
+    exec(HALVES, module.__dict__)
+    monkeypatch.setitem(sys.modules, "part_halves", module)
+    halves = {"request": "part_halves:Requests", "planner": "part_halves:Plans"}
+    tiny = VllmConfig.make(model="tiny")
+    other = VllmConfig.make(model="other")
+    parts = load(Brings(**halves, for_model="part_halves:is_tiny")).parts
+    assert [one.key for one in parts.used("planner", tiny)] == ["one"]
+    assert not parts.used("planner", other) and not parts.used("worker", tiny)
+    assert isinstance(parts.make_half("one", "request", tiny, options=None), module.Requests)
+    assert parts.load("one") is module.Plans
+    with pytest.raises(PluginError, match=r"'brings'.*failed in for_model of part 'one': KeyError"):
+        load(Brings(**halves, for_model="part_halves:fails")).parts.used("planner", tiny)
+    with pytest.raises(PluginError, match=r"must be a subclass of toolkit_lm.scheduler.Planner"):
+        load(Brings(planner="part_halves:Requests")).parts.load_half("one", "planner")
+
+
+@pytest.mark.parametrize(
+    ("halves", "message"),
+    [
+        ({}, "part 'one' has no half: give request, planner or worker"),
+        ({"worker": "nothing"}, "the target of part 'one' must be a text 'module:Class'"),
+        ({"worker": "a:B", "for_model": 3}, "the target of part 'one' must be a text"),
+    ],
+)
+def test_a_malformed_part_is_refused_by_name(halves, message):
+    with pytest.raises(PluginError, match=rf"'brings'.*{message}"):
+        load(Brings(**halves))
+
+
 def test_toolkit_register_scheduling_policies(example):
     policies = load(example).scheduling_policies
     assert policies.keys() == ["fcfs", "priority", "shortest_first"]

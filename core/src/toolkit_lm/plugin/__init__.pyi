@@ -38,6 +38,7 @@ from .registries.models import (
     ModelRegistry as ModelRegistry,
 )
 from .registries.option_names import OptionNamesRegistry as OptionNamesRegistry
+from .registries.parts import PartEntry as PartEntry, PartRegistry as PartRegistry
 from .registries.pooling import (
     ConverterRegistry as ConverterRegistry,
     PoolingInputsRegistry as PoolingInputsRegistry,

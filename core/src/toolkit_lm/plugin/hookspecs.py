@@ -29,6 +29,7 @@ from toolkit_lm.plugin import (
     ModelRegistry,
     OptionNamesRegistry,
     ParserRegistry,
+    PartRegistry,
     PoolingInputsRegistry,
     PoolingProfileRegistry,
     QuantizationRegistry,
@@ -135,6 +136,16 @@ def toolkit_register_logits_processors(processors: LogitsProcessorRegistry) -> N
 def toolkit_register_drafters(drafters: DrafterRegistry) -> None:
     """Registers drafters for speculative decoding, one of which the option drafter asks for by
     name.
+
+    Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are
+    called.
+    """
+
+
+@hookspec
+def toolkit_register_parts(parts: PartRegistry) -> None:
+    """Registers parts of a step: what enters a step beside tokens, such as an adapter, in halves
+    for the front, the scheduler and the workers.
 
     Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are
     called.

@@ -38,6 +38,11 @@ class Entry:
         """Name of the plugin that brings it."""
         return self.owner.name
 
+    @property
+    def shown(self) -> str:
+        """What a person is told of its targets."""
+        return self.target
+
 
 EntryT = TypeVar("EntryT", bound=Entry)
 ResultT = TypeVar("ResultT")
@@ -220,11 +225,7 @@ class Registry(Generic[EntryT]):
             )
         if not isinstance(key, str) or not key.strip():
             raise PluginError(f"{self.owner}: a {self.noun} needs a name, not {key!r}.")
-        if not isinstance(target, str) or not self.pattern.fullmatch(target):
-            raise PluginError(
-                f"{self.owner}: the target of {self.noun} {key!r} must be a text {shape!r}, not "
-                f"{target!r}."
-            )
+        self.check_target(key, target, shape)
         self.owner.add_package(target.partition(":")[0])
         new = kind(key=key, target=target, owner=self.owner, **fields)
         old = self._entries.get(key)
@@ -242,6 +243,14 @@ class Registry(Generic[EntryT]):
             )
         winner, loser = (new, old) if new.override else (old, new)
         self._entries[key] = replace(winner, replaced=loser)
+
+    def check_target(self, key: str, target: object, shape: str) -> None:
+        """Raises PluginError for a malformed target of `key`. `shape`: as in `add_entry`."""
+        if not isinstance(target, str) or not self.pattern.fullmatch(target):
+            raise PluginError(
+                f"{self.owner}: the target of {self.noun} {key!r} must be a text {shape!r}, not "
+                f"{target!r}."
+            )
 
 
 class PlainRegistry(Registry[Entry]):

@@ -148,7 +148,7 @@ def _entries(registry: Registry[Any], plugin: PluginInfo) -> dict[str, str]:
         if e.replaced
     }
     return {
-        e.key: f"{e.target}{replaced.get(e.key, '')}"
+        e.key: f"{e.shown}{replaced.get(e.key, '')}"
         for e in registry.entries()
         if e.owner is plugin
     }

@@ -25,6 +25,7 @@ from toolkit_lm.plugin.registries.engines import (
 from toolkit_lm.plugin.registries.logits_processors import LogitsProcessorRegistry
 from toolkit_lm.plugin.registries.models import DrafterRegistry, ModelRegistry
 from toolkit_lm.plugin.registries.option_names import OptionNamesRegistry
+from toolkit_lm.plugin.registries.parts import PartRegistry
 from toolkit_lm.plugin.registries.pooling import (
     ConverterRegistry,
     PoolingInputsRegistry,
@@ -49,6 +50,7 @@ class Registries:
     logits_processors: LogitsProcessorRegistry = field(default_factory=LogitsProcessorRegistry)
     scheduling_policies: SchedulingPolicyRegistry = field(default_factory=SchedulingPolicyRegistry)
     drafters: DrafterRegistry = field(default_factory=DrafterRegistry)
+    parts: PartRegistry = field(default_factory=PartRegistry)
     pooling: ConverterRegistry = field(default_factory=ConverterRegistry)
     pooling_profiles: PoolingProfileRegistry = field(default_factory=PoolingProfileRegistry)
     pooling_inputs: PoolingInputsRegistry = field(default_factory=PoolingInputsRegistry)

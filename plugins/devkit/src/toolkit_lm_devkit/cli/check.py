@@ -177,7 +177,7 @@ def _check_targets(distribution: str, plugins: Plugins, report: Report) -> None:
     for registry in by_hook(plugins).values():
         for entry in registry.entries():
             if entry.owner.distribution == distribution:
-                report.targets[f"{registry.noun} {entry.key}"] = entry.target
+                report.targets[f"{registry.noun} {entry.key}"] = entry.shown
                 if problem := _target_problem(registry, entry):
                     report.problems.append(problem)
 
