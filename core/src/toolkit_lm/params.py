@@ -264,6 +264,20 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         check_fields(self, _CHECKS)
+        self._check_together()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        before = getattr(self, name)
+        super().__setattr__(name, value)
+        try:
+            check_fields(self, [one for one in _CHECKS if one.name == name])
+            self._check_together()
+        except RequestError:
+            super().__setattr__(name, before)
+            raise
+
+    def _check_together(self) -> None:
+        """What a field means beside others."""
         require(
             isinstance(self.output_kind, RequestOutputKind),
             "output_kind",
@@ -283,9 +297,6 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
             self._check_beam_search()
         else:
             self._refuse_beams()
-
-    def __setattr__(self, name: str, value: object) -> None:
-        super().__setattr__(name, getattr(self.replace(**{name: value}), name))
 
     def _check_lengths(self) -> None:
         most = self.max_tokens if self.max_tokens is not None else self.min_tokens
