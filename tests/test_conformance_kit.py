@@ -6,9 +6,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from toolkit_lm.attention import Attention, CacheBackend, FullSpec, PageTensor, WindowSpec, current
+from toolkit_lm.attention import Attention, CacheBackend, current
 from toolkit_lm.distributed import tensor_parallel_group
 from toolkit_lm.errors import CheckpointError, ConfigError
+from toolkit_lm.kv import FullSpec, PageTensor, WindowSpec
 from toolkit_lm.model import Drafter, RowParallelLinear
 from toolkit_lm.plugin import hookimpl
 from toolkit_lm_decoder.llama import LlamaForCausalLM

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from toolkit_lm.attention import Attention, CacheBackend, CacheLayer, FullSpec, PageTensor, current
+from toolkit_lm.attention import Attention, CacheBackend, CacheLayer, current
+from toolkit_lm.kv import FullSpec, PageTensor
 from toolkit_lm.model import (
     HFConfig,
     LinearMethod,

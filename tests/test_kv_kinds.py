@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit_lm.attention import FullSpec, WindowSpec
+from toolkit_lm.kv import FullSpec, WindowSpec
 from toolkit_lm_devkit import KVKindConformance
 from toolkit_lm_sdpa.backend import SdpaBackend
 

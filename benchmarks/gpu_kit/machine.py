@@ -77,7 +77,8 @@ def versions() -> dict[str, str]:
 
 def refusals(device: str) -> dict[str, str | None]:
     """Of each attention backend, for layers of an 8B shape: why it refuses, or None."""
-    from toolkit_lm.attention import AttentionSpec, AttentionType, FullSpec
+    from toolkit_lm.attention import AttentionSpec, AttentionType
+    from toolkit_lm.kv import FullSpec
     from toolkit_lm.plugin import Plugins
 
     registry = Plugins.load().attention_backends

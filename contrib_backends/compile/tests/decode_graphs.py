@@ -16,11 +16,10 @@ from toolkit_lm.attention import (
     AttentionType,
     BatchLimits,
     BatchView,
-    FullSpec,
     GroupSetup,
     LayerParams,
-    WindowSpec,
 )
+from toolkit_lm.kv import FullSpec, WindowSpec
 from toolkit_lm_devkit.naive import naive_attention
 from transformers import MistralConfig, MistralForCausalLM
 

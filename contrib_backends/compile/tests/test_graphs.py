@@ -13,9 +13,10 @@ import torch
 from compile_harness import QUICKLY
 from static_backend import StaticBackend, StaticBackends
 from toolkit_lm import LLM, SamplingParams
-from toolkit_lm.attention import AttentionSpec, AttentionType, BatchLimits, FullSpec, GraphSupport
+from toolkit_lm.attention import AttentionSpec, AttentionType, BatchLimits, GraphSupport
 from toolkit_lm.config import CompilationOptions, VllmConfig
 from toolkit_lm.errors import ConfigError, UnsupportedError
+from toolkit_lm.kv import FullSpec
 from toolkit_lm.plugin import Plugins
 from toolkit_lm_compile import graphs as graphs_module
 from toolkit_lm_compile.dispatch import Kind, Mode, Run

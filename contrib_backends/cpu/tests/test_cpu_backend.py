@@ -6,7 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from toolkit_lm.attention import AttentionSpec, AttentionType, FullSpec
+from toolkit_lm.attention import AttentionSpec, AttentionType
+from toolkit_lm.kv import FullSpec
 from toolkit_lm_cpu import backend, library
 from toolkit_lm_cpu.backend import CpuBackend
 from toolkit_lm_devkit import AttentionStep, assert_bf16_error

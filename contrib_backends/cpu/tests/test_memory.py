@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 from toolkit_lm import VllmConfig
-from toolkit_lm.attention import BatchLimits, FullSpec, GroupSetup
+from toolkit_lm.attention import BatchLimits, GroupSetup
+from toolkit_lm.kv import FullSpec
 from toolkit_lm.model import ParallelLMHead, ReplicatedLinear, VocabParallelEmbedding, construction
 from toolkit_lm_cpu import panels
 from toolkit_lm_cpu.backend import CpuBackend

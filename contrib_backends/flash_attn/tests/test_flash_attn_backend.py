@@ -12,7 +12,8 @@ import pytest
 import toolkit_lm_flash_attn
 import torch
 from stand_in_kernel import GATHERING, PAGING, backend_of
-from toolkit_lm.attention import AttentionSpec, AttentionType, FullSpec, PageTensor, WindowSpec
+from toolkit_lm.attention import AttentionSpec, AttentionType
+from toolkit_lm.kv import FullSpec, PageTensor, WindowSpec
 from toolkit_lm.plugin import AttentionBackendRegistry, PluginInfo
 from toolkit_lm_devkit import AttentionStep
 from toolkit_lm_flash_attn import backend, kernel

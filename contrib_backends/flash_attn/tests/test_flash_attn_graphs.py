@@ -9,7 +9,8 @@ import torch
 from decode_graphs import MOST, ROWS, FixedSteps
 from stand_in_kernel import PAGING, attend, backend_of
 from test_flash_attn_backend import PACKAGE, SPEC, TORCH
-from toolkit_lm.attention import AttentionType, FullSpec, GraphSupport
+from toolkit_lm.attention import AttentionType, GraphSupport
+from toolkit_lm.kv import FullSpec
 from torch.utils._python_dispatch import _disable_current_modes
 
 

@@ -17,17 +17,8 @@ from flashinfer_stand_in import (
     StandInBackend,
 )
 from test_flashinfer_pages import make_batch
-from toolkit_lm.attention import (
-    AttentionSpec,
-    AttentionType,
-    BatchLimits,
-    CrossSpec,
-    FullSpec,
-    GraphSupport,
-    GroupSetup,
-    PageTensor,
-    WindowSpec,
-)
+from toolkit_lm.attention import AttentionSpec, AttentionType, BatchLimits, GraphSupport, GroupSetup
+from toolkit_lm.kv import CrossSpec, FullSpec, PageTensor, WindowSpec
 from toolkit_lm.plugin import AttentionBackendRegistry, PluginInfo
 from toolkit_lm_devkit import AttentionStep
 from toolkit_lm_flashinfer.backend import FlashInferBackend

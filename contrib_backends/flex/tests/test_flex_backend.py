@@ -13,14 +13,8 @@ import numpy as np
 import pytest
 import toolkit_lm_flex
 import torch
-from toolkit_lm.attention import (
-    AttentionSpec,
-    AttentionType,
-    BatchLimits,
-    FullSpec,
-    GroupSetup,
-    PageTensor,
-)
+from toolkit_lm.attention import AttentionSpec, AttentionType, BatchLimits, GroupSetup
+from toolkit_lm.kv import FullSpec, PageTensor
 from toolkit_lm.plugin import AttentionBackendRegistry, PluginInfo
 from toolkit_lm_devkit import AttentionStep
 from toolkit_lm_devkit.attention_step import OffsetTable

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import toolkit_lm_sdpa
 import torch
-from toolkit_lm.attention import AttentionSpec, AttentionType, FullSpec, PageTensor
+from toolkit_lm.attention import AttentionSpec, AttentionType
+from toolkit_lm.kv import FullSpec, PageTensor
 from toolkit_lm.plugin import AttentionBackendRegistry, PluginInfo
 from toolkit_lm_sdpa.backend import SdpaBackend
 from toolkit_lm_sdpa.plan import split

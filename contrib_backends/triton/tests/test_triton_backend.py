@@ -14,15 +14,9 @@ import numpy as np
 import pytest
 import toolkit_lm_triton
 import torch
-from toolkit_lm.attention import (
-    AttentionSpec,
-    AttentionType,
-    BatchView,
-    FullSpec,
-    GraphSupport,
-    PageTensor,
-)
+from toolkit_lm.attention import AttentionSpec, AttentionType, BatchView, GraphSupport
 from toolkit_lm.config import VllmConfig
+from toolkit_lm.kv import FullSpec, PageTensor
 from toolkit_lm.plugin import AttentionBackendRegistry, KernelsRegistry, PluginInfo
 from toolkit_lm_triton.backend import TritonBackend
 from toolkit_lm_triton.fused import fits

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 import toolkit_lm_xformers
 import torch
-from toolkit_lm.attention import AttentionSpec, AttentionType, FullSpec, PageTensor
+from toolkit_lm.attention import AttentionSpec, AttentionType
+from toolkit_lm.kv import FullSpec, PageTensor
 from toolkit_lm.plugin import AttentionBackendRegistry, PluginInfo
 from toolkit_lm_xformers import kernel
 from toolkit_lm_xformers.backend import XformersBackend, lacks

@@ -2,7 +2,8 @@
 
 import pytest
 from msgspec.structs import replace
-from toolkit_lm.attention import AttentionSpec, AttentionType, FullSpec, KVCacheSpec, common_refusal
+from toolkit_lm.attention import AttentionSpec, AttentionType, common_refusal
+from toolkit_lm.kv import FullSpec, KVCacheSpec
 
 DTYPES = ("bfloat16", "float16")
 SPEC = AttentionSpec(

@@ -12,14 +12,13 @@ from toolkit_lm.attention import (
     AttentionType,
     BatchLimits,
     Binding,
-    FullSpec,
     GroupSetup,
     StepContext,
-    WindowSpec,
     step_context,
 )
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError
+from toolkit_lm.kv import FullSpec, WindowSpec
 
 CONFIG = VllmConfig.default(block_size=32, dtype="bfloat16")
 

@@ -6,14 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from toolkit_lm.attention import (
-    AttentionBackend,
-    AttentionSpec,
-    AttentionType,
-    FullSpec,
-    select_backend,
-)
+from toolkit_lm.attention import AttentionBackend, AttentionSpec, AttentionType, select_backend
 from toolkit_lm.errors import ConfigError, PluginError, UnsupportedError
+from toolkit_lm.kv import FullSpec
 from toolkit_lm.plugin import AttentionBackendRegistry, PluginInfo, PluginWarning
 
 MODULE = "backends_for_test_selector"

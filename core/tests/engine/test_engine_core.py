@@ -7,11 +7,11 @@ import time
 
 import pytest
 from fake_engine import NAN, PLUGINS, POISON, FakeCore, FakeExecutor, kv_cache, next_token
-from toolkit_lm.attention import FullSpec
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine.core import EngineCore
 from toolkit_lm.errors import CapacityError, EngineDeadError, RequestError
 from toolkit_lm.events import LoadEvent, RequestEvent, StepEvent
+from toolkit_lm.kv import FullSpec
 from toolkit_lm.messages import BegunSequence, EngineOutputs, EngineRequest
 from toolkit_lm.params import SamplingParams
 

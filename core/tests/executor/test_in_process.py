@@ -8,9 +8,9 @@ import pytest
 import torch
 from fake_cuda import CurrentDevice
 from fake_model import NAN, SumModel, make_config, make_plugins, new, next_token, row
-from toolkit_lm.attention import plan_groups
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.executor import InProcessExecutor, in_process
+from toolkit_lm.kv import plan_groups
 from toolkit_lm.messages import StepPlan
 
 PROMPT = [3, 1, 4, 1, 5]

@@ -9,10 +9,10 @@ import time
 
 import pytest
 from toolkit_lm import SamplingParams, VllmConfig
-from toolkit_lm.attention import KVCacheConfig
 from toolkit_lm.config import PluginsConfig
 from toolkit_lm.errors import PluginError, RequestError
 from toolkit_lm.frontend.preparation import Preparation
+from toolkit_lm.kv import KVCacheConfig
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.processing import RequestLimits
 from toolkit_lm.processing.processor import Processor

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated
 
 import pytest
-from toolkit_lm.attention import KVCacheConfig
 from toolkit_lm.config import PluginsConfig, VllmConfig
 from toolkit_lm.errors import ConfigError, ContextLengthError, RequestError
+from toolkit_lm.kv import KVCacheConfig
 from toolkit_lm.messages import PoolingRules
 from toolkit_lm.param_spec import ProcessorParams, param
 from toolkit_lm.params import SamplingParams

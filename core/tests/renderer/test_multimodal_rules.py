@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from toolkit_lm.attention import KVCacheConfig
 from toolkit_lm.config import Checkpoint, PluginsConfig, VllmConfig
 from toolkit_lm.engine.feature_mirror import FeatureMirror
 from toolkit_lm.errors import PluginError, RequestError
+from toolkit_lm.kv import KVCacheConfig
 from toolkit_lm.messages import Array, CacheKey, MultiModalFeatureSpec, PlaceholderRange
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins, hookimpl

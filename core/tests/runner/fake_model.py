@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from toolkit_lm.attention import Attention, AttentionBackend, BatchView, PageTensor, plan_groups
+from toolkit_lm.attention import Attention, AttentionBackend, BatchView
 from toolkit_lm.config import VllmConfig
+from toolkit_lm.kv import PageTensor, plan_groups
 from toolkit_lm.messages import NewSequence, ScheduledSequence
 from toolkit_lm.model import Model
 from toolkit_lm.param_spec import ProcessorParams

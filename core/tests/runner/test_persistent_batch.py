@@ -8,7 +8,8 @@ import pytest
 import torch
 from fake_cuda import FakeCuda
 from fake_model import new, row
-from toolkit_lm.attention import BatchLimits, FullSpec
+from toolkit_lm.attention import BatchLimits
+from toolkit_lm.kv import FullSpec
 from toolkit_lm.messages import BlockMove, NewSequence, ScheduledSequence, SequenceInputs, StepPlan
 from toolkit_lm.model import GraphShape
 from toolkit_lm.params import SamplingParams

@@ -12,8 +12,12 @@ import msgspec
 import numpy as np
 import torch
 import unruly_policy
-from toolkit_lm.attention import (
-    BatchLimits,
+from toolkit_lm.attention import BatchLimits
+from toolkit_lm.config import PluginsConfig, VllmConfig
+from toolkit_lm.engine.core import EngineCore
+from toolkit_lm.executor import Executor
+from toolkit_lm.kv import (
+    BlockManager,
     CrossSpec,
     FullSpec,
     KVCacheConfig,
@@ -22,9 +26,7 @@ from toolkit_lm.attention import (
     KVPool,
     WindowSpec,
 )
-from toolkit_lm.config import PluginsConfig, VllmConfig
-from toolkit_lm.engine.core import EngineCore
-from toolkit_lm.executor import Executor
+from toolkit_lm.kv.block_manager import FIRST_ON_HOST, NO_BLOCK
 from toolkit_lm.messages import (
     EncoderInput,
     EngineRequest,
@@ -41,8 +43,6 @@ from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.processing import RequestLimits
 from toolkit_lm.runner import PersistentBatch, StepBuffers
-from toolkit_lm.scheduler import BlockManager
-from toolkit_lm.scheduler.block_manager import FIRST_ON_HOST, NO_BLOCK
 
 PLUGINS = Plugins.load(
     PluginsConfig(plugins=[]),

@@ -10,10 +10,10 @@ from fake_engine import Groups, check_blocks, kv_cache
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from toolkit_lm.config import VllmConfig
+from toolkit_lm.kv import BlockManager, TokenRange
+from toolkit_lm.kv.block_manager import NO_BLOCK
+from toolkit_lm.kv.prefix import PrefixHashes
 from toolkit_lm.messages import BlockCopy, StepPlan
-from toolkit_lm.scheduler import BlockManager, TokenRange
-from toolkit_lm.scheduler.block_manager import NO_BLOCK
-from toolkit_lm.scheduler.prefix import PrefixHashes
 from toolkit_lm.scheduler.request_blocks import Cached, RequestBlocks
 
 CHUNK = 6

@@ -22,6 +22,8 @@ from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
+from toolkit_lm.kv import BlockManager
+from toolkit_lm.kv.block_manager import NO_BLOCK
 from toolkit_lm.messages import (
     Array,
     BlockCopy,
@@ -33,8 +35,7 @@ from toolkit_lm.messages import (
     SequenceInputs,
 )
 from toolkit_lm.params import SamplingParams
-from toolkit_lm.scheduler import BlockManager, scheduler as scheduler_module
-from toolkit_lm.scheduler.block_manager import NO_BLOCK
+from toolkit_lm.scheduler import scheduler as scheduler_module
 
 MAX_MODEL_LEN = 20
 GROUPS = [

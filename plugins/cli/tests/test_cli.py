@@ -101,7 +101,7 @@ def test_plugins_list_and_show(toolkit):
         "toolkit_register_kernels, toolkit_register_kv_kinds, toolkit_register_scheduling_policies"
     )
     assert whole in shown.out, "lines are whole in a pipe"
-    assert "toolkit_lm.attention.spec:FullSpec" in toolkit("plugins", "show", "core").out
+    assert "toolkit_lm.kv.spec:FullSpec" in toolkit("plugins", "show", "core").out
     for name in ("toolkit-lm-cli", "Toolkit_LM.cli"):
         assert "toolkit_lm_cli.generate:generate" in toolkit("plugins", "show", name).out
     done = toolkit("plugins", "show", "decodr")

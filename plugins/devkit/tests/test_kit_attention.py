@@ -7,7 +7,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 import torch
-from toolkit_lm.attention import AttentionBackend, AttentionType, FullSpec, PageTensor
+from toolkit_lm.attention import AttentionBackend, AttentionType
+from toolkit_lm.kv import FullSpec, PageTensor
 from toolkit_lm_devkit import AttentionBackendConformance
 
 

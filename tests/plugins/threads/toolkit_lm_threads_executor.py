@@ -9,12 +9,12 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from toolkit_lm.attention import KVCacheConfig, KVCacheSpec
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import PoolingTask
 from toolkit_lm.distributed import Group, parallel_groups
 from toolkit_lm.errors import EngineDeadError
 from toolkit_lm.executor import Executor
+from toolkit_lm.kv import KVCacheConfig, KVCacheSpec
 from toolkit_lm.messages import PoolingRules, StepPlan, StepResult
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.runner import ModelRunner, free_memory, profile, warm_up

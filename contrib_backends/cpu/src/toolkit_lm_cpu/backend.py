@@ -12,14 +12,12 @@ from toolkit_lm.attention import (
     AttentionSpec,
     AttentionType,
     BatchView,
-    FullSpec,
     GroupSetup,
-    KVCacheSpec,
     LayerParams,
     OffsetBias,
-    PageTensor,
     common_refusal,
 )
+from toolkit_lm.kv import FullSpec, KVCacheSpec, PageTensor
 from torch import Tensor
 
 from toolkit_lm_cpu.library import TYPES, _kernels, product_type, refusal, use_threads

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import torch
 from msgspec.structs import replace
-from toolkit_lm.attention import KVCacheConfig, KVCacheSpec
 from toolkit_lm.config import PoolingTask, VllmConfig
 from toolkit_lm.errors import PluginError, UnsupportedError
 from toolkit_lm.executor import Executor
+from toolkit_lm.kv import KVCacheConfig, KVCacheSpec
 from toolkit_lm.messages import PoolingRules, StepPlan, StepResult
 from toolkit_lm.plugin import Plugins
 

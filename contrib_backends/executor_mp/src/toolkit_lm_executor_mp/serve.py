@@ -14,11 +14,11 @@ import msgspec
 import torch
 import zmq
 from msgspec.structs import replace
-from toolkit_lm.attention import KVCacheConfig
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.distributed import parallel_groups
 from toolkit_lm.errors import PluginError
 from toolkit_lm.executor import Failure
+from toolkit_lm.kv import KVCacheConfig
 from toolkit_lm.messages import StepResult
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.runner import ModelRunner, free_memory, profile, warm_up

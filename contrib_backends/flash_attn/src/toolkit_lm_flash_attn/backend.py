@@ -7,14 +7,12 @@ from toolkit_lm.attention import (
     AttentionSpec,
     AttentionType,
     BatchView,
-    FullSpec,
     GraphSupport,
     GroupSetup,
-    KVCacheSpec,
     LayerParams,
-    PageTensor,
     common_refusal,
 )
+from toolkit_lm.kv import FullSpec, KVCacheSpec, PageTensor
 from torch import Tensor
 
 from toolkit_lm_flash_attn.arguments import LayerKey, Metadata

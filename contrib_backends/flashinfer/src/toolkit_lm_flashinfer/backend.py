@@ -13,14 +13,12 @@ from toolkit_lm.attention import (
     AttentionSpec,
     AttentionType,
     BatchView,
-    FullSpec,
     GraphSupport,
     GroupSetup,
-    KVCacheSpec,
     LayerParams,
-    PageTensor,
     common_refusal,
 )
+from toolkit_lm.kv import FullSpec, KVCacheSpec, PageTensor
 from torch import Tensor
 
 from toolkit_lm_flashinfer.pages import LayerKey, Pages, find_pages, key_places, page_ids

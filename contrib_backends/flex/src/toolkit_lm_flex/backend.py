@@ -11,14 +11,12 @@ from toolkit_lm.attention import (
     AttentionBias,
     AttentionSpec,
     BatchView,
-    FullSpec,
     GroupSetup,
-    KVCacheSpec,
     LayerParams,
     OffsetBias,
-    PageTensor,
     common_refusal,
 )
+from toolkit_lm.kv import FullSpec, KVCacheSpec, PageTensor
 from torch import Tensor
 
 from toolkit_lm_flex.kernel import ScoreMod, formula, fused

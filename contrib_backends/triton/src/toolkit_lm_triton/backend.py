@@ -11,15 +11,13 @@ from toolkit_lm.attention import (
     AttentionSpec,
     AttentionType,
     BatchView,
-    FullSpec,
     GraphSupport,
     GroupSetup,
-    KVCacheSpec,
     LayerParams,
     OffsetBias,
-    PageTensor,
     common_refusal,
 )
+from toolkit_lm.kv import FullSpec, KVCacheSpec, PageTensor
 from torch import Tensor
 
 from toolkit_lm_triton.device import DTYPES, LAUNCH, refusal

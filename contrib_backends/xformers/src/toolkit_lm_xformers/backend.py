@@ -7,12 +7,10 @@ from toolkit_lm.attention import (
     AttentionSpec,
     AttentionType,
     BatchView,
-    FullSpec,
-    KVCacheSpec,
     LayerParams,
-    PageTensor,
     common_refusal,
 )
+from toolkit_lm.kv import FullSpec, KVCacheSpec, PageTensor
 from torch import Tensor
 
 from toolkit_lm_xformers import kernel

@@ -1,6 +1,6 @@
 """Attention: what a layer asks, the backend contract, the Attention layer, the selector.
 
-The names are resolved when they are used: what speaks of caches only needs no torch.
+The names are resolved when they are used: what is asked of a layer needs no torch.
 """
 
 import lazy_loader

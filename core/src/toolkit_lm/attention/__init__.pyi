@@ -8,7 +8,6 @@ from .backend import (
     GroupSetup as GroupSetup,
     LayerParams as LayerParams,
     OffsetBias as OffsetBias,
-    PageTensor as PageTensor,
 )
 from .context import (
     Binding as Binding,
@@ -16,20 +15,10 @@ from .context import (
     current as current,
     step_context as step_context,
 )
-from .kv_cache import (
-    KVCacheConfig as KVCacheConfig,
-    KVGroup as KVGroup,
-    KVPool as KVPool,
-    plan_groups as plan_groups,
-)
 from .layer import Attention as Attention, CacheLayer as CacheLayer
 from .selector import Selection as Selection, select_backend as select_backend
 from .spec import (
     AttentionSpec as AttentionSpec,
     AttentionType as AttentionType,
-    CrossSpec as CrossSpec,
-    FullSpec as FullSpec,
-    KVCacheSpec as KVCacheSpec,
-    WindowSpec as WindowSpec,
     common_refusal as common_refusal,
 )

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit_lm.attention.spec import AttentionSpec, AttentionType, KVCacheSpec
+from toolkit_lm.attention.spec import AttentionSpec, AttentionType
+from toolkit_lm.kv import KVCacheSpec, PageTensor
 
 AttentionBias = Callable[[Tensor, Tensor], Tensor]
 """(query positions [Tq], key positions [Tk]) -> additive bias [num_heads, Tq, Tk], added to scaled
@@ -131,14 +132,6 @@ class GroupSetup:
     device: torch.device
     options: Any = None
     """The plugin's own: an instance of its `Options`, or None where it has none."""
-
-
-class PageTensor(NamedTuple):
-    """A tensor in a layer's page of the cache."""
-
-    shape: tuple[int, ...]
-    """For one block."""
-    dtype: str
 
 
 class GraphSupport(IntEnum):

@@ -11,17 +11,11 @@ from torch import Tensor, nn
 from toolkit_lm.attention.backend import AttentionBias, CacheBackend, LayerParams, OffsetBias
 from toolkit_lm.attention.context import current
 from toolkit_lm.attention.selector import Selection, select_backend
-from toolkit_lm.attention.spec import (
-    AttentionSpec,
-    AttentionType,
-    CrossSpec,
-    FullSpec,
-    KVCacheSpec,
-    WindowSpec,
-)
+from toolkit_lm.attention.spec import AttentionSpec, AttentionType
 from toolkit_lm.bypass import Bypassable
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError
+from toolkit_lm.kv import CrossSpec, FullSpec, KVCacheSpec, WindowSpec
 from toolkit_lm.plugin import AttentionBackendRegistry
 
 

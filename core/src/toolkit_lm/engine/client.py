@@ -12,11 +12,11 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 from msgspec import Struct
 
-from toolkit_lm.attention import KVCacheConfig
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import PoolingTask
 from toolkit_lm.engine.feature_mirror import FeatureMirror
 from toolkit_lm.errors import EngineDeadError
+from toolkit_lm.kv import KVCacheConfig
 from toolkit_lm.messages import EngineOutputs, EngineRequest, PoolingRules
 from toolkit_lm.params import FinishReason
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import NamedTuple
 
-from toolkit_lm.attention import KVCacheConfig, KVCacheSpec, plan_groups
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine.memory import size_kv_cache
 from toolkit_lm.errors import EngineDeadError, RequestError, ToolkitError
 from toolkit_lm.events import Event, LoadEvent, StepEvent
 from toolkit_lm.executor import Executor
+from toolkit_lm.kv import KVCacheConfig, KVCacheSpec, plan_groups
 from toolkit_lm.messages import EngineOutput, EngineOutputs, EngineRequest, StepPlan, StepResult
 from toolkit_lm.params import FinishReason
 from toolkit_lm.plugin import Plugins

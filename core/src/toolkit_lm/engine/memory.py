@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable
 
-from toolkit_lm.attention import KVCacheConfig
 from toolkit_lm.config import CacheConfig, VllmConfig, parse_memory
 from toolkit_lm.errors import CapacityError
+from toolkit_lm.kv import KVCacheConfig
 
 # What `auto` takes: of a GPU nearly all that is free; of a host, which others use too, a quarter
 # and no more than this.

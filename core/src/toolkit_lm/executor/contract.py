@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from toolkit_lm.attention import KVCacheConfig, KVCacheSpec
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import PoolingTask
+from toolkit_lm.kv import KVCacheConfig, KVCacheSpec
 from toolkit_lm.messages import PoolingRules, StepPlan, StepResult
 from toolkit_lm.plugin import Plugins
 

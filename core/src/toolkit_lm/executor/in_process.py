@@ -7,10 +7,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from toolkit_lm.attention import KVCacheConfig, KVCacheSpec
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import PoolingTask
 from toolkit_lm.executor.contract import Executor
+from toolkit_lm.kv import KVCacheConfig, KVCacheSpec
 from toolkit_lm.messages import PoolingRules, StepPlan, StepResult
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.runner import ModelRunner, free_memory, on_device, profile, warm_up

@@ -24,9 +24,9 @@ def toolkit_register_kernels(kernels: KernelsRegistry) -> None:
 
 @hookimpl
 def toolkit_register_kv_kinds(kv_kinds: KVKindRegistry) -> None:
-    kv_kinds.add("full", "toolkit_lm.attention.spec:FullSpec")
-    kv_kinds.add("cross", "toolkit_lm.attention.spec:CrossSpec")
-    kv_kinds.add("window", "toolkit_lm.attention.spec:WindowSpec")
+    kv_kinds.add("full", "toolkit_lm.kv.spec:FullSpec")
+    kv_kinds.add("cross", "toolkit_lm.kv.spec:CrossSpec")
+    kv_kinds.add("window", "toolkit_lm.kv.spec:WindowSpec")
 
 
 @hookimpl

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from toolkit_lm.attention import KVCacheConfig
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import PoolingTask, way_to_serve
 from toolkit_lm.errors import ContextLengthError, RequestError
+from toolkit_lm.kv import KVCacheConfig
 from toolkit_lm.messages import EngineRequest, PoolingRules
 
 _CUT = "Please reduce the length of the input prompt, or have it cut: truncate_prompt_tokens."

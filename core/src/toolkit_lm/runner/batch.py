@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit_lm.attention import BatchLimits, BatchView, KVCacheSpec
+from toolkit_lm.attention import BatchLimits, BatchView
+from toolkit_lm.kv import KVCacheSpec
 from toolkit_lm.messages import NewEncoder, NewSequence, StepPlan
 from toolkit_lm.model.compiler import GraphShape
 from toolkit_lm.model.state import EncoderBatch, GroupInputs, StepInputs

@@ -19,8 +19,6 @@ from toolkit_lm.attention import (
     CacheBackend,
     CacheLayer,
     GroupSetup,
-    KVCacheConfig,
-    KVCacheSpec,
     Selection,
     StepContext,
     step_context,
@@ -29,6 +27,8 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import POOLING_TASKS, PoolingTask
 from toolkit_lm.distributed import pipeline_parallel_group
 from toolkit_lm.errors import UnsupportedError
+from toolkit_lm.kv import KVCacheConfig, KVCacheSpec
+from toolkit_lm.kv.cache import KVCache
 from toolkit_lm.messages import PoolingRules, StepPlan, StepResult
 from toolkit_lm.model import (
     EncoderBatch,
@@ -52,7 +52,6 @@ from toolkit_lm.runner.backends import (
     select_backends,
 )
 from toolkit_lm.runner.batch import PersistentBatch, StepBuffers
-from toolkit_lm.runner.cache import KVCache
 from toolkit_lm.runner.drafting import Drafting
 from toolkit_lm.runner.features import MediaState
 from toolkit_lm.runner.row_sampler import RowSampler
@@ -192,7 +191,8 @@ class ModelRunner:
                 continue
             selection = self.selections[group.layers[0]]
             with boundary_of(selection.backend, selection.plugin, self.config, self.plugins):
-                caches = self._cache.tensors(index, selection)
+                layout = selection.backend.page_layout(group.spec)
+                caches = self._cache.tensors(index, layout)
             self._bind(selection, group.layers, group.spec, limits, caches)
         uncached: dict[str, list[str]] = {}
         for layer in self._layers:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from toolkit_lm.attention import plan_groups
 from toolkit_lm.config import parse_memory
 from toolkit_lm.errors import CheckpointError
+from toolkit_lm.kv import plan_groups
 from toolkit_lm.messages import (
     EncoderItem,
     NewEncoder,

@@ -1,4 +1,4 @@
-"""The scheduler, its policies, and the paged KV cache's bookkeeping.
+"""The scheduler and its policies.
 
 The names are resolved when they are used.
 """

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from toolkit_lm.kv.block_manager import BlockManager, GroupBlocks
 from toolkit_lm.messages import CacheKey, EncoderInput, NewEncoder
-from toolkit_lm.scheduler.block_manager import BlockManager, GroupBlocks
 
 
 class Encoder:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from toolkit_lm.events import LoadEvent, RequestEvent, RequestEventKind
+from toolkit_lm.kv.block_manager import BlockManager
 from toolkit_lm.params import FinishReason
-from toolkit_lm.scheduler.block_manager import BlockManager
 from toolkit_lm.scheduler.request import Request
 from toolkit_lm.scheduler.roster import Roster
 

@@ -11,7 +11,7 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.messages import StepPlan
 
 if TYPE_CHECKING:
-    from toolkit_lm.scheduler.block_manager import TokenRange
+    from toolkit_lm.kv.block_manager import TokenRange
     from toolkit_lm.scheduler.request import Request
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from toolkit_lm.attention import KVCacheConfig
+from toolkit_lm.kv import KVCacheConfig
 
 _BANDWIDTH = 4e9
 """Bytes per second between device and host pools, each way: a low guess, so that recomputing what

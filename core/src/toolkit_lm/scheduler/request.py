@@ -8,6 +8,8 @@ from itertools import takewhile
 
 from msgspec import structs
 
+from toolkit_lm.kv.block_manager import TokenRange
+from toolkit_lm.kv.prefix import PrefixHashes
 from toolkit_lm.messages import (
     Array,
     Candidates,
@@ -20,9 +22,7 @@ from toolkit_lm.messages import (
 )
 from toolkit_lm.params import FinishReason
 from toolkit_lm.scheduler.beam import Beam, BeamSearch
-from toolkit_lm.scheduler.block_manager import TokenRange
 from toolkit_lm.scheduler.encoder import Encoder
-from toolkit_lm.scheduler.prefix import PrefixHashes
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 

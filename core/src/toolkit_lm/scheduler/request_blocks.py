@@ -6,8 +6,8 @@ from collections.abc import Sequence as Collection
 from typing import NamedTuple
 
 from toolkit_lm.config import VllmConfig
+from toolkit_lm.kv.block_manager import BlockManager, TokenRange
 from toolkit_lm.messages import BlockCopy, ScheduledSequence, StepPlan
-from toolkit_lm.scheduler.block_manager import BlockManager, TokenRange
 from toolkit_lm.scheduler.encoder import CrossBlocks, Encoder
 from toolkit_lm.scheduler.encoder_cache import EncoderCache
 from toolkit_lm.scheduler.preemption import PreemptionCost

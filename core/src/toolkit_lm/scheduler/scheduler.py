@@ -6,9 +6,10 @@ import time
 from collections.abc import Sequence as Collection
 from itertools import count, islice
 
-from toolkit_lm.attention import KVCacheConfig
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
+from toolkit_lm.kv import KVCacheConfig
+from toolkit_lm.kv.block_manager import BlockManager
 from toolkit_lm.messages import (
     Candidates,
     EngineOutput,
@@ -20,7 +21,6 @@ from toolkit_lm.messages import (
 from toolkit_lm.params import FinishReason, leave_too_little
 from toolkit_lm.scheduler.beam import BeamSearch
 from toolkit_lm.scheduler.beam_step import BeamStep
-from toolkit_lm.scheduler.block_manager import BlockManager
 from toolkit_lm.scheduler.deadlines import Deadlines
 from toolkit_lm.scheduler.encoder_cache import EncoderCache
 from toolkit_lm.scheduler.event_log import EventLog

@@ -12,12 +12,10 @@ from toolkit_lm.attention import (
     AttentionSpec,
     AttentionType,
     BatchView,
-    FullSpec,
-    KVCacheSpec,
     LayerParams,
-    PageTensor,
     common_refusal,
 )
+from toolkit_lm.kv import FullSpec, KVCacheSpec, PageTensor
 from torch import Tensor
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from toolkit_lm.attention import KVCacheConfig, KVCacheSpec, Selection, plan_groups
+from toolkit_lm.attention import Selection
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine import size_kv_cache
 from toolkit_lm.errors import CapacityError
+from toolkit_lm.kv import KVCacheConfig, KVCacheSpec, plan_groups
 from toolkit_lm.model import (
     FusibleLayer,
     Kernels,

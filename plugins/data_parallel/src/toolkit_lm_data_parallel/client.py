@@ -14,10 +14,10 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine import EngineClient, EngineFeatures, EngineInfo, EngineState
 from toolkit_lm.errors import ConfigError, EngineDeadError, RequestError, ToolkitError
 from toolkit_lm.events import Event, LoadEvent, RequestEvent
+from toolkit_lm.kv import PrefixHashes
 from toolkit_lm.messages import EngineOutput, EngineOutputs, EngineRequest
 from toolkit_lm.params import FinishReason
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.scheduler import PrefixHashes
 
 from toolkit_lm_data_parallel.engine import Engine
 from toolkit_lm_data_parallel.in_flight import InFlight

@@ -7,14 +7,8 @@ from typing import Any, ClassVar
 
 import msgspec
 import torch
-from toolkit_lm.attention import (
-    AttentionBackend,
-    AttentionSpec,
-    AttentionType,
-    FullSpec,
-    KVCacheSpec,
-    WindowSpec,
-)
+from toolkit_lm.attention import AttentionBackend, AttentionSpec, AttentionType
+from toolkit_lm.kv import FullSpec, KVCacheSpec, WindowSpec
 
 from toolkit_lm_devkit.attention_step import BIASES, LAYER, AttentionStep
 from toolkit_lm_devkit.conformance import Conformance

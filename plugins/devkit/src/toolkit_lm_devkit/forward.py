@@ -25,13 +25,12 @@ from toolkit_lm.attention import (
     Binding,
     CacheLayer,
     GroupSetup,
-    KVCacheSpec,
     LayerParams,
-    PageTensor,
     StepContext,
     step_context,
 )
 from toolkit_lm.config import VllmConfig
+from toolkit_lm.kv import KVCacheSpec, PageTensor
 from toolkit_lm.model import EncoderDecoderModel, Model, load_model
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling_params import PoolingParams

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 import torch
-from toolkit_lm.attention import CacheBackend, KVCacheConfig, KVCacheSpec, plan_groups
+from toolkit_lm.attention import CacheBackend
+from toolkit_lm.kv import KVCacheConfig, KVCacheSpec, plan_groups
 from toolkit_lm.plugin import Plugins
 
 from toolkit_lm_devkit.conformance import Conformance

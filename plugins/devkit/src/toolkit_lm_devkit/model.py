@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from toolkit_lm.attention import CacheLayer, KVCacheConfig, KVCacheSpec, plan_groups
+from toolkit_lm.attention import CacheLayer
 from toolkit_lm.config import Checkpoint, VllmConfig
 from toolkit_lm.errors import CheckpointError, UnsupportedError
+from toolkit_lm.kv import KVCacheConfig, KVCacheSpec, plan_groups
 from toolkit_lm.model import FusibleLayer, Kernels, Model, check_constructor, construction
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution import read_checkpoint

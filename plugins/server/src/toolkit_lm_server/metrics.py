@@ -22,8 +22,8 @@ from toolkit_lm_server.options import MetricNames
 from toolkit_lm_server.watched import Watched, total_load
 
 if TYPE_CHECKING:
-    from toolkit_lm.attention import KVCacheConfig
     from toolkit_lm.config import VllmConfig
+    from toolkit_lm.kv import KVCacheConfig
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 

@@ -14,8 +14,8 @@ from toolkit_lm_server.metrics import Metrics, Totals, num_fitting
 
 if TYPE_CHECKING:
     from toolkit_lm import AsyncLLM
-    from toolkit_lm.attention import KVCacheConfig
     from toolkit_lm.config import VllmConfig
+    from toolkit_lm.kv import KVCacheConfig
 
 logger = logging.getLogger(__name__)
 

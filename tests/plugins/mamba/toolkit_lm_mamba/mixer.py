@@ -5,15 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from toolkit_lm.attention import (
-    BatchView,
-    CacheBackend,
-    CacheLayer,
-    KVCacheSpec,
-    PageTensor,
-    current,
-)
+from toolkit_lm.attention import BatchView, CacheBackend, CacheLayer, current
 from toolkit_lm.config import VllmConfig
+from toolkit_lm.kv import KVCacheSpec, PageTensor
 from toolkit_lm.model import HFConfig, ReplicatedLinear, get_activation
 from torch import Tensor, nn
 from torch.nn import functional as F

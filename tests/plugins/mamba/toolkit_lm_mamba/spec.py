@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from toolkit_lm.attention import KVCacheSpec
+from toolkit_lm.kv import KVCacheSpec
 
 
 class MambaSpec(KVCacheSpec, frozen=True, kw_only=True, tag="mamba"):

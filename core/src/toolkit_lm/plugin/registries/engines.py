@@ -91,8 +91,8 @@ class SchedulingPolicyRegistry(Registry[SchedulingPolicyEntry]):
 
 
 class KVKindRegistry(PlainRegistry):
-    """Subclasses of toolkit_lm.attention.KVCacheSpec, by their tags. Their modules import no
+    """Subclasses of toolkit_lm.kv.KVCacheSpec, by their tags. Their modules import no
     torch."""
 
     noun = "KV kind"
-    base = "toolkit_lm.attention:KVCacheSpec"
+    base = "toolkit_lm.kv:KVCacheSpec"

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit_lm.attention import KVCacheConfig, PageTensor, Selection
+from toolkit_lm.kv.layout import KVCacheConfig
+from toolkit_lm.kv.spec import PageTensor
 from toolkit_lm.messages import BlockCopy, StepPlan
-from toolkit_lm.model import torch_dtype
 
 
 class KVCache:
@@ -30,21 +30,18 @@ class KVCache:
             for p in config.pools
         ]
 
-    def tensors(self, group: int, selection: Selection) -> list[tuple[Tensor, ...]]:
+    def tensors(self, index: int, layout: Sequence[PageTensor]) -> list[tuple[Tensor, ...]]:
         """Per layer of a KV group, the tensors that its backend lays into a page. Raises ValueError
         where they do not fill it."""
-        spec = self.config.groups[group].spec
-        layers = self.config.groups[group].layers
-        pool = self.config.groups[group].pool
-        layout = selection.backend.page_layout(spec)
-        if sum(map(_num_bytes, layout)) != spec.page_bytes:
+        group = self.config.groups[index]
+        if sum(map(_num_bytes, layout)) != group.spec.page_bytes:
             raise ValueError(
-                f"backend {selection.name!r} lays {', '.join(map(str, layout))} into a page of "
-                f"layer {layers[0]!r}: "
+                f"backend {group.backend!r} lays {', '.join(map(str, layout))} into a page of "
+                f"layer {group.layers[0]!r}: "
                 f"{sum(map(_num_bytes, layout))} bytes. The layer's spec has pages of "
-                f"{spec.page_bytes} bytes."
+                f"{group.spec.page_bytes} bytes."
             )
-        return [_split(self._pages[pool][index], layout) for index in range(len(layers))]
+        return [_split(self._pages[group.pool][page], layout) for page in range(len(group.layers))]
 
     def copy(self, plan: StepPlan) -> None:
         """Does the copies of a plan: to the host, from the host, then on the device."""
@@ -64,8 +61,14 @@ class KVCache:
             target[group.pool][index][copy.target].copy_(source[group.pool][index][copy.source])
 
 
+def _dtype(tensor: PageTensor) -> torch.dtype:
+    dtype = getattr(torch, tensor.dtype, None)
+    assert isinstance(dtype, torch.dtype), f"{tensor.dtype!r} is no dtype"
+    return dtype
+
+
 def _num_bytes(tensor: PageTensor) -> int:
-    return math.prod(tensor.shape) * torch_dtype(tensor.dtype).itemsize
+    return math.prod(tensor.shape) * _dtype(tensor).itemsize
 
 
 def _split(pages: Tensor, layout: Sequence[PageTensor]) -> tuple[Tensor, ...]:
@@ -73,9 +76,7 @@ def _split(pages: Tensor, layout: Sequence[PageTensor]) -> tuple[Tensor, ...]:
     start = 0
     for one in layout:
         end = start + _num_bytes(one)
-        tensors.append(
-            pages[:, start:end].view(torch_dtype(one.dtype)).view(len(pages), *one.shape)
-        )
+        tensors.append(pages[:, start:end].view(_dtype(one)).view(len(pages), *one.shape))
         start = end
     return tuple(tensors)
 

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from toolkit_lm.attention import KVCacheConfig, KVCacheSpec
+from toolkit_lm.kv.block_pool import BlockPool
+from toolkit_lm.kv.layout import KVCacheConfig
+from toolkit_lm.kv.spec import KVCacheSpec
 from toolkit_lm.messages import BlockCopy, BlockMove, StepPlan
-from toolkit_lm.scheduler.block_pool import BlockPool
 
 BlockHashes = Callable[[int, int], Sequence[bytes]]
 """(block size, number of blocks) -> at least so many hashes of a sequence's first blocks."""

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from toolkit_lm.attention.spec import KVCacheSpec
+from toolkit_lm.kv.spec import KVCacheSpec
 from toolkit_lm.plugin import KVKindRegistry
 
 _MOST_GROUPS = 8

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from toolkit_lm.kv.prefix import PrefixHashes
 from toolkit_lm.messages import CacheKey
-from toolkit_lm.scheduler.prefix import PrefixHashes
 
 TOKENS = list(range(16))
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from toolkit_lm.attention import FullSpec, KVCacheConfig, KVCacheSpec, WindowSpec, plan_groups
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine.memory import size_kv_cache
+from toolkit_lm.kv import FullSpec, KVCacheConfig, KVCacheSpec, WindowSpec, plan_groups
 from toolkit_lm.plugin import Plugins
 
 

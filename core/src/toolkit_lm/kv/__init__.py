@@ -1,0 +1,9 @@
+"""The KV cache: what layers keep of sequences, how it is laid out in blocks, and who holds which.
+
+The names are resolved when they are used: only the memory itself needs torch.
+"""
+
+import lazy_loader
+
+# The names, and the modules that define them, stand in __init__.pyi.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

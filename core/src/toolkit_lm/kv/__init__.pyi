@@ -1,0 +1,17 @@
+from .block_manager import BlockManager as BlockManager, TokenRange as TokenRange
+from .block_pool import BlockPool as BlockPool
+from .cache import KVCache as KVCache
+from .layout import (
+    KVCacheConfig as KVCacheConfig,
+    KVGroup as KVGroup,
+    KVPool as KVPool,
+    plan_groups as plan_groups,
+)
+from .prefix import PrefixHashes as PrefixHashes
+from .spec import (
+    CrossSpec as CrossSpec,
+    FullSpec as FullSpec,
+    KVCacheSpec as KVCacheSpec,
+    PageTensor as PageTensor,
+    WindowSpec as WindowSpec,
+)
