@@ -14,9 +14,9 @@ import pytest
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import PluginError
-from toolkit_lm.model import ModelState
 from toolkit_lm.plugin import CheckpointRegistry, Plugins, PluginWarning, hookimpl
 from toolkit_lm.plugin.registries import by_hook
+from toolkit_lm.step import StepPart
 from toolkit_lm_cli import run
 from toolkit_lm_cli.explanation import explain
 from toolkit_lm_decoder.llama import LlamaForCausalLM
@@ -198,13 +198,13 @@ def test_a_backend_that_is_wrong_without_raising_is_named(cls):
         LLM("tiny", plugins=[Failing("backend", cls, priority=50)], **SMALL)
 
 
-def test_the_state_of_a_model_that_cannot_be_made_is_named():
-    class State(ModelState):
+def test_the_part_of_a_model_that_cannot_be_made_is_named():
+    class Part(StepPart):
         def __init__(self):
             pass
 
-    model = type("Failing", (LlamaForCausalLM,), {"state": State})
-    with pytest.raises(PluginError, match=NAMED + r".*State: TypeError"):
+    model = type("Failing", (LlamaForCausalLM,), {"parts": {"part": Part}})
+    with pytest.raises(PluginError, match=NAMED + r".*Part: TypeError"):
         LLM("tiny", plugins=[Failing("model", model, "LlamaForCausalLM", override=True)], **SMALL)
 
 

@@ -10,8 +10,9 @@ from toolkit_lm.attention import Attention, CacheBackend, current
 from toolkit_lm.distributed import tensor_parallel_group
 from toolkit_lm.errors import CheckpointError, ConfigError
 from toolkit_lm.kv import FullSpec, PageTensor, WindowSpec
-from toolkit_lm.model import Drafter, RowParallelLinear
+from toolkit_lm.model import RowParallelLinear
 from toolkit_lm.plugin import hookimpl
+from toolkit_lm.step import Drafter
 from toolkit_lm_decoder.llama import LlamaForCausalLM
 from toolkit_lm_devkit import DrafterConformance, KVKindConformance, TransformersConformance
 from toolkit_lm_devkit.executor import write_llama
@@ -385,8 +386,8 @@ class Repeat(Drafter):
 class Meddling(Repeat):
     """It writes into what was drawn before."""
 
-    def finish(self, inputs, hidden_states, result):
-        super().finish(inputs, hidden_states, result)
+    def finish(self, inputs, hidden_states, result, step):
+        super().finish(inputs, hidden_states, result, step)
         inputs.histories.token_ids[:] = 7
 
 
@@ -423,8 +424,8 @@ class Foreign(Drafter):
 class Forgetful(Drafter):
     """It has forgotten a sequence that comes back."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, *args, **given):
+        super().__init__(*args, **given)
         self.gone = set()
 
     def remove(self, seq_id):
@@ -448,8 +449,8 @@ class Silent(Drafter):
 class Neighbour(Repeat):
     """It gives each sequence the drafts of another one."""
 
-    def finish(self, inputs, hidden_states, result):
-        super().finish(inputs, hidden_states, result)
+    def finish(self, inputs, hidden_states, result, step):
+        super().finish(inputs, hidden_states, result, step)
         ids = list(result.drafts)
         drafts = list(result.drafts.values())
         result.drafts.update(zip(ids, drafts[1:] + drafts[:1], strict=True))

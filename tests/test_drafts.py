@@ -16,8 +16,8 @@ import pytest
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.errors import ConfigError, PluginError, UnsupportedError
 from toolkit_lm.events import StepEvent
-from toolkit_lm.model import Drafter
 from toolkit_lm.plugin import DrafterRegistry, PluginWarning, hookimpl
+from toolkit_lm.step import Drafter
 from toolkit_lm_devkit import DrafterConformance
 
 FOLDER = Path(__file__).parent / "plugins"
@@ -259,29 +259,29 @@ class Sorting(Careful):
 class Rewriting(Careful):
     """It writes into what others read of a sequence's tokens."""
 
-    def finish(self, inputs, hidden_states, result):
-        super().finish(inputs, hidden_states, result)
+    def finish(self, inputs, hidden_states, result, step):
+        super().finish(inputs, hidden_states, result, step)
         if inputs.token_index.max() > 30:
             inputs.histories.token_ids[:] = 5
 
 
 class Redirecting(Careful):
-    def finish(self, inputs, hidden_states, result):
-        super().finish(inputs, hidden_states, result)
+    def finish(self, inputs, hidden_states, result, step):
+        super().finish(inputs, hidden_states, result, step)
         if inputs.token_index.max() > 30:
             inputs.groups[0].table[:] = 0
 
 
 class Ending(Careful):
-    def finish(self, inputs, hidden_states, result):
-        super().finish(inputs, hidden_states, result)
+    def finish(self, inputs, hidden_states, result, step):
+        super().finish(inputs, hidden_states, result, step)
         if inputs.token_index.max() > 30:
             raise RuntimeError("no more drafts")
 
 
 class Elsewhere(Careful):
-    def finish(self, inputs, hidden_states, result):
-        super().finish(inputs, hidden_states, result)
+    def finish(self, inputs, hidden_states, result, step):
+        super().finish(inputs, hidden_states, result, step)
         if inputs.token_index.max() > 30:
             result.drafts[10**9] = [1]
 
@@ -301,8 +301,8 @@ class Parting(Careful):
 class Drawing(Careful):
     """It writes tokens of its own into the result, which is a copy, so that nothing comes of it."""
 
-    def finish(self, inputs, hidden_states, result):
-        super().finish(inputs, hidden_states, result)
+    def finish(self, inputs, hidden_states, result, step):
+        super().finish(inputs, hidden_states, result, step)
         for drawn in result.token_ids:
             drawn[:] = [7] * len(drawn)
         result.errors[inputs.plan.scheduled[0].seq_id] = "an error of a drafter's"
@@ -328,7 +328,7 @@ FAULTS = {
 
 
 class Unmade(Careful):
-    def __init__(self, *arguments):
+    def __init__(self, *arguments, **given):
         raise OSError("no draft model")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct, field
+from msgspec import Raw, Struct, field
 
 from toolkit_lm.events import Event
 from toolkit_lm.params import FinishReason, SamplingParams
@@ -72,7 +72,7 @@ class ForbiddenTexts(Struct, frozen=True):
     """Most tokens that one of the texts can have."""
 
 
-class SequenceInputs(Struct, kw_only=True, frozen=True):
+class SequenceInputs(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """What the runner needs of a request beside its tokens and parameters. The scheduler carries
     it, and never reads it."""
 
@@ -85,7 +85,7 @@ class SequenceInputs(Struct, kw_only=True, frozen=True):
     logits_processors: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By name, the arguments of the plugins' logits processors that are applied."""
     model_arguments: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By name, the arguments of plugins' parameters that the model reads, by its ModelState. They
+    """By name, the arguments of plugins' parameters that the model reads, by its StepPart. They
     are in the cache keys."""
     pooling: PoolingParams | None = None
     """Set: the prompt is pooled, and the sampling parameters have no meaning."""
@@ -98,6 +98,8 @@ class SequenceInputs(Struct, kw_only=True, frozen=True):
     num_attended: int | None = None
     """Of an encoder's prompt: only so many tokens, from the first on, are seen, by all of them;
     None: all."""
+    parts: dict[str, Raw] = field(default_factory=dict)
+    """By name, what the front has prepared of the request for the part, in msgpack."""
 
 
 class CacheKey(Struct, array_like=True, frozen=True):
@@ -366,7 +368,7 @@ class EncoderItem(Struct):
     data: dict[str, Array]
 
 
-class StepPlan(Struct, kw_only=True):
+class StepPlan(Struct, kw_only=True, omit_defaults=True):
     """What the scheduler tells the workers to do in one step."""
 
     dropped_items: list[str] = field(default_factory=list)
@@ -386,6 +388,8 @@ class StepPlan(Struct, kw_only=True):
     """From the host's pool (source) to the device's (target), next."""
     copies: list[BlockCopy] = field(default_factory=list)
     moves: list[BlockMove] = field(default_factory=list)
+    parts: dict[str, Raw] = field(default_factory=dict)
+    """By name, what its planner tells the part, in msgpack."""
 
     @property
     def num_tokens(self) -> int:
@@ -397,7 +401,7 @@ class StepPlan(Struct, kw_only=True):
         return total
 
 
-class StepResult(Struct, kw_only=True):
+class StepResult(Struct, kw_only=True, omit_defaults=True):
     """What came of a step, in the order of `plan.scheduled`."""
 
     token_ids: list[list[int]]
@@ -423,3 +427,5 @@ class StepResult(Struct, kw_only=True):
     go on."""
     num_compilations: int = 0
     """Graphs that torch compiled meanwhile. After the warm-up there should be none."""
+    parts: dict[str, Raw] = field(default_factory=dict)
+    """By name, what the part answers its planner, in msgpack."""

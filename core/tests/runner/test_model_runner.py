@@ -19,9 +19,10 @@ from fake_model import (
     row,
 )
 from toolkit_lm.messages import BlockCopy, BlockMove, ScheduledSequence, SequenceInputs, StepPlan
-from toolkit_lm.model import ModelState, logits_of
+from toolkit_lm.model import logits_of
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.runner import row_sampler
+from toolkit_lm.step import StepPart
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -202,11 +203,11 @@ def test_after_shutdown_nothing_is_held(runner):
     assert not hasattr(runner, "model") and not hasattr(runner, "_cache")
 
 
-class Axes(ModelState):
+class Axes(StepPart):
     """Gives rotary positions of three axes, and counts tokens for each of its sequences."""
 
-    def __init__(self, model, config, device):
-        super().__init__(model, config, device)
+    def __init__(self, model, config, device, **given):
+        super().__init__(model, config, device, **given)
         self.seen: dict[int, int] = {}
         model.axes = []
 
@@ -220,16 +221,16 @@ class Axes(ModelState):
         index = torch.from_numpy(inputs.token_index)
         return {"positions": torch.stack([index, index // 2, index % 2])}
 
-    def finish(self, inputs, hidden_states, result):
+    def finish(self, inputs, hidden_states, result, step):
         assert len(hidden_states) == len(inputs.token_index)
         for scheduled in inputs.plan.scheduled:
             self.seen[scheduled.seq_id] += scheduled.num_tokens
 
 
-def test_a_model_brings_a_state_of_its_own(monkeypatch):
-    monkeypatch.setattr(SumModel, "state", Axes)
+def test_a_model_brings_a_part_of_its_own(monkeypatch):
+    monkeypatch.setattr(SumModel, "parts", {"axes": Axes})
     runner = make_runner()
-    [state] = runner._states
+    [state] = runner.parts.by_name.values()
     positions = []
     forward = runner.model.forward
     monkeypatch.setattr(

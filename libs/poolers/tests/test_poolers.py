@@ -356,7 +356,9 @@ def test_a_step_waits_once_for_all_that_it_pools(method, task):
 
     def pooled(hidden_states):
         options = config()
-        state = embedding_pooler(options, method).make_state(None, options, hidden_states.device)
+        state = embedding_pooler(options, method).make_part(
+            None, options, hidden_states.device, plugins=None, options=None
+        )
         ends = np.cumsum([0, *map(len, prompts)])
         rows = np.arange(len(prompts))
         for seq_id, prompt in enumerate(prompts):
@@ -381,7 +383,7 @@ def test_a_step_waits_once_for_all_that_it_pools(method, task):
             plan=plan, query_start=ends, starts=np.zeros_like(rows), rows=rows, histories=histories
         )
         result = StepResult(token_ids=[])
-        state.finish(inputs, hidden_states, result)
+        state.finish(inputs, hidden_states, result, None)
         return {seq_id: array.to_numpy().tolist() for seq_id, array in result.pooled.items()}
 
     expected = pooled(torch.cat(prompts))

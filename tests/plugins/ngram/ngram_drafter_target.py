@@ -1,7 +1,7 @@
 """What the entry module names."""
 
 import numpy as np
-from toolkit_lm.model import Drafter
+from toolkit_lm.step import Drafter
 
 LONGEST = 3
 """Tokens of an n-gram."""

@@ -74,10 +74,3 @@ from .parameters import (
     torch_dtype as torch_dtype,
 )
 from .rotary import Rotation as Rotation
-from .state import (
-    Drafter as Drafter,
-    EncoderBatch as EncoderBatch,
-    GroupInputs as GroupInputs,
-    ModelState as ModelState,
-    StepInputs as StepInputs,
-)

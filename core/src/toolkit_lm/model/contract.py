@@ -15,7 +15,7 @@ from toolkit_lm.errors import PluginError
 from toolkit_lm.messages import Array, EncoderInput, MultiModalFeatureSpec
 from toolkit_lm.model.kernels import choose_kernels
 from toolkit_lm.model.matching import load_parameters
-from toolkit_lm.model.state import ModelState
+from toolkit_lm.step import StepPart
 
 IntermediateTensors = dict[str, Tensor]
 """What a pipeline rank hands to the next one, by name; [T, H] each."""
@@ -58,8 +58,9 @@ class Model(nn.Module):
     """Regular expressions and replacements that turn the checkpoint's names into the model's."""
     ignored: ClassVar[Sequence[str]] = ()
     """Regular expressions of weights to pass over."""
-    state: ClassVar[type[ModelState]] = ModelState
-    """What the runner keeps of its sequences, and hands to `forward` beside tokens."""
+    parts: ClassVar[Mapping[str, type[StepPart]]] = {}
+    """By name, what keeps more of its sequences than tokens and KV cache, and hands to `forward`
+    more than tokens."""
     takes_token_types: ClassVar[bool] = False
     """`forward` takes `token_type_ids` [T] int64 too: 1 for the tokens of a pair's second text,
     else 0."""

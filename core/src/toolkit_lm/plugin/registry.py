@@ -114,12 +114,12 @@ class Registry(Generic[EntryT]):
             )
         return loaded
 
-    def make(self, key: str, *arguments: Any) -> Any:
+    def make(self, key: str, *arguments: Any, **named: Any) -> Any:
         """Calls what is registered under `key`. Raises PluginError, naming the plugin, where that
         fails; a ToolkitError passes."""
         target = self.load(key)
         with self.get(key).owner.boundary(f"{self.noun} {key!r}", target=target):
-            return target(*arguments)
+            return target(*arguments, **named)
 
     def ask(self, key: str, *arguments: Any, by_name: bool = False) -> str | None:
         """Why the class that is registered under `key` refuses `arguments`; None when it can take

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import nn
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import PoolingTask
-from toolkit_lm.model import ModelState
+from toolkit_lm.plugin import Plugins
+from toolkit_lm.step import StepPart
 
 
 class Pooler(nn.Module, ABC):
@@ -34,7 +36,15 @@ class Pooler(nn.Module, ABC):
         return None
 
     @abstractmethod
-    def make_state(self, model: nn.Module, config: VllmConfig, device: torch.device) -> ModelState:
+    def make_part(
+        self,
+        model: nn.Module,
+        config: VllmConfig,
+        device: torch.device,
+        *,
+        plugins: Plugins,
+        options: Any,
+    ) -> StepPart:
         """What a runner keeps of sequences with `inputs.pooling`, until it has put their results
         into `StepResult.pooled`.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -96,6 +97,14 @@ def boundary_of(target: type, plugin: str | None, config: VllmConfig, plugins: P
         return plugins.boundary
     owner = plugins.models.get(architecture).owner if plugin is None else plugins.info(plugin)
     return plugins.boundary_of(owner, target)
+
+
+def model_options(config: VllmConfig, plugins: Plugins) -> Any:
+    """Those of the plugin that registers the model's class; None where it has none."""
+    architecture = config.checkpoint.architecture if config.checkpoint is not None else ""
+    if architecture not in plugins.models:
+        return None
+    return plugins.options(plugins.models.get(architecture).owner.name)
 
 
 def cache_layers(model: nn.Module) -> dict[str, CacheLayer]:

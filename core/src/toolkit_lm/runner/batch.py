@@ -14,8 +14,8 @@ from toolkit_lm.attention import BatchLimits, BatchView
 from toolkit_lm.kv import KVCacheSpec
 from toolkit_lm.messages import NewEncoder, NewSequence, StepPlan
 from toolkit_lm.model.compiler import GraphShape
-from toolkit_lm.model.state import EncoderBatch, GroupInputs, StepInputs
 from toolkit_lm.sampling import ProcessorTable, SamplingBatch, TokenHistory
+from toolkit_lm.step import EncoderBatch, GroupInputs, StepInputs
 
 
 class Buffer:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import PluginError
 from toolkit_lm.messages import StepPlan, StepResult
-from toolkit_lm.model import Drafter, GroupInputs, ModelState, StepInputs
 from toolkit_lm.plugin import Plugins, PluginWarning
+from toolkit_lm.step import Drafter, GroupInputs, StepInputs, StepPart, StepRun
 
 
 class Drafting:
@@ -34,9 +34,11 @@ class Drafting:
         self._name = name
         self._owner = plugins.drafters.get(name).owner
         self._vocab_size = config.vocab_size or np.inf
-        self._drafter: Drafter | None = plugins.drafters.make(name, model, config, device)
+        self._drafter: Drafter | None = plugins.drafters.make(
+            name, model, config, device, plugins=plugins, options=plugins.options(self._owner.name)
+        )
         for method in ("groups", "inputs"):
-            if getattr(type(self._drafter), method) is not getattr(ModelState, method):
+            if getattr(type(self._drafter), method) is not getattr(StepPart, method):
                 raise PluginError(
                     f"{self._owner}: drafter {name!r} defines {method}(): a drafter has no say "
                     "in the model's forward pass."
@@ -47,7 +49,9 @@ class Drafting:
         if plan.dropped or plan.new:
             self._guarded(lambda drafter: _apply(drafter, plan))
 
-    def draft(self, inputs: StepInputs, hidden_states: Tensor, result: StepResult) -> None:
+    def draft(
+        self, inputs: StepInputs, hidden_states: Tensor, result: StepResult, step: StepRun
+    ) -> None:
         """Adds the drafter's guesses to a step's result. The drafter sees copies, and arrays that
         it cannot write to."""
         if self._drafter is None:
@@ -57,7 +61,7 @@ class Drafting:
         history.flags.writeable = False
         try:
             _make_read_only(inputs)
-            self._guarded(lambda drafter: drafter.finish(inputs, hidden_states, own))
+            self._guarded(lambda drafter: drafter.finish(inputs, hidden_states, own, step))
             self._guarded(lambda drafter: self._check(drafter, inputs.plan, result, own.drafts))
         finally:
             history.flags.writeable = True

@@ -4,6 +4,7 @@ tokens'."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,16 +12,19 @@ from torch import Tensor
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.messages import EncoderItem, MultiModalFeatureSpec, NewSequence, StepPlan
-from toolkit_lm.model import EncoderSequences, ModelState, MultiModalModel, StepInputs
+from toolkit_lm.model import EncoderSequences, MultiModalModel
+from toolkit_lm.step import StepInputs, StepPart, StepRun
 
 
-class MediaState(ModelState):
+class MediaPart(StepPart):
     """The items that the runner holds, and the sequences whose prompts have some."""
 
     model: MultiModalModel
 
-    def __init__(self, model: MultiModalModel, config: VllmConfig, device: torch.device) -> None:
-        super().__init__(model, config, device)
+    def __init__(
+        self, model: MultiModalModel, config: VllmConfig, device: torch.device, **given: Any
+    ) -> None:
+        super().__init__(model, config, device, **given)
         self._embeds: dict[str, Tensor] = {}
         """By identifier, [n, H]."""
         self._features: dict[int, list[MultiModalFeatureSpec]] = {}
@@ -42,8 +46,13 @@ class MediaState(ModelState):
         self._features.pop(seq_id, None)
         self._positions.pop(seq_id, None)
 
-    def encode(self, plan: StepPlan, sequences: EncoderSequences) -> None:
+    def begin(self, plan: StepPlan, step: StepRun) -> None:
         """Forgets and makes embeddings, as a plan says."""
+        if plan.dropped_items or plan.encode:
+            with self.model.kernels.step(self.config.scheduler.token_budget):
+                self._encode(plan, step.sequences)
+
+    def _encode(self, plan: StepPlan, sequences: EncoderSequences) -> None:
         for name in plan.dropped_items:
             self._embeds.pop(name, None)
         if not self._embeds_tokens:

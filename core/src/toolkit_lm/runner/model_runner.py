@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from msgspec import Raw
 from torch import Tensor
 
 from toolkit_lm.attention import (
@@ -31,14 +32,11 @@ from toolkit_lm.kv import KVCacheConfig, KVCacheSpec
 from toolkit_lm.kv.cache import KVCache
 from toolkit_lm.messages import PoolingRules, StepPlan, StepResult
 from toolkit_lm.model import (
-    EncoderBatch,
     EncoderDecoderModel,
     IntermediateTensors,
     Model,
     ModelCompiler,
-    ModelState,
     MultiModalModel,
-    StepInputs,
     load_model,
     make_compiler,
 )
@@ -49,14 +47,19 @@ from toolkit_lm.runner.backends import (
     cache_layers,
     graph_supports,
     load_model_class,
+    model_options,
     select_backends,
 )
 from toolkit_lm.runner.batch import PersistentBatch, StepBuffers
 from toolkit_lm.runner.drafting import Drafting
-from toolkit_lm.runner.features import MediaState
+from toolkit_lm.runner.features import MediaPart
 from toolkit_lm.runner.row_sampler import RowSampler
+from toolkit_lm.runner.step_parts import StepParts, runs_here
 from toolkit_lm.sampling import ProcessorTable
 from toolkit_lm.sampling.transfer import to_device
+from toolkit_lm.step import EncoderBatch, StepInputs, StepPart, StepRun
+
+StepPartT = TypeVar("StepPartT", bound=StepPart)
 
 
 class ModelRunner:
@@ -77,10 +80,11 @@ class ModelRunner:
         self.kv_cache: KVCacheConfig
         self._layers: dict[str, CacheLayer] = {}
         self._pooler: Pooler | None = None
-        self._media: MediaState | None = None
+        self._media: MediaPart | None = None
         """Of a model that reads media."""
-        self._states: list[ModelState] = []
+        self.parts = StepParts()
         self._drafting: Drafting | None = None
+        self._run = _Run(self._sequences)
         self._bindings: dict[str, Binding] = {}
         self._backends: list[CacheBackend | None] = []
         """Of the KV groups, then of the layers without a cache."""
@@ -108,15 +112,16 @@ class ModelRunner:
                     "--pipeline-parallel-size."
                 )
             self._encoder = self.model
-        if self.model.state is not ModelState:
-            with boundary_of(self.model.state, None, self.config, self.plugins):
-                self._states.append(self.model.state(self.model, self.config, self.device))
+        options = model_options(self.config, self.plugins)
+        for name, part in self.model.parts.items():
+            if runs_here(part, self.config):
+                with boundary_of(part, None, self.config, self.plugins):
+                    self._put(name, part, options)
         if isinstance(pooler := getattr(self.model, "pooler", None), Pooler):
             self._pooler = pooler
-            self._states.append(pooler.make_state(self.model, self.config, self.device))
+            self._put("pooling", pooler.make_part, options)
         if isinstance(self.model, MultiModalModel):
-            self._media = MediaState(self.model, self.config, self.device)
-            self._states.append(self._media)
+            self._media = self._put("media", MediaPart, options)
         self._layers = cache_layers(self.model)
         self._has_spans = any(
             isinstance(layer, Attention) and layer.params.spans for layer in self._layers.values()
@@ -137,6 +142,11 @@ class ModelRunner:
             self.model, self.device, self.config, self.plugins.attention_backends
         )
         self.compiler = make_compiler(self.model, self.config, self.plugins)
+
+    def _put(self, name: str, make: Callable[..., StepPartT], options: Any) -> StepPartT:
+        part = make(self.model, self.config, self.device, plugins=self.plugins, options=options)
+        self.parts.put(name, part)
+        return part
 
     def pooling_rules(self) -> dict[PoolingTask, PoolingRules]:
         """The pooling tasks that the model serves, and what each allows."""
@@ -246,38 +256,31 @@ class ModelRunner:
         self._bindings.clear()
         self._backends.clear()
         self._layers.clear()
-        self._states.clear()
+        self.parts.close()
         self._pooler = self._encoder = self._media = self._drafting = self.compiler = None
         for name in ("model", "_cache", "_batch", "_buffers", "_sampler"):
             self.__dict__.pop(name, None)
-
-    @contextmanager
-    def watched_by(self, state: ModelState) -> Iterator[None]:
-        """Inside, `state` is told of each step, as those of the model are."""
-        self._states.append(state)
-        try:
-            yield
-        finally:
-            self._states.remove(state)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs one step: applies the plan, computes its tokens, draws the next ones."""
         self._batch.apply(plan)
-        for state in self._states:
+        for remove in self.parts.remove:
             for seq_id in plan.dropped:
-                state.remove(seq_id)
+                remove(seq_id)
+        for add in self.parts.add:
             for seq in plan.new:
-                state.add(seq)
+                add(seq)
         if self._drafting is not None:
             self._drafting.apply(plan)
         if plan.copies or plan.swap_out or plan.swap_in:
             self._cache.copy(plan)
-        if self._media is not None and (plan.dropped_items or plan.encode):
-            with self.model.kernels.step(self.config.scheduler.token_budget):
-                self._media.encode(plan, self._sequences)
+        answers: dict[str, Raw] = {}
+        for name, begin in self.parts.begin:
+            if (answer := begin(plan, self._run)) is not None:
+                answers[name] = answer
         if not plan.scheduled:
-            return StepResult(token_ids=[])
+            return StepResult(token_ids=[], parts=answers)
         inputs = self._batch.inputs(plan)
         num_encoded = 0 if inputs.encoders is None else len(inputs.encoders.input_ids)
         users = (
@@ -290,18 +293,20 @@ class ModelRunner:
         with self.model.kernels.step(len(inputs.token_index) + num_encoded):
             hidden_states = self._forward(inputs)
             if hidden_states is None:
-                return StepResult(token_ids=[])
+                return StepResult(token_ids=[], parts=answers)
             result = self._sampler.sample(inputs, hidden_states)
-            for state in self._states:
-                state.finish(inputs, hidden_states, result)
+            for name, finish in self.parts.finish:
+                if (answer := finish(inputs, hidden_states, result, self._run)) is not None:
+                    answers[name] = answer
             if self._drafting is not None:
-                self._drafting.draft(inputs, hidden_states, result)
+                self._drafting.draft(inputs, hidden_states, result, self._run)
             if users is not None:
                 self._sampler.certain = self._processors.drafts(*users)
                 result.drafts |= self._sampler.certain
             num_compiled = 0
             for count in self._counters:
                 num_compiled += count()
+            result.parts = answers
             result.num_compilations = num_compiled - self._num_compiled
             self._num_compiled = num_compiled
             if not len(inputs.sampling) and self.device.type == "cuda":
@@ -314,9 +319,10 @@ class ModelRunner:
         """[T, H] hidden states of the flat batch. None: another pipeline stage goes on with
         them."""
         arguments: dict[str, Any] = {}
-        for state in self._states:
-            state.groups(inputs)
-            arguments |= state.inputs(inputs)
+        for change in self.parts.groups:
+            change(inputs)
+        for give in self.parts.inputs:
+            arguments |= give(inputs)
         spans = self._media.spans(inputs) if self._media is not None and self._has_spans else None
         shape = None
         if self.compiler is not None:
@@ -392,3 +398,15 @@ class ModelRunner:
             for i, backend in enumerate(self._backends)
         ]
         return step_context(StepContext(self._bindings, metadata))
+
+
+class _Run(StepRun):
+    """Given to parts in place of the runner."""
+
+    def __init__(
+        self, sequences: Callable[[Sequence[int] | np.ndarray], AbstractContextManager[None]]
+    ) -> None:
+        self._sequences = sequences
+
+    def sequences(self, lengths: Sequence[int]) -> AbstractContextManager[None]:
+        return self._sequences(lengths)

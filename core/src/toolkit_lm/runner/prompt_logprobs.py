@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from toolkit_lm.messages import TokenLogprobs
-from toolkit_lm.model import StepInputs
 from toolkit_lm.runner.batch import PersistentBatch
 from toolkit_lm.sampling import token_logprobs
+from toolkit_lm.step import StepInputs
 
 _MOST_ROWS = 128
 """Logits [rows, V] are made for this many tokens at a time, however long the chunk is."""

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.messages import NewSequence, ScheduledSequence, SequenceInputs, StepPlan, StepResult
-from toolkit_lm.model import FallbackModel, ModelState
+from toolkit_lm.model import FallbackModel
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.runner.model_runner import ModelRunner
+from toolkit_lm.step import StepPart
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +35,12 @@ computed."""
 
 
 @dataclass
-class _Seen(ModelState):
+class _Seen(StepPart):
     """Keeps the hidden states of the steps that it sees."""
 
     hidden_states: list[Tensor] = field(default_factory=list)
 
-    def finish(self, inputs: Any, hidden_states: Tensor, result: StepResult) -> None:
+    def finish(self, inputs: Any, hidden_states: Tensor, result: StepResult, step: Any) -> None:
         self.hidden_states.append(hidden_states.clone())
 
 
@@ -58,7 +59,7 @@ def prove(runner: ModelRunner) -> StepResult:
     for attempt in range(_ATTEMPTS):
         tokens = _tokens(runner, sum(chunks), attempt)
         seen = _Seen()
-        with runner.watched_by(seen):
+        with runner.parts.with_part("proof", seen):
             result = _run(runner, tokens, chunks, tables)
         if result.errors:
             return result

@@ -6,11 +6,12 @@ import numpy as np
 from torch import Tensor
 
 from toolkit_lm.messages import StepPlan, StepResult
-from toolkit_lm.model import Model, StepInputs
+from toolkit_lm.model import Model
 from toolkit_lm.runner.batch import PersistentBatch
 from toolkit_lm.runner.prompt_logprobs import prompt_logprobs
 from toolkit_lm.sampling import Sampled, sample, take_likeliest, top_candidates
 from toolkit_lm.sampling.transfer import to_device
+from toolkit_lm.step import StepInputs
 
 
 class RowSampler:

@@ -1,7 +1,7 @@
 """Prompt lookup: the longest end of a sequence that it has had before goes on as it did there."""
 
 import numpy as np
-from toolkit_lm.model import Drafter
+from toolkit_lm.step import Drafter
 
 LONGEST_MATCH = 4
 MOST_DRAFTS = 5

@@ -13,9 +13,10 @@ import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
 from toolkit_lm.messages import Array, NewSequence, StepResult
-from toolkit_lm.model import ModelState, StepInputs
+from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import Pooler
 from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm.step import StepInputs, StepPart, StepRun
 from torch import Tensor, nn
 
 
@@ -78,20 +79,31 @@ class RowPooler(Pooler):
         score: [1].
         """
 
-    def make_state(
-        self, model: nn.Module, config: VllmConfig, device: torch.device
-    ) -> RowPoolerState:
-        return RowPoolerState(self, model, config, device)
+    def make_part(
+        self,
+        model: nn.Module,
+        config: VllmConfig,
+        device: torch.device,
+        *,
+        plugins: Plugins,
+        options: Any,
+    ) -> RowPoolerPart:
+        return RowPoolerPart(self, model, config, device, plugins=plugins, options=options)
 
 
-class RowPoolerState(ModelState):
+class RowPoolerPart(StepPart):
     """The pooling sequences that the runner holds. One that comes back from a preemption begins
     anew."""
 
     def __init__(
-        self, pooler: RowPooler, model: nn.Module, config: VllmConfig, device: torch.device
+        self,
+        pooler: RowPooler,
+        model: nn.Module,
+        config: VllmConfig,
+        device: torch.device,
+        **given: Any,
     ) -> None:
-        super().__init__(model, config, device)
+        super().__init__(model, config, device, **given)
         self.pooler = pooler
         self._sequences: dict[int, NewSequence] = {}
         self._states: dict[int, dict[str, Any]] = {}
@@ -123,7 +135,9 @@ class RowPoolerState(ModelState):
                 types[tokens] = inputs.token_index[tokens] >= seq.inputs.second_text_start
         return {"token_type_ids": torch.from_numpy(types).to(self.device, non_blocking=True)}
 
-    def finish(self, inputs: StepInputs, hidden_states: Tensor, result: StepResult) -> None:
+    def finish(
+        self, inputs: StepInputs, hidden_states: Tensor, result: StepResult, step: StepRun
+    ) -> None:
         """Sequences that need more chunks have neither a result nor an error."""
         rows = {seq.seq_id: self._row(seq, index, inputs) for index, seq in self._rows(inputs)}
         if not rows:

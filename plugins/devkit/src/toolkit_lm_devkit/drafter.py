@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import pytest
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.messages import StepResult
-from toolkit_lm.model import StepInputs
 from toolkit_lm.plugin import Plugins, PluginWarning
 from toolkit_lm.prompts import TokensPrompt
+from toolkit_lm.step import StepInputs, StepRun
 from torch import Tensor
 
 from toolkit_lm_devkit.conformance import Conformance
@@ -151,12 +151,12 @@ class DrafterConformance(Conformance):
         finish = drafter.finish
 
         def counting(
-            self: Any, inputs: StepInputs, hidden_states: Tensor, result: StepResult
+            self: Any, inputs: StepInputs, hidden_states: Tensor, result: StepResult, step: StepRun
         ) -> None:
             for row, drawn in zip(inputs.plan.scheduled, result.token_ids, strict=True):
                 if row.num_drafts:
                     counts.append(len(drawn) - 1)
-            finish(self, inputs, hidden_states, result)
+            finish(self, inputs, hidden_states, result, step)
 
         monkeypatch.setattr(drafter, "finish", counting)
         return counts
@@ -169,9 +169,9 @@ class DrafterConformance(Conformance):
         finish = drafter.finish
 
         def watching(
-            self: Any, inputs: StepInputs, hidden_states: Tensor, result: StepResult
+            self: Any, inputs: StepInputs, hidden_states: Tensor, result: StepResult, step: StepRun
         ) -> None:
-            finish(self, inputs, hidden_states, result)
+            finish(self, inputs, hidden_states, result, step)
             drafts.extend(result.drafts.values())
 
         monkeypatch.setattr(drafter, "finish", watching)

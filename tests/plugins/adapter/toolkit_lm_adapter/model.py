@@ -8,17 +8,18 @@ from typing import Any
 import numpy as np
 import torch
 from toolkit_lm.messages import NewSequence
-from toolkit_lm.model import IntermediateTensors, ModelState, StepInputs
+from toolkit_lm.model import IntermediateTensors
+from toolkit_lm.step import StepInputs, StepPart
 from toolkit_lm_decoder.llama import LlamaForCausalLM
 from torch import Tensor
 
 
-class AdapterState(ModelState):
+class AdapterPart(StepPart):
     """Remembers the adapter of each sequence. An adapter is a vector, made of its name, that is
     added to the embeddings."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **given: Any) -> None:
+        super().__init__(*arguments, **given)
         self._vectors: dict[int, np.ndarray] = {}
 
     def add(self, seq: NewSequence) -> None:
@@ -45,7 +46,7 @@ class AdapterState(ModelState):
 class AdapterLlamaForCausalLM(LlamaForCausalLM):
     """Llama, with a vector [T, H] added to the embeddings."""
 
-    state = AdapterState
+    parts = {"adapter": AdapterPart}
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, **arguments: Any

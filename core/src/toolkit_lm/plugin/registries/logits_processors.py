@@ -47,7 +47,7 @@ class LogitsProcessorRegistry(Registry[LogitsProcessorEntry]):
         """Registers a subclass of toolkit_lm.sampling.LogitsProcessor, and the parameters that
         requests turn it on with.
 
-        `target` None: there is no processor. A ModelState reads the arguments, as
+        `target` None: there is no processor. A StepPart reads the arguments, as
         `seq.inputs.model_arguments[name]`.
 
         Of those that work at the same place, the one of the highest `priority` works first; of

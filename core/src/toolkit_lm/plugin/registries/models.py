@@ -167,7 +167,7 @@ class ModelRegistry(Registry[ModelEntry]):
 
 
 class DrafterRegistry(PlainRegistry):
-    """Subclasses of toolkit_lm.model.Drafter, by the name that the option drafter gives."""
+    """Subclasses of toolkit_lm.step.Drafter, by the name that the option drafter gives."""
 
     noun = "drafter"
-    base = "toolkit_lm.model:Drafter"
+    base = "toolkit_lm.step:Drafter"

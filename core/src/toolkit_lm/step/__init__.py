@@ -1,0 +1,9 @@
+"""A step of a worker: what it computes, and the contract of its parts.
+
+The names are resolved when they are used: what speaks of parts only needs no torch.
+"""
+
+import lazy_loader
+
+# The names, and the modules that define them, stand in __init__.pyi.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

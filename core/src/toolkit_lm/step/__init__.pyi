@@ -1,0 +1,7 @@
+from .drafter import Drafter as Drafter
+from .inputs import (
+    EncoderBatch as EncoderBatch,
+    GroupInputs as GroupInputs,
+    StepInputs as StepInputs,
+)
+from .part import StepPart as StepPart, StepRun as StepRun

@@ -1,0 +1,113 @@
+"""StepPart: what enters a step beside tokens, on the worker."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Literal
+
+import torch
+from msgspec import Raw
+from torch import Tensor, nn
+
+from toolkit_lm.attention import CacheLayer
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.messages import NewSequence, StepPlan, StepResult
+from toolkit_lm.plugin import Plugins
+from toolkit_lm.step.inputs import StepInputs
+
+
+class StepRun(ABC):
+    """What a part may ask of its runner while a step runs."""
+
+    @abstractmethod
+    def sequences(self, lengths: Sequence[int]) -> AbstractContextManager[None]:
+        """Inside `with step.sequences(lengths):`, attention of type ENCODER has a flat batch of
+        sequences of these lengths. Entering again is cheap."""
+
+
+class StepPart:
+    """What a worker keeps of sequences beside their tokens and KV cache, and does in its steps:
+    media, an encoder, a pooler, a drafter, an adapter.
+
+    One of each is made per worker process, on the pipeline stages that `ranks` names, and on all
+    tensor parallel ranks of them. All ranks call the same methods in the same order, since all run
+    the same plans: a method may use the groups of ranks. Methods are called in the thread that
+    computes steps. Only those that a subclass overrides are called. What one raises fails the step
+    on all ranks. R rows, T tokens, H hidden size.
+    """
+
+    ranks: ClassVar[Literal["all", "first_stage", "last_stage"]] = "all"
+    """The pipeline stages whose workers have the part. Only the last one has `finish` called, and
+    only its answers reach the planner."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: VllmConfig,
+        device: torch.device,
+        *,
+        plugins: Plugins,
+        options: Any,
+    ) -> None:
+        """Once, when the model has its weights. `options`: of the plugin that brings the part; None
+        where it has none."""
+        self.model = model
+        self.config = config
+        self.device = device
+        self.plugins = plugins
+        self.options = options
+
+    def load(self, weights: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
+        """Once, next: `weights()` reads the model's checkpoint again, as (name, full tensor, mapped
+        from disk)."""
+
+    def layers(self) -> Mapping[str, CacheLayer]:
+        """Once, next: layers of the part's own that use the KV cache, by their `prefix`, which
+        begins with the part's name and "/". Their memory is planned with the model's."""
+        return {}
+
+    def facts(self) -> Raw:
+        """Once, next: what the part's planner is to know of it, in msgpack."""
+        return Raw()
+
+    def reserved_bytes(self) -> int:
+        """Bytes of the device that the part will take beside the KV cache and what a step of the
+        example takes. Asked where the cache gets a share of the memory."""
+        return 0
+
+    def example(self, plan: StepPlan) -> None:
+        """Adds the part's most usual work to a made-up plan, which has its sequences already and
+        none of other parts' work: for the warm-up, and for `profile`."""
+
+    def add(self, seq: NewSequence) -> None:
+        """A sequence joins the batch: admitted, forked, or back from a preemption. Called once even
+        if the part has heard of it before."""
+
+    def remove(self, seq_id: int) -> None:
+        """A sequence leaves the batch: ended or preempted. Unknown ones are no error."""
+
+    def begin(self, plan: StepPlan, step: StepRun) -> Raw | None:
+        """In each step, before anything is computed, and also in one without rows: does what the
+        planner has put into `plan.parts`.
+
+        What it returns is the part's answer, `StepResult.parts`, unless `finish` gives another.
+        """
+
+    def groups(self, inputs: StepInputs) -> None:
+        """Changes what KV groups see, in place."""
+
+    def inputs(self, inputs: StepInputs) -> dict[str, Tensor]:
+        """Arguments of the forward pass, on the device: further ones, or others in place of
+        `positions` ([T] or [3, T] int64)."""
+        return {}
+
+    def finish(
+        self, inputs: StepInputs, hidden_states: Tensor, result: StepResult, step: StepRun
+    ) -> Raw | None:
+        """Takes a step's hidden states [T, H], when its tokens are drawn: sets `result.drafts`,
+        `result.pooled` or `result.errors`, by seq_id. What it returns is the part's answer."""
+
+    def close(self) -> None:
+        """Once, when the worker ends: releases what the part holds."""
