@@ -10,6 +10,22 @@ from toolkit_lm.params import FinishReason
 
 RequestEventKind = Literal["queued", "scheduled", "first_token", "preempted", "finished", "aborted"]
 
+Wait = Literal[
+    "queue", "batch", "tokens", "blocks", "media", "part", "loading", "drawing", "policy"
+]
+WAITS: dict[Wait, str] = {
+    "queue": "its turn has not come",
+    "batch": "the batch has no free row (max_num_seqs)",
+    "tokens": "the step has too few tokens left (max_num_batched_tokens)",
+    "blocks": "too few KV blocks are free",
+    "media": "the cache of media embeddings is full",
+    "part": "a part of the step has no room",
+    "loading": "its keys and values are being loaded",
+    "drawing": "a token of it is still being drawn",
+    "policy": "the scheduling policy holds it back",
+}
+"""Each reason for which requests wait, as a sentence."""
+
 
 class RequestEvent(Struct, frozen=True, kw_only=True, tag="request"):
     """A step in one request's life. Times are time.monotonic() seconds, which the processes of a
@@ -30,6 +46,8 @@ class RequestEvent(Struct, frozen=True, kw_only=True, tag="request"):
     first_token_time: float | None = None
     finish_reason: FinishReason | None = None
     """Of the sequence that ended last."""
+    waited_for: str | None = None
+    """Why it waits, or waited last: a sentence of `WAITS`, or what a part says, with its name."""
     context: dict[str, str] = field(default_factory=dict)
     """What the caller attached to the request, such as its trace headers."""
     engine: int = 0
@@ -62,6 +80,9 @@ class LoadEvent(Struct, frozen=True, kw_only=True, tag="load"):
     """Sequences in the batch."""
     num_waiting: int
     """Requests without a place in the batch."""
+    waiting_by_reason: dict[Wait, int] = field(default_factory=dict)
+    """The same, by why they waited when they were last asked; reasons that hold up nobody are left
+    out."""
     num_used_blocks: int
     num_total_blocks: int
     num_cached_blocks: int = 0

@@ -415,6 +415,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def blocks_add_up(self):
         blocks = self.scheduler.blocks
         check_blocks(blocks)
+        roster = self.scheduler.roster
+        assert +roster.waits == Counter(one.waits.reason for one in roster.waiting)
         distinct: list[set[tuple[int, int]]] = []
         for request in self.scheduler.roster.requests.values():
             # Distinct blocks of a request = the union of its sequences' tables.

@@ -49,6 +49,7 @@ class EventLog:
                 scheduled_time=request.scheduled_time,
                 first_token_time=request.first_token_time,
                 finish_reason=reason,
+                waited_for=None if request.waits is None else str(request.waits),
                 context=request.context,
             )
         )
@@ -60,6 +61,7 @@ def load_event(roster: Roster, blocks: BlockManager) -> LoadEvent:
         time=time.monotonic(),
         num_running=roster.num_running,
         num_waiting=len(roster.waiting),
+        waiting_by_reason={reason: count for reason, count in roster.waits.items() if count},
         num_used_blocks=blocks.num_used,
         num_total_blocks=sum(pool.num_blocks for pool in blocks.pools),
         num_cached_blocks=sum(pool.num_cached for pool in blocks.pools),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from itertools import takewhile
+from typing import NamedTuple
 
 from msgspec import structs
 
+from toolkit_lm.events import WAITS, Wait
 from toolkit_lm.kv.block_manager import TokenRange
 from toolkit_lm.kv.prefix import PrefixHashes
 from toolkit_lm.messages import (
@@ -183,6 +185,17 @@ class Sequence:
         return len(self.token_ids) - self.request.num_prompt_tokens
 
 
+class Refused(NamedTuple):
+    """Why a request waits."""
+
+    reason: Wait
+    detail: str = ""
+    """Of a part: its name, and what it says."""
+
+    def __str__(self) -> str:
+        return self.detail or WAITS[self.reason]
+
+
 class Request:
     """A group of sequences over one prompt. It is admitted and preempted whole."""
 
@@ -196,6 +209,8 @@ class Request:
     """time.monotonic() of its first token."""
     sort_key: tuple[float, ...] = ()
     """Its place in the scheduling policy's order, from when it is queued."""
+    waits: Refused | None = None
+    """Why it waits; of one that runs, why it last did."""
     gave_way = False
     """It was preempted for one that waited, and waits behind that."""
 

@@ -1,8 +1,9 @@
-"""RequestBlocks: the blocks of a request on its way through the batch."""
+"""RequestBlocks: the blocks of a request on its way through the batch; Admission: whether it may
+begin, and if not, why."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Collection
+from collections.abc import Callable, Sequence as Collection
 from typing import NamedTuple
 
 from toolkit_lm.config import VllmConfig
@@ -11,17 +12,17 @@ from toolkit_lm.messages import BlockCopy, ScheduledSequence, StepPlan
 from toolkit_lm.scheduler.encoder import CrossBlocks, Encoder
 from toolkit_lm.scheduler.encoder_cache import EncoderCache
 from toolkit_lm.scheduler.preemption import PreemptionCost
-from toolkit_lm.scheduler.request import Request, Sequence
+from toolkit_lm.scheduler.request import Refused, Request, Sequence
 from toolkit_lm.scheduler.roster import Roster
 
 
-class Cached(NamedTuple):
-    """What the cache has of a request that waits."""
+class Admitted(NamedTuple):
+    """It may begin, after what the cache has of it."""
 
-    num_tokens: int = 0
+    num_cached_tokens: int = 0
     """Of its leader's first tokens."""
     encoder: bool = False
-    """The whole of its encoder's input."""
+    """The whole of its encoder's input is cached."""
 
 
 class RequestBlocks:
@@ -43,107 +44,8 @@ class RequestBlocks:
         self.items = items
         self.caching = config.cache.enable_prefix_caching is not False and blocks.caches_prefixes
         """Requests share prefixes."""
-        self.max_num_seqs = config.scheduler.max_num_seqs
-        self.chunk = config.scheduler.token_budget
-        """Most tokens of a step."""
 
-    def find_room(self, request: Request, budget: int) -> Cached | None:
-        """Whether one that waits can run, and compute some of `budget` tokens: what is cached of
-        it, or None."""
-        num_running = self.roster.num_running
-        if (
-            num_running + request.num_rows > self.max_num_seqs
-            or request.awaits_tokens
-            or budget == 0
-        ):
-            return None
-        while True:
-            cached = Cached(self._num_cached(request), self._has_encoder(request))
-            if (1 if request.chunkable else request.leader.num_pending_tokens) > budget - (
-                0 if cached.encoder else request.num_to_encode
-            ):
-                return None
-            # Leave each running sequence a block to grow into: admitting one that is preempted at
-            # once would waste its prefill.
-            if self.blocks.has_free(
-                self._num_to_admit(request, budget, cached), reserve=num_running
-            ):
-                return (
-                    cached
-                    if not request.media_end or self._can_begin(request, cached.num_tokens, budget)
-                    else None
-                )
-            if self.roster.running or not self._discard_swapped():
-                return None
-
-    def _can_begin(self, request: Request, num_cached: int, budget: int) -> bool:
-        """The item of media that follows what is cached of one that waits has room."""
-        start = max(num_cached, request.leader.num_computed_tokens)
-        first = TokenRange(
-            request.leader.seq_id, start, min(start + budget, request.leader.num_tokens)
-        )
-        return bool(self.items.fit(request, [first]))
-
-    def _num_cached(self, request: Request) -> int:
-        """Tokens of a waiting request's leader whose keys and values are in the cache. Its last
-        token is computed in any case."""
-        if not self.caching or request.swapped or not request.reads_prefix_cache:
-            return 0
-        # Those that fork from the leader need the window before the prompt's last token.
-        known = (
-            request.leader.num_tokens if len(request.unfinished) == 1 else request.num_prompt_tokens
-        )
-        return self.blocks.find_prefix(request.leader.block_hashes, known - 1)
-
-    def _has_encoder(self, request: Request) -> bool:
-        """Whether the cache has all that a waiting request's encoder is still to compute."""
-        return (
-            self.caching
-            and request.num_to_encode > 0
-            and request.encoder is not None
-            and self.cross.is_cached(request.encoder)
-        )
-
-    def _num_to_admit(self, request: Request, budget: int, cached: Cached) -> list[int]:
-        """Free blocks per pool that a waiting request takes: for the whole of its prompt, not only
-        the first chunk."""
-        ranges = request.token_ranges(budget, encoded=cached.encoder)
-        growth = self.blocks.blocks_needed(ranges)
-        if request.swapped:
-            return [
-                sum(both)
-                for both in zip(self.blocks.num_swapped(request.seq_ids), growth, strict=True)
-            ]
-        needed = self._num_for_decoder(request, ranges, growth, cached.num_tokens)
-        if request.encoder is None:
-            return needed
-        return [
-            sum(both)
-            for both in zip(
-                needed, self.cross.num_needed(request.encoder, cached=cached.encoder), strict=True
-            )
-        ]
-
-    def _num_for_decoder(
-        self, request: Request, ranges: Collection[TokenRange], growth: list[int], num_cached: int
-    ) -> list[int]:
-        """As `_num_to_admit`, without its encoder's. `growth`: what `ranges` take, nothing being
-        cached."""
-        leader = request.leader
-        if not num_cached and ranges[:1] == [(leader.seq_id, 0, leader.num_tokens)]:
-            # The first chunk is the whole.
-            return growth
-        whole = self.blocks.config.max_blocks(leader.num_tokens, self.chunk)
-        if not num_cached:
-            return [max(both) for both in zip(whole, growth, strict=True)]
-        return [
-            all_ - shared
-            for all_, shared in zip(
-                whole, self.blocks.num_shared(leader.block_hashes, num_cached), strict=True
-            )
-        ]
-
-    def admit(self, request: Request, cached: Cached) -> list[BlockCopy]:
+    def admit(self, request: Request, admitted: Admitted) -> list[BlockCopy]:
         """Brings a waiting request's blocks back from the host, or gives it what is cached. Returns
         what is to be copied."""
         if request.swapped:
@@ -151,10 +53,10 @@ class RequestBlocks:
             # Drafts that were verified meanwhile have moved its windows.
             self.trim(request)
             return self.blocks.swap_in(request.seq_ids)
-        if cached.num_tokens:
-            self.blocks.adopt(request.leader.seq_id, request.leader.block_hashes, cached.num_tokens)
-            request.leader.num_computed_tokens = cached.num_tokens
-        if cached.encoder and request.encoder is not None:
+        if num_cached := admitted.num_cached_tokens:
+            self.blocks.adopt(request.leader.seq_id, request.leader.block_hashes, num_cached)
+            request.leader.num_computed_tokens = num_cached
+        if admitted.encoder and request.encoder is not None:
             self.cross.adopt(request.encoder)
             request.encoder.is_computed = True
         return []
@@ -308,10 +210,116 @@ class RequestBlocks:
         self.items.release(request.request_id)
         request.forget_computed()
 
+
+class Admission:
+    """Asks all that a request needs to begin: rows, tokens, blocks, and room for its media."""
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        roster: Roster,
+        items: EncoderCache,
+        *,
+        caching: bool,
+        max_num_seqs: int,
+        chunk: int,
+        start_over: Callable[[Request], None],
+    ) -> None:
+        """`caching`: requests share prefixes. `chunk`: most tokens of a step. `start_over` makes a
+        request give up its blocks."""
+        self.blocks = blocks
+        self.cross = CrossBlocks(blocks)
+        self.roster = roster
+        self.items = items
+        self.caching = caching
+        self.max_num_seqs = max_num_seqs
+        self.chunk = chunk
+        self._start_over = start_over
+
+    def decide(self, request: Request, budget: int) -> Admitted | Refused:
+        """Whether one that waits can run, and compute some of `budget` tokens. It takes nothing;
+        but where nothing runs, swapped requests may start over to make room."""
+        num_running = self.roster.num_running
+        if request.awaits_tokens:
+            return Refused("drawing")
+        if num_running + request.num_rows > self.max_num_seqs:
+            return Refused("batch")
+        if budget == 0:
+            return Refused("policy")
+        while True:
+            admitted = Admitted(self._num_cached(request), self._has_encoder(request))
+            own = budget - (0 if admitted.encoder else request.num_to_encode)
+            if (1 if request.chunkable else request.leader.num_pending_tokens) > own:
+                return Refused("tokens")
+            # Leave each running sequence a block to grow into: admitting one that is preempted at
+            # once would waste its prefill.
+            if self.blocks.has_free(self._num_blocks(request, budget, admitted), num_running):
+                has_room = not request.media_end or self._fits_media(request, admitted, budget)
+                return admitted if has_room else Refused("media")
+            if self.roster.running or not self._discard_swapped():
+                return Refused("blocks")
+
+    def _fits_media(self, request: Request, admitted: Admitted, budget: int) -> bool:
+        """The item of media that follows what is cached has room."""
+        start = max(admitted.num_cached_tokens, request.leader.num_computed_tokens)
+        end = min(start + budget, request.leader.num_tokens)
+        return bool(self.items.fit(request, [TokenRange(request.leader.seq_id, start, end)]))
+
+    def _num_cached(self, request: Request) -> int:
+        """Tokens of its leader whose keys and values are in the cache. Its last token is computed
+        in any case."""
+        if not self.caching or request.swapped or not request.reads_prefix_cache:
+            return 0
+        # Those that fork from the leader need the window before the prompt's last token.
+        known = (
+            request.leader.num_tokens if len(request.unfinished) == 1 else request.num_prompt_tokens
+        )
+        return self.blocks.find_prefix(request.leader.block_hashes, known - 1)
+
+    def _has_encoder(self, request: Request) -> bool:
+        """Whether the cache has all that its encoder is still to compute."""
+        return (
+            self.caching
+            and request.num_to_encode > 0
+            and request.encoder is not None
+            and self.cross.is_cached(request.encoder)
+        )
+
+    def _num_blocks(self, request: Request, budget: int, admitted: Admitted) -> list[int]:
+        """Free blocks per pool that it takes: for the whole of its prompt, not only the first
+        chunk."""
+        ranges = request.token_ranges(budget, encoded=admitted.encoder)
+        growth = self.blocks.blocks_needed(ranges)
+        if request.swapped:
+            return _sum(self.blocks.num_swapped(request.seq_ids), growth)
+        needed = self._num_of_decoder(request, ranges, growth, admitted.num_cached_tokens)
+        if request.encoder is None:
+            return needed
+        return _sum(needed, self.cross.num_needed(request.encoder, cached=admitted.encoder))
+
+    def _num_of_decoder(
+        self, request: Request, ranges: Collection[TokenRange], growth: list[int], num_cached: int
+    ) -> list[int]:
+        """As `_num_blocks`, without its encoder's. `growth`: what `ranges` take, nothing being
+        cached."""
+        leader = request.leader
+        if not num_cached and ranges[:1] == [(leader.seq_id, 0, leader.num_tokens)]:
+            # The first chunk is the whole.
+            return growth
+        whole = self.blocks.config.max_blocks(leader.num_tokens, self.chunk)
+        if not num_cached:
+            return [max(both) for both in zip(whole, growth, strict=True)]
+        shared = self.blocks.num_shared(leader.block_hashes, num_cached)
+        return [all_ - its for all_, its in zip(whole, shared, strict=True)]
+
     def _discard_swapped(self) -> bool:
         """Swapped requests keep the blocks that they share: when these are in everybody's way, the
         last of them starts over."""
         swapped = [request for request in self.roster.waiting if request.swapped]
         if swapped:
-            self.start_over(swapped[-1])
+            self._start_over(swapped[-1])
         return bool(swapped)
+
+
+def _sum(one: Collection[int], other: Collection[int]) -> list[int]:
+    return [sum(both) for both in zip(one, other, strict=True)]

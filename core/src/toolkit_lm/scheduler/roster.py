@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import math
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence as Collection
 from operator import attrgetter
 
 from toolkit_lm.config import SchedulerConfig
 from toolkit_lm.errors import PluginError
+from toolkit_lm.events import Wait
 from toolkit_lm.messages import StepPlan
 from toolkit_lm.plugin import SchedulingPolicyRegistry
 from toolkit_lm.scheduler.encoder import Encoder
-from toolkit_lm.scheduler.request import Request, Sequence
+from toolkit_lm.scheduler.request import Refused, Request, Sequence
 
 
 class SchedulingPolicy:
@@ -109,6 +111,8 @@ class Roster:
         """By request id."""
         self.waiting: list[Request] = []
         """In the policy's order."""
+        self.waits: Counter[Wait] = Counter()
+        """How many wait, by reason."""
         self.running: list[Request] = []
         """In the policy's order: blocks are taken from the last."""
         self.sequences: dict[int, Sequence] = {}
@@ -139,20 +143,38 @@ class Roster:
         request.sort_key = (*key, request.arrival_time, request.number)
         self.requests[request.request_id] = request
         self.add_sequences(request.unfinished)
-        insort(self.waiting, request, key=_by_sort_key)
+        self._wait(request, Refused("queue"))
 
     def add_sequences(self, sequences: Iterable[Sequence]) -> None:
         self.sequences.update({seq.seq_id: seq for seq in sequences})
 
     def start(self, request: Request) -> None:
         """From the queue to the batch."""
-        self.waiting.remove(request)
+        self._leave_queue(request)
         insort(self.running, request, key=_by_sort_key)
 
-    def requeue(self, request: Request) -> None:
+    def hold(self, request: Request, refused: Refused) -> None:
+        """One that waits does so for this reason now."""
+        if request.waits != refused:
+            if request.waits is not None:
+                self.waits[request.waits.reason] -= 1
+            self.waits[refused.reason] += 1
+            request.waits = refused
+
+    def _wait(self, request: Request, refused: Refused) -> None:
+        insort(self.waiting, request, key=_by_sort_key)
+        self.waits[refused.reason] += 1
+        request.waits = refused
+
+    def _leave_queue(self, request: Request) -> None:
+        self.waiting.remove(request)
+        assert request.waits is not None, "it has waited"
+        self.waits[request.waits.reason] -= 1
+
+    def requeue(self, request: Request, refused: Refused = Refused("queue")) -> None:
         """From the batch back to the queue; the worker forgets it."""
         self.running.remove(request)
-        insort(self.waiting, request, key=_by_sort_key)
+        self._wait(request, refused)
         for part in request.parts:
             self._drop(part)
 
@@ -166,7 +188,10 @@ class Roster:
         if request.encoder is not None:
             self._drop(request.encoder)
         del self.requests[request.request_id]
-        (self.running if request in self.running else self.waiting).remove(request)
+        if request in self.running:
+            self.running.remove(request)
+        else:
+            self._leave_queue(request)
 
     def requeue_all(self, plans: Iterable[StepPlan]) -> None:
         """All requests wait. The worker is to forget them, and what `plans` were to have it
@@ -176,6 +201,10 @@ class Roster:
         self.dropped += (seq_id for request in self.requests.values() for seq_id in request.seq_ids)
         self.running = []
         self.waiting = sorted(self.requests.values(), key=_by_sort_key)
+        self.waits = Counter()
+        self.waits["queue"] = len(self.waiting)
+        for request in self.waiting:
+            request.waits = Refused("queue")
 
     def _drop(self, part: Sequence | Encoder) -> None:
         if part.on_worker:

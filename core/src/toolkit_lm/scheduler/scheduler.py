@@ -26,8 +26,8 @@ from toolkit_lm.scheduler.encoder_cache import EncoderCache
 from toolkit_lm.scheduler.event_log import EventLog
 from toolkit_lm.scheduler.preemption import PreemptionCost
 from toolkit_lm.scheduler.quarantine import Quarantine
-from toolkit_lm.scheduler.request import Request, Sequence
-from toolkit_lm.scheduler.request_blocks import Cached, RequestBlocks
+from toolkit_lm.scheduler.request import Refused, Request, Sequence
+from toolkit_lm.scheduler.request_blocks import Admission, Admitted, RequestBlocks
 from toolkit_lm.scheduler.roster import Roster, SchedulingPolicy
 
 _MOST_OVERTAKEN = 16
@@ -77,6 +77,15 @@ class Scheduler:
         )
         self.request_blocks = RequestBlocks(
             config, self.blocks, self.preemption, self.roster, self.items
+        )
+        self.admission = Admission(
+            self.blocks,
+            self.roster,
+            self.items,
+            caching=self.request_blocks.caching,
+            max_num_seqs=self.max_num_seqs,
+            chunk=self.max_num_batched_tokens,
+            start_over=self.request_blocks.start_over,
         )
         self.quarantine = Quarantine()
         self.events = EventLog()
@@ -142,9 +151,10 @@ class Scheduler:
         if self.quarantine.quarantined:
             self._schedule_alone(plan, self.roster.requests[self.quarantine.quarantined[0]])
         else:
-            waiting = self.policy.begin_step(
-                self.roster.running, self.roster.waiting[: self.max_num_seqs]
-            )
+            asked = self.roster.waiting[: self.max_num_seqs]
+            waiting = self.policy.begin_step(self.roster.running, asked)
+            if waiting is not asked:
+                self._hold_back(asked, waiting)
             if waiting:
                 waiting = self._make_room(plan, waiting)
             budget, preempted = self._schedule_running(plan, self.max_num_batched_tokens)
@@ -227,16 +237,21 @@ class Scheduler:
             if running and (victim := self.policy.gives_way(one, running)) is not None
         )
         for request, victim in islice(found, _MOST_OVERTAKEN):
-            if (
-                request.awaits_tokens
-                or self.request_blocks.find_room(request, self.max_num_batched_tokens) is not None
-            ):
+            decided = self.admission.decide(request, self.max_num_batched_tokens)
+            if not isinstance(decided, Refused) or decided.reason == "drawing":
                 continue
             victim.gave_way = True
             victim.sort_key = (*request.sort_key, 0)
             self._preempt(plan, victim)
             return [request]
         return waiting
+
+    def _hold_back(self, asked: Collection[Request], waiting: Collection[Request]) -> None:
+        """The policy lets only some of those that wait begin."""
+        allowed = set(map(id, waiting))
+        for request in asked:
+            if id(request) not in allowed:
+                self.roster.hold(request, Refused("policy"))
 
     def _schedule_running(self, plan: StepPlan, budget: int) -> tuple[int, bool]:
         """Returns what is left of the budget, and whether a request was preempted."""
@@ -272,10 +287,12 @@ class Scheduler:
                 continue
             num_behind += bool(held_up)
             tokens = self.policy.grant(request, budget)
-            if (cached := self.request_blocks.find_room(request, tokens)) is None:
+            decided = self.admission.decide(request, tokens)
+            if isinstance(decided, Refused):
+                self.roster.hold(request, decided)
                 held_up.append(request)
                 continue
-            self._admit(plan, request, cached)
+            self._admit(plan, request, decided)
             budget -= self.request_blocks.commit(
                 plan, request, self.request_blocks.ranges(request, tokens)
             )
@@ -284,7 +301,7 @@ class Scheduler:
         """One that is quarantined; all others wait without blocks, so that it fits. It computes all
         of its keys and values itself."""
         if request in self.roster.waiting:
-            self._admit(plan, request, Cached())
+            self._admit(plan, request, Admitted())
         self.request_blocks.trim(request)
         self.request_blocks.commit(
             plan, request, self.request_blocks.ranges(request, self.max_num_batched_tokens)
@@ -296,17 +313,17 @@ class Scheduler:
             self.roster.requeue(request)
             self.request_blocks.start_over(request)
 
-    def _admit(self, plan: StepPlan, request: Request, cached: Cached) -> None:
+    def _admit(self, plan: StepPlan, request: Request, admitted: Admitted) -> None:
         self.roster.start(request)
-        plan.swap_in += self.request_blocks.admit(request, cached)
+        plan.swap_in += self.request_blocks.admit(request, admitted)
         if request.scheduled_time is None:
-            request.num_cached_tokens = cached.num_tokens
+            request.num_cached_tokens = admitted.num_cached_tokens
             self.events.scheduled(request)
 
     def _preempt(self, plan: StepPlan, request: Request) -> None:
         """Takes a running request's blocks. It waits, and is computed again from its tokens, or
         comes back from the host."""
-        self.roster.requeue(request)
+        self.roster.requeue(request, Refused("blocks"))
         copies = self.request_blocks.swap_out(request)
         if copies is None:
             self.request_blocks.start_over(request)

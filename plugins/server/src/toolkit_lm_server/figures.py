@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from toolkit_lm.events import WAITS
 
 from toolkit_lm_server.collectors import LATENCY, Intervals
-from toolkit_lm_server.metric_names import ENGINE
+from toolkit_lm_server.metric_names import ENGINE, WAITING_BY_REASON
 
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _LENGTHS = (*_TOKENS, 32768, 65536, 131072, 262144)
@@ -43,6 +44,14 @@ class Figures:
         self.waiting = its(
             Gauge, "num_requests_waiting", "Requests that wait for a place in the batch."
         )
+        self.waiting_by_reason = Gauge(
+            f"toolkit_lm_{WAITING_BY_REASON}",
+            "The same requests, by why they waited when they were last asked.",
+            [ENGINE, "reason"],
+            registry=self.registry,
+        )
+        for reason in WAITS:
+            self.waiting_by_reason.labels("0", reason)
         self.cache_usage = its(
             Gauge, "kv_cache_usage_ratio", "Used part of the KV cache blocks, 0 to 1."
         )

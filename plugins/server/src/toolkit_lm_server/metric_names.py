@@ -8,6 +8,7 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from toolkit_lm_server.options import MetricNames
 
@@ -27,6 +28,7 @@ class VllmName(NamedTuple):
 VLLM_NAMES = {
     "num_sequences_running": VllmName("num_requests_running"),
     "num_requests_waiting": VllmName("num_requests_waiting"),
+    "num_requests_waiting_by_reason": VllmName("num_requests_waiting_by_reason"),
     "kv_cache_usage_ratio": VllmName("kv_cache_usage_perc"),
     "prefix_cache_queries": VllmName("prefix_cache_queries"),
     "prefix_cache_hits": VllmName("prefix_cache_hits"),
@@ -58,8 +60,10 @@ VLLM_NAMES = {
     ),
 }
 """By our name, without its prefix."""
-_BY_REASON = "vllm:num_requests_waiting_by_reason"
-"""vLLM tells those who wait twice. Ours have one reason: no place in the batch is free."""
+WAITING_BY_REASON = "num_requests_waiting_by_reason"
+_DEFERRED = ("part", "loading", "drawing", "policy")
+"""Our reasons that vLLM has one word for: something else than room in the batch is awaited. The
+others are its "capacity"."""
 
 
 class _Named(Collector):
@@ -81,9 +85,8 @@ class _Named(Collector):
                 yield self._of_one(_renamed(family, family.name, {}, {}))
             elif self._names == "vllm" and (other := VLLM_NAMES.get(short)) is not None:
                 labels = {ENGINE: "0", "model_name": self._model_name}
-                yield _renamed(family, f"vllm:{other.name}", labels, other.labels)
-                if other.name == "num_requests_waiting":
-                    yield _renamed(family, _BY_REASON, labels | {"reason": "capacity"}, {})
+                renamed = _renamed(family, f"vllm:{other.name}", labels, other.labels)
+                yield _of_few_reasons(renamed) if short == WAITING_BY_REASON else renamed
             else:
                 yield self._of_one(
                     _renamed(family, family.name, {"model_name": self._model_name}, {})
@@ -103,6 +106,19 @@ def named(
     """What there is in a registry, as it is told. `several`: engines, so that figures say of which
     they are."""
     return _Named(registry, names, model_name, several)
+
+
+def _of_few_reasons(family: Metric) -> Metric:
+    """Those who wait, by vLLM's reasons."""
+    summed: dict[tuple[str, ...], Sample] = {}
+    for sample in family.samples:
+        reason = "deferred" if sample.labels["reason"] in _DEFERRED else "capacity"
+        labels = sample.labels | {"reason": reason}
+        key = tuple(labels.values())
+        value = sample.value + (summed[key].value if key in summed else 0)
+        summed[key] = sample._replace(labels=labels, value=value)
+    family.samples = list(summed.values())
+    return family
 
 
 def _renamed(

@@ -95,7 +95,12 @@ class Metrics:
                 if last.num_later > 0:
                     self._figures.between.observe(last.gap, last.num_later)
                     last.num_later = 0
+                before = self.loads.get(event.engine)
+                known = {} if before is None else before.waiting_by_reason
                 self.loads[event.engine] = event
+                for reason in {*known, *event.waiting_by_reason}:
+                    count = event.waiting_by_reason.get(reason, 0)
+                    self._figures.waiting_by_reason.labels(engine, reason).set(count)
                 self._figures.running.labels(engine).set(event.num_running)
                 self._figures.waiting.labels(engine).set(event.num_waiting)
                 self._figures.cache_usage.labels(engine).set(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -48,5 +49,6 @@ def total_load(loads: Iterable[LoadEvent]) -> LoadEvent | None:
     counts = [name for name in LoadEvent.__struct_fields__ if name.startswith("num_")]
     return LoadEvent(
         time=max(one.time for one in found),
+        waiting_by_reason=dict(sum((Counter(one.waiting_by_reason) for one in found), Counter())),
         **{name: sum(getattr(one, name) for one in found) for name in counts},
     )
