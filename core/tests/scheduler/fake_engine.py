@@ -26,7 +26,7 @@ from toolkit_lm.kv import (
     KVPool,
     WindowSpec,
 )
-from toolkit_lm.kv.block_manager import FIRST_ON_HOST, NO_BLOCK
+from toolkit_lm.kv.block_manager import HOST, Location
 from toolkit_lm.messages import (
     EncoderInput,
     EngineRequest,
@@ -440,8 +440,9 @@ def check_blocks(blocks: BlockManager) -> None:
             if group.pool_index == index
         ]
         entries = [entry for table in tables for entry in table]
-        device = Counter(entry for entry in entries if entry >= 0)
-        host = Counter(FIRST_ON_HOST - entry for entry in entries if entry <= FIRST_ON_HOST)
+        device = Counter(entry for entry in entries if isinstance(entry, int))
+        host = Counter(entry.id for entry in entries if isinstance(entry, Location))
+        assert {entry.tier for entry in entries if isinstance(entry, Location)} <= {HOST}
         for one, owners in ((pool, device), (host_pool, host)):
             assert all(one.ref_counts[b] == owners.get(b, 0) for b in range(one.num_blocks)), (
                 "reference counts differ from owners"
@@ -453,7 +454,7 @@ def check_blocks(blocks: BlockManager) -> None:
                 "the count of cached blocks is wrong"
             )
         for table in tables:
-            held = [entry for entry in table if entry != NO_BLOCK]
+            held = [entry for entry in table if entry is not None]
             assert len(set(held)) == len(held), "a table names a block twice"
 
 

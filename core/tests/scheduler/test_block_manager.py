@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.kv import BlockManager, TokenRange
-from toolkit_lm.kv.block_manager import NO_BLOCK
 from toolkit_lm.kv.prefix import PrefixHashes
 from toolkit_lm.messages import BlockCopy, StepPlan
 from toolkit_lm.scheduler.request_blocks import Admitted, RequestBlocks
@@ -137,7 +136,7 @@ class BlockMachine(RuleBasedStateMachine):
         line = self.lines[parent]
         shared = line.computed - back
         gone = any(
-            NO_BLOCK in self.blocks.get_block_table(parent, group)[spec.first_needed(shared) :]
+            None in self.blocks.get_block_table(parent, group)[spec.first_needed(shared) :]
             for group, spec, _ in self.groups()
         )
         if shared > 0 and not gone:
@@ -167,7 +166,7 @@ class BlockMachine(RuleBasedStateMachine):
             (g.pool_index, entry)
             for g, table in self.blocks._tables_of(seq_ids)
             for entry in table
-            if entry != NO_BLOCK
+            if entry is not None
         ]
         own = {
             entry
@@ -224,8 +223,8 @@ class BlockMachine(RuleBasedStateMachine):
                     offset = position % spec.block_size
                     held = (
                         self.device[pool][entry]
-                        if entry >= 0
-                        else self.host[pool][NO_BLOCK - 1 - entry]
+                        if isinstance(entry, int)
+                        else self.host[pool][entry.id]
                     )
                     assert held[offset] == (group, *line.tokens[: position + 1])
 
@@ -283,7 +282,7 @@ def test_windows_move_on_the_host():
     blocks = make_blocks(12, [(2, None), (2, 4)], host_blocks=12)
     blocks.append_slots(TokenRange(0, 0, 10), StepPlan())
     blocks.trim(0, 6)
-    assert blocks.get_block_table(0, 1)[:2] == [NO_BLOCK, blocks.get_block_table(0, 1)[1]]
+    assert blocks.get_block_table(0, 1)[:2] == [None, blocks.get_block_table(0, 1)[1]]
     assert len(blocks.swap_out([0])) == blocks.num_used_on_host == 9
     request = SimpleNamespace(
         swapped=True, seq_ids=[0], unfinished=[SimpleNamespace(seq_id=0, num_kept_tokens=9)]
@@ -297,5 +296,5 @@ def test_windows_move_on_the_host():
         0,
         False,
     )
-    assert blocks.get_block_table(0, 1)[:3] == [NO_BLOCK] * 3
+    assert blocks.get_block_table(0, 1)[:3] == [None] * 3
     check_blocks(blocks)

@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
 from toolkit_lm.kv import BlockManager
-from toolkit_lm.kv.block_manager import NO_BLOCK
+from toolkit_lm.kv.block_manager import Entry, Location
 from toolkit_lm.messages import (
     Array,
     BlockCopy,
@@ -138,13 +138,13 @@ class CheckedBlocks(BlockManager):
         return copies
 
     def swap_in(self, seq_ids) -> list[BlockCopy]:
-        hosted = {entry for entry in self._entries(seq_ids) if entry[1] < NO_BLOCK}
+        hosted = {entry for entry in self._entries(seq_ids) if isinstance(entry[1], Location)}
         needed = self.num_swapped(seq_ids)
         before = self._used()
         copies = super().swap_in(seq_ids)
         assert len(copies) == sum(needed) == len(hosted)
         assert self._used() == (before[0] + len(hosted), before[1] - len(hosted))
-        assert all(entry >= NO_BLOCK for _, entry in self._entries(seq_ids))
+        assert all(not isinstance(entry, Location) for _, entry in self._entries(seq_ids))
         return copies
 
     def free(self, seq_id) -> None:
@@ -152,24 +152,24 @@ class CheckedBlocks(BlockManager):
             entry
             for group, table in self._tables_of([seq_id])
             for entry in table
-            if entry != NO_BLOCK and group._owners(entry) == 1
+            if entry is not None and group._owners(entry) == 1
         ]
         before = self._used()
         super().free(seq_id)
         assert self._used() == (
-            before[0] - sum(e >= 0 for e in last),
-            before[1] - sum(e < 0 for e in last),
+            before[0] - sum(isinstance(e, int) for e in last),
+            before[1] - sum(isinstance(e, Location) for e in last),
         )
 
-    def _entries(self, seq_ids) -> list[tuple[int, int]]:
+    def _entries(self, seq_ids) -> list[tuple[int, Entry]]:
         return [
             (group.pool_index, entry)
             for group, table in self._tables_of(seq_ids)
             for entry in table
         ]
 
-    def _unshared(self, seq_ids) -> list[tuple[int, int]]:
-        counts = Counter(entry for entry in self._entries(seq_ids) if entry[1] >= 0)
+    def _unshared(self, seq_ids) -> list[tuple[int, Entry]]:
+        counts = Counter(entry for entry in self._entries(seq_ids) if isinstance(entry[1], int))
         return [
             entry
             for entry, count in counts.items()
@@ -417,16 +417,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         check_blocks(blocks)
         roster = self.scheduler.roster
         assert +roster.waits == Counter(one.waits.reason for one in roster.waiting)
-        distinct: list[set[tuple[int, int]]] = []
+        distinct: list[set[tuple[int, Entry]]] = []
         for request in self.scheduler.roster.requests.values():
             # Distinct blocks of a request = the union of its sequences' tables.
             distinct.append(
-                {entry for entry in blocks._entries(request.seq_ids) if entry[1] != NO_BLOCK}
+                {entry for entry in blocks._entries(request.seq_ids) if entry[1] is not None}
             )
             if request in self.scheduler.roster.waiting and not request.swapped:
                 assert not distinct[-1], "a waiting request holds blocks"
             if request in self.scheduler.roster.running:
-                assert all(entry >= 0 for _, entry in distinct[-1]), (
+                assert all(isinstance(entry, int) for _, entry in distinct[-1]), (
                     "a running request's block is on the host"
                 )
         every = set().union(*distinct)
@@ -434,11 +434,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             zip(blocks.pools, blocks.host_pools, strict=True)
         ):
             mine = [entry for i, entry in every if i == index]
-            assert pool.num_free + sum(entry >= 0 for entry in mine) == pool.num_blocks
-            assert host_pool.num_free + sum(entry < 0 for entry in mine) == host_pool.num_blocks
+            assert pool.num_free + sum(isinstance(entry, int) for entry in mine) == pool.num_blocks
+            assert (
+                host_pool.num_free + sum(isinstance(entry, Location) for entry in mine)
+                == host_pool.num_blocks
+            )
         for seq_id in blocks._tables:
             for group, table in blocks._tables_of([seq_id]):
-                held = [b for b in table if b != NO_BLOCK]
+                held = [b for b in table if b is not None]
                 assert len(held) <= group.spec.max_blocks(
                     MAX_MODEL_LEN, self.scheduler.max_num_batched_tokens
                 )

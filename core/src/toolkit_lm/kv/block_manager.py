@@ -15,13 +15,26 @@ from toolkit_lm.messages import BlockCopy, BlockMove, StepPlan
 BlockHashes = Callable[[int, int], Sequence[bytes]]
 """(block size, number of blocks) -> at least so many hashes of a sequence's first blocks."""
 
-NO_BLOCK = -1
-"""A table's entry for tokens that a window has left behind. Entries below it are blocks of the host
-pool."""
-
-FIRST_ON_HOST = NO_BLOCK - 1
 _NONE: list[int] = []
 """Of a group that has no table of a sequence."""
+
+
+class Location(NamedTuple):
+    """Where a block is that is not on the device."""
+
+    tier: str
+    """Name of the tier that keeps it."""
+    id: int
+    """Its place there."""
+
+
+HOST = "host"
+"""The tier that preempted requests are swapped to."""
+
+Entry = int | Location | None
+"""Of a block table: a block of the device, or where it is else. None: a window has left its tokens
+behind."""
+Table = list[Entry]
 
 
 class TokenRange(NamedTuple):
@@ -33,11 +46,8 @@ class TokenRange(NamedTuple):
 
 
 class GroupBlocks:
-    """How the block tables of one KV group grow, are shared and shrink, as the group's spec says.
-
-    A table is a list of block ids of the device pool, NO_BLOCK, or FIRST_ON_HOST - (block id of the
-    host pool).
-    """
+    """How the block tables of one KV group grow, are shared and shrink, as the group's spec
+    says."""
 
     def __init__(
         self, index: int, spec: KVCacheSpec, pool_index: int, pool: BlockPool, host_pool: BlockPool
@@ -49,7 +59,9 @@ class GroupBlocks:
         self.pool = pool
         self.host_pool = host_pool
 
-    def num_needed(self, table: Sequence[int], start: int, end: int, spare: dict[int, int]) -> int:
+    def num_needed(
+        self, table: Sequence[Entry], start: int, end: int, spare: dict[Entry, int]
+    ) -> int:
         """Free blocks that `extend` takes: new ones, and copies of shared ones.
 
         `spare`: by shared block, its owners but for one. Of its writers each takes a copy, but for
@@ -64,65 +76,67 @@ class GroupBlocks:
         return needed
 
     def extend(
-        self, table: list[int], start: int, end: int
-    ) -> tuple[list[int], list[tuple[int, int]]]:
+        self, table: Table, start: int, end: int
+    ) -> tuple[list[int], list[tuple[int, int, int]]]:
         """Makes the blocks of tokens [start, end) exist and be the table's own. `num_needed` blocks
         must be free.
 
-        Returns the new ones, and (index, shared block) of those that are copied.
+        Returns the new ones, and (index, shared block, its copy) of those that are copied.
         """
         copied = []
         last = -(-end // self.size)
         for index in range(start // self.size, min(last, len(table))):
             source = table[index]
+            assert isinstance(source, int), "a block that is written is on the device"
             if self.pool.ref_counts[source] == 1:
                 # A fork whose parent is gone may find its block full already, of tokens that are
                 # the parent's.
                 self.pool.forget(source)
             else:
-                table[index] = self.pool.take()
+                table[index] = copy = self.pool.take()
                 self.pool.release(source)
-                copied.append((index, source))
+                copied.append((index, source, copy))
         new = [self.pool.take() for _ in range(last - len(table))]
         table += new
         return new, copied
 
-    def trim(self, table: list[int], num_computed_tokens: int) -> None:
+    def trim(self, table: Table, num_computed_tokens: int) -> None:
         """Gives back the blocks that no token from `num_computed_tokens` on can see."""
         # The last of them first: as soon as one is gone, all before it are.
         for index in range(
             min(len(table), self.spec.first_needed(num_computed_tokens)) - 1, -1, -1
         ):
-            if table[index] == NO_BLOCK:
+            if table[index] is None:
                 break
             self.release([table[index]])
-            table[index] = NO_BLOCK
+            table[index] = None
 
-    def fork(self, table: Sequence[int], num_tokens: int) -> list[int]:
+    def fork(self, table: Sequence[Entry], num_tokens: int) -> Table:
         """A table that shares the blocks of the first `num_tokens` tokens."""
         shared = list(table[: -(-num_tokens // self.size)])
         for entry in shared:
-            if entry >= 0:
+            if isinstance(entry, int):
                 self.pool.share(entry)
-            elif entry <= FIRST_ON_HOST:
-                self.host_pool.share(FIRST_ON_HOST - entry)
+            elif entry is not None:
+                self.host_pool.share(entry.id)
         return shared
 
-    def release(self, table: Sequence[int]) -> None:
+    def release(self, table: Sequence[Entry]) -> None:
         """Gives back all blocks of a table."""
         # From the end, so that a sequence's first blocks, the likeliest to be wanted again, are
         # reused last.
         for entry in reversed(table):
-            if entry >= 0:
+            if isinstance(entry, int):
                 self.pool.release(entry)
-            elif entry <= FIRST_ON_HOST:
-                self.host_pool.release(FIRST_ON_HOST - entry)
+            elif entry is not None:
+                self.host_pool.release(entry.id)
 
-    def _owners(self, entry: int) -> int:
+    def _owners(self, entry: Entry) -> int:
+        assert entry is not None, "what a window has left behind has no owner"
         return (
             self.pool.ref_counts[entry]
-            if entry >= 0
-            else self.host_pool.ref_counts[FIRST_ON_HOST - entry]
+            if isinstance(entry, int)
+            else self.host_pool.ref_counts[entry.id]
         )
 
     # Prefix caching
@@ -151,16 +165,16 @@ class GroupBlocks:
             assert block is not None, "the prefix is not cached"
             yield index, block
 
-    def adopt(self, block_hashes: BlockHashes, num_tokens: int) -> list[int]:
+    def adopt(self, block_hashes: BlockHashes, num_tokens: int) -> Table:
         """A table with the blocks of a cached prefix."""
-        table = [NO_BLOCK] * (num_tokens // self.size)
+        table: Table = [None] * (num_tokens // self.size)
         for index, block in self.cached(block_hashes, num_tokens):
             self.pool.share(block)
             table[index] = block
         return table
 
     def publish(
-        self, table: Sequence[int], block_hashes: BlockHashes, before: int, num_tokens: int
+        self, table: Sequence[Entry], block_hashes: BlockHashes, before: int, num_tokens: int
     ) -> None:
         """Lets others find the full blocks of tokens [before, num_tokens)."""
         first = before // self.size
@@ -168,13 +182,13 @@ class GroupBlocks:
         if full > first:
             hashes = block_hashes(self.size, full)
             for index in range(first, full):
-                if table[index] >= 0:
-                    self.pool.publish((self.index, hashes[index]), table[index])
+                if isinstance(block := table[index], int):
+                    self.pool.publish((self.index, hashes[index]), block)
 
-    def forget_contents(self, table: Sequence[int]) -> None:
+    def forget_contents(self, table: Sequence[Entry]) -> None:
         """Nobody is to find a table's blocks."""
         for block in table:
-            if block >= 0:
+            if isinstance(block, int):
                 self.pool.forget(block)
 
 
@@ -226,21 +240,29 @@ class BlockManager:
         self._trimmed = [group for group in self.groups if group.spec.first_needed(2**30)]
         self.trims = bool(self._trimmed)
         """Whether `trim` can give anything back."""
-        self._tables: dict[int, list[list[int]]] = {}
+        self._tables: dict[int, list[Table]] = {}
         self._published: dict[int, int] = {}
         """By seq_id, tokens whose full blocks can be found by others."""
 
     # Tables
 
-    def get_block_table(self, seq_id: int, group: int = 0) -> list[int]:
-        """A sequence's blocks, in the order of its tokens, NO_BLOCK where a window has passed;
-        empty for one that holds none."""
+    def get_block_table(self, seq_id: int, group: int = 0) -> Table:
+        """A sequence's blocks, in the order of its tokens, None where a window has passed; empty
+        for one that holds none."""
         return self._tables[seq_id][group] if seq_id in self._tables else []
+
+    def worker_tables(self, seq_id: int) -> list[list[int]]:
+        """A sequence's block tables, per KV group, as workers are told them. No query reads what a
+        window has left behind: any block will do for it."""
+        return [
+            [entry if isinstance(entry, int) else 0 for entry in table]
+            for table in self._tables.get(seq_id, [[]] * len(self.groups))
+        ]
 
     def blocks_needed(self, ranges: Iterable[TokenRange]) -> list[int]:
         """Free blocks that `append_slots` of all `ranges` together takes."""
         needed = [0] * len(self.pools)
-        spare: list[dict[int, int]] = [{} for _ in self.pools]
+        spare: list[dict[Entry, int]] = [{} for _ in self.pools]
         for seq_id, start, end in ranges:
             tables = self._tables.get(seq_id)
             for group in self._of_sequences:
@@ -283,15 +305,15 @@ class BlockManager:
         for group in self._of_sequences:
             table = tables[group.index]
             new_blocks[group.index], copied = group.extend(table, start, end)
-            for index, source in copied:
-                plan.copies.append(BlockCopy(group.index, source, table[index]))
-                plan.moves.append(BlockMove(seq_id, group.index, index, table[index]))
+            for index, source, copy in copied:
+                plan.copies.append(BlockCopy(group.index, source, copy))
+                plan.moves.append(BlockMove(seq_id, group.index, index, copy))
         return new_blocks
 
-    def new_tables(self, seq_id: int) -> list[list[int]]:
+    def new_tables(self, seq_id: int) -> list[Table]:
         """Empty ones, per KV group, of a sequence that has none."""
         assert seq_id not in self._tables, f"sequence {seq_id} holds blocks already"
-        tables: list[list[int]] = [[] for _ in self.groups]
+        tables: list[Table] = [[] for _ in self.groups]
         self._tables[seq_id] = tables
         return tables
 
@@ -398,7 +420,21 @@ class BlockManager:
             len(blocks) > pool.num_free for blocks, pool in zip(moved, self.host_pools, strict=True)
         ):
             return None
-        return self._move(seq_ids, moved, to_host=True)
+        new: list[dict[int, int]] = [{} for _ in self.pools]
+        copies = []
+        for group, table in self._tables_of(seq_ids):
+            targets = new[group.pool_index]
+            for index, block in enumerate(table):
+                if not isinstance(block, int) or block not in moved[group.pool_index]:
+                    continue
+                if block in targets:
+                    group.host_pool.share(targets[block])
+                else:
+                    targets[block] = group.host_pool.take()
+                    copies.append(BlockCopy(group.index, block, targets[block]))
+                group.pool.release(block)
+                table[index] = Location(HOST, targets[block])
+        return copies
 
     def num_swapped(self, seq_ids: Sequence[int]) -> list[int]:
         """Blocks that `swap_in` takes from the device pools."""
@@ -407,7 +443,21 @@ class BlockManager:
     def swap_in(self, seq_ids: Sequence[int]) -> list[BlockCopy]:
         """Moves a request's blocks back. `num_swapped` must be free. The copies are from the host
         (source) to the device (target)."""
-        return self._move(seq_ids, self._hosted(seq_ids), to_host=False)
+        new: list[dict[Location, int]] = [{} for _ in self.pools]
+        copies = []
+        for group, table in self._tables_of(seq_ids):
+            targets = new[group.pool_index]
+            for index, place in enumerate(table):
+                if not isinstance(place, Location):
+                    continue
+                if place in targets:
+                    group.pool.share(targets[place])
+                else:
+                    targets[place] = group.pool.take()
+                    copies.append(BlockCopy(group.index, place.id, targets[place]))
+                group.host_pool.release(place.id)
+                table[index] = targets[place]
+        return copies
 
     def num_own_bytes(self, seq_ids: Sequence[int]) -> int:
         """Bytes of the blocks that `swap_out` would move."""
@@ -420,43 +470,20 @@ class BlockManager:
         """Of a request's blocks on the device, those that no other request shares."""
         counts: list[Counter[int]] = [Counter() for _ in self.pools]
         for group, table in self._tables_of(seq_ids):
-            counts[group.pool_index].update(entry for entry in table if entry >= 0)
+            counts[group.pool_index].update(entry for entry in table if isinstance(entry, int))
         return [
             {block for block, n in one.items() if pool.ref_counts[block] == n}
             for one, pool in zip(counts, self.pools, strict=True)
         ]
 
-    def _hosted(self, seq_ids: Sequence[int]) -> list[set[int]]:
-        """A request's entries that name blocks of the host."""
-        hosted: list[set[int]] = [set() for _ in self.pools]
+    def _hosted(self, seq_ids: Sequence[int]) -> list[set[Location]]:
+        """Per pool, where blocks of a request are that are not on the device."""
+        hosted: list[set[Location]] = [set() for _ in self.pools]
         for group, table in self._tables_of(seq_ids):
-            hosted[group.pool_index].update(entry for entry in table if entry <= FIRST_ON_HOST)
+            hosted[group.pool_index].update(e for e in table if isinstance(e, Location))
         return hosted
 
-    def _move(
-        self, seq_ids: Sequence[int], moved: Sequence[set[int]], *, to_host: bool
-    ) -> list[BlockCopy]:
-        new: list[dict[int, int]] = [{} for _ in self.pools]
-        copies = []
-        for group, table in self._tables_of(seq_ids):
-            source, target = (
-                (group.pool, group.host_pool) if to_host else (group.host_pool, group.pool)
-            )
-            targets = new[group.pool_index]
-            for index, entry in enumerate(table):
-                if entry not in moved[group.pool_index]:
-                    continue
-                block = entry if to_host else FIRST_ON_HOST - entry
-                if entry in targets:
-                    target.share(targets[entry])
-                else:
-                    targets[entry] = target.take()
-                    copies.append(BlockCopy(group.index, block, targets[entry]))
-                source.release(block)
-                table[index] = FIRST_ON_HOST - targets[entry] if to_host else targets[entry]
-        return copies
-
-    def _tables_of(self, seq_ids: Sequence[int]) -> Iterator[tuple[GroupBlocks, list[int]]]:
+    def _tables_of(self, seq_ids: Sequence[int]) -> Iterator[tuple[GroupBlocks, Table]]:
         """Each of a request's tables, and its group."""
         for seq_id in seq_ids:
             yield from zip(self.groups, self._tables.get(seq_id, ()), strict=False)

@@ -94,14 +94,7 @@ class RequestBlocks:
             ):
                 row.tokens = seq.token_ids[tokens.start : tokens.end] + seq.drafts[: row.num_drafts]
             if not seq.on_worker:
-                tables = [
-                    self.blocks.get_block_table(seq.seq_id, group)
-                    for group in range(len(self.blocks.groups))
-                ]
-                # No query reads what a window has left behind: any block will do for it.
-                plan.new.append(
-                    seq.as_new([[max(block, 0) for block in table] for table in tables])
-                )
+                plan.new.append(seq.as_new(self.blocks.worker_tables(seq.seq_id)))
                 seq.on_worker = True
             seq.num_computed_tokens = tokens.end
             # Where keys and values are written before any are read, who comes later in this very
@@ -148,11 +141,7 @@ class RequestBlocks:
         num_tokens = 0 if encoder.is_computed else encoder.num_tokens
         if num_tokens:
             self.cross.allocate(encoder, publish=self.caching)
-        tables = [
-            list(self.blocks.get_block_table(encoder.seq_id, group))
-            for group in range(len(self.blocks.groups))
-        ]
-        plan.encoders.append(encoder.as_new(tables))
+        plan.encoders.append(encoder.as_new(self.blocks.worker_tables(encoder.seq_id)))
         encoder.is_computed = encoder.on_worker = True
         return num_tokens
 
