@@ -17,9 +17,9 @@ from toolkit_lm.attention import (
     BatchLimits,
     BatchView,
     Binding,
+    ForwardContext,
     GroupSetup,
-    StepContext,
-    step_context,
+    forward_context,
 )
 from toolkit_lm.config import VllmConfig
 from toolkit_lm_devkit.eager import eager_attention
@@ -167,7 +167,9 @@ class CrossStep:
             for x in (self.k, self.v)
         ]
         meta = backend.build(self._batch(self.rows, self.written, self.padding))
-        with step_context(StepContext({LAYER: Binding(backend, params, kv_cache, 0)}, [meta])):
+        with forward_context(
+            ForwardContext({LAYER: Binding(backend, params, kv_cache, 0)}, [meta])
+        ):
             out: Tensor = self.layer(self._to(q.flatten(1)), *brought)
         return out.view(-1, *self.q[0].shape[1:])[: len(q) - self.padding].cpu()
 

@@ -609,7 +609,7 @@ def test_a_hook_that_comes_and_goes(folder):
     )
     layer(*given)
     handles.append(layer.self_attn.register_forward_pre_hook(lambda *given: calls.update(["hook"])))
-    with pytest.raises(AssertionError, match="outside a step_context"):
+    with pytest.raises(AssertionError, match="outside a forward_context"):
         layer(*given)
     assert calls["hook"] == 1
     handles.pop().remove()

@@ -11,9 +11,9 @@ from toolkit_lm.attention import (
     BatchLimits,
     BatchView,
     Binding,
+    ForwardContext,
     GroupSetup,
-    StepContext,
-    step_context,
+    forward_context,
 )
 from toolkit_lm.model import EncoderDecoderModel
 from toolkit_lm_devkit import load_checkpoint
@@ -128,7 +128,7 @@ class Driver:
             self.backends[AttentionType.DECODER].build(decoder),
             self.backends[AttentionType.CROSS].build(cross),
         ]
-        with step_context(StepContext(self.bindings, metadata)):
+        with forward_context(ForwardContext(self.bindings, metadata)):
             states = self.model(token_ids, positions, encoder_hidden_states=encoder_hidden_states)
         for (sequence, count), logits in zip(
             rows, self.model.compute_logits(states).split(counts), strict=True
@@ -141,7 +141,7 @@ class Driver:
         meta = self.backends[AttentionType.ENCODER].build(
             view(lengths, lengths, [0] * len(lengths))
         )
-        with step_context(StepContext(self.bindings, [meta, None, None])):
+        with forward_context(ForwardContext(self.bindings, [meta, None, None])):
             return self.model.encode(
                 torch.cat(sequences), torch.cat([torch.arange(length) for length in lengths])
             )

@@ -14,9 +14,9 @@ from toolkit_lm.attention import (
     BatchLimits,
     BatchView,
     Binding,
+    ForwardContext,
     GroupSetup,
-    StepContext,
-    step_context,
+    forward_context,
 )
 from toolkit_lm.model import MultiModalModel
 from toolkit_lm.renderer import MultiModalRules
@@ -98,7 +98,7 @@ def sequences(
     )
     bindings = {layer.prefix: Binding(backend, layer.params, None, 0) for layer in layers}
     assert len(bindings) == len(layers), "two attention layers have one prefix"
-    with step_context(StepContext(bindings, [backend.build(view)])):
+    with forward_context(ForwardContext(bindings, [backend.build(view)])):
         yield
 
 

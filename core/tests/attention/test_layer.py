@@ -12,9 +12,9 @@ from toolkit_lm.attention import (
     AttentionType,
     BatchLimits,
     Binding,
+    ForwardContext,
     GroupSetup,
-    StepContext,
-    step_context,
+    forward_context,
 )
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError
@@ -118,8 +118,8 @@ def test_forward_writes_then_attends_with_its_groups_metadata() -> None:
     q = torch.randn(3, 320)
     k = torch.randn(3, 160)
     v = torch.randn(3, 160)
-    with step_context(
-        StepContext(
+    with forward_context(
+        ForwardContext(
             {"layers.0.attn": Binding(backend, layer.params, kv_cache, 1)}, ["other", "mine"]
         )
     ):
@@ -134,27 +134,27 @@ def test_forward_writes_then_attends_with_its_groups_metadata() -> None:
 def test_forward_without_a_cache_writes_nothing() -> None:
     layer = make_layer(type=AttentionType.ENCODER)
     backend = Recorder()
-    with step_context(
-        StepContext({"layers.0.attn": Binding(backend, layer.params, None, 0)}, [None])
+    with forward_context(
+        ForwardContext({"layers.0.attn": Binding(backend, layer.params, None, 0)}, [None])
     ):
         layer(*torch.randn(3, 2, 320))
     assert [call[0] for call in backend.calls] == ["forward"]
 
 
 def test_context_refuses_to_nest() -> None:
-    nothing = StepContext({}, [])
+    nothing = ForwardContext({}, [])
     with (
-        step_context(nothing),
+        forward_context(nothing),
         pytest.raises(AssertionError, match="inside another one on the same thread"),
-        step_context(nothing),
+        forward_context(nothing),
     ):
         pass
 
 
 def test_context_ends_with_an_error_inside() -> None:
-    with pytest.raises(KeyError), step_context(StepContext({}, [])):
+    with pytest.raises(KeyError), forward_context(ForwardContext({}, [])):
         raise KeyError("a model failed")
-    with step_context(StepContext({}, [])):
+    with forward_context(ForwardContext({}, [])):
         pass
 
 
@@ -163,12 +163,12 @@ def test_context_is_per_thread() -> None:
 
     def other_thread() -> None:
         try:
-            with step_context(StepContext({}, [])):
+            with forward_context(ForwardContext({}, [])):
                 pass
         except AssertionError as error:
             failures.append(error)
 
-    with step_context(StepContext({}, [])):
+    with forward_context(ForwardContext({}, [])):
         thread = threading.Thread(target=other_thread)
         thread.start()
         thread.join()
@@ -176,7 +176,7 @@ def test_context_is_per_thread() -> None:
 
 
 def test_a_layer_outside_a_context_is_named() -> None:
-    with pytest.raises(AssertionError, match=r"'layers\.0\.attn' runs outside a step_context"):
+    with pytest.raises(AssertionError, match=r"'layers\.0\.attn' runs outside a forward_context"):
         make_layer()(*torch.randn(3, 2, 320))
 
 
@@ -184,8 +184,10 @@ def test_a_step_without_keys_writes_nothing() -> None:
     """Cross attention, once the encoder's keys are cached."""
     layer = make_layer(type=AttentionType.CROSS)
     backend = Recorder()
-    with step_context(
-        StepContext({"layers.0.attn": Binding(backend, layer.params, (torch.empty(1),), 0)}, [None])
+    with forward_context(
+        ForwardContext(
+            {"layers.0.attn": Binding(backend, layer.params, (torch.empty(1),), 0)}, [None]
+        )
     ):
         out = layer(torch.ones(3, 320))
     assert torch.equal(out, torch.full((3, 320), 2.0))
@@ -202,8 +204,8 @@ def test_attention_is_one_op_of_a_compiled_graph() -> None:
         return graph.forward
 
     compiled = torch.compile(lambda q, k, v: layer(q, k, v) + 1, fullgraph=True, backend=look)
-    with step_context(
-        StepContext({"layers.0.attn": Binding(backend, layer.params, None, 0)}, [None])
+    with forward_context(
+        ForwardContext({"layers.0.attn": Binding(backend, layer.params, None, 0)}, [None])
     ):
         out = compiled(*torch.ones(3, 2, 320))
     assert torch.equal(out, torch.full((2, 320), 3.0))

@@ -9,7 +9,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,6 @@ from toolkit_lm.model import (
     Model,
     ModelCompiler,
     MultiModalModel,
-    named_layers,
-    op_layers,
     torch_dtype,
 )
 from toolkit_lm.plugin import Plugins
@@ -102,7 +99,6 @@ class InductorCompiler(ModelCompiler):
         self._patches = dict(self._options.inductor_compile_config)
         if self._level >= 3:
             self._patches = {"max_autotune": True, **self._patches}
-        self._layers = named_layers(model)
         self._programs: dict[tuple[tuple[str, str, int], ...], Program] = {}
         check_patches(self._patches)
         with _lock:
@@ -116,13 +112,12 @@ class InductorCompiler(ModelCompiler):
         }
         form = _form(given)
         program = self._programs.get(form) if len(input_ids) <= ANY.last else None
-        with nullcontext() if program is None else op_layers(self._layers):
-            if self.graphs is None:
-                return self._compute(program, given)
-            out: Tensor | IntermediateTensors = self.graphs(
-                form, given, program, partial(self._compute, program)
-            )
-            return out
+        if self.graphs is None:
+            return self._compute(program, given)
+        out: Tensor | IntermediateTensors = self.graphs(
+            form, given, program, partial(self._compute, program)
+        )
+        return out
 
     def bind(self, limits: BatchLimits, supports: Mapping[str, GraphSupport | str]) -> None:
         if self.graphs is not None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from toolkit_lm.attention import op_layer
 from toolkit_lm.bypass import Bypassable
 from toolkit_lm.config import ParallelConfig, VllmConfig
 from toolkit_lm.distributed import tensor_parallel_group
@@ -21,7 +22,6 @@ from toolkit_lm.model import (
     gate,
     get_activation,
     join,
-    op_layer,
     torch_dtype,
 )
 from torch import Tensor, nn

@@ -11,9 +11,11 @@ from .backend import (
 )
 from .context import (
     Binding as Binding,
-    StepContext as StepContext,
+    ForwardContext as ForwardContext,
     current as current,
-    step_context as step_context,
+    forward_context as forward_context,
+    op_layer as op_layer,
+    slots as slots,
 )
 from .layer import Attention as Attention, CacheLayer as CacheLayer
 from .selector import Selection as Selection, select_backend as select_backend

@@ -1,5 +1,5 @@
-"""How a layer finds its backend, its cache and the step's metadata: by name, in a context that is
-per thread.
+"""ForwardContext: how a layer finds its backend, its cache and the step's metadata: by name, in a
+context that is per thread.
 
 This is the one thing that is not handed from caller to callee: a model's forward must not carry the
 engine's data through every layer.
@@ -8,13 +8,16 @@ engine's data through every layer.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from toolkit_lm.attention.backend import CacheBackend
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class Binding(NamedTuple):
@@ -29,34 +32,70 @@ class Binding(NamedTuple):
     """Index of the layer's KV group in the step's metadata."""
 
 
-class StepContext(NamedTuple):
-    """What the layers of a model share in one step."""
+class ForwardContext(NamedTuple):
+    """What layers share while a step is computed: its forward pass, its logits, and what is made of
+    them."""
 
     bindings: Mapping[str, Binding]
     """By layer name."""
-    metadata: Sequence[Any]
+    metadata: list[Any]
     """Per KV group, what its backend built."""
+    layers: Mapping[str, Any] = _NONE
+    """The modules that have a `prefix`, by it: what `op_layer` finds."""
+    slots: Mapping[str, Tensor] = _NONE
+    """What parts say of each token or row of the step, by name: whole buffers at fixed addresses,
+    [most tokens] or [most rows]. The step uses the beginning."""
 
 
 _local = threading.local()
 
 
 @contextmanager
-def step_context(context: StepContext) -> Iterator[None]:
-    """Makes `context` known to the layers that this thread runs inside. Refuses to nest."""
-    assert getattr(_local, "context", None) is None, (
+def forward_context(
+    context: ForwardContext, within: ForwardContext | None = None
+) -> Iterator[None]:
+    """Makes `context` known to the layers that this thread runs inside.
+
+    Refuses to nest, but in the one that is named: a second pass of a step runs `within` the first
+    one's context.
+    """
+    assert getattr(_local, "context", None) is within, (
         "a forward pass runs inside another one on the same thread"
     )
     _local.context = context
     try:
         yield
     finally:
-        _local.context = None
+        _local.context = within
+
+
+def _context(who: str) -> ForwardContext:
+    context: ForwardContext | None = getattr(_local, "context", None)
+    assert context is not None, f"{who} outside a forward_context"
+    return context
 
 
 def current(layer: str) -> tuple[Binding, Any]:
-    """The binding of a layer and its group's metadata, inside a step_context."""
+    """The binding of a layer and its group's metadata, inside a forward_context."""
     context = getattr(_local, "context", None)
-    assert context is not None, f"layer {layer!r} runs outside a step_context"
+    assert context is not None, f"layer {layer!r} runs outside a forward_context"
     binding = context.bindings[layer]
     return binding, context.metadata[binding.group]
+
+
+def op_layer(name: str) -> Any:
+    """The layer with that `prefix`, inside a forward_context: how an op finds it.
+
+    A layer makes itself an op where its forward pass cannot be traced: a loop that depends on data.
+    To a compiler it is one opaque call, as attention is.
+    """
+    return _context(f"layer {name!r} is computed as an op").layers[name]
+
+
+def slots(name: str) -> Tensor:
+    """What a part says of each token or row, inside a forward_context: its whole buffer of that
+    name. The address stays, so that graphs and compiled code may keep it.
+
+    Raises KeyError where no part of the engine has such a buffer.
+    """
+    return _context(f"slots {name!r} are read").slots[name]

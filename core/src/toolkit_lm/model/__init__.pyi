@@ -40,6 +40,7 @@ from .layers import (
     join as join,
     layer_index as layer_index,
     make_layers as make_layers,
+    named_layers as named_layers,
 )
 from .linear import (
     ColumnParallelLinear as ColumnParallelLinear,
@@ -65,7 +66,6 @@ from .loader import (
     select_kernels as select_kernels,
 )
 from .norm import LayerNorm as LayerNorm, RMSNorm as RMSNorm
-from .ops import named_layers as named_layers, op_layer as op_layer, op_layers as op_layers
 from .parameters import (
     Part as Part,
     ShardLoader as ShardLoader,

@@ -47,6 +47,12 @@ def make_layers(
     return layers
 
 
+def named_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers of a model that have a `prefix`, by it."""
+    named = ((getattr(module, "prefix", None), module) for module in model.modules())
+    return {name: module for name, module in named if isinstance(name, str)}
+
+
 def is_first_stage(parallel: ParallelConfig) -> bool:
     """Whether this pipeline rank embeds the tokens."""
     return parallel.pipeline_parallel_rank == 0

@@ -19,10 +19,10 @@ from toolkit_lm.attention import (
     Binding,
     CacheBackend,
     CacheLayer,
+    ForwardContext,
     GroupSetup,
     Selection,
-    StepContext,
-    step_context,
+    forward_context,
 )
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import POOLING_TASKS, PoolingTask
@@ -39,6 +39,7 @@ from toolkit_lm.model import (
     MultiModalModel,
     load_model,
     make_compiler,
+    named_layers,
 )
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import Pooler
@@ -86,6 +87,8 @@ class ModelRunner:
         self._drafting: Drafting | None = None
         self._run = _Run(self._sequences)
         self._bindings: dict[str, Binding] = {}
+        self._context: ForwardContext
+        """Of all steps: each sets its metadata anew."""
         self._backends: list[CacheBackend | None] = []
         """Of the KV groups, then of the layers without a cache."""
         self._cache: KVCache
@@ -122,6 +125,7 @@ class ModelRunner:
             self._put("pooling", pooler.make_part, options)
         if isinstance(self.model, MultiModalModel):
             self._media = self._put("media", MediaPart, options)
+        self._context = ForwardContext(self._bindings, [], named_layers(self.model))
         self._layers = cache_layers(self.model)
         self._has_spans = any(
             isinstance(layer, Attention) and layer.params.spans for layer in self._layers.values()
@@ -258,7 +262,7 @@ class ModelRunner:
         self._layers.clear()
         self.parts.close()
         self._pooler = self._encoder = self._media = self._drafting = self.compiler = None
-        for name in ("model", "_cache", "_batch", "_buffers", "_sampler"):
+        for name in ("model", "_cache", "_batch", "_buffers", "_sampler", "_context"):
             self.__dict__.pop(name, None)
 
     @torch.inference_mode()
@@ -291,15 +295,17 @@ class ModelRunner:
         if users is not None:
             self._processors.begin(*users)
         with self.model.kernels.step(len(inputs.token_index) + num_encoded):
-            hidden_states = self._forward(inputs)
-            if hidden_states is None:
-                return StepResult(token_ids=[], parts=answers)
-            result = self._sampler.sample(inputs, hidden_states)
-            for name, finish in self.parts.finish:
-                if (answer := finish(inputs, hidden_states, result, self._run)) is not None:
-                    answers[name] = answer
-            if self._drafting is not None:
-                self._drafting.draft(inputs, hidden_states, result, self._run)
+            encoded = None if inputs.encoders is None else self._encode(inputs.encoders)
+            with forward_context(self._context):
+                hidden_states = self._forward(inputs, encoded)
+                if hidden_states is None:
+                    return StepResult(token_ids=[], parts=answers)
+                result = self._sampler.sample(inputs, hidden_states)
+                for name, finish in self.parts.finish:
+                    if (answer := finish(inputs, hidden_states, result, self._run)) is not None:
+                        answers[name] = answer
+                if self._drafting is not None:
+                    self._drafting.draft(inputs, hidden_states, result, self._run)
             if users is not None:
                 self._sampler.certain = self._processors.drafts(*users)
                 result.drafts |= self._sampler.certain
@@ -315,9 +321,9 @@ class ModelRunner:
                 torch.cuda.current_stream(self.device).synchronize()
             return result
 
-    def _forward(self, inputs: StepInputs) -> Tensor | None:
-        """[T, H] hidden states of the flat batch. None: another pipeline stage goes on with
-        them."""
+    def _forward(self, inputs: StepInputs, encoded: Tensor | None) -> Tensor | None:
+        """[T, H] hidden states of the flat batch. None: another pipeline stage goes on with them.
+        `encoded`: the hidden states of the encoder sequences that the step computes."""
         arguments: dict[str, Any] = {}
         for change in self.parts.groups:
             change(inputs)
@@ -332,7 +338,8 @@ class ModelRunner:
                 num_rows, num_tokens, int(inputs.num_tokens.max()), whole=spans is None
             )
         input_ids, positions, views = self._buffers.upload(inputs, spans, shape)
-        metadata = []
+        metadata = self._context.metadata
+        metadata.clear()
         for backend, view in zip(self._backends, views, strict=True):
             # Beside layers with a cache, those without are of an encoder.
             metadata.append(
@@ -348,12 +355,9 @@ class ModelRunner:
         )
         if pipeline is not None and pipeline.rank > 0:
             arguments["intermediate"] = pipeline.recv(pipeline.rank - 1)
-        if inputs.encoders is not None:
-            arguments["encoder_hidden_states"] = self._encode(inputs.encoders)
-        with step_context(StepContext(self._bindings, metadata)):
-            out: Tensor | IntermediateTensors = (self.compiler or self.model)(
-                input_ids, **arguments
-            )
+        if encoded is not None:
+            arguments["encoder_hidden_states"] = encoded
+        out: Tensor | IntermediateTensors = (self.compiler or self.model)(input_ids, **arguments)
         if isinstance(out, Tensor):
             return out
         assert pipeline is not None, "a model of one stage gives hidden states"
@@ -397,7 +401,7 @@ class ModelRunner:
             None if i < num_cached or backend is None else backend.build(view)
             for i, backend in enumerate(self._backends)
         ]
-        return step_context(StepContext(self._bindings, metadata))
+        return forward_context(self._context._replace(metadata=metadata))
 
 
 class _Run(StepRun):

@@ -17,9 +17,9 @@ from toolkit_lm.attention import (
     BatchLimits,
     BatchView,
     Binding,
+    ForwardContext,
     GroupSetup,
-    StepContext,
-    step_context,
+    forward_context,
 )
 from toolkit_lm.config import VllmConfig
 from torch import Tensor
@@ -228,7 +228,7 @@ class AttentionStep:
         ]
         arguments = [self._to(x.to(self.dtype).flatten(1)) for x in padded]
         bindings = {LAYER: Binding(backend, self.layer.params, kv_cache, 0)}
-        with step_context(StepContext(bindings, [backend.build(batch)])):
+        with forward_context(ForwardContext(bindings, [backend.build(batch)])):
             out: Tensor = self.layer(*arguments)
         return out.view(-1, self.heads[0], self.head_size)[:num_tokens].cpu(), kv_cache
 

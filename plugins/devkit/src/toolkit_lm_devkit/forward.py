@@ -24,10 +24,10 @@ from toolkit_lm.attention import (
     BatchView,
     Binding,
     CacheLayer,
+    ForwardContext,
     GroupSetup,
     LayerParams,
-    StepContext,
-    step_context,
+    forward_context,
 )
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.kv import KVCacheSpec, PageTensor
@@ -141,13 +141,13 @@ def hidden_states(
     lengths = [len(sequence) for sequence in sequences]
     positions = torch.cat([torch.arange(length) for length in lengths])
     out: Any = None
-    with step_context(_by_formula(stages, lengths)):
+    with forward_context(_by_formula(stages, lengths)):
         for stage in stages:
             out = stage(torch.cat(list(sequences)), positions, intermediate=out, **inputs)
     return list(out.split(lengths))
 
 
-def _by_formula(stages: Sequence[Model], lengths: Sequence[int]) -> StepContext:
+def _by_formula(stages: Sequence[Model], lengths: Sequence[int]) -> ForwardContext:
     """Attention by the formula in all layers, over sequences of these lengths. Other layers have
     their own backend, and a new cache."""
     layers = [
@@ -178,7 +178,7 @@ def _by_formula(stages: Sequence[Model], lengths: Sequence[int]) -> StepContext:
         bindings[layer.prefix] = Binding(own, layer.params, pages, len(metadata))
         metadata.append(own.build(batch))
     assert len(bindings) == len(layers), "two layers have one prefix"
-    return StepContext(bindings, metadata)
+    return ForwardContext(bindings, metadata)
 
 
 def _empty(num_blocks: int, page: PageTensor) -> Tensor:
@@ -227,9 +227,9 @@ def encoder_decoder_logits(
     model: EncoderDecoderModel, encoder_ids: Tensor, decoder_ids: Tensor
 ) -> Tensor:
     """Logits [T, V] at each token of one decoder sequence [T], beside the encoder's [E]."""
-    with step_context(_by_formula([model], [len(encoder_ids)])):
+    with forward_context(_by_formula([model], [len(encoder_ids)])):
         states = model.encode(encoder_ids, torch.arange(len(encoder_ids)))
-    with step_context(_by_formula([model], [len(decoder_ids)])):
+    with forward_context(_by_formula([model], [len(decoder_ids)])):
         hidden = model(decoder_ids, torch.arange(len(decoder_ids)), encoder_hidden_states=states)
     return model.compute_logits(hidden)
 
