@@ -3,6 +3,7 @@ and no keys and values."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -110,6 +111,35 @@ def test_preempted_requests_go_on(checkpoint, assert_parity, mode):
         for output in outputs:
             assert output.outputs[index].token_ids == output.outputs[0].token_ids
     assert_parity(model, outputs)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_layers_are_ops(checkpoint, backend, tmp_path):
+    """The recurrence is one op of the graph, and what is around it is compiled."""
+    folder, _ = checkpoint
+    details = {"backend": backend, "cache_dir": str(tmp_path)}
+    compiled = {"optimization_level": 1, "compilation_config": json.dumps(details)}
+    options = {"max_num_batched_tokens": 8, "num_kv_blocks": 3, "swap_memory": "1MiB"}
+    outputs = []
+    for level in ({}, compiled):
+        with LLM(
+            str(folder),
+            plugins=[toolkit_lm_mamba],
+            dtype="float32",
+            max_model_len=64,
+            max_num_seqs=8,
+            **options,
+            **level,
+        ) as llm:
+            params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+            outputs.append([o.outputs[0].token_ids for o in llm.generate(PROMPTS, params)])
+            compiler = llm.engine.client.core.executor.runner.compiler
+            if level:
+                [program] = compiler._programs.values()
+                ops = [step.name for step in program.plan.steps if step.kind == "op"]
+                assert ops == ["toolkit_lm::cache_layer"] * 3
+                assert compiler.num_eager_steps == 0
+    assert outputs[0] == outputs[1]
 
 
 def test_forks_copy_the_state(checkpoint):

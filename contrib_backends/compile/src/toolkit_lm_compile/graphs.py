@@ -25,6 +25,8 @@ from toolkit_lm_compile.replay import Passes, Replay, Whole, pad, token_axis
 
 logger = logging.getLogger(__name__)
 
+_OF_SEQUENCES = {"toolkit_lm::attention", "toolkit_lm::cache_layer"}
+"""Ops that launch what the rows of each step ask for."""
 _OTHER_LENGTHS = ("encoder_hidden_states", "intermediate")
 """Arguments that do not have one entry for each token."""
 
@@ -98,14 +100,12 @@ def asked_for(
         return Mode.NONE, f"there are no CUDA graphs on {config.device.device}"
     if config.parallel.num_ranks > 1:
         return Mode.NONE, "graphs are for models of one rank"
-    if "toolkit_lm::attention" not in options.splitting_ops or not {*options.splitting_ops} <= {
-        *OPAQUE_OPS
-    }:
+    if not _OF_SEQUENCES <= {*options.splitting_ops} <= {*OPAQUE_OPS}:
         return (
             Mode.NONE,
             (
-                "graphs need splitting_ops with toolkit_lm::attention, and none but "
-                f"{', '.join(OPAQUE_OPS)}"
+                f"graphs need splitting_ops with {' and '.join(sorted(_OF_SEQUENCES))}, and none "
+                f"but {', '.join(OPAQUE_OPS)}"
             ),
         )
     return asked, None

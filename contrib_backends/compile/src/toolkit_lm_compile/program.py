@@ -47,7 +47,7 @@ class Program:
         for step in self.plan.steps:
             if step.kind == "op":
                 space, name = step.name.split("::")
-                call: Callable[..., Any] = getattr(getattr(torch.ops, space), name)
+                call: Callable[..., Any] = _gathering(getattr(getattr(torch.ops, space), name))
             else:
                 call = parts.get((step.name, band)) or parts[step.name, None]
             operands = [(kind == "register", value) for kind, value in step.inputs]
@@ -94,3 +94,17 @@ class Program:
                 registers[register] = None
         result: Tensor = registers[self.plan.result]
         return result
+
+
+def _gathering(op: Any) -> Callable[..., Any]:
+    """Takes one by one what an op takes as a list, its last argument."""
+    arguments = op.default._schema.arguments
+    if not isinstance(arguments[-1].type, torch.ListType):
+        return op  # type: ignore[no-any-return]
+    count = len(arguments) - 1
+
+    def call(*operands: Any) -> None:
+        op(*operands[:count], operands[count:])
+
+    call.default = op.default  # type: ignore[attr-defined]
+    return call

@@ -123,7 +123,7 @@ def _plan(
                         f"{op.target}."
                     )
                 bound = dict(zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True))
-                operands = [_operand(one, bound) for one in op.args]
+                operands = [_operand(one, bound) for one in _spread(op.args)]
                 steps.append(Step("op", ops[_packet(op.target)], operands, []))
                 continue
             several = isinstance(results, tuple | list)
@@ -168,6 +168,12 @@ def _with_last_uses(steps: list[Step], result: int) -> list[Step]:
         made.append(Step(step.kind, step.name, step.inputs, step.outputs, sorted(used - seen)))
         seen |= used
     return made[::-1]
+
+
+def _spread(args: tuple[Any, ...]) -> list[Any]:
+    """Operands one by one: a list of tensors comes last."""
+    *first, last = args
+    return [*first, *last] if isinstance(last, list | tuple) else [*first, last]
 
 
 def _operand(value: Any, bound: dict[fx.Node, list[Any]]) -> list[Any]:

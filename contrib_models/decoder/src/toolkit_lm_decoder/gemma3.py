@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit_lm.attention import Attention
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import HFConfig, Rotation
 from toolkit_lm_rotary import RopeParameters, RotaryEmbedding
@@ -54,11 +53,8 @@ class Gemma3Model(Gemma2Model):
     ) -> None:
         super().__init__(parts, vllm_config=vllm_config, prefix=prefix)
         self.local_rotary = self._rotary_of(HFConfig(vllm_config.hf_config), "sliding_attention")
-        attentions = (layer.get_submodule("self_attn.attn") for layer in self.layers.owned)
-        self.is_local = [
-            isinstance(attention, Attention) and attention.params.window is not None
-            for attention in attentions
-        ]
+        owned: tuple[Any, ...] = self.layers.owned
+        self.is_local = [layer.self_attn.attn.params.window is not None for layer in owned]
 
     def _rotary(self, config: HFConfig) -> RotaryEmbedding:
         return self._rotary_of(config, "full_attention")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from toolkit_lm.attention import Attention
+from toolkit_lm.attention import CacheLayer
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.messages import Array
@@ -103,7 +103,7 @@ class Gemma3ForConditionalGeneration(ComposedModel):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         for module in self.language_model.modules():
-            if isinstance(module, Attention):
+            if isinstance(module, CacheLayer):
                 module.params = replace(module.params, spans=True)
 
     def text_config(self) -> dict[str, Any]:

@@ -37,7 +37,8 @@ class LayerParams:
 
     name: str
     """The layer's key in the engine, which is its name in the checkpoint."""
-    attention_type: AttentionType
+    attention_type: AttentionType | str
+    """A text: of a type that a plugin brings."""
     num_heads: int
     num_kv_heads: int
     head_size: int

@@ -3,13 +3,14 @@ backend and a cache to them."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from toolkit_lm.attention.backend import AttentionBias, CacheBackend, LayerParams, OffsetBias
-from toolkit_lm.attention.context import current
+from toolkit_lm.attention.context import current, op_layer
 from toolkit_lm.attention.selector import Selection, select_backend
 from toolkit_lm.attention.spec import AttentionSpec, AttentionType
 from toolkit_lm.bypass import Bypassable
@@ -31,10 +32,23 @@ class CacheLayer(Bypassable):
     """How it uses the cache, unless `select` chooses among several."""
     params: Any = None
     """What the backend is told of the layer."""
+    needs_cache: ClassVar[bool] = True
+    """It has a cache in every engine. False: where nothing comes after a prompt, it can do without,
+    since a step has all tokens of each sequence."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__()
         self.prefix = prefix
+
+    @property
+    def one_way(self) -> bool:
+        """No token sees what comes after it, so that a sequence can be computed in parts."""
+        return True
+
+    @property
+    def spans(self) -> bool:
+        """It reads `BatchView.spans`."""
+        return False
 
     def kv_cache_spec(self) -> KVCacheSpec | None:
         """What this layer keeps; None when it keeps nothing."""
@@ -51,6 +65,23 @@ class CacheLayer(Bypassable):
         the engine has a cache."""
         return Selection(type(self).__name__, self.backend, [], graphs=self.backend.graphs(None))
 
+    def run(self, *inputs: Tensor, out: Tensor) -> Tensor:
+        """Has `compute` write to `out`, and returns it.
+
+        To a compiler it is one opaque op, `toolkit_lm::cache_layer`, so that the model's graph is
+        whole. What a layer does before and after it, such as its projections, is traced.
+        """
+        if torch.compiler.is_compiling():
+            torch.ops.toolkit_lm.cache_layer(out, self.prefix, inputs)
+        else:
+            self.compute(*inputs, out=out)
+        return out
+
+    def compute(self, *inputs: Tensor, out: Tensor) -> None:
+        """Writes what the layer makes of `inputs`, the step's rows and its cache to all of `out`:
+        the part of the forward pass that `run` calls."""
+        raise NotImplementedError(f"{type(self).__name__} must define compute")
+
 
 class Attention(CacheLayer):
     """Attention over the flat batch: q [T, num_heads * head_size], k and v [T, num_kv_heads *
@@ -61,7 +92,8 @@ class Attention(CacheLayer):
     """
 
     params: LayerParams
-    seams = frozenset({"kv_cache_spec", "attention_spec", "select"})
+    needs_cache = False
+    seams = frozenset({"kv_cache_spec", "attention_spec", "select", "one_way"})
     """What a subclass may override while kernels compute in its place: its binding states what they
     give."""
 
@@ -74,7 +106,7 @@ class Attention(CacheLayer):
         prefix: str,
         scale: float | None = None,
         num_kv_heads: int | None = None,
-        type: AttentionType = AttentionType.DECODER,
+        type: AttentionType | str = AttentionType.DECODER,
         window: int | None = None,
         soft_cap: float | None = None,
         bias: AttentionBias | None = None,
@@ -90,7 +122,7 @@ class Attention(CacheLayer):
             )
         self.params = LayerParams(
             name=prefix,
-            attention_type=type,
+            attention_type=next((known for known in AttentionType if known == type), type),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
@@ -108,6 +140,15 @@ class Attention(CacheLayer):
             self.sinks = sinks
         self.dtype = vllm_config.model.dtype
         self.block_size = vllm_config.cache.block_size
+
+    @property
+    def one_way(self) -> bool:
+        # Of a plugin's type nothing is known: a subclass says otherwise.
+        return self.params.attention_type is AttentionType.DECODER
+
+    @property
+    def spans(self) -> bool:
+        return self.params.spans
 
     def attention_spec(self, device: torch.device, *, cached: bool) -> AttentionSpec:
         return AttentionSpec(
@@ -174,8 +215,18 @@ def attend(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, layer: st
     backend.forward(binding.params, q, k, v, binding.kv_cache, meta, out)
 
 
+def _compute(out: Tensor, layer: str, inputs: Sequence[Tensor]) -> None:
+    """Writes what the CacheLayer of that name computes to out. The op `toolkit_lm::cache_layer`."""
+    op_layer(layer).compute(*inputs, out=out)
+
+
 # To a compiler attention is one opaque op: whatever a backend does, the model's graph is whole.
 _library: Any = torch.library.Library("toolkit_lm", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("attention(Tensor q, Tensor? k, Tensor? v, Tensor(a!) out, str layer) -> ()")
 _library.impl("attention", attend, "CompositeExplicitAutograd")
 torch.library.register_fake("toolkit_lm::attention", lambda q, k, v, out, layer: None, lib=_library)
+_library.define("cache_layer(Tensor(a!) out, str layer, Tensor[] inputs) -> ()")
+_library.impl("cache_layer", _compute, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "toolkit_lm::cache_layer", lambda out, layer, inputs: None, lib=_library
+)

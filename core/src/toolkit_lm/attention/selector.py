@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from toolkit_lm.attention.backend import CacheBackend, GraphSupport
 from toolkit_lm.attention.spec import AttentionSpec, AttentionType
 from toolkit_lm.errors import ConfigError, nearest
 from toolkit_lm.plugin import AttentionBackendRegistry
-
-_KINDS = (*AttentionType, "window")
-"""Of layers, as the option `attention_backend` names them."""
 
 
 class Selection(NamedTuple):
@@ -47,18 +45,31 @@ def select_backend(
     return Selection(name, backend, candidates, entry.plugin, graphs)
 
 
+def check_kinds(wanted: str, types: Iterable[str]) -> None:
+    """Raises ConfigError for a kind in the option `attention_backend` that is neither core's nor
+    one of `types`, those of the model's layers."""
+    kinds = sorted({*AttentionType, "window", *types})
+    for kind, _ in _items(wanted):
+        if kind and kind not in kinds:
+            raise ConfigError(
+                f"option 'attention_backend': {kind!r} is not a kind of layer. "
+                f"{nearest(kind, kinds)}"
+            )
+
+
+def _items(wanted: str) -> Iterator[tuple[str, str]]:
+    """Kind of layer, empty for all, and backend."""
+    for item in wanted.split(","):
+        kind, _, name = item.strip().rpartition("=")
+        yield kind, name
+
+
 def _wanted_for(spec: AttentionSpec, wanted: str) -> str:
     """What "decoder=sdpa,encoder=cpu" says of a layer; a name without a kind is for all that are
     not named."""
-    kinds = {spec.type.value, "window"} if spec.window is not None else {spec.type.value}
+    kinds = {str(spec.type), "window"} if spec.window is not None else {str(spec.type)}
     found = "auto"
-    for item in wanted.split(","):
-        kind, _, name = item.strip().rpartition("=")
-        if kind and kind not in _KINDS:
-            raise ConfigError(
-                f"option 'attention_backend': {kind!r} is not a kind of layer. "
-                f"{nearest(kind, _KINDS)}"
-            )
+    for kind, name in _items(wanted):
         if kind in kinds or (not kind and found == "auto"):
             found = name
     return found

@@ -11,7 +11,7 @@ from toolkit_lm.kv import FullSpec, KVCacheSpec
 
 
 class AttentionType(StrEnum):
-    """Which tokens a token can see."""
+    """Which tokens a token can see. A plugin's layer may be of another type, by its own name."""
 
     DECODER = "decoder"
     """Itself and what came before it, through the KV cache."""
@@ -26,7 +26,8 @@ class AttentionSpec(Struct, frozen=True, kw_only=True):
     rank."""
 
     layer: str
-    type: AttentionType
+    type: AttentionType | str
+    """A text: of a type that a plugin brings, for backends that know it."""
     num_heads: int
     num_kv_heads: int
     head_size: int

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit_lm.attention import Attention, AttentionType, CacheLayer, GraphSupport, Selection
+from toolkit_lm.attention import CacheLayer, GraphSupport, Selection
+from toolkit_lm.attention.selector import check_kinds
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, UnsupportedError
 from toolkit_lm.model import EncoderDecoderModel, Model, MultiModalModel
@@ -16,16 +17,16 @@ from toolkit_lm.plugin import AttentionBackendRegistry, Plugins
 from toolkit_lm.plugin.boundary import Boundary
 from toolkit_lm.runner.device import on_device
 
-_DECODER = AttentionType.DECODER
-_ENCODER = AttentionType.ENCODER
-_CROSS = AttentionType.CROSS
+_CACHE = "the KV cache"
+_WHOLE = "whole sequences"
+_ENCODER = "the KV cache of an encoder sequence"
 _FED = {
-    "generate": (_DECODER,),
-    "media": (_DECODER, _ENCODER),
-    "pooling": (_DECODER, _ENCODER),
-    "encoder-decoder": (_DECODER, _ENCODER, _CROSS),
+    "generate": (_CACHE,),
+    "media": (_CACHE, _WHOLE),
+    "pooling": (_CACHE, _WHOLE),
+    "encoder-decoder": (_CACHE, _WHOLE, _ENCODER),
 }
-"""By runner type, or for a model of both, the attention types whose inputs the runner makes."""
+"""By runner type, or for a model of both, what layers may need of the runner."""
 
 
 def select_backends(
@@ -41,23 +42,30 @@ def select_backends(
         runner = "pooling"
     elif isinstance(model, EncoderDecoderModel):
         runner = "encoder-decoder"
-    for layer in cache_layers(model).values():
-        if (
-            isinstance(layer, Attention)
-            and (kind := layer.params.attention_type) not in _FED[runner]
-        ):
+    wanted = config.attention.attention_backend
+    layers = cache_layers(model).values()
+    asked = (layer.attention_spec(device, cached=False) for layer in layers)
+    check_kinds(wanted, (str(spec.type) for spec in asked if spec is not None))
+    for layer in layers:
+        if (need := _need(layer)) not in _FED[runner]:
             raise UnsupportedError(
-                f"layer {layer.prefix!r} has attention of type {kind.value!r}, which the runner "
-                f"{runner!r} cannot feed. "
-                f"Supported: layers of type {' or '.join(type.value for type in _FED[runner])}."
+                f"layer {layer.prefix!r} needs {need}, which the runner {runner!r} does not give. "
+                f"Supported: layers that need {' or '.join(_FED[runner])}."
             )
-        wanted = config.attention.attention_backend
         with on_device(device):
             # What a GPU can do is asked of the current one.
             selections[layer.prefix] = layer.select(
                 device, registry, wanted, cached=config.keeps_kv_cache
             )
     return selections
+
+
+def _need(layer: CacheLayer) -> str:
+    """What a layer computes from beside its inputs."""
+    spec = layer.kv_cache_spec()
+    if spec is None:
+        return _WHOLE
+    return _ENCODER if spec.of_encoder else _CACHE
 
 
 def graph_supports(

@@ -12,8 +12,6 @@ from msgspec import Raw
 from torch import Tensor
 
 from toolkit_lm.attention import (
-    Attention,
-    AttentionType,
     BatchLimits,
     BatchView,
     Binding,
@@ -127,9 +125,7 @@ class ModelRunner:
             self._media = self._put("media", MediaPart, options)
         self._context = ForwardContext(self._bindings, [], named_layers(self.model))
         self._layers = cache_layers(self.model)
-        self._has_spans = any(
-            isinstance(layer, Attention) and layer.params.spans for layer in self._layers.values()
-        )
+        self._has_spans = any(layer.spans for layer in self._layers.values())
         self._feeds_uncached = self._encoder is None and (
             self._media is None or not self.config.keeps_kv_cache
         )
@@ -157,14 +153,7 @@ class ModelRunner:
         pooler = self._pooler
         if pooler is None:
             return {}
-        attention = [
-            layer.params.attention_type
-            for layer in self._layers.values()
-            if isinstance(layer, Attention)
-        ]
-        one_way = self._media is not None or all(
-            kind is AttentionType.DECODER for kind in attention
-        )
+        one_way = self._media is not None or all(layer.one_way for layer in self._layers.values())
         return {
             task: PoolingRules(
                 chunkable=one_way and pooler.chunkable(task),
@@ -176,13 +165,12 @@ class ModelRunner:
         }
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """By layer: what it caches. Layers that cache nothing are left out. Only attention can do
-        without a cache."""
+        """By layer: what it caches. Layers that cache nothing are left out."""
         cached = self.config.keeps_kv_cache
         specs = {
             name: layer.kv_cache_spec()
             for name, layer in self._layers.items()
-            if cached or not isinstance(layer, Attention)
+            if cached or layer.needs_cache
         }
         return {name: spec for name, spec in specs.items() if spec is not None}
 

@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 import torch
 from toolkit_lm.attention import (
-    Attention,
     AttentionBackend,
     AttentionSpec,
     AttentionType,
@@ -159,7 +158,7 @@ def _by_formula(stages: Sequence[Model], lengths: Sequence[int]) -> ForwardConte
     bindings: dict[str, Binding] = {}
     metadata: list[Any] = [lengths]
     for layer in layers:
-        if isinstance(layer, Attention):
+        if not layer.needs_cache:
             bindings[layer.prefix] = Binding(backend, layer.params, None, 0)
             continue
         spec = layer.kv_cache_spec()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from toolkit_lm.attention import Attention, AttentionType
+from toolkit_lm.attention import CacheLayer
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.model import Absent, Model, ParallelLMHead
@@ -157,8 +157,8 @@ def _check_direction(model: Model, name: str) -> None:
         for key, off in (("is_causal", True), ("use_bidirectional_attention", False))
         if hf_config.get(key, off) not in (off, None)
     ]
-    layers = (module for module in model.modules() if isinstance(module, Attention))
-    if asked and any(layer.params.attention_type is AttentionType.DECODER for layer in layers):
+    layers = (module for module in model.modules() if isinstance(module, CacheLayer))
+    if asked and any(layer.one_way for layer in layers):
         raise _refusal(
             name,
             f"config.json's {asked[0]!r} asks for bidirectional attention, which this class does "

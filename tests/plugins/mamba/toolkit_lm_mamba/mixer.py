@@ -96,18 +96,21 @@ class MambaMixer(CacheLayer):
         return self.spec
 
     def forward(self, x: Tensor) -> Tensor:
+        inputs, gate = self.in_proj(x).chunk(2, dim=-1)
+        out = self.run(inputs, out=torch.empty_like(inputs))
+        result: Tensor = self.out_proj(out * self.activation(gate))
+        return result
+
+    def compute(self, inputs: Tensor, *, out: Tensor) -> None:
         binding, rows = current(self.prefix)
         assert binding.kv_cache is not None
-        inputs, gate = self.in_proj(x).chunk(2, dim=-1)
-        out = torch.zeros_like(inputs)
+        out.zero_()
         for row in rows:
             window, state = (cache[row.block] for cache in binding.kv_cache)
             if row.begins:
                 window.zero_()
                 state.zero_()
             out[row.tokens] = self.scan(self.convolve(inputs[row.tokens], window), state)
-        result: Tensor = self.out_proj(out * self.activation(gate))
-        return result
 
     def convolve(self, x: Tensor, window: Tensor) -> Tensor:
         """x [L, channels] -> the same; `window` [channels, kernel - 1] are the inputs before, and
