@@ -1,22 +1,7 @@
 /*
  * Exact attention of a step's flat batch: softmax(scale q k^T) v, and the KV cache that it reads.
  *
- * Included once for each type of element, with these, which it undefines:
- *   ELEMENT         the type
- *   LANE, PAIR      what a lane of keys and values is in memory, and its number of elements: 1,
- *                   or 2 that are multiplied and added together
- *   WEIGHT          the type of weights before they meet values: as wide as a lane's elements are
- *                   in registers
- *   NAME(x)         x with the type's suffix
- *   TARGET          the instructions that may be used
- *   LOAD, DOT       sixteen lanes from memory, and their products with others, as in lanes.h
- *   STORE, STORE_WEIGHTS
- *   ROWS            rows of a product, at most
- *   SUMS            sums, of sixteen lanes each, that fit into registers
- *   TERMS           precision of the weights, as of exp2_lanes
- *   CONVERT         where queries meet keys as floats, and are none: sixteen of them;
- *                   lanes are then half as wide in memory
- *   AMX             where products are made by its tiles
+ * Included once for each kind of element, with the words of types.h.
  *
  * Keys and values lie in tiles of 16 tokens, one for each KV head,
  * so that both products read whole vectors:
@@ -46,10 +31,10 @@ typedef struct {
     /* heads that zeros fill up: of queries, and before of a tile's keys and values */
     ELEMENT padded[2 * TILE * MOST_SIZE];
     Sum sum[ROWS];
-#ifdef CONVERT
+#if CONVERTS
     float converted[ROWS * MOST_SIZE] __attribute__((aligned(64)));
 #endif
-#ifdef AMX
+#if AMX
     /* the queries, side by side */
     ELEMENT rows[ROWS * MOST_SIZE] __attribute__((aligned(64)));
     /* the first and the last tile of values, as far as they are seen */
@@ -62,7 +47,7 @@ TARGET static void NAME(write_tile)(const ELEMENT *keys, const ELEMENT *values, 
                                     long value_stride, int count, long size, LANE *to_keys,
                                     LANE *to_values) {
     const long lanes = size / PAIR;
-#ifdef CONVERT
+#if CONVERTS
     for (long d = 0; d < lanes; d++)
         for (int t = 0; t < TILE; t++)
             to_keys[d * TILE + t] = t < count ? keys[t * key_stride + d] : 0;
@@ -179,10 +164,16 @@ TARGET INLINE void NAME(weigh)(const Step *step, NAME(Span) *s, int r) {
         STORE_WEIGHTS(s->weights + r * SPAN + t, weights);
     }
     const float total = reduce_add(sum);
+    /*
+     * A total that is not itself is NaN, which one NaN among the scores makes it. `top` may have
+     * missed that, since max_lanes takes the second of two where the first is NaN; it may even be
+     * -INFINITY, and `join` takes a span with such a top for one that is not seen. So the top
+     * becomes NaN too, and the row's result after it.
+     */
     s->sum[r] = (Sum){total == total ? top : total, total};
 }
 
-#ifndef AMX
+#if !AMX
 
 /* sums[r][b] += sum over i in [first, last) of lanes i of x[r], times y[b] at i * stride. */
 TARGET INLINE void NAME(product)(Floats sums[ROWS][4], const void *const *x, const LANE *const *y,
@@ -309,7 +300,7 @@ TARGET static void NAME(shape_tiles)(void) {
     } shape __attribute__((aligned(64))) = {.palette = 1,
                                             .bytes = {64, 64, 64, 64, 64, 32, 64, 64},
                                             .rows = {16, 16, 16, 16, 16, 16, 16, 8}};
-    TILES_READ();
+    TILES_READ(&shape);
     _tile_loadconfig(&shape);
 }
 
@@ -327,8 +318,9 @@ TARGET static void NAME(shape_tiles)(void) {
         if (tall) _tile_dpbf16ps(1, X, Y);                                                         \
     } while (0)
 
-TARGET INLINE void NAME(clear)(const int tall, const int wide) {
-    TILES_READ();
+/* Sums are zero, of products with what `s` holds and points to. */
+TARGET INLINE void NAME(clear)(const NAME(Span) *s, const int tall, const int wide) {
+    TILES_READ(s);
     _tile_zero(0);
     if (tall) _tile_zero(1);
     if (wide) _tile_zero(2);
@@ -344,7 +336,7 @@ TARGET INLINE void NAME(keep)(float *to, long stride, const int tall, const int 
 
 TARGET INLINE void NAME(score_tiles)(NAME(Span) *s, long size, long tile, const int tall,
                                      const int wide) {
-    NAME(clear)(tall, wide);
+    NAME(clear)(s, tall, wide);
     for (long d = 0; d < size; d += 2 * TILE)
         ADD_PRODUCTS(4, 6, s->rows + d, size, s->keys[tile] + d / 2 * TILE,
                      s->keys[tile + 1] + d / 2 * TILE, 64);
@@ -354,7 +346,7 @@ TARGET INLINE void NAME(score_tiles)(NAME(Span) *s, long size, long tile, const 
 TARGET INLINE void NAME(combine_blocks)(NAME(Span) *s, long size, long d, long first, long last,
                                         const int tall) {
     const int wide = 1;
-    NAME(clear)(tall, wide);
+    NAME(clear)(s, tall, wide);
     for (long t = first; t < last; t++)
         ADD_PRODUCTS(5, 7, s->weights + t * TILE, SPAN, s->values[t] + d, s->values[t] + d + TILE,
                      size * (long)sizeof(LANE));
@@ -482,9 +474,9 @@ TARGET INLINE void NAME(choose)(const Step *step, const Work *work, NAME(Span) *
         query = s->padded + r * size;
     }
     s->queries[r] = query;
-#ifdef CONVERT
+#if CONVERTS
     for (long d = 0; d < size; d += LANES)
-        store_f32(s->converted + r * size + d, CONVERT(query + d));
+        store_f32(s->converted + r * size + d, FLOATS(query + d));
     s->queries[r] = s->converted + r * size;
 #endif
     if (step->bias == NULL)
@@ -606,13 +598,13 @@ TARGET static void NAME(attend_item)(void *job, long i) {
             step->key_stride, step->value_stride, step->seen[work->row], step->real, step->size,
             span->padded, tiles, tiles + lanes);
     }
-#ifdef AMX
+#if AMX
     NAME(shape_tiles)();
 #endif
     const long at = i * a->plan.most_rows;
     NAME(attend_work)(step, work, span, tiles, tiles + lanes, a->all == NULL ? NULL : a->all + at,
                       a->sums + at * step->size);
-#ifdef AMX
+#if AMX
     _tile_release();
 #endif
 }
@@ -647,20 +639,4 @@ static int NAME(attend)(const Step *step) {
     return !a.failed;
 }
 
-#undef NAME
-#undef TARGET
-#undef ELEMENT
-#undef LANE
-#undef PAIR
-#undef WEIGHT
-#undef LOAD
-#undef DOT
-#undef STORE
-#undef STORE_WEIGHTS
-#undef ROWS
-#undef SUMS
-#undef TERMS
-#undef CONVERT
-#undef AMX
-#undef FLOATS
 #undef ADD_PRODUCTS

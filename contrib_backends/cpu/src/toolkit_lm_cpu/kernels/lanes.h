@@ -7,7 +7,7 @@
  *   ISA(x)          x with the suffix of the instructions
  *   BASE            the instructions that may be used
  *   BASE_ROWS, BASE_SUMS
- *                   ROWS and SUMS, as of attention.h, of types that need no other instructions
+ *                   ROWS and SUMS, as of types.h, of kinds that need no other instructions
  */
 
 #ifndef LANES_H
@@ -24,10 +24,11 @@
 #define AVX512_AMX                                                                                 \
     __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,avx512bf16,amx-tile,amx-bf16")))
 /*
- * GCC is not told what the instructions for tiles read:
- * what was written before is in memory from here on.
+ * GCC is not told what the instructions for tiles read. What was written to memory before is there
+ * from here on: all that others may reach, and what `from` points to, of which a local variable
+ * would else be left out.
  */
-#define TILES_READ() __asm__ volatile("" ::: "memory")
+#define TILES_READ(from) __asm__ volatile("" ::"r"(from) : "memory")
 
 #define Floats ISA(Floats) /* sixteen floats */
 #define Words ISA(Words)   /* sixteen times 32 bits */

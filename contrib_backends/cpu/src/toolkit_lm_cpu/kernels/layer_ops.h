@@ -1,6 +1,6 @@
 /*
- * Norms and rotations; included once for each type of element,
- * with the macros of attention.h and linear.h. Arithmetic is in float.
+ * Norms and rotations. Included once for each kind of element, with the words of types.h.
+ * Arithmetic is in float.
  */
 
 /*

@@ -3,13 +3,7 @@
  * Gated: W has two halves, and the result is activation(gate) * up.
  * A factor multiplies what was rounded, as a layer after this one would.
  *
- * Included once for each type of element, with the macros of attention.h
- * that name types and instructions, and these:
- *   ROWS            rows of a tile, 8 at most. Where the sums of its rows by PANELS panels
- *                   do not fit into registers, it has one panel
- *   FLOATS          sixteen elements from memory, as floats
- *   CONVERT         where x meets weights as floats, and holds none: as FLOATS
- *   AMX             where products are made by its tiles; K is then a multiple of 32
+ * Included once for each kind of element, with the words of types.h.
  *
  * W lies in panels of 16 outputs, [N / 16][K / PAIR][16] lanes: a lane is an output; past N, zeros.
  * One layout serves all numbers of rows. An item of work is up to BLOCK rows by COLUMNS panels at
@@ -18,7 +12,7 @@
  * Each result is one sum over K, in order, whatever is computed beside it.
  */
 
-#ifndef AMX
+#if !AMX
 
 /*
  * sums [rows][PANELS][16] += x [rows, lanes] by panels of weights.
@@ -52,6 +46,9 @@ TARGET INLINE void NAME(tile)(const int32_t *x, long x_stride, const LANE *weigh
         for (int b = 0; b < panels; b++) store_f32(sums + (r * PANELS + b) * LANES, c[r][b]);
 }
 
+typedef void (*NAME(Tile))(const int32_t *x, long x_stride, const LANE *weights, long panel,
+                           long lanes, float *sums, const char *ahead, long step);
+
 #define TILE_OF(rows, panels, fetched)                                                             \
     TARGET static void NAME(tile_##rows##_##panels##_##fetched)(                                   \
         const int32_t *x, long x_stride, const LANE *weights, long panel, long lanes, float *sums, \
@@ -69,8 +66,7 @@ TARGET INLINE void NAME(tile)(const int32_t *x, long x_stride, const LANE *weigh
     TILE_OF(6, panels, fetched)                                                                    \
     TILE_OF(7, panels, fetched)                                                                    \
     TILE_OF(8, panels, fetched)                                                                    \
-    static void (*const NAME(tiles_##panels##_##fetched)[])(                                       \
-        const int32_t *, long, const LANE *, long, long, float *, const char *, long) = {          \
+    static const NAME(Tile) NAME(tiles_##panels##_##fetched)[] = {                                 \
         NULL,                                                                                      \
         NAME(tile_1_##panels##_##fetched),                                                         \
         NAME(tile_2_##panels##_##fetched),                                                         \
@@ -92,9 +88,24 @@ TILES_OF(3, 3)
 #undef TILE_OF
 #undef TILES_OF
 
+/* [whether PANELS panels are taken at once][lines that each lane fetches][rows] */
+static const NAME(Tile) *const NAME(tiles)[2][4] = {
+    {NAME(tiles_1_0), ROWS * PANELS > SUMS ? NAME(tiles_1_1) : NULL},
+    {NAME(tiles_3_0), NAME(tiles_3_1), NAME(tiles_3_2), NAME(tiles_3_3)},
+};
+
 /*
  * sums [rows][PANELS][16] of up to PANELS panels, from `at` on, and rows of x.
  * `next`: the panels that are wanted then, or NULL.
+ *
+ * Rows are taken in groups of up to ROWS, and a group meets the panels in one of six ways:
+ *
+ *   panels at once  lines fetched
+ *   3               3, 2 or 1      as FETCHES says, by the number of groups
+ *   3               0              nothing is wanted then
+ *   1               1              the sums of so many rows by 3 panels do not fit into registers
+ *   1               0              as above, and nothing is wanted then; or there are fewer than 3
+ *                                  panels, which are W's last: mostly, nothing follows them
  */
 TARGET static void NAME(panels)(const LANE *at, long lanes, const int32_t *x, long x_stride,
                                 long rows, long panels, const LANE *next, float *sums) {
@@ -110,32 +121,15 @@ TARGET static void NAME(panels)(const LANE *at, long lanes, const int32_t *x, lo
         for (long i = 0, row = 0; i < count; i++) {
             const long end = rows * (i + 1) / count;
             const int n = (int)(end - row);
-            float *to = sums + row * PANELS * LANES;
-            const int32_t *from = x + row * x_stride + begin;
-            const LANE *weights = at + begin * LANES;
-            if (ROWS * PANELS > SUMS && n * PANELS > SUMS && next != NULL) {
-                const long step = 64 / count;
-                for (long b = 0; b < panels; b++) {
-                    const char *lines = ahead + (i * PANELS + b) * some * step;
-                    NAME(tiles_1_1)[n](from, x_stride, weights + b * panel, panel, some,
-                                       to + b * LANES, lines, step);
-                }
-            } else if (panels < PANELS || n * PANELS > SUMS) {
-                for (long b = 0; b < panels; b++)
-                    NAME(tiles_1_0)[n](from, x_stride, weights + b * panel, panel, some,
-                                       to + b * LANES, NULL, 0);
-            } else if (next == NULL) {
-                NAME(tiles_3_0)[n](from, x_stride, weights, panel, some, to, NULL, 0);
-            } else if (count == 1) {
-                NAME(tiles_3_3)[n](from, x_stride, weights, panel, some, to, ahead, 64);
-            } else if (count == 2) {
-                NAME(tiles_3_2)[n](from, x_stride, weights, panel, some, to,
-                                   ahead + i * some * 96, 48);
-            } else {
-                const long step = 192 / count;
-                NAME(tiles_3_1)[n](from, x_stride, weights, panel, some, to,
-                                   ahead + i * some * step, step);
-            }
+            const int fit = n * PANELS <= SUMS, at_once = fit && panels == PANELS;
+            const long passes = at_once ? 1 : PANELS;
+            const Fetch fetch =
+                next == NULL || (fit && !at_once) ? (Fetch){0, 0} : FETCHES[at_once][count];
+            const NAME(Tile) tile = NAME(tiles)[at_once][fetch.lines][n];
+            for (long b = 0; b < panels; b += at_once ? PANELS : 1)
+                tile(x + row * x_stride + begin, x_stride, at + b * panel + begin * LANES, panel,
+                     some, sums + (row * PANELS + b) * LANES,
+                     ahead + (i * passes + b) * some * fetch.lines * fetch.apart, fetch.apart);
             row = end;
         }
     }
@@ -155,7 +149,7 @@ TARGET INLINE void NAME(shape_product)(int rows) {
                                             .bytes = {64, 64, 64, 64, 64, 64, 64, 64},
                                             .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
     shape.rows[0] = shape.rows[1] = shape.rows[2] = shape.rows[6] = (uint8_t)rows;
-    TILES_READ();
+    TILES_READ(&shape);
     _tile_loadconfig(&shape);
 }
 
@@ -193,7 +187,7 @@ TARGET INLINE void NAME(shape_product)(int rows) {
 TARGET INLINE void NAME(tile)(const int32_t *x, long x_stride, const LANE *weights, long panel,
                               long lanes, float *sums, int is_first, const char *ahead, long lines,
                               const int panels, const int tall) {
-    TILES_READ();
+    TILES_READ(x);
     MOVE_SUMS(0, 1, 2, sums);
     if (tall) MOVE_SUMS(3, 4, 5, sums + TILE * PANELS * LANES);
     for (long k = 0; k < lanes; k += LANES) {
@@ -295,7 +289,7 @@ TARGET static void NAME(multiply)(void *job, long item) {
     const long follows = (item + atomic_load_explicit(&team.threads, memory_order_relaxed)) /
                          l->row_blocks * l->columns;
     const size_t size = (size_t)(rows * PANELS * LANES);
-#ifdef CONVERT
+#if CONVERTS
     const size_t converted = (size_t)(rows * l->inputs);
 #else
     const size_t converted = 0;
@@ -309,12 +303,12 @@ TARGET static void NAME(multiply)(void *job, long item) {
         l->failed = 1;
         return;
     }
-#ifdef CONVERT
+#if CONVERTS
     float *floats = up + size;
     for (long r = 0; r < rows; r++)
         for (long k = 0; k < l->inputs; k += LANES)
             store_f32(floats + r * l->inputs + k,
-                      CONVERT((const ELEMENT *)l->x + (row + r) * l->x_stride + k));
+                      FLOATS((const ELEMENT *)l->x + (row + r) * l->x_stride + k));
     x = (const int32_t *)floats, x_stride = l->inputs;
 #else
     x = (const int32_t *)((const ELEMENT *)l->x + row * l->x_stride), x_stride = l->x_stride / PAIR;
@@ -356,7 +350,7 @@ TARGET static void NAME(pack)(void *job, long panel) {
     const int there = p->outputs - first < LANES ? (int)(p->outputs - first) : LANES;
     const ELEMENT *from = (const ELEMENT *)p->from + first * p->inputs;
     LANE *to = (LANE *)p->to + panel * lanes * LANES;
-#ifdef CONVERT
+#if CONVERTS
     for (long k = 0; k < lanes; k++)
         for (int n = 0; n < LANES; n++) to[k * LANES + n] = n < there ? from[n * p->inputs + k] : 0;
 #else

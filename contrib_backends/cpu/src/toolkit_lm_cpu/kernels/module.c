@@ -17,52 +17,33 @@
 #include "step.h"
 #include "team.h"
 
+#include "types.h"
+
 #include "lanes_avx2.h"
 #include "functions.h"
-#include "types.h"
+#define TYPE FLOAT32
+#include "kernels.h"
+#define TYPE FLOAT16
+#include "kernels.h"
+#define TYPE SPLIT
+#include "kernels.h"
 
 #include "lanes_avx512.h"
 #include "functions.h"
-#include "types.h"
+#define TYPE FLOAT32
+#include "kernels.h"
+#define TYPE FLOAT16
+#include "kernels.h"
+#define TYPE SPLIT
+#include "kernels.h"
 
-#define NAME(x) x##_bf16
-#define FLOATS floats_bf16
-#define TARGET AVX512_BF16
-#define ELEMENT uint16_t
-#define LANE uint32_t
-#define PAIR 2
-#define WEIGHT uint16_t
-#define LOAD load_32
-#define DOT dot_bf16
-#define STORE store_bf16
-#define STORE_WEIGHTS store_bf16
-#define TERMS 5
-#define ROWS BASE_ROWS
-#define SUMS BASE_SUMS
-#include "layer_ops.h"
-#include "linear.h"
-#include "attention.h"
-
-/* What has no products is the same with and without AMX. */
 #define norm_amx norm_bf16
 #define rotate_amx rotate_bf16
 #define likeliest_amx likeliest_bf16
-#define NAME(x) x##_amx
-#define FLOATS floats_bf16
-#define TARGET AVX512_AMX
-#define ELEMENT uint16_t
-#define LANE uint32_t
-#define PAIR 2
-#define WEIGHT uint16_t
-#define LOAD load_32
-#define DOT dot_bf16
-#define STORE store_bf16
-#define STORE_WEIGHTS store_bf16
-#define TERMS 5
-#define ROWS 32
-#define AMX
-#include "linear.h"
-#include "attention.h"
+#define TYPE BF16
+#include "kernels.h"
+#define TYPE TILES
+#include "kernels.h"
 
 /*
  * By their number in library.py: float32, float16 and bfloat16 by AVX2, by AVX-512;

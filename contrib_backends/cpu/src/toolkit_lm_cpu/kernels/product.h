@@ -40,6 +40,28 @@ typedef struct {
     long inputs, outputs;
 } Pack;
 
+/*
+ * What is fetched of the next PANELS panels with each lane of a tile: so many lines, which begin so
+ * many bytes apart. A lane of PANELS panels has 192 bytes, and all groups of rows that a block is
+ * multiplied in fetch them together, each as much: of many groups each fetches a line in part that
+ * another fetches too. Where panels are taken one at a time, each fetches a third of its group's.
+ */
+typedef struct {
+    int lines, apart;
+} Fetch;
+
+#define FETCH(groups, lines) {lines, PANELS * 64 / (groups) / (lines)}
+#define FETCH_MANY(panels)                                                                         \
+    FETCH(3 * panels, 1), FETCH(4 * panels, 1), FETCH(5 * panels, 1), FETCH(6 * panels, 1),        \
+        FETCH(7 * panels, 1), FETCH(8 * panels, 1), FETCH(9 * panels, 1), FETCH(10 * panels, 1),   \
+        FETCH(11 * panels, 1), FETCH(12 * panels, 1), FETCH(13 * panels, 1),                       \
+        FETCH(14 * panels, 1), FETCH(15 * panels, 1), FETCH(16 * panels, 1)
+/* [whether PANELS panels are taken at once][groups of rows: BLOCK rows by 4 at least] */
+static const Fetch FETCHES[2][BLOCK / 4 + 1] = {
+    {{0, 0}, FETCH(PANELS, 1), FETCH(2 * PANELS, 1), FETCH_MANY(PANELS)},
+    {{0, 0}, FETCH(1, 3), FETCH(2, 2), FETCH_MANY(1)},
+};
+
 /* Items small enough for all threads to have some, and as large as that allows. */
 static void cut_linear(Linear *l) {
     const long panels = (l->outputs + LANES - 1) / LANES;

@@ -1,0 +1,10 @@
+/* The kernels of one kind of element: the column of types.h that TYPE names. */
+
+/* What has no products is the same with and without AMX. */
+#if !AMX
+#include "layer_ops.h"
+#endif
+#include "linear.h"
+#include "attention.h"
+
+#undef TYPE
