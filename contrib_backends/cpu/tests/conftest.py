@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from toolkit_lm_cpu import library
-from toolkit_lm_cpu.library import KERNELS, TYPES
+from toolkit_lm_cpu.library import KERNELS, usable_types
 
 
 @pytest.fixture(params=["avx2", "best"])
@@ -15,7 +15,7 @@ def isa(request, monkeypatch) -> str:
         pytest.skip(str(library.refusal()))
     if request.param == "avx2":
         for dtype, number in KERNELS["avx2"].items():
-            monkeypatch.setitem(TYPES, dtype, number)
+            monkeypatch.setitem(usable_types(), dtype, number)
     return request.param
 
 
@@ -28,5 +28,5 @@ def dtype(request, monkeypatch) -> torch.dtype:
     isa, dtype = request.param
     if not library._kernels.supports(isa):
         pytest.skip(f"the processor lacks {isa}")
-    monkeypatch.setitem(TYPES, dtype, KERNELS[isa][dtype])
+    monkeypatch.setitem(usable_types(), dtype, KERNELS[isa][dtype])
     return dtype

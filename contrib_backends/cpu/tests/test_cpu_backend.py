@@ -146,7 +146,7 @@ def test_refusals(change, reason) -> None:
 
 def test_without_kernels_it_says_why(monkeypatch) -> None:
     monkeypatch.setattr(library, "_missing", "its kernels are not there (a reason)")
-    monkeypatch.setattr(backend, "TYPES", library._types())
+    monkeypatch.setattr(backend, "usable_types", dict)
     assert CpuBackend.refuses(SPEC) == "its kernels are not there (a reason)"
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ from toolkit_lm_cpu import backend, layers, library
 from toolkit_lm_cpu.arena import Arena
 from toolkit_lm_cpu.backend import CpuBackend
 from toolkit_lm_cpu.layers import CpuKernels
-from toolkit_lm_cpu.library import AMX, AVX512_BF16, ISA_VARIABLE, KERNELS, TYPES
+from toolkit_lm_cpu.library import AMX, AVX512_BF16, ISA_VARIABLE, KERNELS, usable_types
 from toolkit_lm_cpu.panels import linear, pack
 from toolkit_lm_devkit import AttentionStep
 
@@ -28,16 +29,20 @@ BEST = [2, 5, AVX512_BF16, AMX]
 GENERATE = """
 import json
 from toolkit_lm import LLM, SamplingParams
-from toolkit_lm_cpu.library import TYPES
+from toolkit_lm_cpu.library import usable_types
 with LLM(model="tiny", dtype="float32", kernels="cpu", attention_backend="cpu") as llm:
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     outputs = llm.generate(["Once upon a time", "The sea"], params, use_tqdm=False)
-print(json.dumps([list(TYPES.values()), [list(output.outputs[0].token_ids) for output in outputs]]))
+tokens = [list(output.outputs[0].token_ids) for output in outputs]
+print(json.dumps([list(usable_types().values()), tokens]))
 """
 
 
 def has(monkeypatch, number: int) -> None:
-    """A processor with the first `number` of NAMES."""
+    """A processor with the first `number` of NAMES, which is not asked yet."""
+    chosen = cache(library.usable_types.__wrapped__)
+    for module in (library, backend, layers):
+        monkeypatch.setattr(module, "usable_types", chosen)
     monkeypatch.setattr(library, "_missing", None)
     monkeypatch.setattr(
         library, "_kernels", SimpleNamespace(supports=NAMES[:number].__contains__), raising=False
@@ -48,8 +53,8 @@ def has(monkeypatch, number: int) -> None:
 def test_the_best_instructions_that_there_are(monkeypatch, number) -> None:
     monkeypatch.delenv(ISA_VARIABLE, raising=False)
     has(monkeypatch, number)
-    assert library._types().get(torch.bfloat16) == ([None, *BEST][number])
-    assert library._types().get(torch.float32) == [None, 0, 3, 3, 3][number]
+    assert library.usable_types().get(torch.bfloat16) == ([None, *BEST][number])
+    assert library.usable_types().get(torch.float32) == [None, 0, 3, 3, 3][number]
 
 
 @pytest.mark.parametrize("most", NAMES)
@@ -57,28 +62,29 @@ def test_the_best_instructions_that_there_are(monkeypatch, number) -> None:
 def test_the_environment_sets_a_limit(monkeypatch, most, number) -> None:
     monkeypatch.setenv(ISA_VARIABLE, most)
     has(monkeypatch, number)
-    assert library._types()[torch.bfloat16] == BEST[min(NAMES.index(most), number - 1)]
+    assert library.usable_types()[torch.bfloat16] == BEST[min(NAMES.index(most), number - 1)]
 
 
 def test_an_unknown_limit_is_an_error(monkeypatch) -> None:
     monkeypatch.setenv(ISA_VARIABLE, "sse2")
-    with pytest.raises(
-        ConfigError, match=f"{ISA_VARIABLE}: 'sse2' is not one of avx2, avx512, avx512_bf16, amx"
-    ):
-        library._types()
+    has(monkeypatch, 4)
+    message = f"{ISA_VARIABLE}: 'sse2' is not one of avx2, avx512, avx512_bf16, amx"
+    for choose in (library.usable_types, CpuKernels):
+        with pytest.raises(ConfigError, match=message):
+            choose()
 
 
 def test_without_avx2_it_says_so(monkeypatch) -> None:
     has(monkeypatch, 0)
-    for module in (backend, layers):
-        monkeypatch.setattr(module, "TYPES", library._types())
     (layer, *_) = explain(VllmConfig.make(model="tiny")).layers
     assert layer.backend == "sdpa"
     assert ("cpu", "this processor lacks AVX2, FMA or F16C") in layer.candidates
-    assert CpuKernels()._able is False
+    assert CpuKernels()._types == {}
 
 
-@pytest.mark.skipif("not TYPES or not library._kernels.supports('avx512')", reason="needs AVX-512")
+@pytest.mark.skipif(
+    "not usable_types() or not library._kernels.supports('avx512')", reason="needs AVX-512"
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_avx2_and_avx512_give_the_same_bits(monkeypatch, dtype) -> None:
     x = torch.randn(13, 160).to(dtype)
@@ -100,11 +106,11 @@ def test_avx2_and_avx512_give_the_same_bits(monkeypatch, dtype) -> None:
     ]
 
     def compute(isa: str) -> list[torch.Tensor]:
-        monkeypatch.setitem(TYPES, dtype, KERNELS[isa][dtype])
+        monkeypatch.setitem(usable_types(), dtype, KERNELS[isa][dtype])
         kernels = CpuKernels()
-        packed = pack(weight, TYPES[dtype], Arena())
+        packed = pack(weight, usable_types()[dtype], Arena())
         products = [
-            linear(TYPES[dtype], x, packed, 96, bias, activation, gated, None)
+            linear(usable_types()[dtype], x, packed, 96, bias, activation, gated, None)
             for activation in range(6)
             for gated in (False, True)
         ]
@@ -120,7 +126,7 @@ def test_avx2_and_avx512_give_the_same_bits(monkeypatch, dtype) -> None:
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.skipif(not TYPES, reason=str(library.refusal()))
+@pytest.mark.skipif(not usable_types(), reason=str(library.refusal()))
 def test_generation_is_the_same() -> None:
     found = []
     for limit in ("avx2", "amx"):

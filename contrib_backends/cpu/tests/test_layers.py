@@ -214,7 +214,7 @@ def test_what_the_kernels_do_not_take_goes_another_way() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_onednn_where_there_is_no_avx2(monkeypatch, dtype) -> None:
     kernels = CpuKernels()
-    monkeypatch.setattr(kernels, "_able", False)
+    monkeypatch.setattr(kernels, "_types", {})
     config = VllmConfig.default(dtype=dtype)
     with construction(kernels=kernels):
         layer = ReplicatedLinear(64, 48, bias=True, vllm_config=config, prefix="layer")

@@ -26,7 +26,7 @@ engine = SimpleNamespace(overlap=options.get("overlap", False))
 parallel = SimpleNamespace(tensor_parallel_size=options.get("ranks", 1), pipeline_parallel_size=1)
 kernels = layers.CpuKernels(SimpleNamespace(engine=engine, parallel=parallel))
 weight = torch.ones(2048, 256)
-packed = pack(weight, library.TYPES[torch.float32], kernels._arena)
+packed = pack(weight, library.usable_types()[torch.float32], kernels._arena)
 
 def cores():
     return {task: sorted(os.sched_getaffinity(int(task))) for task in os.listdir("/proc/self/task")}
@@ -49,7 +49,7 @@ with kernels.step(512):
         other.join()
     for _ in range(50):
         x = torch.ones(512, 256)
-        y = linear(library.TYPES[torch.float32], x, packed, 2048, None, 0, False, None)
+        y = linear(library.usable_types()[torch.float32], x, packed, 2048, None, 0, False, None)
         assert (y == 256).all()
     inside = cores()
 print(json.dumps([str(os.getpid()), inside, cores()]))

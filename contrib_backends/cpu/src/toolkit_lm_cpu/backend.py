@@ -20,7 +20,7 @@ from toolkit_lm.attention import (
 from toolkit_lm.kv import FullSpec, KVCacheSpec, PageTensor
 from torch import Tensor
 
-from toolkit_lm_cpu.library import TYPES, _kernels, product_type, refusal, use_threads
+from toolkit_lm_cpu.library import _kernels, product_type, refusal, usable_types, use_threads
 
 _TILE = 16
 """Keys, and elements of a head, that a vector holds."""
@@ -91,7 +91,7 @@ class CpuBackend(AttentionBackend):
     def refuses(cls, spec: AttentionSpec) -> str | None:
         if spec.device != "cpu":
             return f"no kernel for device {spec.device}"
-        if not TYPES:
+        if not usable_types():
             return refusal()
         if (reason := common_refusal(spec, _DTYPES)) is not None:
             return reason

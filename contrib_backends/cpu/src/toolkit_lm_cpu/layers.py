@@ -21,12 +21,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from toolkit_lm_cpu.arena import Arena
 from toolkit_lm_cpu.fused import FusedDecoderLayer, Workspace, fits
 from toolkit_lm_cpu.library import (
-    TYPES,
     _kernels,
     bind_threads,
     on_core,
     product_type,
-    refusal,
+    usable_types,
     use_threads,
 )
 from toolkit_lm_cpu.panels import LANES, PanelEmbedding, PanelLinear, linear, pack
@@ -97,25 +96,25 @@ class CpuKernels(Kernels):
         self._arena = Arena()
         self._workspace = Workspace(self._arena)
         self._packed: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
-        self._able = refusal() is None
+        self._types = usable_types()
+        """By dtype, its number in module.c. Empty: all is computed in torch."""
         self._core: int | None = None
         # Several threads that compute would meet on one core.
-        self._may_bind = self._able and vllm_config is not None and _is_alone(vllm_config)
-        if self._able:
+        self._may_bind = bool(self._types) and vllm_config is not None and _is_alone(vllm_config)
+        if self._types:
             use_threads()
 
     def step(self, num_tokens: int) -> AbstractContextManager[None]:
         if self._may_bind:
             self._may_bind = False
             self._core = bind_threads() if self._arena.size >= _LARGE else None
-        short = self._able and num_tokens <= _SHORT and torch.get_num_threads() > 1
+        short = bool(self._types) and num_tokens <= _SHORT and torch.get_num_threads() > 1
         step = _one_torch_thread() if short else nullcontext()
         return step if self._core is None else _bound(step, self._core)
 
     def linear_method(self, spec: LinearSpec) -> LinearMethod:
         takes = (
-            self._able
-            and spec.dtype in TYPES
+            spec.dtype in self._types
             and spec.shape[1] % (LANES if spec.dtype is torch.float16 else 2) == 0
         )
         if spec.kind == "embedding":
@@ -133,7 +132,7 @@ class CpuKernels(Kernels):
         is_plain = (
             x.dtype is weight.dtype is torch.float32 and x.dim() == 2 and weight.is_contiguous()
         )
-        if not (self._able and is_plain and inputs % 2 == 0) or torch.compiler.is_compiling():
+        if not (self._types and is_plain and inputs % 2 == 0) or torch.compiler.is_compiling():
             return super().linear(x, weight, bias)
         packed = self._packed.get(weight)
         if packed is None:
@@ -145,7 +144,7 @@ class CpuKernels(Kernels):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if not self._takes(x, weight):
             return super().rms_norm(x, weight, eps)
-        return _norm(x, weight, None, eps)
+        return _norm(self._types[x.dtype], x, weight, None, eps)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
@@ -155,7 +154,7 @@ class CpuKernels(Kernels):
         out = torch.empty(x.shape, dtype=x.dtype)
         total = torch.empty(x.shape, dtype=x.dtype)
         _kernels.norm(
-            TYPES[x.dtype],
+            self._types[x.dtype],
             (x.data_ptr(), residual.data_ptr(), total.data_ptr(), out.data_ptr()),
             (x.stride(0), 0, residual.stride(0)),
             (x.shape[0], 1, x.shape[1]),
@@ -177,7 +176,7 @@ class CpuKernels(Kernels):
             or not (self._takes(x, weight) and weight.dtype is bias.dtype is x.dtype)
         ):
             return super().layer_norm(x, weight, bias, shape, eps)
-        return _norm(x, weight, bias, eps)
+        return _norm(self._types[x.dtype], x, weight, bias, eps)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         size = cos.shape[-1]
@@ -188,12 +187,12 @@ class CpuKernels(Kernels):
             and cos.stride() == sin.stride()
         )
         if (
-            not (self._able and fits and x.dtype in TYPES and x.stride(2) == cos.stride(2) == 1)
+            not (fits and x.dtype in self._types and x.stride(2) == cos.stride(2) == 1)
             or torch.compiler.is_compiling()
         ):
             return super().rotate(x, cos, sin, interleaved)
         _kernels.rotate(
-            TYPES[x.dtype],
+            self._types[x.dtype],
             (x.data_ptr(), cos.data_ptr(), sin.data_ptr()),
             (x.stride(0), x.stride(1), cos.stride(0)),
             (x.shape[0], x.shape[1], size),
@@ -201,12 +200,12 @@ class CpuKernels(Kernels):
         return x
 
     def likeliest(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        if not self._able or scores.dtype not in TYPES or scores.stride(1) != 1:
+        if scores.dtype not in self._types or scores.stride(1) != 1:
             return super().likeliest(scores)
         best = scores.new_empty(len(scores))
         indices = torch.empty(len(scores), dtype=torch.int64)
         _kernels.likeliest(
-            TYPES[scores.dtype],
+            self._types[scores.dtype],
             (scores.data_ptr(), best.data_ptr(), indices.data_ptr()),
             scores.stride(0),
             len(scores),
@@ -216,12 +215,7 @@ class CpuKernels(Kernels):
 
     def _takes(self, x: Tensor, weight: Tensor) -> bool:
         """Whether the kernels can norm x [tokens, N] or [tokens, heads, N]."""
-        if (
-            not self._able
-            or torch.compiler.is_compiling()
-            or x.dtype not in TYPES
-            or x.device.type != "cpu"
-        ):
+        if torch.compiler.is_compiling() or x.dtype not in self._types or x.device.type != "cpu":
             return False
         wide = weight.dtype is torch.float32
         return (
@@ -233,12 +227,12 @@ class CpuKernels(Kernels):
         )
 
 
-def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def _norm(type: int, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Of rows [tokens, N] or [tokens, heads, N]; with a bias less their mean."""
     out = torch.empty(x.shape, dtype=x.dtype)
     tokens, heads, strides = _rows(x)
     _kernels.norm(
-        TYPES[x.dtype],
+        type,
         (x.data_ptr(), 0, 0, out.data_ptr()),
         (*strides, 0),
         (tokens, heads, x.shape[-1]),

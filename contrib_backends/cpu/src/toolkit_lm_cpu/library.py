@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 
 import torch
 from toolkit_lm.errors import ConfigError
@@ -51,7 +52,13 @@ def refusal() -> str | None:
     return None if _kernels.supports("avx2") else "this processor lacks AVX2, FMA or F16C"
 
 
-def _types() -> Mapping[torch.dtype, int]:
+@cache
+def usable_types() -> dict[torch.dtype, int]:
+    """By dtype, its number in module.c, with the best instructions that the processor has and the
+    environment allows. Both are asked once, when kernels are first chosen. Empty: there are none.
+
+    Raises ConfigError for instructions that the environment names wrongly.
+    """
     names = list(KERNELS)
     most = os.environ.get(ISA_VARIABLE) or names[-1]
     if most not in names:
@@ -65,11 +72,6 @@ def _types() -> Mapping[torch.dtype, int]:
         if _kernels.supports(name):
             found |= KERNELS[name]
     return found
-
-
-TYPES = _types()
-"""By dtype, its number in module.c, with the best instructions that the processor has and the
-environment allows."""
 
 
 def use_threads() -> None:
@@ -119,4 +121,5 @@ def on_core(core: int) -> Iterator[None]:
 
 def product_type(dtype: torch.dtype, inputs: int) -> int:
     """The number of the best kernel for products with `inputs` terms."""
-    return AVX512_BF16 if TYPES[dtype] == AMX and inputs % AMX_INPUTS else TYPES[dtype]
+    best = usable_types()[dtype]
+    return AVX512_BF16 if best == AMX and inputs % AMX_INPUTS else best

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -17,9 +16,9 @@ from toolkit_lm_cpu.library import _kernels, product_type
 LANES = 16
 """Outputs of a panel."""
 _LARGE = 2**25
-"""Bytes of a weight that should not be held twice, even while it is packed."""
+"""Weights of so many bytes are packed in pieces, and not held twice even then."""
 _SOME = 2**23
-"""Bytes of it that are."""
+"""Bytes of a piece."""
 ACTIVATIONS: Mapping[str | None, int] = {
     None: 0,
     "relu": 1,
@@ -51,6 +50,8 @@ class PanelLinear(UnquantizedMethod):
     def create(self, layer: nn.Module, spec: LinearSpec) -> None:
         super().create(layer, spec)
         self.tied_to = spec.tied_to
+        self.memory = self.weight.data_ptr()
+        """Of the parameter as it was made. Whoever gives it other memory keeps that."""
         self.outputs, self.inputs = spec.shape
         self.type = product_type(spec.dtype, self.inputs)
         self.is_halved = (
@@ -66,19 +67,24 @@ class PanelLinear(UnquantizedMethod):
             self.weight.weight_loader = self._loader  # type: ignore[attr-defined]
 
     def process(self, layer: nn.Module) -> None:
-        weight = self.weight
+        """The weight becomes this method's: whoever holds the parameter finds it empty then, and
+        must not read its memory."""
+        parameter = self.weight
+        weight = parameter.data
         loader = self._loader
         tied = self.tied_to if isinstance(self.tied_to, PanelEmbedding) else None
+        # An embedding of another kind goes on reading what it shares.
+        is_own = weight.data_ptr() == self.memory and (tied is not None or self.tied_to is None)
         if loader is not None and loader.packed:
             for index in set(range(len(loader.parts))) - loader.packed:
                 loader.pack(index, loader.rows_of(weight, index))
         else:
-            loses = weight.nbytes >= _LARGE and _is_held_by(
-                self.weight, 4 if tied is not None else 2
-            )
+            loses = is_own and weight.nbytes >= _LARGE
             self.packed = pack(
                 weight, self.type, self.arena, halves=2 if self.is_halved else 1, loses=loses
             )
+        if is_own:
+            parameter.data = weight.new_empty(0)
         self._loader = None
         del self.weight, layer.weight
         if tied is not None:
@@ -132,8 +138,6 @@ class PanelLoader:
         """The parts that are not in the parameter, which holds nothing of them."""
         self._method = method
         self._copy = spec.loader()
-        self._memory = method.weight.data_ptr()
-        """Who gives the parameter other memory reads the weight there."""
 
     def __call__(self, param: Tensor, loaded: Tensor, shard_id: int | None = None) -> None:
         sizes = [part.full for part in self.parts]
@@ -154,7 +158,7 @@ class PanelLoader:
         if (
             is_one
             and is_plain
-            and param.data_ptr() == self._memory
+            and param.data_ptr() == self._method.memory
             and loaded.shape == (part.full, param.shape[1])
             and part.start + part.size <= part.full
         ):
@@ -264,24 +268,6 @@ def pack(
             if loses:
                 _kernels.lose(source + at, count * row)
     return packed
-
-
-def _is_held_by(weight: Tensor, holders: int) -> bool:
-    """Whether so many attributes hold a parameter, which the caller's caller does not, and nothing
-    else its memory."""
-    storage = weight.untyped_storage()
-    uses = getattr(torch._C, "_storage_Use_Count", None)
-    # Beside the attributes: the caller's variable, the argument, and what is counted. A storage is
-    # held by its tensor, and by `storage`.
-    is_own = (
-        sys.getrefcount(weight) <= holders + 3 and uses is not None and uses(storage._cdata) <= 2
-    )
-    return (
-        is_own
-        and storage.nbytes() == weight.nbytes
-        and weight.is_contiguous()
-        and not storage.is_shared()
-    )
 
 
 def linear(

@@ -70,7 +70,10 @@ class LinearMethod(ABC):
 
     def process(self, layer: nn.Module) -> None:  # noqa: B027 - there need be nothing to do
         """Rearranges the weights, once they are loaded. It is called once. By default they stay as
-        they are."""
+        they are.
+
+        The weights become the method's. Nothing else may read their memory afterwards.
+        """
 
     @abstractmethod
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
