@@ -26,7 +26,7 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import POOLING_TASKS, PoolingTask
 from toolkit_lm.distributed import pipeline_parallel_group
 from toolkit_lm.errors import UnsupportedError
-from toolkit_lm.kv import KVCacheConfig, KVCacheSpec
+from toolkit_lm.kv import KVCacheConfig, KVCacheSpec, max_drafts
 from toolkit_lm.kv.cache import KVCache
 from toolkit_lm.messages import PoolingRules, StepPlan, StepResult
 from toolkit_lm.model import (
@@ -130,12 +130,12 @@ class ModelRunner:
             self._media is None or not self.config.keeps_kv_cache
         )
         if (drafter := self.config.scheduler.drafter) is not None:
-            if self.config.model.runner == "pooling" or not all(
-                spec.forks_anywhere for spec in self.kv_cache_specs().values()
+            if self.config.model.runner == "pooling" or not max_drafts(
+                self.kv_cache_specs().values()
             ):
                 raise UnsupportedError(
-                    f"drafter {drafter!r}: drafts are for engines that generate, of models "
-                    "without recurrent state."
+                    f"drafter {drafter!r}: drafts are for engines that generate, of models that "
+                    "can take tokens back: a recurrent state's spec says how many (rewinds)."
                 )
             self._drafting = Drafting(drafter, self.model, self.config, self.device, self.plugins)
         self.selections = select_backends(

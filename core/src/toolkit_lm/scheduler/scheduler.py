@@ -109,6 +109,7 @@ class Scheduler:
             chunked=self.chunked,
             needs_tokens=self.needs_tokens,
             forks_anywhere=self.blocks.forks_anywhere,
+            max_drafts=self.blocks.max_drafts,
             whole_items=self.items.whole_items,
         )
         self.roster.add(request)
