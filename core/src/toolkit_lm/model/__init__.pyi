@@ -74,3 +74,4 @@ from .parameters import (
     torch_dtype as torch_dtype,
 )
 from .rotary import Rotation as Rotation
+from .tap import Taps as Taps, tappable as tappable
