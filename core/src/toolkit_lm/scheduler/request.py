@@ -263,6 +263,8 @@ class Request:
         """The items of media in its prompt, by offset."""
         self.media_end = message.features[-1].mm_position.end if message.features else 0
         """Tokens from here on read none of them."""
+        self.planned_end = 0
+        """Tokens from here on are nothing to planners."""
         self._whole_items = whole_items
         self.max_output_tokens = message.max_output_tokens
         assert message.max_output_tokens > 0 or not message.draws_tokens, (
