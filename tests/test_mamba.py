@@ -202,7 +202,6 @@ class TestMambaSpec(KVKindConformance):
         MambaSpec(block_size=64, channels=33, kernel_size=4, state_size=8),
         MambaSpec(block_size=64, channels=32, kernel_size=3, state_size=8),
         MambaSpec(block_size=64, channels=32, kernel_size=4, state_size=9),
-        MambaSpec(block_size=64, channels=32, kernel_size=4, state_size=8, rewinds=2),
     ]
 
 
@@ -228,7 +227,7 @@ def test_padding_is_no_sequence():
         max_seq_len=5,
         has_padding=True,
     )
-    assert backend.build(batch) == [(slice(0, 1), 3, 4)]
+    assert backend.build(batch) == [(slice(0, 1), 3, False)]
 
 
 def test_a_pooling_engine_has_a_cache_for_its_states(checkpoint):

@@ -182,21 +182,51 @@ def test_experts_run_in_int8(tmp_path, assert_parity):
     assert_parity(quantize_linears(model), run(folder, quantization="int8"))
 
 
-def test_a_packed_checkpoint_runs_as_it_states(make_llama, assert_parity, tmp_path):
-    folder, model = make_llama("packed", hidden_size=128, intermediate_size=192)
-    folder, model = shutil.copytree(folder, tmp_path / "packed"), copy.deepcopy(model)
+def write_packed(folder, model, ignored=()):
+    """Packs a checkpoint's projections, but for the modules `ignored`; the model gets the weights
+    that they stand for. Returns its config.json."""
     weights = {}
     own = dict(model.named_parameters())
     for name, tensor in load_file(folder / "model.safetensors").items():
-        if "_proj" not in name:
+        if "_proj" not in name or name.rpartition(".")[0] in ignored:
             weights[name] = tensor
             continue
         stored, weight = packed(tensor)
         own[name].data = weight
         weights |= {name.replace("weight", key): value for key, value in stored.items()}
     save_file(weights, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": PACKED}
+    stated = PACKED | {"ignore": ["lm_head", *ignored]}
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": stated}
     (folder / "config.json").write_text(json.dumps(config))
+    return config
+
+
+@pytest.fixture
+def copied(make_llama, tmp_path):
+    """(folder, transformers model) of a checkpoint that a test may change."""
+    folder, model = make_llama("packed", hidden_size=128, intermediate_size=192)
+    return shutil.copytree(folder, tmp_path / "packed"), copy.deepcopy(model)
+
+
+def test_what_a_checkpoint_does_not_quantize_is_named_as_it_names_it(copied, assert_parity):
+    """Three modules of the checkpoint are one layer of the model."""
+    folder, model = copied
+    attention = "model.layers.1.self_attn"
+    names = [f"{attention}.{name}_proj" for name in "qkv"]
+    write_packed(folder, model, names)
+    assert_parity(model, run(folder))
+
+
+def test_a_layer_that_is_quantized_in_part_is_refused(copied):
+    folder, model = copied
+    write_packed(folder, model, ["model.layers.1.self_attn.q_proj"])
+    with pytest.raises(UnsupportedError, match=r"1\.self_attn\.q_proj, .*some are quantized"):
+        run(folder)
+
+
+def test_a_packed_checkpoint_runs_as_it_states(copied, assert_parity):
+    folder, model = copied
+    config = write_packed(folder, model)
     assert_parity(model, run(folder))
     found = explain(VllmConfig.make(model=str(folder), device="cpu"), [toolkit_lm_int8])
     assert (found.config.load.load_format, found.config.load.quantization) == (

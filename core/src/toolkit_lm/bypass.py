@@ -87,13 +87,13 @@ def module_alteration(module: nn.Module) -> str | None:
 
 def has_hook(modules: Iterable[nn.Module]) -> bool:
     """Whether a forward or backward hook waits for a call of any of these modules, or of all
-    modules. One whose attribute `waits_for_call` is False has what it needs from elsewhere."""
+    modules."""
     if torch_module._has_any_global_hook():  # type: ignore[no-untyped-call]
         return True
     for module in modules:
         kept = vars(module)
         for name in _HOOKS:
-            if any(getattr(hook, "waits_for_call", True) for hook in kept.get(name, {}).values()):
+            if kept.get(name):
                 return True
     return False
 

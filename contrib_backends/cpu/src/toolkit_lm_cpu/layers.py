@@ -56,6 +56,9 @@ class OneDnnLinear(UnquantizedMethod):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data)
         del self.weight, layer.weight
 
+    def dequantized(self) -> Tensor:
+        return super().dequantized() if self.packed is None else self.packed.to_dense()
+
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.packed is None:
             return super().multiply(x, bias)

@@ -53,6 +53,7 @@ class PanelLinear(UnquantizedMethod):
         self.memory = self.weight.data_ptr()
         """Of the parameter as it was made. Whoever gives it other memory keeps that."""
         self.outputs, self.inputs = spec.shape
+        self.dtype = spec.dtype
         self.type = product_type(spec.dtype, self.inputs)
         self.is_halved = (
             isinstance(layer, GatedColumnParallelLinear) and self.outputs % (2 * LANES) != 0
@@ -101,6 +102,12 @@ class PanelLinear(UnquantizedMethod):
             [_product(self.type, x, halves[i], self.outputs // 2, biases[i]) for i in range(2)],
             dim=1,
         )
+
+    def dequantized(self) -> Tensor:
+        if self.packed is None:
+            return super().dequantized()
+        # Each product is 1 times an element: exact.
+        return self.multiply(torch.eye(self.inputs, dtype=self.dtype), None).T
 
     def likeliest(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor] | None:
         if self.packed is None or self.is_halved:

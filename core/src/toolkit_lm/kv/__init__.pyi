@@ -14,5 +14,4 @@ from .spec import (
     KVCacheSpec as KVCacheSpec,
     PageTensor as PageTensor,
     WindowSpec as WindowSpec,
-    max_drafts as max_drafts,
 )

@@ -74,4 +74,4 @@ from .parameters import (
     torch_dtype as torch_dtype,
 )
 from .rotary import Rotation as Rotation
-from .tap import Taps as Taps, tappable as tappable
+from .sources import Sources as Sources

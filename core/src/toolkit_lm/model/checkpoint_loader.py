@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,11 @@ class CheckpointLoader(ABC):
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """On the CPU. Tensors are best mapped or made one by one: a model may take only a part of
         each, or store it in fewer bits."""
+
+    def names(self) -> Iterable[str]:
+        """The names of the tensors, in any order. This reads them all: a loader that knows better
+        overrides it."""
+        return [name for name, _ in self]
 
     def __str__(self) -> str:
         """What errors call it."""

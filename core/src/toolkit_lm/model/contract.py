@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import PluginError
 from toolkit_lm.messages import Array, EncoderInput, MultiModalFeatureSpec
-from toolkit_lm.model.kernels import choose_kernels
+from toolkit_lm.model.kernels import choose_kernels, choose_sources
 from toolkit_lm.model.matching import load_parameters
 from toolkit_lm.step import StepPart
 
@@ -70,6 +70,7 @@ class Model(nn.Module):
         self.vllm_config = vllm_config
         self.prefix = prefix
         self.kernels = choose_kernels()
+        choose_sources().learn(prefix, self.packed, self.renames)
 
     def forward(
         self,

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.model.linear_method import LinearMethod, LinearSpec, Quantization, UnquantizedMethod
+from toolkit_lm.model.sources import Sources
 
 if TYPE_CHECKING:
     from toolkit_lm.plugin import ModelRegistry
@@ -123,7 +124,7 @@ class Kernels:
 
 
 PLAIN = Kernels()
-_OUTSIDE = None, PLAIN, None
+_OUTSIDE = None, PLAIN, None, None
 _local = threading.local()
 
 
@@ -133,18 +134,22 @@ def construction(
     quantization: Quantization | None = None,
     kernels: Kernels = PLAIN,
     models: ModelRegistry | None = None,
+    sources: Sources | None = None,
 ) -> Iterator[None]:
     """Has layers that this thread makes inside ask these for their methods, and compute with these
     kernels. Refuses to nest.
 
-    `make_part` finds the classes of models within the model in `models`.
+    `make_part` finds the classes of models within the model in `models`. `sources` has the
+    checkpoint's names of layers.
 
     It is to models what `torch.device` is: their constructors need not hand it from layer to layer.
     """
     assert not hasattr(_local, "made_with"), (
         "a model is constructed inside the construction of another one"
     )
-    _local.made_with = quantization, kernels, models
+    if quantization is not None:
+        quantization.kernels = kernels
+    _local.made_with = quantization, kernels, models, sources or Sources()
     try:
         yield
     finally:
@@ -154,8 +159,14 @@ def construction(
 def choose_kernels() -> Kernels:
     """What a layer that is being made computes with: inside `construction` its kernels, else plain
     torch."""
-    _, kernels, _ = getattr(_local, "made_with", _OUTSIDE)
+    kernels: Kernels = getattr(_local, "made_with", _OUTSIDE)[1]
     return kernels
+
+
+def choose_sources() -> Sources:
+    """The checkpoint's names of the layers of the model that is being made; outside of
+    `construction` no names are known."""
+    return getattr(_local, "made_with", _OUTSIDE)[3] or Sources()
 
 
 def choose_models() -> ModelRegistry:
@@ -177,7 +188,7 @@ def choose_method(spec: LinearSpec) -> LinearMethod:
 def method_chooser() -> Callable[[LinearSpec], LinearMethod]:
     """`choose_method` as it is now, for a layer that may have to ask again when its model has been
     made."""
-    quantization, kernels, _ = getattr(_local, "made_with", _OUTSIDE)
+    quantization, kernels, *_ = getattr(_local, "made_with", _OUTSIDE)
     return partial(_choose, quantization, kernels)
 
 
@@ -188,4 +199,6 @@ def _choose(quantization: Quantization | None, kernels: Kernels, spec: LinearSpe
             f"{type(method).__name__} cannot look up the embeddings of {spec.prefix}: it has no "
             "method embed."
         )
-    return method or kernels.linear_method(spec)
+    if quantization is not None:
+        return method or quantization.plain(spec)
+    return kernels.linear_method(spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from toolkit_lm.config import ParallelConfig, VllmConfig
 from toolkit_lm.distributed import tensor_parallel_group
 from toolkit_lm.errors import ConfigError
 from toolkit_lm.model.activation import get_activation
-from toolkit_lm.model.kernels import choose_kernels, choose_method
+from toolkit_lm.model.kernels import choose_kernels, choose_method, choose_sources
 from toolkit_lm.model.linear_method import LinearSpec
 from toolkit_lm.model.parameters import Part, ShardLoader, new_parameter, torch_dtype
 
@@ -29,6 +30,7 @@ class LinearBase(Bypassable):
 
     def __init__(self, spec: LinearSpec, *, bias: bool = False) -> None:
         super().__init__()
+        spec = replace(spec, sources=choose_sources().of(spec.prefix))
         self.spec = spec
         self.prefix = spec.prefix
         self.output_size, self.input_size = spec.shape

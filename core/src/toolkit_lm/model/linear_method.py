@@ -35,6 +35,10 @@ class LinearSpec:
     each."""
     dtype: torch.dtype
     """Of activations, and of weights that are not quantized."""
+    sources: tuple[str, ...] = ()
+    """The checkpoint's names of the modules whose weights the layer holds, one for each of
+    `outputs`, or one of all: "model.layers.0.self_attn.q_proj", "...k_proj", "...v_proj". The layer
+    fills it in."""
     tied_to: LinearMethod | None = None
     """The method of the embedding whose weight a language-modeling head shares."""
 
@@ -79,6 +83,11 @@ class LinearMethod(ABC):
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + bias: [T, inputs] -> a new tensor [T, outputs], in the dtype of `x`."""
 
+    def dequantized(self) -> Tensor:
+        """W itself, this rank's share: [outputs, inputs], a floating dtype. It may be made anew at
+        each call, so that no step should ask for it."""
+        raise NotImplementedError(f"{type(self).__name__} cannot show its weight")
+
     def likeliest(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """As `Kernels.likeliest` of what `multiply` would give, bit for bit, without making it.
         None: it has to be made."""
@@ -121,6 +130,8 @@ class Quantization(ABC):
         self.vllm_config = vllm_config
         self.config: Mapping[str, Any] = vllm_config.hf_config.get("quantization_config") or {}
         """The checkpoint's `quantization_config`. Empty: its weights are floats."""
+        self.kernels: Any = None
+        """The model's Kernels, from when its construction begins."""
 
     @classmethod
     def refuses(cls, vllm_config: VllmConfig) -> str | None:
@@ -129,7 +140,13 @@ class Quantization(ABC):
 
     @abstractmethod
     def method(self, spec: LinearSpec) -> LinearMethod | None:
-        """A new method for a layer. None: its weight is not quantized."""
+        """A new method for a layer. None: its weight is not quantized, and `plain` holds it."""
+
+    def plain(self, spec: LinearSpec) -> LinearMethod:
+        """A new method of the model's kernels, for a weight that is not quantized: what a method
+        that wraps another begins with."""
+        method: LinearMethod = self.kernels.linear_method(spec)
+        return method
 
 
 class UnquantizedMethod(LinearMethod):
@@ -151,6 +168,9 @@ class UnquantizedMethod(LinearMethod):
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, self.weight, bias)
+
+    def dequantized(self) -> Tensor:
+        return self.weight
 
     def embed(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.weight)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -16,6 +16,7 @@ from toolkit_lm.model.fused import FusibleLayer
 from toolkit_lm.model.kernels import Kernels, choose_models, construction
 from toolkit_lm.model.linear import LinearBase
 from toolkit_lm.model.linear_method import Quantization, UnquantizedMethod
+from toolkit_lm.model.sources import Sources
 from toolkit_lm.plugin import Plugins
 
 
@@ -37,7 +38,7 @@ def load_model(
     loader: CheckpointLoader = plugins.loaders.make(
         vllm_config.load.load_format, checkpoint.source or checkpoint.path
     )
-    model = construct(model_cls, vllm_config, device, plugins)
+    model = construct(model_cls, vllm_config, device, plugins, loader.names())
     model.requires_grad_(False).eval()
     try:
         loader.load(model)
@@ -55,10 +56,14 @@ def load_model(
 
 
 def construct(
-    model_cls: type[Model], vllm_config: VllmConfig, device: torch.device, plugins: Plugins
+    model_cls: type[Model],
+    vllm_config: VllmConfig,
+    device: torch.device,
+    plugins: Plugins,
+    names: Iterable[str] = (),
 ) -> Model:
     """The model without its weights, its layers held by the methods of the config's quantization,
-    and computed by the kernels it names.
+    and computed by the kernels it names. `names`: of the checkpoint's tensors.
 
     Raises UnsupportedError for a quantization that refuses the checkpoint, or that has a method for
     none of the layers, and for expert parallelism of a model without experts; CapacityError for a
@@ -77,7 +82,12 @@ def construct(
     try:
         with (
             torch.device(device),
-            construction(quantization=quantization, kernels=kernels, models=plugins.models),
+            construction(
+                quantization=quantization,
+                kernels=kernels,
+                models=plugins.models,
+                sources=Sources(names),
+            ),
         ):
             model = model_cls(vllm_config=vllm_config)
     except Exception as error:

@@ -55,6 +55,13 @@ class CheckpointWeights(CheckpointLoader):
                         yield name, tensor
                         del tensor
 
+    def names(self) -> list[str]:
+        found: list[str] = []
+        for file in self.files:
+            with safe_open(self.source / file, framework="pt", device="cpu") as tensors:
+                found += tensors.keys()
+        return found
+
     def _check(self, path: Path) -> None:
         try:
             with safe_open(path, framework="pt", device="cpu"):

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, cast
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from toolkit_lm.config import VllmConfig
-from toolkit_lm.config.tasks import PoolingTask
+from toolkit_lm.config import PoolingTask, VllmConfig
 from toolkit_lm.errors import ConfigError, RequestError
 from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.plugin import Plugins

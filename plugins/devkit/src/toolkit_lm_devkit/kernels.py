@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import Kernels, ReplicatedLinear, VocabParallelEmbedding, construction
@@ -221,6 +222,18 @@ class KernelsConformance(Conformance):
         torch.testing.assert_close(best.to(dtype), expected, atol=0, rtol=0, equal_nan=True)
         assert indices.tolist() == places.tolist()
         assert (indices.dtype, best.shape) == (torch.int64, (len(scores),))
+
+    @pytest.mark.parametrize("outputs", [40, 64, 7])
+    def test_a_weight_can_be_shown(self, outputs: int) -> None:
+        """`LinearMethod.dequantized` of the kernels' own method is the weight that was loaded."""
+        config = VllmConfig.default()
+        with construction(kernels=self.kernels()):
+            layer: Any = ReplicatedLinear(48, outputs, vllm_config=config, prefix="proj")
+        weight = torch.randn(outputs, 48)
+        layer.weight.weight_loader(layer.weight, weight)
+        layer.requires_grad_(False)
+        layer.method.process(layer)
+        assert torch.equal(layer.method.dequantized(), weight)
 
     def test_embeddings_are_looked_up(self) -> None:
         """A table may be the head's weight as well: kernels leave it as it is, or find its rows."""

@@ -191,6 +191,10 @@ class LinearMethodConformance(Conformance):
         made = self.make(layer, dtype=dtype)
         weight = self.weight(made)
         bias = made.bias
+        shown = made.method.dequantized()
+        assert (shown.shape, shown.is_floating_point()) == (weight.shape, True)
+        near = max(TOLERANCE, torch.finfo(dtype).eps) * weight.abs().max().item()
+        torch.testing.assert_close(shown.float(), weight, atol=near, rtol=0)
         for rows in (0, 1, 33):
             x = torch.randn(rows, INPUTS, generator=_generator(7)).to(dtype)
             ours = made.method.apply(x, bias)

@@ -16,7 +16,15 @@ from toolkit_lm.attention import CacheLayer
 from toolkit_lm.config import Checkpoint, VllmConfig
 from toolkit_lm.errors import CheckpointError, UnsupportedError
 from toolkit_lm.kv import KVCacheConfig, KVCacheSpec, plan_groups
-from toolkit_lm.model import FusibleLayer, Kernels, Model, check_constructor, construction
+from toolkit_lm.model import (
+    FusibleLayer,
+    Kernels,
+    LinearBase,
+    Model,
+    Sources,
+    check_constructor,
+    construction,
+)
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution import read_checkpoint
 from toolkit_lm_weights.safetensors import CheckpointWeights
@@ -353,7 +361,8 @@ class ModelConformance(Conformance):
             "tensor_parallel_size": ranks,
         }
         config = VllmConfig.default(**options).with_rank(rank).with_checkpoint(subject.checkpoint)
-        with construction(models=subject.loaded.models):
+        sources = Sources(CheckpointWeights(subject.folder).names())
+        with construction(models=subject.loaded.models, sources=sources):
             return self.model_class(subject)(vllm_config=config)
 
     def test_constructor_takes_two_keywords(self, first: Subject) -> None:
@@ -409,6 +418,19 @@ class ModelConformance(Conformance):
             assert (ours - expected).abs().max() <= 1e-4, (
                 f"rank {rank} of {ranks}, in {stages} stages, gives other logits than one alone"
             )
+
+    def test_layers_know_what_the_checkpoint_calls_their_weights(
+        self, subjects: Callable[[str], Subject], variant: str
+    ) -> None:
+        """`LinearSpec.sources`, by which a quantization finds what a checkpoint says of a layer."""
+        subject = subjects(variant)
+        names = CheckpointWeights(subject.folder).names()
+        modules = {name.rpartition(".")[0] for name in names}
+        for name, layer in self.make_model(subject).named_modules():
+            # The weight of an embedding may stand for that of a head.
+            if isinstance(layer, LinearBase) and layer.spec.kind != "lm_head":
+                unknown = [one for one in layer.spec.sources if one not in modules]
+                assert not unknown, f"{name}: the checkpoint has no {', '.join(unknown)}"
 
     def test_missing_weights_are_refused_by_name(self, first: Subject) -> None:
         for name in self.checked_weights(first):

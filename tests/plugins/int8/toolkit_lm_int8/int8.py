@@ -51,8 +51,11 @@ class Int8Method(LinearMethod):
         loader = QuantizingLoader(plain.parts, plain.dim, self.scale, ShardLoader(spec.outputs))
         self.weight = layer.weight = new_parameter(spec.shape, torch.int8, loader)
 
+    def dequantized(self) -> Tensor:
+        return self.weight.float() * self.scale[:, None]
+
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, (self.weight.float() * self.scale[:, None]).to(x.dtype), bias)
+        return F.linear(x, self.dequantized().to(x.dtype), bias)
 
 
 class Int8(Quantization):

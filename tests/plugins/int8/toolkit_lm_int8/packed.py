@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.model import LinearMethod, LinearSpec, Quantization, new_parameter
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -45,10 +46,9 @@ class PackedMethod(LinearMethod):
         del layer.weight_shape
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, self._weight().to(x.dtype), bias)
+        return F.linear(x, self.dequantized().to(x.dtype), bias)
 
-    def _weight(self) -> Tensor:
-        """[outputs, inputs] of this rank."""
+    def dequantized(self) -> Tensor:
         shifts = torch.arange(0, 32, self.num_bits, dtype=torch.int32, device=self.weight.device)
         values = (self.weight.unsqueeze(-1) >> shifts) & ((1 << self.num_bits) - 1)
         size = self.spec.inputs.size
@@ -94,17 +94,24 @@ class CompressedTensors(Quantization):
     def method(self, spec: LinearSpec) -> LinearMethod | None:
         (group,) = self.config["config_groups"].values()
         weights: dict[str, Any] = group["weights"]
-        if (
-            spec.kind == "embedding"
-            or spec.tied_to is not None
-            or any(self._names(spec.prefix, name) for name in self.config["ignore"])
-        ):
+        if spec.kind == "embedding" or spec.tied_to is not None:
+            return None
+        ignored = [
+            any(self._names(source, name) for name in self.config["ignore"])
+            for source in spec.sources or (spec.prefix,)
+        ]
+        if any(ignored):
+            if not all(ignored):
+                raise UnsupportedError(
+                    f"{spec.prefix}: of {', '.join(spec.sources)} some are quantized and some are "
+                    "not, and one layer holds them."
+                )
             return None
         return PackedMethod(weights["num_bits"], weights["group_size"])
 
-    def _names(self, prefix: str, ignored: str) -> bool:
+    def _names(self, source: str, ignored: str) -> bool:
         return (
-            bool(re.match(ignored.removeprefix("re:"), prefix))
+            bool(re.match(ignored.removeprefix("re:"), source))
             if ignored.startswith("re:")
-            else ignored == prefix
+            else ignored == source
         )
