@@ -23,7 +23,7 @@ from toolkit_lm_server.app import create_app
 from toolkit_lm_server.garbage import _trim
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.route import Bodies
-from toolkit_lm_serving.cost import CostBudget
+from toolkit_lm_serving.budget import CostBudget
 
 SLACK = 16 * 2**20
 """Bytes that every estimate has beside: the interpreter's, and what is imported late."""

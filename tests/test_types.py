@@ -84,6 +84,33 @@ def test_a_type_checker_takes_what_is_right_and_refuses_what_is_misspelt(tmp_pat
     assert "toolkit_lm.frontend.async_llm.AsyncLLM" in revealed[-1]
 
 
+@pytest.mark.slow
+def test_routes_of_plugins_pass_a_strict_type_checker(tmp_path):
+    """That of the docs, and one of another repository."""
+    page = (ROOT / "docs" / "hooks" / "toolkit_register_routes.md").read_text(encoding="utf-8")
+    example = tmp_path / "toolkit_lm_hello.py"
+    example.write_text(page.partition("```python\nfrom __future__")[2].partition("```")[0])
+    example.write_text(f"from __future__{example.read_text()}")
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text("""
+from toolkit_lm_serving.engine import ServingEngine
+
+async def misuse(engine: ServingEngine) -> None:
+    engine.close()
+    engine.hold_rendring([])
+    engine.generate("a", timeuot=5)
+""")
+    files = [example, wrong, ROOT / "downstream" / "route" / "src"]
+    arguments = ["--config-file=", "--strict", "--no-error-summary", "--no-pretty"]
+    told, failure, _ = api.run([*arguments, f"--cache-dir={tmp_path}", *map(str, files)])
+    assert not failure
+    errors = [line for line in told.splitlines() if ": error: " in line]
+    assert all("wrong.py" in line for line in errors), told
+    assert len(errors) == 3, told
+    for line, expected in zip(errors, ('"close"', '"hold_rendring"', '"timeout"'), strict=True):
+        assert expected in line
+
+
 def test_the_options_for_type_checkers_are_those_of_the_config():
     path = ROOT / "docs" / "generate_typed_options.py"
     spec = importlib.util.spec_from_file_location("generate_typed_options", path)

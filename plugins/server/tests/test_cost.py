@@ -14,13 +14,9 @@ from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm_server.app import create_app
 from toolkit_lm_server.keys import ApiKey, Keys
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_serving.cost import (
-    BudgetedLLM,
-    CostBudget,
-    generation_cost,
-    pooling_cost,
-    rendering_cost,
-)
+from toolkit_lm_serving.budget import BudgetedLLM, CostBudget
+from toolkit_lm_serving.cost import generation_cost, pooling_cost, rendering_cost
+from toolkit_lm_serving.engine import ServingEngine
 
 MIB = 2**20
 
@@ -367,31 +363,33 @@ async def test_requests_over_http_are_paid_for_until_they_end(engine, client_of,
     assert not any(one._bytes._taken or one._requests._taken for one in budgets)
 
 
+def members(kind):
+    """The public names of a class and its bases."""
+    return {name for one in kind.__mro__ for name in vars(one) if name[0] != "_"}
+
+
+FREE = frozenset(
+    {
+        *("abort", "config", "engines", "error", "health", "num_queued_tokens", "num_restarts"),
+        *("plugins", "processor", "renderer", "reset_prefix_cache", "served_model_name"),
+        *("tasks", "wait_ready"),
+    }
+)
+"""What computes nothing: a budget hands it on."""
+OWNERS = frozenset({"aclose", "close", "engine"})
+"""What is for who made an engine, and no route's."""
+
+
 async def test_every_way_into_the_engine_is_held_to_the_budget(anyio_backend):
-    """A way that AsyncLLM gets later must be taken into BudgetedLLM, or named here as one that
-    computes nothing."""
+    """A way that AsyncLLM gets later must be taken into ServingEngine and BudgetedLLM, or named
+    here as one that computes nothing, or as its owner's."""
     from toolkit_lm import AsyncLLM
 
-    free = {
-        "abort",
-        "close",
-        "config",
-        "engine",
-        "engines",
-        "error",
-        "health",
-        "num_queued_tokens",
-        "num_restarts",
-        "plugins",
-        "processor",
-        "renderer",
-    }
-    free |= {"reset_prefix_cache", "aclose", "served_model_name", "tasks", "wait_ready"}
-    public = {name for name in vars(AsyncLLM) if not name.startswith("_")}
-    assert public - free == {name for name in vars(BudgetedLLM) if not name.startswith("_")} - {
-        "hold",
-        "hold_rendering",
-    }
+    # An attribute of each instance.
+    public = {name for name in vars(AsyncLLM) if name[0] != "_"} | {"plugins", "served_model_name"}
+    assert public - OWNERS == members(ServingEngine) - {"hold", "hold_rendering"}
+    assert members(ServingEngine) == members(BudgetedLLM)
+    ways = public - OWNERS - FREE
     rules = SimpleNamespace(rules=lambda task: SimpleNamespace(size=4))
     config = SimpleNamespace(
         sampling_defaults={}, max_model_len=64, model=SimpleNamespace(max_model_len=64)
@@ -400,7 +398,7 @@ async def test_every_way_into_the_engine_is_held_to_the_budget(anyio_backend):
         SimpleNamespace(
             config=config,
             processor=SimpleNamespace(limits=rules),
-            **dict.fromkeys(public - free, lambda *_, **__: None),
+            **dict.fromkeys(ways, lambda *_, **__: None),
         ),
         CostBudget(1),
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
-from toolkit_lm import LLM, AsyncLLM
+from toolkit_lm import LLM
 
 from toolkit_lm_whisper.long_form import (
     Ask,
@@ -18,6 +18,14 @@ from toolkit_lm_whisper.long_form import (
     Thresholds,
     Transcript,
 )
+
+if TYPE_CHECKING:
+    from toolkit_lm.config import VllmConfig
+    from toolkit_lm.outputs import RequestOutput
+    from toolkit_lm.params import SamplingParams
+    from toolkit_lm.processing import RequestOptions
+    from toolkit_lm.prompts import Prompt
+    from toolkit_lm.renderer import Renderer
 
 
 class Transcriber:
@@ -66,10 +74,28 @@ class Transcriber:
         return [work.transcript for work in works]
 
 
+class AsyncEngine(Protocol):
+    """An AsyncLLM, or an engine as routes get it."""
+
+    @property
+    def config(self) -> VllmConfig: ...
+
+    @property
+    def renderer(self) -> Renderer: ...
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncGenerator[RequestOutput, None]: ...
+
+
 class AsyncTranscriber:
     """The same for an AsyncLLM: one recording at a call, and segments as they come."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    def __init__(self, engine: AsyncEngine) -> None:
         """Raises ToolkitError where the model is no Whisper."""
         self._engine = engine
         self._model = LongForm(engine.config, engine.renderer)

@@ -11,8 +11,8 @@ from toolkit_lm.plugin import hookimpl
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
-    from toolkit_lm import AsyncLLM
     from toolkit_lm_server.plugin_routes import OpenAIApi
+    from toolkit_lm_serving.engine import ServingEngine
 
 
 class Options(Struct):
@@ -22,7 +22,7 @@ class Options(Struct):
 
 @hookimpl
 def toolkit_register_routes(
-    router: APIRouter, engine: AsyncLLM, options: Options, api: OpenAIApi
+    router: APIRouter, engine: ServingEngine, options: Options, api: OpenAIApi
 ) -> Callable[[], AbstractAsyncContextManager[object]]:
     # Each start of `toolkit` imports this module, and a web framework is heavy.
     from acme_lm_recap.routes import Recaps

@@ -8,9 +8,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
-from toolkit_lm import AsyncLLM, RequestOutputKind, SamplingParams
+from toolkit_lm import RequestOutputKind, SamplingParams
 from toolkit_lm_server.plugin_routes import OpenAIApi
 from toolkit_lm_server.route import request_context
+from toolkit_lm_serving.engine import ServingEngine
 
 from acme_lm_recap import Options
 
@@ -26,7 +27,7 @@ class RecapBody(BaseModel):
 class Recaps:
     """The routes of one server."""
 
-    def __init__(self, engine: AsyncLLM, options: Options, api: OpenAIApi) -> None:
+    def __init__(self, engine: ServingEngine, options: Options, api: OpenAIApi) -> None:
         self.engine = engine
         self.options = options
         self.api = api

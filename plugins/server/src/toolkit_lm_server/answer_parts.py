@@ -25,7 +25,7 @@ from toolkit_lm_server.generation import Generation, Piece
 from toolkit_lm_server.tools import NO_TOOLS, ToolUse
 
 if TYPE_CHECKING:
-    from toolkit_lm import AsyncLLM
+    from toolkit_lm_serving.engine import ServingEngine
 
     from toolkit_lm_server.options import ServerOptions
     from toolkit_lm_server.protocol import ChatBody
@@ -140,7 +140,7 @@ PLAIN = Plan(None, None, NO_TOOLS, None, shows_reasoning=False)
 class AnswerParts:
     """How the answers of a model are read."""
 
-    def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
+    def __init__(self, engine: ServingEngine, options: ServerOptions) -> None:
         """Raises ConfigError, PluginError as ParserRegistry.find_format."""
         self._parsers = engine.plugins.parsers
         self._renderer = engine.renderer
@@ -270,7 +270,7 @@ class _Chain(AnswerParser):
 class Parts:
     """Reads the answers of one request, choice by choice."""
 
-    def __init__(self, plan: Plan, generation: Generation, engine: AsyncLLM) -> None:
+    def __init__(self, plan: Plan, generation: Generation, engine: ServingEngine) -> None:
         self._plan = plan
         self._generation = generation
         self._renderer = engine.renderer

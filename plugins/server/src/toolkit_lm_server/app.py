@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from toolkit_lm import __version__
 from toolkit_lm.plugin import LogitsProcessorRegistry
-from toolkit_lm_serving.cost import BudgetedLLM, CostBudget
+from toolkit_lm_serving.budget import BudgetedLLM, CostBudget
 
 from toolkit_lm_server.answer_schemas import (
     NOT_NOW,
@@ -63,6 +63,7 @@ from toolkit_lm_server.ui.files import add_api_page
 
 if TYPE_CHECKING:
     from toolkit_lm import AsyncLLM
+    from toolkit_lm_serving.engine import ServedModel, ServingEngine
 
     from toolkit_lm_server.ui.page import Page
 
@@ -101,6 +102,18 @@ class About:
         return PlainTextResponse(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
+class Operations:
+    """What operators may do to the engine."""
+
+    def __init__(self, engine: ServingEngine) -> None:
+        self._engine = engine
+
+    async def reset_prefix_cache(self) -> dict[str, str]:
+        """Forgets what is cached of prompts that were seen before. Requests under way go on."""
+        await self._engine.reset_prefix_cache()
+        return {"status": "reset"}
+
+
 class Load:
     """How much is under way."""
 
@@ -113,35 +126,30 @@ class Load:
 
 
 class Served:
-    """What is said of the model that is served, and what operators may do to its engine."""
+    """What is said of the model that is served."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
-        self._engine = engine
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
         self._created = int(time.time())
         self._permission = _PERMISSION | {
             "id": f"modelperm-{uuid.uuid4().hex}",
             "created": self._created,
         }
 
-    async def reset_prefix_cache(self) -> dict[str, str]:
-        """Forgets what is cached of prompts that were seen before. Requests under way go on."""
-        await self._engine.reset_prefix_cache()
-        return {"status": "reset"}
-
     async def models(self) -> dict[str, Any]:
         """The models that are served."""
         return {
             "object": "list",
-            "data": [self._card(name) for name in self._engine.config.served_model_names],
+            "data": [self._card(name) for name in self._model.config.served_model_names],
         }
 
     async def model(self, model: str) -> dict[str, Any]:
         """One model."""
-        check_model(self._engine, model)
+        check_model(self._model, model)
         return self._card(model)
 
     def _card(self, name: str) -> dict[str, Any]:
-        config = self._engine.config
+        config = self._model.config
         return {
             "id": name,
             "object": "model",
@@ -176,25 +184,25 @@ def create_router(
     keys = Keys.of(options)
     budget = CostBudget(options.max_request_bytes, engine.config.limits.max_queued_requests)
     accounts = None if keys is None else keys.accounts
-    budgeted = BudgetedLLM(engine, budget, accounts, None if metrics is None else metrics.asked)
-    engine = cast("AsyncLLM", budgeted)
+    asked = None if metrics is None else metrics.asked
+    serving: ServingEngine = BudgetedLLM(engine, budget, accounts, asked)
     route_kind = route_class(options, keys, readiness, metrics)
     router = APIRouter(route_class=route_kind)
-    served = Served(engine)
-    tokens = Tokens(engine, budgeted.hold_rendering)
+    served = Served(serving)
+    tokens = Tokens(serving)
     with_fields = (
-        engine.plugins.logits_processors,
-        engine.config.sampling_defaults,
+        serving.plugins.logits_processors,
+        serving.config.sampling_defaults,
         options.force_include_usage,
     )
-    chat = Chat(engine, body_of(ChatBody, *with_fields), options)
-    completions = Completions(engine, options, body_of(CompletionBody, *with_fields))
-    _add_generation_routes(router, engine, chat, completions, with_fields)
-    add_responses(router, engine, chat, body_of(ResponsesBody, *with_fields), options)
-    embeddings = Embeddings(engine, options)
-    reranking = Reranking(engine, options)
+    chat = Chat(serving, body_of(ChatBody, *with_fields), options)
+    completions = Completions(serving, options, body_of(CompletionBody, *with_fields))
+    _add_generation_routes(router, serving, chat, completions, with_fields)
+    add_responses(router, serving, chat, body_of(ResponsesBody, *with_fields), options)
+    embeddings = Embeddings(serving, options)
+    reranking = Reranking(serving, options)
     _add_pooling_routes(router, route_kind, embeddings, reranking)
-    _add_invocations(router, Invocations(engine, chat, completions, embeddings, reranking))
+    _add_invocations(router, Invocations(serving, chat, completions, embeddings, reranking))
     router.add_api_route(
         "/load", Load(budget).load, response_model=None, responses=answers(ServerLoad)
     )
@@ -209,11 +217,13 @@ def create_router(
     )
     _add_token_routes(router, of_vllm(route_kind), tokens, with_info=options.tokenizer_info)
     if options.admin_routes:
-        router.add_api_route("/reset_prefix_cache", served.reset_prefix_cache, methods=["POST"])
+        router.add_api_route(
+            "/reset_prefix_cache", Operations(serving).reset_prefix_cache, methods=["POST"]
+        )
     add_own_routes(router, options, keys, readiness, metrics)
     if page is not None:
-        page.add_routes(router, route_class(options, keys), readiness, engine)
-    add_plugin_routes(router, engine, OpenAIApi(chat, completions, options), route_kind)
+        page.add_routes(router, route_class(options, keys), readiness, serving)
+    add_plugin_routes(router, serving, OpenAIApi(chat, completions, options), route_kind)
     return router
 
 
@@ -229,7 +239,7 @@ def _add_invocations(router: APIRouter, invocations: Invocations) -> None:
 
 def _add_generation_routes(
     router: APIRouter,
-    engine: AsyncLLM,
+    engine: ServingEngine,
     chat: Chat,
     completions: Completions,
     with_fields: tuple[LogitsProcessorRegistry, dict[str, Any], bool],

@@ -7,11 +7,10 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
 from toolkit_lm.errors import RequestError
-from toolkit_lm_serving.cost import BudgetedLLM
 
 from toolkit_lm_server.answer_parts import BUDGET, PLAIN, AnswerParts, Parts, Plan
 from toolkit_lm_server.answers import answer
@@ -26,8 +25,8 @@ from toolkit_lm_server.tools import ToolUse, tool_use
 from toolkit_lm_server.unknown_fields import UNKNOWN, is_plain
 
 if TYPE_CHECKING:
-    from toolkit_lm import AsyncLLM
     from toolkit_lm.prompts import Conversation
+    from toolkit_lm_serving.engine import ServingEngine
 
 
 _UNSAID = {"logprobs": None, "finish_reason": None}
@@ -41,7 +40,7 @@ class Chat:
 
     def __init__(
         self,
-        engine: AsyncLLM,
+        engine: ServingEngine,
         body: type[ChatBody] = ChatBody,
         options: ServerOptions | None = None,
     ) -> None:
@@ -95,9 +94,7 @@ class Chat:
         check_model(self._engine, body.model)
         use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
         options = body.render_options() | self._told(use)
-        with cast(BudgetedLLM, self._engine).hold_rendering(
-            [(body.messages, options)], {"context": context}
-        ):
+        with self._engine.hold_rendering([(body.messages, options)], {"context": context}):
             rendered = await self._engine.renderer.render_conversation_async(
                 body.messages, **options
             )
@@ -188,7 +185,7 @@ class ChatAnswer:
 
     def __init__(
         self,
-        engine: AsyncLLM,
+        engine: ServingEngine,
         body: ChatBody,
         conversations: Sequence[Conversation],
         generation: Generation,

@@ -12,7 +12,6 @@ from toolkit_lm.errors import RequestError
 from toolkit_lm.frontend import side_by_side
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.prompts import ExplicitEncoderDecoderPrompt, Prompt, SingletonPrompt, TokensPrompt
-from toolkit_lm_serving.cost import BudgetedLLM
 
 from toolkit_lm_server.answers import answer, encoded
 from toolkit_lm_server.errors import validated
@@ -32,8 +31,8 @@ from toolkit_lm_server.protocol import (
 from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:
-    from toolkit_lm import AsyncLLM
     from toolkit_lm.outputs import RequestOutput
+    from toolkit_lm_serving.engine import ServingEngine
 
 
 class CompletionBody(SamplingBody):
@@ -114,7 +113,10 @@ class Completions:
     """Texts that the engine's model goes on with."""
 
     def __init__(
-        self, engine: AsyncLLM, options: ServerOptions, body: type[CompletionBody] = CompletionBody
+        self,
+        engine: ServingEngine,
+        options: ServerOptions,
+        body: type[CompletionBody] = CompletionBody,
     ) -> None:
         """`body`: with the fields of plugins."""
         self._engine = engine
@@ -144,10 +146,10 @@ class Completions:
         options = body.request_options(context)
         check_priority(self._engine, options)
         if body.suffix or fills or not body.add_special_tokens:
-            with cast(BudgetedLLM, self._engine).hold_rendering(prompts, options):
+            with self._engine.hold_rendering(prompts, options):
                 prompts = await self._rendered(body, prompts, fills)
         if body.truncation_side == "right" and params.truncate_prompt_tokens is not None:
-            with cast(BudgetedLLM, self._engine).hold_rendering(prompts, options):
+            with self._engine.hold_rendering(prompts, options):
                 prompts = await self._beginnings(body, prompts, params.truncate_prompt_tokens)
         outputs = self._engine.generate_many(prompts, params, **options)
         async with AsyncExitStack() as on_error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from itertools import starmap
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
 from toolkit_lm.config import POOLING_TASKS
@@ -14,7 +14,6 @@ from toolkit_lm.frontend import side_by_side
 from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.prompts import Prompt, TokensPrompt
-from toolkit_lm_serving.cost import BudgetedLLM
 
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.options import ServerOptions
@@ -34,7 +33,7 @@ from toolkit_lm_server.protocol import check_model
 from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:
-    from toolkit_lm import AsyncLLM
+    from toolkit_lm_serving.engine import ServingEngine
 
 _PROMPT_NAMES = {
     "search_query": "query",
@@ -54,7 +53,7 @@ _OTHER_TOKENIZER = (
 class Embeddings:
     """What a pooling model makes of texts, one by one."""
 
-    def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
+    def __init__(self, engine: ServingEngine, options: ServerOptions) -> None:
         self._engine = engine
         self._options = options
 
@@ -239,9 +238,7 @@ class Embeddings:
             )
         render = self._engine.renderer.render_prompt_async
         texts = [one for one in prompts if isinstance(one, str)]
-        with cast(BudgetedLLM, self._engine).hold_rendering(
-            texts, {"context": request_context(request)}
-        ):
+        with self._engine.hold_rendering(texts, {"context": request_context(request)}):
             rendered = await side_by_side(render(one, add_special_tokens=False) for one in texts)
         return (
             [TokensPrompt(prompt_token_ids=one.token_ids) for one in rendered] if texts else prompts
@@ -251,7 +248,7 @@ class Embeddings:
         self, messages: Sequence[dict[str, Any]], options: dict[str, Any], request: Request
     ) -> TokensPrompt:
         """A conversation in tokens."""
-        with cast(BudgetedLLM, self._engine).hold_rendering(
+        with self._engine.hold_rendering(
             [(messages, options)], {"context": request_context(request)}
         ):
             rendered = await self._engine.renderer.render_conversation_async(messages, **options)

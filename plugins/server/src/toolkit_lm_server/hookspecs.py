@@ -10,14 +10,14 @@ from toolkit_lm.plugin import hookspec
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
-    from toolkit_lm import AsyncLLM
+    from toolkit_lm_serving.engine import ServingEngine
 
     from toolkit_lm_server.plugin_routes import OpenAIApi
 
 
 @hookspec
 def toolkit_register_routes(
-    router: APIRouter, engine: AsyncLLM, options: Any, api: OpenAIApi
+    router: APIRouter, engine: ServingEngine, options: Any, api: OpenAIApi
 ) -> Callable[[], AbstractAsyncContextManager[object]] | None:
     """Adds HTTP routes to the server.
 

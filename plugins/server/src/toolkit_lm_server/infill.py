@@ -19,7 +19,7 @@ from toolkit_lm_server.request_fields import INFILL
 from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:
-    from toolkit_lm import AsyncLLM
+    from toolkit_lm_serving.engine import ServingEngine
 
 _MOST = 128
 """Tokens, where the body says nothing."""
@@ -81,7 +81,7 @@ class InfillBody(SamplingBody):
 class Infill:
     """Texts between two others."""
 
-    def __init__(self, engine: AsyncLLM, completions: Completions) -> None:
+    def __init__(self, engine: ServingEngine, completions: Completions) -> None:
         self._engine = engine
         self._completions = completions
 

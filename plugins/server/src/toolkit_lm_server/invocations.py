@@ -22,7 +22,7 @@ from toolkit_lm_server.protocol import Body
 from toolkit_lm_server.reranking import Reranking
 
 if TYPE_CHECKING:
-    from toolkit_lm import AsyncLLM
+    from toolkit_lm_serving.engine import ServingEngine
 
 Handler = Callable[[Any, Request], Awaitable[Response]]
 
@@ -32,7 +32,7 @@ class Invocations:
 
     def __init__(
         self,
-        engine: AsyncLLM,
+        engine: ServingEngine,
         chat: Chat,
         completions: Completions,
         embeddings: Embeddings,

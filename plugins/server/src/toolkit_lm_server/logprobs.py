@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit_lm.outputs import Logprob
 
 if TYPE_CHECKING:
-    from toolkit_lm import AsyncLLM
+    from toolkit_lm_serving.engine import ServingEngine
 
     from toolkit_lm_server.protocol import SamplingBody
 
@@ -173,7 +173,7 @@ def _value(one: Logprob) -> float:
     return max(one.logprob, _LEAST)
 
 
-def settle_logprobs(engine: AsyncLLM, body: SamplingBody) -> None:
+def settle_logprobs(engine: ServingEngine, body: SamplingBody) -> None:
     """Where a body asks for -1 log probabilities, it wants them of the whole vocabulary.
     max_logprobs is what bounds it."""
     for name in ("prompt_logprobs", "top_logprobs", "logprobs"):

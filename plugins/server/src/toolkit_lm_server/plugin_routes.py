@@ -13,7 +13,7 @@ from toolkit_lm.plugin import PluginInfo, Plugins
 if TYPE_CHECKING:
     from fastapi import APIRouter
     from fastapi.routing import APIRoute
-    from toolkit_lm import AsyncLLM
+    from toolkit_lm_serving.engine import ServingEngine
 
     from toolkit_lm_server.chat import Chat
     from toolkit_lm_server.completions import Completions
@@ -51,7 +51,7 @@ def check_names(plugins: Plugins, names: Sequence[str] | None) -> None:
 
 
 def add_plugin_routes(
-    router: APIRouter, engine: AsyncLLM, api: OpenAIApi, kind: type[APIRoute]
+    router: APIRouter, engine: ServingEngine, api: OpenAIApi, kind: type[APIRoute]
 ) -> None:
     """Adds the routes of the plugins that the options name, and of the one whose model is served,
     to `router`, as routes of class `kind`, and their lifespans to its own.
@@ -108,7 +108,7 @@ def add_plugin_routes(
     router.lifespan_context = together
 
 
-def _of_model(engine: AsyncLLM) -> str | None:
+def _of_model(engine: ServingEngine) -> str | None:
     """The plugin that brings the model's class; None for a class that stands in for others."""
     assert engine.config.checkpoint is not None
     models = engine.plugins.models

@@ -25,14 +25,14 @@ from toolkit_lm_server.protocol import EngineBody, check_priority
 from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:
-    from toolkit_lm import AsyncLLM
+    from toolkit_lm_serving.engine import ServingEngine
 
 _MOST_TOLD = 256
 """Results that a header tells of: clients read lines of up to 64 KiB."""
 
 
 async def pool(
-    engine: AsyncLLM,
+    engine: ServingEngine,
     body: EngineBody,
     request: Request,
     prompts: Sequence[Prompt | TextPair],
@@ -71,7 +71,7 @@ async def pool(
     return outputs
 
 
-def head(engine: AsyncLLM, prefix: str) -> dict[str, Any]:
+def head(engine: ServingEngine, prefix: str) -> dict[str, Any]:
     """The first fields of an answer."""
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",

@@ -44,8 +44,8 @@ from toolkit_lm_server.request_fields import (
 from toolkit_lm_server.unknown_fields import kept_fields
 
 if TYPE_CHECKING:
-    from toolkit_lm import AsyncLLM
     from toolkit_lm.processing import RequestOptions
+    from toolkit_lm_serving.engine import ServedModel, ServingEngine
 
 
 def examples(*bodies: dict[str, Any]) -> ConfigDict:
@@ -450,11 +450,11 @@ class ChatBody(SamplingBody, RenderBody):
         )
 
 
-def check_model(engine: AsyncLLM, name: str | None) -> None:
+def check_model(model: ServedModel, name: str | None) -> None:
     """Raises ApiError (404) for a model that is not served."""
-    if name is None or name == engine.served_model_name:
+    if name is None or name == model.served_model_name:
         return
-    served = engine.config.served_model_names
+    served = model.config.served_model_names
     if name not in served:
         message = (
             f"The model {printable(name)!r} does not exist. This server has "
@@ -463,7 +463,7 @@ def check_model(engine: AsyncLLM, name: str | None) -> None:
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
-def check_generates(engine: AsyncLLM) -> None:
+def check_generates(engine: ServingEngine) -> None:
     """Raises RequestError for a model that only pools."""
     if "generate" not in engine.tasks:
         raise RequestError(
@@ -471,7 +471,7 @@ def check_generates(engine: AsyncLLM) -> None:
         )
 
 
-def check_priority(engine: AsyncLLM, options: RequestOptions) -> None:
+def check_priority(engine: ServingEngine, options: RequestOptions) -> None:
     """Raises RequestError for a priority that nobody would look at."""
     policies = engine.plugins.scheduling_policies
     if options.get("priority") and not policies.get(engine.config.scheduler.policy).reads_priority:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from msgspec import structs
@@ -22,7 +22,7 @@ from toolkit_lm.processing import (
 )
 from toolkit_lm.renderer import Rendered, Renderer, make_renderer
 from toolkit_lm.resolution import resolve_configured
-from toolkit_lm_serving.cost import BudgetedLLM, CostBudget, HoldRendering
+from toolkit_lm_serving.budget import BudgetedModel, CostBudget
 
 from toolkit_lm_server.answer_schemas import (
     Derendered,
@@ -52,13 +52,13 @@ from toolkit_lm_server.route import Readiness, request_context, route_class, wit
 from toolkit_lm_server.tokens import Tokens
 
 if TYPE_CHECKING:
-    from toolkit_lm import AsyncLLM
+    from toolkit_lm_serving.engine import ServedModel
 
 _UNSAID = SamplingParams()
 
 
 class Rendering:
-    """What a server of a renderer has in the place of an engine."""
+    """What a server of a renderer has in the place of an engine: a Model (toolkit_lm_serving)."""
 
     num_restarts = 0
     num_queued_tokens = 0
@@ -118,18 +118,20 @@ class Rendering:
 class Render:
     """The routes that render, and the one that makes text of tokens again."""
 
-    def __init__(self, rendering: Rendering, options: ServerOptions, hold: HoldRendering) -> None:
-        """`hold`: called with what is rendered."""
+    def __init__(self, rendering: Rendering, options: ServerOptions, budgeted: ServedModel) -> None:
+        """`budgeted`: the same model, which holds rendering to the server's budget."""
         self._rendering = rendering
         self._options = options
-        self._hold = hold
+        self._budgeted = budgeted
 
     async def chat(self, body: ChatRenderBody, request: Request) -> Response:
         """The prompt of a chat completion, in tokens."""
         params = self._params(body)
         options = body.render_options()
         render = partial(self._rendering.renderer.render_conversation, body.messages, **options)
-        with self._hold([(body.messages, options)], {"context": request_context(request)}):
+        with self._budgeted.hold_rendering(
+            [(body.messages, options)], {"context": request_context(request)}
+        ):
             return await answer(
                 lambda: self._rendered(render, params, body), media_type=accepted(request)
             )
@@ -151,12 +153,12 @@ class Render:
                 ),
             }
 
-        with self._hold(prompts, {"context": request_context(request)}):
+        with self._budgeted.hold_rendering(prompts, {"context": request_context(request)}):
             return await answer(rendered, media_type=accepted(request))
 
     async def derender(self, body: DerenderBody) -> Response:
         """The text that tokens add to a prompt."""
-        check_model(self._engine, body.model)
+        check_model(self._budgeted, body.model)
         for name, token_ids in (
             ("token_ids", body.token_ids),
             ("prompt_token_ids", body.prompt_token_ids),
@@ -175,14 +177,9 @@ class Render:
 
         return await answer(text)
 
-    @property
-    def _engine(self) -> AsyncLLM:
-        """As it looks to what asks it for its model only."""
-        return cast("AsyncLLM", self._rendering)
-
     def _params(self, body: ChatRenderBody | CompletionRenderBody) -> SamplingParams:
         """Those of a request, checked. Raises ApiError, RequestError."""
-        check_model(self._engine, body.model)
+        check_model(self._budgeted, body.model)
         params: SamplingParams = body.params()
         check_bounds(params, self._rendering.config.limits)
         return params
@@ -217,14 +214,11 @@ def create_render_app(
     does."""
     keys = Keys.of(options)
     router = APIRouter(route_class=route_class(options, keys, readiness, metrics))
-    engine = cast("AsyncLLM", rendering)
-    budget = CostBudget(options.max_request_bytes)
-    accounts = None if keys is None else keys.accounts
-    hold = BudgetedLLM(engine, budget, accounts).hold_rendering
-    render = Render(rendering, options, hold)
+    budgeted: ServedModel = BudgetedModel(rendering, CostBudget(options.max_request_bytes))
+    render = Render(rendering, options, budgeted)
     unknown = described(404)
-    served = Served(engine)
-    tokens = Tokens(engine, hold)
+    served = Served(budgeted)
+    tokens = Tokens(budgeted)
     for path, handler, body, whole_answer in (
         ("/v1/chat/completions/render", render.chat, ChatRenderBody, RenderedPrompt),
         ("/v1/completions/render", render.completion, CompletionRenderBody, RenderedList),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
 from toolkit_lm.errors import RequestError
 from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.pooling_params import PoolingParams
-from toolkit_lm_serving.cost import BudgetedLLM
 
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.errors import ApiError
@@ -20,14 +19,14 @@ from toolkit_lm_server.protocol import check_model
 from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:
-    from toolkit_lm import AsyncLLM
+    from toolkit_lm_serving.engine import ServingEngine
 
 
 class Reranking:
     """How well documents fit queries, with whatever the model is made for: a cross-encoder, a
     bi-encoder or late interaction."""
 
-    def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
+    def __init__(self, engine: ServingEngine, options: ServerOptions) -> None:
         self._engine = engine
         self._options = options
 
@@ -48,9 +47,7 @@ class Reranking:
         check_model(self._engine, body.model)
         documents = texts = read_texts(body.documents, "documents", self._options.max_inputs)
         if body.max_tokens_per_doc is not None:
-            with cast(BudgetedLLM, self._engine).hold_rendering(
-                documents, {"context": request_context(request)}
-            ):
+            with self._engine.hold_rendering(documents, {"context": request_context(request)}):
                 texts = await asyncio.to_thread(self._cut, documents, body.max_tokens_per_doc)
         scores, outputs = await self._score(
             body, request, {"query": body.query, "documents": texts}

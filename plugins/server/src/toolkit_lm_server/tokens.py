@@ -10,7 +10,6 @@ from toolkit_lm.errors import RequestError
 from toolkit_lm.processing import check_token_ids
 from toolkit_lm.renderer import Rendered
 from toolkit_lm.resolution import read_json
-from toolkit_lm_serving.cost import HoldRendering
 
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.protocol import check_model
@@ -18,32 +17,30 @@ from toolkit_lm_server.render_protocol import DetokenizeBody, TokenizeBody
 from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:
-    from toolkit_lm import AsyncLLM
+    from toolkit_lm_serving.engine import ServedModel
 
 
 class Tokens:
     """The engine's tokenizer."""
 
-    def __init__(self, engine: AsyncLLM, hold: HoldRendering) -> None:
-        """`hold`: called with what is rendered."""
-        self._engine = engine
-        self._hold = hold
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
 
     async def tokenize(self, body: TokenizeBody, request: Request) -> Response:
         """Token ids of a text or a conversation."""
-        check_model(self._engine, body.model)
+        check_model(self._model, body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("Give either 'prompt' or 'messages'.", "prompt")
         if body.messages is None:
             body.refuse_render_options()
         prompt = body.prompt if body.messages is None else (body.messages, body.render_options())
-        with self._hold([prompt], {"context": request_context(request)}):
+        with self._model.hold_rendering([prompt], {"context": request_context(request)}):
             token_ids = (await self._rendered(body)).token_ids
             return await answer(lambda: self._tokenized(token_ids, body))
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
         """The text of token ids."""
-        check_model(self._engine, body.model)
+        check_model(self._model, body.model)
         return await answer(lambda: {"prompt": self._detokenize(body.tokens)})
 
     async def info(self) -> Response:
@@ -51,18 +48,18 @@ class Tokens:
         return await answer(self._info)
 
     def _info(self) -> dict[str, Any]:
-        config = self._engine.config
+        config = self._model.config
         assert config.checkpoint is not None, "the engine is ready"
         path = Path(config.renderer.tokenizer or config.checkpoint.path) / "tokenizer_config.json"
         stated = read_json(path) if path.is_file() else {}
         return {
             "tokenizer_class": "",
             **stated,
-            "chat_template": self._engine.renderer.chat_template_source or None,
+            "chat_template": self._model.renderer.chat_template_source or None,
         }
 
     async def _rendered(self, body: TokenizeBody) -> Rendered:
-        renderer = self._engine.renderer
+        renderer = self._model.renderer
         if body.messages is not None:
             return await renderer.render_conversation_async(body.messages, **body.render_options())
         assert body.prompt is not None
@@ -71,17 +68,15 @@ class Tokens:
         )
 
     def _tokenized(self, token_ids: list[int], body: TokenizeBody) -> dict[str, Any]:
-        texts = (
-            self._engine.renderer.vocabulary_texts(token_ids) if body.return_token_strs else None
-        )
+        texts = self._model.renderer.vocabulary_texts(token_ids) if body.return_token_strs else None
         return {
             "count": len(token_ids),
-            "max_model_len": self._engine.config.max_model_len,
+            "max_model_len": self._model.config.max_model_len,
             "tokens": token_ids,
             "token_strs": texts,
         }
 
     def _detokenize(self, token_ids: list[int]) -> str:
-        renderer = self._engine.renderer
+        renderer = self._model.renderer
         check_token_ids(token_ids, renderer.vocab_size, "tokens")
         return renderer.decode(token_ids)

@@ -9,7 +9,7 @@ from toolkit_lm_commands import CommandRegistry
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
-    from toolkit_lm import AsyncLLM
+    from toolkit_lm_serving.engine import ServingEngine
 
 
 # Optional: each is of use without the other.
@@ -23,7 +23,7 @@ def toolkit_register_commands(commands: CommandRegistry) -> None:
 
 
 @hookimpl(optionalhook=True)
-def toolkit_register_routes(router: APIRouter, engine: AsyncLLM) -> None:
+def toolkit_register_routes(router: APIRouter, engine: ServingEngine) -> None:
     from toolkit_lm_transcription.routes import add_routes
 
     add_routes(router, engine)

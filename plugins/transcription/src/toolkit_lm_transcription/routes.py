@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Form, Request, Response, UploadFile
@@ -21,15 +21,14 @@ from toolkit_lm_server.protocol import check_model
 from toolkit_lm_server.request_fields import SPEECH
 from toolkit_lm_server.route import request_context
 from toolkit_lm_server.unknown_fields import kept_fields
-from toolkit_lm_serving.cost import BudgetedLLM
 from toolkit_lm_whisper.formats import FORMATS, usage, verbose
 from toolkit_lm_whisper.long_form import Recording, Segment, Thresholds
 from toolkit_lm_whisper.recordings import LIMITS
 from toolkit_lm_whisper.transcriber import AsyncTranscriber
 
 if TYPE_CHECKING:
-    from toolkit_lm import AsyncLLM
     from toolkit_lm.processing import RequestOptions
+    from toolkit_lm_serving.engine import ServingEngine
 
 _TEXTS = {"text": "txt", "srt": "srt", "vtt": "vtt"}
 _GRANULARITIES = "timestamp_granularities[]"
@@ -113,14 +112,14 @@ class _Work:
 class Audio:
     """Recordings to text."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
-        self._engine = cast(BudgetedLLM, engine)
+    def __init__(self, engine: ServingEngine) -> None:
+        self._engine = engine
 
     @cached_property
     def _transcriber(self) -> AsyncTranscriber:
         """Raises ApiError for a model that sets no timestamps."""
         try:
-            return AsyncTranscriber(cast("AsyncLLM", self._engine))
+            return AsyncTranscriber(self._engine)
         except ToolkitError as error:
             raise ApiError(400, str(error), param="model") from error
 
@@ -143,7 +142,7 @@ class Audio:
     async def _answer(
         self, form: TranslationForm, request: Request, task: str, language: str | None
     ) -> Response:
-        check_model(cast("AsyncLLM", self._engine), form.model)
+        check_model(self._engine, form.model)
         if form.stream and form.response_format not in ("json", "text"):
             raise ApiError(
                 400,
@@ -212,7 +211,7 @@ async def _events(work: _Work) -> AsyncGenerator[list[dict[str, Any]], None]:
     yield [{"type": "transcript.text.done", "text": done.text, "usage": usage(done)}]
 
 
-def add_routes(router: APIRouter, engine: AsyncLLM) -> None:
+def add_routes(router: APIRouter, engine: ServingEngine) -> None:
     """Where the model is a Whisper; to others they would be of no use."""
     if engine.config.hf_config.get("model_type") != "whisper":
         return

@@ -35,7 +35,7 @@ from toolkit_lm_server.responses.store import ResponseStore
 from toolkit_lm_server.route import client_of, request_context, with_body
 
 if TYPE_CHECKING:
-    from toolkit_lm import AsyncLLM
+    from toolkit_lm_serving.engine import ServingEngine
 
 _PATH = "/v1/responses"
 _STORE_HINT = ": its operator starts it with --max-stored-responses."
@@ -44,7 +44,7 @@ _STORE_HINT = ": its operator starts it with --max-stored-responses."
 class Responses:
     """Answers in OpenAI's newer form."""
 
-    def __init__(self, engine: AsyncLLM, chat: Chat, store: ResponseStore) -> None:
+    def __init__(self, engine: ServingEngine, chat: Chat, store: ResponseStore) -> None:
         self._engine = engine
         self._chat = chat
         self._store = store
@@ -198,7 +198,7 @@ async def _kept(output: Output, keep: Any) -> AsyncGenerator[list[dict[str, Any]
 
 def add_responses(
     router: APIRouter,
-    engine: AsyncLLM,
+    engine: ServingEngine,
     chat: Chat,
     body: type[ResponsesBody],
     options: ServerOptions,

@@ -19,7 +19,7 @@ from toolkit_lm_server.ui.log_tail import LogTail
 from toolkit_lm_server.ui.watch import PERIOD, Watch
 
 if TYPE_CHECKING:
-    from toolkit_lm import AsyncLLM
+    from toolkit_lm_serving.engine import ServingEngine
 
     from toolkit_lm_server.route import Readiness
 
@@ -38,7 +38,11 @@ class Page:
         self.watch = Watch(metrics, shows_requests=self._is_private)
 
     def add_routes(
-        self, router: APIRouter, kind: type[APIRoute], readiness: Readiness, engine: AsyncLLM | None
+        self,
+        router: APIRouter,
+        kind: type[APIRoute],
+        readiness: Readiness,
+        engine: ServingEngine | None,
     ) -> None:
         """`kind`: of the route that is behind the API key. `engine`: None while it is being
         made."""
@@ -65,7 +69,7 @@ class Page:
             )
 
     async def _events(
-        self, readiness: Readiness, engine: AsyncLLM | None
+        self, readiness: Readiness, engine: ServingEngine | None
     ) -> AsyncGenerator[list[dict[str, Any]], None]:
         """A description whenever it may have changed, then views. It ends when the engine is there,
         or the server is to end."""
@@ -99,7 +103,7 @@ class Page:
                 await asyncio.sleep(PERIOD)
 
 
-def _described(engine: AsyncLLM | None) -> dict[str, Any]:
+def _described(engine: ServingEngine | None) -> dict[str, Any]:
     """What is served, and by which plugins."""
     if engine is None:
         return {"model": None, "plugins": []}

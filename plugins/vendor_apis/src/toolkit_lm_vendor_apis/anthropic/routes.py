@@ -22,13 +22,13 @@ from toolkit_lm_vendor_apis.anthropic.schemas import AnthropicMessage, MessageEv
 from toolkit_lm_vendor_apis.route_kinds import route_kind
 
 if TYPE_CHECKING:
-    from toolkit_lm import AsyncLLM
+    from toolkit_lm_serving.engine import ServingEngine
 
 
 class Messages:
     """Conversations, as Anthropic has them."""
 
-    def __init__(self, engine: AsyncLLM, chat: Chat) -> None:
+    def __init__(self, engine: ServingEngine, chat: Chat) -> None:
         self._engine = engine
         self._chat = chat
 
@@ -60,7 +60,7 @@ class Messages:
             raise renamed(as_api_error(error), NAMES) from error
 
 
-def add_routes(router: APIRouter, engine: AsyncLLM, api: OpenAIApi) -> None:
+def add_routes(router: APIRouter, engine: ServingEngine, api: OpenAIApi) -> None:
     """Adds the routes."""
     kind = route_kind(router, AnthropicError, _refusal)
     messages = Messages(engine, api.chat)

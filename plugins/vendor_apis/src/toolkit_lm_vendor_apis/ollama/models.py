@@ -10,7 +10,7 @@ from toolkit_lm import __version__
 from toolkit_lm_vendor_apis.ollama.output import now
 
 if TYPE_CHECKING:
-    from toolkit_lm import AsyncLLM
+    from toolkit_lm_serving.engine import ServingEngine
 
 _NEVER = "9999-12-31T00:00:00Z"
 
@@ -18,7 +18,7 @@ _NEVER = "9999-12-31T00:00:00Z"
 class Models:
     """Of one engine: all names are its model's."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    def __init__(self, engine: ServingEngine) -> None:
         self._engine = engine
         self._since = now()
 

@@ -34,14 +34,14 @@ from toolkit_lm_vendor_apis.ollama.output import ChatParts, Clock, Output, TextP
 from toolkit_lm_vendor_apis.route_kinds import route_kind
 
 if TYPE_CHECKING:
-    from toolkit_lm import AsyncLLM
     from toolkit_lm.outputs import PoolingRequestOutput
+    from toolkit_lm_serving.engine import ServingEngine
 
 
 class Ollama:
     """Chats, texts and vectors, as Ollama has them."""
 
-    def __init__(self, engine: AsyncLLM, api: OpenAIApi, models: Models) -> None:
+    def __init__(self, engine: ServingEngine, api: OpenAIApi, models: Models) -> None:
         self._engine = engine
         self._api = api
         self._models = models
@@ -168,7 +168,7 @@ def _vector(output: PoolingRequestOutput) -> list[float]:
     return vector
 
 
-def add_routes(router: APIRouter, engine: AsyncLLM, api: OpenAIApi) -> None:
+def add_routes(router: APIRouter, engine: ServingEngine, api: OpenAIApi) -> None:
     """Adds the routes."""
     kind = route_kind(router, schemas.OllamaError, _refusal, takes_any_type=True)
     models = Models(engine)
