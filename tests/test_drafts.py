@@ -416,12 +416,13 @@ def test_a_drafter_that_can_be_no_drafter_is_refused_at_the_start(make_llama, na
         engine(make_llama("drafts")[0], name, [FAULTY])
 
 
-def test_what_cannot_go_back_is_refused(tmp_path):
+def test_what_cannot_go_back_is_refused(tmp_path, monkeypatch):
     import torch
     import transformers
     from toolkit_lm_devkit import make_checkpoint
 
     mamba = importlib.import_module("toolkit_lm_mamba")
+    monkeypatch.setattr(importlib.import_module("toolkit_lm_mamba.mixer"), "REWINDS", 0)
     config = transformers.MambaConfig(
         vocab_size=272, hidden_size=32, state_size=8, num_hidden_layers=1, time_step_rank=4
     )

@@ -202,6 +202,7 @@ class TestMambaSpec(KVKindConformance):
         MambaSpec(block_size=64, channels=33, kernel_size=4, state_size=8),
         MambaSpec(block_size=64, channels=32, kernel_size=3, state_size=8),
         MambaSpec(block_size=64, channels=32, kernel_size=4, state_size=9),
+        MambaSpec(block_size=64, channels=32, kernel_size=4, state_size=8, rewinds=2),
     ]
 
 
@@ -227,7 +228,7 @@ def test_padding_is_no_sequence():
         max_seq_len=5,
         has_padding=True,
     )
-    assert backend.build(batch) == [(slice(0, 1), 3, False)]
+    assert backend.build(batch) == [(slice(0, 1), 3, 4)]
 
 
 def test_a_pooling_engine_has_a_cache_for_its_states(checkpoint):

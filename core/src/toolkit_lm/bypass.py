@@ -87,13 +87,13 @@ def module_alteration(module: nn.Module) -> str | None:
 
 def has_hook(modules: Iterable[nn.Module]) -> bool:
     """Whether a forward or backward hook waits for a call of any of these modules, or of all
-    modules."""
+    modules. One whose attribute `waits_for_call` is False has what it needs from elsewhere."""
     if torch_module._has_any_global_hook():  # type: ignore[no-untyped-call]
         return True
     for module in modules:
         kept = vars(module)
         for name in _HOOKS:
-            if kept.get(name):
+            if any(getattr(hook, "waits_for_call", True) for hook in kept.get(name, {}).values()):
                 return True
     return False
 

@@ -22,6 +22,7 @@ class Core:
 
     progress_time = 0.0
     has_unfinished = True
+    num_idle = 0
 
     def __init__(self) -> None:
         self.told: list[str] = []

@@ -118,6 +118,11 @@ class MpExecutor(Executor):
     def pooling_rules(self) -> dict[PoolingTask, PoolingRules]:
         return self._descriptions[-1].pooling
 
+    def part_facts(self) -> dict[str, msgspec.Raw]:
+        return {
+            name: facts for one in reversed(self._descriptions) for name, facts in one.parts.items()
+        }
+
     def free_memory(self) -> int:
         step_memory = max(one.step_memory for one in self._descriptions)
         sharing = (

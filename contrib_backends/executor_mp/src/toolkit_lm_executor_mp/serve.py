@@ -180,6 +180,7 @@ class Worker:
             },
             backends={layer: selection.name for layer, selection in self.runner.selections.items()},
             pooling=self.runner.pooling_rules(),
+            parts=self.runner.parts.facts(),
             step_memory=self._step_memory,
             free_memory=free_memory(self.runner.device),
             free_host_memory=free_memory(torch.device("cpu")),

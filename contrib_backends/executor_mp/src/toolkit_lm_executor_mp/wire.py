@@ -116,6 +116,8 @@ class Description(Struct):
     """By layer, its KVCacheSpec: plugins may have added kinds."""
     backends: dict[str, str]
     pooling: dict[PoolingTask, PoolingRules]
+    parts: dict[str, msgspec.Raw]
+    """By part, what its planner is to know."""
     step_memory: int
     """Bytes that the largest step takes."""
     free_memory: int

@@ -12,7 +12,12 @@ from toolkit_lm.errors import ConfigError
 
 MOST_SIZES = 64
 MOST_RANGES = 16
-OPAQUE_OPS = ("toolkit_lm::attention", "toolkit_lm::cache_layer", "toolkit_lm::experts")
+OPAQUE_OPS = (
+    "toolkit_lm::attention",
+    "toolkit_lm::cache_layer",
+    "toolkit_lm::experts",
+    "toolkit_lm::tap",
+)
 """Ops that name their layer. Inside a part, a name would make equal parts different."""
 _Number = Annotated[int, Meta(ge=1)]
 

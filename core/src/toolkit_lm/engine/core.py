@@ -19,12 +19,17 @@ from toolkit_lm.kv import KVCacheConfig, KVCacheSpec, plan_groups
 from toolkit_lm.messages import EngineOutput, EngineOutputs, EngineRequest, StepPlan, StepResult
 from toolkit_lm.params import FinishReason
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.scheduler import Scheduler, load_event, load_policy
+from toolkit_lm.scheduler import Planners, Scheduler, load_event, load_policy
 
 logger = logging.getLogger(__name__)
 
 _MOST_FAILURES = 3
 """Failed steps in a row, with no result and no culprit in between, before the engine gives up."""
+
+
+REST = 0.005
+"""Seconds between steps that find nothing to compute, though there are requests, or a part awaits
+something."""
 
 
 class InFlightStep(NamedTuple):
@@ -54,6 +59,9 @@ class EngineCore:
         self.listening = listening
         self.progress_time = time.monotonic()
         """When the last step ended."""
+        self.num_idle = 0
+        """Calls of `step` in a row that have found nothing to compute: whoever calls it again and
+        again rests a little."""
         self._in_flight: deque[InFlightStep] = deque()
         """In the order of their execution."""
         self._outputs: list[EngineOutput] = []
@@ -74,6 +82,7 @@ class EngineCore:
             on_phase("warming up")
             executor.warm_up()
             self.pooling = executor.pooling_rules()
+            facts = executor.part_facts()
         self.whole_items = config.checkpoint is not None and plugins.models.computes_items_whole(
             config.checkpoint.architecture
         )
@@ -83,6 +92,7 @@ class EngineCore:
             policy,
             plugins.fingerprint().digest,
             whole_items=self.whole_items,
+            planners=Planners.make(config, plugins, facts),
         )
 
     def _plan_kv_cache(self, ranks: Sequence[Mapping[str, KVCacheSpec]]) -> KVCacheConfig:
@@ -126,7 +136,9 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self.scheduler.roster.requests)
+        """There are requests, or a part awaits something: call `step`."""
+        planners = self.scheduler.planners
+        return bool(self.scheduler.roster.requests or (planners.awaiting and planners.awaits()))
 
     def step(self) -> EngineOutputs:
         """Takes in the next step's results; meanwhile the one after it is computed, where that is
@@ -140,6 +152,12 @@ class EngineCore:
         try:
             self._launch()
             idle = not self._in_flight
+            self.num_idle = self.num_idle + 1 if idle else 0
+            if idle and self.scheduler.planners.awaits():
+                plan = self.scheduler.drop_plan()
+                future = self.executor.execute(plan)
+                self._in_flight.append(InFlightStep(plan, time.monotonic(), future))
+                idle = False
             if not idle:
                 self._collect()
         except EngineDeadError:
@@ -189,6 +207,8 @@ class EngineCore:
         step = self._in_flight[0]
         result = step.future.result()
         self._in_flight.popleft()
+        if result.parts:
+            self.scheduler.take_parts(result)
         if not self.scheduler.roster.requests_in(step.plan):
             # All that it computed has ended meanwhile, perhaps long ago.
             return

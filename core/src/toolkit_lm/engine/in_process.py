@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine.client import EngineClient, EngineInfo
-from toolkit_lm.engine.core import EngineCore
+from toolkit_lm.engine.core import REST, EngineCore
 from toolkit_lm.engine.feature_mirror import EngineFeatures
 from toolkit_lm.executor import make_executor
 from toolkit_lm.messages import EngineOutputs, EngineRequest
@@ -68,8 +68,11 @@ class InProcessClient(EngineClient):
 
     def step(self, timeout: float | None = None) -> EngineOutputs:
         outputs = self.core.step() if self.core.has_unfinished else self.core.poll_outputs()
-        if not (self.core.has_unfinished or outputs.outputs or outputs.events):
-            self._rest(timeout)
+        if not (outputs.outputs or outputs.events):
+            if not self.core.has_unfinished:
+                self._rest(timeout)
+            elif self.core.num_idle > 1:
+                self._rest(REST if timeout is None else min(timeout, REST))
         return outputs
 
     def _rest(self, timeout: float | None) -> None:

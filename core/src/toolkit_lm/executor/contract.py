@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
 
+from msgspec import Raw
+
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import PoolingTask
 from toolkit_lm.kv import KVCacheConfig, KVCacheSpec
@@ -47,6 +49,10 @@ class Executor(ABC):
     @abstractmethod
     def pooling_rules(self) -> dict[PoolingTask, PoolingRules]:
         """The pooling tasks that the model serves, and what each allows."""
+
+    def part_facts(self) -> dict[str, Raw]:
+        """By part, what `StepPart.facts` says: of the first worker that has it."""
+        return {}
 
     @abstractmethod
     def free_memory(self) -> int:

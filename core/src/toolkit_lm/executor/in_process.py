@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
+from msgspec import Raw
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import PoolingTask
@@ -44,6 +45,9 @@ class InProcessExecutor(Executor):
 
     def pooling_rules(self) -> dict[PoolingTask, PoolingRules]:
         return self.runner.pooling_rules()
+
+    def part_facts(self) -> dict[str, Raw]:
+        return self.runner.parts.facts()
 
     def free_memory(self) -> int:
         return free_memory(self.runner.device) - self._step_memory

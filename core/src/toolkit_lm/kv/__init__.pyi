@@ -14,4 +14,5 @@ from .spec import (
     KVCacheSpec as KVCacheSpec,
     PageTensor as PageTensor,
     WindowSpec as WindowSpec,
+    max_drafts as max_drafts,
 )

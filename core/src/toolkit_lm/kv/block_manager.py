@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from toolkit_lm.kv.block_pool import BlockPool
 from toolkit_lm.kv.layout import KVCacheConfig
-from toolkit_lm.kv.spec import KVCacheSpec
+from toolkit_lm.kv.spec import KVCacheSpec, max_drafts
 from toolkit_lm.messages import BlockCopy, BlockMove, StepPlan
 
 BlockHashes = Callable[[int, int], Sequence[bytes]]
@@ -222,6 +222,7 @@ class BlockManager:
         specs = [group.spec for group in self._of_sequences]
         self.caches_prefixes = bool(specs) and all(spec.caches_prefixes for spec in specs)
         self.forks_anywhere = all(spec.forks_anywhere for spec in specs)
+        self.max_drafts = max_drafts(specs)
         self.shared_within_step = all(spec.shared_within_step for spec in specs)
         pools = range(len(self.pools))
         self._groups_per_pool = [

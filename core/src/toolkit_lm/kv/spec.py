@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from typing import ClassVar, NamedTuple
 
 from msgspec import Struct
@@ -41,6 +43,9 @@ class KVCacheSpec(Struct, frozen=True, kw_only=True, tag_field="kind"):
 
     block_size: int
     """Tokens per block."""
+    rewinds: int = 0
+    """How many of the last tokens a sequence can take back. It counts where `forks_anywhere` is
+    False: other kinds write over any."""
 
     @property
     def kind(self) -> str:
@@ -65,6 +70,11 @@ class KVCacheSpec(Struct, frozen=True, kw_only=True, tag_field="kind"):
         """Most blocks that a sequence of `num_tokens` holds at a time when at most `chunk` of them
         are computed in one step."""
         return self.num_blocks(num_tokens)
+
+
+def max_drafts(specs: Iterable[KVCacheSpec]) -> int:
+    """Most drafts that a step may compute of a sequence, since what is not drawn is taken back."""
+    return min((spec.rewinds for spec in specs if not spec.forks_anywhere), default=sys.maxsize)
 
 
 class FullSpec(KVCacheSpec, frozen=True, kw_only=True, tag="full"):

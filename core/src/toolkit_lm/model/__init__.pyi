@@ -75,3 +75,4 @@ from .parameters import (
 )
 from .rotary import Rotation as Rotation
 from .sources import Sources as Sources
+from .tap import Taps as Taps, tappable as tappable

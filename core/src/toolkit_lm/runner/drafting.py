@@ -44,6 +44,10 @@ class Drafting:
                     "in the model's forward pass."
                 )
 
+    def parts(self) -> list[Drafter]:
+        """The drafter, while there is one."""
+        return [] if self._drafter is None else [self._drafter]
+
     def apply(self, plan: StepPlan) -> None:
         """Tells the drafter which sequences leave and join."""
         if plan.dropped or plan.new:

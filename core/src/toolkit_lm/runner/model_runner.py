@@ -26,7 +26,7 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import POOLING_TASKS, PoolingTask
 from toolkit_lm.distributed import pipeline_parallel_group
 from toolkit_lm.errors import UnsupportedError
-from toolkit_lm.kv import KVCacheConfig, KVCacheSpec
+from toolkit_lm.kv import KVCacheConfig, KVCacheSpec, max_drafts
 from toolkit_lm.kv.cache import KVCache
 from toolkit_lm.messages import PoolingRules, StepPlan, StepResult
 from toolkit_lm.model import (
@@ -35,6 +35,7 @@ from toolkit_lm.model import (
     Model,
     ModelCompiler,
     MultiModalModel,
+    Taps,
     load_model,
     make_compiler,
     named_layers,
@@ -53,6 +54,7 @@ from toolkit_lm.runner.batch import PersistentBatch, StepBuffers
 from toolkit_lm.runner.drafting import Drafting
 from toolkit_lm.runner.features import MediaPart
 from toolkit_lm.runner.row_sampler import RowSampler
+from toolkit_lm.runner.slots import Slots
 from toolkit_lm.runner.step_parts import StepParts, runs_here
 from toolkit_lm.sampling import ProcessorTable
 from toolkit_lm.sampling.transfer import to_device
@@ -83,7 +85,11 @@ class ModelRunner:
         """Of a model that reads media."""
         self.parts = StepParts()
         self._drafting: Drafting | None = None
-        self._run = _Run(self._sequences)
+        self._run = _Run(self)
+        self._inputs: StepInputs
+        """Of the step that runs."""
+        self._taps: Taps | None = None
+        self._slots: Slots
         self._bindings: dict[str, Binding] = {}
         self._context: ForwardContext
         """Of all steps: each sets its metadata anew."""
@@ -130,18 +136,28 @@ class ModelRunner:
             self._media is None or not self.config.keeps_kv_cache
         )
         if (drafter := self.config.scheduler.drafter) is not None:
-            if self.config.model.runner == "pooling" or not all(
-                spec.forks_anywhere for spec in self.kv_cache_specs().values()
+            if self.config.model.runner == "pooling" or not max_drafts(
+                self.kv_cache_specs().values()
             ):
                 raise UnsupportedError(
-                    f"drafter {drafter!r}: drafts are for engines that generate, of models "
-                    "without recurrent state."
+                    f"drafter {drafter!r}: drafts are for engines that generate, of models that "
+                    "can take tokens back: a recurrent state's spec says how many (rewinds)."
                 )
             self._drafting = Drafting(drafter, self.model, self.config, self.device, self.plugins)
         self.selections = select_backends(
             self.model, self.device, self.config, self.plugins.attention_backends
         )
+        self._tap_layers()
         self.compiler = make_compiler(self.model, self.config, self.plugins)
+
+    def _tap_layers(self) -> None:
+        """Has the model's layers give what parts tap. All stages know what any of them taps."""
+        drafting = self._drafting
+        here = [*self.parts.by_name.values(), *(drafting.parts() if drafting is not None else ())]
+        elsewhere = [part for part in self.model.parts.values() if not runs_here(part, self.config)]
+        if names := [name for part in [*here, *elsewhere] for name in part.taps]:
+            num_tokens = _limits(self.config).num_tokens
+            self._taps = Taps(self.model, names, self.config, num_tokens, self.device)
 
     def _put(self, name: str, make: Callable[..., StepPartT], options: Any) -> StepPartT:
         part = make(self.model, self.config, self.device, plugins=self.plugins, options=options)
@@ -179,12 +195,8 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self._bindings.clear()
         self._backends.clear()
-        scheduler = self.config.scheduler
         max_len = self.config.max_model_len
-        # The warm-up computes two tokens.
-        limits = BatchLimits(
-            scheduler.max_num_seqs, max(scheduler.token_budget, scheduler.max_num_seqs, 2), max_len
-        )
+        limits = _limits(self.config)
         self._cache = KVCache(kv_cache, self.device)
         for index, group in enumerate(kv_cache.groups):
             if not group.layers:
@@ -211,6 +223,8 @@ class ModelRunner:
         self._processors = ProcessorTable(self.plugins.logits_processors, self.config, self.device)
         self._batch = PersistentBatch(self._buffers, specs, max_len, self._processors)
         self._sampler = RowSampler(self.model, self._batch)
+        self._slots = Slots(self.parts.by_name, limits, self.device)
+        self._context = self._context._replace(slots=self._slots.tensors)
         if self.compiler is not None:
             self.compiler.bind(
                 limits, graph_supports(self.selections, self.kv_cache_specs(), self._feeds_uncached)
@@ -250,7 +264,8 @@ class ModelRunner:
         self._layers.clear()
         self.parts.close()
         self._pooler = self._encoder = self._media = self._drafting = self.compiler = None
-        for name in ("model", "_cache", "_batch", "_buffers", "_sampler", "_context"):
+        self._taps = None
+        for name in ("model", "_cache", "_batch", "_buffers", "_sampler", "_context", "_slots"):
             self.__dict__.pop(name, None)
 
     @torch.inference_mode()
@@ -273,7 +288,7 @@ class ModelRunner:
                 answers[name] = answer
         if not plan.scheduled:
             return StepResult(token_ids=[], parts=answers)
-        inputs = self._batch.inputs(plan)
+        inputs = self._inputs = self._batch.inputs(plan)
         num_encoded = 0 if inputs.encoders is None else len(inputs.encoders.input_ids)
         users = (
             self._batch.sampling.users(inputs.rows[inputs.sampling])
@@ -325,6 +340,8 @@ class ModelRunner:
             shape = self.compiler.begin_step(
                 num_rows, num_tokens, int(inputs.num_tokens.max()), whole=spans is None
             )
+        if self._slots.fills:
+            self._slots.fill(inputs)
         input_ids, positions, views = self._buffers.upload(inputs, spans, shape)
         metadata = self._context.metadata
         metadata.clear()
@@ -343,12 +360,16 @@ class ModelRunner:
         )
         if pipeline is not None and pipeline.rank > 0:
             arguments["intermediate"] = pipeline.recv(pipeline.rank - 1)
+            if self._taps is not None:
+                self._taps.receive(arguments["intermediate"])
         if encoded is not None:
             arguments["encoder_hidden_states"] = encoded
         out: Tensor | IntermediateTensors = (self.compiler or self.model)(input_ids, **arguments)
         if isinstance(out, Tensor):
             return out
         assert pipeline is not None, "a model of one stage gives hidden states"
+        if self._taps is not None:
+            out |= self._taps.sent(len(input_ids))
         pipeline.send(out, pipeline.rank + 1)
         return None
 
@@ -367,6 +388,15 @@ class ModelRunner:
                 to_device(batch.positions, self.device),
                 **features,
             )
+
+    def _tapped(self, layer: str) -> Tensor:
+        buffers = {} if self._taps is None else self._taps.buffers
+        if layer not in buffers:
+            raise ValueError(
+                f"layer {layer!r} is not tapped: no part names it in `taps`. Tapped are: "
+                f"{', '.join(map(repr, buffers)) or 'none'}."
+            )
+        return buffers[layer][: len(self._inputs.token_index)]
 
     def _sequences(self, lengths: Sequence[int] | np.ndarray) -> AbstractContextManager[None]:
         """Has the layers of an encoder see a flat batch of sequences of these lengths."""
@@ -392,13 +422,21 @@ class ModelRunner:
         return forward_context(self._context._replace(metadata=metadata))
 
 
+def _limits(config: VllmConfig) -> BatchLimits:
+    scheduler = config.scheduler
+    # The warm-up computes two tokens.
+    num_tokens = max(scheduler.token_budget, scheduler.max_num_seqs, 2)
+    return BatchLimits(scheduler.max_num_seqs, num_tokens, config.max_model_len)
+
+
 class _Run(StepRun):
     """Given to parts in place of the runner."""
 
-    def __init__(
-        self, sequences: Callable[[Sequence[int] | np.ndarray], AbstractContextManager[None]]
-    ) -> None:
-        self._sequences = sequences
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
 
     def sequences(self, lengths: Sequence[int]) -> AbstractContextManager[None]:
-        return self._sequences(lengths)
+        return self._runner._sequences(lengths)
+
+    def tap(self, layer: str) -> Tensor:
+        return self._runner._tapped(layer)

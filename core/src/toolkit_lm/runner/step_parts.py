@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from msgspec import Raw
+
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.step import StepPart
 
@@ -35,6 +37,10 @@ class StepParts:
 
     def _overridden(self, method: str) -> list[Callable[..., Any]]:
         return [call for _, call in self._named(method)]
+
+    def facts(self) -> dict[str, Raw]:
+        """What their planners are to know of them."""
+        return {name: facts() for name, facts in self._named("facts")}
 
     def put(self, name: str, part: StepPart) -> None:
         """Adds a part."""

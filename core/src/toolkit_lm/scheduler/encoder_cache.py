@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence as Collection
 
 from toolkit_lm.kv.block_manager import TokenRange
 from toolkit_lm.messages import EncoderItem, MultiModalFeatureSpec, StepPlan
+from toolkit_lm.scheduler.planner import Planner
 from toolkit_lm.scheduler.request import Request
 
 
-class EncoderCache:
+class EncoderCache(Planner):
     """Accounts in embeddings, one for each token that one replaces. What is not there yet ends a
     chunk before it.
 
@@ -35,9 +36,12 @@ class EncoderCache:
         """Embeddings that the planned step makes."""
         self._dropped: list[str] = []
         self.in_use = False
-        """`end_step` has something to tell."""
+        """`take_dropped` has something to tell."""
 
-    def end_step(self) -> list[str]:
+    def end_of(self, request: Request) -> int:
+        return request.media_end
+
+    def take_dropped(self) -> list[str]:
         """A step is planned: what the runner is to forget before it encodes anything."""
         self.in_use = False
         self._in_step.clear()

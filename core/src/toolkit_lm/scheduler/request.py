@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import sys
 from collections.abc import Iterator
 from itertools import takewhile
 from typing import NamedTuple
@@ -96,9 +97,11 @@ class Sequence:
         self.num_computed_tokens = min(
             self.num_computed_tokens, len(self.token_ids) + self.num_placeholders - 1
         )
-        if drafts and request.forks_anywhere and not self.num_placeholders:
+        if drafts and not self.num_placeholders:
             # The last token of all is drawn, and never computed.
-            fitting = drafts[: request.most_tokens - len(self.token_ids) - 1]
+            fitting = drafts[
+                : min(request.max_drafts, request.most_tokens - len(self.token_ids) - 1)
+            ]
             # What ends the sequence is drawn too: a failure of what would follow is not to count.
             self.drafts = list(takewhile(lambda token: token not in request.end_token_ids, fitting))
         return None
@@ -224,6 +227,7 @@ class Request:
         chunked: bool = True,
         needs_tokens: bool = False,
         forks_anywhere: bool = True,
+        max_drafts: int = sys.maxsize,
         whole_items: bool = False,
     ) -> None:
         """`ids`: of its sequences, and of beams to come. `salt`: of its blocks' hashes.
@@ -231,7 +235,8 @@ class Request:
         `chunked`: prompts may be computed in several steps. `needs_tokens`: a drawn token is
         computed once it is known, and not before.
         `forks_anywhere`: sequences can fork from the leader at any token. Else it stops where they
-        do. `whole_items`: a step computes all tokens of an item of media, or none.
+        do. `max_drafts`: most that a step computes of a sequence. `whole_items`: a step computes
+        all tokens of an item of media, or none.
         """
         self.request_id = message.request_id
         self.prompt_token_ids = message.prompt_token_ids
@@ -245,6 +250,7 @@ class Request:
         self.draws_tokens = message.draws_tokens
         self.chunkable = chunked and message.chunkable
         self.forks_anywhere = forks_anywhere
+        self.max_drafts = max_drafts
         self.reads_prefix_cache = message.reads_prefix_cache
         self.swappable = message.swappable
         self.encoder: Encoder | None = None
@@ -257,6 +263,8 @@ class Request:
         """The items of media in its prompt, by offset."""
         self.media_end = message.features[-1].mm_position.end if message.features else 0
         """Tokens from here on read none of them."""
+        self.planned_end = 0
+        """Tokens from here on are nothing to planners."""
         self._whole_items = whole_items
         self.max_output_tokens = message.max_output_tokens
         assert message.max_output_tokens > 0 or not message.draws_tokens, (

@@ -10,7 +10,7 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.kv.block_manager import BlockManager, TokenRange
 from toolkit_lm.messages import BlockCopy, ScheduledSequence, StepPlan
 from toolkit_lm.scheduler.encoder import CrossBlocks, Encoder
-from toolkit_lm.scheduler.encoder_cache import EncoderCache
+from toolkit_lm.scheduler.planner import Planners
 from toolkit_lm.scheduler.preemption import PreemptionCost
 from toolkit_lm.scheduler.request import Refused, Request, Sequence
 from toolkit_lm.scheduler.roster import Roster
@@ -35,13 +35,13 @@ class RequestBlocks:
         blocks: BlockManager,
         preemption: PreemptionCost,
         roster: Roster,
-        items: EncoderCache,
+        planners: Planners,
     ) -> None:
         self.blocks = blocks
         self.cross = CrossBlocks(blocks)
         self.preemption = preemption
         self.roster = roster
-        self.items = items
+        self.planners = planners
         self.caching = config.cache.enable_prefix_caching is not False and blocks.caches_prefixes
         """Requests share prefixes."""
 
@@ -65,14 +65,14 @@ class RequestBlocks:
         """What each sequence of a request would compute now, of at most `budget` tokens, with the
         room that there is for its media."""
         ranges = request.token_ranges(budget)
-        return self.items.fit(request, ranges) if request.media_end else ranges
+        return self.planners.fit(request, ranges) if request.planned_end else ranges
 
     def commit(self, plan: StepPlan, request: Request, ranges: Collection[TokenRange]) -> int:
         """Adds a running request's rows to a plan, with blocks for what they compute. Returns their
         number of tokens."""
         total = 0
-        if request.media_end:
-            self.items.commit(plan, request, ranges)
+        if request.planned_end:
+            self.planners.commit(plan, request, ranges)
         if request.encoder is not None and not request.encoder.on_worker and ranges:
             total = self._commit_encoder(plan, request.encoder)
         for tokens in ranges:
@@ -119,7 +119,7 @@ class RequestBlocks:
         is_usual = (
             seq.on_worker
             and request.draws_tokens
-            and not (request.needs_tokens or request.media_end or seq.drafts)
+            and not (request.needs_tokens or start < request.planned_end or seq.drafts)
         )
         # Where the token before it was written, there is room for it, and no block is full after
         # it.
@@ -184,7 +184,8 @@ class RequestBlocks:
         room there."""
         if not request.swappable:
             return None
-        self.items.release(request.request_id)
+        if request.planned_end or self.planners.of_plugins:
+            self.planners.release(request.request_id)
         num_tokens = sum(seq.num_computed_tokens for seq in request.unfinished)
         if not self.preemption.prefers_swap(num_tokens, self.blocks.num_own_bytes(request.seq_ids)):
             return None
@@ -196,7 +197,8 @@ class RequestBlocks:
         """A waiting request gives up what is computed of it."""
         for seq_id in request.seq_ids:
             self.blocks.free(seq_id)
-        self.items.release(request.request_id)
+        if request.planned_end or self.planners.of_plugins:
+            self.planners.release(request.request_id)
         request.forget_computed()
 
 
@@ -207,7 +209,7 @@ class Admission:
         self,
         blocks: BlockManager,
         roster: Roster,
-        items: EncoderCache,
+        planners: Planners,
         *,
         caching: bool,
         max_num_seqs: int,
@@ -219,7 +221,7 @@ class Admission:
         self.blocks = blocks
         self.cross = CrossBlocks(blocks)
         self.roster = roster
-        self.items = items
+        self.planners = planners
         self.caching = caching
         self.max_num_seqs = max_num_seqs
         self.chunk = chunk
@@ -243,16 +245,18 @@ class Admission:
             # Leave each running sequence a block to grow into: admitting one that is preempted at
             # once would waste its prefill.
             if self.blocks.has_free(self._num_blocks(request, budget, admitted), num_running):
-                has_room = not request.media_end or self._fits_media(request, admitted, budget)
-                return admitted if has_room else Refused("media")
+                if not (request.planned_end or self.planners.may_begin):
+                    return admitted
+                return self._refusal(request, admitted, budget) or admitted
             if self.roster.running or not self._discard_swapped():
                 return Refused("blocks")
 
-    def _fits_media(self, request: Request, admitted: Admitted, budget: int) -> bool:
-        """The item of media that follows what is cached has room."""
+    def _refusal(self, request: Request, admitted: Admitted, budget: int) -> Refused | None:
+        """Why a part cannot have it begin after what is cached."""
         start = max(admitted.num_cached_tokens, request.leader.num_computed_tokens)
         end = min(start + budget, request.leader.num_tokens)
-        return bool(self.items.fit(request, [TokenRange(request.leader.seq_id, start, end)]))
+        first = TokenRange(request.leader.seq_id, start, end)
+        return self.planners.refusal(request, first)
 
     def _num_cached(self, request: Request) -> int:
         """Tokens of its leader whose keys and values are in the cache. Its last token is computed

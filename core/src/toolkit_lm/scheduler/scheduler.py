@@ -24,6 +24,7 @@ from toolkit_lm.scheduler.beam_step import BeamStep
 from toolkit_lm.scheduler.deadlines import Deadlines
 from toolkit_lm.scheduler.encoder_cache import EncoderCache
 from toolkit_lm.scheduler.event_log import EventLog
+from toolkit_lm.scheduler.planner import MEDIA, PlannerError, Planners
 from toolkit_lm.scheduler.preemption import PreemptionCost
 from toolkit_lm.scheduler.quarantine import Quarantine
 from toolkit_lm.scheduler.request import Refused, Request, Sequence
@@ -55,9 +56,10 @@ class Scheduler:
         salt: str = "",
         *,
         whole_items: bool = False,
+        planners: Planners | None = None,
     ) -> None:
         """`salt`: goes into all hashes of cached prefixes. `whole_items`: no chunk ends inside an
-        item of media."""
+        item of media. `planners`: of plugins' parts."""
         self.chunked = config.scheduler.enable_chunked_prefill is not False
         self.max_num_seqs = config.scheduler.max_num_seqs
         self.max_num_batched_tokens = config.scheduler.token_budget
@@ -75,13 +77,15 @@ class Scheduler:
         self.items = EncoderCache(
             config.encoder_cache_embeds, self.max_num_batched_tokens, whole_items=whole_items
         )
+        self.planners = planners or Planners()
+        self.planners.add(MEDIA, self.items)
         self.request_blocks = RequestBlocks(
-            config, self.blocks, self.preemption, self.roster, self.items
+            config, self.blocks, self.preemption, self.roster, self.planners
         )
         self.admission = Admission(
             self.blocks,
             self.roster,
-            self.items,
+            self.planners,
             caching=self.request_blocks.caching,
             max_num_seqs=self.max_num_seqs,
             chunk=self.max_num_batched_tokens,
@@ -109,8 +113,13 @@ class Scheduler:
             chunked=self.chunked,
             needs_tokens=self.needs_tokens,
             forks_anywhere=self.blocks.forks_anywhere,
+            max_drafts=self.blocks.max_drafts,
             whole_items=self.items.whole_items,
         )
+        if message.inputs.parts:
+            self.planners.check(message)
+        if request.media_end or self.planners.of_plugins:
+            request.planned_end = self.planners.end_of(request)
         self.roster.add(request)
         if request.deadline is not None:
             self._deadlines.add(request.deadline, request.request_id)
@@ -146,6 +155,8 @@ class Scheduler:
         now = time.monotonic()
         if now >= self._deadlines.earliest:
             self._time_out(now)
+        if self.planners.failed:
+            self._fail_parts()
         # What is dropped while it is planned is dropped by this very plan.
         plan = StepPlan(dropped=self.roster.dropped)
         if self.quarantine.quarantined:
@@ -160,12 +171,30 @@ class Scheduler:
             budget, preempted = self._schedule_running(plan, self.max_num_batched_tokens)
             if waiting and not preempted:
                 self._schedule_waiting(plan, budget, waiting)
-        if not (plan.scheduled or plan.swap_out):
+        if self.planners.end_steps:
+            self.planners.end_step(plan)
+        if not (plan.scheduled or plan.swap_out or plan.parts):
             return None
         self.roster.dropped = []
         if self.items.in_use:
-            plan.dropped_items = self.items.end_step()
+            plan.dropped_items = self.items.take_dropped()
+        if self.planners.failed:
+            self._fail_parts()
         return plan
+
+    def take_parts(self, result: StepResult) -> None:
+        """Hands planners what the workers' halves have answered, before `update`."""
+        self.planners.update(result)
+        if self.planners.failed:
+            self._fail_parts()
+
+    def _fail_parts(self) -> None:
+        """A part's planner has failed: so do the requests that have a share of it."""
+        failed, self.planners.failed = self.planners.failed, []
+        for name in failed:
+            for request in list(self.roster.requests.values()):
+                if name in request.inputs.parts:
+                    self.outputs += self._end(request, "error", self.planners.dropped[name])
 
     def update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
         """Takes in the tokens that a step drew; ends the sequences that are complete. Steps come in
@@ -216,14 +245,14 @@ class Scheduler:
         """
         self.roster.requeue_all(plans)
         self.blocks.reset()
-        self.items.reset(plans)
+        self.planners.reset(plans)
         for request in self.roster.waiting:
             request.forget_all()
 
     def drop_plan(self) -> StepPlan:
         """A plan that computes nothing: the runner forgets what it holds in vain."""
         dropped, self.roster.dropped = self.roster.dropped, []
-        return StepPlan(dropped=dropped, dropped_items=self.items.end_step())
+        return StepPlan(dropped=dropped, dropped_items=self.items.take_dropped())
 
     # Planning
 
@@ -237,8 +266,12 @@ class Scheduler:
             if running and (victim := self.policy.gives_way(one, running)) is not None
         )
         for request, victim in islice(found, _MOST_OVERTAKEN):
-            decided = self.admission.decide(request, self.max_num_batched_tokens)
-            if not isinstance(decided, Refused) or decided.reason == "drawing":
+            try:
+                decided = self.admission.decide(request, self.max_num_batched_tokens)
+            except PlannerError:
+                # Whoever asks next ends it.
+                continue
+            if not isinstance(decided, Refused) or decided.reason in ("drawing", "part"):
                 continue
             victim.gave_way = True
             victim.sort_key = (*request.sort_key, 0)
@@ -265,16 +298,20 @@ class Scheduler:
             if granted > 0 and self.request_blocks.commit_next(plan, request):
                 budget, position = budget - 1, position + 1
                 continue
-            ranges = self.request_blocks.ranges(request, granted)
-            while not self.blocks.fits(ranges):
-                victim = self.policy.gives_way(request, self.roster.running[position:]) or request
-                self._preempt(plan, victim)
-                preempted = True
-                if victim is request:
-                    break
-            else:
-                budget -= self.request_blocks.commit(plan, request, ranges)
-                position += 1
+            try:
+                ranges = self.request_blocks.ranges(request, granted)
+                while not self.blocks.fits(ranges):
+                    others = self.roster.running[position:]
+                    victim = self.policy.gives_way(request, others) or request
+                    self._preempt(plan, victim)
+                    preempted = True
+                    if victim is request:
+                        break
+                else:
+                    budget -= self.request_blocks.commit(plan, request, ranges)
+                    position += 1
+            except PlannerError as error:
+                self.outputs += self._end(request, "error", str(error))
         return budget, preempted
 
     def _schedule_waiting(self, plan: StepPlan, budget: int, waiting: Collection[Request]) -> None:
@@ -287,25 +324,31 @@ class Scheduler:
                 continue
             num_behind += bool(held_up)
             tokens = self.policy.grant(request, budget)
-            decided = self.admission.decide(request, tokens)
-            if isinstance(decided, Refused):
-                self.roster.hold(request, decided)
-                held_up.append(request)
-                continue
-            self._admit(plan, request, decided)
-            budget -= self.request_blocks.commit(
-                plan, request, self.request_blocks.ranges(request, tokens)
-            )
+            try:
+                decided = self.admission.decide(request, tokens)
+                if isinstance(decided, Refused):
+                    self.roster.hold(request, decided)
+                    if decided.reason != "part":
+                        held_up.append(request)
+                    # What a part lacks, others need not.
+                    continue
+                self._admit(plan, request, decided)
+                ranges = self.request_blocks.ranges(request, tokens)
+                budget -= self.request_blocks.commit(plan, request, ranges)
+            except PlannerError as error:
+                self.outputs += self._end(request, "error", str(error))
 
     def _schedule_alone(self, plan: StepPlan, request: Request) -> None:
         """One that is quarantined; all others wait without blocks, so that it fits. It computes all
         of its keys and values itself."""
-        if request in self.roster.waiting:
-            self._admit(plan, request, Admitted())
-        self.request_blocks.trim(request)
-        self.request_blocks.commit(
-            plan, request, self.request_blocks.ranges(request, self.max_num_batched_tokens)
-        )
+        try:
+            if request in self.roster.waiting:
+                self._admit(plan, request, Admitted())
+            self.request_blocks.trim(request)
+            ranges = self.request_blocks.ranges(request, self.max_num_batched_tokens)
+            self.request_blocks.commit(plan, request, ranges)
+        except PlannerError as error:
+            self.outputs += self._end(request, "error", str(error))
 
     def _release_from_quarantine(self, request: Request) -> None:
         """It has drawn a token: it is not to blame, and makes room for the next one."""
@@ -314,6 +357,8 @@ class Scheduler:
             self.request_blocks.start_over(request)
 
     def _admit(self, plan: StepPlan, request: Request, admitted: Admitted) -> None:
+        if self.planners.begins:
+            self.planners.begin(plan, request)
         self.roster.start(request)
         plan.swap_in += self.request_blocks.admit(request, admitted)
         if request.scheduled_time is None:
@@ -421,7 +466,8 @@ class Scheduler:
         if not request.unfinished:
             self.quarantine.release(request.request_id)
             self.roster.remove(request)
-            self.items.release(request.request_id)
+            if request.planned_end or self.planners.of_plugins:
+                self.planners.release(request.request_id)
             if request.encoder is not None:
                 self.blocks.free(request.encoder.seq_id)
             self.events.add(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from msgspec import Raw
 from torch import Tensor, nn
@@ -26,6 +28,11 @@ class StepRun(ABC):
         """Inside `with step.sequences(lengths):`, attention of type ENCODER has a flat batch of
         sequences of these lengths. Entering again is cheap."""
 
+    @abstractmethod
+    def tap(self, layer: str) -> Tensor:
+        """[T, H]: what a layer that the part names in `taps` has given for the step's tokens, until
+        the next step. For `finish`; the stages before that layer do not have it."""
+
 
 class StepPart:
     """What a worker keeps of sequences beside their tokens and KV cache, and does in its steps:
@@ -41,6 +48,17 @@ class StepPart:
     ranks: ClassVar[Literal["all", "first_stage", "last_stage"]] = "all"
     """The pipeline stages whose workers have the part. Only the last one has `finish` called, and
     only its answers reach the planner."""
+
+    taps: Sequence[str] = ()
+    """Names of layers of the model ("model.layers.3") whose hidden states `step.tap` is to give:
+    what a layer puts out, with the residual, before any norm that follows.
+
+    Read once, after the constructor, which may set it; where a pipeline stage does not have the
+    part, that of its class."""
+    buffers: Mapping[str, tuple[Literal["token", "row"], torch.dtype]] = MappingProxyType({})
+    """By name, what `context` says of each token or row of a step: layers and linear methods read
+    it with `toolkit_lm.attention.slots(name)`. Read once, after the constructor. Parts must give
+    them different names."""
 
     def __init__(
         self,
@@ -102,6 +120,10 @@ class StepPart:
         """Arguments of the forward pass, on the device: further ones, or others in place of
         `positions` ([T] or [3, T] int64)."""
         return {}
+
+    def context(self, inputs: StepInputs, buffers: Mapping[str, np.ndarray]) -> None:
+        """Fills the part's `buffers`, by name, before the forward pass: [T] or [R] arrays on the
+        host, which hold what they held before. Slots of a graph's padding are 0."""
 
     def finish(
         self, inputs: StepInputs, hidden_states: Tensor, result: StepResult, step: StepRun

@@ -14,26 +14,29 @@ from torch.nn import functional as F
 
 from toolkit_lm_mamba.spec import MambaSpec
 
+REWINDS = 3
+"""Tokens that a sequence can take back where drafts are verified: a step computes as many."""
+
 
 class Row(NamedTuple):
     """A sequence in a step."""
 
     tokens: slice
     block: int
-    begins: bool
-    """It has no state yet."""
+    start: int
+    """Tokens that were computed before. 0: it has no state yet."""
 
 
 class MambaBackend(CacheBackend):
-    """A page holds the convolution's last inputs [channels, kernel - 1], then the state [channels,
-    state size]."""
+    """A page holds the convolution's last inputs [places, channels, kernel - 1], then the states
+    [places, channels, state size]."""
 
     @classmethod
     def page_layout(cls, spec: KVCacheSpec) -> list[PageTensor]:
         assert isinstance(spec, MambaSpec)
         return [
-            PageTensor((spec.channels, spec.kernel_size - 1), "float32"),
-            PageTensor((spec.channels, spec.state_size), "float32"),
+            PageTensor((spec.places, spec.channels, spec.kernel_size - 1), "float32"),
+            PageTensor((spec.places, spec.channels, spec.state_size), "float32"),
         ]
 
     def build(self, batch: BatchView) -> list[Row]:
@@ -44,7 +47,7 @@ class MambaBackend(CacheBackend):
             starts, starts[1:], blocks, batch.starts.tolist(), batch.seq_lens.tolist(), strict=False
         )
         return [
-            Row(slice(start, end), block, computed == 0)
+            Row(slice(start, end), block, computed)
             for start, end, block, computed, length in rows
             if length
         ]
@@ -69,6 +72,7 @@ class MambaMixer(CacheLayer):
             block_size=vllm_config.max_model_len,
             channels=channels,
             kernel_size=config.require("conv_kernel", int),
+            rewinds=REWINDS if vllm_config.scheduler.drafter is not None else 0,
             state_size=self.state_size,
         )
         self.activation = get_activation(config.get("hidden_act", str, "silu"))
@@ -106,24 +110,29 @@ class MambaMixer(CacheLayer):
         assert binding.kv_cache is not None
         out.zero_()
         for row in rows:
-            window, state = (cache[row.block] for cache in binding.kv_cache)
-            if row.begins:
-                window.zero_()
-                state.zero_()
-            out[row.tokens] = self.scan(self.convolve(inputs[row.tokens], window), state)
+            windows, states = (cache[row.block] for cache in binding.kv_cache)
+            place = (row.start - 1) % self.spec.places
+            began = [
+                torch.zeros_like(ring[0]) if row.start == 0 else ring[place].clone()
+                for ring in (windows, states)
+            ]
+            convolved = self.convolve(inputs[row.tokens], began[0], windows, row.start)
+            out[row.tokens] = self.scan(convolved, began[1], states, row.start)
 
-    def convolve(self, x: Tensor, window: Tensor) -> Tensor:
-        """x [L, channels] -> the same; `window` [channels, kernel - 1] are the inputs before, and
-        become the last."""
+    def convolve(self, x: Tensor, window: Tensor, ring: Tensor, start: int) -> Tensor:
+        """x [L, channels] -> the same; `window` [channels, kernel - 1] are the inputs before. The
+        last ones after each of the last tokens go into the ring."""
         wide = torch.cat([window.to(x.dtype), x.T], dim=-1)
-        window.copy_(wide[:, -window.shape[-1] :])
+        for token in range(max(0, len(x) - len(ring)), len(x)):
+            ring[(start + token) % len(ring)] = wide[:, token + 1 : token + 1 + window.shape[-1]]
         bias = None if self.conv1d.bias is None else self.conv1d.bias.to(x.dtype)
         return self.activation(
             F.conv1d(wide[None], self.conv1d.weight.to(x.dtype), bias, groups=len(wide))[0].T
         )
 
-    def scan(self, x: Tensor, state: Tensor) -> Tensor:
-        """x [L, channels] -> the same; `state` [channels, state size] goes on."""
+    def scan(self, x: Tensor, state: Tensor, ring: Tensor, start: int) -> Tensor:
+        """x [L, channels] -> the same; `state` [channels, state size] is the one before. Those
+        after the last tokens go into the ring."""
         step, into, out_of = self.x_proj(x).split(
             [self.rank, self.state_size, self.state_size], dim=-1
         )
@@ -134,4 +143,6 @@ class MambaMixer(CacheLayer):
         for token in range(len(x)):
             state.mul_(decay[token]).add_(brought[token])
             outputs.append(state @ out_of[token].float())
+            if token >= len(x) - len(ring):
+                ring[(start + token) % len(ring)] = state
         return (torch.stack(outputs) + x.float() * self.D.float()).to(x.dtype)

@@ -15,7 +15,7 @@ import msgspec
 import zmq
 
 from toolkit_lm import errors
-from toolkit_lm.engine.core import EngineCore
+from toolkit_lm.engine.core import REST, EngineCore
 from toolkit_lm.engine.feature_mirror import EngineFeatures
 from toolkit_lm.engine.process import wire
 from toolkit_lm.errors import PluginError, ToolkitError
@@ -127,6 +127,8 @@ class _Loop:
             while not self._socket.poll(_LOOK):
                 self._core.executor.check()
             self._handle(self._socket.recv())
+        elif self._core.num_idle > 1:
+            self._socket.poll(round(REST * 1000))
         with suppress(zmq.Again):
             while True:
                 self._handle(self._socket.recv(zmq.NOBLOCK))
