@@ -29,6 +29,14 @@ def test_equal_layers_are_one_group():
     assert pool.block_bytes == 5 * spec().page_bytes
 
 
+def test_layers_that_trail_are_a_group_of_their_own():
+    trailing = msgspec.structs.replace(spec(), lag=1)
+    planned = plan(spec(), trailing, spec())
+    assert [group.layers for group in planned.groups] == [["layers.0", "layers.2"], ["layers.1"]]
+    kept = [plan(msgspec.structs.replace(spec(16), lag=lag)) for lag in (0, 1)]
+    assert [one.max_blocks(400, 17) for one in kept] == [[3], [4]]
+
+
 @pytest.mark.parametrize("pattern", ["FW" * 4, "WWWWWF" * 4, "WWWWWF" * 4 + "WW"])
 def test_windowed_and_full_layers_share_memory(pattern):
     planned = plan(*(spec(8) if kind == "W" else spec() for kind in pattern))

@@ -90,8 +90,14 @@ class LateWindowSpec(WindowSpec, frozen=True, kw_only=True, tag="late_window"):
     shared_within_step: ClassVar[bool] = False
 
 
-def make_spec(size: int, kind: Any) -> KVCacheSpec:
-    shape = {"block_size": size, "num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
+def make_spec(size: int, kind: Any, lag: int = 0) -> KVCacheSpec:
+    shape = {
+        "block_size": size,
+        "num_kv_heads": 1,
+        "head_size": 8,
+        "dtype": "float32",
+        "lag": lag,
+    }
     if kind == "state":
         return StateSpec(block_size=64)
     if kind in ("late", "cross"):
@@ -107,7 +113,7 @@ def kv_cache(
     """`num_blocks`: of the only pool, or of each."""
     sizes = num_blocks if isinstance(num_blocks, list) else [num_blocks]
     made = [
-        KVGroup(make_spec(*group[:2]), "none", [f"layer{i}"], *group[2:])
+        KVGroup(make_spec(*group[:2], *group[3:]), "none", [f"layer{i}"], *group[2:3])
         for i, group in enumerate(groups)
     ]
     if not made:

@@ -21,8 +21,10 @@ LAYOUTS: list[Groups] = [
     [(4, None), (3, None, 1)],
     [(2, None), (4, 5)],
     [(2, None), (4, 5, 1), (3, None)],
+    [(2, None), (2, None, 0, 1), (4, None, 1, 3)],
+    [(4, None), (2, 5, 0, 2)],
 ]
-"""Of KV groups: block size, window, pool."""
+"""Of KV groups: block size, window, pool, lag."""
 
 
 def make_blocks(num_blocks: int, layout: Groups, host_blocks: int = 0) -> BlockManager:
@@ -116,15 +118,17 @@ class BlockMachine(RuleBasedStateMachine):
         self.apply(plan.copies, self.device, self.device)
         for group, spec, pool in self.groups():
             table = self.blocks.get_block_table(seq_id, group)
-            for position in range(write.start, write.end):
+            lag = spec.lag
+            for position in range(max(0, write.start - lag), write.end):
                 block = table[position // spec.block_size]
                 assert self.blocks.pools[pool].ref_counts[block] == 1, (
                     "somebody else's block is written"
                 )
-                self.device[pool][block][position % spec.block_size] = (
-                    group,
-                    *line.tokens[: position + 1],
-                )
+                if position < write.end - lag:
+                    self.device[pool][block][position % spec.block_size] = (
+                        group,
+                        *line.tokens[: position + lag + 1],
+                    )
         line.computed = write.end
         self.blocks.publish(seq_id, line.block_hashes, line.computed)
 
@@ -136,7 +140,10 @@ class BlockMachine(RuleBasedStateMachine):
         line = self.lines[parent]
         shared = line.computed - back
         gone = any(
-            None in self.blocks.get_block_table(parent, group)[spec.first_needed(shared) :]
+            None
+            in self.blocks.get_block_table(parent, group)[
+                spec.first_needed(max(0, shared - spec.lag)) :
+            ]
             for group, spec, _ in self.groups()
         )
         if shared > 0 and not gone:
@@ -217,16 +224,17 @@ class BlockMachine(RuleBasedStateMachine):
         for seq_id, line in self.lines.items():
             for group, spec, pool in self.groups():
                 table = self.blocks.get_block_table(seq_id, group)
-                first = max(0, line.computed - spec.window + 1) if spec.kind == "window" else 0
-                for position in range(first, line.computed):
+                held = line.computed - spec.lag
+                first = max(0, held - spec.window + 1) if spec.kind == "window" else 0
+                for position in range(first, held):
                     entry = table[position // spec.block_size]
                     offset = position % spec.block_size
-                    held = (
+                    kept = (
                         self.device[pool][entry]
                         if isinstance(entry, int)
                         else self.host[pool][entry.id]
                     )
-                    assert held[offset] == (group, *line.tokens[: position + 1])
+                    assert kept[offset] == (group, *line.tokens[: position + spec.lag + 1])
 
 
 BlockMachine.TestCase.settings = settings(
@@ -298,3 +306,24 @@ def test_windows_move_on_the_host():
     )
     assert blocks.get_block_table(0, 1)[:3] == [None] * 3
     check_blocks(blocks)
+
+
+def test_a_prefix_ends_where_all_groups_have_it():
+    """What trails by a token has a block in full one token later, and writes the last token of a
+    prefix again, in a block of its own."""
+    blocks = make_blocks(12, [(2, None), (2, None, 0, 1)])
+    line = Line("a", [1, 2, 3, 4, 5])
+    found = []
+    for end in (4, 5):
+        blocks.append_slots(TokenRange(0, 0 if end == 4 else 4, end), StepPlan())
+        blocks.publish(0, line.block_hashes, end)
+        found.append(blocks.find_prefix(line.block_hashes, 5))
+    assert found == [2, 4]
+    assert blocks.num_shared(line.block_hashes, 4) == [3]
+    blocks.adopt(1, line.block_hashes, 4)
+    assert blocks.blocks_needed([TokenRange(1, 4, 5)]) == [3]
+    blocks.append_slots(TokenRange(1, 4, 5), plan := StepPlan())
+    assert [(copy.group, copy.source) for copy in plan.copies] == [
+        (1, blocks.get_block_table(0, 1)[1])
+    ]
+    assert blocks.get_block_table(1, 0)[:2] == blocks.get_block_table(0, 0)[:2]

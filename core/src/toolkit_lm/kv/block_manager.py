@@ -55,6 +55,7 @@ class GroupBlocks:
         self.index = index
         self.spec = spec
         self.size = spec.block_size
+        self.lag = spec.lag
         self.pool_index = pool_index
         self.pool = pool
         self.host_pool = host_pool
@@ -69,7 +70,7 @@ class GroupBlocks:
         """
         last = -(-end // self.size)
         needed = max(0, last - len(table))
-        for block in table[start // self.size : last]:
+        for block in table[self._held(start) // self.size : last]:
             if spare.setdefault(block, self._owners(block) - 1) > 0:
                 spare[block] -= 1
                 needed += 1
@@ -78,14 +79,14 @@ class GroupBlocks:
     def extend(
         self, table: Table, start: int, end: int
     ) -> tuple[list[int], list[tuple[int, int, int]]]:
-        """Makes the blocks of tokens [start, end) exist and be the table's own. `num_needed` blocks
-        must be free.
+        """Makes the blocks of tokens [start, end) exist and be the table's own, with those of the
+        tokens before that it has not written yet. `num_needed` blocks must be free.
 
         Returns the new ones, and (index, shared block, its copy) of those that are copied.
         """
         copied = []
         last = -(-end // self.size)
-        for index in range(start // self.size, min(last, len(table))):
+        for index in range(self._held(start) // self.size, min(last, len(table))):
             source = table[index]
             assert isinstance(source, int), "a block that is written is on the device"
             if self.pool.ref_counts[source] == 1:
@@ -104,7 +105,7 @@ class GroupBlocks:
         """Gives back the blocks that no token from `num_computed_tokens` on can see."""
         # The last of them first: as soon as one is gone, all before it are.
         for index in range(
-            min(len(table), self.spec.first_needed(num_computed_tokens)) - 1, -1, -1
+            min(len(table), self.spec.first_needed(self._held(num_computed_tokens))) - 1, -1, -1
         ):
             if table[index] is None:
                 break
@@ -139,13 +140,26 @@ class GroupBlocks:
             else self.host_pool.ref_counts[entry.id]
         )
 
+    def _held(self, num_tokens: int) -> int:
+        """Of so many computed tokens, how many are written."""
+        return max(0, num_tokens - self.lag)
+
     # Prefix caching
+
+    def prefix(self, num_tokens: int) -> tuple[int, int]:
+        """The first block of a cached prefix that is needed, and the end. What trails writes the
+        last tokens of it again: they may depend on what comes after the prefix."""
+        held = self._held(num_tokens)
+        return self.spec.first_needed(held), -(-held // self.size)
+
+    def whole(self, num_tokens: int) -> int:
+        """Blocks of a cached prefix that are not written again."""
+        return self._held(num_tokens) // self.size
 
     def gap(self, block_hashes: BlockHashes, length: int) -> int | None:
         """Where the first block begins that the token after `length` can see and that is not
         cached. No prefix may end behind it."""
-        first = self.spec.first_needed(length)
-        last = length // self.size
+        first, last = self.prefix(length)
         hashes = block_hashes(self.size, last)
         return next(
             (
@@ -158,16 +172,16 @@ class GroupBlocks:
 
     def cached(self, block_hashes: BlockHashes, num_tokens: int) -> Iterator[tuple[int, int]]:
         """(index in the table, block) of a cached prefix."""
-        last = num_tokens // self.size
+        first, last = self.prefix(num_tokens)
         hashes = block_hashes(self.size, last)
-        for index in range(self.spec.first_needed(num_tokens), last):
+        for index in range(first, last):
             block = self.pool.find((self.index, hashes[index]))
             assert block is not None, "the prefix is not cached"
             yield index, block
 
     def adopt(self, block_hashes: BlockHashes, num_tokens: int) -> Table:
         """A table with the blocks of a cached prefix."""
-        table: Table = [None] * (num_tokens // self.size)
+        table: Table = [None] * self.prefix(num_tokens)[1]
         for index, block in self.cached(block_hashes, num_tokens):
             self.pool.share(block)
             table[index] = block
@@ -177,8 +191,8 @@ class GroupBlocks:
         self, table: Sequence[Entry], block_hashes: BlockHashes, before: int, num_tokens: int
     ) -> None:
         """Lets others find the full blocks of tokens [before, num_tokens)."""
-        first = before // self.size
-        full = num_tokens // self.size
+        first = self._held(before) // self.size
+        full = self._held(num_tokens) // self.size
         if full > first:
             hashes = block_hashes(self.size, full)
             for index in range(first, full):
@@ -233,6 +247,7 @@ class BlockManager:
             for pool in pools
         ]
         """Pools whose tables grow with their sequences."""
+        self._most_lag = max((spec.lag for spec in specs), default=0)
         self.none = [_NONE] * len(self.groups)
         """New blocks, per KV group, of a row that needs none."""
         self.stride = math.gcd(*(spec.block_size for spec in specs)) or 1
@@ -287,6 +302,7 @@ class BlockManager:
         for _, start, end in ranges:
             most += (end - start) + 1
         # N tokens touch at most N + 1 blocks of a group: where so many are free, nobody need count.
+        most += self._most_lag * len(ranges)
         for pool, groups in zip(self.pools, self._groups_per_pool, strict=True):
             if most * groups > pool.num_free:
                 return self.has_free(self.blocks_needed(ranges))
@@ -373,9 +389,10 @@ class BlockManager:
         shared = [0] * len(self.pools)
         for group in self._of_sequences:
             if group not in self._trimmed:
+                kept = group.whole(num_tokens)
                 cached = group.cached(block_hashes, num_tokens)
                 shared[group.pool_index] += sum(
-                    group.pool.ref_counts[block] > 0 for _, block in cached
+                    index < kept and group.pool.ref_counts[block] > 0 for index, block in cached
                 )
         return shared
 
@@ -392,7 +409,9 @@ class BlockManager:
         computed or will be in the planned step."""
         tables = self._tables.get(seq_id)
         before = self._published.get(seq_id, 0)
-        if tables is None or num_tokens // self.stride == before // self.stride:
+        if tables is None or (
+            num_tokens // self.stride == before // self.stride and not self._most_lag
+        ):
             return
         for group in self._of_sequences:
             group.publish(tables[group.index], block_hashes, before, num_tokens)

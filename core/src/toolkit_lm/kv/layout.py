@@ -104,7 +104,7 @@ class KVCacheConfig(Struct, frozen=True):
         counts = [0] * len(self.pools)
         for group in self.groups:
             counts[group.pool] += group.spec.max_blocks(
-                num_encoder_tokens if group.spec.of_encoder else num_tokens, chunk
+                num_encoder_tokens if group.spec.of_encoder else num_tokens, chunk + group.spec.lag
             )
         return counts
 

@@ -46,6 +46,10 @@ class KVCacheSpec(Struct, frozen=True, kw_only=True, tag_field="kind"):
     rewinds: int = 0
     """How many of the last tokens a sequence can take back. It counts where `forks_anywhere` is
     False: other kinds write over any."""
+    lag: int = 0
+    """Tokens by which it trails, as a drafter's layers may: of n computed tokens it holds the first
+    n - lag. A step goes on writing from there. What is written for a token may depend on as many
+    tokens after it."""
 
     @property
     def kind(self) -> str:

@@ -89,6 +89,7 @@ class KVKindConformance(Conformance):
         for name in ("caches_prefixes", "forks_anywhere", "shared_within_step", "grows"):
             value = getattr(case, name)
             assert isinstance(value, bool), f"{name} is {value!r}, which is neither True nor False"
+        assert _is_count(case.lag), f"lag is {case.lag!r}, which is no number of tokens"
         assert _is_count(case.rewinds), f"rewinds is {case.rewinds!r}, which is no number of tokens"
 
     # A page
