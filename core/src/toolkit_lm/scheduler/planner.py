@@ -12,7 +12,7 @@ from msgspec import Raw
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
 from toolkit_lm.kv.block_manager import TokenRange
-from toolkit_lm.messages import EngineRequest, StepPlan, StepResult
+from toolkit_lm.messages import StepPlan, StepResult
 from toolkit_lm.plugin import PluginInfo, Plugins
 from toolkit_lm.scheduler.request import Refused, Request
 
@@ -119,11 +119,16 @@ class Planners:
         self.by_name[name] = planner
         self._list()
 
-    def check(self, message: EngineRequest) -> None:
-        """Raises RequestError for a request with a share of a part whose planner has failed."""
-        for name in message.inputs.parts:
-            if name in self.dropped:
-                raise RequestError(self.dropped[name])
+    def take_failed(self, requests: Iterable[Request]) -> list[tuple[Request, str]]:
+        """Those of the requests that have a share of a part that has failed since the last call,
+        and how it has."""
+        failed, self.failed = self.failed, []
+        return [
+            (request, self.dropped[name])
+            for request in requests
+            for name in failed
+            if name in request.inputs.parts
+        ]
 
     def _list(self) -> None:
         self.may_begin = self._overridden("may_begin")
@@ -145,12 +150,15 @@ class Planners:
 
     # Asked about a request: raise PlannerError
 
-    def end_of(self, request: Request) -> int:
-        """Tokens of a request from here on are nothing to any planner."""
-        names = dict([*self.fits, *self.commits])
-        return max(
-            (self._ask(name, self.by_name[name].end_of, request) for name in names), default=0
-        )
+    def take_in(self, request: Request) -> None:
+        """A request has come: how far planners have a say in it. Raises RequestError where it has a
+        share of a part whose planner has failed."""
+        for name in request.inputs.parts:
+            if name in self.dropped:
+                raise RequestError(self.dropped[name])
+        for name in dict([*self.fits, *self.commits]):
+            end = self._ask(name, self.by_name[name].end_of, request)
+            request.planned_end = max(request.planned_end, end)
 
     def refusal(self, request: Request, tokens: TokenRange) -> Refused | None:
         """Why a request that waits cannot begin with these tokens; None: it can."""

@@ -3,12 +3,13 @@ begin, and if not, why."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Collection
+from collections.abc import Sequence as Collection
 from typing import NamedTuple
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.kv.block_manager import BlockManager, TokenRange
 from toolkit_lm.messages import BlockCopy, ScheduledSequence, StepPlan
+from toolkit_lm.scheduler.beam_step import Fork
 from toolkit_lm.scheduler.encoder import CrossBlocks, Encoder
 from toolkit_lm.scheduler.planner import Planners
 from toolkit_lm.scheduler.preemption import PreemptionCost
@@ -170,6 +171,16 @@ class RequestBlocks:
                 self.blocks.fork(leader.seq_id, seq.seq_id, shared)
                 seq.num_computed_tokens = shared
 
+    def replace_beams(self, request: Request, forks: Collection[Fork]) -> list[Sequence]:
+        """A beam search goes on to other beams. Returns those before, which are still to be
+        released."""
+        for parent, child in forks:
+            self.blocks.fork(parent.seq_id, child.seq_id, child.num_computed_tokens)
+        beams = request.sequences
+        request.sequences = request.unfinished = [fork.child for fork in forks]
+        self.roster.add_sequences(request.sequences)
+        return beams
+
     def trim(self, request: Request) -> None:
         """Gives back what windows have left behind, before the next step is planned."""
         for seq in request.unfinished:
@@ -205,27 +216,16 @@ class RequestBlocks:
 class Admission:
     """Asks all that a request needs to begin: rows, tokens, blocks, and room for its media."""
 
-    def __init__(
-        self,
-        blocks: BlockManager,
-        roster: Roster,
-        planners: Planners,
-        *,
-        caching: bool,
-        max_num_seqs: int,
-        chunk: int,
-        start_over: Callable[[Request], None],
-    ) -> None:
-        """`caching`: requests share prefixes. `chunk`: most tokens of a step. `start_over` makes a
-        request give up its blocks."""
-        self.blocks = blocks
-        self.cross = CrossBlocks(blocks)
-        self.roster = roster
-        self.planners = planners
-        self.caching = caching
-        self.max_num_seqs = max_num_seqs
-        self.chunk = chunk
-        self._start_over = start_over
+    def __init__(self, config: VllmConfig, request_blocks: RequestBlocks) -> None:
+        self.blocks = request_blocks.blocks
+        self.cross = request_blocks.cross
+        self.roster = request_blocks.roster
+        self.planners = request_blocks.planners
+        self.caching = request_blocks.caching
+        self.max_num_seqs = config.scheduler.max_num_seqs
+        self.chunk = config.scheduler.token_budget
+        """Most tokens of a step."""
+        self._start_over = request_blocks.start_over
 
     def decide(self, request: Request, budget: int) -> Admitted | Refused:
         """Whether one that waits can run, and compute some of `budget` tokens. It takes nothing;

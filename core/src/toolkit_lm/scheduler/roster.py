@@ -161,6 +161,13 @@ class Roster:
             self.waits[refused.reason] += 1
             request.waits = refused
 
+    def hold_back(self, asked: Iterable[Request], allowed: Iterable[Request]) -> None:
+        """The policy lets only those of `asked` begin that are allowed."""
+        numbers = {request.number for request in allowed}
+        for request in asked:
+            if request.number not in numbers:
+                self.hold(request, Refused("policy"))
+
     def _wait(self, request: Request, refused: Refused) -> None:
         insort(self.waiting, request, key=_by_sort_key)
         self.waits[refused.reason] += 1

@@ -43,9 +43,7 @@ class Scheduler:
     may be planned before the results of the one before are in: the tokens that it will draw are
     placeholders until then.
 
-    It decides who computes. Roster knows who waits and who runs, RequestBlocks gives blocks,
-    BeamStep leads a search on by a token, EncoderCache which items of media are encoded, Quarantine
-    whom to compute alone, and EventLog keeps what there is to tell.
+    It decides who computes. Each other module of the room knows one thing that it asks for.
     """
 
     def __init__(
@@ -66,31 +64,21 @@ class Scheduler:
         self.needs_tokens = (
             config.parallel.pipeline_parallel_size > 1 or config.scheduler.drafter is not None
         )
-        """A token that is not known yet cannot be computed: only the last pipeline stage has it, or
-        drafts are to follow it."""
+        """Only the last pipeline stage has a token that is not known yet, or drafts follow it."""
         self.default_seed = config.model.seed
         self.salt = salt
         self.policy = policy
         self.roster = Roster(policy)
         self.blocks = BlockManager(kv_cache)
         self.preemption = PreemptionCost(config.scheduler.preemption_mode, kv_cache)
-        self.items = EncoderCache(
-            config.encoder_cache_embeds, self.max_num_batched_tokens, whole_items=whole_items
-        )
+        budget = self.max_num_batched_tokens
+        self.items = EncoderCache(config.encoder_cache_embeds, budget, whole_items=whole_items)
         self.planners = planners or Planners()
         self.planners.add(MEDIA, self.items)
         self.request_blocks = RequestBlocks(
             config, self.blocks, self.preemption, self.roster, self.planners
         )
-        self.admission = Admission(
-            self.blocks,
-            self.roster,
-            self.planners,
-            caching=self.request_blocks.caching,
-            max_num_seqs=self.max_num_seqs,
-            chunk=self.max_num_batched_tokens,
-            start_over=self.request_blocks.start_over,
-        )
+        self.admission = Admission(config, self.request_blocks)
         self.quarantine = Quarantine()
         self.events = EventLog()
         self.outputs: list[EngineOutput] = []
@@ -116,10 +104,8 @@ class Scheduler:
             max_drafts=self.blocks.max_drafts,
             whole_items=self.items.whole_items,
         )
-        if message.inputs.parts:
-            self.planners.check(message)
-        if request.media_end or self.planners.of_plugins:
-            request.planned_end = self.planners.end_of(request)
+        if request.media_end or request.inputs.parts or self.planners.of_plugins:
+            self.planners.take_in(request)
         self.roster.add(request)
         if request.deadline is not None:
             self._deadlines.add(request.deadline, request.request_id)
@@ -165,7 +151,7 @@ class Scheduler:
             asked = self.roster.waiting[: self.max_num_seqs]
             waiting = self.policy.begin_step(self.roster.running, asked)
             if waiting is not asked:
-                self._hold_back(asked, waiting)
+                self.roster.hold_back(asked, waiting)
             if waiting:
                 waiting = self._make_room(plan, waiting)
             budget, preempted = self._schedule_running(plan, self.max_num_batched_tokens)
@@ -190,30 +176,23 @@ class Scheduler:
 
     def _fail_parts(self) -> None:
         """A part's planner has failed: so do the requests that have a share of it."""
-        failed, self.planners.failed = self.planners.failed, []
-        for name in failed:
-            for request in list(self.roster.requests.values()):
-                if name in request.inputs.parts:
-                    self.outputs += self._end(request, "error", self.planners.dropped[name])
+        for request, error in self.planners.take_failed(self.roster.requests.values()):
+            self.outputs += self._end(request, "error", error)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
         """Takes in the tokens that a step drew; ends the sequences that are complete. Steps come in
         the order of their plans."""
         outputs = []
         logprobs = result.logprobs or [[]] * len(plan.scheduled)
-        for row, tokens, row_logprobs in zip(
-            plan.scheduled, result.token_ids, logprobs, strict=True
-        ):
+        rows = zip(plan.scheduled, result.token_ids, logprobs, strict=True)
+        for row, tokens, row_logprobs in rows:
             seq = self.roster.sequences.get(row.seq_id)
             if seq is None:
                 # It ended while the step was on its way.
                 continue
             request = seq.request
-            prompt_logprobs = (
-                request.take_prompt_logprobs(row, known)
-                if (known := result.prompt_logprobs.get(row.seq_id))
-                else []
-            )
+            known = result.prompt_logprobs.get(row.seq_id)
+            prompt_logprobs = request.take_prompt_logprobs(row, known) if known else []
             if row.seq_id in result.errors:
                 outputs += self.fail(request.request_id, result.errors[row.seq_id])
             elif row.seq_id in result.pooled:
@@ -223,15 +202,9 @@ class Scheduler:
                 outputs += self._take_candidates(seq, request.search, result.candidates[row.seq_id])
             elif row.samples:
                 seq.sampler_state = result.sampler_state.get(row.seq_id, seq.sampler_state)
-                outputs.append(
-                    self._take_tokens(
-                        seq,
-                        tokens,
-                        result.drafts.get(row.seq_id, []),
-                        row_logprobs,
-                        prompt_logprobs,
-                    )
-                )
+                drafts = result.drafts.get(row.seq_id, [])
+                taken = self._take_tokens(seq, tokens, drafts, row_logprobs, prompt_logprobs)
+                outputs.append(taken)
             elif prompt_logprobs:
                 outputs.append(seq.output(None, [], [], prompt_logprobs))
         return outputs
@@ -240,8 +213,7 @@ class Scheduler:
         """Steps failed, or were interrupted, somewhere on their way: nothing that the runner holds
         can be relied on.
 
-        All requests are computed again from their tokens. It relies on nothing that an interrupt
-        may have left half done.
+        All requests are computed again. It relies on nothing that an interrupt left half done.
         """
         self.roster.requeue_all(plans)
         self.blocks.reset()
@@ -278,13 +250,6 @@ class Scheduler:
             self._preempt(plan, victim)
             return [request]
         return waiting
-
-    def _hold_back(self, asked: Collection[Request], waiting: Collection[Request]) -> None:
-        """The policy lets only some of those that wait begin."""
-        allowed = set(map(id, waiting))
-        for request in asked:
-            if id(request) not in allowed:
-                self.roster.hold(request, Refused("policy"))
 
     def _schedule_running(self, plan: StepPlan, budget: int) -> tuple[int, bool]:
         """Returns what is left of the budget, and whether a request was preempted."""
@@ -417,20 +382,11 @@ class Scheduler:
             return []
         outputs: list[EngineOutput] = []
         if forks := step.advance(self._seq_ids):
-            for parent, child in forks:
-                self.blocks.fork(parent.seq_id, child.seq_id, child.num_computed_tokens)
-            beams = request.sequences
-            children = [fork.child for fork in forks]
-            request.sequences = request.unfinished = children
-            self.roster.add_sequences(children)
-            for one in beams:
+            for one in self.request_blocks.replace_beams(request, forks):
                 self._release(one)
         elif len(outputs := step.outputs()) < (n := request.params.n):
-            outputs = self._end(
-                request,
-                "error",
-                leave_too_little(request.params, f"{len(outputs)} sequences, and n is {n}"),
-            )
+            what = leave_too_little(request.params, f"{len(outputs)} sequences, and n is {n}")
+            outputs = self._end(request, "error", what)
         else:
             self._finish(request, request.unfinished, outputs[0].finish_reason or "stop")
         self._release_from_quarantine(request)
@@ -450,10 +406,9 @@ class Scheduler:
         ended = request.unfinished
         self._finish(request, ended, reason)
         indices = range(request.params.n) if request.search else [seq.index for seq in ended]
+        name = request.request_id
         return [
-            EngineOutput(
-                request_id=request.request_id, index=index, finish_reason=reason, error=error
-            )
+            EngineOutput(request_id=name, index=index, finish_reason=reason, error=error)
             for index in indices
         ]
 
