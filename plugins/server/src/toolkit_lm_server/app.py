@@ -46,6 +46,7 @@ from toolkit_lm_server.chat import Chat
 from toolkit_lm_server.chat_batch import ChatBatchBody
 from toolkit_lm_server.completions import CompletionBody, Completions
 from toolkit_lm_server.embeddings import Embeddings
+from toolkit_lm_server.engines import Engines, Models, by_model
 from toolkit_lm_server.errors import as_api_error, described
 from toolkit_lm_server.infill import Infill, InfillBody
 from toolkit_lm_server.invocations import Invocations
@@ -53,7 +54,7 @@ from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.plugin_routes import OpenAIApi, add_plugin_routes
-from toolkit_lm_server.protocol import ChatBody, body_of, check_model
+from toolkit_lm_server.protocol import ChatBody, body_of
 from toolkit_lm_server.reranking import Reranking
 from toolkit_lm_server.responses.body import ResponsesBody
 from toolkit_lm_server.responses.routes import add_responses
@@ -63,7 +64,7 @@ from toolkit_lm_server.ui.files import add_api_page
 
 if TYPE_CHECKING:
     from toolkit_lm import AsyncLLM
-    from toolkit_lm_serving.engine import ServedModel, ServingEngine
+    from toolkit_lm_serving.engine import ServingEngine
 
     from toolkit_lm_server.ui.page import Page
 
@@ -103,14 +104,15 @@ class About:
 
 
 class Operations:
-    """What operators may do to the engine."""
+    """What operators may do to engines."""
 
-    def __init__(self, engine: ServingEngine) -> None:
-        self._engine = engine
+    def __init__(self, engines: Engines) -> None:
+        self._engines = engines
 
     async def reset_prefix_cache(self) -> dict[str, str]:
         """Forgets what is cached of prompts that were seen before. Requests under way go on."""
-        await self._engine.reset_prefix_cache()
+        for engine in {id(one): one for one in self._engines.values()}.values():
+            await engine.reset_prefix_cache()
         return {"status": "reset"}
 
 
@@ -126,10 +128,10 @@ class Load:
 
 
 class Served:
-    """What is said of the model that is served."""
+    """What is said of the models that are served."""
 
-    def __init__(self, model: ServedModel) -> None:
-        self._model = model
+    def __init__(self, models: Models) -> None:
+        self._models = models
         self._created = int(time.time())
         self._permission = _PERMISSION | {
             "id": f"modelperm-{uuid.uuid4().hex}",
@@ -140,16 +142,15 @@ class Served:
         """The models that are served."""
         return {
             "object": "list",
-            "data": [self._card(name) for name in self._model.config.served_model_names],
+            "data": [self._card(name) for name in self._models if name is not None],
         }
 
     async def model(self, model: str) -> dict[str, Any]:
         """One model."""
-        check_model(self._model, model)
         return self._card(model)
 
     def _card(self, name: str) -> dict[str, Any]:
-        config = self._model.config
+        config = self._models[name].config
         return {
             "id": name,
             "object": "model",
@@ -186,23 +187,24 @@ def create_router(
     accounts = None if keys is None else keys.accounts
     asked = None if metrics is None else metrics.asked
     serving: ServingEngine = BudgetedLLM(engine, budget, accounts, asked)
+    engines = by_model(serving)
     route_kind = route_class(options, keys, readiness, metrics)
     router = APIRouter(route_class=route_kind)
-    served = Served(serving)
-    tokens = Tokens(serving)
+    served = Served(engines)
+    tokens = Tokens(engines)
     with_fields = (
         serving.plugins.logits_processors,
         serving.config.sampling_defaults,
         options.force_include_usage,
     )
-    chat = Chat(serving, body_of(ChatBody, *with_fields), options)
-    completions = Completions(serving, options, body_of(CompletionBody, *with_fields))
-    _add_generation_routes(router, serving, chat, completions, with_fields)
-    add_responses(router, serving, chat, body_of(ResponsesBody, *with_fields), options)
-    embeddings = Embeddings(serving, options)
-    reranking = Reranking(serving, options)
+    chat = Chat(engines, body_of(ChatBody, *with_fields), options)
+    completions = Completions(engines, options, body_of(CompletionBody, *with_fields))
+    _add_generation_routes(router, engines, chat, completions, with_fields)
+    add_responses(router, engines, chat, body_of(ResponsesBody, *with_fields), options)
+    embeddings = Embeddings(engines, options)
+    reranking = Reranking(engines, options)
     _add_pooling_routes(router, route_kind, embeddings, reranking)
-    _add_invocations(router, Invocations(serving, chat, completions, embeddings, reranking))
+    _add_invocations(router, Invocations(engines, chat, completions, embeddings, reranking))
     router.add_api_route(
         "/load", Load(budget).load, response_model=None, responses=answers(ServerLoad)
     )
@@ -218,12 +220,12 @@ def create_router(
     _add_token_routes(router, of_vllm(route_kind), tokens, with_info=options.tokenizer_info)
     if options.admin_routes:
         router.add_api_route(
-            "/reset_prefix_cache", Operations(serving).reset_prefix_cache, methods=["POST"]
+            "/reset_prefix_cache", Operations(engines).reset_prefix_cache, methods=["POST"]
         )
     add_own_routes(router, options, keys, readiness, metrics)
     if page is not None:
         page.add_routes(router, route_class(options, keys), readiness, serving)
-    add_plugin_routes(router, serving, OpenAIApi(chat, completions, options), route_kind)
+    add_plugin_routes(router, OpenAIApi(engines, chat, completions, options), route_kind)
     return router
 
 
@@ -239,7 +241,7 @@ def _add_invocations(router: APIRouter, invocations: Invocations) -> None:
 
 def _add_generation_routes(
     router: APIRouter,
-    engine: ServingEngine,
+    engines: Engines,
     chat: Chat,
     completions: Completions,
     with_fields: tuple[LogitsProcessorRegistry, dict[str, Any], bool],
@@ -261,7 +263,7 @@ def _add_generation_routes(
         ("/v1/completions", completions.create, completions.body, streams(Completion, Completion)),
         (
             "/infill",
-            Infill(engine, completions).create,
+            Infill(engines, completions).create,
             body_of(InfillBody, *with_fields),
             streams(Filling, Filling),
         ),

@@ -14,12 +14,13 @@ from toolkit_lm.errors import RequestError
 
 from toolkit_lm_server.answer_parts import BUDGET, PLAIN, AnswerParts, Parts, Plan
 from toolkit_lm_server.answers import answer
+from toolkit_lm_server.engines import Engines
 from toolkit_lm_server.errors import printable, validated
 from toolkit_lm_server.event_stream import stream_of
 from toolkit_lm_server.generation import Generation, Piece, are_large
 from toolkit_lm_server.logprobs import chat_logprobs, prompt_logprobs, settle_logprobs
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_server.protocol import ChatBody, check_generates, check_model, check_priority
+from toolkit_lm_server.protocol import ChatBody, check_generates, check_priority
 from toolkit_lm_server.route import request_context
 from toolkit_lm_server.tools import ToolUse, tool_use
 from toolkit_lm_server.unknown_fields import UNKNOWN, is_plain
@@ -36,21 +37,21 @@ _SWITCHES = ("enable_thinking", "thinking")
 
 
 class Chat:
-    """Conversations with the engine's model."""
+    """Conversations with the models that are served."""
 
     def __init__(
         self,
-        engine: ServingEngine,
+        engines: Engines,
         body: type[ChatBody] = ChatBody,
         options: ServerOptions | None = None,
     ) -> None:
         """`body`: with the fields of plugins. Raises ConfigError for a parser of the options that
         there is not, PluginError."""
-        self._engine = engine
+        self._engines = engines
         self.body = body
         options = options or ServerOptions()
         self._max_prompts = options.max_prompts
-        self._parts = AnswerParts(engine, options)
+        self._parts = engines.each(lambda engine: AnswerParts(engine, options))
 
     async def create(self, body: ChatBody, request: Request) -> Response:
         """Answers a conversation, or several."""
@@ -62,12 +63,13 @@ class Chat:
         is_large = body.prompt_logprobs is not None or are_large(choices)
         return await answer(lambda: reply.whole(choices), is_large=is_large)
 
-    def budget(self, tokens: int | None, name: str) -> dict[str, Any]:
+    def budget(self, tokens: int | None, name: str, model: str | None = None) -> dict[str, Any]:
         """The field that limits reasoning, where the model is known to reason. Else it is ignored,
         and `name`, another API's, told of."""
         if tokens is None:
             return {}
-        if self._parts.reasoning is not None:
+        # A model that is not served is refused with the rest of the body.
+        if (parts := self._parts.get(model)) is None or parts.reasoning is not None:
             return {BUDGET: tokens}
         UNKNOWN.get().drop(
             name,
@@ -91,20 +93,12 @@ class Chat:
     async def count(self, fields: Mapping[str, Any], context: dict[str, str]) -> int:
         """The tokens of a prompt. Raises as `ask`."""
         body = validated(self.body, fields)
-        check_model(self._engine, body.model)
+        engine = self._engines[body.model]
         use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
-        options = body.render_options() | self._told(use)
-        with self._engine.hold_rendering([(body.messages, options)], {"context": context}):
-            rendered = await self._engine.renderer.render_conversation_async(
-                body.messages, **options
-            )
+        options = body.render_options() | _told(engine, use)
+        with engine.hold_rendering([(body.messages, options)], {"context": context}):
+            rendered = await engine.renderer.render_conversation_async(body.messages, **options)
         return len(rendered.token_ids)
-
-    def _told(self, use: ToolUse) -> dict[str, Any]:
-        """The option that has the prompt tell of tools. An answer that must call one is bound to
-        them without that, too."""
-        is_told = use.tools and (not use.required or self._engine.renderer.writes_tools)
-        return {"tools": use.tools} if is_told else {}
 
     def _tell_unread(self, body: ChatBody, names: Mapping[str, str]) -> None:
         """Tells of switches that the chat template is given, and does not read. Raises RequestError
@@ -116,11 +110,12 @@ class Chat:
         given = body.template_kwargs() or {}
         if (unknown := UNKNOWN.get(None)) is None or body.chat_template is not None or not given:
             return
-        if (read := self._engine.renderer.template_names) is None:
+        if (read := self._engines[body.model].renderer.template_names) is None:
             return
+        reasons = self._parts[body.model].reasoning is not None
         for name, value in given.items():
             # What is so anyway need not be turned on or off.
-            if name in read or (name in _SWITCHES and value == (self._parts.reasoning is not None)):
+            if name in read or (name in _SWITCHES and value == reasons):
                 continue
             if not is_plain(name):
                 raise RequestError(
@@ -141,30 +136,31 @@ class Chat:
 
         Raises RequestError, ApiError for what gets no answer.
         """
-        check_model(self._engine, body.model)
-        check_generates(self._engine)
+        engine = self._engines[body.model]
+        parts = self._parts[body.model]
+        check_generates(engine)
         self._tell_unread(body, names)
         if -1 in (body.top_logprobs, body.prompt_logprobs):
-            settle_logprobs(self._engine, body)
+            settle_logprobs(engine, body)
         conversations = body.conversations(self._max_prompts)
         plan = PLAIN
         params = body.params()
         options = body.request_options(context)
-        if body.tools or body.tool_choice is not None or self._parts.reasoning is not None:
-            await self._parts.prepare()
+        if body.tools or body.tool_choice is not None or parts.reasoning is not None:
+            await parts.prepare()
             use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
             # What tools' schemas say is read meanwhile: other requests do not wait for it.
             plan = (
-                await asyncio.to_thread(self._parts.plan, body, use)
+                await asyncio.to_thread(parts.plan, body, use)
                 if use.tools
-                else self._parts.plan(body, use)
+                else parts.plan(body, use)
             )
             params = plan.applied(params)
             if plan.reasoning is not None:
                 options["stop_scope"] = plan.reasoning.stop_scope
-        check_priority(self._engine, options)
-        rendering = body.render_options() | self._told(plan.use)
-        outputs = self._engine.chat_many(conversations, params, options=options, **rendering)
+        check_priority(engine, options)
+        rendering = body.render_options() | _told(engine, plan.use)
+        outputs = engine.chat_many(conversations, params, options=options, **rendering)
         async with AsyncExitStack() as on_error:
             on_error.push_async_callback(outputs.aclose)
             try:
@@ -176,7 +172,7 @@ class Chat:
             )
             on_error.pop_all()
         await generation.check_first()
-        return ChatAnswer(self._engine, body, conversations, generation, plan)
+        return ChatAnswer(engine, body, conversations, generation, plan)
 
 
 class ChatAnswer:
@@ -327,6 +323,13 @@ class ChatAnswer:
             "created": self._generation.created,
             "model": self._engine.served_model_name,
         }
+
+
+def _told(engine: ServingEngine, use: ToolUse) -> dict[str, Any]:
+    """The option that has the prompt tell of tools. An answer that must call one is bound to them
+    without that, too."""
+    is_told = use.tools and (not use.required or engine.renderer.writes_tools)
+    return {"tools": use.tools} if is_told else {}
 
 
 def _echo(messages: Conversation) -> str:

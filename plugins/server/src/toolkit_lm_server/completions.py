@@ -14,6 +14,7 @@ from toolkit_lm.params import SamplingParams
 from toolkit_lm.prompts import ExplicitEncoderDecoderPrompt, Prompt, SingletonPrompt, TokensPrompt
 
 from toolkit_lm_server.answers import answer, encoded
+from toolkit_lm_server.engines import Engines
 from toolkit_lm_server.errors import validated
 from toolkit_lm_server.event_stream import stream_of
 from toolkit_lm_server.fields import Items
@@ -24,7 +25,6 @@ from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.protocol import (
     SamplingBody,
     check_generates,
-    check_model,
     check_priority,
     examples,
 )
@@ -32,7 +32,7 @@ from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:
     from toolkit_lm.outputs import RequestOutput
-    from toolkit_lm_serving.engine import ServingEngine
+    from toolkit_lm.renderer import Renderer
 
 
 class CompletionBody(SamplingBody):
@@ -110,19 +110,19 @@ def _prompt(given: str | list[int]) -> SingletonPrompt:
 
 
 class Completions:
-    """Texts that the engine's model goes on with."""
+    """Texts that the models which are served go on with."""
 
     def __init__(
         self,
-        engine: ServingEngine,
+        engines: Engines,
         options: ServerOptions,
         body: type[CompletionBody] = CompletionBody,
     ) -> None:
         """`body`: with the fields of plugins."""
-        self._engine = engine
+        self._engines = engines
         self._options = options
         self.body = body
-        self._fim = FillInTheMiddle(engine.renderer)
+        self._fim = engines.each(lambda engine: FillInTheMiddle(engine.renderer))
 
     async def create(self, body: CompletionBody, request: Request) -> Response:
         """Completes one or several prompts."""
@@ -139,19 +139,19 @@ class Completions:
     ) -> Generation:
         """Asks the engine. `fills`: the middle is wanted, though there may be no suffix. Raises
         RequestError, ApiError."""
-        check_model(self._engine, body.model)
-        check_generates(self._engine)
+        engine = self._engines[body.model]
+        check_generates(engine)
         params = body.params()
         prompts = body.prompts(self._options.max_prompts)
         options = body.request_options(context)
-        check_priority(self._engine, options)
+        check_priority(engine, options)
         if body.suffix or fills or not body.add_special_tokens:
-            with self._engine.hold_rendering(prompts, options):
+            with engine.hold_rendering(prompts, options):
                 prompts = await self._rendered(body, prompts, fills)
         if body.truncation_side == "right" and params.truncate_prompt_tokens is not None:
-            with self._engine.hold_rendering(prompts, options):
+            with engine.hold_rendering(prompts, options):
                 prompts = await self._beginnings(body, prompts, params.truncate_prompt_tokens)
-        outputs = self._engine.generate_many(prompts, params, **options)
+        outputs = engine.generate_many(prompts, params, **options)
         async with AsyncExitStack() as on_error:
             on_error.push_async_callback(outputs.aclose)
             generation = Generation(
@@ -165,6 +165,9 @@ class Completions:
         await generation.check_first()
         return generation
 
+    def _renderer(self, body: CompletionBody) -> Renderer:
+        return self._engines[body.model].renderer
+
     async def _rendered(
         self, body: CompletionBody, prompts: Sequence[Prompt], fills: bool
     ) -> list[Prompt]:
@@ -175,19 +178,19 @@ class Completions:
             raise RequestError("suffix is allowed only for prompts that are texts.", "suffix")
         if body.suffix or fills:
             suffix = body.suffix or ""
+            fim = self._fim[body.model]
             return await asyncio.to_thread(
                 lambda: [
-                    self._fim.prompt(one, suffix) if isinstance(one, str) else one
-                    for one in prompts
+                    fim.prompt(one, suffix) if isinstance(one, str) else one for one in prompts
                 ]
             )
-        return await side_by_side(self._bare(prompt) for prompt in prompts)
+        return await side_by_side(self._bare(body, prompt) for prompt in prompts)
 
-    async def _bare(self, prompt: Prompt) -> Prompt:
+    async def _bare(self, body: CompletionBody, prompt: Prompt) -> Prompt:
         """A text without the tokens that the tokenizer adds."""
         if not isinstance(prompt, str):
             return prompt
-        rendered = await self._engine.renderer.render_prompt_async(prompt, add_special_tokens=False)
+        rendered = await self._renderer(body).render_prompt_async(prompt, add_special_tokens=False)
         return {"prompt_token_ids": rendered.token_ids, "prompt": prompt}
 
     async def _beginnings(
@@ -205,10 +208,10 @@ class Completions:
                 "decode, and a number of tokens of at least 1."
             )
             raise RequestError(message, "truncation_side")
-        return [await self._beginning(prompt, most) for prompt in prompts]
+        return [await self._beginning(body, prompt, most) for prompt in prompts]
 
-    async def _beginning(self, prompt: Prompt, most: int) -> Prompt:
-        rendered = await self._engine.renderer.render_prompt_async(cast(SingletonPrompt, prompt))
+    async def _beginning(self, body: CompletionBody, prompt: Prompt, most: int) -> Prompt:
+        rendered = await self._renderer(body).render_prompt_async(cast(SingletonPrompt, prompt))
         return {"prompt_token_ids": rendered.token_ids[:most]}
 
     async def ask(self, fields: Mapping[str, Any], context: dict[str, str]) -> Generation:
@@ -220,7 +223,7 @@ class Completions:
     ) -> dict[str, Any]:
         """The answer that is not a stream."""
         return {
-            **self._head(generation),
+            **self._head(body, generation),
             "choices": self._whole_choices(body, generation, choices),
             "usage": generation.usage(),
         }
@@ -256,7 +259,7 @@ class Completions:
     async def _chunks(
         self, body: CompletionBody, generation: Generation
     ) -> AsyncGenerator[list[dict[str, Any]], None]:
-        head = self._head(generation)
+        head = self._head(body, generation)
         echoed: dict[int, int] = {}
         """By choice, the characters of its prompt."""
         async for pieces in generation.pieces():
@@ -287,7 +290,7 @@ class Completions:
     def _echo(self, body: CompletionBody, generation: Generation, index: int) -> dict[str, Any]:
         """The part of a choice that gives its prompt back, as the engine read it."""
         prompt = generation.prompt(index)
-        renderer = self._engine.renderer
+        renderer = self._renderer(body)
         choice = self._choice(
             Piece(
                 index,
@@ -313,7 +316,7 @@ class Completions:
         before the choice's text."""
         logprobs, offset = None, offset + one.text_offset
         if body is not None and body.logprobs is not None:
-            token_bytes = self._engine.renderer.token_bytes
+            token_bytes = self._renderer(body).token_bytes
             named = body.logprob_token_ids
             logprobs = completion_logprobs(
                 one.token_ids, one.logprobs, body.logprobs, offset, token_bytes, named
@@ -326,10 +329,10 @@ class Completions:
             "stop_reason": one.stop_reason,
         }
 
-    def _head(self, generation: Generation) -> dict[str, Any]:
+    def _head(self, body: CompletionBody, generation: Generation) -> dict[str, Any]:
         return {
             "id": f"cmpl-{generation.id}",
             "object": "text_completion",
             "created": generation.created,
-            "model": self._engine.served_model_name,
+            "model": self._engines[body.model].served_model_name,
         }

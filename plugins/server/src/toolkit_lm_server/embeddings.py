@@ -16,6 +16,7 @@ from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.prompts import Prompt, TokensPrompt
 
 from toolkit_lm_server.answers import answer
+from toolkit_lm_server.engines import Engines
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.pooled import encoded, head, in_bytes, pool, quantized, usage
 from toolkit_lm_server.pooling_protocol import (
@@ -29,7 +30,6 @@ from toolkit_lm_server.pooling_protocol import (
     read_inputs,
     read_texts,
 )
-from toolkit_lm_server.protocol import check_model
 from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:
@@ -53,28 +53,30 @@ _OTHER_TOKENIZER = (
 class Embeddings:
     """What a pooling model makes of texts, one by one."""
 
-    def __init__(self, engine: ServingEngine, options: ServerOptions) -> None:
-        self._engine = engine
+    def __init__(self, engines: Engines, options: ServerOptions) -> None:
+        self._engines = engines
         self._options = options
 
     async def embed(self, body: EmbeddingBody, request: Request) -> Response:
         """One vector of each input."""
-        outputs = await self._pool(body, request, body.params())
+        engine = self._engines[body.model]
+        outputs = await self._pool(engine, body, request, body.params())
         if body.encoding_format in ("bytes", "bytes_only"):
-            return await asyncio.to_thread(in_bytes, outputs, body, head(self._engine, "embd"))
+            return await asyncio.to_thread(in_bytes, outputs, body, head(engine, "embd"))
 
         def make() -> dict[str, Any]:
             data = (
                 {"object": "embedding", "index": index, "embedding": _encoded(output, body)}
                 for index, output in enumerate(outputs)
             )
-            return {**head(self._engine, "embd"), "data": data, "usage": usage(outputs)}
+            return {**head(engine, "embd"), "data": data, "usage": usage(outputs)}
 
         return await answer(make)
 
     async def pooling(self, body: AnyPoolingBody, request: Request) -> Response:
         """Any pooling task of the model, raw."""
-        served = [task for task in self._engine.tasks if task in POOLING_TASKS]
+        engine = self._engines[body.model]
+        served = [task for task in engine.tasks if task in POOLING_TASKS]
         if body.task is None:
             if len(served) > 1:
                 raise RequestError(f"Set 'task'. Supported: {', '.join(served)}.", "task")
@@ -87,9 +89,9 @@ class Embeddings:
                 f"{', '.join(served) or 'generate'}.",
                 "task",
             )
-        outputs = await self._pool(body, request, body.params())
+        outputs = await self._pool(engine, body, request, body.params())
         if body.encoding_format in ("bytes", "bytes_only"):
-            return await asyncio.to_thread(in_bytes, outputs, body, head(self._engine, "pool"))
+            return await asyncio.to_thread(in_bytes, outputs, body, head(engine, "pool"))
 
         def one(index: int, output: PoolingRequestOutput) -> dict[str, Any]:
             shape = (
@@ -101,7 +103,7 @@ class Embeddings:
 
         def make() -> dict[str, Any]:
             return {
-                **head(self._engine, "pool"),
+                **head(engine, "pool"),
                 "data": starmap(one, enumerate(outputs)),
                 "usage": usage(outputs),
             }
@@ -110,8 +112,9 @@ class Embeddings:
 
     async def classify(self, body: ClassifyBody, request: Request) -> Response:
         """The probabilities of the model's labels, for each input."""
-        outputs = await self._pool(body, request, body.params())
-        labels = self._engine.config.hf_config.get("id2label") or {}
+        engine = self._engines[body.model]
+        outputs = await self._pool(engine, body, request, body.params())
+        labels = engine.config.hf_config.get("id2label") or {}
 
         def make() -> dict[str, Any]:
             data = []
@@ -127,7 +130,7 @@ class Embeddings:
                         "num_classes": output.outputs.data.size,
                     }
                 )
-            return {**head(self._engine, "classify"), "data": data, "usage": usage(outputs)}
+            return {**head(engine, "classify"), "data": data, "usage": usage(outputs)}
 
         return await answer(make)
 
@@ -154,12 +157,12 @@ class Embeddings:
     async def _cohere(
         self, body: CohereEmbedBody, request: Request
     ) -> tuple[list[str], list[PoolingRequestOutput]]:
-        check_model(self._engine, body.model)
+        engine = self._engines[body.model]
         texts = read_texts(body.texts, "texts", self._options.max_inputs)
         names = [f"texts[{index}]" for index in range(len(texts))]
         prompt_name = None if body.input_type is None else _PROMPT_NAMES[body.input_type]
         outputs = await pool(
-            self._engine,
+            engine,
             body,
             request,
             texts,
@@ -169,10 +172,8 @@ class Embeddings:
                 "truncate_prompt_tokens": "truncate" if body.truncate == "NONE" else "max_tokens",
                 "dimensions": "output_dimension",
             },
-            prompt_name=prompt_name
-            if prompt_name in self._engine.processor.texts.prompts
-            else None,
-            truncate_prompt_tokens=body.most_tokens(self._engine.config.max_model_len),
+            prompt_name=prompt_name if prompt_name in engine.processor.texts.prompts else None,
+            truncate_prompt_tokens=body.most_tokens(engine.config.max_model_len),
         )
         body.check_lengths(names, outputs)
         return texts, outputs
@@ -192,7 +193,7 @@ class Embeddings:
             "api_version": {"version": version},
             "billed_units": {"input_tokens": usage(outputs)["total_tokens"]},
         }
-        start = head(self._engine, "embd")
+        start = head(self._engines[body.model], "embd")
         return {
             "id": start["id"],
             "response_type": "embeddings_by_type",
@@ -202,21 +203,21 @@ class Embeddings:
         }
 
     async def _pool(
-        self, body: InputBody, request: Request, params: PoolingParams
+        self, engine: ServingEngine, body: InputBody, request: Request, params: PoolingParams
     ) -> list[PoolingRequestOutput]:
-        check_model(self._engine, body.model)
         body.check_input()
         if body.messages is not None:
             prompts, names = Inputs(
-                [await self._rendered(body.messages, body.render_options(), request)], ["messages"]
+                [await self._rendered(engine, body.messages, body.render_options(), request)],
+                ["messages"],
             )
         else:
             prompts, names = read_inputs(body.input, self._options.max_inputs)
             if body.add_special_tokens is False:
-                prompts = await self._bare(body, prompts, request)
+                prompts = await self._bare(engine, body, prompts, request)
         try:
             return await pool(
-                self._engine,
+                engine,
                 body,
                 request,
                 prompts,
@@ -230,28 +231,32 @@ class Embeddings:
                 raise RequestError(f"{error}{_OTHER_TOKENIZER}", "input") from None
             raise
 
-    async def _bare(self, body: InputBody, prompts: list[Prompt], request: Request) -> list[Prompt]:
+    async def _bare(
+        self, engine: ServingEngine, body: InputBody, prompts: list[Prompt], request: Request
+    ) -> list[Prompt]:
         """Texts in tokens, without those that the tokenizer adds."""
         if body.prompt_name is not None:
             raise RequestError(
                 "add_special_tokens false is not supported with prompt_name.", "add_special_tokens"
             )
-        render = self._engine.renderer.render_prompt_async
+        render = engine.renderer.render_prompt_async
         texts = [one for one in prompts if isinstance(one, str)]
-        with self._engine.hold_rendering(texts, {"context": request_context(request)}):
+        with engine.hold_rendering(texts, {"context": request_context(request)}):
             rendered = await side_by_side(render(one, add_special_tokens=False) for one in texts)
         return (
             [TokensPrompt(prompt_token_ids=one.token_ids) for one in rendered] if texts else prompts
         )
 
     async def _rendered(
-        self, messages: Sequence[dict[str, Any]], options: dict[str, Any], request: Request
+        self,
+        engine: ServingEngine,
+        messages: Sequence[dict[str, Any]],
+        options: dict[str, Any],
+        request: Request,
     ) -> TokensPrompt:
         """A conversation in tokens."""
-        with self._engine.hold_rendering(
-            [(messages, options)], {"context": request_context(request)}
-        ):
-            rendered = await self._engine.renderer.render_conversation_async(messages, **options)
+        with engine.hold_rendering([(messages, options)], {"context": request_context(request)}):
+            rendered = await engine.renderer.render_conversation_async(messages, **options)
         if rendered.features:
             raise RequestError(
                 "images and other media are not supported by pooling tasks.", "messages"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from fastapi import Request, Response
 from pydantic import BaseModel, ConfigDict
@@ -11,15 +12,13 @@ from toolkit_lm.errors import RequestError
 
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.completions import CompletionBody, Completions
+from toolkit_lm_server.engines import Engines
 from toolkit_lm_server.event_stream import stream_of
 from toolkit_lm_server.fields import Items
 from toolkit_lm_server.generation import Generation, Piece, are_large
 from toolkit_lm_server.protocol import SamplingBody, examples
 from toolkit_lm_server.request_fields import INFILL
 from toolkit_lm_server.route import request_context
-
-if TYPE_CHECKING:
-    from toolkit_lm_serving.engine import ServingEngine
 
 _MOST = 128
 """Tokens, where the body says nothing."""
@@ -81,30 +80,36 @@ class InfillBody(SamplingBody):
 class Infill:
     """Texts between two others."""
 
-    def __init__(self, engine: ServingEngine, completions: Completions) -> None:
-        self._engine = engine
+    def __init__(self, engines: Engines, completions: Completions) -> None:
+        self._engines = engines
         self._completions = completions
 
     async def create(self, body: InfillBody, request: Request) -> Response:
         """Fills in what stands between a prefix and a suffix."""
-        completion = body.completion(self._completions.body, self._engine.config.max_model_len)
+        completion = body.completion(
+            self._completions.body, self._engines[body.model].config.max_model_len
+        )
         begin = self._completions.begin(completion, request_context(request), fills=True)
         if body.stream:
-            return await stream_of(begin, self._events)
+            return await stream_of(begin, partial(self._events, body))
         generation = await begin
         [choice, *_] = choices = await generation.choices()
-        return await answer(lambda: self._last(generation, choice), is_large=are_large(choices))
+        return await answer(
+            lambda: self._last(body, generation, choice), is_large=are_large(choices)
+        )
 
-    async def _events(self, generation: Generation) -> AsyncGenerator[list[dict[str, Any]], None]:
+    async def _events(
+        self, body: InfillBody, generation: Generation
+    ) -> AsyncGenerator[list[dict[str, Any]], None]:
         async for pieces in generation.pieces():
             yield [
                 {"index": one.index, "content": one.text, "stop": False}
                 if one.finish_reason is None
-                else self._last(generation, one)
+                else self._last(body, generation, one)
                 for one in pieces
             ]
 
-    def _last(self, generation: Generation, one: Piece) -> dict[str, Any]:
+    def _last(self, body: InfillBody, generation: Generation, one: Piece) -> dict[str, Any]:
         """Of an answer the whole, or of a stream the end."""
         usage = generation.usage()
         return {
@@ -112,7 +117,7 @@ class Infill:
             "content": one.text,
             "stop": True,
             "stop_type": _STOP_TYPES.get(one.finish_reason or "", "none"),
-            "model": self._engine.served_model_name,
+            "model": self._engines[body.model].served_model_name,
             "tokens_predicted": usage["completion_tokens"],
             "tokens_evaluated": usage["prompt_tokens"],
             "tokens_cached": usage["prompt_tokens_details"]["cached_tokens"],

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import Request, Response
 
 from toolkit_lm_server.chat import Chat
 from toolkit_lm_server.completions import Completions
 from toolkit_lm_server.embeddings import Embeddings
+from toolkit_lm_server.engines import Engines
 from toolkit_lm_server.errors import ApiError, validated
 from toolkit_lm_server.pooling_protocol import (
     AnyPoolingBody,
@@ -21,9 +22,6 @@ from toolkit_lm_server.pooling_protocol import (
 from toolkit_lm_server.protocol import Body
 from toolkit_lm_server.reranking import Reranking
 
-if TYPE_CHECKING:
-    from toolkit_lm_serving.engine import ServingEngine
-
 Handler = Callable[[Any, Request], Awaitable[Response]]
 
 
@@ -32,13 +30,13 @@ class Invocations:
 
     def __init__(
         self,
-        engine: ServingEngine,
+        engines: Engines,
         chat: Chat,
         completions: Completions,
         embeddings: Embeddings,
         reranking: Reranking,
     ) -> None:
-        self._engine = engine
+        self._engines = engines
         self._generating: dict[str, tuple[Handler, type[Body]]] = {
             "messages": (chat.create, chat.body),
             "prompt": (completions.create, completions.body),
@@ -61,8 +59,11 @@ class Invocations:
         return await handler(validated(kind, body), request)
 
     def _route(self, body: dict[str, Any]) -> tuple[Handler, type[Body]]:
-        generates = "generate" in self._engine.tasks
-        tasks = self._engine.tasks
+        name = body.get("model")
+        # A model that is not served is refused by the route.
+        engine = (self._engines.get(name) if isinstance(name, str) else None) or self._engines[None]
+        tasks = engine.tasks
+        generates = "generate" in tasks
         for name, route in {
             **(self._generating if generates or "prompt" in body else {}),
             **self._scoring,

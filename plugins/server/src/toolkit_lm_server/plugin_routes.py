@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from toolkit_lm_server.chat import Chat
     from toolkit_lm_server.completions import Completions
+    from toolkit_lm_server.engines import Engines
     from toolkit_lm_server.options import ServerOptions
 
 HOOK = "toolkit_register_routes"
@@ -34,6 +35,8 @@ Lifespan = Callable[[], AbstractAsyncContextManager[object]]
 class OpenAIApi:
     """The server's own API, for routes that translate another to it."""
 
+    engines: Engines
+    """The engine of each served model, by its names: `engines[body.model]`."""
     chat: Chat
     completions: Completions
     options: ServerOptions
@@ -50,9 +53,7 @@ def check_names(plugins: Plugins, names: Sequence[str] | None) -> None:
             )
 
 
-def add_plugin_routes(
-    router: APIRouter, engine: ServingEngine, api: OpenAIApi, kind: type[APIRoute]
-) -> None:
+def add_plugin_routes(router: APIRouter, api: OpenAIApi, kind: type[APIRoute]) -> None:
     """Adds the routes of the plugins that the options name, and of the one whose model is served,
     to `router`, as routes of class `kind`, and their lifespans to its own.
 
@@ -63,6 +64,7 @@ def add_plugin_routes(
     from fastapi.routing import APIRoute
 
     names = api.options.routes
+    engine = api.engines[None]
     check_names(engine.plugins, names)
     wanted = {*(SHIPPED if names is None else names), *OF_MODELS, _of_model(engine)}
     lifespans: list[tuple[PluginInfo, Lifespan]] = []

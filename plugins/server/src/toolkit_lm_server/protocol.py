@@ -31,7 +31,6 @@ from toolkit_lm.errors import PluginError, RequestError
 from toolkit_lm.params import SAMPLING_PARAMS, RequestOutputKind, SamplingParams
 from toolkit_lm.plugin import LogitsProcessorRegistry
 
-from toolkit_lm_server.errors import ApiError, printable
 from toolkit_lm_server.fields import Items, parameter_fields
 from toolkit_lm_server.request_fields import (
     CHAT,
@@ -45,7 +44,7 @@ from toolkit_lm_server.unknown_fields import kept_fields
 
 if TYPE_CHECKING:
     from toolkit_lm.processing import RequestOptions
-    from toolkit_lm_serving.engine import ServedModel, ServingEngine
+    from toolkit_lm_serving.engine import ServingEngine
 
 
 def examples(*bodies: dict[str, Any]) -> ConfigDict:
@@ -450,19 +449,6 @@ class ChatBody(SamplingBody, RenderBody):
         )
 
 
-def check_model(model: ServedModel, name: str | None) -> None:
-    """Raises ApiError (404) for a model that is not served."""
-    if name is None or name == model.served_model_name:
-        return
-    served = model.config.served_model_names
-    if name not in served:
-        message = (
-            f"The model {printable(name)!r} does not exist. This server has "
-            f"{', '.join(map(repr, served))}."
-        )
-        raise ApiError(404, message, param="model", code="model_not_found")
-
-
 def check_generates(engine: ServingEngine) -> None:
     """Raises RequestError for a model that only pools."""
     if "generate" not in engine.tasks:
@@ -473,8 +459,10 @@ def check_generates(engine: ServingEngine) -> None:
 
 def check_priority(engine: ServingEngine, options: RequestOptions) -> None:
     """Raises RequestError for a priority that nobody would look at."""
+    if not options.get("priority"):
+        return
     policies = engine.plugins.scheduling_policies
-    if options.get("priority") and not policies.get(engine.config.scheduler.policy).reads_priority:
+    if not policies.get(engine.config.scheduler.policy).reads_priority:
         able = " or ".join(entry.key for entry in policies.entries() if entry.reads_priority)
         raise RequestError(
             f"priority has no effect here: the server runs without --scheduling-policy {able}.",

@@ -36,12 +36,13 @@ from toolkit_lm_server.answer_schemas import (
 )
 from toolkit_lm_server.answers import accepted, answer
 from toolkit_lm_server.app import Served, add_own_routes, make_app
+from toolkit_lm_server.engines import Models, by_model
 from toolkit_lm_server.errors import ApiError, described
 from toolkit_lm_server.held import HeldElsewhere
 from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_server.protocol import body_of, check_model
+from toolkit_lm_server.protocol import body_of
 from toolkit_lm_server.render_protocol import (
     ChatRenderBody,
     CompletionRenderBody,
@@ -118,18 +119,18 @@ class Rendering:
 class Render:
     """The routes that render, and the one that makes text of tokens again."""
 
-    def __init__(self, rendering: Rendering, options: ServerOptions, budgeted: ServedModel) -> None:
-        """`budgeted`: the same model, which holds rendering to the server's budget."""
+    def __init__(self, rendering: Rendering, options: ServerOptions, models: Models) -> None:
+        """`models`: the same model, which holds rendering to the server's budget."""
         self._rendering = rendering
         self._options = options
-        self._budgeted = budgeted
+        self._models = models
 
     async def chat(self, body: ChatRenderBody, request: Request) -> Response:
         """The prompt of a chat completion, in tokens."""
         params = self._params(body)
         options = body.render_options()
         render = partial(self._rendering.renderer.render_conversation, body.messages, **options)
-        with self._budgeted.hold_rendering(
+        with self._models[body.model].hold_rendering(
             [(body.messages, options)], {"context": request_context(request)}
         ):
             return await answer(
@@ -153,12 +154,14 @@ class Render:
                 ),
             }
 
-        with self._budgeted.hold_rendering(prompts, {"context": request_context(request)}):
+        with self._models[body.model].hold_rendering(
+            prompts, {"context": request_context(request)}
+        ):
             return await answer(rendered, media_type=accepted(request))
 
     async def derender(self, body: DerenderBody) -> Response:
         """The text that tokens add to a prompt."""
-        check_model(self._budgeted, body.model)
+        self._models[body.model]
         for name, token_ids in (
             ("token_ids", body.token_ids),
             ("prompt_token_ids", body.prompt_token_ids),
@@ -179,7 +182,7 @@ class Render:
 
     def _params(self, body: ChatRenderBody | CompletionRenderBody) -> SamplingParams:
         """Those of a request, checked. Raises ApiError, RequestError."""
-        check_model(self._budgeted, body.model)
+        self._models[body.model]
         params: SamplingParams = body.params()
         check_bounds(params, self._rendering.config.limits)
         return params
@@ -215,10 +218,11 @@ def create_render_app(
     keys = Keys.of(options)
     router = APIRouter(route_class=route_class(options, keys, readiness, metrics))
     budgeted: ServedModel = BudgetedModel(rendering, CostBudget(options.max_request_bytes))
-    render = Render(rendering, options, budgeted)
+    models = by_model(budgeted)
+    render = Render(rendering, options, models)
     unknown = described(404)
-    served = Served(budgeted)
-    tokens = Tokens(budgeted)
+    served = Served(models)
+    tokens = Tokens(models)
     for path, handler, body, whole_answer in (
         ("/v1/chat/completions/render", render.chat, ChatRenderBody, RenderedPrompt),
         ("/v1/completions/render", render.completion, CompletionRenderBody, RenderedList),

@@ -11,11 +11,11 @@ from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.pooling_params import PoolingParams
 
 from toolkit_lm_server.answers import answer
+from toolkit_lm_server.engines import Engines
 from toolkit_lm_server.errors import ApiError
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.pooled import head, pool, usage
 from toolkit_lm_server.pooling_protocol import CohereRerankBody, RerankBody, ScoreBody, read_texts
-from toolkit_lm_server.protocol import check_model
 from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:
@@ -26,31 +26,33 @@ class Reranking:
     """How well documents fit queries, with whatever the model is made for: a cross-encoder, a
     bi-encoder or late interaction."""
 
-    def __init__(self, engine: ServingEngine, options: ServerOptions) -> None:
-        self._engine = engine
+    def __init__(self, engines: Engines, options: ServerOptions) -> None:
+        self._engines = engines
         self._options = options
 
     async def score(self, body: ScoreBody, request: Request) -> Response:
         """One query with each document, or as many queries as documents, pair by pair."""
-        check_model(self._engine, body.model)
-        scores, outputs = await self._score(body, request, body.texts(self._options.max_inputs))
+        engine = self._engines[body.model]
+        scores, outputs = await self._score(
+            engine, body, request, body.texts(self._options.max_inputs)
+        )
         data = [
             {"index": index, "object": "score", "score": score}
             for index, score in enumerate(scores)
         ]
         return await answer(
-            lambda: {**head(self._engine, "score"), "data": data, "usage": usage(outputs)}
+            lambda: {**head(engine, "score"), "data": data, "usage": usage(outputs)}
         )
 
     async def rerank(self, body: RerankBody, request: Request) -> Response:
         """The documents by how well they fit the query, best first."""
-        check_model(self._engine, body.model)
+        engine = self._engines[body.model]
         documents = texts = read_texts(body.documents, "documents", self._options.max_inputs)
         if body.max_tokens_per_doc is not None:
-            with self._engine.hold_rendering(documents, {"context": request_context(request)}):
-                texts = await asyncio.to_thread(self._cut, documents, body.max_tokens_per_doc)
+            with engine.hold_rendering(documents, {"context": request_context(request)}):
+                texts = await asyncio.to_thread(_cut, engine, documents, body.max_tokens_per_doc)
         scores, outputs = await self._score(
-            body, request, {"query": body.query, "documents": texts}
+            engine, body, request, {"query": body.query, "documents": texts}
         )
         results = []
         for index in sorted(range(len(documents)), key=lambda i: -scores[i])[: body.top_n]:
@@ -58,7 +60,7 @@ class Reranking:
             if body.return_documents:
                 result["document"] = {"text": documents[index]}
             results.append(result)
-        start = head(self._engine, "rerank")
+        start = head(engine, "rerank")
         meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
         return await answer(
             lambda: {
@@ -75,19 +77,23 @@ class Reranking:
         return await self.rerank(body, request)
 
     async def _score(
-        self, body: ScoreBody | RerankBody, request: Request, given: dict[str, str | list[str]]
+        self,
+        engine: ServingEngine,
+        body: ScoreBody | RerankBody,
+        request: Request,
+        given: dict[str, str | list[str]],
     ) -> tuple[list[float], list[PoolingRequestOutput]]:
         """`given`: queries and documents, by their fields."""
         (query_field, queries), (document_field, documents) = given.items()
         fields = (query_field, document_field)
         try:
-            scoring = self._engine.processor.scoring(queries, documents, fields)
+            scoring = engine.processor.scoring(queries, documents, fields)
         except RequestError as error:
             raise (_not_there(error) if error.param == "task" else error) from None
         params = scoring.params(PoolingParams(use_activation=body.use_activation))
         try:
             outputs = await pool(
-                self._engine,
+                engine,
                 body,
                 request,
                 scoring.prompts,
@@ -101,15 +107,16 @@ class Reranking:
             raise await asyncio.to_thread(scoring.culprit, error) from None
         return [one.outputs.score for one in scoring.scores(outputs)], outputs
 
-    def _cut(self, texts: list[str], most: int) -> list[str]:
-        """Their beginnings, in so many tokens, special tokens included."""
-        try:
-            return self._engine.renderer.cut_texts(texts, most)
-        except RequestError as error:
-            if error.param == "max_tokens":
-                raise RequestError(str(error), "max_tokens_per_doc") from None
-            # The engine refuses the same text, and says which one it is.
-            return texts
+
+def _cut(engine: ServingEngine, texts: list[str], most: int) -> list[str]:
+    """Their beginnings, in so many tokens, special tokens included."""
+    try:
+        return engine.renderer.cut_texts(texts, most)
+    except RequestError as error:
+        if error.param == "max_tokens":
+            raise RequestError(str(error), "max_tokens_per_doc") from None
+        # The engine refuses the same text, and says which one it is.
+        return texts
 
 
 def _not_there(error: RequestError) -> ApiError:

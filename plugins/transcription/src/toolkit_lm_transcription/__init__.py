@@ -9,6 +9,7 @@ from toolkit_lm_commands import CommandRegistry
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
+    from toolkit_lm_server.plugin_routes import OpenAIApi
     from toolkit_lm_serving.engine import ServingEngine
 
 
@@ -23,7 +24,7 @@ def toolkit_register_commands(commands: CommandRegistry) -> None:
 
 
 @hookimpl(optionalhook=True)
-def toolkit_register_routes(router: APIRouter, engine: ServingEngine) -> None:
+def toolkit_register_routes(router: APIRouter, engine: ServingEngine, api: OpenAIApi) -> None:
     from toolkit_lm_transcription.routes import add_routes
 
-    add_routes(router, engine)
+    add_routes(router, engine, api.engines)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
-from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
@@ -17,7 +16,6 @@ from toolkit_lm_media.audio import BYTES_PER_SAMPLE, open_audio
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.errors import ApiError, described, printable
 from toolkit_lm_server.event_stream import EventStream
-from toolkit_lm_server.protocol import check_model
 from toolkit_lm_server.request_fields import SPEECH
 from toolkit_lm_server.route import request_context
 from toolkit_lm_server.unknown_fields import kept_fields
@@ -28,6 +26,7 @@ from toolkit_lm_whisper.transcriber import AsyncTranscriber
 
 if TYPE_CHECKING:
     from toolkit_lm.processing import RequestOptions
+    from toolkit_lm_server.engines import Engines
     from toolkit_lm_serving.engine import ServingEngine
 
 _TEXTS = {"text": "txt", "srt": "srt", "vtt": "vtt"}
@@ -112,16 +111,18 @@ class _Work:
 class Audio:
     """Recordings to text."""
 
-    def __init__(self, engine: ServingEngine) -> None:
-        self._engine = engine
+    def __init__(self, engines: Engines) -> None:
+        self._engines = engines
+        self._transcribers: dict[ServingEngine, AsyncTranscriber] = {}
 
-    @cached_property
-    def _transcriber(self) -> AsyncTranscriber:
+    def _transcriber(self, engine: ServingEngine) -> AsyncTranscriber:
         """Raises ApiError for a model that sets no timestamps."""
-        try:
-            return AsyncTranscriber(self._engine)
-        except ToolkitError as error:
-            raise ApiError(400, str(error), param="model") from error
+        if engine not in self._transcribers:
+            try:
+                self._transcribers[engine] = AsyncTranscriber(engine)
+            except ToolkitError as error:
+                raise ApiError(400, str(error), param="model") from error
+        return self._transcribers[engine]
 
     async def transcribe(
         self,
@@ -142,14 +143,16 @@ class Audio:
     async def _answer(
         self, form: TranslationForm, request: Request, task: str, language: str | None
     ) -> Response:
-        check_model(self._engine, form.model)
+        engine = self._engines[form.model]
         if form.stream and form.response_format not in ("json", "text"):
             raise ApiError(
                 400,
                 f"stream gives text: response_format {form.response_format!r} cannot be streamed.",
                 param="stream",
             )
-        work = await self._begin(form, task, language, {"context": request_context(request)})
+        work = await self._begin(
+            engine, form, task, language, {"context": request_context(request)}
+        )
         if form.stream:
             return EventStream(_events(work), work)
         async with aclosing(work):
@@ -163,24 +166,28 @@ class Audio:
         return await answer(lambda: {"text": found.text, "usage": usage(found)})
 
     async def _begin(
-        self, form: TranslationForm, task: str, language: str | None, options: RequestOptions
+        self,
+        engine: ServingEngine,
+        form: TranslationForm,
+        task: str,
+        language: str | None,
+        options: RequestOptions,
     ) -> _Work:
         """Decodes the file, and computes its features. Raises RequestError, QueueFullError."""
         with ExitStack() as paid:
             data = await form.file.read()
             name = printable(repr(form.file.filename or "the file"))
-            rate = self._transcriber.sampling_rate
+            transcriber = self._transcriber(engine)
+            rate = transcriber.sampling_rate
             # A thread may outlive a request that is cancelled: so it holds nothing, and its file is
             # its own.
             seconds = await asyncio.to_thread(_seconds, data, name)
             paid.enter_context(
-                self._engine.hold(
-                    {"seconds of audio": int(seconds * rate * BYTES_PER_SAMPLE)}, options
-                )
+                engine.hold({"seconds of audio": int(seconds * rate * BYTES_PER_SAMPLE)}, options)
             )
             samples = await asyncio.to_thread(_samples, data, name, rate)
             thresholds = Thresholds(temperatures=(form.temperature,)) if form.temperature else None
-            recording = await self._transcriber.begin(
+            recording = await transcriber.begin(
                 samples,
                 rate,
                 language=language,
@@ -189,9 +196,7 @@ class Audio:
                 thresholds=thresholds,
                 tells_no_speech=form.response_format == "verbose_json",
             )
-            return _Work(
-                recording, self._transcriber.segments(recording, **options), paid.pop_all()
-            )
+            return _Work(recording, transcriber.segments(recording, **options), paid.pop_all())
 
 
 def _seconds(data: bytes, name: str) -> float:
@@ -211,11 +216,11 @@ async def _events(work: _Work) -> AsyncGenerator[list[dict[str, Any]], None]:
     yield [{"type": "transcript.text.done", "text": done.text, "usage": usage(done)}]
 
 
-def add_routes(router: APIRouter, engine: ServingEngine) -> None:
+def add_routes(router: APIRouter, engine: ServingEngine, engines: Engines) -> None:
     """Where the model is a Whisper; to others they would be of no use."""
     if engine.config.hf_config.get("model_type") != "whisper":
         return
-    audio = Audio(engine)
+    audio = Audio(engines)
     for path, handler in (
         ("/v1/audio/transcriptions", audio.transcribe),
         ("/v1/audio/translations", audio.translate),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -15,6 +15,7 @@ from toolkit_lm.errors import RequestError
 from toolkit_lm_server.answer_schemas import answers, streams
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.chat import Chat, ChatAnswer
+from toolkit_lm_server.engines import Engines
 from toolkit_lm_server.errors import (
     ApiError,
     as_api_error,
@@ -34,9 +35,6 @@ from toolkit_lm_server.responses.schemas import DeletedResponse, ResponseEvent, 
 from toolkit_lm_server.responses.store import ResponseStore
 from toolkit_lm_server.route import client_of, request_context, with_body
 
-if TYPE_CHECKING:
-    from toolkit_lm_serving.engine import ServingEngine
-
 _PATH = "/v1/responses"
 _STORE_HINT = ": its operator starts it with --max-stored-responses."
 
@@ -44,8 +42,8 @@ _STORE_HINT = ": its operator starts it with --max-stored-responses."
 class Responses:
     """Answers in OpenAI's newer form."""
 
-    def __init__(self, engine: ServingEngine, chat: Chat, store: ResponseStore) -> None:
-        self._engine = engine
+    def __init__(self, engines: Engines, chat: Chat, store: ResponseStore) -> None:
+        self._engines = engines
         self._chat = chat
         self._store = store
         self._background = Background()
@@ -65,7 +63,7 @@ class Responses:
             except Exception as error:
                 raise renamed(as_api_error(error), NAMES) from error
 
-        output = Output(body, body.model or self._engine.served_model_name, is_kept=keeps)
+        output = Output(body, body.model or self._engines[None].served_model_name, is_kept=keeps)
 
         def keep(response: dict[str, Any]) -> None:
             if keeps and (body.background or response["status"] != "failed"):
@@ -198,7 +196,7 @@ async def _kept(output: Output, keep: Any) -> AsyncGenerator[list[dict[str, Any]
 
 def add_responses(
     router: APIRouter,
-    engine: ServingEngine,
+    engines: Engines,
     chat: Chat,
     body: type[ResponsesBody],
     options: ServerOptions,
@@ -206,7 +204,7 @@ def add_responses(
     """Adds the routes; those of kept responses where some are kept. `body`: with the fields of
     plugins."""
     store = ResponseStore(options.max_stored_responses)
-    responses = Responses(engine, chat, store)
+    responses = Responses(engines, chat, store)
     told = streams(ResponseObject, ResponseEvent) | described(404, 429, 504)
     router.add_api_route(
         _PATH,

@@ -10,12 +10,11 @@ from toolkit_lm.plugin import hookimpl
 if TYPE_CHECKING:
     from fastapi import APIRouter
     from toolkit_lm_server.plugin_routes import OpenAIApi
-    from toolkit_lm_serving.engine import ServingEngine
 
 
 # Optional: the distribution may be installed where the server's plugin is not in use.
 @hookimpl(optionalhook=True)
-def toolkit_register_routes(router: APIRouter, engine: ServingEngine, api: OpenAIApi) -> None:
+def toolkit_register_routes(router: APIRouter, api: OpenAIApi) -> None:
     from toolkit_lm_vendor_apis.anthropic.routes import add_routes
 
-    add_routes(router, engine, api)
+    add_routes(router, api)

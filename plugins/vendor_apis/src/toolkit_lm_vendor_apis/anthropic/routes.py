@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from toolkit_lm_server.answer_schemas import answers, streams
 from toolkit_lm_server.answers import answer
-from toolkit_lm_server.chat import Chat, ChatAnswer
+from toolkit_lm_server.chat import ChatAnswer
 from toolkit_lm_server.errors import ApiError, as_api_error, described, renamed
 from toolkit_lm_server.event_stream import stream_of
 from toolkit_lm_server.generation import are_large
@@ -21,21 +21,18 @@ from toolkit_lm_vendor_apis.anthropic.output import MessageEvents, Output
 from toolkit_lm_vendor_apis.anthropic.schemas import AnthropicMessage, MessageEvent, TokenCount
 from toolkit_lm_vendor_apis.route_kinds import route_kind
 
-if TYPE_CHECKING:
-    from toolkit_lm_serving.engine import ServingEngine
-
 
 class Messages:
     """Conversations, as Anthropic has them."""
 
-    def __init__(self, engine: ServingEngine, chat: Chat) -> None:
-        self._engine = engine
-        self._chat = chat
+    def __init__(self, api: OpenAIApi) -> None:
+        self._engines = api.engines
+        self._chat = api.chat
 
     async def create(self, body: MessagesBody, request: Request) -> Response:
         """Answers a conversation."""
         # Anthropic's clients may not leave a budget out.
-        budget = self._chat.budget(body.budget(), "thinking.budget_tokens")
+        budget = self._chat.budget(body.budget(), "thinking.budget_tokens", body.model)
 
         async def begin() -> ChatAnswer:
             try:
@@ -44,7 +41,9 @@ class Messages:
                 raise renamed(as_api_error(error), NAMES) from error
 
         def output(reply: ChatAnswer) -> Output:
-            return Output(reply, body.model or self._engine.served_model_name, thinks=body.thinks)
+            return Output(
+                reply, body.model or self._engines[None].served_model_name, thinks=body.thinks
+            )
 
         if body.stream:
             return await stream_of(begin(), lambda reply: output(reply).events(), MessageEvents)
@@ -60,10 +59,10 @@ class Messages:
             raise renamed(as_api_error(error), NAMES) from error
 
 
-def add_routes(router: APIRouter, engine: ServingEngine, api: OpenAIApi) -> None:
+def add_routes(router: APIRouter, api: OpenAIApi) -> None:
     """Adds the routes."""
     kind = route_kind(router, AnthropicError, _refusal)
-    messages = Messages(engine, api.chat)
+    messages = Messages(api)
     limits = described(404, 429, 504, kind=AnthropicError)
     for path, handler, told in (
         ("/v1/messages", messages.create, streams(AnthropicMessage, MessageEvent)),

@@ -65,7 +65,7 @@ class CohereChats:
 
     async def create(self, body: CohereChatBody, request: Request) -> Response:
         """Answers a conversation."""
-        budget = self._chat.budget(body.budget(), "thinking.token_budget")
+        budget = self._chat.budget(body.budget(), "thinking.token_budget", body.model)
 
         async def begin() -> ChatAnswer:
             try:

@@ -16,7 +16,6 @@ from toolkit_lm_server.event_stream import JsonLines
 from toolkit_lm_server.plugin_routes import OpenAIApi
 from toolkit_lm_server.pooled import pool, usage
 from toolkit_lm_server.pooling_protocol import read_texts
-from toolkit_lm_server.protocol import check_model
 from toolkit_lm_server.route import request_context
 
 from toolkit_lm_vendor_apis.ollama import schemas
@@ -41,8 +40,7 @@ if TYPE_CHECKING:
 class Ollama:
     """Chats, texts and vectors, as Ollama has them."""
 
-    def __init__(self, engine: ServingEngine, api: OpenAIApi, models: Models) -> None:
-        self._engine = engine
+    def __init__(self, api: OpenAIApi, models: Models) -> None:
         self._api = api
         self._models = models
 
@@ -61,7 +59,8 @@ class Ollama:
         clock = Clock()
         try:
             reply = await self._api.completions.ask(
-                body.completion(self._engine.config.max_model_len), request_context(request)
+                body.completion(self._api.engines[body.name].config.max_model_len),
+                request_context(request),
             )
         except Exception as error:
             raise renamed(as_api_error(error), NAMES) from error
@@ -112,7 +111,7 @@ class Ollama:
 
     async def show(self, body: ShowBody) -> dict[str, Any]:
         """What the model is, and what it can do."""
-        check_model(self._engine, body.name)
+        self._api.engines[body.name]
         return self._models.card()
 
     async def _pool(
@@ -124,7 +123,7 @@ class Ollama:
         cut: bool,
         dimensions: int | None,
     ) -> list[PoolingRequestOutput]:
-        check_model(self._engine, body.name)
+        engine = self._api.engines[body.name]
         texts = read_texts(given, field, self._api.options.max_inputs)
         names = (
             [field]
@@ -132,13 +131,13 @@ class Ollama:
             else [f"{field}[{index}]" for index in range(len(texts))]
         )
         params = PoolingParams(task="embed", dimensions=dimensions)
-        longest = self._engine.config.max_model_len if cut else None
+        longest = engine.config.max_model_len if cut else None
         return await pool(
-            self._engine, body, request, texts, params, names=names, truncate_prompt_tokens=longest
+            engine, body, request, texts, params, names=names, truncate_prompt_tokens=longest
         )
 
     def _loaded(self, body: NamedModel, nothing: dict[str, Any]) -> Response:
-        check_model(self._engine, body.name)
+        self._api.engines[body.name]
         return JSONResponse(
             {
                 "model": self._named(body),
@@ -151,7 +150,7 @@ class Ollama:
 
     def _named(self, body: NamedModel) -> str:
         """The model, as the client named it."""
-        return body.model or self._engine.served_model_name
+        return body.model or self._api.engines[None].served_model_name
 
 
 async def _sent(output: Output, source: Any, *, stream: bool) -> Response:
@@ -172,7 +171,7 @@ def add_routes(router: APIRouter, engine: ServingEngine, api: OpenAIApi) -> None
     """Adds the routes."""
     kind = route_kind(router, schemas.OllamaError, _refusal, takes_any_type=True)
     models = Models(engine)
-    ollama = Ollama(engine, api, models)
+    ollama = Ollama(api, models)
     lines: dict[str, Any] = {"application/x-ndjson": {}}
     limits = described(404, 429, 504, kind=schemas.OllamaError)
     posts: list[tuple[str, Callable[..., Any], type, dict[str, Any]]] = [
