@@ -28,7 +28,7 @@ _MOST_SIZE = 512
 _MOST_BIASES = 2**22
 """Most biases that are held at a time."""
 _DTYPES = ("float32", "float16", "bfloat16")
-SIGHT = {AttentionType.CROSS: 0, AttentionType.DECODER: 1, AttentionType.ENCODER: 2}
+SIGHT: dict[str, int] = {AttentionType.CROSS: 0, AttentionType.DECODER: 1, AttentionType.ENCODER: 2}
 """What keys a token sees, as in step.h."""
 
 

@@ -18,7 +18,7 @@ _ALL = -1
 class LayerKey(NamedTuple):
     """The properties of a layer, its cache and its kernel that the arguments depend on."""
 
-    type: AttentionType
+    type: AttentionType | str
     window: int | None
     block_size: int | None
     """None: nothing is cached."""

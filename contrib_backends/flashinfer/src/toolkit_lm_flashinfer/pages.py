@@ -14,7 +14,7 @@ from torch import Tensor
 class LayerKey(NamedTuple):
     """What layers that share a plan have in common."""
 
-    type: AttentionType
+    type: AttentionType | str
     num_heads: int
     num_kv_heads: int
     head_size: int

@@ -20,7 +20,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class LayerKey(NamedTuple):
     """The properties of a layer, and of its cache, that a plan depends on."""
 
-    type: AttentionType
+    type: AttentionType | str
     window: int | None
     num_heads: int
     block_size: int | None

@@ -24,7 +24,7 @@ _BUCKET_KEYS = 32768
 class LayerKey(NamedTuple):
     """The properties of a layer, and of its cache, that a plan depends on."""
 
-    type: AttentionType
+    type: AttentionType | str
     window: int | None
     bias: bool
     shaped: bool

@@ -53,7 +53,7 @@ class Tile(NamedTuple):
 class PlanKey(NamedTuple):
     """The properties of a layer that a plan depends on."""
 
-    type: AttentionType
+    type: AttentionType | str
     window: int | None
     group: int
     spans: bool

@@ -17,7 +17,7 @@ from toolkit_lm_xformers.masks import block_diagonal, paged_block_diagonal
 class LayerKey(NamedTuple):
     """The properties of a layer, its cache and the kernels that a layout depends on."""
 
-    type: AttentionType
+    type: AttentionType | str
     window: int | None
     block_size: int | None
     """None: nothing is cached."""
