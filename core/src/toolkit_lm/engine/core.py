@@ -132,7 +132,8 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> None:
         """Forgets what is cached of tokens. Requests under way go on."""
-        self.scheduler.blocks.forget_all_contents()
+        for pool in self.scheduler.blocks.pools:
+            pool.forget_all()
 
     @property
     def has_unfinished(self) -> bool:

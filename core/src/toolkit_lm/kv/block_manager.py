@@ -422,11 +422,6 @@ class BlockManager:
         for group in self.groups:
             group.forget_contents(self.get_block_table(seq_id, group.index))
 
-    def forget_all_contents(self) -> None:
-        """Nobody will find what any block holds now."""
-        for pool in self.pools:
-            pool.forget_all()
-
     # Swap
 
     def swap_out(self, seq_ids: Sequence[int]) -> list[BlockCopy] | None:

@@ -89,6 +89,7 @@ class BlockPool:
             self.num_cached -= self.ref_counts[block] == 0
 
     def forget_all(self) -> None:
+        """Nobody will find what any block holds now."""
         self._blocks.clear()
         self._keys.clear()
         self.num_cached = 0
