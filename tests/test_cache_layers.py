@@ -148,8 +148,8 @@ def test_a_layer_that_nobody_feeds_is_refused(make_llama):
     folder, _ = make_llama("layers")
     with pytest.raises(
         UnsupportedError,
-        match=r"'model.layers.0.self_attn.attn' needs whole sequences, which the runner 'generate' "
-        r"does not give\. Supported: layers that need the KV cache",
+        match=r"'model.layers.0.self_attn.attn' needs whole sequences, which this engine does "
+        r"not give\. Supported: layers that need the KV cache",
     ):
         run(folder, BothWaysPlugin())
 

@@ -74,11 +74,11 @@ def test_a_recording_is_encoded_once_while_it_is_held(other, monkeypatch):
     sounds = recordings(0.5, 0.9, seed=4)
     text = f"{ITEM} or {ITEM}?"
     encoded = []
-    encode = Qwen2AudioForConditionalGeneration.encode
+    encode = Qwen2AudioForConditionalGeneration.encode_items
     with LLM(str(other.folder), **OPTIONS) as llm:
         monkeypatch.setattr(
             Qwen2AudioForConditionalGeneration,
-            "encode",
+            "encode_items",
             lambda *args: (encoded.append(len(args[2])), encode(*args))[1],
         )
         found = [drawn(llm, [prompt_of(f"{start}{text}", sounds)]) for start in ("", "a ", "b ")]

@@ -58,7 +58,7 @@ def items_of(subject, sounds) -> list[dict[str, torch.Tensor]]:
 
 @torch.inference_mode()
 def encoded(model, items) -> list[torch.Tensor]:
-    return model.encode("audio", items, lambda lengths: sequences(model, lengths))
+    return model.encode_items("audio", items, lambda lengths: sequences(model, lengths))
 
 
 @torch.inference_mode()
@@ -166,7 +166,7 @@ def test_silence_after_a_recording_is_not_computed(subject, plugins):
     changed[:, :, count + 3 :] = 9.0
     lengths = []
     with torch.inference_mode():
-        [found] = model.encode(
+        [found] = model.encode_items(
             "audio",
             [{**item, "input_features": changed}],
             lambda given: lengths.append(given) or sequences(model, given),

@@ -15,7 +15,7 @@ from toolkit_lm.attention import (
     GroupSetup,
     forward_context,
 )
-from toolkit_lm.model import EncoderDecoderModel
+from toolkit_lm.model import Model
 from toolkit_lm_devkit import load_checkpoint
 from toolkit_lm_sdpa.backend import SdpaBackend
 
@@ -79,7 +79,7 @@ class Driver:
     """Runs a model step by step. Block ids are handed out in a random order, and unwritten slots
     are NaN."""
 
-    def __init__(self, model: EncoderDecoderModel, backend=SdpaBackend):
+    def __init__(self, model: Model, backend=SdpaBackend):
         self.model = model
         layers = [module for module in model.modules() if isinstance(module, Attention)]
         self.bindings = {}

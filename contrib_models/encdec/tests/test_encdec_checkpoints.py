@@ -22,7 +22,6 @@ from encdec_families import (
 from encdec_harness import Driver, load, random_sequences, steps
 from safetensors.torch import load_file, save_file
 from toolkit_lm.errors import CheckpointError, ConfigError
-from toolkit_lm.model import EncoderDecoderModel
 from toolkit_lm.plugin import ModelRegistry, PluginInfo
 from toolkit_lm_cpu.backend import CpuBackend
 from toolkit_lm_devkit import assert_bf16_error, run_ranks
@@ -309,7 +308,7 @@ def test_every_architecture_is_registered_and_can_be_loaded():
             "pooling" if encodes_only else "generate",
             not is_t5,
         )
-        assert issubclass(models.load(entry.key), EncoderDecoderModel) != encodes_only
+        assert ("encoder" in models.load(entry.key).parts) != encodes_only
 
 
 @pytest.mark.parametrize("module", ["toolkit_lm_encdec", "toolkit_lm_encdec.rules"])

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.messages import Array, MultiModalFeatureSpec, PlaceholderRange
-from toolkit_lm.model import MultiModalModel
+from toolkit_lm.model import Model
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.renderer import MultiModalRules
 from toolkit_lm_devkit import randomize
@@ -200,7 +200,7 @@ def arguments(prompt: Prompt) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def encoded(model: MultiModalModel, items: Sequence[Item]) -> list[Tensor]:
+def encoded(model: Model, items: Sequence[Item]) -> list[Tensor]:
     """Embeddings of each, those of a modality in one go."""
     found: dict[int, Tensor] = {}
     for modality in {item.modality for item in items}:
@@ -212,7 +212,7 @@ def encoded(model: MultiModalModel, items: Sequence[Item]) -> list[Tensor]:
         found |= dict(
             zip(
                 places,
-                model.encode(modality, given, lambda lengths: sequences(model, lengths)),
+                model.encode_items(modality, given, lambda lengths: sequences(model, lengths)),
                 strict=True,
             )
         )
@@ -220,7 +220,7 @@ def encoded(model: MultiModalModel, items: Sequence[Item]) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def logits_of_prompts(model: MultiModalModel, prompts: Sequence[Prompt]) -> list[Tensor]:
+def logits_of_prompts(model: Model, prompts: Sequence[Prompt]) -> list[Tensor]:
     """Logits [Ti, V] at each token of each prompt, all computed in one step."""
     lengths = [len(prompt.token_ids) for prompt in prompts]
     input_ids = torch.tensor([token for prompt in prompts for token in prompt.token_ids])

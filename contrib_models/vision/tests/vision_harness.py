@@ -18,7 +18,7 @@ from toolkit_lm.attention import (
     GroupSetup,
     forward_context,
 )
-from toolkit_lm.model import MultiModalModel
+from toolkit_lm.model import Model
 from toolkit_lm.renderer import MultiModalRules
 from toolkit_lm_sdpa.backend import SdpaBackend
 from torch import Tensor
@@ -70,7 +70,7 @@ def spans_of(prompt: Prompt) -> np.ndarray:
 
 @contextmanager
 def sequences(
-    model: MultiModalModel, lengths: Sequence[int], spans: np.ndarray | None = None
+    model: Model, lengths: Sequence[int], spans: np.ndarray | None = None
 ) -> Iterator[None]:
     """A step in which all attention layers have sequences of these lengths, and nothing is
     cached."""
@@ -103,16 +103,14 @@ def sequences(
 
 
 @torch.inference_mode()
-def encoded(model: MultiModalModel, pictures: Sequence[Tensor]) -> list[Tensor]:
+def encoded(model: Model, pictures: Sequence[Tensor]) -> list[Tensor]:
     """Embeddings of each picture."""
     items = [{"pixel_values": picture} for picture in pictures]
-    return model.encode("image", items, lambda lengths: sequences(model, lengths))
+    return model.encode_items("image", items, lambda lengths: sequences(model, lengths))
 
 
 @torch.inference_mode()
-def logits_of_prompts(
-    model: MultiModalModel, prompts: Sequence[Prompt], *stages: MultiModalModel
-) -> list[Tensor]:
+def logits_of_prompts(model: Model, prompts: Sequence[Prompt], *stages: Model) -> list[Tensor]:
     """Logits [Ti, V] at each token of each prompt, all computed in one step. `stages`: the further
     ones of a pipeline."""
     lengths = [len(prompt.token_ids) for prompt in prompts]

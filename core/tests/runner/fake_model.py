@@ -20,6 +20,7 @@ from toolkit_lm.plugin import (
     CompilerRegistry,
     KernelsRegistry,
     LogitsProcessorRegistry,
+    PartRegistry,
     PluginInfo,
 )
 from toolkit_lm.runner import ModelRunner
@@ -131,6 +132,7 @@ def make_plugins() -> Any:
     kernels.add("torch", "toolkit_lm.model:Kernels")
     loaders = SimpleNamespace(make=lambda name, source: DummyLoader(source))
     plugins = {
+        "parts": PartRegistry(),
         "models": Models(),
         "attention_backends": backends,
         "kernels": kernels,

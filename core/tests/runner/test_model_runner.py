@@ -41,7 +41,7 @@ def test_it_says_what_it_loaded(runner):
     assert runner.selections["attention"].backend is SumBackend
     [spec] = runner.kv_cache_specs().values()
     assert (spec.kind, spec.block_size) == ("full", BLOCK_SIZE)
-    assert runner.pooling_rules() == {}
+    assert runner.parts.facts() == {}
 
 
 def test_a_prompt_and_its_continuation(runner):

@@ -188,14 +188,14 @@ def test_a_padded_step_has_rows_without_keys_and_tokens_without_slots(shape, que
         ),
     )
     slots = inputs.groups[0].slots.tolist()
-    *_, [plain] = batch.buffers.upload(inputs, None, None)
+    *_, [plain] = batch.buffers.upload(inputs, None)
     assert (plain.num_rows, plain.num_tokens, plain.is_fixed, plain.has_padding) == (
         2,
         4,
         False,
         False,
     )
-    *_, [view] = batch.buffers.upload(inputs, None, shape)
+    *_, [view] = batch.buffers.upload(inputs, shape)
     assert view.query_start.tolist() == view.query_start_device.tolist() == query_start
     assert view.seq_lens.tolist() == view.seq_lens_device.tolist() == [2, 2, 0, 0]
     assert view.slot_mapping.tolist() == slots + [-1] * (shape.num_tokens - 4)
@@ -224,7 +224,7 @@ def test_steps_that_nobody_waits_for_have_their_own_inputs():
         )
         for chunk in range(6):
             inputs = run(batch, plan)
-            input_ids, positions, [view] = batch.buffers.upload(inputs, None, None)
+            input_ids, positions, [view] = batch.buffers.upload(inputs, None)
             given = (
                 input_ids,
                 positions,
@@ -264,7 +264,7 @@ def test_a_block_table_is_uploaded_where_it_has_changed():
             """How many tables were copied."""
             inputs = run(batch, plan)
             cuda.uploads.clear()
-            *_, [view] = batch.buffers.upload(inputs, None, shape)
+            *_, [view] = batch.buffers.upload(inputs, shape)
             batch.append_tokens(inputs.rows, [1] * len(inputs.rows))
             tables.append(view.block_table.clone())
             copied = [tuple(size) for size in cuda.uploads if len(size) == 2]

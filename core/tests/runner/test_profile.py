@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.model import Model, MultiModalModel
+from toolkit_lm.model import Model
+from toolkit_lm.parts import MediaPart
+from toolkit_lm.runner.step_parts import StepParts
 
 MIB = 2**20
 warm_up = importlib.import_module("toolkit_lm.runner.warm_up")
@@ -22,12 +24,18 @@ class Runner:
     kv_cache = None
     compiler = None
 
-    def __init__(self, model, device, **options):
+    def __init__(self, parts, device, **options):
         self.config = VllmConfig.make(
             model="any", max_model_len=64, max_num_batched_tokens=64, max_num_seqs=4, **options
         )
-        self.model = object.__new__(model)
         self.device = torch.device(device)
+        made = [
+            kind(
+                Model(vllm_config=self.config), self.config, self.device, plugins=None, options=None
+            )
+            for kind in parts
+        ]
+        self.parts = StepParts({type(part).__name__: part for part in made})
         self.num_steps = 0
 
     def kv_cache_specs(self):
@@ -50,8 +58,8 @@ def profile(monkeypatch):
     monkeypatch.setattr(warm_up, "_drop", lambda plan: None)
     monkeypatch.setattr(warm_up, "_resident", {"VmRSS": 10 * MIB, "VmHWM": 13 * MIB}.get)
 
-    def profile(model, device, compiler=None, **options):
-        runner = Runner(model, device, **options)
+    def profile(parts, device, compiler=None, **options):
+        runner = Runner(parts, device, **options)
         runner.compiler = compiler
         return warm_up.profile(runner), runner.num_steps
 
@@ -60,31 +68,31 @@ def profile(monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, {"kv_cache_memory": "0.5"}], ids=["auto", "fraction"])
 def test_a_gpu_keeps_room_for_what_encoders_make(profile, options):
-    assert profile(MultiModalModel, "cuda", encoder_cache_memory="96MiB", **options) == (
+    assert profile([MediaPart], "cuda", encoder_cache_memory="96MiB", **options) == (
         96 * MIB,
         2,
     )
-    assert profile(Model, "cuda", encoder_cache_memory="96MiB", **options) == (0, 2)
+    assert profile([], "cuda", encoder_cache_memory="96MiB", **options) == (0, 2)
 
 
 def test_a_fraction_of_a_host_leaves_room_for_the_step_too(profile):
-    assert profile(MultiModalModel, "cpu", encoder_cache_memory="96MiB", kv_cache_memory="0.5") == (
+    assert profile([MediaPart], "cpu", encoder_cache_memory="96MiB", kv_cache_memory="0.5") == (
         99 * MIB,
         2,
     )
-    assert profile(Model, "cpu", kv_cache_memory="0.5") == (3 * MIB, 2)
+    assert profile([], "cpu", kv_cache_memory="0.5") == (3 * MIB, 2)
 
 
 @pytest.mark.parametrize(
     "options", [{"kv_cache_memory": "64MiB"}, {"num_kv_blocks": 4}], ids=["bytes", "blocks"]
 )
 def test_a_cache_of_a_stated_size_is_what_it_is(profile, options):
-    assert profile(MultiModalModel, "cuda", **options) == (0, 0)
+    assert profile([MediaPart], "cuda", **options) == (0, 0)
 
 
 def test_graphs_are_counted_before_the_cache_gets_its_share(profile):
     compiler = SimpleNamespace(estimate=lambda step: 5 * MIB)
-    assert profile(Model, "cuda", compiler) == (5 * MIB, 2)
-    assert profile(Model, "cuda", compiler, num_kv_blocks=8) == (0, 0), (
+    assert profile([], "cuda", compiler) == (5 * MIB, 2)
+    assert profile([], "cuda", compiler, num_kv_blocks=8) == (0, 0), (
         "whoever states blocks gets them"
     )

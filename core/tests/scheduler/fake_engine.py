@@ -328,9 +328,7 @@ class FakeRunner:
         assert bool(computed) == (inputs.encoders is not None)
         tokens = [(read, position) for read in computed for position in range(len(read))]
         if tokens:
-            assert inputs.encoders.input_ids.tolist() == [
-                read[position] for read, position in tokens
-            ]
+            assert inputs.encoders.positions.tolist() == [position for _, position in tokens]
         for group, spec in enumerate(self.specs):
             if spec.of_encoder:
                 slots = inputs.groups[group].slots.tolist()
@@ -571,7 +569,7 @@ class FakeExecutor(Executor):
     def backends(self):
         return {}
 
-    def pooling_rules(self):
+    def part_facts(self):
         return {}
 
     def free_memory(self) -> int:

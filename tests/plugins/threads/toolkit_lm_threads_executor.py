@@ -9,13 +9,13 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
+from msgspec import Raw
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.config.tasks import PoolingTask
 from toolkit_lm.distributed import Group, parallel_groups
 from toolkit_lm.errors import EngineDeadError
 from toolkit_lm.executor import Executor
 from toolkit_lm.kv import KVCacheConfig, KVCacheSpec
-from toolkit_lm.messages import PoolingRules, StepPlan, StepResult
+from toolkit_lm.messages import StepPlan, StepResult
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.runner import ModelRunner, free_memory, profile, warm_up
 from torch import Tensor
@@ -157,11 +157,17 @@ class ThreadsExecutor(Executor):
 
     def backends(self) -> dict[str, str]:
         return {
-            layer: one.name for runner in self.runners for layer, one in runner.selections.items()
+            layer: one.name
+            for runner in reversed(self.runners)
+            for layer, one in runner.selections.items()
         }
 
-    def pooling_rules(self) -> dict[PoolingTask, PoolingRules]:
-        return self.runners[-1].pooling_rules()
+    def part_facts(self) -> dict[str, Raw]:
+        return {
+            name: raw
+            for runner in reversed(self.runners)
+            for name, raw in runner.parts.facts().items()
+        }
 
     def free_memory(self) -> int:
         return free_memory(self.runners[0].device) // len(self.runners) - self._step_memory

@@ -17,12 +17,10 @@ import torch
 from toolkit_lm.attention import BatchLimits, GraphSupport
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import (
-    EncoderDecoderModel,
     GraphShape,
     IntermediateTensors,
     Model,
     ModelCompiler,
-    MultiModalModel,
     torch_dtype,
 )
 from toolkit_lm.plugin import Plugins
@@ -346,11 +344,11 @@ def _examples(
     if model.takes_token_types:
         plain["token_type_ids"] = 0
     others: list[dict[str, int]] = [{}]
-    if isinstance(model, EncoderDecoderModel):
+    if "encoder" in model.parts:
         others.append({"encoder_hidden_states": 0})
-    if isinstance(model, MultiModalModel):
+    if "media" in model.parts:
         others.append({"inputs_embeds": 0})
-        if type(model).prompt_positions is not MultiModalModel.prompt_positions:
+        if hasattr(model, "prompt_positions"):
             others += [{"positions": 1}, {"positions": 1, "inputs_embeds": 0}]
     for other in others:
         dynamic = plain | other

@@ -15,7 +15,7 @@ import torch
 from toolkit_lm.attention import BatchLimits, GraphSupport
 from toolkit_lm.config import OPAQUE_OPS, CompilationOptions, VllmConfig
 from toolkit_lm.errors import UnsupportedError
-from toolkit_lm.model import EncoderDecoderModel, GraphShape, Model
+from toolkit_lm.model import GraphShape, Model
 from torch import Tensor
 
 from toolkit_lm_compile.dispatch import NO_GRAPH, Dispatcher, Kind, Mode, Run, default_sizes, settle
@@ -167,7 +167,7 @@ class Graphs:
         self._options = options
         self._recorder = recorder
         self._device = device
-        self._whole_is_possible = not isinstance(model, EncoderDecoderModel)
+        self._whole_is_possible = "encoder" not in model.parts
         self._reason: str | None = None
         self._run = NO_GRAPH
         self._num_tokens = 0

@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 import torch
 from msgspec.structs import replace
-from toolkit_lm.config import PoolingTask, VllmConfig
+from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import PluginError, UnsupportedError
 from toolkit_lm.executor import Executor
 from toolkit_lm.kv import KVCacheConfig, KVCacheSpec
-from toolkit_lm.messages import PoolingRules, StepPlan, StepResult
+from toolkit_lm.messages import StepPlan, StepResult
 from toolkit_lm.plugin import Plugins
 
 from toolkit_lm_executor_mp import wire
@@ -114,9 +114,6 @@ class MpExecutor(Executor):
 
     def backends(self) -> dict[str, str]:
         return {layer: name for one in self._descriptions for layer, name in one.backends.items()}
-
-    def pooling_rules(self) -> dict[PoolingTask, PoolingRules]:
-        return self._descriptions[-1].pooling
 
     def part_facts(self) -> dict[str, msgspec.Raw]:
         return {

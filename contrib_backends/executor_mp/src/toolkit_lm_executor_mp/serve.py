@@ -179,7 +179,6 @@ class Worker:
                 for layer, spec in self.runner.kv_cache_specs().items()
             },
             backends={layer: selection.name for layer, selection in self.runner.selections.items()},
-            pooling=self.runner.pooling_rules(),
             parts=self.runner.parts.facts(),
             step_memory=self._step_memory,
             free_memory=free_memory(self.runner.device),

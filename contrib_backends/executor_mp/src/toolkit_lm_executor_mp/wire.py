@@ -8,9 +8,9 @@ import hmac
 import msgspec
 import zmq
 from msgspec import Struct
-from toolkit_lm.config import ParallelConfig, PoolingTask, VllmConfig
+from toolkit_lm.config import ParallelConfig, VllmConfig
 from toolkit_lm.executor import Failure
-from toolkit_lm.messages import PoolingRules, StepPlan, StepResult
+from toolkit_lm.messages import StepPlan, StepResult
 from toolkit_lm.plugin import Fingerprint
 
 KEY_BYTES = 32
@@ -115,7 +115,6 @@ class Description(Struct):
     specs: dict[str, msgspec.Raw]
     """By layer, its KVCacheSpec: plugins may have added kinds."""
     backends: dict[str, str]
-    pooling: dict[PoolingTask, PoolingRules]
     parts: dict[str, msgspec.Raw]
     """By part, what its planner is to know."""
     step_memory: int

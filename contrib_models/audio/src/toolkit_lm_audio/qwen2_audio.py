@@ -11,7 +11,6 @@ import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.messages import Array
 from toolkit_lm.model import (
-    EncoderSequences,
     HFConfig,
     LayerNorm,
     Model,
@@ -19,6 +18,7 @@ from toolkit_lm.model import (
     join,
     torch_dtype,
 )
+from toolkit_lm.parts import EncoderSequences
 from toolkit_lm_decoder.composed import ComposedModel, text_config
 from toolkit_lm_encdec.attention import PACKED
 from toolkit_lm_encdec.bart import BartEncoderLayer, Shape, Style
@@ -136,7 +136,7 @@ class Qwen2AudioForConditionalGeneration(ComposedModel):
     def text_config(self) -> dict[str, Any]:
         return text_config(self.vllm_config.hf_config, TEXT_DEFAULTS)
 
-    def encode(
+    def encode_items(
         self, modality: str, items: list[dict[str, Tensor]], sequences: EncoderSequences
     ) -> list[Tensor]:
         part: Any = self.encoder

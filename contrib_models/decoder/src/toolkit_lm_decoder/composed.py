@@ -9,16 +9,15 @@ from typing import Any, ClassVar
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import (
     Absent,
-    EncoderSequences,
     HFConfig,
     IntermediateTensors,
     Model,
-    MultiModalModel,
     is_first_stage,
     join,
     logits_of,
     make_part,
 )
+from toolkit_lm.parts import EncoderSequences, MediaPart
 from torch import Tensor
 
 _ARCHITECTURES = {
@@ -45,13 +44,14 @@ def text_config(hf_config: Mapping[str, Any], defaults: Mapping[str, Any]) -> di
     return own
 
 
-class ComposedModel(MultiModalModel):
+class ComposedModel(Model):
     """Of `encoder`, a Model that makes embeddings of items of media, and of `language_model`, any
     registered decoder.
 
     A pipeline's first rank has the encoder.
     """
 
+    parts = {"media": MediaPart}
     encoder_class: ClassVar[type[Model]]
     """Its names are those of the checkpoint's `model`."""
     defaults: ClassVar[Mapping[str, Any]] = {}
@@ -78,7 +78,7 @@ class ComposedModel(MultiModalModel):
         embedded: Tensor = part.embed(input_ids)
         return embedded
 
-    def encode(
+    def encode_items(
         self, modality: str, items: list[dict[str, Tensor]], sequences: EncoderSequences
     ) -> list[Tensor]:
         part: Any = self.encoder

@@ -12,9 +12,9 @@ from toolkit_lm.attention import AttentionType
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import (
     ColumnParallelLinear,
-    EncoderDecoderModel,
     HFConfig,
     LayerNorm,
+    Model,
     ParallelLMHead,
     RowParallelLinear,
     VocabParallelEmbedding,
@@ -22,6 +22,7 @@ from toolkit_lm.model import (
     logits_of,
     torch_dtype,
 )
+from toolkit_lm.parts import EncoderPart
 from torch import Tensor, nn
 
 from toolkit_lm_encdec.attention import PACKED, CrossAttention, Heads, SelfAttention
@@ -230,9 +231,10 @@ class BartModel(nn.Module):
         )
 
 
-class BartForConditionalGeneration(EncoderDecoderModel):
+class BartForConditionalGeneration(Model):
     """BART with its language-modeling head."""
 
+    parts = {"encoder": EncoderPart}
     packed = PACKED
     # Buffers of older files, and an embedding that is not used where each side has its own.
     ignored = (r"^model\.(encoder|decoder)\.version$", r"^model\.shared\.weight$")
@@ -259,7 +261,7 @@ class BartForConditionalGeneration(EncoderDecoderModel):
             prefix=join(prefix, "lm_head"),
         )
 
-    def encode(self, input_ids: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
+    def encode(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         out: Tensor = self.model.encoder(input_ids, positions)
         return out
 

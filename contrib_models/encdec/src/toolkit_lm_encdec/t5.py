@@ -11,15 +11,16 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.model import (
     ColumnParallelLinear,
-    EncoderDecoderModel,
     GatedColumnParallelLinear,
     HFConfig,
+    Model,
     ParallelLMHead,
     RMSNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
     join,
 )
+from toolkit_lm.parts import EncoderPart
 from torch import Tensor, nn
 
 from toolkit_lm_encdec.attention import PACKED, CrossAttention, Heads, SelfAttention
@@ -181,10 +182,11 @@ class T5Stack(nn.Module):
         return out
 
 
-class T5ForConditionalGeneration(EncoderDecoderModel):
+class T5ForConditionalGeneration(Model):
     """T5 with its language-modeling head. The first release shares the head with the embedding, and
     scales what it takes."""
 
+    parts = {"encoder": EncoderPart}
     packed = {**PACKED, "wi_0_1": ("wi_0", "wi_1")}
     renames = (
         (
@@ -243,7 +245,7 @@ class T5ForConditionalGeneration(EncoderDecoderModel):
         )
         return config.require("d_model", int) ** -0.5 if is_tied else None
 
-    def encode(self, input_ids: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
+    def encode(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         out: Tensor = self.encoder(input_ids)
         return out
 

@@ -9,14 +9,15 @@ import msgspec
 from toolkit_lm.attention import AttentionType
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import (
-    EncoderDecoderModel,
     HFConfig,
+    Model,
     ParallelLMHead,
     RMSNorm,
     Rotation,
     VocabParallelEmbedding,
     join,
 )
+from toolkit_lm.parts import EncoderPart
 from toolkit_lm_decoder.gemma2 import (
     Gemma2Attention,
     Gemma2DecoderLayer,
@@ -156,9 +157,10 @@ class T5GemmaModel(nn.Module):
         )
 
 
-class T5GemmaForConditionalGeneration(EncoderDecoderModel):
+class T5GemmaForConditionalGeneration(Model):
     """T5Gemma with its language-modeling head."""
 
+    parts = {"encoder": EncoderPart}
     packed = {**PACKED, "gate_up_proj": ("gate_proj", "up_proj")}
     renames = (
         (r"\.pre_self_attn_layernorm\.", ".input_layernorm."),
@@ -180,7 +182,7 @@ class T5GemmaForConditionalGeneration(EncoderDecoderModel):
             *sizes, tied_to=tied_to, vllm_config=vllm_config, prefix=join(prefix, "lm_head")
         )
 
-    def encode(self, input_ids: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
+    def encode(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         out: Tensor = self.model.encoder(input_ids, positions)
         return out
 

@@ -13,7 +13,6 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.messages import Array
 from toolkit_lm.model import (
-    EncoderSequences,
     HFConfig,
     Part,
     ShardLoader,
@@ -21,6 +20,7 @@ from toolkit_lm.model import (
     new_parameter,
     torch_dtype,
 )
+from toolkit_lm.parts import EncoderSequences
 from toolkit_lm_decoder.composed import ComposedModel, text_config
 from toolkit_lm_decoder.gemma2 import GemmaRMSNorm
 from torch import Tensor, nn

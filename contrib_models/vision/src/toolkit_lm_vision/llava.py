@@ -11,11 +11,11 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.messages import Array
 from toolkit_lm.model import (
     ColumnParallelLinear,
-    EncoderSequences,
     HFConfig,
     RowParallelLinear,
     join,
 )
+from toolkit_lm.parts import EncoderSequences
 from toolkit_lm_decoder.composed import ComposedModel, text_config
 from torch import Tensor, nn
 

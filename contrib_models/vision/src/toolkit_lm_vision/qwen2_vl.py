@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.messages import Array, MultiModalFeatureSpec
-from toolkit_lm.model import EncoderSequences, HFConfig, Model, join
+from toolkit_lm.model import HFConfig, Model, join
+from toolkit_lm.parts import EncoderSequences
 from toolkit_lm_decoder.composed import ComposedModel
 from torch import Tensor
 
@@ -113,7 +114,7 @@ class Qwen2VLForConditionalGeneration(ComposedModel):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         return super().load_weights(_Renamed(weights))
 
-    def encode(
+    def encode_items(
         self, modality: str, items: list[dict[str, Tensor]], sequences: EncoderSequences
     ) -> list[Tensor]:
         names = Names(modality)

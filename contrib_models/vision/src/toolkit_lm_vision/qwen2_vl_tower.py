@@ -13,7 +13,6 @@ from toolkit_lm.attention import Attention, AttentionType
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import (
     ColumnParallelLinear,
-    EncoderSequences,
     GatedColumnParallelLinear,
     LayerNorm,
     QKVParallelLinear,
@@ -25,6 +24,7 @@ from toolkit_lm.model import (
     join,
     torch_dtype,
 )
+from toolkit_lm.parts import EncoderSequences
 from torch import Tensor, nn
 
 from toolkit_lm_vision.qwen2_vl_shape import Grid, PatchShape

@@ -11,7 +11,6 @@ from toolkit_lm.attention import Attention, AttentionType
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import (
     ColumnParallelLinear,
-    EncoderSequences,
     LayerNorm,
     Model,
     Part,
@@ -22,6 +21,7 @@ from toolkit_lm.model import (
     new_parameter,
     torch_dtype,
 )
+from toolkit_lm.parts import EncoderSequences
 from torch import Tensor, nn
 
 from toolkit_lm_vision.shape import VisionShape

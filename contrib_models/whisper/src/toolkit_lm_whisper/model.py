@@ -11,15 +11,16 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ConfigError
 from toolkit_lm.messages import Array, EncoderInput
 from toolkit_lm.model import (
-    EncoderDecoderModel,
     HFConfig,
     LayerNorm,
+    Model,
     ParallelLMHead,
     VocabParallelEmbedding,
     join,
     logits_of,
     torch_dtype,
 )
+from toolkit_lm.parts import EncoderPart
 from toolkit_lm_encdec.attention import PACKED
 from toolkit_lm_encdec.bart import BartDecoderLayer, BartEncoderLayer, Shape, Style
 from toolkit_lm_encdec.substitutes import with_substitutes
@@ -109,9 +110,10 @@ class WhisperModel(nn.Module):
         self.decoder = WhisperDecoder(vllm_config=vllm_config, prefix=join(prefix, "decoder"))
 
 
-class WhisperForConditionalGeneration(EncoderDecoderModel):
+class WhisperForConditionalGeneration(Model):
     """Whisper with its head, which is the embedding of its tokens."""
 
+    parts = {"encoder": EncoderPart}
     packed = PACKED
     ignored = (r"^proj_out\.",)
 
@@ -134,9 +136,7 @@ class WhisperForConditionalGeneration(EncoderDecoderModel):
             prefix=join(prefix, "lm_head"),
         )
 
-    def encode(  # type: ignore[override]
-        self, input_ids: Tensor, positions: Tensor, *, features: list[Tensor]
-    ) -> Tensor:
+    def encode(self, input_ids: Tensor, positions: Tensor, *, features: list[Tensor]) -> Tensor:
         out: Tensor = self.model.encoder(features)
         return out
 

@@ -10,13 +10,22 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import NamedTuple
 
-from toolkit_lm.config import VllmConfig
+import msgspec
+
+from toolkit_lm.config import PoolingTask, VllmConfig
 from toolkit_lm.engine.memory import size_kv_cache
 from toolkit_lm.errors import EngineDeadError, RequestError, ToolkitError
 from toolkit_lm.events import Event, LoadEvent, StepEvent
 from toolkit_lm.executor import Executor
 from toolkit_lm.kv import KVCacheConfig, KVCacheSpec, plan_groups
-from toolkit_lm.messages import EngineOutput, EngineOutputs, EngineRequest, StepPlan, StepResult
+from toolkit_lm.messages import (
+    EngineOutput,
+    EngineOutputs,
+    EngineRequest,
+    PoolingRules,
+    StepPlan,
+    StepResult,
+)
 from toolkit_lm.params import FinishReason
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.scheduler import Planners, Scheduler, load_event, load_policy
@@ -81,8 +90,12 @@ class EngineCore:
             executor.init_kv_cache([self.kv_cache.of_layers(one) for one in specs])
             on_phase("warming up")
             executor.warm_up()
-            self.pooling = executor.pooling_rules()
             facts = executor.part_facts()
+            self.pooling: dict[PoolingTask, PoolingRules] = (
+                msgspec.msgpack.decode(facts["pooling"], type=dict[PoolingTask, PoolingRules])
+                if "pooling" in facts
+                else {}
+            )
         self.whole_items = config.checkpoint is not None and plugins.models.computes_items_whole(
             config.checkpoint.architecture
         )

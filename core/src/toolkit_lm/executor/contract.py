@@ -9,9 +9,8 @@ from concurrent.futures import Future
 from msgspec import Raw
 
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.config.tasks import PoolingTask
 from toolkit_lm.kv import KVCacheConfig, KVCacheSpec
-from toolkit_lm.messages import PoolingRules, StepPlan, StepResult
+from toolkit_lm.messages import StepPlan, StepResult
 from toolkit_lm.plugin import Plugins
 
 
@@ -47,12 +46,8 @@ class Executor(ABC):
         """By attention layer, of all workers: the name of its backend."""
 
     @abstractmethod
-    def pooling_rules(self) -> dict[PoolingTask, PoolingRules]:
-        """The pooling tasks that the model serves, and what each allows."""
-
     def part_facts(self) -> dict[str, Raw]:
         """By part, what `StepPart.facts` says: of the first worker that has it."""
-        return {}
 
     @abstractmethod
     def free_memory(self) -> int:

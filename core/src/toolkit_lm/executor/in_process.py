@@ -9,10 +9,9 @@ import torch
 from msgspec import Raw
 
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.config.tasks import PoolingTask
 from toolkit_lm.executor.contract import Executor
 from toolkit_lm.kv import KVCacheConfig, KVCacheSpec
-from toolkit_lm.messages import PoolingRules, StepPlan, StepResult
+from toolkit_lm.messages import StepPlan, StepResult
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.runner import ModelRunner, free_memory, on_device, profile, warm_up
 
@@ -42,9 +41,6 @@ class InProcessExecutor(Executor):
 
     def backends(self) -> dict[str, str]:
         return {layer: selection.name for layer, selection in self.runner.selections.items()}
-
-    def pooling_rules(self) -> dict[PoolingTask, PoolingRules]:
-        return self.runner.pooling_rules()
 
     def part_facts(self) -> dict[str, Raw]:
         return self.runner.parts.facts()

@@ -6,12 +6,9 @@ from .compiler import (
     make_compiler as make_compiler,
 )
 from .contract import (
-    EncoderDecoderModel as EncoderDecoderModel,
-    EncoderSequences as EncoderSequences,
     FallbackModel as FallbackModel,
     IntermediateTensors as IntermediateTensors,
     Model as Model,
-    MultiModalModel as MultiModalModel,
     check_constructor as check_constructor,
     logits_of as logits_of,
 )

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import ClassVar, TypeVar
 
-import numpy as np
 from torch import Tensor, nn
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import PluginError
-from toolkit_lm.messages import Array, EncoderInput, MultiModalFeatureSpec
 from toolkit_lm.model.kernels import choose_kernels, choose_sources
 from toolkit_lm.model.matching import load_parameters
 from toolkit_lm.step import StepPart
 
 IntermediateTensors = dict[str, Tensor]
 """What a pipeline rank hands to the next one, by name; [T, H] each."""
-EncoderSequences = Callable[[Sequence[int]], AbstractContextManager[None]]
-"""Inside `with sequences(lengths):`, attention of type ENCODER has a flat batch of sequences of
-these lengths. Entering again is cheap."""
 
 
 ComputeLogits = TypeVar("ComputeLogits", bound=Callable[..., Tensor])
@@ -60,7 +54,10 @@ class Model(nn.Module):
     """Regular expressions of weights to pass over."""
     parts: ClassVar[Mapping[str, type[StepPart]]] = {}
     """By name, what keeps more of its sequences than tokens and KV cache, and hands to `forward`
-    more than tokens."""
+    more than tokens: {"media": MediaPart} of a model that reads media, {"encoder": EncoderPart} of
+    an encoder-decoder model, from toolkit_lm.parts. Each says what it asks of the model."""
+    embedder: ClassVar[str | None] = None
+    """"module:Class" of a pooling model that is its encoder alone, where it has one."""
     takes_token_types: ClassVar[bool] = False
     """`forward` takes `token_type_ids` [T] int64 too: 1 for the tokens of a pair's second text,
     else 0."""
@@ -116,85 +113,6 @@ class Model(nn.Module):
         return load_parameters(
             self, weights, packed=self.packed, renames=self.renames, ignored=self.ignored
         )
-
-
-class EncoderDecoderModel(Model):
-    """A model whose decoder's cross attention reads what its encoder has made of another sequence.
-    E tokens of encoder sequences."""
-
-    embedder: ClassVar[str | None] = None
-    """"module:Class" of its encoder alone, a pooling model, where it has one."""
-
-    def encode(self, input_ids: Tensor, positions: Tensor, **features: list[Tensor]) -> Tensor:
-        """Hidden states [E, H] of encoder tokens `input_ids` [E] at `positions` [E] (int64): those
-        of all sequences that a step encodes.
-
-        Where its rules make features of prompts, they are in the list `features`, one of each
-        sequence; the tokens are then 0.
-        """
-        raise NotImplementedError
-
-    def example_input(self, num_tokens: int) -> EncoderInput:
-        """What the encoder is warmed up with: of about so many tokens. A model that reads features
-        has other examples."""
-        return EncoderInput.of_tokens([0] * num_tokens)
-
-    def forward(  # type: ignore[override]
-        self, input_ids: Tensor, positions: Tensor, *, encoder_hidden_states: Tensor | None = None
-    ) -> Tensor:
-        """Decoder hidden states [T, H]; `input_ids` and `positions` as of other models.
-
-        `encoder_hidden_states` [E, H]: what `encode` has given in this step, of which cross
-        attention stores keys and values. None: those of all sequences are cached.
-        """
-        raise NotImplementedError
-
-
-class MultiModalModel(Model):
-    """A language model that reads items of media too: where an item stands among the tokens,
-    embeddings of the item replace theirs.
-
-    Its language part is a model of its own, most often made by `make_part`.
-    """
-
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """Embeddings [T, H] of tokens [T], as the decoder goes on with them: those of items stand
-        beside them as they are."""
-        raise NotImplementedError
-
-    def encode(
-        self, modality: str, items: list[dict[str, Tensor]], sequences: EncoderSequences
-    ) -> list[Tensor]:
-        """Embeddings [n, H] of each item of a modality, from its named arrays. What they are does
-        not depend on the other items."""
-        raise NotImplementedError
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        *,
-        inputs_embeds: Tensor | None = None,
-        intermediate: IntermediateTensors | None = None,
-    ) -> Tensor | IntermediateTensors:
-        """As of other models. `inputs_embeds` [T, H] stand in the place of `embed(input_ids)`, and
-        may be written to; None: no token is an item's.
-        """
-        raise NotImplementedError
-
-    def prompt_positions(
-        self, token_ids: np.ndarray, features: Sequence[MultiModalFeatureSpec]
-    ) -> np.ndarray | None:
-        """Rotary positions [3, N] (int64) of a prompt's tokens, below N; those after it go on from
-        the greatest, all three alike.
-
-        None: each token's index. `features` are without their data.
-        """
-        return None
-
-    def example_items(self) -> list[tuple[str, dict[str, Array]]]:
-        """The largest usual item of each modality, which the encoder is warmed up with."""
-        raise NotImplementedError
 
 
 class FallbackModel(Model):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from typing import Any
 
 import torch
@@ -12,45 +12,42 @@ from toolkit_lm.attention import CacheLayer, GraphSupport, Selection
 from toolkit_lm.attention.selector import check_kinds
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, UnsupportedError
-from toolkit_lm.model import EncoderDecoderModel, Model, MultiModalModel
+from toolkit_lm.model import Model
 from toolkit_lm.plugin import AttentionBackendRegistry, Plugins
 from toolkit_lm.plugin.boundary import Boundary
 from toolkit_lm.runner.device import on_device
+from toolkit_lm.step import Feed
 
 _CACHE = "the KV cache"
-_WHOLE = "whole sequences"
-_ENCODER = "the KV cache of an encoder sequence"
-_FED = {
-    "generate": (_CACHE,),
-    "media": (_CACHE, _WHOLE),
-    "pooling": (_CACHE, _WHOLE),
-    "encoder-decoder": (_CACHE, _WHOLE, _ENCODER),
+_NEEDS: dict[Feed, str] = {
+    "sequences": "whole sequences",
+    "encoder_cache": "the KV cache of an encoder sequence",
 }
-"""By runner type, or for a model of both, what layers may need of the runner."""
+"""What layers may need of the parts of a step."""
 
 
 def select_backends(
-    model: nn.Module, device: torch.device, config: VllmConfig, registry: AttentionBackendRegistry
+    layers: Mapping[str, CacheLayer],
+    device: torch.device,
+    config: VllmConfig,
+    registry: AttentionBackendRegistry,
+    feeds: Collection[Feed] = (),
 ) -> dict[str, Selection]:
-    """By layer name, for every layer of the model that uses the cache. Raises UnsupportedError,
-    naming the layer and the reasons."""
+    """By name, for each of these layers. `feeds`: what parts of the step see to.
+    Raises UnsupportedError, naming the layer and the reasons."""
     selections: dict[str, Selection] = {}
-    runner = "generate"
-    if isinstance(model, MultiModalModel):
-        runner = "media"
-    elif config.model.runner == "pooling":
-        runner = "pooling"
-    elif isinstance(model, EncoderDecoderModel):
-        runner = "encoder-decoder"
+    pools = config.model.runner == "pooling"
+    given = [_CACHE] + [
+        need for feed, need in _NEEDS.items() if feed in feeds or (pools and feed == "sequences")
+    ]
     wanted = config.attention.attention_backend
-    layers = cache_layers(model).values()
-    asked = (layer.attention_spec(device, cached=False) for layer in layers)
+    asked = (layer.attention_spec(device, cached=False) for layer in layers.values())
     check_kinds(wanted, (str(spec.type) for spec in asked if spec is not None))
-    for layer in layers:
-        if (need := _need(layer)) not in _FED[runner]:
+    for layer in layers.values():
+        if (need := _need(layer)) not in given:
             raise UnsupportedError(
-                f"layer {layer.prefix!r} needs {need}, which the runner {runner!r} does not give. "
-                f"Supported: layers that need {' or '.join(_FED[runner])}."
+                f"layer {layer.prefix!r} needs {need}, which this engine does not give. "
+                f"Supported: layers that need {' or '.join(given)}."
             )
         with on_device(device):
             # What a GPU can do is asked of the current one.
@@ -64,8 +61,8 @@ def _need(layer: CacheLayer) -> str:
     """What a layer computes from beside its inputs."""
     spec = layer.kv_cache_spec()
     if spec is None:
-        return _WHOLE
-    return _ENCODER if spec.of_encoder else _CACHE
+        return _NEEDS["sequences"]
+    return _NEEDS["encoder_cache"] if spec.of_encoder else _CACHE
 
 
 def graph_supports(

@@ -99,7 +99,6 @@ class StepBuffers:
     def upload(
         self,
         inputs: StepInputs,
-        spans: np.ndarray | None,
         shape: GraphShape | None,
     ) -> tuple[Tensor, Tensor, list[BatchView]]:
         """The step on the device: its T tokens and their positions, [T] int64 each, and views.
@@ -138,7 +137,7 @@ class StepBuffers:
                 else self.limits.max_model_len,
                 has_padding=shape is not None,
                 is_fixed=shape is not None,
-                spans=spans,
+                spans=inputs.spans,
             )
             views.append(view)
             buffer.table_changed &= not is_cached
@@ -195,25 +194,14 @@ class EncoderRows:
 
     def batch(self, plan: StepPlan) -> EncoderBatch | None:
         """What a plan computes of them."""
-        inputs = [encoder.input for encoder in plan.encoders if encoder.input is not None]
-        if not inputs:
+        computed = [one.encoder_id for one in plan.encoders if one.input is not None]
+        if not computed:
             return None
-        rows = np.array(
-            [
-                self.row_of[encoder.encoder_id]
-                for encoder in plan.encoders
-                if encoder.input is not None
-            ]
-        )
+        rows = np.array([self.row_of[one] for one in computed])
         lengths = self.lengths[rows]
         ends = lengths.cumsum()
         return EncoderBatch(
-            inputs=inputs,
-            input_ids=np.concatenate(
-                [np.array(one.token_ids or [0] * one.num_tokens, np.int64) for one in inputs]
-            ),
             positions=np.arange(ends[-1]) - np.repeat(ends - lengths, lengths),
-            lengths=lengths.astype(np.int32),
             row_of_token=np.repeat(rows, lengths),
         )
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,44 +23,35 @@ from toolkit_lm.attention import (
     forward_context,
 )
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.config.tasks import POOLING_TASKS, PoolingTask
 from toolkit_lm.distributed import pipeline_parallel_group
 from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.kv import KVCacheConfig, KVCacheSpec, max_drafts
 from toolkit_lm.kv.cache import KVCache
-from toolkit_lm.messages import PoolingRules, StepPlan, StepResult
+from toolkit_lm.messages import StepPlan, StepResult
 from toolkit_lm.model import (
-    EncoderDecoderModel,
     IntermediateTensors,
     Model,
     ModelCompiler,
-    MultiModalModel,
     Taps,
     load_model,
     make_compiler,
     named_layers,
 )
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.pooling import Pooler
 from toolkit_lm.runner.backends import (
     boundary_of,
     cache_layers,
     graph_supports,
     load_model_class,
-    model_options,
     select_backends,
 )
 from toolkit_lm.runner.batch import PersistentBatch, StepBuffers
-from toolkit_lm.runner.drafting import Drafting
-from toolkit_lm.runner.features import MediaPart
 from toolkit_lm.runner.row_sampler import RowSampler
 from toolkit_lm.runner.slots import Slots
-from toolkit_lm.runner.step_parts import StepParts, runs_here
+from toolkit_lm.runner.step_parts import StepParts, make_parts
 from toolkit_lm.sampling import ProcessorTable
 from toolkit_lm.sampling.transfer import to_device
-from toolkit_lm.step import EncoderBatch, StepInputs, StepPart, StepRun
-
-StepPartT = TypeVar("StepPartT", bound=StepPart)
+from toolkit_lm.step import StepInputs, StepRun
 
 
 class ModelRunner:
@@ -74,17 +65,11 @@ class ModelRunner:
         self.model: Model
         self.compiler: ModelCompiler | None = None
         """What computes the model's forward pass in its place."""
-        self._encoder: EncoderDecoderModel | None = None
-        """The model, where it has one."""
         self.selections: dict[str, Selection] = {}
         """By layer: the backend that was chosen for it."""
         self.kv_cache: KVCacheConfig
         self._layers: dict[str, CacheLayer] = {}
-        self._pooler: Pooler | None = None
-        self._media: MediaPart | None = None
-        """Of a model that reads media."""
-        self.parts = StepParts()
-        self._drafting: Drafting | None = None
+        self.parts = StepParts({})
         self._run = _Run(self)
         self._inputs: StepInputs
         """Of the step that runs."""
@@ -112,73 +97,29 @@ class ModelRunner:
         self.model = load_model(
             load_model_class(self.config, self.plugins), self.config, self.device, self.plugins
         )
-        if isinstance(self.model, EncoderDecoderModel):
-            if self.config.parallel.pipeline_parallel_size > 1:
-                raise UnsupportedError(
-                    "encoder-decoder models run in one pipeline stage: lower "
-                    "--pipeline-parallel-size."
-                )
-            self._encoder = self.model
-        options = model_options(self.config, self.plugins)
-        for name, part in self.model.parts.items():
-            if runs_here(part, self.config):
-                with boundary_of(part, None, self.config, self.plugins):
-                    self._put(name, part, options)
-        if isinstance(pooler := getattr(self.model, "pooler", None), Pooler):
-            self._pooler = pooler
-            self._put("pooling", pooler.make_part, options)
-        if isinstance(self.model, MultiModalModel):
-            self._media = self._put("media", MediaPart, options)
         self._context = ForwardContext(self._bindings, [], named_layers(self.model))
-        self._layers = cache_layers(self.model)
-        self._has_spans = any(layer.spans for layer in self._layers.values())
-        self._feeds_uncached = self._encoder is None and (
-            self._media is None or not self.config.keeps_kv_cache
-        )
-        if (drafter := self.config.scheduler.drafter) is not None:
-            if self.config.model.runner == "pooling" or not max_drafts(
-                self.kv_cache_specs().values()
-            ):
-                raise UnsupportedError(
-                    f"drafter {drafter!r}: drafts are for engines that generate, of models that "
-                    "can take tokens back: a recurrent state's spec says how many (rewinds)."
-                )
-            self._drafting = Drafting(drafter, self.model, self.config, self.device, self.plugins)
+        self.parts = make_parts(self.model, self.config, self.device, self.plugins)
+        self._layers = cache_layers(self.model) | self.parts.layers()
+        feeds = self.parts.feeds
+        self._feeds_uncached = "sequences" not in feeds or not self.config.keeps_kv_cache
+        if (drafter := self.config.scheduler.drafter) is not None and (
+            self.config.model.runner == "pooling" or not max_drafts(self.kv_cache_specs().values())
+        ):
+            raise UnsupportedError(
+                f"drafter {drafter!r}: drafts are for engines that generate, of models that can "
+                "take tokens back: a recurrent state's spec says how many (rewinds)."
+            )
         self.selections = select_backends(
-            self.model, self.device, self.config, self.plugins.attention_backends
+            self._layers, self.device, self.config, self.plugins.attention_backends, feeds
         )
         self._tap_layers()
         self.compiler = make_compiler(self.model, self.config, self.plugins)
 
     def _tap_layers(self) -> None:
         """Has the model's layers give what parts tap. All stages know what any of them taps."""
-        drafting = self._drafting
-        here = [*self.parts.by_name.values(), *(drafting.parts() if drafting is not None else ())]
-        elsewhere = [part for part in self.model.parts.values() if not runs_here(part, self.config)]
-        if names := [name for part in [*here, *elsewhere] for name in part.taps]:
+        if names := self.parts.taps:
             num_tokens = _limits(self.config).num_tokens
             self._taps = Taps(self.model, names, self.config, num_tokens, self.device)
-
-    def _put(self, name: str, make: Callable[..., StepPartT], options: Any) -> StepPartT:
-        part = make(self.model, self.config, self.device, plugins=self.plugins, options=options)
-        self.parts.put(name, part)
-        return part
-
-    def pooling_rules(self) -> dict[PoolingTask, PoolingRules]:
-        """The pooling tasks that the model serves, and what each allows."""
-        pooler = self._pooler
-        if pooler is None:
-            return {}
-        one_way = self._media is not None or all(layer.one_way for layer in self._layers.values())
-        return {
-            task: PoolingRules(
-                chunkable=one_way and pooler.chunkable(task),
-                reads_prefix_cache=one_way and pooler.reads_prefix_cache(task),
-                size=pooler.output_size(task),
-            )
-            for task in POOLING_TASKS
-            if task in pooler.supported_tasks()
-        }
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         """By layer: what it caches. Layers that cache nothing are left out."""
@@ -263,8 +204,7 @@ class ModelRunner:
         self._backends.clear()
         self._layers.clear()
         self.parts.close()
-        self._pooler = self._encoder = self._media = self._drafting = self.compiler = None
-        self._taps = None
+        self.compiler = self._taps = None
         for name in ("model", "_cache", "_batch", "_buffers", "_sampler", "_context", "_slots"):
             self.__dict__.pop(name, None)
 
@@ -278,8 +218,6 @@ class ModelRunner:
         for add in self.parts.add:
             for seq in plan.new:
                 add(seq)
-        if self._drafting is not None:
-            self._drafting.apply(plan)
         if plan.copies or plan.swap_out or plan.swap_in:
             self._cache.copy(plan)
         answers: dict[str, Raw] = {}
@@ -289,7 +227,7 @@ class ModelRunner:
         if not plan.scheduled:
             return StepResult(token_ids=[], parts=answers)
         inputs = self._inputs = self._batch.inputs(plan)
-        num_encoded = 0 if inputs.encoders is None else len(inputs.encoders.input_ids)
+        num_encoded = 0 if inputs.encoders is None else len(inputs.encoders.positions)
         users = (
             self._batch.sampling.users(inputs.rows[inputs.sampling])
             if self._processors.names
@@ -298,17 +236,14 @@ class ModelRunner:
         if users is not None:
             self._processors.begin(*users)
         with self.model.kernels.step(len(inputs.token_index) + num_encoded):
-            encoded = None if inputs.encoders is None else self._encode(inputs.encoders)
             with forward_context(self._context):
-                hidden_states = self._forward(inputs, encoded)
+                hidden_states = self._forward(inputs)
                 if hidden_states is None:
                     return StepResult(token_ids=[], parts=answers)
                 result = self._sampler.sample(inputs, hidden_states)
                 for name, finish in self.parts.finish:
                     if (answer := finish(inputs, hidden_states, result, self._run)) is not None:
                         answers[name] = answer
-                if self._drafting is not None:
-                    self._drafting.draft(inputs, hidden_states, result, self._run)
             if users is not None:
                 self._sampler.certain = self._processors.drafts(*users)
                 result.drafts |= self._sampler.certain
@@ -324,25 +259,24 @@ class ModelRunner:
                 torch.cuda.current_stream(self.device).synchronize()
             return result
 
-    def _forward(self, inputs: StepInputs, encoded: Tensor | None) -> Tensor | None:
-        """[T, H] hidden states of the flat batch. None: another pipeline stage goes on with them.
-        `encoded`: the hidden states of the encoder sequences that the step computes."""
+    def _forward(self, inputs: StepInputs) -> Tensor | None:
+        """[T, H] hidden states of the flat batch. None: another pipeline stage goes on with
+        them."""
         arguments: dict[str, Any] = {}
         for change in self.parts.groups:
             change(inputs)
         for give in self.parts.inputs:
             arguments |= give(inputs)
-        spans = self._media.spans(inputs) if self._media is not None and self._has_spans else None
         shape = None
         if self.compiler is not None:
             num_rows = len(inputs.rows)
             num_tokens = len(inputs.token_index)
             shape = self.compiler.begin_step(
-                num_rows, num_tokens, int(inputs.num_tokens.max()), whole=spans is None
+                num_rows, num_tokens, int(inputs.num_tokens.max()), whole=inputs.spans is None
             )
         if self._slots.fills:
             self._slots.fill(inputs)
-        input_ids, positions, views = self._buffers.upload(inputs, spans, shape)
+        input_ids, positions, views = self._buffers.upload(inputs, shape)
         metadata = self._context.metadata
         metadata.clear()
         for backend, view in zip(self._backends, views, strict=True):
@@ -362,8 +296,6 @@ class ModelRunner:
             arguments["intermediate"] = pipeline.recv(pipeline.rank - 1)
             if self._taps is not None:
                 self._taps.receive(arguments["intermediate"])
-        if encoded is not None:
-            arguments["encoder_hidden_states"] = encoded
         out: Tensor | IntermediateTensors = (self.compiler or self.model)(input_ids, **arguments)
         if isinstance(out, Tensor):
             return out
@@ -372,22 +304,6 @@ class ModelRunner:
             out |= self._taps.sent(len(input_ids))
         pipeline.send(out, pipeline.rank + 1)
         return None
-
-    def _encode(self, batch: EncoderBatch) -> Tensor:
-        """[E, H] hidden states of encoder sequences."""
-        assert self._encoder is not None, "only an encoder-decoder model is given encoder sequences"
-        arrays = [
-            one.features.to_numpy().copy() for one in batch.inputs if one.features is not None
-        ]
-        features = (
-            {"features": [to_device(array, self.device) for array in arrays]} if arrays else {}
-        )
-        with self._sequences(batch.lengths):
-            return self._encoder.encode(
-                to_device(batch.input_ids, self.device),
-                to_device(batch.positions, self.device),
-                **features,
-            )
 
     def _tapped(self, layer: str) -> Tensor:
         buffers = {} if self._taps is None else self._taps.buffers

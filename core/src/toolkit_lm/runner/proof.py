@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from toolkit_lm.errors import UnsupportedError
-from toolkit_lm.messages import NewSequence, ScheduledSequence, SequenceInputs, StepPlan, StepResult
+from toolkit_lm.messages import NewSequence, ScheduledSequence, StepPlan, StepResult
 from toolkit_lm.model import FallbackModel
 from toolkit_lm.params import SamplingParams
-from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.runner.model_runner import ModelRunner
 from toolkit_lm.step import StepPart
 
@@ -140,11 +139,6 @@ def _run(
         params=SamplingParams(temperature=0),
         seed=0,
         stop_token_ids=[],
-        inputs=SequenceInputs(
-            pooling=None
-            if generates
-            else PoolingParams(task=next(iter(runner.pooling_rules()), "embed"))
-        ),
     )
     results = []
     start = 0
@@ -159,7 +153,10 @@ def _run(
             generates and end >= num_prompt_tokens,
             tokens[start:end] if decodes else [],
         )
-        results.append(runner.execute(StepPlan(new=[] if start else [new], scheduled=[row])))
+        plan = StepPlan(new=[] if start else [new], scheduled=[row])
+        for add_example in runner.parts.calls("example") if start == 0 else ():
+            add_example(plan)
+        results.append(runner.execute(plan))
         start = end
     runner.execute(StepPlan(dropped=[-1]))
     return results[-2 if generates else -1]

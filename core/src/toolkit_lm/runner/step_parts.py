@@ -2,70 +2,165 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from msgspec import Raw
+from torch import Tensor
 
+from toolkit_lm.attention import CacheLayer
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.step import StepPart
+from toolkit_lm.errors import PluginError
+from toolkit_lm.model import Model
+from toolkit_lm.parts import DraftingPart
+from toolkit_lm.plugin import Plugins
+from toolkit_lm.pooling import Pooler
+from toolkit_lm.runner.backends import boundary_of, model_options
+from toolkit_lm.step import Feed, StepPart
 
 
 class StepParts:
     """Holds parts by name. Of each method there is a list of those that override it, so that what a
     part leaves out costs a step nothing."""
 
-    def __init__(self) -> None:
-        self.by_name: dict[str, StepPart] = {}
+    def __init__(
+        self, parts: Mapping[str, StepPart], elsewhere: Sequence[type[StepPart]] = ()
+    ) -> None:
+        """`elsewhere`: those that other pipeline stages have."""
+        self.by_name = dict(parts)
+        self._elsewhere = elsewhere
         self._list()
 
     def _list(self) -> None:
-        self.add = self._overridden("add")
-        self.remove = self._overridden("remove")
-        self.begin = self._named("begin")
-        self.groups = self._overridden("groups")
-        self.inputs = self._overridden("inputs")
-        self.finish = self._named("finish")
+        self.add = self.calls("add")
+        self.remove = self.calls("remove")
+        self.begin = self.named_calls("begin")
+        self.groups = self.calls("groups")
+        self.inputs = self.calls("inputs")
+        self.finish = self.named_calls("finish")
 
-    def _named(self, method: str) -> list[tuple[str, Callable[..., Any]]]:
+    def named_calls(self, method: str) -> list[tuple[str, Callable[..., Any]]]:
+        """By name of the part, a method of those that override it."""
         return [
             (name, getattr(part, method))
             for name, part in self.by_name.items()
             if _overrides(part, method)
         ]
 
-    def _overridden(self, method: str) -> list[Callable[..., Any]]:
-        return [call for _, call in self._named(method)]
-
-    def facts(self) -> dict[str, Raw]:
-        """What their planners are to know of them."""
-        return {name: facts() for name, facts in self._named("facts")}
-
-    def put(self, name: str, part: StepPart) -> None:
-        """Adds a part."""
-        self.by_name[name] = part
-        self._list()
+    def calls(self, method: str) -> list[Callable[..., Any]]:
+        """A method of the parts that override it."""
+        return [call for _, call in self.named_calls(method)]
 
     @contextmanager
     def with_part(self, name: str, part: StepPart) -> Iterator[None]:
         """Inside, there is one part more."""
-        self.put(name, part)
+        self.by_name[name] = part
+        self._list()
         try:
             yield
         finally:
             del self.by_name[name]
             self._list()
 
+    @property
+    def taps(self) -> list[str]:
+        """The layers that they tap, and those that parts of other pipeline stages do."""
+        here = [name for part in self.by_name.values() for name in part.taps]
+        return here + [name for part in self._elsewhere for name in part.taps]
+
+    @property
+    def feeds(self) -> frozenset[Feed]:
+        """What they give to the model's layers."""
+        return frozenset().union(*(part.feeds for part in self.by_name.values()))
+
+    def layers(self) -> dict[str, CacheLayer]:
+        """Those of all parts, by name. Raises PluginError where one has another part's name, or
+        none."""
+        layers: dict[str, CacheLayer] = {}
+        for name, give in self.named_calls("layers"):
+            for layer, module in give().items():
+                if not layer.startswith(f"{name}/") or module.prefix != layer:
+                    raise PluginError(
+                        f"part {name!r} has a layer {layer!r} of prefix {module.prefix!r}: both "
+                        f"are to be '{name}/...'."
+                    )
+                layers[layer] = module
+        return layers
+
+    def facts(self) -> dict[str, Raw]:
+        """Those of the parts that state some."""
+        return {name: state() for name, state in self.named_calls("facts")}
+
     def close(self) -> None:
         """Releases them all."""
-        parts, self.by_name = self.by_name, {}
+        closing = self.calls("close")
+        self.by_name.clear()
         self._list()
-        for part in parts.values():
-            part.close()
+        for close in closing:
+            close()
 
 
-def runs_here(part: type[StepPart], config: VllmConfig) -> bool:
+def make_parts(
+    model: Model, config: VllmConfig, device: torch.device, plugins: Plugins
+) -> StepParts:
+    """Those of the model, its pooler's, those that plugins register, and the drafter's. Raises
+    PluginError, naming the plugin of one that cannot be made."""
+    parts: dict[str, StepPart] = {}
+    elsewhere: list[type[StepPart]] = []
+    options = model_options(config, plugins)
+    for name, kind in model.parts.items():
+        if not _runs_here(kind, config):
+            elsewhere.append(kind)
+            continue
+        _check_model(model, name, kind)
+        with boundary_of(kind, None, config, plugins):
+            parts[name] = kind(model, config, device, plugins=plugins, options=options)
+    if isinstance(pooler := getattr(model, "pooler", None), Pooler):
+        parts["pooling"] = pooler.make_part(model, config, device, plugins=plugins, options=options)
+    for entry in plugins.parts.used("worker", config):
+        name = entry.key
+        kind = plugins.parts.load_half(name, "worker")
+        if name in model.parts or name in ("pooling", "drafter"):
+            raise PluginError(f"{entry.owner}: a part {name!r} is there without it.")
+        if not _runs_here(kind, config):
+            elsewhere.append(kind)
+            continue
+        _check_model(model, name, kind)
+        parts[name] = plugins.parts.make_half(
+            name,
+            "worker",
+            model,
+            config,
+            device,
+            plugins=plugins,
+            options=plugins.options(entry.owner.name),
+        )
+    if config.scheduler.drafter is not None:
+        parts["drafter"] = DraftingPart(model, config, device, plugins=plugins)
+    made = StepParts(parts, elsewhere)
+    for load in made.calls("load"):
+        load(lambda: _weights(config, plugins))
+    return made
+
+
+def _weights(config: VllmConfig, plugins: Plugins) -> Iterator[tuple[str, Tensor]]:
+    checkpoint = config.checkpoint
+    assert checkpoint is not None, "the config is not resolved: it has no checkpoint"
+    return iter(plugins.loaders.make(config.load.load_format, checkpoint.source or checkpoint.path))
+
+
+def _check_model(model: Model, name: str, kind: type[StepPart]) -> None:
+    missing = [method for method in kind.asks if not hasattr(model, method)]
+    if missing:
+        raise PluginError(
+            f"{type(model).__qualname__} has the part {name!r}, and no {', no '.join(missing)}: "
+            f"{kind.__qualname__} asks for {', '.join(kind.asks)}."
+        )
+
+
+def _runs_here(part: type[StepPart], config: VllmConfig) -> bool:
     """Whether the worker of this config is of a pipeline stage that has the part."""
     parallel = config.parallel
     if part.ranks == "first_stage":

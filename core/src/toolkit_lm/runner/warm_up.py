@@ -13,18 +13,9 @@ import torch
 from toolkit_lm.config import parse_memory
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.kv import plan_groups
-from toolkit_lm.messages import (
-    EncoderItem,
-    NewEncoder,
-    NewSequence,
-    ScheduledSequence,
-    SequenceInputs,
-    StepPlan,
-    StepResult,
-)
-from toolkit_lm.model import EncoderDecoderModel, FallbackModel, MultiModalModel
+from toolkit_lm.messages import NewSequence, ScheduledSequence, StepPlan, StepResult
+from toolkit_lm.model import FallbackModel
 from toolkit_lm.params import SamplingParams
-from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.runner.model_runner import ModelRunner
 from toolkit_lm.runner.proof import prove
 
@@ -59,11 +50,7 @@ def warm_up(runner: ModelRunner) -> None:
         result = _compute_tokens(runner, 2)
     if result.errors:
         pools = runner.config.model.runner == "pooling"
-        what = (
-            f"serve the task {next(iter(runner.pooling_rules()), 'embed')!r}"
-            if pools
-            else "draw a first token"
-        )
+        what = f"serve the task {_task(runner)!r}" if pools else "draw a first token"
         raise CheckpointError(f"the model cannot {what}: {result.errors[-1]}.{_cause(runner)}")
     if runner.compiler is not None:
         runner.compiler.capture(lambda: _compute_tokens(runner, 1))
@@ -99,7 +86,7 @@ def _cause(runner: ModelRunner) -> str:
 
 
 def profile(runner: ModelRunner) -> int:
-    """Bytes that the largest step, CUDA graphs and the encoder cache take, where the KV cache gets
+    """Bytes that the largest step, CUDA graphs and what parts reserve take, where the KV cache gets
     a share of the memory; else 0.
 
     In that step all rows draw with top-p. All ranks of an engine run it at the same time, before
@@ -142,12 +129,8 @@ def profile(runner: ModelRunner) -> int:
     runner.execute(plan)
     peak = _resident("VmHWM")
     runner.execute(_drop(plan))
-    encoded = (
-        int(parse_memory(cache.encoder_cache_memory))
-        if isinstance(runner.model, MultiModalModel)
-        else 0
-    )
-    return encoded + graphs + (0 if on_gpu else max(0, peak - before))
+    reserved: int = sum(reserve() for reserve in runner.parts.calls("reserved_bytes"))
+    return reserved + graphs + (0 if on_gpu else max(0, peak - before))
 
 
 def _resident(name: str) -> int:
@@ -166,17 +149,9 @@ def _made_up(
 ) -> StepPlan:
     """Computes sequences -1, -2, ... of so many tokens in the first blocks, with room for one more;
     in a step of its own."""
-    pooling = None
     groups = [group.spec for group in runner.kv_cache.groups]
-    if runner.config.model.runner == "pooling":
-        # The last pipeline stage alone may have a pooler.
-        pooling = PoolingParams(task=next(iter(runner.pooling_rules()), "embed"))
-    plan = StepPlan(encoders=_made_up_encoders(runner, num_sequences, num_tokens))
-    if isinstance(runner.model, MultiModalModel):
-        items = enumerate(runner.model.example_items())
-        plan.encode = [
-            EncoderItem(f"warm-up {number}", modality, data) for number, (modality, data) in items
-        ]
+    samples = runner.config.model.runner != "pooling"
+    plan = StepPlan()
     for index in range(num_sequences):
         new = NewSequence(
             seq_id=-1 - index,
@@ -189,34 +164,26 @@ def _made_up(
             params=params,
             seed=0,
             stop_token_ids=[],
-            inputs=SequenceInputs(pooling=pooling),
-            encoder_id=plan.encoders[index % len(plan.encoders)].encoder_id
-            if plan.encoders
-            else None,
         )
         plan.new.append(new)
         plan.scheduled.append(
-            ScheduledSequence(new.seq_id, 0, num_tokens, [[] for _ in groups], pooling is None)
+            ScheduledSequence(new.seq_id, 0, num_tokens, [[] for _ in groups], samples)
         )
+    for add_example in runner.parts.calls("example"):
+        add_example(plan)
+    for encoder in plan.encoders:
+        encoder.block_tables = [
+            list(range(spec.num_blocks(encoder.num_tokens))) if spec.of_encoder else []
+            for spec in groups
+        ]
     return plan
 
 
-def _made_up_encoders(runner: ModelRunner, num_sequences: int, num_tokens: int) -> list[NewEncoder]:
-    """An encoder sequence for each of these, as far as one step can compute them; of ids below
-    theirs."""
-    if not isinstance(runner.model, EncoderDecoderModel):
-        return []
-    read = runner.model.example_input(num_tokens)
-    most = (runner.config.scheduler.token_budget - num_sequences * num_tokens) // read.num_tokens
-    tables = [
-        list(range(group.spec.num_blocks(read.num_tokens))) if group.spec.of_encoder else []
-        for group in runner.kv_cache.groups
-    ]
-    ids = range(-1 - num_sequences, -1 - num_sequences - max(1, min(num_sequences, most)), -1)
-    return [
-        NewEncoder(encoder_id=one, num_tokens=read.num_tokens, block_tables=tables, input=read)
-        for one in ids
-    ]
+def _task(runner: ModelRunner) -> str:
+    """The task that a warm-up pools for."""
+    plan = _made_up(runner, 1, 1)
+    pooling = plan.new[0].inputs.pooling
+    return "embed" if pooling is None else pooling.task
 
 
 def _drop(plan: StepPlan) -> StepPlan:

@@ -4,4 +4,4 @@ from .inputs import (
     GroupInputs as GroupInputs,
     StepInputs as StepInputs,
 )
-from .part import StepPart as StepPart, StepRun as StepRun
+from .part import Feed as Feed, StepPart as StepPart, StepRun as StepRun

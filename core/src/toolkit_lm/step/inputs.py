@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit_lm.messages import EncoderInput, StepPlan
+from toolkit_lm.messages import StepPlan
 
 
 @dataclass(slots=True)
@@ -29,14 +29,8 @@ class GroupInputs:
 class EncoderBatch:
     """The encoder sequences that a step computes, in a flat batch: E tokens."""
 
-    inputs: list[EncoderInput]
-    """Of each sequence."""
-    input_ids: np.ndarray
-    """[E] int64; 0 where a sequence is made of features."""
     positions: np.ndarray
     """[E] int64: each token's index in its sequence."""
-    lengths: np.ndarray
-    """Of the sequences, int32."""
     row_of_token: np.ndarray
     """[E] int64: its sequence's place among those that the runner holds."""
 
@@ -69,3 +63,6 @@ class StepInputs:
     """Their tokens: toolkit_lm.sampling.TokenHistory, by persistent row."""
     encoders: EncoderBatch | None = None
     """None: the step computes no encoder sequence."""
+    spans: np.ndarray | None = None
+    """[T, 2] int32: of each token, the run of tokens [begin, end) of its sequence that see one
+    another, such as a picture's; most are alone. None: all are."""

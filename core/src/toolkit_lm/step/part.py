@@ -19,6 +19,10 @@ from toolkit_lm.messages import NewSequence, StepPlan, StepResult
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.step.inputs import StepInputs
 
+Feed = Literal["sequences", "encoder_cache"]
+"""Beside the KV cache, what a layer may need: whole sequences, where it caches nothing, or the keys
+and values of an encoder sequence, which cross attention reads."""
+
 
 class StepRun(ABC):
     """What a part may ask of its runner while a step runs."""
@@ -48,6 +52,11 @@ class StepPart:
     ranks: ClassVar[Literal["all", "first_stage", "last_stage"]] = "all"
     """The pipeline stages whose workers have the part. Only the last one has `finish` called, and
     only its answers reach the planner."""
+    feeds: ClassVar[frozenset[Feed]] = frozenset()
+    """What the part gives to layers of the model that need more than the KV cache. Those that need
+    whole "sequences" then run inside `step.sequences` alone, and not in the forward pass."""
+    asks: ClassVar[Sequence[str]] = ()
+    """Methods of the model that the part calls: a model without one of them is refused."""
 
     taps: Sequence[str] = ()
     """Names of layers of the model ("model.layers.3") whose hidden states `step.tap` is to give:
@@ -71,7 +80,7 @@ class StepPart:
     ) -> None:
         """Once, when the model has its weights. `options`: of the plugin that brings the part; None
         where it has none."""
-        self.model = model
+        self.model: Any = model
         self.config = config
         self.device = device
         self.plugins = plugins
@@ -87,8 +96,8 @@ class StepPart:
         return {}
 
     def facts(self) -> Raw:
-        """Once, next: what the part's planner is to know of it, in msgpack."""
-        return Raw()
+        """Once, next: what the part's planner is to know of it, in msgpack; nil: nothing."""
+        return Raw(b"\xc0")
 
     def reserved_bytes(self) -> int:
         """Bytes of the device that the part will take beside the KV cache and what a step of the
@@ -96,8 +105,8 @@ class StepPart:
         return 0
 
     def example(self, plan: StepPlan) -> None:
-        """Adds the part's most usual work to a made-up plan, which has its sequences already and
-        none of other parts' work: for the warm-up, and for `profile`."""
+        """Adds the part's largest usual work to a made-up plan, which has its sequences already:
+        for the warm-up, and to see what memory a step takes. Encoders get their tables later."""
 
     def add(self, seq: NewSequence) -> None:
         """A sequence joins the batch: admitted, forked, or back from a preemption. Called once even

@@ -13,10 +13,11 @@ import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
 from toolkit_lm.messages import Array, NewSequence, StepResult
+from toolkit_lm.parts import PoolingPart
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import Pooler
 from toolkit_lm.pooling_params import PoolingParams
-from toolkit_lm.step import StepInputs, StepPart, StepRun
+from toolkit_lm.step import StepInputs, StepRun
 from torch import Tensor, nn
 
 
@@ -91,7 +92,7 @@ class RowPooler(Pooler):
         return RowPoolerPart(self, model, config, device, plugins=plugins, options=options)
 
 
-class RowPoolerPart(StepPart):
+class RowPoolerPart(PoolingPart):
     """The pooling sequences that the runner holds. One that comes back from a preemption begins
     anew."""
 
@@ -103,8 +104,8 @@ class RowPoolerPart(StepPart):
         device: torch.device,
         **given: Any,
     ) -> None:
-        super().__init__(model, config, device, **given)
-        self.pooler = pooler
+        super().__init__(pooler, model, config, device, **given)
+        self.pooler: RowPooler = pooler
         self._sequences: dict[int, NewSequence] = {}
         self._states: dict[int, dict[str, Any]] = {}
 

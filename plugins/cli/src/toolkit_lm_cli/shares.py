@@ -75,10 +75,17 @@ def hold(config: VllmConfig, plugins: Plugins) -> Held:
         own = config.with_rank(rank)
         with plugins.boundary:
             model = construct(model_class, own, torch.device("meta"), plugins)
-        held.selections |= select_backends(model, device, own, plugins.attention_backends)
+        layers = cache_layers(model)
+        held.selections |= select_backends(
+            layers,
+            device,
+            own,
+            plugins.attention_backends,
+            frozenset().union(*(part.feeds for part in model.parts.values())),
+        )
         specs = {
             name: spec
-            for name, layer in cache_layers(model).items()
+            for name, layer in layers.items()
             if cached and (spec := layer.kv_cache_spec()) is not None
         }
         held.specs.append(specs)

@@ -30,7 +30,7 @@ from toolkit_lm.attention import (
 )
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.kv import KVCacheSpec, PageTensor
-from toolkit_lm.model import EncoderDecoderModel, Model, load_model
+from toolkit_lm.model import Model, load_model
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm_poolers import PoolingMetadata, PoolingRow
@@ -222,12 +222,11 @@ def _first_step(lengths: Sequence[int], spec: KVCacheSpec | None) -> tuple[Batch
 
 
 @torch.inference_mode()
-def encoder_decoder_logits(
-    model: EncoderDecoderModel, encoder_ids: Tensor, decoder_ids: Tensor
-) -> Tensor:
+def encoder_decoder_logits(model: Model, encoder_ids: Tensor, decoder_ids: Tensor) -> Tensor:
     """Logits [T, V] at each token of one decoder sequence [T], beside the encoder's [E]."""
+    encode: Any = model.encode
     with forward_context(_by_formula([model], [len(encoder_ids)])):
-        states = model.encode(encoder_ids, torch.arange(len(encoder_ids)))
+        states = encode(encoder_ids, torch.arange(len(encoder_ids)))
     with forward_context(_by_formula([model], [len(decoder_ids)])):
         hidden = model(decoder_ids, torch.arange(len(decoder_ids)), encoder_hidden_states=states)
     return model.compute_logits(hidden)

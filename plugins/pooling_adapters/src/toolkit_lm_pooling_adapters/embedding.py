@@ -6,7 +6,7 @@ import importlib
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import UnsupportedError
-from toolkit_lm.model import EncoderDecoderModel, Model
+from toolkit_lm.model import Model
 from toolkit_lm_poolers import embedding_pooler
 
 from toolkit_lm_pooling_adapters.converted import Converted, is_pooling_model, subclass
@@ -36,7 +36,7 @@ def as_embedding_model(model_class: type[Model], vllm_config: VllmConfig) -> typ
     comes back unchanged. Raises UnsupportedError for a model without a head to take away: here, or
     when the class is used, before weights are read.
     """
-    if issubclass(model_class, EncoderDecoderModel):
+    if "encoder" in model_class.parts:
         return _encoder_of(model_class)
     if vllm_config.model.runner == "generate":
         return type(
@@ -49,7 +49,7 @@ def as_embedding_model(model_class: type[Model], vllm_config: VllmConfig) -> typ
     return subclass(EmbeddingModel, model_class, "Embedding")
 
 
-def _encoder_of(model_class: type[EncoderDecoderModel]) -> type[Model]:
+def _encoder_of(model_class: type[Model]) -> type[Model]:
     """The pooling model that an encoder-decoder model states to be its encoder."""
     if model_class.embedder is None:
         raise UnsupportedError(

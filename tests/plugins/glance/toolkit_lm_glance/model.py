@@ -13,17 +13,16 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.messages import Array
 from toolkit_lm.model import (
     Absent,
-    EncoderSequences,
     HFConfig,
     IntermediateTensors,
     Model,
-    MultiModalModel,
     QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
     is_first_stage,
     make_part,
 )
+from toolkit_lm.parts import EncoderSequences, MediaPart
 from torch import Tensor
 
 HEAD_SIZE = 16
@@ -59,7 +58,8 @@ class TileEncoder(Model):
         return seen
 
 
-class GlanceForConditionalGeneration(MultiModalModel):
+class GlanceForConditionalGeneration(Model):
+    parts = {"media": MediaPart}
     renames = ((r"^(eye|language)\.", ""),)
     """Each part's own names."""
 
@@ -78,7 +78,7 @@ class GlanceForConditionalGeneration(MultiModalModel):
         embedded: Tensor = self.language.embed(input_ids)
         return embedded
 
-    def encode(
+    def encode_items(
         self, modality: str, items: list[dict[str, Tensor]], sequences: EncoderSequences
     ) -> list[Tensor]:
         tiles = [item["tiles"].flatten(0, 1) for item in items]

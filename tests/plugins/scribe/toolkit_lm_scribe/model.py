@@ -7,15 +7,16 @@ from toolkit_lm.attention import Attention, AttentionType
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import (
     ColumnParallelLinear,
-    EncoderDecoderModel,
     HFConfig,
     MergedColumnParallelLinear,
+    Model,
     ParallelLMHead,
     QKVParallelLinear,
     RMSNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from toolkit_lm.parts import EncoderPart
 from torch import Tensor, nn
 
 HEAD_SIZE = 16
@@ -120,7 +121,8 @@ class Layer(nn.Module):
         return out
 
 
-class ScribeModel(EncoderDecoderModel):
+class ScribeModel(Model):
+    parts = {"encoder": EncoderPart}
     packed = {"qkv": ("query", "key", "value"), "kv": ("key", "value")}
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -140,7 +142,7 @@ class ScribeModel(EncoderDecoderModel):
         )
         self.lm_head = ParallelLMHead(vocab_size, size, prefix="lm_head", **made)
 
-    def encode(self, input_ids: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
+    def encode(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         x: Tensor = self.embed(input_ids) + self.positions(positions)
         for layer in self.encoder:
             x = layer(x)

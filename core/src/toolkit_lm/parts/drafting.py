@@ -1,42 +1,50 @@
-"""Drafting: the drafter of a runner, held so that nothing it does can change a token or end a
-request."""
+"""Drafting as a part of a step: the drafter is held so that nothing it does can change a token or
+end a request."""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from toolkit_lm.attention import CacheLayer
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import PluginError
-from toolkit_lm.messages import StepPlan, StepResult
+from toolkit_lm.messages import NewSequence, StepPlan, StepResult
 from toolkit_lm.plugin import Plugins, PluginWarning
 from toolkit_lm.step import Drafter, GroupInputs, StepInputs, StepPart, StepRun
 
 
-class Drafting:
+class DraftingPart(StepPart):
     """Asks a drafter for guesses. A drafter that fails is dropped with one warning: tokens are the
     same without it."""
 
     def __init__(
         self,
-        name: str,
         model: nn.Module,
         config: VllmConfig,
         device: torch.device,
+        *,
         plugins: Plugins,
+        options: Any = None,
     ) -> None:
-        """Raises PluginError where the drafter cannot be made."""
+        """Makes the drafter that the config names. Raises PluginError where that cannot be."""
+        super().__init__(model, config, device, plugins=plugins, options=options)
+        name = config.scheduler.drafter
+        assert name is not None, "the config names a drafter"
         self._name = name
         self._owner = plugins.drafters.get(name).owner
         self._vocab_size = config.vocab_size or np.inf
         self._drafter: Drafter | None = plugins.drafters.make(
             name, model, config, device, plugins=plugins, options=plugins.options(self._owner.name)
         )
+        self.taps = self._drafter.taps
+        self.buffers = self._drafter.buffers
         for method in ("groups", "inputs"):
             if getattr(type(self._drafter), method) is not getattr(StepPart, method):
                 raise PluginError(
@@ -44,16 +52,23 @@ class Drafting:
                     "in the model's forward pass."
                 )
 
-    def parts(self) -> list[Drafter]:
-        """The drafter, while there is one."""
-        return [] if self._drafter is None else [self._drafter]
+    def load(self, weights: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
+        if self._drafter is not None:
+            self._drafter.load(weights)
 
-    def apply(self, plan: StepPlan) -> None:
-        """Tells the drafter which sequences leave and join."""
-        if plan.dropped or plan.new:
-            self._guarded(lambda drafter: _apply(drafter, plan))
+    def layers(self) -> Mapping[str, CacheLayer]:
+        return {} if self._drafter is None else self._drafter.layers()
 
-    def draft(
+    def context(self, inputs: StepInputs, buffers: Mapping[str, np.ndarray]) -> None:
+        self._guarded(lambda drafter: drafter.context(inputs, buffers))
+
+    def add(self, seq: NewSequence) -> None:
+        self._guarded(lambda drafter: drafter.add(seq))
+
+    def remove(self, seq_id: int) -> None:
+        self._guarded(lambda drafter: drafter.remove(seq_id))
+
+    def finish(
         self, inputs: StepInputs, hidden_states: Tensor, result: StepResult, step: StepRun
     ) -> None:
         """Adds the drafter's guesses to a step's result. The drafter sees copies, and arrays that
@@ -103,13 +118,6 @@ class Drafting:
                 "dropped: from now on nothing is drafted."
             )
             warnings.warn(message, PluginWarning, stacklevel=2)
-
-
-def _apply(drafter: Drafter, plan: StepPlan) -> None:
-    for seq_id in plan.dropped:
-        drafter.remove(seq_id)
-    for seq in plan.new:
-        drafter.add(seq)
 
 
 def _make_read_only(inputs: StepInputs) -> None:

@@ -1,30 +1,65 @@
-"""Media in prompts: the embeddings that encoders have made, and where they take the place of
-tokens'."""
+"""Media in prompts: the embeddings that a model's encoders have made, and where they take the place
+of tokens'."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from toolkit_lm.config import VllmConfig
-from toolkit_lm.messages import EncoderItem, MultiModalFeatureSpec, NewSequence, StepPlan
-from toolkit_lm.model import EncoderSequences, MultiModalModel
+from toolkit_lm.attention import CacheLayer
+from toolkit_lm.config import VllmConfig, parse_memory
+from toolkit_lm.messages import Array, EncoderItem, MultiModalFeatureSpec, NewSequence, StepPlan
 from toolkit_lm.step import StepInputs, StepPart, StepRun
+
+EncoderSequences = Callable[[Sequence[int]], AbstractContextManager[None]]
+"""`StepRun.sequences`."""
+
+
+class ReadsMedia(Protocol):
+    """What a MediaPart asks of its model: where an item of media stands among the tokens,
+    embeddings of the item replace theirs.
+
+    The model's `forward` takes `inputs_embeds` [T, H] too, which stand in the place of
+    `embed(input_ids)` and may be written to; None: no token is an item's. Where it has
+    `prompt_positions(token_ids, features)`, that gives rotary positions [3, N] (int64) of a
+    prompt's tokens [N], below N, from its features, which are without their data; those after it go
+    on from the greatest, all three alike. None: each token's index.
+    """
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Embeddings [T, H] of tokens [T], as the decoder goes on with them: those of items stand
+        beside them as they are."""
+
+    def encode_items(
+        self, modality: str, items: list[dict[str, Tensor]], sequences: EncoderSequences
+    ) -> list[Tensor]:
+        """Embeddings [n, H] of each item of a modality, from its named arrays. What they are does
+        not depend on the other items."""
+
+    def example_items(self) -> list[tuple[str, dict[str, Array]]]:
+        """The largest usual item of each modality, which the encoder is warmed up with."""
 
 
 class MediaPart(StepPart):
-    """The items that the runner holds, and the sequences whose prompts have some."""
+    """The items that a worker holds, and the sequences whose prompts have some. The model is one
+    that ReadsMedia."""
 
-    model: MultiModalModel
+    asks = ("embed", "encode_items", "example_items")
+    feeds = frozenset({"sequences"})
 
     def __init__(
-        self, model: MultiModalModel, config: VllmConfig, device: torch.device, **given: Any
+        self, model: nn.Module, config: VllmConfig, device: torch.device, **given: Any
     ) -> None:
         super().__init__(model, config, device, **given)
+        self._prompt_positions = getattr(model, "prompt_positions", lambda tokens, features: None)
+        self._has_spans = any(
+            layer.spans for layer in model.modules() if isinstance(layer, CacheLayer)
+        )
         self._embeds: dict[str, Tensor] = {}
         """By identifier, [n, H]."""
         self._features: dict[int, list[MultiModalFeatureSpec]] = {}
@@ -34,12 +69,21 @@ class MediaPart(StepPart):
         self._embeds_tokens = config.parallel.pipeline_parallel_rank == 0
         """The first pipeline stage does, for all."""
 
+    def reserved_bytes(self) -> int:
+        return int(parse_memory(self.config.cache.encoder_cache_memory))
+
+    def example(self, plan: StepPlan) -> None:
+        plan.encode = [
+            EncoderItem(f"warm-up {number}", modality, data)
+            for number, (modality, data) in enumerate(self.model.example_items())
+        ]
+
     def add(self, seq: NewSequence) -> None:
         if not seq.features:
             return
         self._features[seq.seq_id] = seq.features
         prompt = np.array(seq.token_ids[: seq.num_prompt_tokens], np.int64)
-        if (positions := self.model.prompt_positions(prompt, seq.features)) is not None:
+        if (positions := self._prompt_positions(prompt, seq.features)) is not None:
             self._positions[seq.seq_id] = positions
 
     def remove(self, seq_id: int) -> None:
@@ -69,7 +113,7 @@ class MediaPart(StepPart):
                     getattr(torch, self.config.model.dtype)
                 )
             if made := [one for one in some if "embeds" not in one.data]:
-                embeds = self.model.encode(
+                embeds = self.model.encode_items(
                     modality, [self._tensors(one) for one in made], sequences
                 )
                 # Of their own memory: an item that is dropped would live on in a view of one that
@@ -143,12 +187,11 @@ class MediaPart(StepPart):
             positions[:, tokens.start : tokens.start + in_prompt.shape[1]] = in_prompt
         return positions
 
-    def spans(self, inputs: StepInputs) -> np.ndarray | None:
-        """[T, 2] int32: of each token that an embedding of an item replaces, the run of such tokens
-        that it is in; of others, itself."""
-        found = list(self._touched(inputs)) if self._features else []
+    def groups(self, inputs: StepInputs) -> None:
+        """Sets `inputs.spans`, where layers ask for them and the step reads media."""
+        found = list(self._touched(inputs)) if self._has_spans and self._features else []
         if not found:
-            return None
+            return
         spans = np.stack((inputs.token_index, inputs.token_index + 1), axis=1).astype(np.int32)
         for index, start, end, feature in found:
             place = feature.mm_position
@@ -159,4 +202,4 @@ class MediaPart(StepPart):
             edges = np.flatnonzero(np.diff(replaced, prepend=False, append=False)) + place.offset
             for begin, stop in edges.reshape(-1, 2).tolist():
                 spans[first + max(start, begin) : first + max(start, min(end, stop))] = begin, stop
-        return spans
+        inputs.spans = spans

@@ -1,0 +1,9 @@
+"""The parts that core brings: one file each.
+
+The names are resolved when they are used: what speaks of parts only needs no torch.
+"""
+
+import lazy_loader
+
+# The names, and the modules that define them, stand in __init__.pyi.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
