@@ -24,10 +24,11 @@ from toolkit_lm import AsyncLLM, VllmConfig
 from toolkit_lm.errors import RequestError
 from toolkit_lm.params import SamplingParams
 from toolkit_lm_server.app import create_app
+from toolkit_lm_server.caller import CALLER, Caller
 from toolkit_lm_server.peer_fields import PEER_FIELDS
-from toolkit_lm_server.protocol import TEMPLATES_ALLOWED, Body
+from toolkit_lm_server.protocol import Body
 from toolkit_lm_server.request_fields import COMMON, Verdict, renamed
-from toolkit_lm_server.unknown_fields import UNKNOWN, UnknownFields
+from toolkit_lm_server.unknown_fields import UnknownFields
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -77,7 +78,7 @@ def client():
 @pytest.fixture(autouse=True)
 def unknown():
     """What is ignored of a request, where fields are not strict."""
-    UNKNOWN.set(found := UnknownFields(lenient=True))
+    CALLER.set(Caller(unknown=(found := UnknownFields(lenient=True))))
     return found
 
 
@@ -202,7 +203,7 @@ def test_fields_without_effect_pass_in_silence(unknown):
 
 def test_ignored_fields_are_told():
     for route, name, _ in rows("told"):
-        UNKNOWN.set(found := UnknownFields(lenient=False))
+        CALLER.set(Caller(unknown=(found := UnknownFields(lenient=False))))
         assert loaded(route, **{name: 5}) == loaded(route)
         assert list(found.names) == [name]
 
@@ -326,7 +327,7 @@ def test_what_is_inside_of_objects():
         ),
     ]
     for route, fields, refused, ignored in cases:
-        UNKNOWN.set(found := UnknownFields(lenient=True))
+        CALLER.set(Caller(unknown=(found := UnknownFields(lenient=True))))
         if refused is None:
             loaded(route, **fields)
         else:
@@ -479,9 +480,9 @@ def test_each_field_that_is_read_reaches_the_engine(route):
 @pytest.fixture
 def templates():
     """Requests may have a chat template."""
-    before = TEMPLATES_ALLOWED.set(True)
+    before = CALLER.set(Caller(takes_templates=True))
     yield
-    TEMPLATES_ALLOWED.reset(before)
+    CALLER.reset(before)
 
 
 NEVER_ASKED = {

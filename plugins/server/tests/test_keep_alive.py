@@ -12,11 +12,11 @@ import httpx
 import pytest
 from toolkit_lm.errors import RequestError
 from toolkit_lm_server.app import create_app
+from toolkit_lm_server.caller import CALLER, Caller
 from toolkit_lm_server.connections import HttpServer
 from toolkit_lm_server.event_stream import EventStream, JsonLines
 from toolkit_lm_server.listening import bind
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_server.route import KEEP_ALIVE
 
 pytestmark = pytest.mark.anyio
 BODIES = {
@@ -174,11 +174,11 @@ async def sent(kind, gaps) -> bytes:
         nonlocal body
         body += message.get("body", b"")
 
-    token = KEEP_ALIVE.set(0.1)
+    token = CALLER.set(Caller(keep_alive=0.1))
     try:
         await kind(events(), Source())({}, asyncio.Event().wait, send)
     finally:
-        KEEP_ALIVE.reset(token)
+        CALLER.reset(token)
     return body
 
 

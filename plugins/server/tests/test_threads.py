@@ -15,10 +15,11 @@ from toolkit_lm.errors import ConfigError
 from toolkit_lm.plugin import hookimpl
 from toolkit_lm_server import route
 from toolkit_lm_server.app import create_app
+from toolkit_lm_server.caller import CALLER, Caller
 from toolkit_lm_server.lifecycle import Lifecycle
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_server.threads import WHOSE, SharedThreads, usable_cores
+from toolkit_lm_server.threads import SharedThreads, usable_cores
 
 
 class Work:
@@ -39,7 +40,7 @@ class Work:
             return client
 
         context = copy_context()
-        context.run(WHOSE.set, client)
+        context.run(CALLER.set, Caller(client=client))
         return context.run(self.threads.submit, run)
 
     def wait_begun(self, count: int) -> str:
@@ -132,7 +133,7 @@ async def test_work_of_a_request_is_its_clients(client, monkeypatch):
     parse = route._parse
 
     def told(body, most):
-        found.append(WHOSE.get())
+        found.append(CALLER.get().client)
         return parse(body, most)
 
     monkeypatch.setattr(route, "_parse", told)
@@ -152,7 +153,7 @@ class Waiting:
     def toolkit_register_routes(self, router, engine):
         @router.get("/thread")
         def thread(size: int = 1) -> list[str]:
-            return [threading.current_thread().name[:17], WHOSE.get()] * size
+            return [threading.current_thread().name[:17], CALLER.get().client] * size
 
         @router.get("/generated")
         def generated() -> Iterator[int]:

@@ -14,6 +14,7 @@ from toolkit_lm.errors import RequestError
 
 from toolkit_lm_server.answer_parts import BUDGET, PLAIN, AnswerParts, Parts, Plan
 from toolkit_lm_server.answers import answer
+from toolkit_lm_server.caller import CALLER
 from toolkit_lm_server.engines import Engines
 from toolkit_lm_server.errors import printable, validated
 from toolkit_lm_server.event_stream import stream_of
@@ -23,7 +24,7 @@ from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.protocol import ChatBody, check_generates, check_priority
 from toolkit_lm_server.route import request_context
 from toolkit_lm_server.tools import ToolUse, tool_use
-from toolkit_lm_server.unknown_fields import UNKNOWN, is_plain
+from toolkit_lm_server.unknown_fields import STRICT, is_plain
 
 if TYPE_CHECKING:
     from toolkit_lm.prompts import Conversation
@@ -71,7 +72,7 @@ class Chat:
         # A model that is not served is refused with the rest of the body.
         if (parts := self._parts.get(model)) is None or parts.reasoning is not None:
             return {BUDGET: tokens}
-        UNKNOWN.get().drop(
+        (CALLER.get().unknown or STRICT).drop(
             name,
             "this model's chat template shows no reasoning that is known here, and "
             "--reasoning-parser names none.",
@@ -108,7 +109,7 @@ class Chat:
         another one.
         """
         given = body.template_kwargs() or {}
-        if (unknown := UNKNOWN.get(None)) is None or body.chat_template is not None or not given:
+        if (unknown := CALLER.get().unknown) is None or body.chat_template is not None or not given:
             return
         if (read := self._engines[body.model].renderer.template_names) is None:
             return

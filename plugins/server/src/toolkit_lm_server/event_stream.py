@@ -13,9 +13,10 @@ from fastapi import Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
+from toolkit_lm_server.caller import CALLER
 from toolkit_lm_server.errors import ApiError, as_api_error
 from toolkit_lm_server.request_log import REASON
-from toolkit_lm_server.route import KEEP_ALIVE, unless_disconnected
+from toolkit_lm_server.route import unless_disconnected
 
 
 class Source(Protocol):
@@ -51,7 +52,7 @@ class EventStream(Response):
     def __init__(self, events: Events, source: Source) -> None:
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
-        self._seconds = KEEP_ALIVE.get()
+        self._seconds = CALLER.get().keep_alive
         self._events = events
         self._source = source
 
@@ -138,7 +139,7 @@ async def stream_of(
     errors are events then."""
     late = _Late(asyncio.ensure_future(begin), events)
     try:
-        await asyncio.wait([late.task], timeout=KEEP_ALIVE.get() if kind.comment else None)
+        await asyncio.wait([late.task], timeout=CALLER.get().keep_alive if kind.comment else None)
     except asyncio.CancelledError:
         await late.aclose()
         raise

@@ -8,11 +8,12 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import NamedTuple
 
 from msgspec import structs
 from toolkit_lm.renderer import HeldFeature, Rendered
+
+from toolkit_lm_server.caller import CALLER
 
 _MOST_TOKENS = 2**22
 """Of all items together: 16 MiB."""
@@ -45,14 +46,14 @@ class HeldElsewhere:
     @contextmanager
     def of(self, held: Collection[str]) -> Iterator[None]:
         """For one request, whose engine holds these."""
-        token = _HELD.set(frozenset(held))
+        token = CALLER.set(structs.replace(CALLER.get(), held=frozenset(held)))
         try:
             yield
         finally:
-            _HELD.reset(token)
+            CALLER.reset(token)
 
     def get(self, identifier: str) -> HeldFeature | None:
-        if identifier not in _HELD.get():
+        if identifier not in CALLER.get().held:
             return None
         with self._lock:
             if (facts := self._facts.get(identifier)) is None:
@@ -61,14 +62,14 @@ class HeldElsewhere:
         return HeldFeature(list(facts.token_ids), facts.mask, facts.layout, facts.num_bytes)
 
     def held_keys(self, limit: int) -> list[str]:
-        return sorted(_HELD.get())[:limit]
+        return sorted(CALLER.get().held)[:limit]
 
     def without_data(self, rendered: Rendered) -> Rendered:
         """What an engine is sent: without the data that it holds. The items are known from now
         on."""
         if not rendered.features:
             return rendered
-        held = _HELD.get()
+        held = CALLER.get().held
         features = []
         for one in rendered.features:
             if one.data is not None:
@@ -95,6 +96,3 @@ class HeldElsewhere:
             while self._size > self._most:
                 _, gone = self._facts.popitem(last=False)
                 self._size -= gone.size
-
-
-_HELD: ContextVar[frozenset[str]] = ContextVar("toolkit_lm_held", default=frozenset())

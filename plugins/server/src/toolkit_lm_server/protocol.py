@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from types import UnionType
 from typing import (
     TYPE_CHECKING,
@@ -31,6 +30,7 @@ from toolkit_lm.errors import PluginError, RequestError
 from toolkit_lm.params import SAMPLING_PARAMS, RequestOutputKind, SamplingParams
 from toolkit_lm.plugin import LogitsProcessorRegistry
 
+from toolkit_lm_server.caller import CALLER
 from toolkit_lm_server.fields import Items, parameter_fields
 from toolkit_lm_server.request_fields import (
     CHAT,
@@ -64,6 +64,9 @@ class Body(BaseModel):
     nested: ClassVar[Mapping[str, tuple[tuple[str, ...], Verdicts]]] = {}
     """By field that is an object: the names that are read of it, and what becomes of others."""
 
+    plain: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are taken as they come: nothing is said of their names."""
+
     model: str | None = None
     """None: the model that is served."""
 
@@ -78,6 +81,7 @@ class Body(BaseModel):
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         """Raises TypeError for another name of a field that the body does not have."""
+        cls.plain = frozenset(cls.model_fields.keys() - cls.verdicts.keys())
         for name, one in cls.verdicts.items():
             if one.becomes == "renamed" and one.note not in cls.model_fields:
                 raise TypeError(
@@ -90,10 +94,13 @@ class Body(BaseModel):
     def _check_names(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        kept = kept_fields(data, cls.model_fields, cls.verdicts, dropped=cls.dropped)
+        kept = data
+        if not data.keys() <= cls.plain:
+            kept = kept_fields(data, cls.model_fields, cls.verdicts, dropped=cls.dropped)
         for name, (stated, verdicts) in cls.nested.items():
             if isinstance(value := kept.get(name), dict):
-                kept[name] = kept_fields(value, stated, verdicts, inside=f"{name}.")
+                inner = kept_fields(value, stated, verdicts, inside=f"{name}.")
+                kept = {**kept, name: inner}
         return {
             name: value for name, value in kept.items() if not _stands_for_default(cls, name, value)
         }
@@ -318,10 +325,6 @@ def body_of(
     return made
 
 
-TEMPLATES_ALLOWED: ContextVar[bool] = ContextVar("TEMPLATES_ALLOWED", default=False)
-"""Whether the request that is read may have a chat template."""
-
-
 class RenderBody(Body):
     """How a conversation is rendered."""
 
@@ -354,7 +357,7 @@ class RenderBody(Body):
     def render_options(self) -> dict[str, Any]:
         """Keywords of Renderer.render_conversation. Raises RequestError for a template that the
         server does not allow."""
-        if self.chat_template is not None and not TEMPLATES_ALLOWED.get():
+        if self.chat_template is not None and not CALLER.get().takes_templates:
             message = (
                 "the server takes no chat_template of requests. Its operator may allow it: "
                 "--allow-request-chat-template."

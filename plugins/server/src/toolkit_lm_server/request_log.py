@@ -11,6 +11,7 @@ from urllib.parse import quote
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from toolkit_lm_server.caller import KEY, Caller
 from toolkit_lm_server.errors import as_api_error
 from toolkit_lm_server.log import ACCESS, fields
 from toolkit_lm_server.metrics import Metrics
@@ -82,7 +83,7 @@ class RequestLog:
 def log_request(scope: Scope, status: int, seconds: float | None, reason: str = "") -> None:
     """Writes a request's line. `reason`: what was wrong with it."""
     client = scope.get("client")
-    account = scope.get("toolkit_lm.account")
+    caller: Caller | None = scope.get(KEY)
     address = f"{client[0]}:{client[1]}" if client else ""
     # Without the query, where some clients put keys.
     target = quote(scope["path"])
@@ -91,9 +92,9 @@ def log_request(scope: Scope, status: int, seconds: float | None, reason: str = 
         f"{scope['method']} {target[:_TARGET]} HTTP/{scope['http_version']}",
         status,
         reason,
-        key=None if account is None else account.name,
+        key=None if caller is None or caller.account is None else caller.account.name,
         seconds=seconds,
-        request_id=scope.get("toolkit_lm.request_id"),
+        request_id=None if caller is None else caller.request_id,
     )
 
 

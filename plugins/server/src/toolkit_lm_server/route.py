@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -23,6 +22,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
 from toolkit_lm_serving import CLIENT
 
+from toolkit_lm_server.caller import CALLER, KEY, Caller
 from toolkit_lm_server.errors import (
     RETRY_AFTER,
     VLLM_TYPES,
@@ -36,16 +36,11 @@ from toolkit_lm_server.json_measure import measure
 from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_server.protocol import TEMPLATES_ALLOWED
-from toolkit_lm_server.threads import WHOSE, in_shared_thread
-from toolkit_lm_server.unknown_fields import IGNORED, UNKNOWN, UnknownFields
+from toolkit_lm_server.threads import in_shared_thread
+from toolkit_lm_server.unknown_fields import IGNORED, UnknownFields
 from toolkit_lm_server.watched import Watched, engine_states
 
-KEEP_ALIVE: ContextVar[float | None] = ContextVar("KEEP_ALIVE", default=None)
-"""Seconds in which a stream of the request that is worked on sends something, if only a comment."""
 REQUEST_ID = "x-request-id"
-_KEY = "toolkit_lm.request_id"
-_ACCOUNT = "toolkit_lm.account"
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TRACE = {"traceparent": 128, "tracestate": 4096}
 """W3C headers, and the most characters that are taken of each; a longer one is dropped."""
@@ -282,8 +277,6 @@ class ServerRoute(APIRoute):
         site could send it: then they must."""
         if not self.takes_any_type or "origin" in request.headers:
             return request.scope
-        # It is kept in the scope.
-        request_id(request)
         others = [
             (name, value) for name, value in request.scope["headers"] if name != b"content-type"
         ]
@@ -298,19 +291,19 @@ class ServerRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def respond(request: Request) -> Response:
+            caller = caller_of(request)
+            caller.unknown = UnknownFields(lenient=not self.server_options.strict_fields)
+            caller.keep_alive = self.server_options.sse_keep_alive
+            caller.takes_templates = self.server_options.allow_request_chat_template
+            CALLER.set(caller)
             try:
-                account = (
-                    None if self.keys is None else self.keys.find(authorization(request.headers))
-                )
-                request.scope[_ACCOUNT] = account
-                WHOSE.set(client_of(request))
-                UNKNOWN.set(unknown := UnknownFields(lenient=not self.server_options.strict_fields))
-                KEEP_ALIVE.set(self.server_options.sse_keep_alive)
-                TEMPLATES_ALLOWED.set(self.server_options.allow_request_chat_template)
+                if self.keys is not None:
+                    caller.account = self.keys.find(authorization(request.headers))
+                    caller.client = caller.account.name
                 if self.readiness is not None:
                     self.readiness.check()
-                    if account is not None:
-                        account.begin()
+                    if caller.account is not None:
+                        caller.account.begin()
                 check_encoding(request)
                 with self.bodies.hold() as take:
                     body = await read_body(request, self.max_body_bytes, take)
@@ -319,15 +312,15 @@ class ServerRoute(APIRoute):
                         request.receive,
                         handle(JsonRequest(request, body, self.bodies, self._scope(request))),
                     )
-                if unknown.names:
-                    response.headers[IGNORED] = ", ".join(unknown.names)
+                if caller.unknown.names:
+                    response.headers[IGNORED] = ", ".join(caller.unknown.names)
             except ClientDisconnect:
                 response = Response(status_code=499)
             except Exception as error:
                 response = self.refusal(as_api_error(error))
                 if self.metrics is not None:
                     self.metrics.refused(response.status_code)
-            response.headers[REQUEST_ID] = request_id(request)
+            response.headers[REQUEST_ID] = caller.request_id
             return response
 
         return respond
@@ -383,33 +376,28 @@ def authorization(headers: Headers) -> str:
     return headers.get("authorization", "" if key is None else f"Bearer {key}")
 
 
-def request_id(request: Request) -> str:
-    """The client's x-request-id where it is a plain word, else one of our own. It is for people:
-    nothing is found by it."""
-    if _KEY not in request.scope:
+def caller_of(request: Request) -> Caller:
+    """Who asks. Request ids are for people: nothing is found by them."""
+    found: Caller | None = request.scope.get(KEY)
+    if found is None:
         given = request.headers.get(REQUEST_ID, "")
-        request.scope[_KEY] = given if _ID.fullmatch(given) else uuid.uuid4().hex
-    found: str = request.scope[_KEY]
+        found = request.scope[KEY] = Caller(
+            request_id=given if _ID.fullmatch(given) else uuid.uuid4().hex,
+            client="" if request.client is None else request.client.host,
+        )
     return found
 
 
 def request_context(request: Request) -> dict[str, str]:
     """What plugins that watch the engine are told of an HTTP request."""
+    caller = caller_of(request)
     route = getattr(request.scope.get("route"), "path", request.url.path)
-    context = {"route": route, "request_id": request_id(request), CLIENT: client_of(request)}
+    context = {"route": route, "request_id": caller.request_id, CLIENT: caller.client}
     for name, most in _TRACE.items():
         value = request.headers.get(name, "")
         if 0 < len(value) <= most and value.isascii() and value.isprintable():
             context[name] = value
     return context
-
-
-def client_of(request: Request) -> str:
-    """Whose turn it is: the name of the client's key, else its address."""
-    if (account := request.scope.get(_ACCOUNT)) is not None:
-        name: str = account.name
-        return name
-    return "" if request.client is None else request.client.host
 
 
 def check_encoding(request: Request) -> None:

@@ -11,16 +11,14 @@ import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextvars import ContextVar
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
+from toolkit_lm_server.caller import CALLER
+
 CLOSING = 5
 """Seconds that the last answers, and then the engine, get at the end."""
-
-WHOSE = ContextVar("WHOSE", default="")
-"""The client whose request is worked on."""
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
@@ -52,7 +50,7 @@ class SharedThreads(ThreadPoolExecutor):
     def submit(
         self, function: Callable[..., Result], /, *args: Any, **options: Any
     ) -> Future[Result]:
-        client = WHOSE.get()
+        client = CALLER.get().client
         future = Future[Result]()
         with self._lock:
             self._waiting[client].append((future, partial(function, *args, **options)))

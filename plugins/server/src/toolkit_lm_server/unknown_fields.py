@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
-from contextvars import ContextVar
 from typing import Any
 
 from msgspec import Struct, field
@@ -14,6 +13,7 @@ from pydantic_core import PydanticCustomError
 from toolkit_lm.errors import nearest
 from toolkit_lm.plugin import parameter_source
 
+from toolkit_lm_server.caller import CALLER
 from toolkit_lm_server.errors import printable
 from toolkit_lm_server.request_fields import Verdicts, asks_nothing, same
 
@@ -85,8 +85,6 @@ class UnknownFields(Struct):
         return True
 
 
-UNKNOWN: ContextVar[UnknownFields] = ContextVar("UNKNOWN")
-"""Of the request that is read."""
 STRICT = UnknownFields(lenient=False)
 """A body that comes from elsewhere is to have none."""
 
@@ -121,7 +119,7 @@ def kept_fields(
         elif verdict.becomes == "refused" and not verdict.is_neutral(value, given):
             raise unsupported(f"{inside}{name}", verdict.note)
         elif verdict.becomes == "told" and not verdict.is_neutral(value, given):
-            UNKNOWN.get(STRICT).drop(f"{inside}{name}", verdict.note)
+            (CALLER.get().unknown or STRICT).drop(f"{inside}{name}", verdict.note)
     return kept
 
 
@@ -151,7 +149,7 @@ def _check_names(given: Mapping[str, Any], verdicts: Verdicts, inside: str) -> N
 
 
 def _unknown(name: str, value: Any, stated: Collection[str], inside: str) -> None:
-    unknown = UNKNOWN.get(STRICT)
+    unknown = CALLER.get().unknown or STRICT
     if not inside and (hint := "" if asks_nothing(value) else parameter_source(name)):
         # Without its plugin, the answer would be another one than was asked for.
         raise unknown_field(name, (), hint=hint)

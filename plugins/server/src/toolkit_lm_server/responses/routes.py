@@ -33,7 +33,7 @@ from toolkit_lm_server.responses.items import messages_of
 from toolkit_lm_server.responses.output import Output, ResponseEvents
 from toolkit_lm_server.responses.schemas import DeletedResponse, ResponseEvent, ResponseObject
 from toolkit_lm_server.responses.store import ResponseStore
-from toolkit_lm_server.route import client_of, request_context, with_body
+from toolkit_lm_server.route import caller_of, request_context, with_body
 
 _PATH = "/v1/responses"
 _STORE_HINT = ": its operator starts it with --max-stored-responses."
@@ -50,7 +50,7 @@ class Responses:
 
     async def create(self, body: ResponsesBody, request: Request) -> Response:
         """Answers an input: a text, or the items of a conversation."""
-        owner = client_of(request)
+        owner = caller_of(request).client
         own = body.own_messages()
         earlier = self._earlier(body.previous_response_id, owner)
         keeps = self._keeps(body)
@@ -127,23 +127,23 @@ class Responses:
 
     async def get(self, response_id: str, request: Request) -> Response:
         """A response that is kept."""
-        found = self._store.response(response_id, client_of(request))
+        found = self._store.response(response_id, caller_of(request).client)
         if found is None:
             raise _unknown(response_id, "response_id")
         return Response(found, media_type="application/json")
 
     async def delete(self, response_id: str, request: Request) -> dict[str, Any]:
         """Forgets a response. What is made in the background ends."""
-        if self._store.response(response_id, client_of(request)) is not None:
+        if self._store.response(response_id, caller_of(request).client) is not None:
             await self._background.stop(response_id)
-        if not self._store.remove(response_id, client_of(request)):
+        if not self._store.remove(response_id, caller_of(request).client):
             raise _unknown(response_id, "response_id")
         return {"id": response_id, "object": "response", "deleted": True}
 
     async def cancel(self, response_id: str, request: Request) -> Response:
         """Ends a response that is made in the background. One that is made already stays as it
         is."""
-        owner = client_of(request)
+        owner = caller_of(request).client
         if self._store.response(response_id, owner) is not None:
             await self._background.stop(response_id)
         if (found := self._store.response(response_id, owner)) is None:
