@@ -48,12 +48,15 @@ class GGUFLoader(CheckpointLoader):
         heads = file.get("{arch}.attention.head_count")
         heads_of = {"q_proj": heads, "k_proj": file.get("{arch}.attention.head_count_kv", heads)}
         for name, array in file.arrays():
-            stem, _, suffix = name.rpartition(".")
-            # An unknown one keeps its name, under which the model refuses it.
-            stem = names.get(stem, stem)
+            stem, _, suffix = _renamed(name, names).rpartition(".")
             if permuted and (num_heads := heads_of.get(stem.rpartition(".")[2])):
                 array = _in_halves(array, num_heads)
             yield f"{stem}.{suffix}", torch.from_numpy(array)
+
+    def names(self) -> list[str]:
+        file = GGUFFile(self._path())
+        names = _names(file)
+        return [_renamed(name, names) for name in file.tensors()]
 
     def _path(self) -> Path:
         if not self.source.is_dir():
@@ -99,6 +102,13 @@ def _names(file: GGUFFile) -> dict[str, str]:
         *(f"model.layers.{layer}.{name}" for layer in range(count) for name in _OF_LAYERS),
     ]
     return {name: stem for stem in stems if (name := known.get_name(stem)) is not None}
+
+
+def _renamed(name: str, names: dict[str, str]) -> str:
+    """A tensor's name in Hugging Face layout. An unknown one keeps its own, under which the model
+    refuses it."""
+    stem, _, suffix = name.rpartition(".")
+    return f"{names.get(stem, stem)}.{suffix}"
 
 
 def _in_halves(array: np.ndarray, num_heads: int) -> np.ndarray:
