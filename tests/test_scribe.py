@@ -159,7 +159,7 @@ class TestScribe(EncoderDecoderConformance):
 
 def test_it_is_small():
     sources = [path.read_text() for path in FOLDER.rglob("*.py")]
-    assert sum(map(budgets.count_tokens, sources)) < 1_260
+    assert sum(map(budgets.count_tokens, sources)) < 1_280
 
 
 def test_its_own_rule_for_decoder_prompts(tmp_path):

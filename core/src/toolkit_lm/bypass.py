@@ -98,6 +98,11 @@ def has_hook(modules: Iterable[nn.Module]) -> bool:
     return False
 
 
+def look_again() -> None:
+    """Has whoever bypasses modules ask once more whether it may: a new handle counts as a hook."""
+    RemovableHandle(OrderedDict())
+
+
 class Bypassable(nn.Module):
     """A module that may be left uncalled, or whose parts may be: base of what kernels compute in
     one call, and of its parts."""
@@ -126,9 +131,8 @@ class Bypassable(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if callable(getattr(type(self), name, None)):
-            # A method is replaced. A new handle counts as a hook, so that whoever bypasses modules
-            # looks again.
-            RemovableHandle(OrderedDict())
+            # A method is replaced.
+            look_again()
 
     def refuses_bypass(self) -> str | None:
         """Why the module must be called, hooks apart; None: it need not be."""

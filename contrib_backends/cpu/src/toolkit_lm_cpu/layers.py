@@ -13,6 +13,7 @@ from toolkit_lm.model import (
     LayerParts,
     LinearMethod,
     LinearSpec,
+    Rows,
     UnquantizedMethod,
 )
 from torch import Tensor, nn
@@ -70,6 +71,7 @@ class OneDnnLinear(UnquantizedMethod):
         x: Tensor,
         bias: Tensor | None,
         *,
+        rows: Rows | Tensor = Rows.FLAT,
         activation: str | None = None,
         gated: bool = False,
         residual: Tensor | None = None,

@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from toolkit_lm.model import GatedColumnParallelLinear, LinearMethod, LinearSpec, UnquantizedMethod
+from toolkit_lm.model import (
+    GatedColumnParallelLinear,
+    LinearMethod,
+    LinearSpec,
+    Rows,
+    UnquantizedMethod,
+)
 from torch import Tensor, nn
 
 from toolkit_lm_cpu.arena import Arena
@@ -119,6 +125,7 @@ class PanelLinear(UnquantizedMethod):
         x: Tensor,
         bias: Tensor | None,
         *,
+        rows: Rows | Tensor = Rows.FLAT,
         activation: str | None = None,
         gated: bool = False,
         residual: Tensor | None = None,

@@ -13,6 +13,7 @@ from toolkit_lm.model import (
     LayerParts,
     LinearMethod,
     LinearSpec,
+    Rows,
     UnquantizedMethod,
 )
 from torch import Tensor
@@ -52,6 +53,7 @@ class GatedLinear(UnquantizedMethod):
         x: Tensor,
         bias: Tensor | None,
         *,
+        rows: Rows | Tensor = Rows.FLAT,
         activation: str | None = None,
         gated: bool = False,
         residual: Tensor | None = None,

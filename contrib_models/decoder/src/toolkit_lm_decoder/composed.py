@@ -16,6 +16,7 @@ from toolkit_lm.model import (
     join,
     logits_of,
     make_part,
+    see_encoder_tokens,
 )
 from toolkit_lm.parts import EncoderSequences, MediaPart
 from torch import Tensor
@@ -68,6 +69,7 @@ class ComposedModel(Model):
         self.encoder = (
             self.encoder_class(vllm_config=vllm_config, prefix=prefix) if encodes else Absent()
         )
+        see_encoder_tokens(self.encoder)
 
     def text_config(self) -> dict[str, Any]:
         """The config.json of the language part."""

@@ -14,6 +14,7 @@ from toolkit_lm.model import (
     QKVParallelLinear,
     RowParallelLinear,
     join,
+    see_encoder_tokens,
 )
 from torch import Tensor, nn
 
@@ -110,6 +111,7 @@ class CrossAttention(nn.Module):
             vllm_config=vllm_config,
             prefix=join(prefix, "kv_proj"),
         )
+        see_encoder_tokens(self.kv_proj)
         self.out_proj = out_projection(heads, vllm_config, prefix)
         self.attn = Attention(
             self.q_proj.output_size // heads.head_size,

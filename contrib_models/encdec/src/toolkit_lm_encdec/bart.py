@@ -20,6 +20,7 @@ from toolkit_lm.model import (
     VocabParallelEmbedding,
     join,
     logits_of,
+    see_encoder_tokens,
     torch_dtype,
 )
 from toolkit_lm.parts import EncoderPart
@@ -222,6 +223,7 @@ class BartModel(nn.Module):
             vllm_config=vllm_config,
             prefix=join(prefix, "encoder"),
         )
+        see_encoder_tokens(self.encoder)
         self.decoder = BartStack(
             "decoder",
             style,

@@ -19,6 +19,7 @@ from toolkit_lm.model import (
     RowParallelLinear,
     VocabParallelEmbedding,
     join,
+    see_encoder_tokens,
 )
 from toolkit_lm.parts import EncoderPart
 from torch import Tensor, nn
@@ -222,6 +223,7 @@ class T5ForConditionalGeneration(Model):
             vllm_config=vllm_config,
             prefix=join(prefix, "encoder"),
         )
+        see_encoder_tokens(self.encoder)
         num_layers = config.get("num_decoder_layers", int, num_layers)
         self.decoder = T5Stack(
             T5DecoderBlock,

@@ -16,6 +16,7 @@ from toolkit_lm.model import (
     Rotation,
     VocabParallelEmbedding,
     join,
+    see_encoder_tokens,
 )
 from toolkit_lm.parts import EncoderPart
 from toolkit_lm_decoder.gemma2 import (
@@ -150,6 +151,7 @@ class T5GemmaModel(nn.Module):
             vllm_config=config_of("encoder", vllm_config),
             prefix=join(prefix, "encoder"),
         )
+        see_encoder_tokens(self.encoder)
         self.decoder = T5GemmaDecoder(
             DecoderParts,
             vllm_config=config_of("decoder", vllm_config),

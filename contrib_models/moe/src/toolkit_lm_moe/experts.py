@@ -18,6 +18,7 @@ from toolkit_lm.model import (
     LinearBase,
     LinearSpec,
     Part,
+    Rows,
     UnquantizedMethod,
     gate,
     get_activation,
@@ -86,21 +87,27 @@ class _GatedLinear(LinearBase):
         super().__init__(spec)
         self.activation = activation
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.method.apply(x, None, activation=self.activation, gated=True)
+    def forward(self, x: Tensor, rows: Rows | Tensor | None = None) -> Tensor:
+        return self.method.apply(
+            x,
+            None,
+            rows=self.rows if rows is None else rows,
+            activation=self.activation,
+            gated=True,
+        )
 
 
 class _Expert(nn.Module):
-    """Gated feed-forward: [rows, H] -> [rows, H]. Where an expert is cut, the ranks' results are to
-    be summed."""
+    """Gated feed-forward: [rows, H] -> [rows, H], of the `tokens` [rows] (int64) of the flat batch.
+    Where an expert is cut, the ranks' results are to be summed."""
 
     def __init__(self, gate_up_proj: LinearBase, down_proj: LinearBase) -> None:
         super().__init__()
         self.gate_up_proj = gate_up_proj
         self.down_proj = down_proj
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(self.gate_up_proj(x))
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.gate_up_proj(x, tokens), tokens)
         return out
 
 
@@ -211,10 +218,11 @@ class RoutedExperts(Bypassable):
         # many they are need not be known.
         counted = (experts - self.held.start) % self.num_experts if divided else experts
         chosen, order = counted.flatten().sort(stable=True)
-        rows = x[order // experts.shape[1]]
+        tokens = order // experts.shape[1]
+        rows = x[tokens]
         # The grouped product calls no expert, and a hook waits for the call of its expert.
         if self.stacked is None or not self.may_bypass():
-            sorted_out = self._one_by_one(rows, chosen)
+            sorted_out = self._one_by_one(rows, chosen, tokens)
         else:
             sorted_out = self._grouped(rows, chosen, *self.stacked)
         if divided:
@@ -233,16 +241,24 @@ class RoutedExperts(Bypassable):
             gate(F.grouped_mm(rows, gate_up.mT, offs=ends), self.activation), down.mT, offs=ends
         )
 
-    def _one_by_one(self, rows: Tensor, chosen: Tensor) -> Tensor:
-        """As `_grouped`, over the experts that are hit."""
+    def refuses_bypass(self) -> str | None:
+        methods = (
+            self.get_submodule(f"{i}.{name}").method for i in self.held for name in PROJECTIONS
+        )
+        for method in methods:
+            if not isinstance(method, UnquantizedMethod):
+                return f"a projection has the method {type(method).__name__}"
+        return super().refuses_bypass()
+
+    def _one_by_one(self, rows: Tensor, chosen: Tensor, tokens: Tensor) -> Tensor:
+        """As `_grouped`, over the experts that are hit, of rows that are these tokens."""
         hit, counts = torch.unique_consecutive(chosen, return_counts=True)
         sizes = counts.tolist()
         out = torch.empty_like(rows)
-        for expert, its_rows, its_out in zip(
-            hit.tolist(), torch.split(rows, sizes), torch.split(out, sizes), strict=True
-        ):
+        pieces = (torch.split(whole, sizes) for whole in (rows, tokens, out))
+        for expert, its_rows, its_tokens, its_out in zip(hit.tolist(), *pieces, strict=True):
             if expert < len(self.held):
-                its_out.copy_(self.get_submodule(str(self.held[expert]))(its_rows))
+                its_out.copy_(self.get_submodule(str(self.held[expert]))(its_rows, its_tokens))
         return out
 
     def extra_repr(self) -> str:

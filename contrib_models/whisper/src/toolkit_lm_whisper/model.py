@@ -18,6 +18,7 @@ from toolkit_lm.model import (
     VocabParallelEmbedding,
     join,
     logits_of,
+    see_encoder_tokens,
     torch_dtype,
 )
 from toolkit_lm.parts import EncoderPart
@@ -107,6 +108,7 @@ class WhisperModel(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         self.encoder = WhisperEncoder(vllm_config=vllm_config, prefix=join(prefix, "encoder"))
+        see_encoder_tokens(self.encoder)
         self.decoder = WhisperDecoder(vllm_config=vllm_config, prefix=join(prefix, "decoder"))
 
 

@@ -48,13 +48,17 @@ from .linear import (
     QKVParallelLinear as QKVParallelLinear,
     ReplicatedLinear as ReplicatedLinear,
     RowParallelLinear as RowParallelLinear,
+    see_encoder_tokens as see_encoder_tokens,
 )
 from .linear_method import (
     LayerKind as LayerKind,
     LinearMethod as LinearMethod,
     LinearSpec as LinearSpec,
     Quantization as Quantization,
+    Rows as Rows,
     UnquantizedMethod as UnquantizedMethod,
+    WrappingMethod as WrappingMethod,
+    logits_of_tokens as logits_of_tokens,
 )
 from .loader import (
     construct as construct,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -9,9 +10,10 @@ from torch import Tensor
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.distributed import tensor_parallel_group
+from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.model.kernels import choose_kernels, method_chooser
 from toolkit_lm.model.linear import LinearBase
-from toolkit_lm.model.linear_method import LayerKind, LinearMethod, LinearSpec
+from toolkit_lm.model.linear_method import LayerKind, LinearMethod, LinearSpec, head_rows
 from toolkit_lm.model.parameters import Part, torch_dtype
 
 
@@ -68,7 +70,15 @@ class VocabParallelEmbedding(_VocabParallel):
         )
         self.scale = scale
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def wrap(self, make: Callable[[LinearMethod], LinearMethod]) -> None:
+        method = make(self.method)
+        if type(method).embed is LinearMethod.embed:
+            raise UnsupportedError(
+                f"{type(method).__name__} cannot wrap {self.prefix}: it has no method embed."
+            )
+        self.method = method
+
+    def forward(self, input_ids: Tensor) -> Tensor:  # type: ignore[override]
         embedded = (
             self._of_all_ranks(input_ids) if self.is_sharded else self.method.embed(input_ids)
         )
@@ -121,8 +131,8 @@ class ParallelLMHead(_VocabParallel):
             self.method = self._choose_method(self.spec)
             self.method.create(self, self.spec)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        logits = self.method.apply(hidden_states, self.bias)
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        logits = self.method.apply(hidden_states, self.bias, rows=head_rows())
         if not self.is_sharded:
             return logits
         return tensor_parallel_group(self.parallel).all_gather(logits, -1)[..., : self.vocab_size]

@@ -13,6 +13,7 @@ from toolkit_lm.attention import Attention
 from toolkit_lm.bypass import Bypassable, alteration, module_alteration
 from toolkit_lm.model.kernels import FusedLayer, Kernels
 from toolkit_lm.model.linear import GatedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from toolkit_lm.model.linear_method import LinearMethod
 from toolkit_lm.model.norm import RMSNorm
 from toolkit_lm.model.rotary import Rotation
 
@@ -45,6 +46,11 @@ class LayerParts:
     """Of what out and down give."""
     out_norms: tuple[RMSNorm, RMSNorm] | None = None
     """Of what out and down give, times the multiplier, before it is added to the residual."""
+
+    def methods(self) -> tuple[LinearMethod, ...]:
+        """Of its linear layers."""
+        layers = self.qkv, self.out, self.gate_up, self.down
+        return tuple(layer.method for layer in layers if layer is not None)
 
     def refusal(self) -> str | None:
         """Why kernels may not compute in place of one of the parts; None: they may."""
@@ -79,6 +85,8 @@ class FusibleLayer(Bypassable):
     """What computes the layer in place of its modules."""
     _fused_parts: LayerParts | None = None
     """What `fused` was made of."""
+    _fused_methods: tuple[LinearMethod, ...] = ()
+    """Those of their linear layers then: one may be wrapped later."""
 
     def parts(self) -> LayerParts | None:
         """None: LayerParts cannot state what the layer computes."""
@@ -104,16 +112,18 @@ class FusibleLayer(Bypassable):
         if isinstance(found, LayerParts) and fuse_refusal(kernels) is None:
             self.fused = kernels.fuse(found)
             self._fused_parts = found
+            self._fused_methods = found.methods()
 
     def refuses_bypass(self) -> str | None:
         found = self.fusible()
         if isinstance(found, str):
             return found
-        return (
-            None
-            if found == self._fused_parts
-            else "its parts are others than those that were fused"
-        )
+        if found != self._fused_parts:
+            return "its parts are others than those that were fused"
+        for now, then in zip(found.methods(), self._fused_methods, strict=True):
+            if now is not then:
+                return f"a linear layer has the method {type(now).__name__} since it was fused"
+        return None
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from toolkit_lm.bypass import Bypassable
+from toolkit_lm.bypass import Bypassable, look_again
 from toolkit_lm.config import ParallelConfig, VllmConfig
 from toolkit_lm.distributed import tensor_parallel_group
 from toolkit_lm.errors import ConfigError
 from toolkit_lm.model.activation import get_activation
 from toolkit_lm.model.kernels import choose_kernels, choose_method, choose_sources
-from toolkit_lm.model.linear_method import LinearSpec
+from toolkit_lm.model.linear_method import LinearMethod, LinearSpec, Rows
 from toolkit_lm.model.parameters import Part, ShardLoader, new_parameter, torch_dtype
 
 
@@ -34,6 +35,8 @@ class LinearBase(Bypassable):
         self.spec = spec
         self.prefix = spec.prefix
         self.output_size, self.input_size = spec.shape
+        self.rows: Rows | Tensor = Rows.FLAT
+        """Which rows it is given."""
         self.method = choose_method(spec)
         self.method.create(self, spec)
         self.bias = (
@@ -42,8 +45,22 @@ class LinearBase(Bypassable):
             else None
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.method.apply(x, self.bias)
+    def forward(self, x: Tensor, rows: Rows | Tensor | None = None) -> Tensor:
+        """`rows`: which they are this time; None: those that the layer is always given."""
+        return self.method.apply(x, self.bias, rows=self.rows if rows is None else rows)
+
+    def wrap(self, make: Callable[[LinearMethod], LinearMethod]) -> None:
+        """Puts a method around the one that the layer has, once its weight is loaded: `make` is
+        given that, and returns most often a WrappingMethod.
+
+        Nothing computes in the layer's place from then on, not even kernels that fused it.
+        """
+        self.method = make(self.method)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "method":
+            look_again()
 
     def extra_repr(self) -> str:
         method = type(self.method).__name__
@@ -136,8 +153,13 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
             get_activation(activation)
         self.activation = activation
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.method.apply(x, self.bias, activation=self.activation)
+    def forward(self, x: Tensor, rows: Rows | Tensor | None = None) -> Tensor:
+        return self.method.apply(
+            x,
+            self.bias,
+            rows=self.rows if rows is None else rows,
+            activation=self.activation,
+        )
 
 
 class GatedColumnParallelLinear(MergedColumnParallelLinear):
@@ -163,8 +185,14 @@ class GatedColumnParallelLinear(MergedColumnParallelLinear):
         get_activation(activation)
         self.activation = activation
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.method.apply(x, self.bias, activation=self.activation, gated=True)
+    def forward(self, x: Tensor, rows: Rows | Tensor | None = None) -> Tensor:
+        return self.method.apply(
+            x,
+            self.bias,
+            rows=self.rows if rows is None else rows,
+            activation=self.activation,
+            gated=True,
+        )
 
 
 class QKVParallelLinear(_Linear):
@@ -246,16 +274,26 @@ class RowParallelLinear(LinearBase):
         self.parallel = vllm_config.parallel
         self.is_sharded = self.parallel.tensor_parallel_size > 1
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """`residual` [T, output_size], the same on all ranks, is added to the sum."""
         if not self.is_sharded:
-            return self.method.apply(x, self.bias, residual=residual)
+            return self.method.apply(x, self.bias, rows=self.rows, residual=residual)
         # One rank adds them, so that the sum holds them once.
         first = self.parallel.tensor_parallel_rank == 0
         out = self.method.apply(
-            x, self.bias if first else None, residual=residual if first else None
+            x,
+            self.bias if first else None,
+            rows=self.rows,
+            residual=residual if first else None,
         )
         return tensor_parallel_group(self.parallel).all_reduce(out)
+
+
+def see_encoder_tokens(module: nn.Module) -> None:
+    """Tells the linear layers in it that their rows are an encoder's tokens, `Rows.ENCODER`."""
+    for layer in module.modules():
+        if isinstance(layer, LinearBase):
+            layer.rows = Rows.ENCODER
 
 
 class HeadLinear(nn.Linear):

@@ -3,9 +3,12 @@ method of its own, by kind and name."""
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Literal
 
 import torch
@@ -18,6 +21,37 @@ from toolkit_lm.model.activation import gate, get_activation
 from toolkit_lm.model.parameters import Part, ShardLoader, new_parameter
 
 LayerKind = Literal["linear", "embedding", "lm_head", "experts"]
+
+
+class Rows(Enum):
+    """Which rows a linear layer is given. An expert's layers are given other ones: indices [rows]
+    (int64) into the step's flat tokens."""
+
+    FLAT = "flat"
+    """All T tokens of the step, in their order."""
+    SAMPLED = "sampled"
+    """The last token of each row that draws one, in the order of rows."""
+    ENCODER = "encoder"
+    """Tokens of an encoder: its sequences' or an item's of media."""
+
+
+_local = threading.local()
+
+
+@contextmanager
+def logits_of_tokens(tokens: Tensor) -> Iterator[None]:
+    """Has heads that this thread calls inside say that they are given these of the step's flat
+    tokens, indices [R] (int64), and not the last of each row."""
+    _local.tokens = tokens
+    try:
+        yield
+    finally:
+        del _local.tokens
+
+
+def head_rows() -> Rows | Tensor:
+    """What a language-modeling head is given now."""
+    return getattr(_local, "tokens", Rows.SAMPLED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +132,7 @@ class LinearMethod(ABC):
         x: Tensor,
         bias: Tensor | None,
         *,
+        rows: Rows | Tensor = Rows.FLAT,
         activation: str | None = None,
         gated: bool = False,
         residual: Tensor | None = None,
@@ -105,21 +140,65 @@ class LinearMethod(ABC):
         """activation(x W^T + bias) or x W^T + bias + residual: [T, inputs] -> [T, outputs]. A
         method that fuses them overrides it.
 
+        `rows`: which the rows of `x` are, for a method that treats them differently.
+
         `activation` is a name that `get_activation` knows. `gated`: the first half of the outputs
         passes it, and is multiplied with the second: [T, outputs / 2].
         """
-        assert activation is None or residual is None
-        out = self.multiply(x, bias)
-        if residual is not None:
-            return out.add_(residual)
-        if activation is None:
-            return out
-        return gate(out, activation) if gated else get_activation(activation)(out)
+        return finish(self.multiply(x, bias), activation, gated, residual)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Rows of W: ids [T] (int64, below outputs) -> a new tensor [T, inputs], in the model's
         dtype. For embeddings."""
         raise NotImplementedError(f"{type(self).__name__} cannot look up embeddings")
+
+
+def finish(out: Tensor, activation: str | None, gated: bool, residual: Tensor | None) -> Tensor:
+    """What `LinearMethod.apply` makes of a product [T, outputs], which it may write to."""
+    assert activation is None or residual is None
+    if residual is not None:
+        return out.add_(residual)
+    if activation is None:
+        return out
+    return gate(out, activation) if gated else get_activation(activation)(out)
+
+
+class WrappingMethod(LinearMethod):
+    """Base of methods that change what another one gives, quantized or not, by rows: an adapter's.
+
+    `LinearBase.wrap` puts one around the method that the layer has. That one's weight is loaded
+    and rearranged by then. A later one wraps an earlier one, and changes what that gives.
+    """
+
+    def __init__(self, inner: LinearMethod) -> None:
+        self.inner = inner
+
+    @abstractmethod
+    def change(self, x: Tensor, out: Tensor, rows: Rows | Tensor) -> Tensor:
+        """What becomes of `out` [T, outputs], x W^T + bias, which it may write to: before the
+        activation, and before the residual is added."""
+
+    def create(self, layer: nn.Module, spec: LinearSpec) -> None:
+        self.inner.create(layer, spec)
+
+    def process(self, layer: nn.Module) -> None:
+        self.inner.process(layer)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self.apply(x, bias)
+
+    def apply(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        *,
+        rows: Rows | Tensor = Rows.FLAT,
+        activation: str | None = None,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        out = self.change(x, self.inner.apply(x, bias, rows=rows), rows)
+        return finish(out, activation, gated, residual)
 
 
 class Quantization(ABC):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from toolkit_lm.messages import TokenLogprobs
+from toolkit_lm.model import logits_of_tokens
 from toolkit_lm.runner.batch import PersistentBatch
 from toolkit_lm.sampling import token_logprobs
 from toolkit_lm.step import StepInputs
@@ -37,9 +38,10 @@ def prompt_logprobs(
         known: list[TokenLogprobs] = []
         for position in range(first, last, _MOST_ROWS):
             stop = min(position + _MOST_ROWS, last)
-            logits = compute_logits(
-                hidden_states[offset + position - start : offset + stop - start]
-            )
+            at = offset + position - start
+            tokens = torch.arange(at, at + stop - position, device=hidden_states.device)
+            with logits_of_tokens(tokens):
+                logits = compute_logits(hidden_states[at : at + stop - position])
             token_ids = batch.history.token_ids[row, position + 1 : stop + 1].astype(np.int64)
             following = torch.from_numpy(token_ids).to(logits.device, non_blocking=True)
             known += token_logprobs(

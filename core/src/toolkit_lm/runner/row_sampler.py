@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from toolkit_lm.messages import StepPlan, StepResult
-from toolkit_lm.model import Model
+from toolkit_lm.model import Model, logits_of_tokens
 from toolkit_lm.runner.batch import PersistentBatch
 from toolkit_lm.runner.prompt_logprobs import prompt_logprobs
 from toolkit_lm.sampling import Sampled, sample, take_likeliest, top_candidates
@@ -68,7 +68,8 @@ class RowSampler:
         within = np.arange(firsts[-1] + counts[-1]) + np.repeat(
             inputs.query_start[1:][inputs.sampling] - counts - firsts, counts
         )
-        logits = self._model.compute_logits(_rows(hidden_states, within))
+        with logits_of_tokens(to_device(within, hidden_states.device)):
+            logits = self._model.compute_logits(_rows(hidden_states, within))
         candidates = sampling.num_candidates[rows]
         if len(searching := np.flatnonzero(candidates)):
             # Candidates for beams.

@@ -21,6 +21,7 @@ from toolkit_lm.model import (
     RowParallelLinear,
     is_first_stage,
     make_part,
+    see_encoder_tokens,
 )
 from toolkit_lm.parts import EncoderSequences, MediaPart
 from torch import Tensor
@@ -73,6 +74,7 @@ class GlanceForConditionalGeneration(Model):
             if is_first_stage(vllm_config.parallel)
             else Absent()
         )
+        see_encoder_tokens(self.eye)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         embedded: Tensor = self.language.embed(input_ids)

@@ -15,6 +15,7 @@ from toolkit_lm.model import (
     RMSNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
+    see_encoder_tokens,
 )
 from toolkit_lm.parts import EncoderPart
 from torch import Tensor, nn
@@ -75,6 +76,7 @@ class CrossAttention(nn.Module):
         self.kv = MergedColumnParallelLinear(
             size, [inner, inner], bias=False, vllm_config=vllm_config, prefix=f"{prefix}.kv"
         )
+        see_encoder_tokens(self.kv)
         self.out = RowParallelLinear(
             inner, size, bias=False, vllm_config=vllm_config, prefix=f"{prefix}.out"
         )
@@ -137,6 +139,7 @@ class ScribeModel(Model):
         self.encoder = nn.ModuleList(
             Layer(i, decodes=False, prefix=f"encoder.{i}", **made) for i in range(count)
         )
+        see_encoder_tokens(self.encoder)
         self.decoder = nn.ModuleList(
             Layer(i, decodes=True, prefix=f"decoder.{i}", **made) for i in range(count)
         )
