@@ -26,7 +26,7 @@ from toolkit_lm.kv import (
     KVPool,
     WindowSpec,
 )
-from toolkit_lm.kv.block_manager import HOST, Location
+from toolkit_lm.kv.group_blocks import HOST, Location
 from toolkit_lm.messages import (
     EncoderInput,
     EngineRequest,

@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
 from toolkit_lm.kv import BlockManager
-from toolkit_lm.kv.block_manager import Entry, Location
+from toolkit_lm.kv.group_blocks import Entry, Location
 from toolkit_lm.messages import (
     Array,
     BlockCopy,

@@ -109,10 +109,11 @@ class TestTake:
 
     def test_what_cannot_go_back_takes_no_drafts(self):
         request = make_request()
-        request.forks_anywhere = False
-        request.leader.num_placeholders = 1
-        request.leader.take([9], [7])
-        assert request.leader.drafts == []
+        for most in (0, 1):
+            request.max_drafts = most
+            request.leader.num_placeholders = 1
+            request.leader.take([9], [7, 8])
+            assert request.leader.drafts == [7][:most]
 
 
 class TestTokenRanges:

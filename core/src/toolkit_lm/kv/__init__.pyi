@@ -1,6 +1,7 @@
-from .block_manager import BlockManager as BlockManager, TokenRange as TokenRange
+from .block_manager import BlockManager as BlockManager
 from .block_pool import BlockPool as BlockPool
 from .cache import KVCache as KVCache
+from .group_blocks import TokenRange as TokenRange
 from .layout import (
     KVCacheConfig as KVCacheConfig,
     KVGroup as KVGroup,

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from toolkit_lm.kv.block_manager import BlockManager, GroupBlocks
+from toolkit_lm.kv.block_manager import BlockManager
+from toolkit_lm.kv.group_blocks import GroupBlocks
 from toolkit_lm.messages import CacheKey, EncoderInput, NewEncoder
 
 

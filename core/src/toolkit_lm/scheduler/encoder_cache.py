@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence as Collection
 
-from toolkit_lm.kv.block_manager import TokenRange
+from toolkit_lm.kv.group_blocks import TokenRange
 from toolkit_lm.messages import EncoderItem, MultiModalFeatureSpec, StepPlan
 from toolkit_lm.scheduler.planner import Planner
 from toolkit_lm.scheduler.request import Request

@@ -11,7 +11,7 @@ from msgspec import Raw
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
-from toolkit_lm.kv.block_manager import TokenRange
+from toolkit_lm.kv.group_blocks import TokenRange
 from toolkit_lm.messages import StepPlan, StepResult
 from toolkit_lm.plugin import PluginInfo, Plugins
 from toolkit_lm.scheduler.request import Refused, Request

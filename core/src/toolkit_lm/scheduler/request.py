@@ -11,7 +11,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from toolkit_lm.events import WAITS, Wait
-from toolkit_lm.kv.block_manager import TokenRange
+from toolkit_lm.kv.group_blocks import TokenRange
 from toolkit_lm.kv.prefix import PrefixHashes
 from toolkit_lm.messages import (
     Array,

@@ -7,7 +7,8 @@ from collections.abc import Sequence as Collection
 from typing import NamedTuple
 
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.kv.block_manager import BlockManager, TokenRange
+from toolkit_lm.kv.block_manager import BlockManager
+from toolkit_lm.kv.group_blocks import TokenRange
 from toolkit_lm.messages import BlockCopy, ScheduledSequence, StepPlan
 from toolkit_lm.scheduler.beam_step import Fork
 from toolkit_lm.scheduler.encoder import CrossBlocks, Encoder
