@@ -70,6 +70,10 @@ class BlockManager:
         """New blocks, per KV group, of a row that needs none."""
         self.stride = math.gcd(*(spec.block_size for spec in specs)) or 1
         """Blocks begin at multiples of it, in each group."""
+        self._lookahead = max((spec.lookahead for spec in specs), default=0)
+        self.last_inside = self.stride - max(1, self._lookahead)
+        """Tokens before this place of such a block leave it neither full nor without the slots
+        beyond them."""
         self._lcm = math.lcm(*(spec.block_size for spec in specs))
         self._trimmed = [group for group in self.groups if group.spec.first_needed(2**30)]
         self.trims = bool(self._trimmed)
@@ -118,7 +122,7 @@ class BlockManager:
         """Whether the blocks that `append_slots` of all `ranges` together takes are free."""
         most = 0
         for _, start, end in ranges:
-            most += (end - start) + 1
+            most += (end - start) + 1 + self._lookahead
         # N tokens touch at most N + 1 blocks of a group: where so many are free, nobody need count.
         most += self._most_lag * len(ranges)
         for pool, groups in zip(self.pools, self._groups_per_pool, strict=True):

@@ -61,7 +61,7 @@ class GroupBlocks:
         `spare`: by shared block, its owners but for one. Of its writers each takes a copy, but for
         the one that is left as its only owner.
         """
-        last = -(-end // self.size)
+        last = -(-(end + self.spec.lookahead) // self.size)
         needed = max(0, last - len(table))
         for block in table[self._held(start) // self.size : last]:
             if spare.setdefault(block, self._owners(block) - 1) > 0:
@@ -72,13 +72,14 @@ class GroupBlocks:
     def extend(
         self, table: Table, start: int, end: int
     ) -> tuple[list[int], list[tuple[int, int, int]]]:
-        """Makes the blocks of tokens [start, end) exist and be the table's own, with those of the
-        tokens before that it has not written yet. `num_needed` blocks must be free.
+        """Makes the blocks of tokens [start, end), and of the look-ahead after them, exist and be
+        the table's own, with those of the tokens before that it has not written yet. `num_needed`
+        blocks must be free.
 
         Returns the new ones, and (index, shared block, its copy) of those that are copied.
         """
         copied = []
-        last = -(-end // self.size)
+        last = -(-(end + self.spec.lookahead) // self.size)
         for index in range(self._held(start) // self.size, min(last, len(table))):
             source = table[index]
             assert isinstance(source, int), "a block that is written is on the device"

@@ -50,6 +50,9 @@ class KVCacheSpec(Struct, frozen=True, kw_only=True, tag_field="kind"):
     """Tokens by which it trails, as a drafter's layers may: of n computed tokens it holds the first
     n - lag. A step goes on writing from there. What is written for a token may depend on as many
     tokens after it."""
+    lookahead: int = 0
+    """How many slots beyond the tokens of a step it has: a second pass over the step writes there
+    (`StepRun.forward`)."""
 
     @property
     def kind(self) -> str:
@@ -63,7 +66,7 @@ class KVCacheSpec(Struct, frozen=True, kw_only=True, tag_field="kind"):
 
     def num_blocks(self, num_tokens: int) -> int:
         """Entries of the block table of a sequence with so many computed tokens."""
-        return -(-num_tokens // self.block_size)
+        return -(-(num_tokens + self.lookahead) // self.block_size)
 
     def first_needed(self, num_tokens: int) -> int:
         """The first entry that the token after `num_tokens` can see. The blocks before it are given
@@ -105,7 +108,8 @@ class WindowSpec(FullSpec, frozen=True, kw_only=True, tag="window"):
         # Those of the window before the chunk and of the chunk, plus one, since neither begins at a
         # block's edge.
         return min(
-            self.num_blocks(num_tokens), -(-(self.window - 1 + chunk) // self.block_size) + 1
+            self.num_blocks(num_tokens),
+            -(-(self.window - 1 + chunk + self.lookahead) // self.block_size) + 1,
         )
 
 

@@ -21,10 +21,14 @@ from toolkit_lm.plugin import Plugins
 
 
 def load_model(
-    model_cls: type[Model], vllm_config: VllmConfig, device: torch.device, plugins: Plugins
+    model_cls: type[Model],
+    vllm_config: VllmConfig,
+    device: torch.device,
+    plugins: Plugins,
+    prefix: str = "",
 ) -> Model:
     """Makes the shard of `vllm_config.parallel.rank` on `device`, and has the config's load format
-    fill it.
+    fill it. `prefix`: before its layers' names in the engine, where it is a part's.
 
     Then each layer's linear method may rearrange its weights. Raises CheckpointError for files or
     weights that are missing or do not fit, and as `construct` does.
@@ -38,7 +42,7 @@ def load_model(
     loader: CheckpointLoader = plugins.loaders.make(
         vllm_config.load.load_format, checkpoint.source or checkpoint.path
     )
-    model = construct(model_cls, vllm_config, device, plugins, loader.names())
+    model = construct(model_cls, vllm_config, device, plugins, loader.names(), prefix)
     model.requires_grad_(False).eval()
     try:
         loader.load(model)
@@ -61,6 +65,7 @@ def construct(
     device: torch.device,
     plugins: Plugins,
     names: Iterable[str] = (),
+    prefix: str = "",
 ) -> Model:
     """The model without its weights, its layers held by the methods of the config's quantization,
     and computed by the kernels it names. `names`: of the checkpoint's tensors.
@@ -89,7 +94,7 @@ def construct(
                 sources=Sources(names),
             ),
         ):
-            model = model_cls(vllm_config=vllm_config)
+            model = model_cls(vllm_config=vllm_config, prefix=prefix)
     except Exception as error:
         assert vllm_config.checkpoint is not None, (
             "the config is not resolved: it has no checkpoint"

@@ -24,6 +24,8 @@ class DraftingPart(StepPart):
     """Asks a drafter for guesses. A drafter that fails is dropped with one warning: tokens are the
     same without it."""
 
+    ranks = "last_stage"
+
     def __init__(
         self,
         model: nn.Module,
@@ -45,6 +47,7 @@ class DraftingPart(StepPart):
         )
         self.taps = self._drafter.taps
         self.buffers = self._drafter.buffers
+        self.lookahead = self._drafter.lookahead
         for method in ("groups", "inputs"):
             if getattr(type(self._drafter), method) is not getattr(StepPart, method):
                 raise PluginError(

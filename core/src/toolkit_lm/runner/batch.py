@@ -367,6 +367,27 @@ class PersistentBatch:
             groups.append(GroupInputs(seq_lens, slots, buffer.table.host[: len(rows), :width]))
         return groups
 
+    def slots(
+        self, group: int, rows: np.ndarray, counts: np.ndarray, index: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Of some rows [N], anew: their block table [N, most blocks] in a KV group, and the slots
+        [T] of their tokens, `counts` of each, which have these `index` [T] in their sequences.
+
+        Raises ValueError for a token without a slot.
+        """
+        size = self.block_sizes[group]
+        of_token = np.repeat(rows, counts)
+        blocks = index // size
+        if (missing := blocks >= self._num_blocks[group, of_token]).any():
+            raise ValueError(
+                f"token {int(index[missing][0])} of a sequence has no slot in KV group {group}: a "
+                "part's own layers have as many beyond the step's tokens as its `lookahead`"
+            )
+        table = self._block_tables[group][rows, : int(blocks.max()) + 1]
+        return table, self._block_tables[group][of_token, blocks].astype(np.int64) * size + (
+            index % size
+        )
+
     def append_tokens(self, rows: np.ndarray, token_ids: list[int]) -> None:
         """Remembers a token drawn for each of `rows`, the input of a later step."""
         self.history.append(rows, token_ids)

@@ -49,9 +49,10 @@ from toolkit_lm.runner.batch import PersistentBatch, StepBuffers
 from toolkit_lm.runner.row_sampler import RowSampler
 from toolkit_lm.runner.slots import Slots
 from toolkit_lm.runner.step_parts import StepParts, make_parts
+from toolkit_lm.runner.step_run import Run
 from toolkit_lm.sampling import ProcessorTable
 from toolkit_lm.sampling.transfer import to_device
-from toolkit_lm.step import StepInputs, StepRun
+from toolkit_lm.step import StepInputs
 
 
 class ModelRunner:
@@ -70,8 +71,8 @@ class ModelRunner:
         self.kv_cache: KVCacheConfig
         self._layers: dict[str, CacheLayer] = {}
         self.parts = StepParts({})
-        self._run = _Run(self)
-        self._inputs: StepInputs
+        self._run = Run(self)
+        self.step_inputs: StepInputs
         """Of the step that runs."""
         self._taps: Taps | None = None
         self._slots: Slots
@@ -129,7 +130,11 @@ class ModelRunner:
             for name, layer in self._layers.items()
             if cached or layer.needs_cache
         }
-        return {name: spec for name, spec in specs.items() if spec is not None}
+        return {
+            name: self.parts.with_lookahead(name, spec)
+            for name, spec in specs.items()
+            if spec is not None
+        }
 
     def init_kv_cache(self, kv_cache: KVCacheConfig) -> None:
         """Allocates the cache, and binds each layer to its backend and its part of the cache."""
@@ -226,7 +231,7 @@ class ModelRunner:
                 answers[name] = answer
         if not plan.scheduled:
             return StepResult(token_ids=[], parts=answers)
-        inputs = self._inputs = self._batch.inputs(plan)
+        inputs = self.step_inputs = self._batch.inputs(plan)
         num_encoded = 0 if inputs.encoders is None else len(inputs.encoders.positions)
         users = (
             self._batch.sampling.users(inputs.rows[inputs.sampling])
@@ -305,15 +310,6 @@ class ModelRunner:
         pipeline.send(out, pipeline.rank + 1)
         return None
 
-    def _tapped(self, layer: str) -> Tensor:
-        buffers = {} if self._taps is None else self._taps.buffers
-        if layer not in buffers:
-            raise ValueError(
-                f"layer {layer!r} is not tapped: no part names it in `taps`. Tapped are: "
-                f"{', '.join(map(repr, buffers)) or 'none'}."
-            )
-        return buffers[layer][: len(self._inputs.token_index)]
-
     def _sequences(self, lengths: Sequence[int] | np.ndarray) -> AbstractContextManager[None]:
         """Has the layers of an encoder see a flat batch of sequences of these lengths."""
         seq_lens = np.asarray(lengths, np.int32)
@@ -343,16 +339,3 @@ def _limits(config: VllmConfig) -> BatchLimits:
     # The warm-up computes two tokens.
     num_tokens = max(scheduler.token_budget, scheduler.max_num_seqs, 2)
     return BatchLimits(scheduler.max_num_seqs, num_tokens, config.max_model_len)
-
-
-class _Run(StepRun):
-    """Given to parts in place of the runner."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-
-    def sequences(self, lengths: Sequence[int]) -> AbstractContextManager[None]:
-        return self._runner._sequences(lengths)
-
-    def tap(self, layer: str) -> Tensor:
-        return self._runner._tapped(layer)

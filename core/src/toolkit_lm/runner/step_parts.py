@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from msgspec import Raw
+from msgspec.structs import replace
 from torch import Tensor
 
 from toolkit_lm.attention import CacheLayer
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import PluginError
+from toolkit_lm.kv import KVCacheSpec
 from toolkit_lm.model import Model
 from toolkit_lm.parts import DraftingPart
 from toolkit_lm.plugin import Plugins
@@ -89,6 +91,11 @@ class StepParts:
                 layers[layer] = module
         return layers
 
+    def with_lookahead(self, layer: str, spec: KVCacheSpec) -> KVCacheSpec:
+        """What a layer caches, with the slots beyond a step's tokens that its part asks for."""
+        part = self.by_name.get(layer.partition("/")[0]) if "/" in layer else None
+        return spec if part is None else replace(spec, lookahead=part.lookahead)
+
     def facts(self) -> dict[str, Raw]:
         """Those of the parts that state some."""
         return {name: state() for name, state in self.named_calls("facts")}
@@ -138,7 +145,10 @@ def make_parts(
             options=plugins.options(entry.owner.name),
         )
     if config.scheduler.drafter is not None:
-        parts["drafter"] = DraftingPart(model, config, device, plugins=plugins)
+        if _runs_here(DraftingPart, config):
+            parts["drafter"] = DraftingPart(model, config, device, plugins=plugins)
+        else:
+            elsewhere.append(plugins.drafters.load(config.scheduler.drafter))
     made = StepParts(parts, elsewhere)
     for load in made.calls("load"):
         load(lambda: _weights(config, plugins))

@@ -128,7 +128,7 @@ class RequestBlocks:
         is_next = (
             len(request.unfinished) == 1
             and start + 1 == num_tokens < request.most_tokens
-            and 0 < start % size < size - 1
+            and 0 < start % size < self.blocks.last_inside
         )
         if not (is_usual and is_next):
             return False

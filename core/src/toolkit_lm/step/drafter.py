@@ -21,6 +21,8 @@ class Drafter(StepPart):
     engine goes on without drafts. `groups` and `inputs` are not for drafters.
     """
 
+    ranks = "last_stage"
+
     @abstractmethod
     def propose(self, token_ids: np.ndarray) -> list[int]:
         """Drafts of what follows these tokens, [N] int32, read only: prompt and output of a

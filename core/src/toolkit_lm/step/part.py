@@ -37,6 +37,39 @@ class StepRun(ABC):
         """[T, H]: what a layer that the part names in `taps` has given for the step's tokens, until
         the next step. For `finish`; the stages before that layer do not have it."""
 
+    @abstractmethod
+    def forward(
+        self,
+        model: nn.Module,
+        rows: np.ndarray,
+        tokens: Sequence[np.ndarray],
+        start: np.ndarray,
+        **arguments: Tensor,
+    ) -> Tensor:
+        """A second pass over the step's block tables: hidden states, flat, as `model` gives them.
+
+        `rows` [N]: places in the step's rows, `inputs.rows`. `tokens`: of each, the token ids from
+        index `start` [N] on; what they write takes the place of what was there. `model(input_ids,
+        positions, **arguments)` has layers of the part's own, or the target's. For `finish`. Raises
+        ValueError beyond max_model_len, and for tokens without slots: those after the step's own
+        are as many as the part's `lookahead`, and the target's layers have none.
+        """
+
+    @abstractmethod
+    def draw(
+        self, logits: Tensor, rows: np.ndarray, ahead: int, after: np.ndarray | None = None
+    ) -> np.ndarray:
+        """[N] the tokens that the model would draw from logits [N, V], were they its own, as a
+        later step draws them. It changes no state. For `finish`.
+
+        `rows` as in `forward`. `ahead`: how many tokens are drawn before this one, after those that
+        the step has drawn; `after` [N, ahead]: these. A row's draw is a function of its logits,
+        its parameters, its tokens and one number u in [0, 1) that its seed and the place of the
+        token in its output give. Greedy rows take the likeliest token. Others take the first whose
+        cumulative probability, in the order of token ids, exceeds u: so a drafter whose logits are
+        the model's is always right. Plugins' logits processors are not asked: they keep state.
+        """
+
 
 class StepPart:
     """What a worker keeps of sequences beside their tokens and KV cache, and does in its steps:
@@ -57,7 +90,9 @@ class StepPart:
     whole "sequences" then run inside `step.sequences` alone, and not in the forward pass."""
     asks: ClassVar[Sequence[str]] = ()
     """Methods of the model that the part calls: a model without one of them is refused."""
-
+    lookahead: int = 0
+    """Slots that the part's own layers have beyond the tokens of a step, for `StepRun.forward`.
+    Read once, after the constructor."""
     taps: Sequence[str] = ()
     """Names of layers of the model ("model.layers.3") whose hidden states `step.tap` is to give:
     what a layer puts out, with the residual, before any norm that follows.
