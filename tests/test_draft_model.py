@@ -7,10 +7,11 @@ import importlib
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.events import StepEvent
-from toolkit_lm.plugin import hookimpl
+from toolkit_lm.plugin import PluginWarning, hookimpl
 
 FOLDER = Path(__file__).parent / "plugins"
 for plugin in ("draft_model", "threads"):
@@ -153,3 +154,35 @@ def test_at_the_longest_length_nothing_is_drafted(folders):
     given = params(temperature=0, max_tokens=28)
     plain, _ = run(folders[0], None, given, prompt)
     assert run(folders[0], folders[0], given, prompt)[0] == plain
+
+
+def test_a_pass_beyond_the_slots_is_refused(folders, monkeypatch):
+    """And not written into another sequence's blocks: the tokens stay as they are."""
+    kind = importlib.import_module("draft_model_target").DraftModel
+    made = kind.__init__
+
+    def without_lookahead(self, *arguments, **named):
+        made(self, *arguments, **named)
+        self.lookahead = 0
+
+    plain, _ = run(folders[0], None, params(temperature=0))
+    monkeypatch.setattr(kind, "__init__", without_lookahead)
+    with pytest.warns(PluginWarning, match="has no slot in KV group .*`lookahead`"):
+        drafted, _ = run(folders[0], folders[1], params(temperature=0))
+    assert drafted == plain
+
+
+def test_a_draw_changes_no_state(folders, monkeypatch):
+    kind = importlib.import_module("draft_model_target").DraftModel
+    finish = kind.finish
+    seen = []
+
+    def watched(self, inputs, hidden_states, result, step):
+        histories = inputs.histories
+        before = histories.token_ids.copy(), histories.num_tokens.copy()
+        finish(self, inputs, hidden_states, result, step)
+        seen.append(all(map(np.array_equal, before, (histories.token_ids, histories.num_tokens))))
+
+    monkeypatch.setattr(kind, "finish", watched)
+    run(folders[0], folders[1], params(temperature=1, seed=2))
+    assert seen and all(seen)
