@@ -13,7 +13,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from toolkit_lm import LLM, SamplingParams
+from toolkit_lm.distributed import tensor_parallel_group
 from toolkit_lm.errors import ConfigError, PluginError, UnsupportedError
 from toolkit_lm.events import StepEvent
 from toolkit_lm.plugin import DrafterRegistry, PluginWarning, hookimpl
@@ -327,6 +329,17 @@ FAULTS = {
 """Each with what the warning says; None: there is none."""
 
 
+class Together(Careful):
+    """Its ranks wait for each other, and one does not come."""
+
+    def wrong(self, token_ids):
+        group = tensor_parallel_group(self.config.parallel)
+        if group.rank == 1:
+            raise ValueError("one rank alone")
+        group.all_reduce(torch.zeros(1))
+        return []
+
+
 class Unmade(Careful):
     def __init__(self, *arguments, **given):
         raise OSError("no draft model")
@@ -344,7 +357,7 @@ class Feeding(Careful):
 
 @hookimpl
 def toolkit_register_drafters(drafters: DrafterRegistry) -> None:
-    for cls in (*FAULTS, Unmade, Grouping, Feeding):
+    for cls in (*FAULTS, Together, Unmade, Grouping, Feeding):
         drafters.add(cls.__name__, f"{__name__}:{cls.__name__}")
 
 
@@ -381,6 +394,20 @@ def test_a_drafter_that_fails_is_dropped_and_no_token_changes(make_llama, undraf
             "plugin 'faulty' (given from code" in message
             and "It is dropped: from now on nothing is drafted." in message
         )
+
+
+def test_a_drafter_that_fails_on_one_rank_is_dropped_on_all(make_llama, undrafted):
+    params, expected = undrafted
+    options = {"executor": "threads", "tensor_parallel_size": 2}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PluginWarning)
+        with engine(make_llama("drafts")[0], "Together", [FAULTY, THREADS], **options) as llm:
+            runners = llm.engine.client.core.executor.runners
+            same(generate(llm, params, LONG), expected)
+            held = [runner.parts.by_name["drafter"]._drafter for runner in runners]
+            same(generate(llm, params, LONG), expected)
+    assert held == [None, None]
+    assert any("one rank alone" in str(one.message) for one in caught)
 
 
 def test_a_drafter_that_fails_is_dropped_even_where_warnings_are_errors(make_llama, undrafted):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from toolkit_lm.attention import CacheLayer
 from toolkit_lm.config import VllmConfig
+from toolkit_lm.distributed import tensor_parallel_group
 from toolkit_lm.errors import PluginError
 from toolkit_lm.messages import NewSequence, StepPlan, StepResult
 from toolkit_lm.plugin import Plugins, PluginWarning
@@ -64,6 +65,14 @@ class DraftingPart(StepPart):
 
     def context(self, inputs: StepInputs, buffers: Mapping[str, np.ndarray]) -> None:
         self._guarded(lambda drafter: drafter.context(inputs, buffers))
+
+    def example(self, plan: StepPlan) -> None:
+        """Drops the drafter where another rank has: after a step that failed, all warm up."""
+        group = tensor_parallel_group(self.config.parallel)
+        if group.size > 1:
+            dropped = torch.tensor([float(self._drafter is None)], device=self.device)
+            if group.all_reduce(dropped).item():
+                self._drafter = None
 
     def add(self, seq: NewSequence) -> None:
         self._guarded(lambda drafter: drafter.add(seq))
@@ -121,6 +130,11 @@ class DraftingPart(StepPart):
                 "dropped: from now on nothing is drafted."
             )
             warnings.warn(message, PluginWarning, stacklevel=2)
+            if self.config.parallel.tensor_parallel_size > 1:
+                # The other ranks may wait in a collective of the drafter's: the step fails on all.
+                if isinstance(error, Exception):
+                    raise
+                raise PluginError(message) from error
 
 
 def _make_read_only(inputs: StepInputs) -> None:
