@@ -30,6 +30,13 @@ class Binding(NamedTuple):
     """The tensors of the backend's `page_layout`, blocks first; None: it caches nothing."""
     group: int
     """Index of the layer's KV group in the step's metadata."""
+    shared: bool = False
+    """Its cache is another layer's, which stores what is new in it."""
+
+    @property
+    def stores(self) -> bool:
+        """What the layer is given goes into its cache."""
+        return self.kv_cache is not None and not self.shared
 
 
 class ForwardContext(NamedTuple):

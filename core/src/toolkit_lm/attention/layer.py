@@ -35,6 +35,9 @@ class CacheLayer(Bypassable):
     needs_cache: ClassVar[bool] = True
     """It has a cache in every engine. False: where nothing comes after a prompt, it can do without,
     since a step has all tokens of each sequence."""
+    shares_with: str | None = None
+    """Name of a layer before it, on the same pipeline stage, whose cache it reads. It keeps and
+    stores nothing: what it is given is what the other one stores."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__()
@@ -112,8 +115,10 @@ class Attention(CacheLayer):
         bias: AttentionBias | None = None,
         sinks: Tensor | None = None,
         spans: bool = False,
+        shares_with: str | None = None,
     ) -> None:
         super().__init__(prefix)
+        self.shares_with = shares_with
         num_kv_heads = num_kv_heads if num_kv_heads is not None else num_heads
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise CheckpointError(
@@ -210,7 +215,7 @@ def attend(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, layer: st
     `toolkit_lm::attention`."""
     binding, meta = current(layer)
     backend: Any = binding.backend
-    if binding.kv_cache is not None and k is not None:
+    if binding.stores and k is not None:
         backend.write_kv(binding.params, k, v, binding.kv_cache, meta)
     backend.forward(binding.params, q, k, v, binding.kv_cache, meta, out)
 

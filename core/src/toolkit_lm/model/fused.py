@@ -54,6 +54,8 @@ class LayerParts:
 
     def refusal(self) -> str | None:
         """Why kernels may not compute in place of one of the parts; None: they may."""
+        if self.attn.shares_with is not None:
+            return f"it reads the KV cache of {self.attn.shares_with}"
         norms = self.input_norm, self.post_norm, *(self.head_norms or ()), *(self.out_norms or ())
         parts: list[tuple[nn.Module | None, type[nn.Module]]] = [
             (self.qkv, QKVParallelLinear),

@@ -54,7 +54,28 @@ def select_backends(
             selections[layer.prefix] = layer.select(
                 device, registry, wanted, cached=config.keeps_kv_cache
             )
+        if layer.shares_with is not None:
+            _check_shared(layer, selections, layers.get(layer.shares_with))
     return selections
+
+
+def _check_shared(
+    layer: CacheLayer, selections: Mapping[str, Selection], of: CacheLayer | None
+) -> None:
+    """Raises UnsupportedError where a layer cannot read the cache of the one that it names."""
+    why = None
+    if of is None or of.prefix not in selections:
+        why = "which is no layer before it on its pipeline stage"
+    elif of.shares_with is not None:
+        why = f"which has none of its own: it shares that of {of.shares_with!r}"
+    elif of.kv_cache_spec() != layer.kv_cache_spec():
+        why = f"which keeps something else: {of.kv_cache_spec()}, not {layer.kv_cache_spec()}"
+    elif selections[of.prefix].backend is not selections[layer.prefix].backend:
+        why = f"which another backend runs: {selections[of.prefix].name}"
+    if why is not None:
+        raise UnsupportedError(
+            f"layer {layer.prefix!r} shares the KV cache of {layer.shares_with!r}, {why}."
+        )
 
 
 def _need(layer: CacheLayer) -> str:

@@ -128,7 +128,7 @@ class ModelRunner:
         specs = {
             name: layer.kv_cache_spec()
             for name, layer in self._layers.items()
-            if cached or layer.needs_cache
+            if layer.shares_with is None and (cached or layer.needs_cache)
         }
         return {
             name: self.parts.with_lookahead(name, spec)
@@ -153,7 +153,10 @@ class ModelRunner:
             with boundary_of(selection.backend, selection.plugin, self.config, self.plugins):
                 layout = selection.backend.page_layout(group.spec)
                 caches = self._cache.tensors(index, layout)
-            self._bind(selection, group.layers, group.spec, limits, caches)
+            of = dict(zip(group.layers, caches, strict=True))
+            shared = {n: of[o] for n, one in self._layers.items() if (o := one.shares_with) in of}
+            layers = [*of, *shared]
+            self._bind(selection, layers, group.spec, limits, [*caches, *shared.values()])
         uncached: dict[str, list[str]] = {}
         for layer in self._layers:
             if layer not in self._bindings:
@@ -172,8 +175,9 @@ class ModelRunner:
         self._slots = Slots(self.parts.by_name, limits, self.device)
         self._context = self._context._replace(slots=self._slots.tensors)
         if self.compiler is not None:
+            cached = {name for name, one in self._bindings.items() if one.kv_cache is not None}
             self.compiler.bind(
-                limits, graph_supports(self.selections, self.kv_cache_specs(), self._feeds_uncached)
+                limits, graph_supports(self.selections, cached, self._feeds_uncached)
             )
 
     def _bind(
@@ -197,9 +201,11 @@ class ModelRunner:
         )
         with boundary_of(selection.backend, selection.plugin, self.config, self.plugins):
             backend = selection.backend(setup)
-        for layer, cache in zip(layers, caches, strict=True):
-            self._bindings[layer] = Binding(
-                backend, self._layers[layer].params, cache, len(self._backends)
+        for name, cache in zip(layers, caches, strict=True):
+            layer = self._layers[name]
+            shared = layer.shares_with is not None
+            self._bindings[name] = Binding(
+                backend, layer.params, cache, len(self._backends), shared
             )
         self._backends.append(backend)
 

@@ -348,7 +348,11 @@ class ModelConformance(Conformance):
             for module in self.make_model(subject).modules()
             if isinstance(module, CacheLayer)
         ]
-        specs = {layer.prefix: spec for layer in layers if (spec := layer.kv_cache_spec())}
+        specs = {
+            layer.prefix: spec
+            for layer in layers
+            if layer.shares_with is None and (spec := layer.kv_cache_spec())
+        }
         return plan_groups(specs, dict.fromkeys(specs, "auto"))
 
     # Construction and weights
