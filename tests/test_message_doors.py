@@ -11,10 +11,10 @@ from toolkit_lm.plugin import Plugins
 from toolkit_lm_renderer_remote.renderer import RemoteRenderer
 from toolkit_lm_renderer_remote.servers import RenderServers
 from toolkit_lm_server.app import create_app
+from toolkit_lm_server.health import Readiness
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.rendering import Rendering, create_render_app
-from toolkit_lm_server.route import Readiness
 
 pytestmark = pytest.mark.anyio
 TEMPLATE = (

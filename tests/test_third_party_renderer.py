@@ -14,10 +14,10 @@ from toolkit_lm import LLM, SamplingParams, VllmConfig
 from toolkit_lm.errors import RequestError
 from toolkit_lm.plugin import Plugins
 from toolkit_lm_devkit.cli.private_names import private_names
+from toolkit_lm_server.health import Readiness
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.rendering import Rendering, create_render_app
-from toolkit_lm_server.route import Readiness
 
 HERE = Path(__file__).parent
 FOLDER = HERE / "plugins" / "letters"

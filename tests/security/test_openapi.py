@@ -22,11 +22,11 @@ from schemathesis.engine import events, from_schema
 from toolkit_lm import AsyncLLM, VllmConfig
 from toolkit_lm.plugin import Plugins
 from toolkit_lm_server.app import create_app
+from toolkit_lm_server.health import Readiness
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.plugin_routes import HOOK
 from toolkit_lm_server.rendering import Rendering, create_render_app
-from toolkit_lm_server.route import Readiness
 
 SMALL = {
     "device": "cpu",

@@ -18,11 +18,11 @@ from toolkit_lm.messages import Array, MultiModalFeatureSpec, PlaceholderRange
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.renderer import MultiModalRules, Rendered, Renderer
 from toolkit_lm_server.app import create_app
+from toolkit_lm_server.health import Readiness
 from toolkit_lm_server.held import HeldElsewhere
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.rendering import Rendering, create_render_app
-from toolkit_lm_server.route import Readiness
 
 pytestmark = pytest.mark.anyio
 RENDER_CHAT = "/v1/chat/completions/render"

@@ -10,9 +10,9 @@ from fastapi import FastAPI
 from toolkit_lm.engine import EngineState
 from toolkit_lm.errors import QueueFullError
 from toolkit_lm_server.app import create_app, create_early_app, create_router
+from toolkit_lm_server.health import Readiness
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_server.route import Readiness
 from toolkit_lm_server.start_gate import StartGate
 
 pytestmark = pytest.mark.anyio

@@ -13,10 +13,10 @@ import pytest
 from toolkit_lm import LLM, SamplingParams, VllmConfig
 from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.plugin import Plugins
+from toolkit_lm_server.health import Readiness
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.rendering import Rendering, create_render_app
-from toolkit_lm_server.route import Readiness
 
 pytestmark = pytest.mark.anyio
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]

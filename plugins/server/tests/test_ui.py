@@ -14,9 +14,9 @@ import pytest
 from toolkit_lm.engine import EngineState
 from toolkit_lm.events import LoadEvent, RequestEvent, StepEvent
 from toolkit_lm_server.app import create_app, create_early_app
+from toolkit_lm_server.health import Readiness
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_server.route import Readiness
 from toolkit_lm_server.ui import page as page_module, watch as watch_module
 from toolkit_lm_server.ui.log_tail import LogTail
 from toolkit_lm_server.ui.page import Page

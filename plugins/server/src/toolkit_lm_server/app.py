@@ -48,6 +48,7 @@ from toolkit_lm_server.completions import CompletionBody, Completions
 from toolkit_lm_server.embeddings import Embeddings
 from toolkit_lm_server.engines import Engines, Models, by_model
 from toolkit_lm_server.errors import as_api_error, described
+from toolkit_lm_server.health import Readiness
 from toolkit_lm_server.infill import Infill, InfillBody
 from toolkit_lm_server.invocations import Invocations
 from toolkit_lm_server.keys import Keys
@@ -58,7 +59,7 @@ from toolkit_lm_server.protocol import ChatBody, body_of
 from toolkit_lm_server.reranking import Reranking
 from toolkit_lm_server.responses.body import ResponsesBody
 from toolkit_lm_server.responses.routes import add_responses
-from toolkit_lm_server.route import Readiness, ServerRoute, of_vllm, route_class, with_body
+from toolkit_lm_server.route import ServerRoute, of_vllm, route_class, with_body
 from toolkit_lm_server.tokens import Tokens
 from toolkit_lm_server.ui.files import add_api_page
 

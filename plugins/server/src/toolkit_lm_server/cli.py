@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from toolkit_lm import AsyncLLM
 
+    from toolkit_lm_server.health import Readiness
     from toolkit_lm_server.lifecycle import MakeApp, ServableT
     from toolkit_lm_server.rendering import Rendering
-    from toolkit_lm_server.route import Readiness
     from toolkit_lm_server.ui.page import Page
 
 

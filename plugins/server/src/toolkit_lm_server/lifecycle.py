@@ -26,6 +26,7 @@ from toolkit_lm_server.app import create_early_app
 from toolkit_lm_server.around import wrapped
 from toolkit_lm_server.connections import HttpServer
 from toolkit_lm_server.garbage import Garbage
+from toolkit_lm_server.health import Readiness
 from toolkit_lm_server.hosts import HostCheck, host_names
 from toolkit_lm_server.listening import UNIX, url_of
 from toolkit_lm_server.log import announce
@@ -33,7 +34,6 @@ from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.report import Throughput, report_start
 from toolkit_lm_server.request_log import RequestLog
-from toolkit_lm_server.route import Readiness
 from toolkit_lm_server.start_gate import StartGate
 from toolkit_lm_server.threads import CLOSING, SharedThreads, close, in_thread
 from toolkit_lm_server.ui.page import Page

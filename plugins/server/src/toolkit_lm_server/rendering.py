@@ -38,6 +38,7 @@ from toolkit_lm_server.answers import accepted, answer
 from toolkit_lm_server.app import Served, add_own_routes, make_app
 from toolkit_lm_server.engines import Models, by_model
 from toolkit_lm_server.errors import ApiError, described
+from toolkit_lm_server.health import Readiness
 from toolkit_lm_server.held import HeldElsewhere
 from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.metrics import Metrics
@@ -49,7 +50,7 @@ from toolkit_lm_server.render_protocol import (
     DerenderBody,
     Held,
 )
-from toolkit_lm_server.route import Readiness, request_context, route_class, with_body
+from toolkit_lm_server.route import request_context, route_class, with_body
 from toolkit_lm_server.tokens import Tokens
 
 if TYPE_CHECKING:

@@ -8,13 +8,12 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.datastructures import Headers
@@ -32,13 +31,13 @@ from toolkit_lm_server.errors import (
     described,
     printable,
 )
+from toolkit_lm_server.health import Readiness
 from toolkit_lm_server.json_measure import measure
 from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.threads import in_shared_thread
 from toolkit_lm_server.unknown_fields import IGNORED, UnknownFields
-from toolkit_lm_server.watched import Watched, engine_states
 
 REQUEST_ID = "x-request-id"
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -65,67 +64,12 @@ own, however short it is."""
 MAX_DEPTH = 100
 """Levels that JSON may be nested. Python bounds its recursion, and what reads a value may need
 several calls for each level."""
-_ALIVE = ("starting", "ready", "restarting")
-"""What lives, or comes to life by itself: whoever watches the server has no reason to end it."""
-_TEMPORARY = ("starting", "restarting", "stalled")
 
 Result = TypeVar("Result")
-
-
-class Readiness:
-    """Answers /live, /health and /ready, and refuses the requests that nobody would serve."""
-
-    def __init__(self, engine: Watched) -> None:
-        self.engine = engine
-        self.draining = False
-        """No new request is taken: the server ends when those under way have ended."""
-
-    async def live(self) -> Response:
-        """200 while the engine starts or makes progress; 503 with the reason when it has stalled or
-        died."""
-        health = self.engine.health()
-        return JSONResponse(
-            self._body(health.status, health.reason), 200 if health.status in _ALIVE else 503
-        )
-
-    async def health(self) -> Response:
-        """200 while requests are served, else 503 with the reason."""
-        health = self.engine.health()
-        if health.status == "ready" and not self.draining:
-            return JSONResponse(self._body("ready", ""))
-        status = "draining" if self.draining else health.status
-        return JSONResponse(
-            self._body(status, health.reason), 503, {"Retry-After": str(RETRY_AFTER)}
-        )
-
-    def _body(self, status: str, reason: str) -> dict[str, Any]:
-        body: dict[str, Any] = (
-            {"status": status, "reason": reason} if reason else {"status": status}
-        )
-        if engines := engine_states(self.engine):
-            body["engines"] = engines
-        return body
-
-    def check(self) -> None:
-        """Raises ApiError (503) unless requests are served."""
-        headers = {"Retry-After": str(RETRY_AFTER)}
-        if self.draining:
-            raise ApiError(
-                503,
-                "The server is being stopped.",
-                code="server_stopping",
-                headers={**headers, "Connection": "close"},
-            )
-        health = self.engine.health()
-        if health.status != "ready":
-            reason = f": {health.reason}" if health.reason else "."
-            temporary = health.status in _TEMPORARY
-            raise ApiError(
-                503,
-                f"The engine is {health.status}{reason}",
-                code=f"engine_{health.status}",
-                headers=headers if temporary else None,
-            )
+Handle = Callable[[Request], Coroutine[Any, Any, Response]]
+"""Answers a request."""
+Layer = Callable[["ServerRoute", Handle], Handle]
+"""What a route's handler becomes with something around it."""
 
 
 class JsonRequest(Request):
@@ -272,7 +216,7 @@ class ServerRoute(APIRoute):
         limits = (429,) if engine and cls.keys is not None and cls.keys.limited else ()
         return described(400, *key, 413, 415, *limits, 500, *engine, kind=cls.error_body) | other
 
-    def _scope(self, request: Request) -> Scope:
+    def scope_of(self, request: Request) -> Scope:
         """With the content type of JSON, where bodies need not say that they are. A page of another
         site could send it: then they must."""
         if not self.takes_any_type or "origin" in request.headers:
@@ -287,43 +231,85 @@ class ServerRoute(APIRoute):
         """How an error is worded: other vendors' APIs have shapes of their own."""
         return error.response()
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
+    def get_route_handler(self) -> Handle:
+        handle: Handle = super().get_route_handler()
+        for layer in reversed(LAYERS):
+            handle = layer(self, handle)
+        return handle
 
-        async def respond(request: Request) -> Response:
-            caller = caller_of(request)
-            caller.unknown = UnknownFields(lenient=not self.server_options.strict_fields)
-            caller.keep_alive = self.server_options.sse_keep_alive
-            caller.takes_templates = self.server_options.allow_request_chat_template
-            CALLER.set(caller)
-            try:
-                if self.keys is not None:
-                    caller.account = self.keys.find(authorization(request.headers))
-                    caller.client = caller.account.name
-                if self.readiness is not None:
-                    self.readiness.check()
-                    if caller.account is not None:
-                        caller.account.begin()
-                check_encoding(request)
-                with self.bodies.hold() as take:
-                    body = await read_body(request, self.max_body_bytes, take)
-                    take(self.bodies.cost(body) - len(body))
-                    response = await unless_disconnected(
-                        request.receive,
-                        handle(JsonRequest(request, body, self.bodies, self._scope(request))),
-                    )
-                if caller.unknown.names:
-                    response.headers[IGNORED] = ", ".join(caller.unknown.names)
-            except ClientDisconnect:
-                response = Response(status_code=499)
-            except Exception as error:
-                response = self.refusal(as_api_error(error))
-                if self.metrics is not None:
-                    self.metrics.refused(response.status_code)
-            response.headers[REQUEST_ID] = caller.request_id
+
+def _introduced(route: ServerRoute, handle: Handle) -> Handle:
+    """What is worked on knows who asks, and the answer names the request."""
+
+    async def introduced(request: Request) -> Response:
+        caller = caller_of(request)
+        caller.unknown = UnknownFields(lenient=not route.server_options.strict_fields)
+        caller.keep_alive = route.server_options.sse_keep_alive
+        caller.takes_templates = route.server_options.allow_request_chat_template
+        CALLER.set(caller)
+        response = await handle(request)
+        response.headers[REQUEST_ID] = caller.request_id
+        return response
+
+    return introduced
+
+
+def _worded(route: ServerRoute, handle: Handle) -> Handle:
+    """Errors become answers, in the words of the route's API."""
+
+    async def worded(request: Request) -> Response:
+        try:
+            return await handle(request)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except Exception as error:
+            response = route.refusal(as_api_error(error))
+            if route.metrics is not None:
+                route.metrics.refused(response.status_code)
             return response
 
-        return respond
+    return worded
+
+
+def _admitted(route: ServerRoute, handle: Handle) -> Handle:
+    """Who asks has a key, where one is needed, requests are served, and the key's limits are not
+    met."""
+
+    async def admitted(request: Request) -> Response:
+        caller = caller_of(request)
+        if route.keys is not None:
+            caller.account = route.keys.find(authorization(request.headers))
+            caller.client = caller.account.name
+        if (ready := route.readiness) is not None:
+            if ready.draining or ready.engine.health().status != "ready":
+                raise ready.refusal()
+            if caller.account is not None:
+                caller.account.begin()
+        return await handle(request)
+
+    return admitted
+
+
+def _bounded(route: ServerRoute, handle: Handle) -> Handle:
+    """The body is read within its limits. The work on it ends when the client disconnects."""
+
+    async def bounded(request: Request) -> Response:
+        check_encoding(request)
+        with route.bodies.hold() as take:
+            body = await read_body(request, route.max_body_bytes, take)
+            take(route.bodies.cost(body) - len(body))
+            read = JsonRequest(request, body, route.bodies, route.scope_of(request))
+            response = await unless_disconnected(request.receive, handle(read))
+        unknown = caller_of(request).unknown
+        if unknown is not None and unknown.names:
+            response.headers[IGNORED] = ", ".join(unknown.names)
+        return response
+
+    return bounded
+
+
+LAYERS: Sequence[Layer] = (_introduced, _worded, _admitted, _bounded)
+"""What is around the handler of each ServerRoute, the outermost first."""
 
 
 def route_class(

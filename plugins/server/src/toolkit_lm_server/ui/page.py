@@ -21,7 +21,7 @@ from toolkit_lm_server.ui.watch import PERIOD, Watch
 if TYPE_CHECKING:
     from toolkit_lm_serving.engine import ServingEngine
 
-    from toolkit_lm_server.route import Readiness
+    from toolkit_lm_server.health import Readiness
 
 _MOST_ONLOOKERS = 8
 
