@@ -33,7 +33,7 @@ SHAPES = {
         "video_processor.py"
     ),
     "server": (
-        "answer_parts.py app.py chat.py errors.py infill.py pooled.py protocol.py "
+        "answer_reading.py app.py chat.py errors.py infill.py pooled.py protocol.py "
         "responses/__init__.py route.py tokens.py"
     ),
 }

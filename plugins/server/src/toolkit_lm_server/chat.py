@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request, Response
 from toolkit_lm.errors import RequestError
 
-from toolkit_lm_server.answer_parts import BUDGET, PLAIN, AnswerParts, Parts, Plan
+from toolkit_lm_server.answer_reading import (
+    ALL_CONTENT,
+    BUDGET,
+    AnswerFormats,
+    AnswerReader,
+    Reading,
+)
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.caller import CALLER
 from toolkit_lm_server.engines import Engines
@@ -52,7 +58,7 @@ class Chat:
         self.body = body
         options = options or ServerOptions()
         self._max_prompts = options.max_prompts
-        self._parts = engines.each(lambda engine: AnswerParts(engine, options))
+        self._formats = engines.each(lambda engine: AnswerFormats(engine, options))
 
     async def create(self, body: ChatBody, request: Request) -> Response:
         """Answers a conversation, or several."""
@@ -70,7 +76,7 @@ class Chat:
         if tokens is None:
             return {}
         # A model that is not served is refused with the rest of the body.
-        if (parts := self._parts.get(model)) is None or parts.reasoning is not None:
+        if (formats := self._formats.get(model)) is None or formats.reasoning is not None:
             return {BUDGET: tokens}
         (CALLER.get().unknown or STRICT).drop(
             name,
@@ -113,7 +119,7 @@ class Chat:
             return
         if (read := self._engines[body.model].renderer.template_names) is None:
             return
-        reasons = self._parts[body.model].reasoning is not None
+        reasons = self._formats[body.model].reasoning is not None
         for name, value in given.items():
             # What is so anyway need not be turned on or off.
             if name in read or (name in _SWITCHES and value == reasons):
@@ -138,42 +144,42 @@ class Chat:
         Raises RequestError, ApiError for what gets no answer.
         """
         engine = self._engines[body.model]
-        parts = self._parts[body.model]
+        formats = self._formats[body.model]
         check_generates(engine)
         self._tell_unread(body, names)
         if -1 in (body.top_logprobs, body.prompt_logprobs):
             settle_logprobs(engine, body)
         conversations = body.conversations(self._max_prompts)
-        plan = PLAIN
+        reading = ALL_CONTENT
         params = body.params()
         options = body.request_options(context)
-        if body.tools or body.tool_choice is not None or parts.reasoning is not None:
-            await parts.prepare()
+        if body.tools or body.tool_choice is not None or formats.reasoning is not None:
+            await formats.prepare()
             use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
             # What tools' schemas say is read meanwhile: other requests do not wait for it.
-            plan = (
-                await asyncio.to_thread(parts.plan, body, use)
+            reading = (
+                await asyncio.to_thread(formats.reading_of, body, use)
                 if use.tools
-                else parts.plan(body, use)
+                else formats.reading_of(body, use)
             )
-            params = plan.applied(params)
-            if plan.reasoning is not None:
-                options["stop_scope"] = plan.reasoning.stop_scope
+            params = reading.applied(params)
+            if reading.reasoning is not None:
+                options["stop_scope"] = reading.reasoning.stop_scope
         check_priority(engine, options)
-        rendering = body.render_options() | _told(engine, plan.use)
+        rendering = body.render_options() | _told(engine, reading.use)
         outputs = engine.chat_many(conversations, params, options=options, **rendering)
         async with AsyncExitStack() as on_error:
             on_error.push_async_callback(outputs.aclose)
             try:
                 first = await anext(outputs)
             except RequestError as error:
-                raise plan.named(error) from error
+                raise reading.named(error) from error
             generation = Generation(
                 first, outputs, len(conversations), params.n, names=body.return_tokens_as_token_ids
             )
             on_error.pop_all()
         await generation.check_first()
-        return ChatAnswer(engine, body, conversations, generation, plan)
+        return ChatAnswer(engine, body, conversations, generation, reading)
 
 
 class ChatAnswer:
@@ -186,14 +192,14 @@ class ChatAnswer:
         body: ChatBody,
         conversations: Sequence[Conversation],
         generation: Generation,
-        plan: Plan,
+        reading: Reading,
     ) -> None:
         """`conversations`: those of the body. A stream is of one."""
         self._engine = engine
         self._body = body
         self._echoes = [_echo(messages) if body.echo else "" for messages in conversations]
         self._generation = generation
-        self._parts = Parts(plan, generation, engine)
+        self._reader = AnswerReader(reading, generation, engine)
 
     async def aclose(self) -> None:
         """Aborts what is not finished."""
@@ -201,7 +207,7 @@ class ChatAnswer:
 
     def usage(self) -> dict[str, Any]:
         """Token counts, so far."""
-        return self._parts.usage()
+        return self._reader.usage()
 
     async def completion(self) -> dict[str, Any]:
         """The whole answer, a chat.completion. Raises ApiError."""
@@ -216,7 +222,7 @@ class ChatAnswer:
         """As `completion`, whose choices are made when they are taken."""
         body = self._body
         generation = self._generation
-        self._parts.count(choices)
+        self._reader.count(choices)
         found = map(self._choice, choices)
         is_one = len(self._echoes) == 1
         prompt = {
@@ -254,7 +260,7 @@ class ChatAnswer:
         """
         body = self._body
         generation = self._generation
-        self._parts.in_pieces = in_pieces
+        self._reader.in_pieces = in_pieces
         head = self._head("chat.completion.chunk")
 
         def chunk(index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -272,12 +278,12 @@ class ChatAnswer:
         ]
         async for deltas in generation.pieces():
             chunks = []
-            self._parts.count(deltas)
+            self._reader.count(deltas)
             for delta in deltas:
                 wanted: dict[str, Any] = (
                     {"token_ids": delta.token_ids} if body.return_token_ids else {}
                 )
-                parts, reason = self._parts.read(delta)
+                parts, reason = self._reader.read(delta)
                 end: dict[str, Any] = (
                     {}
                     if reason is None
@@ -285,7 +291,7 @@ class ChatAnswer:
                 )
                 if parts or delta.logprobs or wanted.get("token_ids"):
                     more = {"logprobs": self._logprobs(delta), **wanted, **end}
-                    chunks.append(chunk(delta.index, self._parts.delta(parts), **more))
+                    chunks.append(chunk(delta.index, self._reader.delta(parts), **more))
                 elif end:
                     chunks.append(chunk(delta.index, {}, **end))
             yield chunks
@@ -303,7 +309,7 @@ class ChatAnswer:
 
     def _choice(self, choice: Piece) -> dict[str, Any]:
         body = self._body
-        reader = self._parts
+        reader = self._reader
         parts, reason = reader.read(choice)
         message = reader.message(parts)
         if echo := self._echoes[choice.index // (body.n or 1)]:

@@ -1,5 +1,5 @@
-"""The parts of chats' answers: reasoning, tool calls and content, by the parsers that plugins
-bring."""
+"""How chats' answers are read: what is reasoning, tool calls and content, by the parsers that
+plugins bring."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _BARE = "llama3_json"
 _SHORT_ID = 16
 BUDGET = "thinking_token_budget"
 _FORMAT = "thinking_format"
-"""Parameters of what ends reasoning, and of whose."""
+"""Request parameters of the thinking budget: its size, and the reasoning format."""
 _STRUCTURES = (
     "structured_outputs",
     "response_format",
@@ -61,7 +61,7 @@ def make_format(
     return name, None if name is None else parsers.make(name, template)
 
 
-class Plan(NamedTuple):
+class Reading(NamedTuple):
     """How one request's answers are read."""
 
     tools: AnswerFormat | None
@@ -130,14 +130,14 @@ class Plan(NamedTuple):
         if not is_chain:
             return parser
         assert self.reasoning is not None
-        return _Chain(self.reasoning.parser(prompt_end, self.use.tools), parser)
+        return _ReasoningThenTools(self.reasoning.parser(prompt_end, self.use.tools), parser)
 
 
-PLAIN = Plan(None, None, NO_TOOLS, None, shows_reasoning=False)
+ALL_CONTENT = Reading(None, None, NO_TOOLS, None, shows_reasoning=False)
 """All of an answer is content."""
 
 
-class AnswerParts:
+class AnswerFormats:
     """How the answers of a model are read."""
 
     def __init__(self, engine: ServingEngine, options: ServerOptions) -> None:
@@ -155,15 +155,15 @@ class AnswerParts:
         self._has_counters = False
 
     async def prepare(self) -> None:
-        """Before the first plan: reads the vocabulary, which takes its time, for the marks of
-        reasoning."""
+        """Reads the vocabulary for the marks of reasoning, which takes its time. To be awaited
+        before the first `reading_of`."""
         if not self._has_counters and self.reasoning is not None:
             self._counters = await asyncio.to_thread(
                 self.reasoning.reasoning_counters, self._renderer
             )
         self._has_counters = True
 
-    def plan(self, body: ChatBody, use: ToolUse) -> Plan:
+    def reading_of(self, body: ChatBody, use: ToolUse) -> Reading:
         """Of one request. Raises RequestError for tools that could not be called."""
         tools = None
         reasoning = self.reasoning
@@ -200,7 +200,7 @@ class AnswerParts:
             else {"structural_tag": {"type": "structural_tag", "format": structure}}
         )
         name, counters = (None, None) if reasoning is None else (self._name, self._counters)
-        return Plan(
+        return Reading(
             tools,
             reasoning,
             use,
@@ -243,7 +243,7 @@ def _required(tools: AnswerFormat, body: ChatBody, use: ToolUse) -> dict[str, An
     return structure
 
 
-class _Chain(AnswerParser):
+class _ReasoningThenTools(AnswerParser):
     """What one parser calls content is read by another."""
 
     def __init__(self, reasoning: AnswerParser, tools: AnswerParser) -> None:
@@ -267,11 +267,11 @@ class _Chain(AnswerParser):
         return self._tools.calls_tools
 
 
-class Parts:
+class AnswerReader:
     """Reads the answers of one request, choice by choice."""
 
-    def __init__(self, plan: Plan, generation: Generation, engine: ServingEngine) -> None:
-        self._plan = plan
+    def __init__(self, reading: Reading, generation: Generation, engine: ServingEngine) -> None:
+        self._reading = reading
         self._generation = generation
         self._renderer = engine.renderer
         self.in_pieces = False
@@ -281,19 +281,19 @@ class Parts:
 
     def count(self, pieces: Sequence[Piece]) -> None:
         """Takes in the tokens of pieces, for `usage`."""
-        if self._plan.counters is None:
+        if self._reading.counters is None:
             return
         for piece in pieces:
             counter = self._counters.get(piece.index)
             if counter is None:
                 prompt = self._generation.prompt(piece.index).prompt_token_ids or []
-                counter = self._counters[piece.index] = self._plan.counters(prompt)
+                counter = self._counters[piece.index] = self._reading.counters(prompt)
             counter.push(piece.token_ids)
 
     def usage(self) -> dict[str, Any]:
         """Token counts, so far: those of reasoning, too, where they are known."""
         usage = self._generation.usage()
-        if self._plan.counters is None:
+        if self._reading.counters is None:
             return usage
         num_reasoning = sum(counter.num_tokens for counter in self._counters.values())
         return usage | {"completion_tokens_details": {"reasoning_tokens": num_reasoning}}
@@ -301,13 +301,15 @@ class Parts:
     def read(self, piece: Piece) -> tuple[list[AnswerDelta], str | None]:
         """What a piece adds to its choice, and why the choice ends, where it does."""
         reason = piece.finish_reason
-        if self._plan.is_plain:
+        if self._reading.is_plain:
             return [AnswerDelta(piece.text)] if piece.text else [], reason
         parser = self._parsers.get(piece.index)
         if parser is None:
             token_ids = self._generation.prompt(piece.index).prompt_token_ids or []
             end = prompt_end(self._renderer, token_ids)
-            parser = self._parsers[piece.index] = self._plan.parser(end, in_pieces=self.in_pieces)
+            parser = self._parsers[piece.index] = self._reading.parser(
+                end, in_pieces=self.in_pieces
+            )
         deltas = [parser.push(piece.text)] if piece.text else []
         if reason is not None:
             # A stop text may stand in a call, too.
@@ -315,7 +317,7 @@ class Parts:
             del self._parsers[piece.index]
             if reason == "stop" and parser.calls_tools:
                 reason = "tool_calls"
-        if not self._plan.use.parallel:
+        if not self._reading.use.parallel:
             deltas = [
                 one._replace(tool_calls=tuple(call for call in one.tool_calls if call.index == 0))
                 for one in deltas
@@ -327,7 +329,7 @@ class Parts:
         delta: dict[str, Any] = {}
         reasoning = "".join(one.reasoning for one in parts)
         content = "".join(one.content for one in parts)
-        if reasoning and self._plan.shows_reasoning:
+        if reasoning and self._reading.shows_reasoning:
             delta |= {"reasoning_content": reasoning, "reasoning": reasoning}
         calls: dict[int, dict[str, Any]] = {}
         for call in (call for one in parts for call in one.tool_calls):
@@ -351,14 +353,14 @@ class Parts:
             "content": content or (None if calls else ""),
             "refusal": None,
         }
-        if reasoning and self._plan.shows_reasoning:
+        if reasoning and self._reading.shows_reasoning:
             message |= {"reasoning_content": reasoning, "reasoning": reasoning}
         return message | ({"tool_calls": calls} if calls else {})
 
     def _call(self, call: ToolCallDelta) -> dict[str, Any]:
-        assert self._plan.tools is not None
+        assert self._reading.tools is not None
         return {
-            "id": _call_id(self._plan.tools.call_id_length),
+            "id": _call_id(self._reading.tools.call_id_length),
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }
