@@ -14,6 +14,7 @@ from pathlib import Path
 
 import gguf
 import httpx
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -155,6 +156,7 @@ def test_a_file_runs_as_the_weights_that_it_holds(llama, assert_parity, tmp_path
         plugins=[toolkit_lm_gguf],
     ) as llm:
         assert (llm.config.load.load_format, llm.config.max_model_len) == ("gguf", 256)
+        assert llm.config.served_model_name == "model"
         params = SamplingParams(temperature=0, max_tokens=12, logprobs=272, ignore_eos=True)
         outputs = llm.generate(
             ["The cat sat.", "héllo 😀", {"prompt_token_ids": list(range(3, 40))}],
@@ -213,14 +215,38 @@ def test_a_changed_file_is_unpacked_anew(llama, tmp_path):
     folder, _ = llama()
     file = tmp_path / "model.gguf"
     write_gguf(file, folder)
-    first = GGUFLoader.unpack(file)
+    first = GGUFLoader.unpack(file, None)
     write_gguf(file, folder, Type.Q8_0)
-    second = GGUFLoader.unpack(file)
+    second = GGUFLoader.unpack(file, None)
     assert first != second
     assert [json.loads((f / "config.json").read_text())["dtype"] for f in (first, second)] == [
         "float32",
         "bfloat16",
     ]
+
+
+def test_a_file_is_unpacked_by_the_options_of_its_plugin(llama, tmp_path, monkeypatch):
+    """A name that the option gives stays; else the file is served by its stem."""
+
+    class Options(msgspec.Struct):
+        keep: int = 3
+
+    folder, _ = llama()
+    given = []
+
+    def unpack(file, options):
+        given.append(options)
+        return folder
+
+    monkeypatch.setattr(toolkit_lm_gguf, "Options", Options, raising=False)
+    monkeypatch.setattr(GGUFLoader, "unpack", unpack)
+    file = tmp_path / "mine.Q8_0.gguf"
+    file.touch()
+    plugins = Plugins.load(extra=[toolkit_lm_gguf])
+    assert resolve(VllmConfig.make(model=str(file)), plugins).served_model_names == ["mine.Q8_0"]
+    named = VllmConfig.make(model=str(file), served_model_name=["a", "b"])
+    assert resolve(named, plugins).served_model_names == ["a", "b"]
+    assert [options.keep for options in given] == [3, 3]
 
 
 def write_sentencepiece(path: Path) -> None:

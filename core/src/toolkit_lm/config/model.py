@@ -23,7 +23,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     served_model_name: Annotated[
         list[str] | None,
         option(
-            "Model name in the HTTP API. Answers tell the first of several.", none="MODEL as given"
+            "Model name in the HTTP API. Answers tell the first of several.",
+            none="MODEL as given, or the stem of a file's name",
         ),
     ] = None
     dtype: Annotated[

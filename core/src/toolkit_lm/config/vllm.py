@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import msgspec
@@ -170,7 +171,12 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def served_model_names(self) -> list[str]:
-        return self.model.served_model_name or [self.model.model]
+        if self.model.served_model_name:
+            return self.model.served_model_name
+        found = self.checkpoint
+        # Of a checkpoint that is one file, what its weights are read from is no folder.
+        is_file = found is not None and found.source not in ("", found.path)
+        return [Path(self.model.model).stem if is_file else self.model.model]
 
     @property
     def served_model_name(self) -> str:

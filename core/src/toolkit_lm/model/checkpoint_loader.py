@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit_lm.errors import CheckpointError
 
@@ -48,9 +48,10 @@ class CheckpointLoader(ABC):
         model.load_weights(self)
 
     @classmethod
-    def unpack(cls, file: Path) -> Path:
+    def unpack(cls, file: Path, options: Any) -> Path:
         """A folder in Hugging Face layout, weights aside, for a checkpoint that is one file:
-        config.json, tokenizer.json, ...
+        config.json, tokenizer.json, ... `options`: of the plugin that brings the loader; None where
+        it has none.
 
         It must outlive the engine. Several processes may ask for it at once. Raises
         CheckpointError.

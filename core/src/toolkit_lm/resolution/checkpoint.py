@@ -154,8 +154,9 @@ def _unpack(file: Path, plugins: Plugins) -> Path:
             f"tokenizer.json), or {', '.join(known)}. {plugins.loaders.hint}".rstrip()
         )
     loader = plugins.loaders.load(reader)
-    with plugins.loaders.get(reader).owner.boundary(f"unpacking {str(file)!r}"):
-        return Path(loader.unpack(file))
+    owner = plugins.loaders.get(reader).owner
+    with owner.boundary(f"unpacking {str(file)!r}"):
+        return Path(loader.unpack(file, plugins.options(owner.name)))
 
 
 def choose_load_format(config: VllmConfig, plugins: Plugins) -> str:

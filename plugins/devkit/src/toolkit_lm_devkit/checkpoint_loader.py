@@ -22,7 +22,7 @@ _UNPACK = """
 import importlib, sys
 from pathlib import Path
 module, name, file = sys.argv[1:]
-print(getattr(importlib.import_module(module), name).unpack(Path(file)))
+print(getattr(importlib.import_module(module), name).unpack(Path(file), None))
 sys.exit("torch" in sys.modules)
 """
 
@@ -101,4 +101,4 @@ class CheckpointLoaderConformance(Conformance):
         assert done.returncode == 0, done.stderr or f"{self.loader.__name__} imports torch"
         folder = Path(done.stdout.strip())
         assert json.loads((folder / "config.json").read_text())["architectures"]
-        assert self.loader.unpack(source) == folder, "it is unpacked twice"
+        assert self.loader.unpack(source, None) == folder, "it is unpacked twice"

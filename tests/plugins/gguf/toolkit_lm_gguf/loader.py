@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
@@ -69,7 +69,7 @@ class GGUFLoader(CheckpointLoader):
         return files[0]
 
     @classmethod
-    def unpack(cls, file: Path) -> Path:
+    def unpack(cls, file: Path, options: Any) -> Path:
         folder = _cache() / _key(file)
         if folder.is_dir():
             return folder
