@@ -22,6 +22,7 @@ from toolkit_lm.processing.bad_words import BadWordRules
 from toolkit_lm.processing.encoder_decoder import inputs_by_rules, load_rules
 from toolkit_lm.processing.limits import RequestLimits
 from toolkit_lm.processing.multimodal import cache_keys, check_features, cut_features
+from toolkit_lm.processing.parts import RequestParts
 from toolkit_lm.processing.pinned_rendering import PinnedRendering
 from toolkit_lm.processing.requests import PreparedRequest, RenderedPrompt, RequestOptions
 from toolkit_lm.processing.validation import (
@@ -57,6 +58,7 @@ class Processor:
         self.plugins = plugins
         self._texts = _pooling_inputs(config, renderer, plugins)
         self._encoder_decoder = load_rules(config, renderer, plugins)
+        self._parts = RequestParts(config, plugins)
         self._limits: RequestLimits | None = None
         try:
             self.default_params = SamplingParams(**config.sampling_defaults)
@@ -294,9 +296,11 @@ class Processor:
         message.inputs = inputs
         message.features = features
         if inputs.logits_processors or inputs.model_arguments:
-            message.cache_keys += self._keys_of(
-                {**inputs.logits_processors, **inputs.model_arguments}
-            )
+            arguments = {**inputs.logits_processors, **inputs.model_arguments}
+            # What a part makes of its arguments, it says itself.
+            for name in self._parts.by_name:
+                arguments.pop(name, None)
+            message.cache_keys += self._keys_of(arguments)
         if features:
             message.cache_keys += cache_keys(features)
         if rendered.encoder is not None:
@@ -309,6 +313,8 @@ class Processor:
             message.inputs = inputs_by_rules(
                 self._encoder_decoder, message, self._vocab_size, self.plugins
             )
+        if self._parts.by_name:
+            self._parts.prepare(message)
         scope = options.get("stop_scope")
         return PreparedRequest(message, text, rendered.encoder_text, rendered.rendering, scope)
 
@@ -396,6 +402,8 @@ class Processor:
         # What a pooler keeps of a sequence between its chunks is lost with its row.
         message.draws_tokens = message.swappable = False
         self.limits.check(message)
+        if self._parts.by_name:
+            self._parts.prepare(message)
         return PreparedRequest(message, prompt if isinstance(prompt, str) else None)
 
     # Both
