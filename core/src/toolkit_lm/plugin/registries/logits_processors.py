@@ -47,8 +47,8 @@ class LogitsProcessorRegistry(Registry[LogitsProcessorEntry]):
         """Registers a subclass of toolkit_lm.sampling.LogitsProcessor, and the parameters that
         requests turn it on with.
 
-        `target` None: there is no processor. A StepPart reads the arguments, as
-        `seq.inputs.model_arguments[name]`.
+        `target` None: there is no processor. The RequestHalf of the part `name` is given the
+        arguments; a StepPart finds them as `seq.inputs.model_arguments[name]`.
 
         Of those that work at the same place, the one of the highest `priority` works first; of
         equals, the first registered. Raises PluginError where a parameter has the name of another.

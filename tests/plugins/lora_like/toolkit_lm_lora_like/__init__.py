@@ -1,0 +1,37 @@
+"""LoRA: each request may name an adapter, a file of the folder that the option names."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Struct
+from toolkit_lm.param_spec import ProcessorParams, param
+from toolkit_lm.plugin import LogitsProcessorRegistry, PartRegistry, hookimpl
+
+
+class Options(Struct, frozen=True):
+    folder: str = "."
+    """Has a file NAME.safetensors for each adapter, which may come and go at any time."""
+    num_slots: int = 2
+    """Adapters that a worker holds at a time."""
+
+
+class LoraParams(ProcessorParams):
+    """What a request says of its adapter."""
+
+    lora: Annotated[str | None, param("Name of the adapter.", max_length=64)] = None
+
+
+@hookimpl
+def toolkit_register_logits_processors(processors: LogitsProcessorRegistry) -> None:
+    processors.add("lora", None, params=LoraParams)
+
+
+@hookimpl
+def toolkit_register_parts(parts: PartRegistry) -> None:
+    parts.add(
+        "lora",
+        request="toolkit_lm_lora_like.front:LoraRequests",
+        planner="toolkit_lm_lora_like.planner:LoraPlanner",
+        worker="toolkit_lm_lora_like.worker:LoraPart",
+    )
