@@ -274,7 +274,9 @@ class RowParallelLinear(LinearBase):
         self.parallel = vllm_config.parallel
         self.is_sharded = self.parallel.tensor_parallel_size > 1
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, x: Tensor, residual: Tensor | None = None
+    ) -> Tensor:
         """`residual` [T, output_size], the same on all ranks, is added to the sum."""
         if not self.is_sharded:
             return self.method.apply(x, self.bias, rows=self.rows, residual=residual)
