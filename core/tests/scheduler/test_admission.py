@@ -49,9 +49,8 @@ def full_batch():
 
 def behind_another():
     core = full_batch()
-    first, second = list(core.scheduler.roster.waiting), request("third", PROMPT, max_tokens=8)
-    core.add_request(second)
-    core.finish(first[0].request_id)
+    core.add_request(request("third", PROMPT, max_tokens=8))
+    core.finish("second")
     core.add_request(request("second", PROMPT, max_tokens=8))
     return core
 
