@@ -359,6 +359,44 @@ class BlockMove(Struct):
     block: int
 
 
+TierKey = int | bytes
+"""Under which a KV tier keeps a block: a place that it has for it, or the digest of its
+contents."""
+
+
+class TierBlock(Struct, array_like=True):
+    """A block on its way between the device and a KV tier."""
+
+    tier: str
+    group: int
+    key: TierKey
+    block: int
+    """On the device; -1: on none."""
+
+
+class TierLoad(Struct, array_like=True):
+    """Blocks that are filled together: a prefix of a request that waits for them."""
+
+    ticket: int
+    """A number of its own, which `StepResult.loads` names it by."""
+    blocks: list[TierBlock]
+
+
+class TierWork(Struct, kw_only=True):
+    """What a step does for KV tiers, in this order, before it writes anything else."""
+
+    cancelled: list[int] = field(default_factory=list)
+    """Tickets of loads that write nothing from now on. Those that have ended are no error."""
+    dropped: list[TierBlock] = field(default_factory=list)
+    """What tiers may forget."""
+    stores: list[TierBlock] = field(default_factory=list)
+    """From the device to their tiers."""
+    loads: list[TierLoad] = field(default_factory=list)
+    """Begin now. This step and later ones write what has come."""
+    waits: bool = False
+    """There is nothing else to do: the step waits a little for a load to end."""
+
+
 class EncoderItem(Struct):
     """An item of media that a step encodes. Its embeddings stay on the worker until a plan drops
     them."""
@@ -386,6 +424,8 @@ class StepPlan(Struct, kw_only=True, omit_defaults=True):
     """From the device's pool (source) to the host's (target), before anything else is written."""
     swap_in: list[BlockCopy] = field(default_factory=list)
     """From the host's pool (source) to the device's (target), next."""
+    tiers: TierWork | None = None
+    """Around them: what goes out goes before what comes in."""
     copies: list[BlockCopy] = field(default_factory=list)
     moves: list[BlockMove] = field(default_factory=list)
     parts: dict[str, Raw] = field(default_factory=dict)
@@ -427,5 +467,7 @@ class StepResult(Struct, kw_only=True, omit_defaults=True):
     go on."""
     num_compilations: int = 0
     """Graphs that torch compiled meanwhile. After the warm-up there should be none."""
+    loads: dict[int, str] = field(default_factory=dict)
+    """By ticket, the loads that have ended: "", or why not all of their blocks are filled."""
     parts: dict[str, Raw] = field(default_factory=dict)
     """By name, what the part answers its planner, in msgpack."""

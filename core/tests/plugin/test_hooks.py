@@ -128,6 +128,14 @@ def test_toolkit_register_kv_kinds(example):
     assert load(example).kv_kinds.get("recurrent").target == "toolkit_lm_mine.spec:RecurrentSpec"
 
 
+def test_toolkit_register_kv_tiers(example):
+    entry = load(example).kv_tiers.get("mine")
+    assert (entry.target, entry.scheduler) == (
+        "toolkit_lm_mine.store:MyStore",
+        "toolkit_lm_mine.tier:MyTier",
+    )
+
+
 def test_toolkit_register_renderers(example):
     assert load(example).renderers.get("mine").reads == ("my_vocab.txt",)
 

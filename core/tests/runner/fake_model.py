@@ -19,6 +19,7 @@ from toolkit_lm.plugin import (
     AttentionBackendRegistry,
     CompilerRegistry,
     KernelsRegistry,
+    KVTierRegistry,
     LogitsProcessorRegistry,
     PartRegistry,
     PluginInfo,
@@ -131,7 +132,10 @@ def make_plugins() -> Any:
     kernels = KernelsRegistry(owner=PluginInfo("test"))
     kernels.add("torch", "toolkit_lm.model:Kernels")
     loaders = SimpleNamespace(make=lambda name, source: DummyLoader(source))
+    kv_tiers = KVTierRegistry(owner=PluginInfo("test"))
+    kv_tiers.add("host", "toolkit_lm.kv:HostStore")
     plugins = {
+        "kv_tiers": kv_tiers,
         "parts": PartRegistry(),
         "models": Models(),
         "attention_backends": backends,

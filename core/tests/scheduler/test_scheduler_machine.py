@@ -417,6 +417,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         check_blocks(blocks)
         roster = self.scheduler.roster
         assert +roster.waits == Counter(one.waits.reason for one in roster.waiting)
+        assert not roster.loading
         distinct: list[set[tuple[int, Entry]]] = []
         for request in self.scheduler.roster.requests.values():
             # Distinct blocks of a request = the union of its sequences' tables.

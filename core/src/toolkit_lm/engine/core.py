@@ -14,10 +14,10 @@ import msgspec
 
 from toolkit_lm.config import PoolingTask, VllmConfig
 from toolkit_lm.engine.memory import size_kv_cache
-from toolkit_lm.errors import EngineDeadError, RequestError, ToolkitError
+from toolkit_lm.errors import EngineDeadError, RequestError, ToolkitError, UnsupportedError
 from toolkit_lm.events import Event, LoadEvent, StepEvent
 from toolkit_lm.executor import Executor
-from toolkit_lm.kv import KVCacheConfig, KVCacheSpec, plan_groups
+from toolkit_lm.kv import KVCacheConfig, KVCacheSpec, KVTier, plan_groups
 from toolkit_lm.messages import (
     EngineOutput,
     EngineOutputs,
@@ -106,7 +106,24 @@ class EngineCore:
             plugins.fingerprint().digest,
             whole_items=self.whole_items,
             planners=Planners.make(config, plugins, facts),
+            tiers=self._make_tiers(plugins),
         )
+
+    def _make_tiers(self, plugins: Plugins) -> dict[str, KVTier]:
+        """Those in which contents are found, by name. Raises UnsupportedError."""
+        tiers: dict[str, KVTier] = {
+            entry.key: plugins.kv_tiers.make_tier(
+                entry.key, self.config, self.kv_cache, options=plugins.options(entry.plugin)
+            )
+            for entry in plugins.kv_tiers.entries()
+            if entry.scheduler is not None
+        }
+        if tiers and self.config.parallel.num_ranks > 1:
+            raise UnsupportedError(
+                f"KV tier {next(iter(tiers))!r} is for engines of one worker, and this one has "
+                f"{self.config.parallel.num_ranks}: lower them, or leave its plugin out."
+            )
+        return tiers
 
     def _plan_kv_cache(self, ranks: Sequence[Mapping[str, KVCacheSpec]]) -> KVCacheConfig:
         """Groups, pools and their blocks. Raises CapacityError."""
@@ -147,6 +164,7 @@ class EngineCore:
         """Forgets what is cached of tokens. Requests under way go on."""
         for pool in self.scheduler.blocks.pools:
             pool.forget_all()
+        self.scheduler.tiers.forget_all()
 
     @property
     def has_unfinished(self) -> bool:
@@ -223,6 +241,8 @@ class EngineCore:
         self._in_flight.popleft()
         if result.parts:
             self.scheduler.take_parts(result)
+        if step.plan.tiers is not None:
+            self.scheduler.request_blocks.take_loads(step.plan, result)
         if not self.scheduler.roster.requests_in(step.plan):
             # All that it computed has ended meanwhile, perhaps long ago.
             return

@@ -2,6 +2,7 @@ from .block_manager import BlockManager as BlockManager
 from .block_pool import BlockPool as BlockPool
 from .cache import KVCache as KVCache
 from .group_blocks import TokenRange as TokenRange
+from .host import HostStore as HostStore
 from .layout import (
     KVCacheConfig as KVCacheConfig,
     KVGroup as KVGroup,
@@ -17,3 +18,11 @@ from .spec import (
     WindowSpec as WindowSpec,
     max_drafts as max_drafts,
 )
+from .tier import (
+    BlockBytes as BlockBytes,
+    Data as Data,
+    KVTier as KVTier,
+    KVTierStore as KVTierStore,
+)
+from .tiers import Tiers as Tiers
+from .transfers import Transfers as Transfers

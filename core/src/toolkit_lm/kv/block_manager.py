@@ -11,6 +11,7 @@ from toolkit_lm.kv.group_blocks import (
     HOST,
     BlockHashes,
     Entry,
+    Find,
     GroupBlocks,
     Location,
     Table,
@@ -191,16 +192,18 @@ class BlockManager:
 
     # Prefix caching
 
-    def find_prefix(self, block_hashes: BlockHashes, limit: int) -> int:
-        """How many of a sequence's first tokens, at most `limit`, are in the cache, in every
-        group."""
+    def find_prefix(
+        self, block_hashes: BlockHashes, limit: int, elsewhere: Find | None = None
+    ) -> int:
+        """How many of a sequence's first tokens, at most `limit`, are in the cache, or `elsewhere`,
+        in every group."""
         length = limit // self._lcm * self._lcm
         if not length:
             return 0
         while gaps := [
             gap
             for group in self._of_sequences
-            if (gap := group.gap(block_hashes, length)) is not None
+            if (gap := group.gap(block_hashes, length, elsewhere)) is not None
         ]:
             length = min(gaps) // self._lcm * self._lcm
         return length

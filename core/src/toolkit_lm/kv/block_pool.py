@@ -4,7 +4,8 @@ hold."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from typing import Any
 
 
 class BlockPool:
@@ -17,6 +18,8 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.on_evicted: Callable[[Any, int], None] | None = None
+        """Told of the key and the block, when a block that is free is taken for something else."""
         self.reset()
 
     def reset(self) -> None:
@@ -45,7 +48,8 @@ class BlockPool:
         assert self.ref_counts[block] == 0, (
             f"free block {block} has {self.ref_counts[block]} owners"
         )
-        self.forget(block)
+        if (key := self.forget(block)) is not None and self.on_evicted is not None:
+            self.on_evicted(key, block)
         self.ref_counts[block] = 1
         return block
 
@@ -82,11 +86,12 @@ class BlockPool:
             self._blocks[key] = block
             self._keys[block] = key
 
-    def forget(self, block: int) -> None:
-        """Its contents are found no more."""
+    def forget(self, block: int) -> Hashable | None:
+        """Its contents are found no more. Returns their key; None: nobody knew what it holds."""
         if (key := self._keys.pop(block, None)) is not None:
             del self._blocks[key]
             self.num_cached -= self.ref_counts[block] == 0
+        return key
 
     def forget_all(self) -> None:
         """Nobody will find what any block holds now."""

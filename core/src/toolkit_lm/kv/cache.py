@@ -1,9 +1,11 @@
-"""KVCache: the memory of the KV cache, on the device and on the host."""
+"""KVCache: the memory of the KV cache on the device, and its blocks as bytes."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -11,7 +13,11 @@ from torch import Tensor
 
 from toolkit_lm.kv.layout import KVCacheConfig
 from toolkit_lm.kv.spec import PageTensor
-from toolkit_lm.messages import BlockCopy, StepPlan
+from toolkit_lm.kv.tier import Data
+from toolkit_lm.messages import BlockCopy
+
+_CHECKSUM = 4
+"""Bytes."""
 
 
 class KVCache:
@@ -20,13 +26,8 @@ class KVCache:
 
     def __init__(self, config: KVCacheConfig, device: torch.device) -> None:
         self.config = config
-        host = torch.device("cpu")
         self._pages = [
-            [_zeros((p.num_blocks, p.page_bytes), device, device) for _ in range(p.num_pages)]
-            for p in config.pools
-        ]
-        self._host_pages = [
-            [_zeros((p.num_host_blocks, p.page_bytes), host, device) for _ in range(p.num_pages)]
+            [zeros((p.num_blocks, p.page_bytes), device) for _ in range(p.num_pages)]
             for p in config.pools
         ]
 
@@ -43,22 +44,62 @@ class KVCache:
             )
         return [_split(self._pages[group.pool][page], layout) for page in range(len(group.layers))]
 
-    def copy(self, plan: StepPlan) -> None:
-        """Does the copies of a plan: to the host, from the host, then on the device."""
-        for copies, source, target in (
-            (plan.swap_out, self._pages, self._host_pages),
-            (plan.swap_in, self._host_pages, self._pages),
-            (plan.copies, self._pages, self._pages),
-        ):
-            for copy in copies:
-                self._copy_block(copy, source, target)
+    def block(self, group: int, block: int) -> Block:
+        """A block of a KV group, as bytes."""
+        pages = self._pages[self.config.groups[group].pool]
+        return Block([page[block] for page in pages[: len(self.config.groups[group].layers)]])
 
-    def _copy_block(
-        self, copy: BlockCopy, source: list[list[Tensor]], target: list[list[Tensor]]
-    ) -> None:
+    def copy(self, copy: BlockCopy) -> None:
+        """Copies a block on the device."""
         group = self.config.groups[copy.group]
-        for index in range(len(group.layers)):
-            target[group.pool][index][copy.target].copy_(source[group.pool][index][copy.source])
+        for pages in self._pages[group.pool][: len(group.layers)]:
+            pages[copy.target].copy_(pages[copy.source])
+
+
+class Block:
+    """The bytes of a block, which is a page [page_bytes] for each layer of its group."""
+
+    def __init__(self, pages: list[Tensor]) -> None:
+        self._pages = pages
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self._pages))
+
+    def read_into(self, target: Data) -> None:
+        """Copies it into host memory of `num_bytes` bytes."""
+        place = torch.frombuffer(target, dtype=torch.uint8)
+        start = 0
+        for page in self._pages:
+            place[start : start + len(page)].copy_(page)
+            start += len(page)
+
+    def to_bytes(self) -> bytes:
+        """A copy, with its CRC-32 after it, little-endian."""
+        data = bytearray(self.num_bytes + _CHECKSUM)
+        view = memoryview(data)
+        self.read_into(view[:-_CHECKSUM])
+        view[-_CHECKSUM:] = crc32(view[:-_CHECKSUM]).to_bytes(_CHECKSUM, "little")
+        return bytes(data)
+
+    def write(self, source: Data, *, checked: bool) -> None:
+        """Copies bytes from the host into it. `checked`: they are those of `to_bytes`. Raises
+        ValueError, and writes nothing, where they are not its own."""
+        data = memoryview(source).cast("B")
+        wanted = self.num_bytes + (_CHECKSUM if checked else 0)
+        if len(data) != wanted:
+            raise ValueError(f"{len(data)} bytes came of a block of {wanted}")
+        data = data[: self.num_bytes]
+        if checked and crc32(data) != int.from_bytes(memoryview(source)[-_CHECKSUM:], "little"):
+            raise ValueError("the checksum of a block is wrong")
+        with warnings.catch_warnings():
+            # It is only read.
+            warnings.simplefilter("ignore", UserWarning)
+            place = torch.frombuffer(data, dtype=torch.uint8)
+        start = 0
+        for page in self._pages:
+            page.copy_(place[start : start + len(page)])
+            start += len(page)
 
 
 def _dtype(tensor: PageTensor) -> torch.dtype:
@@ -81,14 +122,10 @@ def _split(pages: Tensor, layout: Sequence[PageTensor]) -> tuple[Tensor, ...]:
     return tuple(tensors)
 
 
-def _zeros(shape: tuple[int, int], device: torch.device, model_device: torch.device) -> Tensor:
-    if device.type != "cpu" or model_device.type == "cuda" or 0 in shape:
-        return torch.zeros(
-            shape,
-            dtype=torch.uint8,
-            device=device,
-            pin_memory=device.type == "cpu" and model_device.type == "cuda",
-        )
+def zeros(shape: tuple[int, int], device: torch.device, *, pinned: bool = False) -> Tensor:
+    """Bytes. `pinned`: host memory that a GPU reads and writes by itself."""
+    if device.type != "cpu" or pinned or 0 in shape:
+        return torch.zeros(shape, dtype=torch.uint8, device=device, pin_memory=pinned)
     # torch writes zeros, which takes seconds for gigabytes; these pages come when they are first
     # used.
     return torch.from_numpy(np.zeros(shape, np.uint8))

@@ -11,6 +11,9 @@ from toolkit_lm.kv.spec import KVCacheSpec
 BlockHashes = Callable[[int, int], Sequence[bytes]]
 """(block size, number of blocks) -> at least so many hashes of a sequence's first blocks."""
 
+Find = Callable[[int, Sequence[bytes]], int]
+"""(group, digests of blocks) -> how many of these, up to the first that is not, are elsewhere."""
+
 
 class Location(NamedTuple):
     """Where a block is that is not on the device."""
@@ -150,19 +153,20 @@ class GroupBlocks:
         """Blocks of a cached prefix that are not written again."""
         return self._held(num_tokens) // self.size
 
-    def gap(self, block_hashes: BlockHashes, length: int) -> int | None:
+    def gap(
+        self, block_hashes: BlockHashes, length: int, elsewhere: Find | None = None
+    ) -> int | None:
         """Where the first block begins that the token after `length` can see and that is not
-        cached. No prefix may end behind it."""
+        cached, nor `elsewhere`. No prefix may end behind it."""
         first, last = self.prefix(length)
         hashes = block_hashes(self.size, last)
-        return next(
-            (
-                i * self.size
-                for i in range(first, last)
-                if self.pool.find((self.index, hashes[i])) is None
-            ),
-            None,
-        )
+        missing = (i for i in range(first, last) if self.pool.find((self.index, hashes[i])) is None)
+        if elsewhere is not None:
+            indices = list(missing)
+            found = elsewhere(self.index, [hashes[i] for i in indices]) if indices else 0
+            missing = (i for i in indices[found:])
+        index = next(missing, None)
+        return None if index is None else index * self.size
 
     def cached(self, block_hashes: BlockHashes, num_tokens: int) -> Iterator[tuple[int, int]]:
         """(index in the table, block) of a cached prefix."""

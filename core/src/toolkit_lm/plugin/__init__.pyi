@@ -28,6 +28,7 @@ from .registries.engines import (
     SchedulingPolicyEntry as SchedulingPolicyEntry,
     SchedulingPolicyRegistry as SchedulingPolicyRegistry,
 )
+from .registries.kv_tiers import KVTierEntry as KVTierEntry, KVTierRegistry as KVTierRegistry
 from .registries.logits_processors import (
     LogitsProcessorEntry as LogitsProcessorEntry,
     LogitsProcessorRegistry as LogitsProcessorRegistry,

@@ -7,6 +7,7 @@ from toolkit_lm.plugin import (
     ExecutorRegistry,
     KernelsRegistry,
     KVKindRegistry,
+    KVTierRegistry,
     SchedulingPolicyRegistry,
     hookimpl,
 )
@@ -27,6 +28,11 @@ def toolkit_register_kv_kinds(kv_kinds: KVKindRegistry) -> None:
     kv_kinds.add("full", "toolkit_lm.kv.spec:FullSpec")
     kv_kinds.add("cross", "toolkit_lm.kv.spec:CrossSpec")
     kv_kinds.add("window", "toolkit_lm.kv.spec:WindowSpec")
+
+
+@hookimpl
+def toolkit_register_kv_tiers(kv_tiers: KVTierRegistry) -> None:
+    kv_tiers.add("host", "toolkit_lm.kv.host:HostStore")
 
 
 @hookimpl

@@ -24,6 +24,7 @@ from toolkit_lm.plugin import (
     ExecutorRegistry,
     KernelsRegistry,
     KVKindRegistry,
+    KVTierRegistry,
     LoaderRegistry,
     LogitsProcessorRegistry,
     ModelRegistry,
@@ -99,6 +100,16 @@ def toolkit_register_executors(executors: ExecutorRegistry) -> None:
 def toolkit_register_kv_kinds(kv_kinds: KVKindRegistry) -> None:
     """Registers kinds of KV cache specs: what layers keep of sequences, beside the keys and values
     of all tokens or of a window.
+
+    Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are
+    called.
+    """
+
+
+@hookspec
+def toolkit_register_kv_tiers(kv_tiers: KVTierRegistry) -> None:
+    """Registers KV tiers: places for KV blocks beside the device, in halves for the scheduler and
+    the workers.
 
     Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are
     called.

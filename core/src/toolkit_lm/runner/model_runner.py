@@ -27,6 +27,7 @@ from toolkit_lm.distributed import pipeline_parallel_group
 from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.kv import KVCacheConfig, KVCacheSpec, max_drafts
 from toolkit_lm.kv.cache import KVCache
+from toolkit_lm.kv.transfers import Transfers
 from toolkit_lm.messages import StepPlan, StepResult
 from toolkit_lm.model import (
     IntermediateTensors,
@@ -82,6 +83,7 @@ class ModelRunner:
         self._backends: list[CacheBackend | None] = []
         """Of the KV groups, then of the layers without a cache."""
         self._cache: KVCache
+        self._transfers: Transfers
         self._buffers: StepBuffers
         self._batch: PersistentBatch
         self._sampler: RowSampler
@@ -144,6 +146,17 @@ class ModelRunner:
         max_len = self.config.max_model_len
         limits = _limits(self.config)
         self._cache = KVCache(kv_cache, self.device)
+        # The warm-up has made some before.
+        self._close_tiers()
+        self._transfers = Transfers(
+            self._cache,
+            {
+                entry.key: self.plugins.kv_tiers.make(
+                    entry.key, self.config, kv_cache, options=self.plugins.options(entry.plugin)
+                )
+                for entry in self.plugins.kv_tiers.entries()
+            },
+        )
         for index, group in enumerate(kv_cache.groups):
             if not group.layers:
                 # Another pipeline stage has them.
@@ -215,9 +228,23 @@ class ModelRunner:
         self._backends.clear()
         self._layers.clear()
         self.parts.close()
+        self._close_tiers()
         self.compiler = self._taps = None
-        for name in ("model", "_cache", "_batch", "_buffers", "_sampler", "_context", "_slots"):
+        for name in (
+            "model",
+            "_cache",
+            "_transfers",
+            "_batch",
+            "_buffers",
+            "_sampler",
+            "_context",
+            "_slots",
+        ):
             self.__dict__.pop(name, None)
+
+    def _close_tiers(self) -> None:
+        if "_transfers" in self.__dict__:
+            self._transfers.close()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -229,14 +256,15 @@ class ModelRunner:
         for add in self.parts.add:
             for seq in plan.new:
                 add(seq)
-        if plan.copies or plan.swap_out or plan.swap_in:
-            self._cache.copy(plan)
+        loads: dict[int, str] = {}
+        if plan.copies or plan.swap_out or plan.swap_in or plan.tiers is not None:
+            loads = self._transfers.run(plan)
         answers: dict[str, Raw] = {}
         for name, begin in self.parts.begin:
             if (answer := begin(plan, self._run)) is not None:
                 answers[name] = answer
         if not plan.scheduled:
-            return StepResult(token_ids=[], parts=answers)
+            return StepResult(token_ids=[], parts=answers, loads=loads)
         inputs = self.step_inputs = self._batch.inputs(plan)
         num_encoded = 0 if inputs.encoders is None else len(inputs.encoders.positions)
         users = (
@@ -250,7 +278,7 @@ class ModelRunner:
             with forward_context(self._context):
                 hidden_states = self._forward(inputs)
                 if hidden_states is None:
-                    return StepResult(token_ids=[], parts=answers)
+                    return StepResult(token_ids=[], parts=answers, loads=loads)
                 result = self._sampler.sample(inputs, hidden_states)
                 for name, finish in self.parts.finish:
                     if (answer := finish(inputs, hidden_states, result, self._run)) is not None:
@@ -262,6 +290,7 @@ class ModelRunner:
             for count in self._counters:
                 num_compiled += count()
             result.parts = answers
+            result.loads = loads
             result.num_compilations = num_compiled - self._num_compiled
             self._num_compiled = num_compiled
             if not len(inputs.sampling) and self.device.type == "cuda":

@@ -29,8 +29,10 @@ class EventLog:
         self.add("scheduled", request)
 
     def first_token(self, request: Request) -> None:
-        request.first_token_time = time.monotonic()
-        self.add("first_token", request)
+        """A request has a token, or candidates. Those after the first are no event."""
+        if request.first_token_time is None:
+            request.first_token_time = time.monotonic()
+            self.add("first_token", request)
 
     def add(
         self, kind: RequestEventKind, request: Request, reason: FinishReason | None = None
@@ -57,11 +59,14 @@ class EventLog:
 
 def load_event(roster: Roster, blocks: BlockManager) -> LoadEvent:
     """How full the engine is now."""
+    waits = {reason: count for reason, count in roster.waits.items() if count}
+    if roster.loading:
+        waits["loading"] = len(roster.loading)
     return LoadEvent(
         time=time.monotonic(),
         num_running=roster.num_running,
-        num_waiting=len(roster.waiting),
-        waiting_by_reason={reason: count for reason, count in roster.waits.items() if count},
+        num_waiting=len(roster.waiting) + len(roster.loading),
+        waiting_by_reason=waits,
         num_used_blocks=blocks.num_used,
         num_total_blocks=sum(pool.num_blocks for pool in blocks.pools),
         num_cached_blocks=sum(pool.num_cached for pool in blocks.pools),

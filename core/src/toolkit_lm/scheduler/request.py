@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -203,7 +203,9 @@ class Request:
     """A group of sequences over one prompt. It is admitted and preempted whole."""
 
     swapped = False
-    """Its blocks are in the host pool."""
+    """It waits, and keeps its blocks: on the host, or filled from a KV tier."""
+    skips_tiers = False
+    """A KV tier has failed it: it computes itself what is not on the device."""
     num_cached_tokens = 0
     """Prompt tokens whose keys and values were found in the cache when it was first admitted."""
     scheduled_time: float | None = None
@@ -444,6 +446,22 @@ class Request:
         """It was preempted, and tokens of it are on their way, which a worker that does not hold it
         would not have."""
         return self.search is None and any(seq.num_placeholders for seq in self.unfinished)
+
+    def outputs_of_end(
+        self, ended: Iterable[Sequence], reason: FinishReason, error: str | None
+    ) -> list[EngineOutput]:
+        """Of these sequences, which end without another token; of a search, of all that it was to
+        find."""
+        indices = range(self.params.n) if self.search else [seq.index for seq in ended]
+        return [
+            EngineOutput(request_id=self.request_id, index=index, finish_reason=reason, error=error)
+            for index in indices
+        ]
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Of its leader. Those that fork from it need the window before the prompt's last token."""
+        return self.leader.num_tokens if len(self.unfinished) == 1 else self.num_prompt_tokens
 
     @property
     def num_rows(self) -> int:

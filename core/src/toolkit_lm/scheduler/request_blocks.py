@@ -3,13 +3,16 @@ begin, and if not, why."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Collection
+from collections.abc import Mapping, Sequence as Collection
+from types import MappingProxyType
 from typing import NamedTuple
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.kv.block_manager import BlockManager
 from toolkit_lm.kv.group_blocks import TokenRange
-from toolkit_lm.messages import BlockCopy, ScheduledSequence, StepPlan
+from toolkit_lm.kv.tier import KVTier
+from toolkit_lm.kv.tiers import Tiers
+from toolkit_lm.messages import BlockCopy, ScheduledSequence, StepPlan, StepResult
 from toolkit_lm.scheduler.beam_step import Fork
 from toolkit_lm.scheduler.encoder import CrossBlocks, Encoder
 from toolkit_lm.scheduler.planner import Planners
@@ -38,6 +41,7 @@ class RequestBlocks:
         preemption: PreemptionCost,
         roster: Roster,
         planners: Planners,
+        tiers: Mapping[str, KVTier] = MappingProxyType({}),
     ) -> None:
         self.blocks = blocks
         self.cross = CrossBlocks(blocks)
@@ -46,6 +50,7 @@ class RequestBlocks:
         self.planners = planners
         self.caching = config.cache.enable_prefix_caching is not False and blocks.caches_prefixes
         """Requests share prefixes."""
+        self.tiers = Tiers(tiers if self.caching else {}, blocks)
 
     def admit(self, request: Request, admitted: Admitted) -> list[BlockCopy]:
         """Brings a waiting request's blocks back from the host, or gives it what is cached. Returns
@@ -205,6 +210,56 @@ class RequestBlocks:
         request.swapped = copies is not None
         return copies
 
+    def begin_load(self, request: Request) -> bool:
+        """Whether one that waits is loaded from a KV tier first. It holds the blocks then."""
+        if (
+            request.swapped
+            or request.skips_tiers
+            or request.awaits_tokens
+            or request.encoder is not None
+            or not request.reads_prefix_cache
+        ):
+            return False
+        leader = request.leader
+        limit = request.num_known_tokens - 1
+        reserve = self.roster.num_running
+        if not self.tiers.begin(
+            request.request_id, leader.seq_id, leader.block_hashes, limit, reserve
+        ):
+            return False
+        self.roster.load(request)
+        return True
+
+    def take_loads(self, plan: StepPlan, result: StepResult) -> None:
+        """Requests that a KV tier has filled, or failed, wait as others do."""
+        for request_id, num_tokens in self.tiers.take(plan, result.loads):
+            self._end_load(self.roster.requests[request_id], num_tokens)
+
+    def end_late_loads(self, now: float) -> None:
+        """Those whose blocks have not come in time compute themselves."""
+        for request_id in self.tiers.expired(now):
+            self._end_load(self.roster.requests[request_id], 0)
+
+    def _end_load(self, request: Request, num_tokens: int) -> None:
+        """The first `num_tokens` tokens of its leader are in its blocks; 0: they did not come."""
+        self.roster.loaded(request)
+        if num_tokens:
+            request.swapped = True
+            request.leader.num_computed_tokens = num_tokens
+            self.publish(request.leader, num_tokens)
+        else:
+            request.skips_tiers = True
+            self.start_over(request)
+
+    def end(self, request: Request) -> None:
+        """All of its sequences have ended, and given back their blocks."""
+        if request.planned_end or self.planners.of_plugins:
+            self.planners.release(request.request_id)
+        if self.tiers.tiers:
+            self.tiers.cancel(request.request_id)
+        if request.encoder is not None:
+            self.blocks.free(request.encoder.seq_id)
+
     def start_over(self, request: Request) -> None:
         """A waiting request gives up what is computed of it."""
         for seq_id in request.seq_ids:
@@ -264,11 +319,7 @@ class Admission:
         in any case."""
         if not self.caching or request.swapped or not request.reads_prefix_cache:
             return 0
-        # Those that fork from the leader need the window before the prompt's last token.
-        known = (
-            request.leader.num_tokens if len(request.unfinished) == 1 else request.num_prompt_tokens
-        )
-        return self.blocks.find_prefix(request.leader.block_hashes, known - 1)
+        return self.blocks.find_prefix(request.leader.block_hashes, request.num_known_tokens - 1)
 
     def _has_encoder(self, request: Request) -> bool:
         """Whether the cache has all that its encoder is still to compute."""

@@ -111,6 +111,8 @@ class Roster:
         """By request id."""
         self.waiting: list[Request] = []
         """In the policy's order."""
+        self.loading: list[Request] = []
+        """Whose blocks are being filled: they wait for that, and hold these blocks."""
         self.waits: Counter[Wait] = Counter()
         """How many wait, by reason."""
         self.running: list[Request] = []
@@ -152,6 +154,17 @@ class Roster:
         """From the queue to the batch."""
         self._leave_queue(request)
         insort(self.running, request, key=_by_sort_key)
+
+    def load(self, request: Request) -> None:
+        """From the queue to those that are being loaded."""
+        self.hold(request, Refused("loading"))
+        self._leave_queue(request)
+        self.loading.append(request)
+
+    def loaded(self, request: Request) -> None:
+        """Back to the queue."""
+        self.loading.remove(request)
+        self._wait(request, Refused("queue"))
 
     def hold(self, request: Request, refused: Refused) -> None:
         """One that waits does so for this reason now."""
@@ -197,6 +210,8 @@ class Roster:
         del self.requests[request.request_id]
         if request in self.running:
             self.running.remove(request)
+        elif request in self.loading:
+            self.loading.remove(request)
         else:
             self._leave_queue(request)
 
@@ -207,6 +222,7 @@ class Roster:
             self.dropped += plan.dropped
         self.dropped += (seq_id for request in self.requests.values() for seq_id in request.seq_ids)
         self.running = []
+        self.loading = []
         self.waiting = sorted(self.requests.values(), key=_by_sort_key)
         self.waits = Counter()
         self.waits["queue"] = len(self.waiting)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Collection
+from collections.abc import Mapping, Sequence as Collection
 from itertools import count, islice
+from types import MappingProxyType
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
-from toolkit_lm.kv import KVCacheConfig
+from toolkit_lm.kv import KVCacheConfig, KVTier
 from toolkit_lm.kv.block_manager import BlockManager
 from toolkit_lm.messages import (
     Candidates,
@@ -55,9 +56,10 @@ class Scheduler:
         *,
         whole_items: bool = False,
         planners: Planners | None = None,
+        tiers: Mapping[str, KVTier] = MappingProxyType({}),
     ) -> None:
         """`salt`: goes into all hashes of cached prefixes. `whole_items`: no chunk ends inside an
-        item of media. `planners`: of plugins' parts."""
+        item of media. `planners`: of plugins' parts. `tiers`: of the KV cache, by name."""
         self.chunked = config.scheduler.enable_chunked_prefill is not False
         self.max_num_seqs = config.scheduler.max_num_seqs
         self.max_num_batched_tokens = config.scheduler.token_budget
@@ -76,8 +78,9 @@ class Scheduler:
         self.planners = planners or Planners()
         self.planners.add(MEDIA, self.items)
         self.request_blocks = RequestBlocks(
-            config, self.blocks, self.preemption, self.roster, self.planners
+            config, self.blocks, self.preemption, self.roster, self.planners, tiers
         )
+        self.tiers = self.request_blocks.tiers
         self.admission = Admission(config, self.request_blocks)
         self.quarantine = Quarantine()
         self.events = EventLog()
@@ -143,6 +146,8 @@ class Scheduler:
             self._time_out(now)
         if self.planners.failed:
             self._fail_parts()
+        if self.roster.loading:
+            self.request_blocks.end_late_loads(now)
         # What is dropped while it is planned is dropped by this very plan.
         plan = StepPlan(dropped=self.roster.dropped)
         if self.quarantine.quarantined:
@@ -159,7 +164,9 @@ class Scheduler:
                 self._schedule_waiting(plan, budget, waiting)
         if self.planners.end_steps:
             self.planners.end_step(plan)
-        if not (plan.scheduled or plan.swap_out or plan.parts):
+        if self.tiers.tiers:
+            plan.tiers = self.tiers.end_step(idle=not self.roster.running)
+        if not (plan.scheduled or plan.swap_out or plan.parts or plan.tiers):
             return None
         self.roster.dropped = []
         if self.items.in_use:
@@ -218,6 +225,7 @@ class Scheduler:
         self.roster.requeue_all(plans)
         self.blocks.reset()
         self.planners.reset(plans)
+        self.tiers.reset(plans)
         for request in self.roster.waiting:
             request.forget_all()
 
@@ -288,6 +296,8 @@ class Scheduler:
             if not all(self.policy.overtakes(request, other) for other in held_up):
                 continue
             num_behind += bool(held_up)
+            if self.tiers.tiers and self.request_blocks.begin_load(request):
+                continue
             tokens = self.policy.grant(request, budget)
             try:
                 decided = self.admission.decide(request, tokens)
@@ -327,7 +337,7 @@ class Scheduler:
         self.roster.start(request)
         plan.swap_in += self.request_blocks.admit(request, admitted)
         if request.scheduled_time is None:
-            request.num_cached_tokens = admitted.num_cached_tokens
+            request.num_cached_tokens = request.leader.num_computed_tokens
             self.events.scheduled(request)
 
     def _preempt(self, plan: StepPlan, request: Request) -> None:
@@ -372,12 +382,11 @@ class Scheduler:
         """One more beam of a request has its candidates; with the last of them the search goes a
         token on, to other beams, or ends."""
         request = beam.request
-        step = BeamStep(beam.request, search)
+        step = BeamStep(request, search)
         if beam.num_placeholders == 0:
             # It was preempted meanwhile, and will be computed again.
             return []
-        if request.first_token_time is None:
-            self.events.first_token(request)
+        self.events.first_token(request)
         if not step.take(beam, candidates):
             return []
         outputs: list[EngineOutput] = []
@@ -405,12 +414,7 @@ class Scheduler:
         """Ends all that is unfinished of a request."""
         ended = request.unfinished
         self._finish(request, ended, reason)
-        indices = range(request.params.n) if request.search else [seq.index for seq in ended]
-        name = request.request_id
-        return [
-            EngineOutput(request_id=name, index=index, finish_reason=reason, error=error)
-            for index in indices
-        ]
+        return request.outputs_of_end(ended, reason, error)
 
     def _finish(self, request: Request, ended: Collection[Sequence], reason: FinishReason) -> None:
         """Ends some of a request's unfinished sequences."""
@@ -421,10 +425,7 @@ class Scheduler:
         if not request.unfinished:
             self.quarantine.release(request.request_id)
             self.roster.remove(request)
-            if request.planned_end or self.planners.of_plugins:
-                self.planners.release(request.request_id)
-            if request.encoder is not None:
-                self.blocks.free(request.encoder.seq_id)
+            self.request_blocks.end(request)
             self.events.add(
                 "aborted" if reason in ("abort", "timeout") else "finished", request, reason
             )

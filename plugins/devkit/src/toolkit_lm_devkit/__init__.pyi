@@ -31,6 +31,7 @@ from .forward import (
 )
 from .kernels import KernelsConformance as KernelsConformance
 from .kv_kind import KVKindConformance as KVKindConformance
+from .kv_tier import KVTierConformance as KVTierConformance
 from .linear_method import LinearMethodConformance as LinearMethodConformance
 from .logits_processor import LogitsProcessorConformance as LogitsProcessorConformance
 from .model import ModelConformance as ModelConformance, Reference as Reference

@@ -35,6 +35,7 @@ _ENGINE_REGISTRIES = [
     "executors",
     "kernels",
     "kv_kinds",
+    "kv_tiers",
     "logits_processors",
     "pooling",
     "scheduling_policies",

@@ -22,6 +22,7 @@ from toolkit_lm.plugin.registries.engines import (
     KVKindRegistry,
     SchedulingPolicyRegistry,
 )
+from toolkit_lm.plugin.registries.kv_tiers import KVTierRegistry
 from toolkit_lm.plugin.registries.logits_processors import LogitsProcessorRegistry
 from toolkit_lm.plugin.registries.models import DrafterRegistry, ModelRegistry
 from toolkit_lm.plugin.registries.option_names import OptionNamesRegistry
@@ -44,6 +45,7 @@ class Registries:
     kernels: KernelsRegistry = field(default_factory=KernelsRegistry)
     compilers: CompilerRegistry = field(default_factory=CompilerRegistry)
     kv_kinds: KVKindRegistry = field(default_factory=KVKindRegistry)
+    kv_tiers: KVTierRegistry = field(default_factory=KVTierRegistry)
     executors: ExecutorRegistry = field(default_factory=ExecutorRegistry)
     renderers: RendererRegistry = field(default_factory=RendererRegistry)
     parsers: ParserRegistry = field(default_factory=ParserRegistry)

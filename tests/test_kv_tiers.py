@@ -1,0 +1,220 @@
+"""KV tiers through the whole engine: what the device gives up is kept elsewhere, and found again.
+The tokens are the same."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+from toolkit_lm import LLM, SamplingParams
+from toolkit_lm.errors import UnsupportedError
+from toolkit_lm.kv import HostStore
+from toolkit_lm_devkit import KVTierConformance
+
+sys.path.insert(0, str(Path(__file__).parent / "plugins" / "memory_tier"))
+MEMORY = importlib.import_module("toolkit_lm_memory_tier")
+STORE = importlib.import_module("toolkit_lm_memory_tier.store").MemoryStore
+TIER = importlib.import_module("toolkit_lm_memory_tier.tier").MemoryTier
+
+SMALL = {
+    "block_size": 4,
+    "max_model_len": 112,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "dtype": "float32",
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def prompts(*lengths: int) -> list[dict[str, list[int]]]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        {"prompt_token_ids": torch.randint(3, 272, (n,), generator=generator).tolist()}
+        for n in lengths
+    ]
+
+
+PROMPTS = prompts(70, 66, 60, 71)
+"""Two of them fill the device."""
+
+
+@pytest.fixture(params=["full", "windowed"])
+def options(request, make_llama, make_windowed):
+    folder, _ = make_llama("engine") if request.param == "full" else make_windowed()
+    blocks = 30 if request.param == "full" else 60
+    return SMALL | {"model": str(folder), "num_kv_blocks": blocks}
+
+
+@pytest.fixture
+def small(make_llama):
+    return SMALL | {"model": str(make_llama("engine")[0]), "num_kv_blocks": 30}
+
+
+def with_tier(options, plugins=(), **more) -> LLM:
+    return LLM(plugins=[MEMORY, *plugins], **options | more)
+
+
+def tokens(outputs) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def one_by_one(llm, given=PROMPTS):
+    return [llm.generate([one], GREEDY, use_tqdm=False)[0] for one in given]
+
+
+def tier_of(llm):
+    return llm.engine.client.core.scheduler.tiers.tiers["memory"]
+
+
+def store_of(llm):
+    return llm.engine.client.core.executor.runner._transfers._stores["memory"]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_the_device_gave_up_is_found_again(options, watch, overlap):
+    with LLM(**options) as llm:
+        expected = tokens(one_by_one(llm))
+    with with_tier(options, [watch], overlap=overlap) as llm:
+        first = one_by_one(llm)
+        again = one_by_one(llm)
+        together = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert tier_of(llm).num_loaded > 0
+    assert tokens(first) == tokens(again) == tokens(together) == expected
+    assert [output.num_cached_tokens for output in first] == [0] * 4
+    # All but the block that holds the last token, which is computed in any case.
+    cached = [(len(one["prompt_token_ids"]) - 1) // 4 * 4 for one in PROMPTS]
+    assert [output.num_cached_tokens for output in again] == cached
+    assert watch.last("num_used_blocks") == 0
+    assert (watch.last("num_running"), watch.last("num_waiting")) == (0, 0)
+
+
+def test_a_tier_that_holds_little_brings_what_it_has(small):
+    with LLM(**small) as llm:
+        expected = tokens(one_by_one(llm))
+    limited = {"toolkit_lm_memory_tier": {"capacity": 3}}
+    with with_tier(small, plugin_option=limited) as llm:
+        for _ in range(2):
+            assert tokens(one_by_one(llm)) == expected
+            assert len(tier_of(llm).held) <= 3
+            assert len(store_of(llm).blocks) <= 3
+
+
+def spoil(llm, change) -> None:
+    """What the store gives back is what `change` makes of it."""
+    store = store_of(llm)
+    load = store.load
+
+    def spoiled(group, key):
+        future: Future[bytes] = Future()
+        change(future, load(group, key).result())
+        return future
+
+    store.load = spoiled
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda future, data: future.set_exception(OSError("gone")),
+        lambda future, data: future.set_result(data[:-1]),
+        lambda future, data: future.set_result(b""),
+        lambda future, data: future.set_result(bytes([data[0] ^ 1]) + data[1:]),
+        lambda future, data: 1 / 0,
+    ],
+    ids=["raises", "short", "empty", "damaged", "raises at once"],
+)
+def test_a_load_that_fails_is_a_miss(small, watch, caplog, change):
+    with with_tier(small, [watch]) as llm:
+        first = one_by_one(llm)
+        spoil(llm, change)
+        again = one_by_one(llm)
+    assert tokens(again) == tokens(first)
+    assert "KV tier 'memory': a load has failed" in caplog.text
+    assert watch.last("num_used_blocks") == 0
+
+
+def test_a_load_that_does_not_come_is_given_up(small, watch, monkeypatch):
+    monkeypatch.setattr(TIER, "timeout", 0.1)
+    with with_tier(small, [watch]) as llm:
+        first = one_by_one(llm)
+        late: list[Future[bytes]] = []
+        spoil(llm, lambda future, data: late.append(future))
+        again = one_by_one(llm)
+        assert late
+        # What comes after all is written to nobody's blocks.
+        for future in late:
+            future.set_result(b"late")
+        assert tokens(one_by_one(llm)) == tokens(first)
+    assert tokens(again) == tokens(first)
+    assert watch.last("num_used_blocks") == 0
+
+
+@pytest.mark.parametrize("how", ["abort", "deadline", "a step fails"])
+def test_a_request_can_end_while_it_is_loaded(small, watch, how):
+    """It waits for a load that never ends. Meanwhile others run, and the engine does not spin."""
+    with with_tier(small, [watch]) as llm:
+        engine = llm.engine
+        core = engine.client.core
+        first = one_by_one(llm)
+        spoil(llm, lambda future, data: None)
+        timeout = 0.3 if how == "deadline" else None
+        engine.add_request("stuck", PROMPTS[0], GREEDY, timeout=timeout)
+        began = time.monotonic()
+        count = 0
+        while not core.scheduler.roster.loading:
+            engine.step()
+        while time.monotonic() - began < 0.1:
+            engine.step()
+            count += 1
+        assert count < 50, "it spins"
+        assert watch.last("num_waiting") == 1
+        engine.add_request("other", {"prompt_token_ids": [7] * 9}, GREEDY)
+        ended = []
+        while not ended:
+            ended = [one.request_id for one in engine.step() if one.finished]
+        assert ended == ["other"]
+        assert core.scheduler.roster.loading
+        if how == "abort":
+            engine.abort(["stuck"])
+        elif how == "deadline":
+            while core.scheduler.roster.loading:
+                engine.step()
+        else:
+            core._reset_after_failure()
+            store_of(llm).load = type(store_of(llm)).load.__get__(store_of(llm))
+            while engine.has_unfinished_requests():
+                engine.step()
+        engine.advance(timeout=0)
+        assert not core.scheduler.roster.requests
+        assert core.scheduler.blocks.num_used == 0
+        store_of(llm).load = type(store_of(llm)).load.__get__(store_of(llm))
+        assert tokens(one_by_one(llm)) == tokens(first)
+
+
+def test_reset_prefix_cache_forgets_what_tiers_have(small):
+    with with_tier(small) as llm:
+        one_by_one(llm)
+        llm.reset_prefix_cache()
+        assert [output.num_cached_tokens for output in one_by_one(llm)] == [0] * 4
+
+
+def test_several_workers_are_refused(small):
+    threads = importlib.import_module("test_drafts").THREADS
+    with pytest.raises(UnsupportedError, match="KV tier 'memory' is for engines of one worker"):
+        with_tier(small, [threads], tensor_parallel_size=2, executor="threads")
+
+
+class TestMemory(KVTierConformance):
+    store = STORE
+    tier = TIER
+    options = MEMORY.Options(capacity=64)
+
+
+class TestHost(KVTierConformance):
+    store = HostStore
+    keys = (0, 1, 2)
