@@ -19,12 +19,12 @@ from toolkit_lm_cpu import backend, layers, library
 from toolkit_lm_cpu.arena import Arena
 from toolkit_lm_cpu.backend import CpuBackend
 from toolkit_lm_cpu.layers import CpuKernels
-from toolkit_lm_cpu.library import AMX, AVX512_BF16, ISA_VARIABLE, KERNELS, usable_types
+from toolkit_lm_cpu.library import ISA_VARIABLE, KERNELS, usable_types
 from toolkit_lm_cpu.panels import linear, pack
 from toolkit_lm_devkit import AttentionStep
 
-NAMES = list(KERNELS)
-BEST = [2, 5, AVX512_BF16, AMX]
+NAMES = ["avx2", "avx512", "avx512_bf16", "amx"]
+BEST = [kernels[torch.bfloat16] for kernels in KERNELS.values()]
 """For bfloat16, by NAMES."""
 GENERATE = """
 import json

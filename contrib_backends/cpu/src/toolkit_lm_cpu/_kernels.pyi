@@ -1,76 +1,195 @@
+from collections.abc import Mapping
+
+from toolkit_lm_cpu import arguments
+
+KERNELS: tuple[tuple[str, str, int], ...]
+"""(instructions, type of elements, elements of a lane) by number."""
+FIELDS: Mapping[str, tuple[str, ...]]
+"""Of each tuple of `arguments`, as C reads it."""
+PLAIN: int
+RELU: int
+SILU: int
+GELU: int
+GELU_TANH: int
+QUICK_GELU: int
+LANES: int
+TILE: int
+MOST_SIZE: int
+AMX_INPUTS: int
+SEE_ALL: int
+SEE_PAST: int
+SEE_AROUND: int
+
 def supports(isa: str) -> bool: ...
+def set_threads(number: int, /) -> None: ...
+def bind_threads(cores: tuple[int, ...], /) -> None: ...
+def in_huge_pages(start: int, bytes: int, /) -> None: ...
+def lose(start: int, bytes: int, /) -> None: ...
+def layer(layer: arguments.Layer, /) -> object: ...
+
+# Keyword arguments are given in this order, which the headers of the sources explain.
+def run_layer(
+    layer: object,
+    rows: arguments.Rows,
+    /,
+    *,
+    x: int,
+    residual: int,
+    y: int,
+    adds: bool,
+    tokens: int,
+    workspace: int,
+    cos: int,
+    sin: int,
+    angle_stride: int,
+    angle_size: int,
+    slots: int,
+) -> None: ...
 def attend(
     type: int,
-    pointers: tuple[int, int, int, int],
-    strides: tuple[int, int, int, int],
-    rows: tuple[int, ...],
-    block_tiles: int,
-    layer: tuple[int, int, int, int, float, float, int],
-    sight: int,
-    additions: tuple[int, int, int, int, int],
+    rows: arguments.Rows,
     /,
+    *,
+    queries: int,
+    keys: int,
+    values: int,
+    out: int,
+    query_stride: int,
+    key_stride: int,
+    value_stride: int,
+    out_stride: int,
+    block_tiles: int,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    real: int,
+    scale: float,
+    soft_cap: float,
+    window: int,
+    sight: int,
+    sinks: int,
+    bias: int,
+    bias_keys: int,
+    bias_center: int,
+    spans: int,
 ) -> None: ...
 def write_kv(
     type: int,
-    pointers: tuple[int, int, int, int],
-    strides: tuple[int, int, int, int],
+    /,
+    *,
+    keys: int,
+    values: int,
+    to_keys: int,
+    to_values: int,
+    key_stride: int,
+    value_stride: int,
+    key_page: int,
+    value_page: int,
     slots: int,
     tokens: int,
     kv_heads: int,
     size: int,
     block_size: int,
-    /,
 ) -> None: ...
-def set_threads(number: int, /) -> None: ...
-def bind_threads(cores: tuple[int, ...], /) -> None: ...
-def pack(type: int, weight: int, to: int, outputs: int, inputs: int, /) -> None: ...
-def linear(
-    weight: tuple[int, int, int, int, int, int, bool],
-    rows: tuple[int, int, int, int, int, int],
-    num_rows: int,
+def pack(
+    type: int,
     /,
+    *,
+    weight: int,
+    to: int,
+    outputs: int,
+    inputs: int,
+) -> None: ...
+def linear(
+    type: int,
+    /,
+    *,
+    weights: int,
+    bias: int,
+    outputs: int,
+    inputs: int,
+    activation: int,
+    is_gated: bool,
+    x: int,
+    x_stride: int,
+    residual: int,
+    residual_stride: int,
+    out: int,
+    out_stride: int,
+    rows: int,
 ) -> None: ...
 def likeliest_output(
-    weight: tuple[int, int, int, int, int], rows: tuple[int, int, int, int], num_rows: int, /
+    type: int,
+    best: int,
+    indices: int,
+    /,
+    *,
+    weights: int,
+    bias: int,
+    outputs: int,
+    inputs: int,
+    activation: int,
+    is_gated: bool,
+    x: int,
+    x_stride: int,
+    residual: int,
+    residual_stride: int,
+    out: int,
+    out_stride: int,
+    rows: int,
 ) -> None: ...
 def norm(
     type: int,
-    pointers: tuple[int, int, int, int],
-    strides: tuple[int, int, int],
-    sizes: tuple[int, int, int],
-    weight: tuple[int, int, float, bool | int],
     /,
+    *,
+    x: int,
+    residual: int,
+    sum: int,
+    out: int,
+    x_stride: int,
+    head_stride: int,
+    residual_stride: int,
+    tokens: int,
+    heads: int,
+    size: int,
+    weight: int,
+    bias: int,
+    eps: float,
+    is_wide: bool,
 ) -> None: ...
 def rotate(
     type: int,
-    pointers: tuple[int, int, int],
-    strides: tuple[int, int, int],
-    sizes: tuple[int, int, int],
     /,
+    *,
+    x: int,
+    cos: int,
+    sin: int,
+    x_stride: int,
+    head_stride: int,
+    angle_stride: int,
+    tokens: int,
+    heads: int,
+    size: int,
 ) -> None: ...
 def likeliest(
-    type: int, pointers: tuple[int, int, int], stride: int, rows: int, size: int, /
+    type: int,
+    num_rows: int,
+    /,
+    *,
+    scores: int,
+    best: int,
+    indices: int,
+    stride: int,
+    size: int,
 ) -> None: ...
 def embed(
-    pointers: tuple[int, int, int], tokens: int, rows: int, lanes: int, width: int, /
-) -> None: ...
-def in_huge_pages(start: int, bytes: int, /) -> None: ...
-def lose(start: int, bytes: int, /) -> None: ...
-def layer(
-    types: tuple[int, int, int],
-    sizes: tuple[int, int, int, int, int],
-    activation: int,
-    factor: float,
+    num_rows: int,
     /,
-    *parts: tuple[int, int, float, bool] | tuple[int, int],
-) -> object: ...
-def run_layer(
-    layer: object,
-    step: tuple[int, int, int, bool, int, int],
-    angles: tuple[int, int, int, int],
-    rows: tuple[int, ...],
-    cache: tuple[int, int, int, int, int, int],
-    attention: tuple[float, float, int],
-    sight: int,
-    /,
+    *,
+    weights: int,
+    ids: int,
+    out: int,
+    tokens: int,
+    lanes: int,
+    width: int,
 ) -> None: ...

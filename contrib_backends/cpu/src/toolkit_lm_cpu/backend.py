@@ -20,16 +20,29 @@ from toolkit_lm.attention import (
 from toolkit_lm.kv import FullSpec, KVCacheSpec, PageTensor
 from torch import Tensor
 
-from toolkit_lm_cpu.library import _kernels, product_type, refusal, usable_types, use_threads
+from toolkit_lm_cpu.arguments import Rows
+from toolkit_lm_cpu.library import (
+    PAIRS,
+    _kernels,
+    exported,
+    product_type,
+    refusal,
+    usable_types,
+    use_threads,
+)
 
-_TILE = 16
+_TILE = exported("TILE")
 """Keys, and elements of a head, that a vector holds."""
-_MOST_SIZE = 512
+_MOST_SIZE = exported("MOST_SIZE")
 _MOST_BIASES = 2**22
 """Most biases that are held at a time."""
 _DTYPES = ("float32", "float16", "bfloat16")
-SIGHT: dict[str, int] = {AttentionType.CROSS: 0, AttentionType.DECODER: 1, AttentionType.ENCODER: 2}
-"""What keys a token sees, as in step.h."""
+_SIGHT: dict[str, int] = {
+    AttentionType.CROSS: exported("SEE_ALL"),
+    AttentionType.DECODER: exported("SEE_PAST"),
+    AttentionType.ENCODER: exported("SEE_AROUND"),
+}
+"""What keys a token sees."""
 
 
 @dataclass(slots=True)
@@ -51,7 +64,9 @@ class Metadata:
     """[T] int64."""
     spans: np.ndarray | None
     """[T, 2] int32, side by side: begin and end of each token's."""
-    arguments: tuple[int, ...] = field(init=False)
+    rows: Rows = field(init=False)
+    """These, for the kernels."""
+    slots_at: int = field(init=False)
 
     def __post_init__(self) -> None:
         table = (0, 0) if self.table is None else (self.table.data_ptr(), self.table.stride(0))
@@ -59,7 +74,8 @@ class Metadata:
         (seen, _) = self.seen.__array_interface__["data"]
         (first, _) = self.first.__array_interface__["data"]
         (origins, _) = self.origins.__array_interface__["data"]
-        self.arguments = (starts, seen, first, origins, len(self.seen), *table)
+        self.rows = Rows(starts, seen, first, origins, len(self.seen), *table)
+        self.slots_at = 0 if self.slots is None else self.slots.data_ptr()
 
     def part(self, begin: int, end: int) -> Metadata:
         """The tokens begin : end. Rows that have none of them are empty."""
@@ -110,7 +126,7 @@ class CpuBackend(AttentionBackend):
     @classmethod
     def page_layout(cls, spec: KVCacheSpec) -> list[PageTensor]:
         assert isinstance(spec, FullSpec)
-        pair = 2 if spec.dtype == "bfloat16" else 1
+        pair = PAIRS[spec.dtype]
         heads = spec.num_kv_heads
         size = spec.head_size
         keys = (heads, spec.block_size // _TILE, size // pair, _TILE, pair)
@@ -126,7 +142,7 @@ class CpuBackend(AttentionBackend):
         self.size = -(-layer.head_size // _TILE) * _TILE
         """Of heads; zeros fill them up to it."""
         self.kernel = product_type(getattr(torch, layer.dtype), self.size)
-        """Its number in module.c."""
+        """Its number."""
         self._tables: dict[int, Tensor] = {}
         """Of the biases that depend on offsets, by identity: layers hold them for as long as the
         backend lives."""
@@ -167,13 +183,19 @@ class CpuBackend(AttentionBackend):
         k, v, (keys, values) = _side_by_side(k), _side_by_side(v), kv_cache
         _kernels.write_kv(
             self.kernel,
-            (k.data_ptr(), v.data_ptr(), keys.data_ptr(), values.data_ptr()),
-            (k.stride(0), v.stride(0), keys.stride(0), values.stride(0)),
-            meta.slots.data_ptr(),
-            len(meta.slots),
-            layer.num_kv_heads,
-            layer.head_size,
-            keys.shape[2] * _TILE,
+            keys=k.data_ptr(),
+            values=v.data_ptr(),
+            to_keys=keys.data_ptr(),
+            to_values=values.data_ptr(),
+            key_stride=k.stride(0),
+            value_stride=v.stride(0),
+            key_page=keys.stride(0),
+            value_page=values.stride(0),
+            slots=meta.slots_at,
+            tokens=len(meta.slots),
+            kv_heads=layer.num_kv_heads,
+            size=layer.head_size,
+            block_size=keys.shape[2] * _TILE,
         )
 
     def forward(
@@ -228,21 +250,30 @@ class CpuBackend(AttentionBackend):
         spans = meta.spans.ctypes.data if layer.spans and meta.spans is not None else 0
         _kernels.attend(
             self.kernel,
-            (q.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()),
-            (q.stride(0), keys.stride(0), values.stride(0), out.stride(0)),
-            meta.arguments,
-            keys.shape[2] if cached else 0,
-            (
-                layer.num_heads,
-                layer.num_kv_heads,
-                self.size,
-                layer.head_size,
-                layer.scale,
-                layer.soft_cap or 0.0,
-                layer.window or 0,
-            ),
-            SIGHT[layer.attention_type],
-            (0 if sinks is None else sinks.data_ptr(), *_bias_arguments(bias), spans),
+            meta.rows,
+            queries=q.data_ptr(),
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
+            out=out.data_ptr(),
+            query_stride=q.stride(0),
+            key_stride=keys.stride(0),
+            value_stride=values.stride(0),
+            out_stride=out.stride(0),
+            block_tiles=keys.shape[2] if cached else 0,
+            heads=layer.num_heads,
+            kv_heads=layer.num_kv_heads,
+            size=self.size,
+            real=layer.head_size,
+            scale=layer.scale,
+            soft_cap=layer.soft_cap or 0.0,
+            window=layer.window or 0,
+            sight=_SIGHT[layer.attention_type],
+            sinks=0 if sinks is None else sinks.data_ptr(),
+            bias=0 if bias is None else bias.data_ptr(),
+            bias_keys=0 if bias is None else bias.shape[-1],
+            # Of biases by offset, offset 0 is in the middle.
+            bias_center=bias.shape[1] // 2 if bias is not None and bias.ndim == 2 else -1,
+            spans=spans,
         )
 
     def _by_offset(self, bias: OffsetBias, most: int) -> Tensor:
@@ -255,14 +286,6 @@ class CpuBackend(AttentionBackend):
                 bias.by_offset(1 << most.bit_length()).float().contiguous()
             )
         return table
-
-
-def _bias_arguments(bias: Tensor | None) -> tuple[int, int, int]:
-    """Of biases [num_heads, T, keys], or by offset [num_heads, offsets], of which offset 0 is in
-    the middle."""
-    if bias is None:
-        return 0, 0, -1
-    return bias.data_ptr(), bias.shape[-1], bias.shape[1] // 2 if bias.ndim == 2 else -1
 
 
 def _biases(layer: LayerParams, meta: Metadata) -> Iterator[tuple[int, int, Tensor]]:

@@ -11,7 +11,8 @@ from toolkit_lm.model import LayerParts, LinearBase, RMSNorm, Rotation
 from torch import Tensor
 
 from toolkit_lm_cpu.arena import Arena
-from toolkit_lm_cpu.backend import SIGHT, CpuBackend, Metadata
+from toolkit_lm_cpu.arguments import Layer, LinearPart, NormPart
+from toolkit_lm_cpu.backend import CpuBackend, Metadata
 from toolkit_lm_cpu.library import _kernels, product_type
 from toolkit_lm_cpu.panels import ACTIVATIONS, LANES, PanelLinear
 
@@ -47,45 +48,54 @@ class FusedDecoderLayer:
             + inner
         )
         self._workspace = workspace
-        self._attention = attention.scale, attention.soft_cap or 0.0, attention.window or 0
         self._bound: object = None
         # What the kernels point to stays.
         self._parts = parts
-        self._sizes = (
-            hidden,
-            inner,
-            attention.num_heads,
-            attention.num_kv_heads,
-            attention.head_size,
-        )
 
     def _bind(self, backend: CpuBackend, kv_cache: tuple[Tensor, ...] | None) -> None:
         """Once the layer has its backend and its cache."""
         parts = self._parts
-        type_ = product_type(self.dtype, self._sizes[0])
-        norms = (
-            parts.input_norm,
-            parts.post_norm,
-            *(parts.head_norms or (None, None)),
-            *(parts.out_norms or (None, None)),
-        )
-        self._layer = _kernels.layer(
-            (type_, backend.kernel, self.dtype.itemsize),
-            self._sizes,
-            0 if parts.gate_up is None else ACTIVATIONS[parts.gate_up.activation],
-            0.0 if parts.multiplier == 1 else parts.multiplier,
-            *(_norm(norm) for norm in norms),
-            *(_product(linear) for linear in (parts.qkv, parts.out, parts.gate_up, parts.down)),
-        )
-        if kv_cache is None:
-            self._cache = (0, 0, 0, 0), 0
-        else:
+        attention = parts.attn.params
+        hidden = parts.qkv.input_size
+        query_norm, key_norm = parts.head_norms or (None, None)
+        attended_norm, fed_norm = parts.out_norms or (None, None)
+        keys: Tensor | None = None
+        values: Tensor | None = None
+        if kv_cache is not None:
             backend.see(kv_cache)
-            pages_k, pages_v = kv_cache
-            self._cache = (
-                (pages_k.data_ptr(), pages_v.data_ptr(), pages_k.stride(0), pages_v.stride(0)),
-                pages_k.shape[2],
+            keys, values = kv_cache
+        self._layer = _kernels.layer(
+            Layer(
+                type=product_type(self.dtype, hidden),
+                attention_type=backend.kernel,
+                element=self.dtype.itemsize,
+                hidden=hidden,
+                inner=0 if parts.down is None else parts.down.input_size,
+                heads=attention.num_heads,
+                kv_heads=attention.num_kv_heads,
+                head_size=attention.head_size,
+                activation=ACTIVATIONS[None if parts.gate_up is None else parts.gate_up.activation],
+                factor=0.0 if parts.multiplier == 1 else parts.multiplier,
+                input=_norm(parts.input_norm),
+                post=_norm(parts.post_norm),
+                queries=_norm(query_norm),
+                keys=_norm(key_norm),
+                attended=_norm(attended_norm),
+                fed=_norm(fed_norm),
+                qkv=_product(parts.qkv),
+                out=_product(parts.out),
+                gate_up=_product(parts.gate_up),
+                down=_product(parts.down),
+                key_pages=0 if keys is None else keys.data_ptr(),
+                value_pages=0 if values is None else values.data_ptr(),
+                key_page=0 if keys is None else keys.stride(0),
+                value_page=0 if values is None else values.stride(0),
+                block_tiles=0 if keys is None else keys.shape[2],
+                scale=attention.scale,
+                soft_cap=attention.soft_cap or 0.0,
+                window=attention.window or 0,
             )
+        )
         self._bound = backend
 
     def __call__(
@@ -112,22 +122,20 @@ class FusedDecoderLayer:
             self._bind(binding.backend, binding.kv_cache)
         step = cast(Metadata, meta)
         y, total = (torch.empty_like(x), x) if residual is None else (x, residual)
-        pages, tiles = self._cache
         _kernels.run_layer(
             self._layer,
-            (
-                x.data_ptr(),
-                total.data_ptr(),
-                y.data_ptr(),
-                residual is not None,
-                len(x),
-                self._workspace.pointer(len(x) * self._width, x.dtype),
-            ),
-            (cos.data_ptr(), sin.data_ptr(), cos.stride(0), size),
-            step.arguments,
-            (*pages, 0 if step.slots is None else step.slots.data_ptr(), tiles),
-            self._attention,
-            SIGHT[AttentionType.DECODER],
+            step.rows,
+            x=x.data_ptr(),
+            residual=total.data_ptr(),
+            y=y.data_ptr(),
+            adds=residual is not None,
+            tokens=len(x),
+            workspace=self._workspace.pointer(len(x) * self._width, x.dtype),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            angle_stride=cos.stride(0),
+            angle_size=size,
+            slots=step.slots_at,
         )
         return y if self._parts.feed_forward is None else self._parts.feed_forward(y), total
 
@@ -160,15 +168,22 @@ def fits(parts: LayerParts) -> bool:
     )
 
 
-def _norm(norm: RMSNorm | None) -> tuple[int, int, float, bool]:
+def _norm(norm: RMSNorm | None) -> NormPart:
     if norm is None:
-        return 0, 0, 0.0, False
-    return norm.weight.data_ptr(), len(norm.weight), norm.eps, norm.weight.dtype is torch.float32
+        return NormPart()
+    weight = norm.weight
+    return NormPart(
+        weight=weight.data_ptr(),
+        size=len(weight),
+        eps=norm.eps,
+        is_wide=weight.dtype is torch.float32,
+    )
 
 
-def _product(linear: LinearBase | None) -> tuple[int, int]:
+def _product(linear: LinearBase | None) -> LinearPart:
     if linear is None:
-        return 0, 0
+        return LinearPart()
     packed = cast(PanelLinear, linear.method).packed
     assert packed is not None
-    return packed.data_ptr(), 0 if linear.bias is None else linear.bias.data_ptr()
+    bias = linear.bias
+    return LinearPart(weights=packed.data_ptr(), bias=0 if bias is None else bias.data_ptr())

@@ -102,7 +102,7 @@ class CpuKernels(Kernels):
         self._workspace = Workspace(self._arena)
         self._packed: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
         self._types = usable_types()
-        """By dtype, its number in module.c. Empty: all is computed in torch."""
+        """By dtype, its kernels' number. Empty: all is computed in torch."""
         self._core: int | None = None
         # Several threads that compute would meet on one core.
         self._may_bind = bool(self._types) and vllm_config is not None and _is_alone(vllm_config)
@@ -160,10 +160,20 @@ class CpuKernels(Kernels):
         total = torch.empty(x.shape, dtype=x.dtype)
         _kernels.norm(
             self._types[x.dtype],
-            (x.data_ptr(), residual.data_ptr(), total.data_ptr(), out.data_ptr()),
-            (x.stride(0), 0, residual.stride(0)),
-            (x.shape[0], 1, x.shape[1]),
-            (weight.data_ptr(), 0, eps, weight.dtype is not x.dtype),
+            x=x.data_ptr(),
+            residual=residual.data_ptr(),
+            sum=total.data_ptr(),
+            out=out.data_ptr(),
+            x_stride=x.stride(0),
+            head_stride=0,
+            residual_stride=residual.stride(0),
+            tokens=x.shape[0],
+            heads=1,
+            size=x.shape[1],
+            weight=weight.data_ptr(),
+            bias=0,
+            eps=eps,
+            is_wide=weight.dtype is not x.dtype,
         )
         return out, total
 
@@ -198,9 +208,15 @@ class CpuKernels(Kernels):
             return super().rotate(x, cos, sin, interleaved)
         _kernels.rotate(
             self._types[x.dtype],
-            (x.data_ptr(), cos.data_ptr(), sin.data_ptr()),
-            (x.stride(0), x.stride(1), cos.stride(0)),
-            (x.shape[0], x.shape[1], size),
+            x=x.data_ptr(),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            x_stride=x.stride(0),
+            head_stride=x.stride(1),
+            angle_stride=cos.stride(0),
+            tokens=x.shape[0],
+            heads=x.shape[1],
+            size=size,
         )
         return x
 
@@ -211,10 +227,12 @@ class CpuKernels(Kernels):
         indices = torch.empty(len(scores), dtype=torch.int64)
         _kernels.likeliest(
             self._types[scores.dtype],
-            (scores.data_ptr(), best.data_ptr(), indices.data_ptr()),
-            scores.stride(0),
             len(scores),
-            scores.shape[1],
+            scores=scores.data_ptr(),
+            best=best.data_ptr(),
+            indices=indices.data_ptr(),
+            stride=scores.stride(0),
+            size=scores.shape[1],
         )
         return best, indices
 
@@ -235,30 +253,25 @@ class CpuKernels(Kernels):
 def _norm(type: int, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Of rows [tokens, N] or [tokens, heads, N]; with a bias less their mean."""
     out = torch.empty(x.shape, dtype=x.dtype)
-    tokens, heads, strides = _rows(x)
+    has_heads = x.dim() == 3
     _kernels.norm(
         type,
-        (x.data_ptr(), 0, 0, out.data_ptr()),
-        (*strides, 0),
-        (tokens, heads, x.shape[-1]),
-        (
-            weight.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            eps,
-            weight.dtype is not x.dtype,
-        ),
+        x=x.data_ptr(),
+        residual=0,
+        sum=0,
+        out=out.data_ptr(),
+        x_stride=x.stride(0),
+        head_stride=x.stride(1) if has_heads else 0,
+        residual_stride=0,
+        tokens=x.shape[0],
+        heads=x.shape[1] if has_heads else 1,
+        size=x.shape[-1],
+        weight=weight.data_ptr(),
+        bias=0 if bias is None else bias.data_ptr(),
+        eps=eps,
+        is_wide=weight.dtype is not x.dtype,
     )
     return out
-
-
-def _rows(x: Tensor) -> tuple[int, int, tuple[int, int]]:
-    """Tokens and heads of x [tokens, N] or [tokens, heads, N], and the strides from one to the
-    next."""
-    return (
-        (x.shape[0], 1, (x.stride(0), 0))
-        if x.dim() == 2
-        else (x.shape[0], x.shape[1], (x.stride(0), x.stride(1)))
-    )
 
 
 def _has_onednn(dtype: torch.dtype) -> bool:

@@ -1,4 +1,4 @@
-"""The compiled kernels, and the numbers that they know element types by."""
+"""The compiled kernels, and the numbers that they know things by."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from functools import cache
 import torch
 from toolkit_lm.errors import ConfigError
 
+from toolkit_lm_cpu.arguments import check_fields
 from toolkit_lm_cpu.quota import granted_cores
 
 try:
     from toolkit_lm_cpu import _kernels as _kernels
+
+    check_fields(getattr(_kernels, "FIELDS", {}))
 except ImportError as error:
     # The other modules name it, and where `refusal` says that it is missing nothing of theirs is
     # called.
@@ -28,21 +31,31 @@ else:
     _missing = None
 
 ISA_VARIABLE = "TOOLKIT_LM_CPU_ISA"
-AVX512_BF16 = 6
-AMX = 7
-AMX_INPUTS = 32
-"""What a sum's length must be a multiple of, for AMX."""
 _PARALLEL = 2**18
 """Elements that torch shares out to its threads."""
 _on_core = threading.Lock()
 _local = threading.local()
-KERNELS: Mapping[str, Mapping[torch.dtype, int]] = {
-    "avx2": {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2},
-    "avx512": {torch.float32: 3, torch.float16: 4, torch.bfloat16: 5},
-    "avx512_bf16": {torch.bfloat16: AVX512_BF16},
-    "amx": {torch.bfloat16: AMX},
-}
-"""By instructions, from the oldest on, and dtype: its number in module.c."""
+
+
+def exported(name: str) -> int:
+    """A number of the kernels' sources. 0 where there are no kernels: then nobody computes with
+    it."""
+    number: int = getattr(_kernels, name, 0)
+    return number
+
+
+def _numbers() -> Mapping[str, Mapping[torch.dtype, int]]:
+    kernels: dict[str, dict[torch.dtype, int]] = {}
+    for number, (isa, dtype, _) in enumerate(getattr(_kernels, "KERNELS", ())):
+        kernels.setdefault(isa, {})[getattr(torch, dtype)] = number
+    return kernels
+
+
+KERNELS = _numbers()
+"""By instructions, from the oldest on, and dtype: a kernel's number. Empty: there are none."""
+PAIRS = {dtype: pair for _, dtype, pair in getattr(_kernels, "KERNELS", ())}
+"""Elements that lie together in caches and panels, by the name of their type."""
+AMX_INPUTS = exported("AMX_INPUTS")
 
 
 def refusal() -> str | None:
@@ -54,19 +67,19 @@ def refusal() -> str | None:
 
 @cache
 def usable_types() -> dict[torch.dtype, int]:
-    """By dtype, its number in module.c, with the best instructions that the processor has and the
+    """By dtype, its kernels' number, with the best instructions that the processor has and the
     environment allows. Both are asked once, when kernels are first chosen. Empty: there are none.
 
     Raises ConfigError for instructions that the environment names wrongly.
     """
+    if refusal() is not None:
+        return {}
     names = list(KERNELS)
     most = os.environ.get(ISA_VARIABLE) or names[-1]
     if most not in names:
         raise ConfigError(
             f"environment variable {ISA_VARIABLE}: {most!r} is not one of {', '.join(names)}."
         )
-    if refusal() is not None:
-        return {}
     found: dict[torch.dtype, int] = {}
     for name in names[: names.index(most) + 1]:
         if _kernels.supports(name):
@@ -122,4 +135,6 @@ def on_core(core: int) -> Iterator[None]:
 def product_type(dtype: torch.dtype, inputs: int) -> int:
     """The number of the best kernel for products with `inputs` terms."""
     best = usable_types()[dtype]
-    return AVX512_BF16 if best == AMX and inputs % AMX_INPUTS else best
+    if best == KERNELS["amx"].get(dtype) and inputs % AMX_INPUTS:
+        return KERNELS["avx512_bf16"][dtype]
+    return best

@@ -17,28 +17,28 @@ from toolkit_lm.model import (
 from torch import Tensor, nn
 
 from toolkit_lm_cpu.arena import Arena
-from toolkit_lm_cpu.library import _kernels, product_type
+from toolkit_lm_cpu.library import _kernels, exported, product_type
 
-LANES = 16
+LANES = exported("LANES")
 """Outputs of a panel."""
 _LARGE = 2**25
 """Weights of so many bytes are packed in pieces, and not held twice even then."""
 _SOME = 2**23
 """Bytes of a piece."""
 ACTIVATIONS: Mapping[str | None, int] = {
-    None: 0,
-    "relu": 1,
-    "silu": 2,
-    "swish": 2,
-    "gelu": 3,
-    "gelu_python": 3,
-    "gelu_accurate": 4,
-    "gelu_fast": 4,
-    "gelu_new": 4,
-    "gelu_pytorch_tanh": 4,
-    "quick_gelu": 5,
+    None: exported("PLAIN"),
+    "relu": exported("RELU"),
+    "silu": exported("SILU"),
+    "swish": exported("SILU"),
+    "gelu": exported("GELU"),
+    "gelu_python": exported("GELU"),
+    "gelu_accurate": exported("GELU_TANH"),
+    "gelu_fast": exported("GELU_TANH"),
+    "gelu_new": exported("GELU_TANH"),
+    "gelu_pytorch_tanh": exported("GELU_TANH"),
+    "quick_gelu": exported("QUICK_GELU"),
 }
-"""Their numbers in product.h."""
+"""By a model's name for it, its number."""
 
 
 class PanelLinear(UnquantizedMethod):
@@ -194,8 +194,13 @@ class PanelLoader:
                 -(-method.outputs // LANES) * LANES * method.inputs, rows.dtype
             )
         at = self._first(index) * method.inputs * rows.itemsize
+        to = method.packed.data_ptr() + at
         _kernels.pack(
-            method.type, rows.data_ptr(), method.packed.data_ptr() + at, len(rows), method.inputs
+            method.type,
+            weight=rows.data_ptr(),
+            to=to,
+            outputs=len(rows),
+            inputs=method.inputs,
         )
 
     def _first(self, index: int) -> int:
@@ -235,8 +240,15 @@ def embed(ids: Tensor, packed: Tensor, outputs: int, inputs: int) -> Tensor:
     ids, out = ids.contiguous(), packed.new_empty(len(ids), inputs)
     # Pairs of bfloat16 lie together, as floats do.
     width = 2 if packed.dtype is torch.float16 else 4
-    pointers = packed.data_ptr(), ids.data_ptr(), out.data_ptr()
-    _kernels.embed(pointers, len(ids), outputs, inputs * packed.itemsize // width, width)
+    _kernels.embed(
+        outputs,
+        weights=packed.data_ptr(),
+        ids=ids.data_ptr(),
+        out=out.data_ptr(),
+        tokens=len(ids),
+        lanes=inputs * packed.itemsize // width,
+        width=width,
+    )
     return out
 
 
@@ -278,7 +290,13 @@ def pack(
         for first in range(0, outputs, some):
             count = min(some, outputs - first)
             at = first * row
-            _kernels.pack(type, source + at, target + at, count, inputs)
+            _kernels.pack(
+                type,
+                weight=source + at,
+                to=target + at,
+                outputs=count,
+                inputs=inputs,
+            )
             if loses:
                 _kernels.lose(source + at, count * row)
     return packed
@@ -303,23 +321,20 @@ def linear(
     width = outputs // 2 if gated else outputs
     out = x.new_empty(rows, width)
     _kernels.linear(
-        (
-            type,
-            packed.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            width,
-            inputs,
-            activation,
-            gated,
-        ),
-        (
-            x.data_ptr(),
-            x.stride(0),
-            *((0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))),
-            out.data_ptr(),
-            width,
-        ),
-        rows,
+        type,
+        weights=packed.data_ptr(),
+        bias=0 if bias is None else bias.data_ptr(),
+        outputs=width,
+        inputs=inputs,
+        activation=activation,
+        is_gated=gated,
+        x=x.data_ptr(),
+        x_stride=x.stride(0),
+        residual=0 if residual is None else residual.data_ptr(),
+        residual_stride=0 if residual is None else residual.stride(0),
+        out=out.data_ptr(),
+        out_stride=width,
+        rows=rows,
     )
     return out
 
@@ -334,9 +349,23 @@ def likeliest(
     best = x.new_empty(len(x))
     indices = torch.empty(len(x), dtype=torch.int64)
     _kernels.likeliest_output(
-        (type, packed.data_ptr(), 0 if bias is None else bias.data_ptr(), outputs, x.shape[1]),
-        (x.data_ptr(), x.stride(0), best.data_ptr(), indices.data_ptr()),
-        len(x),
+        type,
+        best.data_ptr(),
+        indices.data_ptr(),
+        weights=packed.data_ptr(),
+        bias=0 if bias is None else bias.data_ptr(),
+        outputs=outputs,
+        inputs=x.shape[1],
+        activation=ACTIVATIONS[None],
+        is_gated=False,
+        x=x.data_ptr(),
+        x_stride=x.stride(0),
+        residual=0,
+        residual_stride=0,
+        # Results are not kept.
+        out=0,
+        out_stride=0,
+        rows=len(x),
     )
     return best, indices
 

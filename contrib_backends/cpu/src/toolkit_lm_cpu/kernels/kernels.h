@@ -7,4 +7,6 @@
 #include "linear.h"
 #include "attention.h"
 
+enum { NAME(pair) = PAIR };
+
 #undef TYPE

@@ -24,7 +24,7 @@ typedef struct {
 } LinearPart;
 
 typedef struct {
-    int type, attention_type; /* their numbers in module.c */
+    int type, attention_type; /* their numbers in KERNELS of module.c */
     long element;             /* bytes */
     long hidden, inner, heads, kv_heads, head_size;
     int activation;
@@ -32,6 +32,10 @@ typedef struct {
     NormPart input, post, queries, keys; /* queries and keys: of each head, or of all together */
     NormPart attended, fed;              /* of what `out` and `down` give */
     LinearPart qkv, out, gate_up, down;
+    void *key_pages, *value_pages; /* the cache, as of Write and Step */
+    long key_page, value_page, block_tiles;
+    float scale, soft_cap;
+    long window;
 } Layer;
 
 typedef struct {
@@ -43,6 +47,7 @@ typedef struct {
     void *workspace; /* [tokens][2 hidden + 2 heads + 2 kv_heads + inner], elements of each */
     const void *cos, *sin;
     long angle_stride, angle_size;
+    const int64_t *slots; /* as of Write */
 } LayerStep;
 
 #endif

@@ -348,7 +348,7 @@ TARGET static void NAME(pack)(void *job, long panel) {
     const Pack *p = job;
     const long lanes = p->inputs / PAIR, first = panel * LANES;
     const int there = p->outputs - first < LANES ? (int)(p->outputs - first) : LANES;
-    const ELEMENT *from = (const ELEMENT *)p->from + first * p->inputs;
+    const ELEMENT *from = (const ELEMENT *)p->weight + first * p->inputs;
     LANE *to = (LANE *)p->to + panel * lanes * LANES;
 #if CONVERTS
     for (long k = 0; k < lanes; k++)

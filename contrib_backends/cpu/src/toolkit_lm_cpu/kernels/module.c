@@ -17,6 +17,8 @@
 #include "step.h"
 #include "team.h"
 
+#include "arguments.h"
+
 #include "types.h"
 
 #include "lanes_avx2.h"
@@ -46,13 +48,20 @@
 #include "kernels.h"
 
 /*
- * By their number in library.py: float32, float16 and bfloat16 by AVX2, by AVX-512;
- * bfloat16 by AVX512-BF16, by AMX.
+ * All kernels: suffix, instructions from the oldest on, type of elements. Their places are the
+ * numbers that Python names them by; library.py reads them from KERNELS of the module.
  */
-#define TYPES_OF(x)                                                                                \
-    {x##_f32_avx2,   x##_f16_avx2,   x##_split_avx2,                                               \
-     x##_f32_avx512, x##_f16_avx512, x##_split_avx512,                                             \
-     x##_bf16,       x##_amx}
+#define KERNELS(K, x)                                                                              \
+    K(x, f32_avx2, "avx2", "float32")                                                              \
+    K(x, f16_avx2, "avx2", "float16")                                                              \
+    K(x, split_avx2, "avx2", "bfloat16")                                                           \
+    K(x, f32_avx512, "avx512", "float32")                                                          \
+    K(x, f16_avx512, "avx512", "float16")                                                          \
+    K(x, split_avx512, "avx512", "bfloat16")                                                       \
+    K(x, bf16, "avx512_bf16", "bfloat16")                                                          \
+    K(x, amx, "amx", "bfloat16")
+#define KERNEL_OF(x, suffix, isa, dtype) x##_##suffix,
+#define TYPES_OF(x) {KERNELS(KERNEL_OF, x)}
 static int (*const attend_types[])(const Step *) = TYPES_OF(attend);
 static void (*const write_types[])(Write *) = TYPES_OF(write);
 static const Item linear_types[] = TYPES_OF(multiply);
@@ -60,6 +69,17 @@ static const Item pack_types[] = TYPES_OF(pack);
 static const Item norm_types[] = TYPES_OF(norm);
 static const Item rotate_types[] = TYPES_OF(rotate);
 static const Item likeliest_types[] = TYPES_OF(likeliest);
+
+static int is_kernel(int type) {
+    if (type >= 0 && type < (int)(sizeof norm_types / sizeof *norm_types)) return 1;
+    PyErr_Format(PyExc_ValueError, "no kernel has number %d", type);
+    return 0;
+}
+
+/* As of arguments.h: a number in KERNELS. */
+static int read_kernel(PyObject *given, void *to) {
+    return read_int(given, to) && is_kernel(*(int *)to);
+}
 
 /*
  * Whether there are AMX tiles for bfloat16,
@@ -94,52 +114,28 @@ static PyObject *supports(PyObject *self, PyObject *args) {
     return PyBool_FromLong(able);
 }
 
-static PyObject *attend(PyObject *self, PyObject *args) {
+static PyObject *attend(PyObject *self, PyObject *const *values, Py_ssize_t count,
+                        PyObject *names) {
+    const Call call = {values, count, names};
     Step step;
-    unsigned long long queries, keys, values, out, starts, seen, first, origins, table, sinks, bias,
-        spans;
     int type, done;
     (void)self;
-    if (!PyArg_ParseTuple(args, "i(KKKK)(llll)(KKKKlKl)l(llllffl)i(KKllK)", &type, &queries, &keys,
-                          &values, &out, &step.query_stride, &step.key_stride, &step.value_stride,
-                          &step.out_stride, &starts, &seen, &first, &origins, &step.rows, &table,
-                          &step.table_stride, &step.block_tiles, &step.heads, &step.kv_heads,
-                          &step.size, &step.real, &step.scale, &step.soft_cap, &step.window,
-                          &step.sight, &sinks, &bias, &step.bias_keys, &step.bias_center, &spans))
+    if (!take_attend(call, 2, &step) || !read_kernel(values[0], &type) ||
+        !read_Rows(values[1], &step))
         return NULL;
     step.group = step.heads / step.kv_heads;
-    step.queries = (const void *)(uintptr_t)queries;
-    step.keys = (const void *)(uintptr_t)keys;
-    step.values = (const void *)(uintptr_t)values;
-    step.out = (void *)(uintptr_t)out;
-    step.starts = (const int32_t *)(uintptr_t)starts;
-    step.seen = (const int32_t *)(uintptr_t)seen;
-    step.first = (const int64_t *)(uintptr_t)first;
-    step.origins = (const int32_t *)(uintptr_t)origins;
-    step.table = (const int32_t *)(uintptr_t)table;
-    step.sinks = (const float *)(uintptr_t)sinks;
-    step.bias = (const float *)(uintptr_t)bias;
-    step.spans = (const int32_t *)(uintptr_t)spans;
     Py_BEGIN_ALLOW_THREADS done = attend_types[type](&step);
     Py_END_ALLOW_THREADS if (!done) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
 
-static PyObject *write_kv(PyObject *self, PyObject *args) {
+static PyObject *write_kv(PyObject *self, PyObject *const *values, Py_ssize_t count,
+                          PyObject *names) {
+    const Call call = {values, count, names};
     Write write;
-    unsigned long long keys, values, to_keys, to_values, slots;
     int type;
     (void)self;
-    if (!PyArg_ParseTuple(args, "i(KKKK)(llll)Kllll", &type, &keys, &values, &to_keys, &to_values,
-                          &write.key_stride, &write.value_stride, &write.key_page,
-                          &write.value_page, &slots, &write.tokens, &write.kv_heads, &write.size,
-                          &write.block_size))
-        return NULL;
-    write.keys = (const void *)(uintptr_t)keys;
-    write.values = (const void *)(uintptr_t)values;
-    write.to_keys = (void *)(uintptr_t)to_keys;
-    write.to_values = (void *)(uintptr_t)to_values;
-    write.slots = (const int64_t *)(uintptr_t)slots;
+    if (!take_write_kv(call, 1, &write) || !read_kernel(values[0], &type)) return NULL;
     Py_BEGIN_ALLOW_THREADS write_types[type](&write);
     Py_END_ALLOW_THREADS Py_RETURN_NONE;
 }
@@ -175,59 +171,46 @@ static PyObject *bind_threads(PyObject *self, PyObject *cores) {
     Py_RETURN_NONE;
 }
 
-static PyObject *pack(PyObject *self, PyObject *args) {
+static PyObject *pack(PyObject *self, PyObject *const *values, Py_ssize_t count,
+                      PyObject *names) {
+    const Call call = {values, count, names};
     Pack pack;
-    unsigned long long from, to;
     int type;
     (void)self;
-    if (!PyArg_ParseTuple(args, "iKKll", &type, &from, &to, &pack.outputs, &pack.inputs))
-        return NULL;
-    pack.from = (const void *)(uintptr_t)from;
-    pack.to = (void *)(uintptr_t)to;
+    if (!take_pack(call, 1, &pack) || !read_kernel(values[0], &type)) return NULL;
     Py_BEGIN_ALLOW_THREADS share_out((pack.outputs + LANES - 1) / LANES, pack_types[type], &pack);
     Py_END_ALLOW_THREADS Py_RETURN_NONE;
 }
 
-static PyObject *linear(PyObject *self, PyObject *args) {
-    Linear l;
-    unsigned long long weights, bias, x, residual, out;
+static PyObject *linear(PyObject *self, PyObject *const *values, Py_ssize_t count,
+                        PyObject *names) {
+    const Call call = {values, count, names};
+    Linear l = {0};
     int type;
     (void)self;
-    if (!PyArg_ParseTuple(args, "(iKKllii)(KlKlKl)l", &type, &weights, &bias, &l.outputs, &l.inputs,
-                          &l.activation, &l.is_gated, &x, &l.x_stride, &residual,
-                          &l.residual_stride, &out, &l.out_stride, &l.rows))
-        return NULL;
-    l.weights = (const void *)(uintptr_t)weights;
-    l.bias = (const void *)(uintptr_t)bias;
-    l.x = (const void *)(uintptr_t)x;
-    l.residual = (const void *)(uintptr_t)residual;
-    l.out = (void *)(uintptr_t)out;
-    l.factor = 0;
-    l.failed = 0;
+    if (!take_linear(call, 1, &l) || !read_kernel(values[0], &type)) return NULL;
     Py_BEGIN_ALLOW_THREADS share_out_linear(&l, linear_types[type]);
     Py_END_ALLOW_THREADS if (l.failed) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
 
-static PyObject *likeliest_output(PyObject *self, PyObject *args) {
+static PyObject *likeliest_output(PyObject *self, PyObject *const *values, Py_ssize_t count,
+                                  PyObject *names) {
+    const Call call = {values, count, names};
     Linear l = {0};
-    unsigned long long weights, bias, x, best, indices;
+    void *best, *indices;
     int type;
     (void)self;
-    if (!PyArg_ParseTuple(args, "(iKKll)(KlKK)l", &type, &weights, &bias, &l.outputs, &l.inputs, &x,
-                          &l.x_stride, &best, &indices, &l.rows))
+    if (!take_linear(call, 3, &l) || !read_kernel(values[0], &type) ||
+        !read_pointer(values[1], &best) || !read_pointer(values[2], &indices))
         return NULL;
-    l.weights = (const void *)(uintptr_t)weights;
-    l.bias = (const void *)(uintptr_t)bias;
-    l.x = (const void *)(uintptr_t)x;
     cut_linear(&l);
     /* No element is larger than a float. */
-    const size_t count = (size_t)(l.rows * l.column_blocks) + 1;
-    l.indices = malloc(count * (sizeof *l.indices + sizeof(float)));
+    const size_t most = (size_t)(l.rows * l.column_blocks) + 1;
+    l.indices = malloc(most * (sizeof *l.indices + sizeof(float)));
     if (l.indices == NULL) return PyErr_NoMemory();
-    l.best = l.indices + count;
-    Likeliest of = {l.best, (void *)(uintptr_t)best, (int64_t *)(uintptr_t)indices, l.column_blocks,
-                    l.column_blocks};
+    l.best = l.indices + most;
+    Likeliest of = {l.best, best, indices, l.column_blocks, l.column_blocks};
     Py_BEGIN_ALLOW_THREADS share_out_items(&l, linear_types[type]);
     for (long row = 0; row < l.rows && !l.failed; row++) {
         likeliest_types[type](&of, row);
@@ -238,70 +221,52 @@ static PyObject *likeliest_output(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *norm(PyObject *self, PyObject *args) {
+static PyObject *norm(PyObject *self, PyObject *const *values, Py_ssize_t count,
+                      PyObject *names) {
+    const Call call = {values, count, names};
     Norm n;
-    unsigned long long x, residual, sum, out, weight, bias;
     int type;
     (void)self;
-    if (!PyArg_ParseTuple(args, "i(KKKK)(lll)(lll)(KKfi)", &type, &x, &residual, &sum, &out,
-                          &n.x_stride, &n.head_stride, &n.residual_stride, &n.tokens, &n.heads,
-                          &n.size, &weight, &bias, &n.eps, &n.is_wide))
-        return NULL;
-    n.x = (const void *)(uintptr_t)x;
-    n.residual = (const void *)(uintptr_t)residual;
-    n.sum = (void *)(uintptr_t)sum;
-    n.out = (void *)(uintptr_t)out;
-    n.weight = (const void *)(uintptr_t)weight;
-    n.bias = (const void *)(uintptr_t)bias;
+    if (!take_norm(call, 1, &n) || !read_kernel(values[0], &type)) return NULL;
     n.out_stride = n.heads * n.size;
     Py_BEGIN_ALLOW_THREADS share_out_rows(n.tokens * n.heads * n.size, n.tokens * n.heads,
                                           norm_types[type], &n);
     Py_END_ALLOW_THREADS Py_RETURN_NONE;
 }
 
-static PyObject *rotate(PyObject *self, PyObject *args) {
+static PyObject *rotate(PyObject *self, PyObject *const *values, Py_ssize_t count,
+                        PyObject *names) {
+    const Call call = {values, count, names};
     Rotate r;
-    unsigned long long x, cos, sin;
     int type;
     (void)self;
-    if (!PyArg_ParseTuple(args, "i(KKK)(lll)(lll)", &type, &x, &cos, &sin, &r.x_stride,
-                          &r.head_stride, &r.angle_stride, &r.tokens, &r.heads, &r.size))
-        return NULL;
-    r.x = (void *)(uintptr_t)x;
-    r.cos = (const void *)(uintptr_t)cos;
-    r.sin = (const void *)(uintptr_t)sin;
+    if (!take_rotate(call, 1, &r) || !read_kernel(values[0], &type)) return NULL;
     Py_BEGIN_ALLOW_THREADS share_out_rows(r.tokens * r.heads * r.size, r.tokens, rotate_types[type],
                                           &r);
     Py_END_ALLOW_THREADS Py_RETURN_NONE;
 }
 
-static PyObject *likeliest(PyObject *self, PyObject *args) {
+static PyObject *likeliest(PyObject *self, PyObject *const *values, Py_ssize_t count,
+                           PyObject *names) {
+    const Call call = {values, count, names};
     Likeliest l;
-    unsigned long long scores, best, indices;
     long rows;
     int type;
     (void)self;
-    if (!PyArg_ParseTuple(args, "i(KKK)lll", &type, &scores, &best, &indices, &l.stride, &rows,
-                          &l.size))
+    if (!take_likeliest(call, 2, &l) || !read_kernel(values[0], &type) ||
+        !read_long(values[1], &rows))
         return NULL;
-    l.scores = (const void *)(uintptr_t)scores;
-    l.best = (void *)(uintptr_t)best;
-    l.indices = (int64_t *)(uintptr_t)indices;
     Py_BEGIN_ALLOW_THREADS share_out_if(rows * l.size > 4 * FEW, rows, likeliest_types[type], &l);
     Py_END_ALLOW_THREADS Py_RETURN_NONE;
 }
 
-static PyObject *embed(PyObject *self, PyObject *args) {
+static PyObject *embed(PyObject *self, PyObject *const *values, Py_ssize_t count,
+                       PyObject *names) {
+    const Call call = {values, count, names};
     Embed e;
-    unsigned long long weights, ids, out;
     long rows;
     (void)self;
-    if (!PyArg_ParseTuple(args, "(KKK)llll", &weights, &ids, &out, &e.tokens, &rows, &e.lanes,
-                          &e.width))
-        return NULL;
-    e.weights = (const void *)(uintptr_t)weights;
-    e.ids = (const int64_t *)(uintptr_t)ids;
-    e.out = (void *)(uintptr_t)out;
+    if (!take_embed(call, 1, &e) || !read_long(values[0], &rows)) return NULL;
     for (long i = 0; i < e.tokens; i++)
         if (e.ids[i] < 0 || e.ids[i] >= rows)
             return PyErr_Format(PyExc_IndexError, "there are %ld rows, and none is %ld", rows,
@@ -335,6 +300,9 @@ static PyObject *lose(PyObject *self, PyObject *args) {
 
 #include "run_layer.h"
 
+/* Their keyword arguments are in arguments.h. */
+#define AS_KEYWORDS(name) (PyCFunction)(void (*)(void))name, METH_FASTCALL | METH_KEYWORDS
+
 static PyMethodDef methods[] = {
     {"supports", supports, METH_VARARGS,
      "supports(isa) -> whether this processor has \"avx2\", \"avx512\", \"avx512_bf16\" "
@@ -344,55 +312,59 @@ static PyMethodDef methods[] = {
     {"bind_threads", bind_threads, METH_O,
      "bind_threads(cores): from now on each thread of the team keeps to its core, "
      "but for the first: that is the caller's matter."},
-    {"pack", pack, METH_VARARGS,
-     "pack(type, weight, to, outputs, inputs): a weight as `linear` reads it; "
-     "its outputs filled up to 16."},
-    {"linear", linear, METH_VARARGS,
-     "linear((type, weights, bias, outputs, inputs, activation, is_gated), "
-     "(x, x_stride, residual, residual_stride, out, out_stride), rows): see product.h."},
-    {"likeliest_output", likeliest_output, METH_VARARGS,
-     "likeliest_output((type, weights, bias, outputs, inputs), (x, x_stride, best, indices), "
-     "rows): the greatest of what `linear` would give, and where it is, as of `likeliest`."},
-    {"norm", norm, METH_VARARGS,
-     "norm(type, (x, residual, sum, out), (x_stride, head_stride, residual_stride), "
-     "(tokens, heads, size), (weight, bias, eps, is_wide)): see ops.h."},
-    {"rotate", rotate, METH_VARARGS,
-     "rotate(type, (x, cos, sin), (x_stride, head_stride, angle_stride), (tokens, heads, size)): "
-     "see ops.h."},
-    {"likeliest", likeliest, METH_VARARGS,
-     "likeliest(type, (scores, best, indices), stride, rows, size): see ops.h."},
-    {"embed", embed, METH_VARARGS,
-     "embed((weights, ids, out), tokens, rows, lanes, width): rows of a packed weight, see ops.h."},
+    {"pack", AS_KEYWORDS(pack),
+     "pack(type, *, ...): a weight as `linear` reads it, its outputs filled up to 16: see "
+     "product.h."},
+    {"linear", AS_KEYWORDS(linear), "linear(type, *, ...): see product.h."},
+    {"likeliest_output", AS_KEYWORDS(likeliest_output),
+     "likeliest_output(type, best, indices, *, ...): the greatest of what `linear` would give, "
+     "and where it is, as of `likeliest`."},
+    {"norm", AS_KEYWORDS(norm), "norm(type, *, ...): see ops.h."},
+    {"rotate", AS_KEYWORDS(rotate), "rotate(type, *, ...): see ops.h."},
+    {"likeliest", AS_KEYWORDS(likeliest), "likeliest(type, rows, *, ...): see ops.h."},
+    {"embed", AS_KEYWORDS(embed),
+     "embed(rows, *, ...): some of the rows of a packed weight, see ops.h."},
     {"in_huge_pages", in_huge_pages, METH_VARARGS,
      "in_huge_pages(start, bytes): memory that is not used yet may come in huge pages."},
     {"lose", lose, METH_VARARGS,
      "lose(start, bytes): memory whose content nobody reads any more goes back to the system."},
-    {"layer", layer, METH_VARARGS,
-     "layer((type, attention_type, element), (hidden, inner, heads, kv_heads, head_size), "
-     "activation, factor, six norms (weight, size, eps, is_wide): input, post, queries, keys, "
-     "attended, fed; four products (weights, bias): qkv, out, gate_up, down) "
-     "-> a layer for run_layer: see layer.h."},
-    {"run_layer", run_layer, METH_VARARGS,
-     "run_layer(layer, (x, residual, y, adds, tokens, workspace), "
-     "(cos, sin, angle_stride, angle_size), "
-     "(starts, seen, first, origins, rows, table, table_stride), "
-     "(keys, values, key_page, value_page, slots, block_tiles), "
-     "(scale, soft_cap, window), sight): see layer.h."},
-    {"attend", attend, METH_VARARGS,
-     "attend(type, (queries, keys, values, out), (query, key, value, out strides), "
-     "(starts, seen, first, origins, rows, table, table_stride), block_tiles, "
-     "(heads, kv_heads, size, real, scale, soft_cap, window), sight, "
-     "(sinks, bias, bias_keys, bias_center, spans)): see step.h."},
-    {"write_kv", write_kv, METH_VARARGS,
-     "write_kv(type, (keys, values, to_keys, to_values), their strides, slots, tokens, kv_heads, "
-     "size, block_size): see step.h."},
+    {"layer", layer, METH_O, "layer(Layer) -> a layer for run_layer: see layer.h."},
+    {"run_layer", AS_KEYWORDS(run_layer), "run_layer(layer, Rows, *, ...): see layer.h."},
+    {"attend", AS_KEYWORDS(attend), "attend(type, Rows, *, ...): see step.h."},
+    {"write_kv", AS_KEYWORDS(write_kv), "write_kv(type, *, ...): see step.h."},
     {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "_kernels", NULL, 0, methods, NULL, NULL, NULL, NULL};
 
+/* The module's attribute `name`, from a new object. */
+static int export(PyObject *module, const char *name, PyObject *object) {
+    const int failed = object == NULL || PyModule_AddObjectRef(module, name, object) < 0;
+    Py_XDECREF(object);
+    return !failed;
+}
+
+/* What Python must agree with: numbers, and the fields of tuples. */
+static int export_all(PyObject *module) {
+#define NUMBER(name) {#name, name},
+    static const struct {
+        const char *name;
+        long number;
+    } numbers[] = {ACTIVATIONS(NUMBER) NUMBER(LANES) NUMBER(TILE) NUMBER(MOST_SIZE)
+                       NUMBER(AMX_INPUTS) NUMBER(SEE_ALL) NUMBER(SEE_PAST) NUMBER(SEE_AROUND)};
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+        if (PyModule_AddIntConstant(module, numbers[i].name, numbers[i].number) < 0) return 0;
+#define ENTRY(x, suffix, isa, dtype) , isa, dtype, pair_##suffix
+#define FORMAT(x, suffix, isa, dtype) "(ssi)"
+    return export(module, "KERNELS",
+                  Py_BuildValue("(" KERNELS(FORMAT, ) ")" KERNELS(ENTRY, ))) &&
+           export(module, "FIELDS", all_fields());
+}
+
 PyMODINIT_FUNC PyInit__kernels(void) {
     if (!make_team()) return PyErr_NoMemory();
-    return PyModule_Create(&definition);
+    PyObject *module = PyModule_Create(&definition);
+    if (module != NULL && !export_all(module)) Py_CLEAR(module);
+    return module;
 }

@@ -12,9 +12,14 @@
 /* lanes of a panel that are multiplied with all rows of an item, before the next */
 #define CHUNK 1024
 #define MOST_COLUMNS 24 /* panels of an item */
+#define AMX_INPUTS 32   /* what the length of a sum by the tiles of AMX is a multiple of */
 #define FEW 32768       /* multiplications that are not worth other threads */
 
-enum { PLAIN, RELU, SILU, GELU, GELU_TANH, QUICK_GELU };
+/* module.c exports their numbers. */
+#define ACTIVATIONS(A) A(PLAIN) A(RELU) A(SILU) A(GELU) A(GELU_TANH) A(QUICK_GELU)
+#define NUMBER(name) name,
+enum { ACTIVATIONS(NUMBER) };
+#undef NUMBER
 
 typedef struct {
     const void *x;        /* [rows, inputs] */
@@ -35,7 +40,7 @@ typedef struct {
 } Linear;
 
 typedef struct {
-    const void *from; /* [outputs, inputs] */
+    const void *weight; /* [outputs, inputs] */
     void *to;
     long inputs, outputs;
 } Pack;

@@ -125,84 +125,49 @@ static int run_layer_step(const Layer *l, const LayerStep *s, Step *attention, W
 
 static void free_layer(PyObject *capsule) { free(PyCapsule_GetPointer(capsule, "layer")); }
 
-static int as_norm(PyObject *given, void *to) {
-    NormPart *part = to;
-    unsigned long long weight;
-    if (!PyArg_ParseTuple(given, "Klfi", &weight, &part->size, &part->eps, &part->is_wide))
-        return 0;
-    part->weight = (const void *)(uintptr_t)weight;
-    return 1;
-}
-
-static int as_linear(PyObject *given, void *to) {
-    LinearPart *part = to;
-    unsigned long long weights, bias;
-    if (!PyArg_ParseTuple(given, "KK", &weights, &bias)) return 0;
-    part->weights = (const void *)(uintptr_t)weights;
-    part->bias = (const void *)(uintptr_t)bias;
-    return 1;
-}
-
-static PyObject *layer(PyObject *self, PyObject *args) {
+static PyObject *layer(PyObject *self, PyObject *given) {
     Layer *l = calloc(1, sizeof *l);
     (void)self;
     if (l == NULL) return PyErr_NoMemory();
-    if (!PyArg_ParseTuple(args, "(iil)(lllll)ifO&O&O&O&O&O&O&O&O&O&", &l->type, &l->attention_type,
-                          &l->element, &l->hidden, &l->inner, &l->heads, &l->kv_heads,
-                          &l->head_size, &l->activation, &l->factor, as_norm, &l->input, as_norm,
-                          &l->post, as_norm, &l->queries, as_norm, &l->keys, as_norm, &l->attended,
-                          as_norm, &l->fed, as_linear, &l->qkv, as_linear, &l->out, as_linear,
-                          &l->gate_up, as_linear, &l->down)) {
+    if (!read_Layer(given, l) || !is_kernel(l->type) || !is_kernel(l->attention_type)) {
         free(l);
         return NULL;
     }
     return PyCapsule_New(l, "layer", free_layer);
 }
 
-static PyObject *run_layer(PyObject *self, PyObject *args) {
-    PyObject *capsule;
+static PyObject *run_layer(PyObject *self, PyObject *const *values, Py_ssize_t count,
+                           PyObject *names) {
+    const Call call = {values, count, names};
     LayerStep s;
     Step step = {0};
-    Write write = {0};
-    unsigned long long x, residual, y, workspace, cos, sin, starts, seen, first, origins, table,
-        keys, values, slots;
     int done;
     (void)self;
-    if (!PyArg_ParseTuple(args, "O(KKKilK)(KKll)(KKKKlKl)(KKllKl)(ffl)i", &capsule, &x, &residual,
-                          &y, &s.adds, &s.tokens, &workspace, &cos, &sin, &s.angle_stride,
-                          &s.angle_size, &starts, &seen, &first, &origins, &step.rows, &table,
-                          &step.table_stride, &keys, &values, &step.key_stride, &step.value_stride,
-                          &slots, &step.block_tiles, &step.scale, &step.soft_cap, &step.window,
-                          &step.sight))
-        return NULL;
-    const Layer *l = PyCapsule_GetPointer(capsule, "layer");
+    if (!take_run_layer(call, 2, &s) || !read_Rows(values[1], &step)) return NULL;
+    const Layer *l = PyCapsule_GetPointer(values[0], "layer");
     if (l == NULL) return NULL;
-    s.x = (void *)(uintptr_t)x;
-    s.residual = (void *)(uintptr_t)residual;
-    s.y = (void *)(uintptr_t)y;
-    s.workspace = (void *)(uintptr_t)workspace;
-    s.cos = (const void *)(uintptr_t)cos;
-    s.sin = (const void *)(uintptr_t)sin;
-    step.starts = (const int32_t *)(uintptr_t)starts;
-    step.seen = (const int32_t *)(uintptr_t)seen;
-    step.first = (const int64_t *)(uintptr_t)first;
-    step.origins = (const int32_t *)(uintptr_t)origins;
-    step.table = (const int32_t *)(uintptr_t)table;
-    step.keys = (const void *)(uintptr_t)keys;
-    step.values = (const void *)(uintptr_t)values;
+    step.keys = l->key_pages;
+    step.values = l->value_pages;
+    step.key_stride = l->key_page;
+    step.value_stride = l->value_page;
+    step.block_tiles = l->block_tiles;
     step.heads = l->heads;
     step.kv_heads = l->kv_heads;
     step.size = step.real = l->head_size;
     step.group = l->heads / l->kv_heads;
-    write.to_keys = (void *)(uintptr_t)keys;
-    write.to_values = (void *)(uintptr_t)values;
-    write.key_page = step.key_stride;
-    write.value_page = step.value_stride;
-    write.slots = (const int64_t *)(uintptr_t)slots;
+    step.scale = l->scale;
+    step.soft_cap = l->soft_cap;
+    step.window = l->window;
+    step.sight = SEE_PAST;
+    Write write = {.to_keys = l->key_pages,
+                   .to_values = l->value_pages,
+                   .key_page = l->key_page,
+                   .value_page = l->value_page,
+                   .slots = s.slots};
     write.tokens = s.tokens;
     write.kv_heads = l->kv_heads;
     write.size = l->head_size;
-    write.block_size = step.block_tiles * TILE;
+    write.block_size = l->block_tiles * TILE;
     Py_BEGIN_ALLOW_THREADS done = run_layer_step(l, &s, &step, &write);
     Py_END_ALLOW_THREADS if (!done) return PyErr_NoMemory();
     Py_RETURN_NONE;
