@@ -39,7 +39,7 @@ HTTP_FILES = 36
 OFFLINE_OPENED = 8
 HTTP_OPENED = 10
 """Of these, the files that one must open to follow the call."""
-STEP_CALLS = 98
+STEP_CALLS = 95
 """Calls of a decode step of one row, the worst of several."""
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -172,3 +172,4 @@ def test_all_that_a_runner_does_is_on_its_gpu(monkeypatch, overlap, device, expe
 def test_shutdown_twice(executor):
     executor.shutdown()
     executor.shutdown()
+    assert not hasattr(executor.runner, "model"), "it has let go of the model"

@@ -309,15 +309,15 @@ def test_windows_move_on_the_host():
 
 
 def test_a_prefix_ends_where_all_groups_have_it():
-    """What trails by a token has a block in full one token later, and writes the last token of a
-    prefix again, in a block of its own."""
+    """What trails by a token has a block in full one token later, is found by the tokens that it
+    depends on, and writes the last token of a prefix again, in a block of its own."""
     blocks = make_blocks(12, [(2, None), (2, None, 0, 1)])
-    line = Line("a", [1, 2, 3, 4, 5])
+    line = Line("a", [1, 2, 3, 4, 5, 6, 7])
     found = []
-    for end in (4, 5):
+    for end in (4, 6):
         blocks.append_slots(TokenRange(0, 0 if end == 4 else 4, end), StepPlan())
         blocks.publish(0, line.block_hashes, end)
-        found.append(blocks.find_prefix(line.block_hashes, 5))
+        found.append(blocks.find_prefix(line.block_hashes, 6))
     assert found == [2, 4]
     assert blocks.num_shared(line.block_hashes, 4) == [3]
     blocks.adopt(1, line.block_hashes, 4)

@@ -1,7 +1,6 @@
 from .block_manager import BlockManager as BlockManager
-from .block_pool import BlockPool as BlockPool
 from .cache import KVCache as KVCache
-from .group_blocks import TokenRange as TokenRange
+from .group_blocks import BlockPool as BlockPool, TokenRange as TokenRange
 from .host import HostStore as HostStore
 from .layout import (
     KVCacheConfig as KVCacheConfig,

@@ -6,10 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from toolkit_lm.kv.block_pool import BlockPool
 from toolkit_lm.kv.group_blocks import (
     HOST,
     BlockHashes,
+    BlockPool,
     Entry,
     Find,
     GroupBlocks,
@@ -76,6 +76,7 @@ class BlockManager:
         """Tokens before this place of such a block leave it neither full nor without the slots
         beyond them."""
         self._lcm = math.lcm(*(spec.block_size for spec in specs))
+        self._beyond = max((group.beyond for group in self._of_sequences), default=0)
         self._trimmed = [group for group in self.groups if group.spec.first_needed(2**30)]
         self.trims = bool(self._trimmed)
         """Whether `trim` can give anything back."""
@@ -197,8 +198,8 @@ class BlockManager:
     ) -> int:
         """How many of a sequence's first tokens, at most `limit`, are in the cache, or `elsewhere`,
         in every group."""
-        length = limit // self._lcm * self._lcm
-        if not length:
+        length = (limit - self._beyond) // self._lcm * self._lcm
+        if length <= 0:
             return 0
         while gaps := [
             gap

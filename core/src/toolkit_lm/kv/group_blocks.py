@@ -1,11 +1,12 @@
-"""The block tables of one KV group: how they grow, are shared and shrink."""
+"""The block tables of one KV group: how they grow, are shared and shrink; and the pools that they
+take blocks from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-from toolkit_lm.kv.block_pool import BlockPool
 from toolkit_lm.kv.spec import KVCacheSpec
 
 BlockHashes = Callable[[int, int], Sequence[bytes]]
@@ -41,6 +42,98 @@ class TokenRange(NamedTuple):
     end: int
 
 
+class BlockPool:
+    """Block ids 0 .. num_blocks - 1. A block is free (count 0) or owned by as many tables as its
+    count says.
+
+    A block may have a key that says what it holds. It keeps it when it is freed, until it is taken
+    for something else: those without a key go first, then the least recently used.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.on_evicted: Callable[[Any, int], None] | None = None
+        """Told of the key and the block, when a block that is free is taken for something else."""
+        self.reset()
+
+    def reset(self) -> None:
+        """All blocks are free, and nobody knows what they hold."""
+        self.ref_counts = [0] * self.num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
+        """The next to be taken first."""
+        self._blocks: dict[Hashable, int] = {}
+        """By key."""
+        self._keys: dict[int, Hashable] = {}
+        """By block."""
+        self.num_cached = 0
+        """Free blocks whose contents can be found."""
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - len(self._free)
+
+    def take(self) -> int:
+        """A free block, now with one owner. There must be one. What it held is forgotten."""
+        block, _ = self._free.popitem(last=False)
+        assert self.ref_counts[block] == 0, (
+            f"free block {block} has {self.ref_counts[block]} owners"
+        )
+        if (key := self.forget(block)) is not None and self.on_evicted is not None:
+            self.on_evicted(key, block)
+        self.ref_counts[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """One more owner of an owned block, or the first of a free one whose contents are
+        wanted."""
+        if self.ref_counts[block] == 0:
+            assert block in self._keys, f"block {block} is free, and nobody knows what it holds"
+            del self._free[block]
+            self.num_cached -= 1
+        self.ref_counts[block] += 1
+
+    def release(self, block: int) -> None:
+        """One owner less; the last one frees the block."""
+        assert self.ref_counts[block] > 0, f"block {block} is freed twice"
+        self.ref_counts[block] -= 1
+        if self.ref_counts[block] == 0:
+            self._free[block] = None
+            if block in self._keys:
+                self.num_cached += 1
+            else:
+                self._free.move_to_end(block, last=False)
+
+    # Contents
+
+    def find(self, key: Hashable) -> int | None:
+        """The block that holds what `key` says."""
+        return self._blocks.get(key)
+
+    def publish(self, key: Hashable, block: int) -> None:
+        """Says what an owned block holds. Of two that hold the same, the first is found."""
+        assert self.ref_counts[block] > 0, f"block {block} is free"
+        if key not in self._blocks and block not in self._keys:
+            self._blocks[key] = block
+            self._keys[block] = key
+
+    def forget(self, block: int) -> Hashable | None:
+        """Its contents are found no more. Returns their key; None: nobody knew what it holds."""
+        if (key := self._keys.pop(block, None)) is not None:
+            del self._blocks[key]
+            self.num_cached -= self.ref_counts[block] == 0
+        return key
+
+    def forget_all(self) -> None:
+        """Nobody will find what any block holds now."""
+        self._blocks.clear()
+        self._keys.clear()
+        self.num_cached = 0
+
+
 class GroupBlocks:
     """How the block tables of one KV group grow, are shared and shrink, as the group's spec
     says."""
@@ -52,6 +145,10 @@ class GroupBlocks:
         self.spec = spec
         self.size = spec.block_size
         self.lag = spec.lag
+        self.later = -(-spec.lag // spec.block_size)
+        """Full blocks of tokens after a block on which the block depends too."""
+        self.beyond = spec.block_size if spec.lag % spec.block_size else 0
+        """Tokens after a cached prefix that must be those of whoever cached it."""
         self.pool_index = pool_index
         self.pool = pool
         self.host_pool = host_pool
@@ -83,7 +180,8 @@ class GroupBlocks:
         """
         copied = []
         last = -(-(end + self.spec.lookahead) // self.size)
-        for index in range(self._held(start) // self.size, min(last, len(table))):
+        held = start - self.lag if start > self.lag else 0
+        for index in range(held // self.size, min(last, len(table))):
             source = table[index]
             assert isinstance(source, int), "a block that is written is on the device"
             if self.pool.ref_counts[source] == 1:
@@ -94,8 +192,10 @@ class GroupBlocks:
                 table[index] = copy = self.pool.take()
                 self.pool.release(source)
                 copied.append((index, source, copy))
-        new = [self.pool.take() for _ in range(last - len(table))]
-        table += new
+        new = []
+        while len(table) < last:
+            new.append(block := self.pool.take())
+            table.append(block)
         return new, copied
 
     def trim(self, table: Table, num_computed_tokens: int) -> None:
@@ -141,11 +241,15 @@ class GroupBlocks:
         """Of so many computed tokens, how many are written."""
         return max(0, num_tokens - self.lag)
 
+    def names(self, block_hashes: BlockHashes, num_blocks: int) -> Sequence[bytes]:
+        """Of a sequence's first blocks, the hashes of all that is in them: what trails depends on
+        `lag` tokens more than those of the block."""
+        return block_hashes(self.size, num_blocks + self.later)[self.later :]
+
     # Prefix caching
 
     def prefix(self, num_tokens: int) -> tuple[int, int]:
-        """The first block of a cached prefix that is needed, and the end. What trails writes the
-        last tokens of it again: they may depend on what comes after the prefix."""
+        """The first block of a cached prefix that is needed, and the end."""
         held = self._held(num_tokens)
         return self.spec.first_needed(held), -(-held // self.size)
 
@@ -159,7 +263,7 @@ class GroupBlocks:
         """Where the first block begins that the token after `length` can see and that is not
         cached, nor `elsewhere`. No prefix may end behind it."""
         first, last = self.prefix(length)
-        hashes = block_hashes(self.size, last)
+        hashes = self.names(block_hashes, last)
         missing = (i for i in range(first, last) if self.pool.find((self.index, hashes[i])) is None)
         if elsewhere is not None:
             indices = list(missing)
@@ -171,7 +275,7 @@ class GroupBlocks:
     def cached(self, block_hashes: BlockHashes, num_tokens: int) -> Iterator[tuple[int, int]]:
         """(index in the table, block) of a cached prefix."""
         first, last = self.prefix(num_tokens)
-        hashes = block_hashes(self.size, last)
+        hashes = self.names(block_hashes, last)
         for index in range(first, last):
             block = self.pool.find((self.index, hashes[index]))
             assert block is not None, "the prefix is not cached"
@@ -189,13 +293,13 @@ class GroupBlocks:
         self, table: Sequence[Entry], block_hashes: BlockHashes, before: int, num_tokens: int
     ) -> None:
         """Lets others find the full blocks of tokens [before, num_tokens)."""
-        first = self._held(before) // self.size
-        full = self._held(num_tokens) // self.size
+        first = max(0, before // self.size - self.later)
+        full = num_tokens // self.size - self.later
         if full > first:
-            hashes = block_hashes(self.size, full)
+            hashes = block_hashes(self.size, full + self.later)
             for index in range(first, full):
                 if isinstance(block := table[index], int):
-                    self.pool.publish((self.index, hashes[index]), block)
+                    self.pool.publish((self.index, hashes[index + self.later]), block)
 
     def forget_contents(self, table: Sequence[Entry]) -> None:
         """Nobody is to find a table's blocks."""

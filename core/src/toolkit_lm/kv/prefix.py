@@ -35,7 +35,9 @@ class PrefixHashes:
             end = (index + 1) * block_size
             assert len(token_ids) >= end, "only full blocks have a hash"
             parent = hashes[-1] if hashes else self._salt.encode()
-            keys = [key for key in self._keys if key.start < end and start < key.end]
+            keys: list[CacheKey] = []
+            if self._keys:
+                keys = [key for key in self._keys if key.start < end and start < key.end]
             hashes.append(
                 hashlib.sha256(
                     parent

@@ -94,7 +94,7 @@ class Tiers:
         groups = [group for group in self._blocks.groups if not group.spec.of_encoder]
         for group in groups:
             first, last = group.prefix(num_tokens)
-            digests = block_hashes(group.size, last)
+            digests = group.names(block_hashes, last)
             for index in range(first, last):
                 block = group.pool.find((group.index, digests[index]))
                 if block is None:
