@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -16,22 +16,21 @@ from toolkit_lm.sampling import TokenHistory, sample
 from toolkit_lm.sampling.transfer import to_device
 from toolkit_lm.step import StepRun
 
-if TYPE_CHECKING:
-    from toolkit_lm.runner.model_runner import ModelRunner
-
 
 class Run(StepRun):
     """Given to parts in place of the runner."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: Any) -> None:
+        """`runner`: the ModelRunner that makes it, which imports this module."""
         self._runner = runner
 
     def sequences(self, lengths: Sequence[int]) -> AbstractContextManager[None]:
-        return self._runner._sequences(lengths)
+        entered: AbstractContextManager[None] = self._runner._sequences(lengths)
+        return entered
 
     def tap(self, layer: str) -> Tensor:
         taps = self._runner._taps
-        buffers = {} if taps is None else taps.buffers
+        buffers: dict[str, Tensor] = {} if taps is None else taps.buffers
         if layer not in buffers:
             raise ValueError(
                 f"layer {layer!r} is not tapped: no part names it in `taps`. Tapped are: "

@@ -134,7 +134,7 @@ class KVTierConformance(Conformance):
     def test_both_halves_agree(self, scheduler: KVTier, worker: Worker) -> None:
         """More than it has room for comes, some of it again: what the scheduler's half finds, the
         worker's half has."""
-        rng = random.Random(0)
+        rng = random.Random(0)  # nosec B311
         held: dict[tuple[int, bytes], bytes] = {}
         for _ in range(60):
             blocks = {(rng.randrange(2), _digest(rng.randrange(200))): b for b in range(4)}
@@ -160,7 +160,8 @@ class KVTierConformance(Conformance):
             pytest.skip("it has no half in the scheduler")
         code = f"import sys, {self.tier.__module__}; sys.exit('torch' in sys.modules)"
         path = os.pathsep.join(one for one in sys.path if one)
-        ran = subprocess.run(
+        # The words are our own.
+        ran = subprocess.run(  # nosec B603
             [sys.executable, "-c", code], check=False, env=os.environ | {"PYTHONPATH": path}
         )
         assert ran.returncode == 0, f"{self.tier.__module__} imports torch, or fails"
@@ -179,7 +180,7 @@ class Worker:
         self.cache = KVCache(kv_cache, torch.device("cpu"))
         made = store(VllmConfig.default(), kv_cache, options=options)
         self.transfers = Transfers(self.cache, {"mine": made})
-        self._random = random.Random(1)
+        self._random = random.Random(1)  # nosec B311
         self._tickets = count(1)
 
     def fill(self, group: int, block: int) -> bytes:

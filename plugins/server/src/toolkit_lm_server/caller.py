@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
 if TYPE_CHECKING:
     from toolkit_lm_server.keys import Account
-    from toolkit_lm_server.unknown_fields import UnknownFields
 
 KEY = "toolkit_lm.caller"
 """The key of a request's scope with its Caller, for what is around the app."""
@@ -24,8 +23,9 @@ class Caller(Struct):
     """Whose turn it is: the name of the client's key, else its address."""
     account: Account | None = None
     """Of the client's key."""
-    unknown: UnknownFields | None = None
-    """Fields of the body that nobody knows. None: outside of a request, which has to have none."""
+    unknown: Any = None
+    """Fields of the body that nobody knows, as UnknownFields, which finds them here. None:
+    outside of a request, which has to have none."""
     keep_alive: float | None = None
     """Seconds after which a stream that has nothing to send sends a comment."""
     takes_templates: bool = False
