@@ -239,11 +239,11 @@ def test_what_is_compiled_after_ready_is_counted(folder, tmp_path, monkeypatch, 
     def double(x):
         return x * 2
 
-    def compiling(inputs, encoded):
+    def compiling(inputs):
         # Code of its own for each number of tokens.
         sizes.append(len(inputs.token_index))
         double(torch.ones(sizes[-1] + 1))
-        return forward(inputs, encoded)
+        return forward(inputs)
 
     monkeypatch.setattr(runner, "_forward", compiling)
     tokens_of(llm)

@@ -410,7 +410,7 @@ def test_memory_is_estimated_from_two_graphs_of_each_kind(monkeypatch):
     options = CompilationOptions(
         cudagraph_mode="full_and_piecewise", cudagraph_capture_sizes=(1, 2, 4, 8, 16, 32)
     )
-    graphs = make_graphs(SimpleNamespace(), options, VllmConfig.default())
+    graphs = make_graphs(SimpleNamespace(parts={}), options, VllmConfig.default())
     graphs.bind(BatchLimits(8, 64, 128), {"one": GraphSupport.DECODE})
     seen = []
 
@@ -433,7 +433,8 @@ def test_memory_is_estimated_from_two_graphs_of_each_kind(monkeypatch):
 
 def test_sizes_that_no_step_reaches_are_not_captured():
     options = CompilationOptions(cudagraph_mode="piecewise", cudagraph_capture_sizes=(4, 100, 4))
-    graphs = Graphs(SimpleNamespace(), options, Mode.PIECEWISE, FakeRecorder(), torch.device("cpu"))
+    model = SimpleNamespace(parts={})
+    graphs = Graphs(model, options, Mode.PIECEWISE, FakeRecorder(), torch.device("cpu"))
     graphs.bind(BatchLimits(8, 64, 128), {"one": GraphSupport.NEVER})
     assert graphs._dispatcher.graphs() == [Run(PIECEWISE, 4)]
 

@@ -30,7 +30,7 @@ from toolkit_lm.attention import (
 )
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.kv import KVCacheSpec, PageTensor
-from toolkit_lm.model import Model, load_model
+from toolkit_lm.model import Model, load_model, named_layers
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm_poolers import PoolingMetadata, PoolingRow
@@ -177,7 +177,8 @@ def _by_formula(stages: Sequence[Model], lengths: Sequence[int]) -> ForwardConte
         bindings[layer.prefix] = Binding(own, layer.params, pages, len(metadata))
         metadata.append(own.build(batch))
     assert len(bindings) == len(layers), "two layers have one prefix"
-    return ForwardContext(bindings, metadata)
+    named = {name: layer for stage in stages for name, layer in named_layers(stage).items()}
+    return ForwardContext(bindings, metadata, named)
 
 
 def _empty(num_blocks: int, page: PageTensor) -> Tensor:
