@@ -14,6 +14,7 @@ from toolkit_lm.messages import Candidates, EngineRequest, StepPlan, StepResult
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.scheduler import Request
 from toolkit_lm.scheduler.beam import Beam, Hypothesis
+from toolkit_lm.scheduler.request import RequestRules
 
 MAX_MODEL_LEN = 20
 GROUPS = [
@@ -94,7 +95,7 @@ def found_alone(request: EngineRequest) -> list[Hypothesis] | None:
     request.max_output_tokens = min(
         request.params.max_tokens or MAX_MODEL_LEN, MAX_MODEL_LEN - len(prompt)
     )
-    search = Request(request, iter(range(9))).search
+    search = Request(request, iter(range(9)), RequestRules()).search
     beams = [Beam([], 0.0)]
     while beams:
         if any({NAN, POISON} & {*prompt, *beam.token_ids} for beam in beams):

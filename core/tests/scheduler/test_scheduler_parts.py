@@ -18,6 +18,7 @@ from toolkit_lm.scheduler.beam_step import BeamStep
 from toolkit_lm.scheduler.deadlines import Deadlines
 from toolkit_lm.scheduler.event_log import EventLog
 from toolkit_lm.scheduler.quarantine import Quarantine
+from toolkit_lm.scheduler.request import RequestRules
 from toolkit_lm.scheduler.roster import Roster, SchedulingPolicy, load_policy, priority
 
 
@@ -39,7 +40,7 @@ def make_request(
         max_output_tokens=max_output_tokens,
         **fields,
     )
-    return Request(message, count(), chunked=chunked, needs_tokens=needs_tokens)
+    return Request(message, count(), RequestRules(chunked=chunked, needs_tokens=needs_tokens))
 
 
 class TestTake:
@@ -225,7 +226,7 @@ class TestRoster:
                 arrival_time=time,
                 max_output_tokens=2,
             )
-            roster.add(Request(message, ids))
+            roster.add(Request(message, ids, RequestRules()))
         return roster
 
     def test_both_lists_keep_the_policy_s_order(self, roster):
@@ -348,6 +349,7 @@ class TestPolicies:
                         request_id=name, params=SamplingParams(), max_output_tokens=2, **fields
                     ),
                     ids,
+                    RequestRules(),
                 )
             )
         return "".join(request.request_id for request in roster.waiting)

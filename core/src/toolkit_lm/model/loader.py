@@ -75,14 +75,7 @@ def construct(
     model that does not fit into memory; and what else the model's constructor raises, with a note
     on the checkpoint.
     """
-    name = vllm_config.load.quantization
-    quantization: Quantization | None = None
-    if name != "none":
-        if refusal := plugins.quantization.ask(name, vllm_config, by_name=True):
-            raise UnsupportedError(
-                f"quantization {name!r} cannot run {vllm_config.model.model!r}: {refusal}."
-            )
-        quantization = plugins.quantization.make(name, vllm_config)
+    quantization = _quantization(vllm_config, plugins)
     kernels: Kernels = plugins.kernels.make(select_kernels(vllm_config, plugins)[0], vllm_config)
     try:
         with (
@@ -118,10 +111,23 @@ def construct(
         isinstance(method, UnquantizedMethod) for method in methods
     ):
         raise UnsupportedError(
-            f"quantization {name!r} has no method for any layer of {model_cls.__name__}. Use "
-            "--quantization none."
+            f"quantization {vllm_config.load.quantization!r} has no method for any layer of "
+            f"{model_cls.__name__}. Use --quantization none."
         )
     return model
+
+
+def _quantization(vllm_config: VllmConfig, plugins: Plugins) -> Quantization | None:
+    """That of the config; None: no weight is quantized. Raises UnsupportedError."""
+    name = vllm_config.load.quantization
+    if name == "none":
+        return None
+    if refusal := plugins.quantization.ask(name, vllm_config, by_name=True):
+        raise UnsupportedError(
+            f"quantization {name!r} cannot run {vllm_config.model.model!r}: {refusal}."
+        )
+    made: Quantization = plugins.quantization.make(name, vllm_config)
+    return made
 
 
 def make_part(vllm_config: VllmConfig, hf_config: Mapping[str, Any], prefix: str) -> Model:

@@ -199,6 +199,26 @@ class Refused(NamedTuple):
         return self.detail or WAITS[self.reason]
 
 
+class RequestRules(NamedTuple):
+    """What holds for all requests of an engine."""
+
+    salt: str = ""
+    """Goes into the hashes of their blocks."""
+    default_seed: int | None = None
+    """Of those that have none. None: one is drawn for each."""
+    chunked: bool = True
+    """Prompts may be computed in several steps."""
+    needs_tokens: bool = False
+    """A drawn token is computed once it is known, and not before: only the last pipeline stage has
+    it until then, or drafts follow it."""
+    forks_anywhere: bool = True
+    """Sequences can fork from the leader at any token. Else it stops where they do."""
+    max_drafts: int = sys.maxsize
+    """Most drafts that a step computes of a sequence."""
+    whole_items: bool = False
+    """A step computes all tokens of an item of media, or none."""
+
+
 class Request:
     """A group of sequences over one prompt. It is admitted and preempted whole."""
 
@@ -223,23 +243,9 @@ class Request:
         self,
         message: EngineRequest,
         ids: Iterator[int],
-        *,
-        salt: str = "",
-        default_seed: int | None = None,
-        chunked: bool = True,
-        needs_tokens: bool = False,
-        forks_anywhere: bool = True,
-        max_drafts: int = sys.maxsize,
-        whole_items: bool = False,
+        rules: RequestRules,
     ) -> None:
-        """`ids`: of its sequences, and of beams to come. `salt`: of its blocks' hashes.
-
-        `chunked`: prompts may be computed in several steps. `needs_tokens`: a drawn token is
-        computed once it is known, and not before.
-        `forks_anywhere`: sequences can fork from the leader at any token. Else it stops where they
-        do. `max_drafts`: most that a step computes of a sequence. `whole_items`: a step computes
-        all tokens of an item of media, or none.
-        """
+        """`ids`: of its sequences, and of beams to come."""
         self.request_id = message.request_id
         self.prompt_token_ids = message.prompt_token_ids
         self.num_prompt_tokens = len(message.prompt_token_ids)
@@ -250,16 +256,16 @@ class Request:
         self.deadline = message.deadline
         self.context = message.context
         self.draws_tokens = message.draws_tokens
-        self.chunkable = chunked and message.chunkable
-        self.forks_anywhere = forks_anywhere
-        self.max_drafts = max_drafts
+        self.chunkable = rules.chunked and message.chunkable
+        self.forks_anywhere = rules.forks_anywhere
+        self.max_drafts = rules.max_drafts
         self.reads_prefix_cache = message.reads_prefix_cache
         self.swappable = message.swappable
+        self.salt = rules.salt
         self.encoder: Encoder | None = None
         if message.encoder is not None:
-            self.encoder = Encoder(next(ids), message.encoder, salt, message.cache_keys)
-            salt = self.encoder.digest
-        self.salt = salt
+            self.encoder = Encoder(next(ids), message.encoder, rules.salt, message.cache_keys)
+            self.salt = self.encoder.digest
         self.cache_keys = message.cache_keys
         self.features = message.features
         """The items of media in its prompt, by offset."""
@@ -267,7 +273,7 @@ class Request:
         """Tokens from here on read none of them."""
         self.planned_end = 0
         """Tokens from here on are nothing to planners."""
-        self._whole_items = whole_items
+        self._whole_items = rules.whole_items
         self.max_output_tokens = message.max_output_tokens
         assert message.max_output_tokens > 0 or not message.draws_tokens, (
             "the front has not held the request to its limits"
@@ -286,9 +292,9 @@ class Request:
         self.search = self._search()
         """Set for a beam search: its sequences are then the beams, which a step replaces; there is
         one at first."""
-        self.needs_tokens = needs_tokens or self.search is not None
+        self.needs_tokens = rules.needs_tokens or self.search is not None
         """A sequence whose last token is a placeholder cannot compute it."""
-        self.sequences = self._begin(message, ids, default_seed)
+        self.sequences = self._begin(message, ids, rules.default_seed)
         self.unfinished = [seq for seq in self.sequences if seq.finish_reason is None]
         """Those of them that have not ended. It is replaced, and never changed."""
         self.number = self.sequences[0].seq_id

@@ -28,7 +28,7 @@ from toolkit_lm.scheduler.event_log import EventLog
 from toolkit_lm.scheduler.planner import MEDIA, PlannerError, Planners
 from toolkit_lm.scheduler.preemption import PreemptionCost
 from toolkit_lm.scheduler.quarantine import Quarantine
-from toolkit_lm.scheduler.request import Refused, Request, Sequence
+from toolkit_lm.scheduler.request import Refused, Request, RequestRules, Sequence
 from toolkit_lm.scheduler.request_blocks import Admission, Admitted, RequestBlocks
 from toolkit_lm.scheduler.roster import Roster, SchedulingPolicy
 
@@ -60,18 +60,21 @@ class Scheduler:
     ) -> None:
         """`salt`: goes into all hashes of cached prefixes. `whole_items`: no chunk ends inside an
         item of media. `planners`: of plugins' parts. `tiers`: of the KV cache, by name."""
-        self.chunked = config.scheduler.enable_chunked_prefill is not False
         self.max_num_seqs = config.scheduler.max_num_seqs
         self.max_num_batched_tokens = config.scheduler.token_budget
-        self.needs_tokens = (
-            config.parallel.pipeline_parallel_size > 1 or config.scheduler.drafter is not None
-        )
-        """Only the last pipeline stage has a token that is not known yet, or drafts follow it."""
-        self.default_seed = config.model.seed
-        self.salt = salt
         self.policy = policy
         self.roster = Roster(policy)
         self.blocks = BlockManager(kv_cache)
+        self.rules = RequestRules(
+            salt=salt,
+            default_seed=config.model.seed,
+            chunked=config.scheduler.enable_chunked_prefill is not False,
+            needs_tokens=config.parallel.pipeline_parallel_size > 1
+            or config.scheduler.drafter is not None,
+            forks_anywhere=self.blocks.forks_anywhere,
+            max_drafts=self.blocks.max_drafts,
+            whole_items=whole_items,
+        )
         self.preemption = PreemptionCost(config.scheduler.preemption_mode, kv_cache)
         budget = self.max_num_batched_tokens
         self.items = EncoderCache(config.encoder_cache_embeds, budget, whole_items=whole_items)
@@ -96,17 +99,7 @@ class Scheduler:
         in use, and what the policy raises."""
         if message.request_id in self.roster.requests:
             raise RequestError(f"request id {message.request_id!r} is in use.", "request_id")
-        request = Request(
-            message,
-            self._seq_ids,
-            salt=self.salt,
-            default_seed=self.default_seed,
-            chunked=self.chunked,
-            needs_tokens=self.needs_tokens,
-            forks_anywhere=self.blocks.forks_anywhere,
-            max_drafts=self.blocks.max_drafts,
-            whole_items=self.items.whole_items,
-        )
+        request = Request(message, self._seq_ids, self.rules)
         if request.media_end or request.inputs.parts or self.planners.of_plugins:
             self.planners.take_in(request)
         self.roster.add(request)

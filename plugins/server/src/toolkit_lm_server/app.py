@@ -191,7 +191,6 @@ def create_router(
     engines = by_model(serving)
     route_kind = route_class(options, keys, readiness, metrics)
     router = APIRouter(route_class=route_kind)
-    served = Served(engines)
     tokens = Tokens(engines)
     with_fields = (
         serving.plugins.logits_processors,
@@ -209,15 +208,7 @@ def create_router(
     router.add_api_route(
         "/load", Load(budget).load, response_model=None, responses=answers(ServerLoad)
     )
-    router.add_api_route(
-        "/v1/models", served.models, response_model=None, responses=answers(ModelList)
-    )
-    router.add_api_route(
-        "/v1/models/{model:path}",
-        served.model,
-        response_model=None,
-        responses=answers(ModelCard) | described(404),
-    )
+    _add_models(router, Served(engines))
     _add_token_routes(router, of_vllm(route_kind), tokens, with_info=options.tokenizer_info)
     if options.admin_routes:
         router.add_api_route(
@@ -228,6 +219,18 @@ def create_router(
         page.add_routes(router, route_class(options, keys), readiness, serving)
     add_plugin_routes(router, OpenAIApi(engines, chat, completions, options), route_kind)
     return router
+
+
+def _add_models(router: APIRouter, served: Served) -> None:
+    router.add_api_route(
+        "/v1/models", served.models, response_model=None, responses=answers(ModelList)
+    )
+    router.add_api_route(
+        "/v1/models/{model:path}",
+        served.model,
+        response_model=None,
+        responses=answers(ModelCard) | described(404),
+    )
 
 
 def _add_invocations(router: APIRouter, invocations: Invocations) -> None:
