@@ -243,7 +243,7 @@ class Request:
         self,
         message: EngineRequest,
         ids: Iterator[int],
-        rules: RequestRules,
+        rules: RequestRules = RequestRules(),
     ) -> None:
         """`ids`: of its sequences, and of beams to come."""
         self.request_id = message.request_id
