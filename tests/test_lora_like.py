@@ -15,6 +15,7 @@ from toolkit_lm.config import PluginsConfig, VllmConfig
 from toolkit_lm.errors import RequestError
 from toolkit_lm.events import LoadEvent, RequestEvent
 from toolkit_lm.plugin import Plugins, hookimpl
+from toolkit_lm_devkit import PartConformance
 from toolkit_lm_server.app import create_app
 
 sys.path.insert(0, str(Path(__file__).parent / "plugins" / "lora_like"))
@@ -163,6 +164,51 @@ def test_adapters_come_and_go(llm, adapters):
     file.unlink()
     with pytest.raises(RequestError, match="no adapter 'new'"):
         ask(llm, "new")
+
+
+class TestPart(PartConformance):
+    part = "lora"
+    plugins = (LORA,)
+    shares = ({"lora": "red"}, {"lora": "green"}, {"lora": "blue"})
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def checkpoint(cls, adapters):
+        return adapters[0]
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def options(cls, adapters):
+        return {"plugin_option": options(adapters[1])["plugin_option"]}
+
+
+def planted(monkeypatch, half, method, replacement):
+    """The kit, whose plugin has a fault."""
+    kind = Plugins.load(extra=[LORA]).parts.load_half("lora", half)
+    monkeypatch.setattr(kind, method, replacement)
+    return TestPart()
+
+
+def given_of(adapters):
+    return adapters[0], {"plugin_option": options(adapters[1])["plugin_option"]}
+
+
+def test_adapters_that_share_prefixes_are_found(adapters, monkeypatch):
+    kind = Plugins.load(extra=[LORA]).parts.load_half("lora", "request")
+    prepare = kind.prepare
+    kit = TestPart()
+    given = given_of(adapters)
+    with kit.llm(*given, enable_prefix_caching=False) as llm:
+        alone = [kit.ask(llm, [one])[0] for one in kit.requests()]
+    monkeypatch.setattr(kind, "prepare", lambda *all_: (prepare(*all_)[0], []))
+    with pytest.raises(AssertionError, match="others than alone"):
+        kit.test_tokens_do_not_depend_on_the_company(*given, alone, {})
+
+
+def test_a_part_that_forgets_nothing_is_found(adapters, monkeypatch):
+    kit = planted(monkeypatch, "worker", "remove", lambda part, seq_id: None)
+    with pytest.raises(AssertionError, match=r"sequences that have left: _digests from \d+ to"):
+        kit.test_sequences_that_have_left_are_forgotten(*given_of(adapters), monkeypatch)
 
 
 @pytest.mark.anyio

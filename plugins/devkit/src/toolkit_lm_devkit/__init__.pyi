@@ -41,6 +41,7 @@ from .multimodal import (
 )
 from .naive import naive_attention as naive_attention
 from .pairs import all_pairs as all_pairs
+from .part import PartConformance as PartConformance
 from .pytest_plugin import Finished as Finished
 from .ranks import (
     Computed as Computed,
