@@ -601,6 +601,7 @@ class FakeCore(EngineCore):
         self.limits = RequestLimits(config, cache, whole_items=whole_items)
         super().__init__(config, PLUGINS, FakeExecutor(config, cache, max_in_flight))
         self.executor.runner.whole_items = self.scheduler.items.whole_items = whole_items
+        self.scheduler.rules = self.scheduler.rules._replace(whole_items=whole_items)
 
     def add_request(self, request: EngineRequest) -> None:
         """As a front does."""

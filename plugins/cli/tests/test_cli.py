@@ -98,7 +98,8 @@ def test_plugins_list_and_show(toolkit):
     for part in ("core", "toolkit-lm-decoder", __version__, "ok", "toolkit_register_commands"):
         assert part in shown.out
     whole = (
-        "toolkit_register_kernels, toolkit_register_kv_kinds, toolkit_register_scheduling_policies"
+        "toolkit_register_kernels, toolkit_register_kv_kinds, toolkit_register_kv_tiers, "
+        "toolkit_register_scheduling_policies"
     )
     assert whole in shown.out, "lines are whole in a pipe"
     assert "toolkit_lm.kv.spec:FullSpec" in toolkit("plugins", "show", "core").out
