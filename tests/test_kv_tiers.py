@@ -164,14 +164,12 @@ def test_a_request_can_end_while_it_is_loaded(small, watch, how):
         spoil(llm, lambda future, data: None)
         timeout = 0.3 if how == "deadline" else None
         engine.add_request("stuck", PROMPTS[0], GREEDY, timeout=timeout)
-        began = time.monotonic()
-        count = 0
         while not core.scheduler.roster.loading:
             engine.step()
-        while time.monotonic() - began < 0.1:
+        began = time.monotonic()
+        for _ in range(10):
             engine.step()
-            count += 1
-        assert count < 50, "it spins"
+        assert time.monotonic() - began > 0.02, "it spins"
         assert watch.last("num_waiting") == 1
         engine.add_request("other", {"prompt_token_ids": [7] * 9}, GREEDY)
         ended = []

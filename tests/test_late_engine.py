@@ -72,4 +72,4 @@ def test_memory_that_is_copied_late_is_only_where_somebody_waits() -> None:
         for path in files
         if re.search(r"pin_memory|cudaHostAlloc", path.read_text())
     }
-    assert pinning == {f"core/src/toolkit_lm/runner/{name}.py" for name in ("batch", "cache")}
+    assert pinning == {f"core/src/toolkit_lm/{name}.py" for name in ("runner/batch", "kv/cache")}
