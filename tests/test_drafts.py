@@ -340,6 +340,18 @@ class Together(Careful):
         return []
 
 
+class Late(Together):
+    """Its ranks wait for each other from the second time on: the first has one fail alone."""
+
+    asked = 0
+
+    def wrong(self, token_ids):
+        self.asked += 1
+        if self.asked == 1 and tensor_parallel_group(self.config.parallel).rank == 0:
+            return []
+        return super().wrong(token_ids)
+
+
 class Unmade(Careful):
     def __init__(self, *arguments, **given):
         raise OSError("no draft model")
@@ -357,7 +369,7 @@ class Feeding(Careful):
 
 @hookimpl
 def toolkit_register_drafters(drafters: DrafterRegistry) -> None:
-    for cls in (*FAULTS, Together, Unmade, Grouping, Feeding):
+    for cls in (*FAULTS, Together, Late, Unmade, Grouping, Feeding):
         drafters.add(cls.__name__, f"{__name__}:{cls.__name__}")
 
 
@@ -396,12 +408,13 @@ def test_a_drafter_that_fails_is_dropped_and_no_token_changes(make_llama, undraf
         )
 
 
-def test_a_drafter_that_fails_on_one_rank_is_dropped_on_all(make_llama, undrafted):
+@pytest.mark.parametrize("name", ["Together", "Late"])
+def test_a_drafter_that_fails_on_one_rank_is_dropped_on_all(make_llama, undrafted, name):
     params, expected = undrafted
     options = {"executor": "threads", "tensor_parallel_size": 2}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", PluginWarning)
-        with engine(make_llama("drafts")[0], "Together", [FAULTY, THREADS], **options) as llm:
+        with engine(make_llama("drafts")[0], name, [FAULTY, THREADS], **options) as llm:
             runners = llm.engine.client.core.executor.runners
             same(generate(llm, params, LONG), expected)
             held = [runner.parts.by_name["drafter"]._drafter for runner in runners]

@@ -48,8 +48,8 @@ class TestPage(PartConformance):
     part = "tenant"
     plugins = (Page(),)
 
-    def test_only_the_workers_half_imports_torch(self):
-        pytest.skip("the page is one module here")
+    # The page is one module here.
+    test_only_the_workers_half_imports_torch = None
 
     def test_the_planner_hears_what_was_computed(self, checkpoint, module, monkeypatch):
         heard = []

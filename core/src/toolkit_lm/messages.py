@@ -420,6 +420,8 @@ class StepPlan(Struct, kw_only=True, omit_defaults=True):
     dropped: list[int] = field(default_factory=list)
     """Sequences and encoder sequences that the runner forgets first: finished, aborted or
     preempted."""
+    after_failure: bool = False
+    """The step before it has failed on some rank: ranks may differ in what they still have."""
     swap_out: list[BlockCopy] = field(default_factory=list)
     """From the device's pool (source) to the host's (target), before anything else is written."""
     swap_in: list[BlockCopy] = field(default_factory=list)

@@ -66,8 +66,15 @@ class DraftingPart(StepPart):
     def context(self, inputs: StepInputs, buffers: Mapping[str, np.ndarray]) -> None:
         self._guarded(lambda drafter: drafter.context(inputs, buffers))
 
+    def begin(self, plan: StepPlan, step: StepRun) -> None:
+        if plan.after_failure:
+            self._agree()
+
     def example(self, plan: StepPlan) -> None:
-        """Drops the drafter where another rank has: after a step that failed, all warm up."""
+        self._agree()
+
+    def _agree(self) -> None:
+        """Drops the drafter where another rank has: it would wait for that rank's."""
         group = tensor_parallel_group(self.config.parallel)
         if group.size > 1:
             dropped = torch.tensor([float(self._drafter is None)], device=self.device)

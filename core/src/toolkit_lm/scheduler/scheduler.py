@@ -89,6 +89,8 @@ class Scheduler:
         self.events = EventLog()
         self.outputs: list[EngineOutput] = []
         """Of requests that ended between steps, since the engine last took them."""
+        self.has_failed = False
+        """The next plan follows a failed step."""
         self._deadlines = Deadlines()
         self._seq_ids = count()
 
@@ -162,6 +164,7 @@ class Scheduler:
         if not (plan.scheduled or plan.swap_out or plan.parts or plan.tiers):
             return None
         self.roster.dropped = []
+        plan.after_failure, self.has_failed = self.has_failed, False
         if self.items.in_use:
             plan.dropped_items = self.items.take_dropped()
         if self.planners.failed:
@@ -219,6 +222,7 @@ class Scheduler:
         self.blocks.reset()
         self.planners.reset(plans)
         self.tiers.reset(plans)
+        self.has_failed = True
         for request in self.roster.waiting:
             request.forget_all()
 
