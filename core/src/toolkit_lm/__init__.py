@@ -1,7 +1,7 @@
 """toolkit-lm: LLM inference and serving built as a plugin framework.
 
-The public names are resolved when they are used: importing this package imports no torch and looks
-for no plugin.
+The public names are imported on first use. Importing this package imports no torch and looks for no
+plugin.
 """
 
 import sys
@@ -14,8 +14,8 @@ _own, _, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def __getattr__(name: str) -> object:
-    """Own names, and those that distributions add by their entry points: `EngineArgs =
-    "package:EngineArgs"` in "toolkit_lm.names". Type checkers know the own ones alone."""
+    """Public names of core, and those that distributions add by their entry points: `EngineArgs =
+    "package:EngineArgs"` in "toolkit_lm.names". Type checkers know only core's names."""
     try:
         return _own(name)
     except AttributeError:
@@ -25,7 +25,7 @@ def __getattr__(name: str) -> object:
 
         if name.startswith("_") or not (way := way_to_get("name", name)):
             raise
-        # Of an AttributeError, `from toolkit_lm import ...` would show its own message in place of
+        # For an AttributeError, `from toolkit_lm import ...` would show its own message in place of
         # this one.
         imports = sys._getframe(1).f_code.co_name == "_handle_fromlist"
         raise (ImportError if imports else AttributeError)(

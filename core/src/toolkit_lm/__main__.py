@@ -1,4 +1,4 @@
-"""`python -m toolkit_lm`: the command `toolkit`, by the script of the distribution that has it."""
+"""`python -m toolkit_lm`: runs the command `toolkit`, through the script of its distribution."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib import metadata
 
 
 def main() -> None:
-    """Raises SystemExit where no distribution has the command, with how to install it."""
+    """Raises SystemExit if no distribution has the command, with the way to install it."""
     for script in metadata.entry_points(group="console_scripts", name="toolkit"):
         # Other projects may have a command of this name.
         if script.value.startswith(f"{__package__}_"):

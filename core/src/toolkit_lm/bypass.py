@@ -1,6 +1,7 @@
-"""When modules may be left uncalled, because something computes in their place what they would.
+"""Conditions under which modules may be left uncalled, because something else computes their
+result.
 
-Two things forbid it: a class or an object that computes in its own way, and a hook that waits for
+Two things forbid it: a class or an object with a forward pass of its own, and a hook that waits for
 the call.
 """
 
@@ -16,7 +17,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""Attributes in which torch keeps the hooks of a module's calls."""
+"""Attributes in which torch stores the hooks of a module's calls."""
 _HARMLESS = frozenset(
     {
         "__abstractmethods__",
@@ -39,16 +40,16 @@ _HARMLESS = frozenset(
         "seams",
     }
 )
-"""Names that any class body may define: they have no part in a forward pass."""
+"""Names that any class body may define: they do not affect a forward pass."""
 
 
 _BODIES: dict[type, dict[str, FunctionType]] = {}
-"""The functions of the classes that vouch for what they compute, as their bodies define them."""
+"""Functions of the classes that guarantee their forward pass, as their bodies define them."""
 
 
 def alteration(thing: object, kind: type, seams: Collection[str]) -> str | None:
-    """What a subclass of `kind`, or `thing` itself, replaces of `kind`; None: `thing` computes as
-    `kind` does.
+    """Name of a function of `kind` that a subclass, or `thing` itself, replaces; None: `thing`
+    computes as `kind` does.
 
     `seams`: names that may be replaced. Names that are new to `kind` may be defined.
     """
@@ -69,10 +70,10 @@ def alteration(thing: object, kind: type, seams: Collection[str]) -> str | None:
 
 
 def module_alteration(module: nn.Module) -> str | None:
-    """As `alteration`, from the first of its classes whose own body states `seams`; a module
-    without such a class is altered.
+    """Name that a module's class or object replaces, compared with the first of its classes whose
+    own body states `seams`. A module without such a class counts as altered.
 
-    So is one of a class in whose body a function has been replaced.
+    A class in whose body a function was replaced counts as altered too.
     """
     own = type(module)
     kind = next((cls for cls in own.__mro__ if "seams" in vars(cls)), None)
@@ -87,7 +88,8 @@ def module_alteration(module: nn.Module) -> str | None:
 
 def has_hook(modules: Iterable[nn.Module]) -> bool:
     """Whether a forward or backward hook waits for a call of any of these modules, or of all
-    modules. One whose attribute `waits_for_call` is False has what it needs from elsewhere."""
+    modules. A hook whose attribute `waits_for_call` is False gets its data from elsewhere, and does
+    not count."""
     if torch_module._has_any_global_hook():  # type: ignore[no-untyped-call]
         return True
     for module in modules:
@@ -99,24 +101,25 @@ def has_hook(modules: Iterable[nn.Module]) -> bool:
 
 
 def look_again() -> None:
-    """Has whoever bypasses modules ask once more whether it may: a new handle counts as a hook."""
+    """Makes bypassing code check again whether it may bypass modules: a new handle counts as a
+    hook."""
     RemovableHandle(OrderedDict())
 
 
 class Bypassable(nn.Module):
-    """A module that may be left uncalled, or whose parts may be: base of what kernels compute in
-    one call, and of its parts."""
+    """Base of modules that may be left uncalled, or whose parts may be: those that kernels compute
+    in one call."""
 
     seams: ClassVar[frozenset[str]]
-    """Names that a subclass may override while the module can be left uncalled: they are used in
-    construction alone.
+    """Names that a subclass may override while the module can be left uncalled: they are used only
+    in construction.
 
-    Only the class whose body states it vouches for what the module computes. A subclass that
-    overrides any other name does not.
+    Only the class whose body states them guarantees the forward pass. A subclass that overrides any
+    other name does not.
     """
 
     _seen: int = -1
-    """Hooks that all modules had ever had when this one was last found free to be bypassed."""
+    """Number of hooks ever registered when this module was last found free of hooks."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -135,17 +138,16 @@ class Bypassable(nn.Module):
             look_again()
 
     def refuses_bypass(self) -> str | None:
-        """Why the module must be called, hooks apart; None: it need not be."""
+        """Returns why the module must be called, apart from hooks; None: it need not be."""
         return module_alteration(self)
 
     def may_bypass(self) -> bool:
-        """Whether the module may be left uncalled. Between two registrations of hooks it is found
-        out once."""
+        """Whether the module may be left uncalled. Between two registrations of hooks the answer is
+        cached."""
         seen = RemovableHandle.next_id
         if self._seen == seen:
             return True
-        # A removed hook leaves no trace in the count, so a module with hooks is looked at each
-        # time.
+        # A removed hook does not change the count, so a module with hooks is checked each time.
         if has_hook(self.modules()) or self.refuses_bypass() is not None:
             return False
         self._seen = seen

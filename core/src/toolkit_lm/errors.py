@@ -16,7 +16,8 @@ ToolkitError
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 
 
 class ToolkitError(Exception):
@@ -45,7 +46,7 @@ class CapacityError(ToolkitError):
 
 
 class RequestError(ToolkitError, ValueError):
-    """One request cannot be served. `param` names the offending parameter, where there is one."""
+    """One request cannot be served. `param` names the parameter at fault, if there is one."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -57,8 +58,8 @@ class ContextLengthError(RequestError):
 
 
 class QueueFullError(RequestError):
-    """Too many requests, or too many tokens, wait for a place in the batch. `retry_after` is in
-    seconds, a guess."""
+    """Too many requests, or too many tokens, are queued. `retry_after` is an estimate in
+    seconds."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -69,12 +70,49 @@ class EngineDeadError(ToolkitError):
     """The engine has stopped and serves no more requests; `__cause__` is the root cause."""
 
 
+_TYPES = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "array": "a list",
+    "object": "a mapping",
+    "null": "none",
+}
+"""msgspec's names of types, in plain words."""
+
+
+def in_plain_words(error: Exception, name: str, value: object = None) -> str:
+    """Sentence for msgspec's error about a wrong value: "port must be a whole number, not 'abc'."
+
+    `name`: the value's name as the user wrote it, or a prefix that ends with a space. The position
+    inside the value is appended. `value`: shown if the error concerns all of it, or one of its
+    keys. Messages of other errors are unchanged.
+    """
+
+    def words(types: re.Match[str]) -> str:
+        return " or ".join(_TYPES.get(kind, kind) for kind in types[1].split(" | "))
+
+    reason, _, place = str(error).partition(" - at `$")
+    place = place.rstrip("`")
+    key = place.lstrip(".")
+    name += key if name.endswith(" ") else place
+    if isinstance(value, Mapping) and key in value:
+        value = value[key]
+        place = ""
+    if (wanted := reason.removeprefix("Expected ")) != reason:
+        wanted, _, got = re.sub("`(.*?)`", words, wanted).partition(", got ")
+        return f"{name} must be {wanted}, not {got if place and got else repr(value)}."
+    reason = re.sub("^Object (?:contains )?(.*) field `(.*)`", r"\1 field '\2'", reason)
+    return f"{name.rstrip()}: {reason.rstrip('.')}."
+
+
 DOCUMENTATION = "https://github.com/toolkit-lm/toolkit-lm/tree/main/docs"
-"""As the distributions' metadata have it."""
+"""Address of the documentation, as in the distributions' metadata."""
 
 
 def page(name: str) -> str:
-    """The address of a page of the documentation, such as "hooks/toolkit_watch.md", for an error's
+    """Address of a page of the documentation, such as "hooks/toolkit_watch.md", for an error's
     hint."""
     return f"{DOCUMENTATION}/{name}"
 
@@ -82,8 +120,8 @@ def page(name: str) -> str:
 def nearest(
     name: str, known: Iterable[str], count: int = 3, *, otherwise: str | None = None
 ) -> str:
-    """The end of an error sentence: the names closest to `name`; when none is close, `otherwise`,
-    by default all of them."""
+    """End of an error sentence: the names closest to `name`. If none is close: `otherwise`, by
+    default all of them."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=count, cutoff=0.6)
     if close:

@@ -1,4 +1,4 @@
-"""What happened, for plugins that watch: the argument of the hook `toolkit_event`."""
+"""Events: the arguments of the hook `toolkit_event`."""
 
 from __future__ import annotations
 
@@ -17,41 +17,45 @@ WAITS: dict[Wait, str] = {
     "queue": "its turn has not come",
     "batch": "the batch has no free row (max_num_seqs)",
     "tokens": "the step has too few tokens left (max_num_batched_tokens)",
-    "blocks": "too few KV blocks are free",
-    "media": "the cache of media embeddings is full",
+    "blocks": "too few KV blocks are free (num_kv_blocks, kv_cache_memory)",
+    "media": "the cache of media embeddings is full (encoder_cache_memory)",
     "part": "a part of the step has no room",
     "loading": "its keys and values are being loaded",
     "drawing": "a token of it is still being drawn",
-    "policy": "the scheduling policy holds it back",
+    "policy": "the scheduling policy holds it back (scheduling_policy)",
 }
-"""Each reason for which requests wait, as a sentence."""
+"""Each reason for which requests wait, as a sentence. Parentheses name the options that change
+it."""
 
 
 class RequestEvent(Struct, frozen=True, kw_only=True, tag="request"):
-    """A step in one request's life. Times are time.monotonic() seconds, which the processes of a
+    """A change in one request's life. Times are time.monotonic() seconds, which the processes of a
     machine share."""
 
     kind: RequestEventKind
-    """The last is "finished", or "aborted" when the caller or its deadline ended the request."""
+    """Kind of event. The last one is "finished", or "aborted" if the caller or the deadline ended
+    the request."""
     request_id: str
     time: float
     arrival_time: float
     num_prompt_tokens: int
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
-    """Over all sequences of the request; final when kind is "finished" or "aborted"."""
+    """Output tokens over all sequences of the request; final when kind is "finished" or
+    "aborted"."""
     num_sequences: int = 1
     scheduled_time: float | None = None
-    """When the request first entered a batch."""
+    """Time at which the request was first scheduled."""
     first_token_time: float | None = None
     finish_reason: FinishReason | None = None
-    """Of the sequence that ended last."""
+    """Finish reason of the sequence that ended last."""
     waited_for: str | None = None
-    """Why it waits, or waited last: a sentence of `WAITS`, or what a part says, with its name."""
+    """Reason for which the request waits, or waited last: a sentence of `WAITS`, or a part's name
+    and text."""
     context: dict[str, str] = field(default_factory=dict)
-    """What the caller attached to the request, such as its trace headers."""
+    """Values that the caller attached to the request, such as its trace headers."""
     engine: int = 0
-    """Which of several engines."""
+    """Number of the engine, if there are several."""
 
 
 class StepEvent(Struct, frozen=True, kw_only=True, tag="step"):
@@ -63,32 +67,32 @@ class StepEvent(Struct, frozen=True, kw_only=True, tag="step"):
     num_tokens: int
     """Tokens computed in the step."""
     num_output_tokens: int = 0
-    """Tokens that sequences got of it."""
+    """Tokens that the step added to sequences."""
     num_output_sequences: int = 0
-    """Those that got some."""
+    """Number of sequences that got tokens."""
     num_compilations: int = 0
-    """Graphs that torch compiled in the step, in any thread of the process. All is to be compiled
+    """Graphs that torch compiled in the step, in any thread of the process. All should be compiled
     before the first request."""
     engine: int = 0
 
 
 class LoadEvent(Struct, frozen=True, kw_only=True, tag="load"):
-    """How full the engine is, after a step or after requests have come or gone between steps."""
+    """Load of the engine, after a step or after requests have come or gone between steps."""
 
     time: float
     num_running: int
     """Sequences in the batch."""
     num_waiting: int
-    """Requests without a place in the batch."""
+    """Requests in the queue."""
     waiting_by_reason: dict[Wait, int] = field(default_factory=dict)
-    """The same, by why they waited when they were last asked; reasons that hold up nobody are left
-    out."""
+    """Requests in the queue, by the reason of their last refusal. Reasons without a request are
+    left out."""
     num_used_blocks: int
     num_total_blocks: int
     num_cached_blocks: int = 0
     """Free blocks whose contents a prompt with the same prefix would find."""
     num_used_host_blocks: int = 0
-    """Of the pool that preempted requests are swapped to."""
+    """Used blocks of the host pool for preempted requests."""
     num_total_host_blocks: int = 0
     engine: int = 0
 

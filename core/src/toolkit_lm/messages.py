@@ -18,38 +18,38 @@ if TYPE_CHECKING:
     import numpy as np
 
 SamplerState = dict[str, dict[str, float]]
-"""By logits processor, what it keeps of a sequence from draw to draw."""
+"""State that each logits processor keeps for a sequence between samplings, by processor name."""
 
 
 class PoolingRules(Struct, frozen=True):
-    """What a model allows the scheduler to do with a task's prompts."""
+    """Limits that a model sets on how the scheduler computes the prompts of a pooling task."""
 
     chunkable: bool
-    """They may be computed in several steps."""
+    """The prompts may be computed in several steps."""
     reads_prefix_cache: bool
-    """They may begin after a cached prefix."""
+    """The prompts may begin after a cached prefix."""
     size: int | None
-    """Of the last axis of its results; None: not known."""
+    """Size of the last axis of the results; None: unknown."""
 
 
 class Array(Struct, frozen=True):
-    """A tensor on its way between processes: C order, little-endian."""
+    """A tensor sent between processes: C order, little-endian."""
 
     dtype: str
-    """numpy's name of it, such as "float32"."""
+    """The NumPy name of the dtype, such as "float32"."""
     shape: list[int]
     data: memoryview
-    """A view of the tensor's own memory, or of the message's: it is not copied on the way in."""
+    """A view of the tensor's memory, or of the received message's. Decoding does not copy it."""
 
     @classmethod
     def of(cls, values: np.ndarray) -> Array:
-        """Of a contiguous array."""
-        # An empty array has no memory to look at.
+        """Wraps a contiguous array without a copy."""
+        # An empty array has no memory to view.
         data = values.reshape(-1).data.cast("B") if values.size else memoryview(b"")
         return cls(str(values.dtype), list(values.shape), data)
 
     def to_numpy(self) -> np.ndarray:
-        """A view, read-only."""
+        """Returns a read-only view."""
         import numpy as np
 
         values = np.frombuffer(self.data, self.dtype).reshape(self.shape)
@@ -58,53 +58,53 @@ class Array(Struct, frozen=True):
 
 
 class ForbiddenTexts(Struct, frozen=True):
-    """Texts that no drawn token may complete, as an automaton over tokens. State 0 is always
-    active; others follow from drawn tokens."""
+    """Texts that no sampled token may complete, as an automaton over tokens. State 0 is always
+    active. Sampled tokens activate the others."""
 
     steps: Array
-    """[N, 3] int32, in order: a token, a state that it is drawn in, and the state that follows."""
+    """[N, 3] int32, sorted: a token, the state in which it is sampled, and the state that
+    follows."""
     ends: Array
-    """[M, 2] int32, in order: a state, and a token that is not to be drawn in it."""
+    """[M, 2] int32, sorted: a state, and a token that must not be sampled in it."""
     silent: Array
-    """Packed bits, one for each token of the vocabulary: tokens without text, which change no
-    state."""
+    """Packed bits, one per token of the vocabulary. A set bit marks a token without text, which
+    changes no state."""
     longest: int
-    """Most tokens that one of the texts can have."""
+    """Most tokens that a forbidden text can have."""
 
 
 class SequenceInputs(Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """What the runner needs of a request beside its tokens and parameters. The scheduler carries
-    it, and never reads it."""
+    """Runner inputs of a request, other than its tokens and sampling parameters. The scheduler
+    passes them on unread."""
 
     bad_words: list[list[int]] = field(default_factory=list)
-    """Sequences of tokens of which the last is not to be drawn after the others."""
+    """Forbidden token sequences: after all but the last token, the last is masked."""
     forbidden_texts: ForbiddenTexts | None = None
-    """What the request's own bad_words are."""
+    """The request's `bad_words`, compiled to an automaton."""
     forced_tokens: dict[int, int] = field(default_factory=dict)
-    """By place in the output, from 0 on, the token that is drawn there whatever the logits are."""
+    """Tokens that are sampled whatever the logits are, by index in the output, from 0 on."""
     logits_processors: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By name, the arguments of the plugins' logits processors that are applied."""
+    """Arguments of the plugins' logits processors that apply to the request, by processor name."""
     model_arguments: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By name, the arguments of plugins' parameters that the model reads, by its StepPart. They
-    are in the cache keys."""
+    """Arguments of plugins' parameters that the model reads through its StepPart, by parameter
+    name. They are part of the cache keys."""
     pooling: PoolingParams | None = None
-    """Set: the prompt is pooled, and the sampling parameters have no meaning."""
+    """Set for a pooling request: the prompt is pooled, and the sampling parameters are unused."""
     second_text_start: int | None = None
-    """Of a pair of texts: the position of the first token of the second (token type 1, where the
-    model has types)."""
+    """Position of the first token of the second text, if the prompt is a pair of texts. Tokens from
+    there on have token type 1, if the model has types."""
     pooling_start: int = 0
-    """Position of the first token that is pooled. Those before, of the checkpoint's prompt, are
-    read and left out of the vector."""
+    """Position of the first token that is pooled. Earlier tokens, from the checkpoint's prompt, are
+    computed but left out of the vector."""
     num_attended: int | None = None
-    """Of an encoder's prompt: only so many tokens, from the first on, are seen, by all of them;
-    None: all."""
+    """Number of leading tokens of an encoder's prompt that all tokens attend to; None: all."""
     parts: dict[str, Raw] = field(default_factory=dict)
-    """By name, what the front has prepared of the request for the part, in msgpack."""
+    """Data that the front prepared for each part, as msgpack, by part name."""
 
 
 class CacheKey(Struct, array_like=True, frozen=True):
-    """What keys and values of tokens [start, end) depend on beside the tokens up to them: a
-    tenant's salt, the hash of a picture."""
+    """A dependency of the keys and values of tokens [start, end) other than the tokens up to them.
+    Examples are a tenant's salt and the hash of an image."""
 
     start: int
     end: int
@@ -112,29 +112,29 @@ class CacheKey(Struct, array_like=True, frozen=True):
 
 
 class EncoderInput(Struct, kw_only=True, frozen=True):
-    """What the encoder of an encoder-decoder model reads, as a whole, before its decoder begins:
-    tokens, or features."""
+    """Input of an encoder-decoder model's encoder: tokens, or features. The encoder reads all of it
+    before the decoder begins."""
 
     num_tokens: int
-    """States that it makes of it, whose keys and values cross attention reads."""
+    """Number of encoder states. Cross attention reads their keys and values."""
     token_ids: list[int] = field(default_factory=list)
     features: Array | None = None
-    """Of a recording, say."""
+    """Features in place of tokens, for instance of a recording."""
 
     @classmethod
     def of_tokens(cls, token_ids: list[int]) -> EncoderInput:
-        """One state for each."""
+        """Makes an input with one state per token."""
         return cls(num_tokens=len(token_ids), token_ids=token_ids)
 
 
 class PlaceholderRange(Struct, frozen=True):
-    """Where an item of media stands among a prompt's tokens."""
+    """Position of a multimodal item among a prompt's tokens."""
 
     offset: int
     length: int
     mask: list[bool] | None = None
-    """Which of its tokens the item's embeddings replace; None: all. The others, such as ends of
-    rows, are tokens like any."""
+    """Marks the tokens of the range that the item's embeddings replace; None: all. The other
+    tokens, such as row ends, are ordinary ones."""
 
     @property
     def end(self) -> int:
@@ -142,95 +142,99 @@ class PlaceholderRange(Struct, frozen=True):
 
     @property
     def num_embeds(self) -> int:
-        """Embeddings of the item."""
+        """Number of the item's embeddings."""
         return self.length if self.mask is None else sum(self.mask)
 
 
 class MultiModalFeatureSpec(Struct, kw_only=True, frozen=True):
-    """One item of media in a prompt: five images are five of them. Needs no torch."""
+    """One multimodal item of a prompt. Five images are five items. Needs no torch."""
 
     modality: str
-    """Such as "image", "video", "audio"."""
+    """The kind of item, such as "image", "video" or "audio"."""
     mm_identifier: str
-    """Of its content: equal ones have equal data, whoever sent them."""
+    """Identifier of the item's content. Equal identifiers have equal data, whichever request sent
+    them."""
     mm_position: PlaceholderRange
     data: dict[str, Array] | None = None
-    """The arrays that the model's encoder reads; or `embeds` [n, hidden size] alone, what it would
-    give. None: the engine holds them."""
+    """The arrays that the model's encoder reads. Alternatively `embeds` [n, hidden size] alone, the
+    encoder's output. None: the engine holds the data."""
     layout: dict[str, list[float]] = field(default_factory=dict)
-    """Small facts that the positions of its tokens depend on, such as a grid of patches."""
+    """Small values that the positions of the item's tokens depend on, such as a grid of patches."""
 
 
 class BegunSequence(Struct, frozen=True):
-    """What a sequence has had of an engine that has ended. It goes on from there, as after a
-    preemption."""
+    """Output of a sequence so far, from an engine that has ended. Another engine resumes it as
+    after a preemption."""
 
     token_ids: list[int]
-    """Its output."""
+    """Output tokens so far."""
     sampler_state: SamplerState
-    """What came with the last of them."""
+    """Sampler state that came with the last token of `token_ids`."""
     finish_reason: FinishReason | None
-    """Set: it has ended."""
+    """Set if the sequence has finished."""
 
 
 class EngineRequest(Struct, kw_only=True):
-    """Tokens in. All preparation of input has ended: no text from here on."""
+    """A request as the engine gets it: tokens only. Preprocessing is complete, and no text
+    follows."""
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     encoder: EncoderInput | None = None
-    """Of an encoder-decoder model; `prompt_token_ids` are then the decoder's."""
+    """Encoder input of an encoder-decoder model. `prompt_token_ids` are then the decoder's."""
     features: list[MultiModalFeatureSpec] = field(default_factory=list)
-    """By offset; none overlap."""
+    """Multimodal items of the prompt, by offset. They do not overlap."""
     eos_token_ids: list[int] = field(default_factory=list)
-    """End a sequence unless params.ignore_eos."""
+    """Tokens that end a sequence unless params.ignore_eos is set."""
     inputs: SequenceInputs = field(default_factory=SequenceInputs)
     max_output_tokens: int = 0
-    """Most tokens that each sequence draws, as `RequestLimits.check` gave it."""
+    """Most tokens that each sequence samples, as computed by `RequestLimits.check`."""
     draws_tokens: bool = True
-    """False: it ends with a result of its prompt."""
+    """False: the request ends with a result of its prompt, such as a pooled vector."""
     chunkable: bool = True
-    """Its prompt may be computed in several steps."""
+    """The prompt may be computed in several steps."""
     reads_prefix_cache: bool = True
-    """It may begin after a cached prefix."""
+    """The request may begin after a cached prefix."""
     swappable: bool = True
-    """Nothing but its tokens and its blocks is lost when it leaves the batch."""
+    """The request can be swapped out: it has no state on the worker other than its tokens and
+    blocks."""
     priority: int = 0
-    """Smaller is served first, under the policy 'priority'."""
+    """Smaller values are served first under the policy 'priority'."""
     arrival_time: float = 0.0
-    """time.monotonic() of the front."""
+    """time.monotonic() at which the front received the request."""
     deadline: float | None = None
-    """time.monotonic() at which it ends with "timeout", wherever it is."""
+    """time.monotonic() at which the request ends with "timeout", running or waiting."""
     cache_keys: list[CacheKey] = field(default_factory=list)
-    """What else decides on the prompt's keys and values. Requests share no cached prefix that goes
-    beyond a place where they differ."""
+    """Dependencies of the prompt's keys and values other than its tokens. Requests share no cached
+    prefix beyond the first position where these differ."""
     context: dict[str, str] = field(default_factory=dict)
-    """For events: what the caller attached."""
+    """Values that the caller attached, for events."""
     begun: list[BegunSequence] = field(default_factory=list)
-    """By index, its sequences, where another engine has begun it. Not all of them have ended. None
-    of a beam search, which begins anew."""
+    """Sequences that another engine has begun, by index. At least one is unfinished. Empty for a
+    beam search, which starts over."""
     num_prompt_logprobs: int = 0
-    """Prompt tokens whose log probabilities that engine gave."""
+    """Number of prompt tokens whose log probabilities the earlier engine returned."""
 
 
 class TokenLogprobs(Struct):
     """Log probabilities of one token, sampled or of the prompt.
 
-    Natural logarithms of the model's own distribution, before any sampling parameter.
+    They are natural logarithms of the model's own distribution, before any sampling parameter.
     """
 
     token_ids: list[int]
-    """The token, then the others: the likeliest ones in order, or those that the request names."""
+    """The token first, then the alternatives: the likeliest ones in order, or those that the
+    request names."""
     logprobs: list[float]
     rank: int
-    """Rank of the token, 1 for the likeliest."""
+    """Rank of the token; 1 is the likeliest."""
     ranks: list[int] | None = None
-    """Of the others, where the request names them. None: they are the likeliest ones."""
+    """Ranks of the alternatives, if the request names them. None: they are the likeliest ones."""
 
 
 class Candidates(Struct):
-    """The likeliest next tokens of one sequence, in order. Log probabilities are those of the
+    """The likeliest next tokens of one sequence, in order. Log probabilities are taken over the
     tokens that the request allows."""
 
     token_ids: list[int]
@@ -238,86 +242,87 @@ class Candidates(Struct):
 
 
 class EngineOutput(Struct, kw_only=True):
-    """Tokens out: what one step gave to one sequence."""
+    """Output of one step for one sequence."""
 
     request_id: str
     index: int
-    """Which of the request's n sequences."""
+    """Index of the sequence among the request's n."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
-    """One per token of token_ids, where the request asked for them."""
+    """One entry per token of `token_ids`, if the request asked for log probabilities."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of the prompt's next tokens, from its second token on, where the request asked for them."""
+    """Log probabilities of the next prompt tokens, from the second token on, if the request asked
+    for them."""
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    """The token that ended the sequence, when one of params.stop_token_ids did."""
+    """The token that ended the sequence, if it is one of params.stop_token_ids."""
     num_cached_tokens: int = 0
-    """Prompt tokens whose keys and values were found in the cache."""
+    """Prompt tokens whose keys and values were found in the prefix cache."""
     cumulative_logprob: float | None = None
-    """Of a sequence that a beam search has found: it comes whole."""
+    """Sum of log probabilities of a beam search's sequence, which is returned as a whole."""
     score: float | None = None
-    """What the beam search ranks it by."""
+    """Score by which the beam search ranks the sequence."""
     error: str | None = None
-    """What went wrong, when finish_reason is "error"."""
+    """Error message, if finish_reason is "error"."""
     pooled: Array | None = None
-    """A pooling request's result."""
+    """Result of a pooling request."""
     sampler_state: SamplerState = field(default_factory=dict)
-    """What the sampler is to have back, should the sequence go on elsewhere."""
+    """Sampler state to restore if the sequence resumes on another engine."""
 
 
 class EngineOutputs(Struct, kw_only=True):
-    """What one step, or one call between steps, gave."""
+    """Outputs of one step, or of one call between steps."""
 
     time: float
-    """time.monotonic() at which the engine gave it."""
+    """time.monotonic() at which the engine made the outputs."""
     outputs: list[EngineOutput] = field(default_factory=list)
     admitted: list[str] = field(default_factory=list)
-    """Requests that left the queue for the batch, for the first time."""
+    """Requests that were scheduled for the first time."""
     events: list[Event] = field(default_factory=list)
-    """In order; empty when nobody listens."""
+    """Events in order; empty if nothing listens."""
     missing: dict[str, list[str]] | None = None
-    """By request, which it does not take, items of media: it was sent none of their data, and does
-    not hold it."""
+    """Multimodal items that the engine lacks, by id of the request that it rejects for them. They
+    came without data, and the engine does not hold them."""
 
 
 class NewSequence(Struct, kw_only=True):
-    """A sequence that the runner does not hold: admitted now, forked, or back from a preemption."""
+    """A sequence that the runner does not hold: newly admitted, forked, or resumed after a
+    preemption."""
 
     seq_id: int
     token_ids: list[int]
     """All known tokens: the prompt, then the output so far."""
     num_prompt_tokens: int
     block_tables: list[list[int]]
-    """Per KV group, the ids of its blocks."""
+    """Block ids, per KV group."""
     params: SamplingParams
     seed: int
-    """Resolved: the request's own, or one drawn for it."""
+    """The request's own seed, or a random one."""
     stop_token_ids: list[int]
-    """All tokens that end it; they are kept from being drawn while fewer than min_tokens are
-    out."""
+    """All tokens that end the sequence. They are masked until min_tokens are sampled."""
     inputs: SequenceInputs = field(default_factory=SequenceInputs)
     sampler_state: SamplerState = field(default_factory=dict)
-    """What the sampler returned with the sequence's last token. Empty before the first."""
+    """Sampler state that was returned with the sequence's last token. Empty before the first."""
     num_prompt_logprobs: int = 0
-    """Prompt tokens whose log probabilities were returned before: they are not computed again."""
+    """Prompt tokens whose log probabilities were returned before, and are not computed again."""
     num_candidates: int = 0
-    """Of a beam: how many of the likeliest tokens are returned where others draw one."""
+    """Number of likeliest tokens that a beam returns; 0 for a sequence that samples a token."""
     encoder_id: int | None = None
-    """The encoder sequence whose keys and values its cross attention reads."""
+    """Id of the encoder sequence whose keys and values cross attention reads."""
     features: list[MultiModalFeatureSpec] = field(default_factory=list)
-    """The items of media in its prompt, without their data."""
+    """Multimodal items of the prompt, without their data."""
 
 
 class NewEncoder(Struct, kw_only=True):
     """An encoder sequence that the runner does not hold."""
 
     encoder_id: int
-    """Of the same numbers as `seq_id`."""
+    """Id from the same range as `seq_id`; no sequence has the same."""
     num_tokens: int
     block_tables: list[list[int]]
-    """Per KV group; empty but for those of cross attention."""
+    """Block ids, per KV group. Empty except for groups of cross attention."""
     input: EncoderInput | None
-    """What this step is to compute; None: its keys and values are in its blocks."""
+    """Input that this step encodes; None: the keys and values are in the blocks."""
 
 
 class ScheduledSequence(Struct):
@@ -325,25 +330,25 @@ class ScheduledSequence(Struct):
 
     seq_id: int
     start: int
-    """The first token to compute now: so many are computed already."""
+    """Index of the first token to compute, equal to the number of computed tokens."""
     num_tokens: int
     new_blocks: list[list[int]]
-    """Per KV group, block ids to append to the table; for a NewSequence of the same plan these are
+    """Block ids to append to the block table, per KV group. A NewSequence of the same plan has them
     in its block_tables already."""
     samples: bool
-    """True when the sequence's last token is among these: a next token is drawn, or a beam search's
-    candidates are returned."""
+    """True if the sequence's last token is computed. The row then samples a next token, or returns
+    a beam search's candidates."""
     tokens: list[int] = field(default_factory=list)
-    """The tokens to compute, where workers cannot know them: the last pipeline stage alone has
-    drawn them, or they are drafts."""
+    """The tokens to compute, if the workers cannot know them: drafts, and tokens that only the last
+    pipeline stage has sampled."""
     num_drafts: int = 0
-    """How many of `tokens`, at their end, are drafts. A worker draws as many tokens as agree with
-    them, and one more."""
+    """Number of drafts at the end of `tokens`. A worker samples as many tokens as agree with them,
+    and one more."""
 
 
 class BlockCopy(Struct):
-    """Copy a block's keys and values, in all layers of a KV group, before the step writes (copy on
-    write)."""
+    """Copies a block's keys and values, in all layers of a KV group, before the step writes (copy
+    on write)."""
 
     group: int
     source: int
@@ -351,7 +356,7 @@ class BlockCopy(Struct):
 
 
 class BlockMove(Struct):
-    """Replace an entry of a sequence's block table: it now owns a copy."""
+    """Replaces an entry of a sequence's block table with a copy that the sequence owns."""
 
     seq_id: int
     group: int
@@ -360,39 +365,39 @@ class BlockMove(Struct):
 
 
 TierKey = int | bytes
-"""Under which a KV tier keeps a block: a place that it has for it, or the digest of its
-contents."""
+"""Key of a block in a KV tier: an index of the tier, or the digest of the block's contents."""
 
 
 class TierBlock(Struct, array_like=True):
-    """A block on its way between the device and a KV tier."""
+    """A block that is transferred between the device and a KV tier."""
 
     tier: str
     group: int
     key: TierKey
     block: int
-    """On the device; -1: on none."""
+    """Block id on the device; -1: none."""
 
 
 class TierLoad(Struct, array_like=True):
-    """Blocks that are filled together: a prefix of a request that waits for them."""
+    """Blocks that are loaded together: a prefix of one waiting request."""
 
     ticket: int
-    """A number of its own, which `StepResult.loads` names it by."""
+    """Unique number of the load; `StepResult.loads` refers to it."""
     blocks: list[TierBlock]
 
 
 class TierWork(Struct, kw_only=True):
-    """What a step does for KV tiers, in this order, before it writes anything else."""
+    """Transfers of a step for KV tiers. They run in this order, before the step writes anything
+    else."""
 
-    cancelled: list[int] = field(default_factory=list)
-    """Tickets of loads that write nothing from now on. Those that have ended are no error."""
     dropped: list[TierBlock] = field(default_factory=list)
-    """What tiers may forget."""
+    """Blocks that the tiers may forget."""
     stores: list[TierBlock] = field(default_factory=list)
-    """From the device to their tiers."""
+    """Blocks to copy from the device to their tiers."""
     loads: list[TierLoad] = field(default_factory=list)
-    """Begin now. This step and later ones write what has come."""
+    """Loads that begin now. This step and later ones write the blocks that have arrived."""
+    loading: list[int] = field(default_factory=list)
+    """Tickets of all loads under way, with those of `loads`. Workers give up all other loads."""
     waits: bool = False
     """There is nothing else to do: the step waits a little for a load to end."""
 
@@ -407,31 +412,32 @@ class EncoderItem(Struct):
 
 
 class StepPlan(Struct, kw_only=True, omit_defaults=True):
-    """What the scheduler tells the workers to do in one step."""
+    """Work of the workers for one step, as planned by the scheduler."""
 
     dropped_items: list[str] = field(default_factory=list)
-    """Items of media whose embeddings the runner forgets first. Unknown ones are no error."""
+    """Multimodal items whose embeddings the runner forgets first. Unknown ones are accepted."""
     encode: list[EncoderItem] = field(default_factory=list)
-    """Next: what the step's rows read of them is there then."""
+    """Items to encode next. The step's rows can then read their embeddings."""
     encoders: list[NewEncoder] = field(default_factory=list)
-    """Before `new`, whose sequences may name them."""
+    """Encoder sequences to add before `new`, whose sequences may refer to them."""
     new: list[NewSequence] = field(default_factory=list)
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
     """Sequences and encoder sequences that the runner forgets first: finished, aborted or
     preempted."""
     after_failure: bool = False
-    """The step before it has failed on some rank: ranks may differ in what they still have."""
+    """The step before failed on some rank, so ranks may hold different state."""
     swap_out: list[BlockCopy] = field(default_factory=list)
-    """From the device's pool (source) to the host's (target), before anything else is written."""
+    """Copies from the device's pool (source) to the host's (target), before anything else is
+    written."""
     swap_in: list[BlockCopy] = field(default_factory=list)
-    """From the host's pool (source) to the device's (target), next."""
+    """Copies from the host's pool (source) to the device's (target), after `swap_out`."""
     tiers: TierWork | None = None
-    """Around them: what goes out goes before what comes in."""
+    """Transfers of KV tiers. Their stores run with `swap_out`, and their loads with `swap_in`."""
     copies: list[BlockCopy] = field(default_factory=list)
     moves: list[BlockMove] = field(default_factory=list)
     parts: dict[str, Raw] = field(default_factory=dict)
-    """By name, what its planner tells the part, in msgpack."""
+    """Data from each part's planner for its worker half, as msgpack, by part name."""
 
     @property
     def num_tokens(self) -> int:
@@ -444,32 +450,32 @@ class StepPlan(Struct, kw_only=True, omit_defaults=True):
 
 
 class StepResult(Struct, kw_only=True, omit_defaults=True):
-    """What came of a step, in the order of `plan.scheduled`."""
+    """Results of a step, in the order of `plan.scheduled`."""
 
     token_ids: list[list[int]]
-    """Per row, the drawn tokens: none for a chunk that ends before the sequence does, nor for a
-    beam; else one, and one more for each draft that it agrees with.
-    """
+    """Sampled tokens per row. Empty for a chunk that ends before the sequence does, and for a beam.
+    Otherwise one token, and one more for each draft that it agrees with."""
     logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
-    """Per row, one for each drawn token where the row asked for them; empty when no row did."""
+    """One entry per sampled token of each row that asked for them; empty if no row did."""
     drafts: dict[int, list[int]] = field(default_factory=dict)
-    """By seq_id, guesses at the tokens after the drawn ones, for the next step to verify."""
+    """Guesses of the tokens after the sampled ones, by seq_id. The next step verifies them."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    """By seq_id, of the prompt tokens that follow the computed ones, where the request asked for
-    them."""
+    """Log probabilities of the prompt tokens after the computed ones, by seq_id, if the request
+    asked for them."""
     sampler_state: dict[int, SamplerState] = field(default_factory=dict)
-    """By seq_id, what NewSequence is to bring back after a preemption. Only the sampler knows what
-    it means."""
+    """Sampler state by seq_id. NewSequence brings it back after a preemption. Only the sampler can
+    read it."""
     candidates: dict[int, Candidates] = field(default_factory=dict)
-    """By seq_id, of the rows of beam searches. They draw no token."""
+    """Candidates of the rows of beam searches, by seq_id. These rows sample no token."""
     pooled: dict[int, Array] = field(default_factory=dict)
-    """By seq_id, of the pooling sequences whose last token was computed."""
+    """Pooled results of sequences whose last token was computed, by seq_id."""
     errors: dict[int, str] = field(default_factory=dict)
-    """By seq_id, rows that failed alone (for example NaN logits): their sequence ends, the others
-    go on."""
+    """Error messages of rows that failed alone, for example for NaN logits, by seq_id. Their
+    sequences end, and the others continue."""
     num_compilations: int = 0
-    """Graphs that torch compiled meanwhile. After the warm-up there should be none."""
-    loads: dict[int, str] = field(default_factory=dict)
-    """By ticket, the loads that have ended: "", or why not all of their blocks are filled."""
+    """Number of graphs that torch compiled during the step. After the warm-up it should be 0."""
+    loads: dict[int, bool] = field(default_factory=dict)
+    """Loads that have ended, by ticket: whether all ranks have filled all blocks. A load that fails
+    on one rank has failed."""
     parts: dict[str, Raw] = field(default_factory=dict)
-    """By name, what the part answers its planner, in msgpack."""
+    """Answers of each part's worker half to its planner, as msgpack, by part name."""

@@ -1,4 +1,4 @@
-"""What a user gets back."""
+"""Outputs of requests, as users get them."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ if TYPE_CHECKING:
 
 
 class Logprob(Struct, gc=False):
-    """The log probability of one candidate at one position. The garbage collector need not look at
-    it: an answer may have millions."""
+    """Log probability of one candidate at one position. Exempt from garbage collection: an answer
+    may have millions."""
 
     logprob: float
     rank: int
-    """1 for the likeliest token."""
+    """Rank of the token; 1 is the likeliest."""
     decoded_token: str | None = None
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of a request's n sequences, as far as it has come."""
+    """One of a request's n sequences, as generated so far."""
 
     index: int
     text: str
     token_ids: list[int]
     logprobs: list[dict[int, Logprob]] | None = None
-    """Per output token: the token itself and the likeliest ones, by token id."""
+    """Log probabilities of the token itself and the likeliest ones, by token id, per output
+    token."""
     cumulative_logprob: float | None = None
-    """The sum over its tokens, where `logprobs`, `best_of` or a beam search needs it."""
+    """Sum of the log probabilities of the tokens, if `logprobs`, `best_of` or a beam search needs
+    it."""
     score: float | None = None
-    """What the sequences of `best_of` and of a beam search are ranked by, the highest first."""
+    """Score by which the sequences of `best_of` and of a beam search are ranked, highest first."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop text or stop token id that ended the sequence; None for end-of-sequence tokens."""
@@ -46,7 +48,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When a request came and its tokens did, by time.monotonic(), and how many there are. All
+    """Arrival time and token times of a request, by time.monotonic(), and the number of tokens. All
     outputs of a request share one."""
 
     arrival_time: float
@@ -57,59 +59,59 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request as far as it has come, or what is new of it: SamplingParams.output_kind says
-    which."""
+    """Output of a request so far, or what is new of it, by SamplingParams.output_kind."""
 
     request_id: str
     prompt: str | None
-    """The text that the engine read; None where the prompt was a conversation or token ids."""
+    """The text that the engine read; None if the prompt was a conversation or token ids."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
     error: str | None = None
-    """What went wrong, when a sequence's finish_reason is "error"."""
+    """Error message, if a sequence's finish_reason is "error"."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """Per prompt token so far computed, where asked for: the token itself and the likeliest ones.
-    None for the first."""
+    """Log probabilities of the token itself and the likeliest ones, per prompt token computed so
+    far, if requested. None for the first."""
     encoder_prompt: str | None = None
-    """Of an encoder-decoder model, whose `prompt` and `prompt_token_ids` are the decoder's: the
-    text that its encoder read."""
+    """The text that the encoder of an encoder-decoder model read. `prompt` and `prompt_token_ids`
+    are then the decoder's."""
     encoder_prompt_token_ids: list[int] | None = None
     metrics: RequestMetrics | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Those of the prompt, and of the encoder's."""
+        """Number of tokens of the prompt and of the encoder's prompt."""
         return len(self.prompt_token_ids) + len(self.encoder_prompt_token_ids or ())
 
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """What the model made of one prompt, or of one pair of texts, and what it is called by its
-    task."""
+    """Result of the model for one prompt, or one pair of texts, with the name that its task gives
+    it."""
 
     data: np.ndarray | None
-    """Read-only. embed: [D]; token_embed: [tokens, D]; classify: [labels]; token_classify: [tokens,
-    labels]; score: [1]."""
+    """The result, read-only. embed: [D]; token_embed: [tokens, D]; classify: [labels];
+    token_classify: [tokens, labels]; score: [1]."""
 
     @property
     def embedding(self) -> list[float] | None:
-        """Of embed: the vector."""
+        """The vector, for the task embed."""
         return None if self.data is None else self.data.tolist()
 
     probs = embedding
-    """Of classify: the probability of each label."""
+    """The probability of each label, for the task classify."""
 
     @property
     def score(self) -> float:
-        """Of score; NaN where there is an error."""
+        """The score, for the task score; NaN if there is an error."""
         return float("nan") if self.data is None else float(self.data[0])
 
 
 @dataclass(slots=True)
 class PoolingRequestOutput:
-    """A pooling request: what `encode`, `embed`, `classify`, `reward` and `score` give."""
+    """Output of a pooling request: `encode`, `embed`, `classify`, `reward` and `score` return
+    it."""
 
     request_id: str
     prompt: str | None
@@ -118,7 +120,7 @@ class PoolingRequestOutput:
     finish_reason: FinishReason | None
     num_cached_tokens: int = 0
     error: str | None = None
-    """What went wrong, when there is no data."""
+    """Error message, if there is no data."""
 
     @property
     def finished(self) -> bool:
@@ -133,8 +135,8 @@ class RerankResult:
     """One document in `rerank`'s order."""
 
     index: int
-    """Its place in the list that was given."""
+    """Index of the document in the given list."""
     relevance_score: float
-    """NaN where there is an error."""
+    """Score of the document; NaN if there is an error."""
     document: str
     error: str | None = None

@@ -1,5 +1,4 @@
-"""How a request's parameter is stated, and how it is checked: as an option is, with bounds for
-lists besides.
+"""Statement and checks of request parameters: as options, with additional bounds for lists.
 
 A parameter is a field of a frozen `msgspec.Struct`, annotated with `param(help, ...)`:
 
@@ -15,35 +14,52 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import NoneType
-from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
+from msgspec import StructMeta
 
 from toolkit_lm.config import Option, options_of
 from toolkit_lm.config.options import OptionSpec
-from toolkit_lm.errors import RequestError
+from toolkit_lm.errors import RequestError, nearest
 
 Use = Literal["draws", "beams", "both"]
-"""Where a parameter means something: where tokens are drawn, in a beam search, or in both."""
+"""Use of a parameter: in sampling, in a beam search, or in both."""
 Check = Callable[[Any], None]
-"""Raises RequestError for a value of another type, or out of bounds."""
+"""Function that raises RequestError for a value of another type, or out of bounds."""
 
 MAX_TOKEN_ID = 2**31 - 1
 
 
+class ParamsMeta(StructMeta):
+    """Metaclass of parameters whose constructor names the nearest parameter for an unknown one."""
+
+    if not TYPE_CHECKING:  # The signature that a type checker sees is the struct's.
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 (a metaclass)
+            """Raises TypeError for an unknown parameter."""
+            try:
+                return super().__call__(*args, **kwargs)
+            except TypeError:
+                for name in kwargs.keys() - set(cls.__struct_fields__):
+                    known = nearest(name, cls.__struct_fields__)
+                    raise TypeError(f"{cls.__name__} has no parameter {name!r}. {known}") from None
+                raise
+
+
 @dataclass(frozen=True, slots=True)
 class ParamSpec(OptionSpec):
-    """What a field's `Annotated[...]` says of a parameter. `ge`, `gt` and `le` bound numbers, also
-    those that a mapping maps to."""
+    """Statement of a parameter in a field's `Annotated[...]`. `ge`, `gt` and `le` bound numbers,
+    and also the values of a mapping."""
 
     use: Use = "draws"
     flag: bool = True
-    """The parameter has a flag on the command line."""
+    """Whether the parameter has a flag on the command line."""
     by_processor: bool = False
-    """A plugin's logits processor reads it, which states a parameter of the same name."""
+    """Whether a plugin's logits processor reads it, and states a parameter of the same name."""
     max_items: int | None = None
     max_length: int | None = None
-    """Most characters of a text, or of each in a list."""
+    """Most characters of a text, or of each text in a list."""
 
 
 param = ParamSpec
@@ -57,41 +73,41 @@ def params_of(struct: type[msgspec.Struct]) -> dict[str, Option]:
 
 
 def spec_of(o: Option) -> ParamSpec:
-    """What is stated of a parameter."""
+    """The ParamSpec of a parameter."""
     assert isinstance(o.spec, ParamSpec)
     return o.spec
 
 
 class ProcessorParams(msgspec.Struct):
-    """The front half of a logits processor: the request's parameters that turn it on, fields with a
-    default and `param(help, ...)`.
+    """Front half of a logits processor: the request's parameters that turn it on. They are fields
+    with a default and `param(help, ...)`.
 
-    It is made where a request that gives any of them arrives, and raises RequestError for a value
+    An instance is made when a request with any of them arrives. It raises RequestError for a value
     out of range. Its module imports no torch.
     """
 
     changes_forward: ClassVar[bool] = True
-    """The model's forward pass may depend on the arguments: requests whose arguments differ share
-    no cached prefix.
+    """Whether the model's forward pass may depend on the arguments. Requests with different
+    arguments then share no cached prefix.
 
-    False promises that they change how tokens are drawn, and nothing else.
+    False promises that the arguments only affect sampling.
     """
 
     def __post_init__(self) -> None:
         check_fields(self, checks_of(type(self)))
 
     def prepare(self, renderer: Any) -> Mapping[str, Any] | None:
-        """The arguments that the worker's half gets for a sequence: numbers, texts, lists and
-        mappings of them. None: it is not applied.
+        """Returns the arguments for the worker's half, for one sequence: numbers, texts, lists and
+        mappings of them. None: the processor is not applied.
 
-        `renderer` is the engine's toolkit_lm.renderer.Renderer. A ValueError fails the request; as
-        RequestError it may name the parameter.
+        `renderer` is the engine's toolkit_lm.renderer.Renderer. A ValueError fails the request. A
+        RequestError may name the parameter.
         """
         return msgspec.structs.asdict(self)
 
 
 class FieldCheck(NamedTuple):
-    """The check of one parameter. Its default needs none."""
+    """The check of one parameter. Its default value needs none."""
 
     name: str
     default: Any
@@ -109,7 +125,7 @@ def checks_of(struct: type[msgspec.Struct]) -> tuple[FieldCheck, ...]:
 
 def check_fields(values: msgspec.Struct, checks: Sequence[FieldCheck]) -> None:
     """Raises RequestError for the first parameter of `values` that has a wrong type or is out of
-    bounds. None becomes the default."""
+    bounds. None is replaced by the default."""
     for name, default, check, takes_none in checks:
         value = getattr(values, name)
         if value is None and not takes_none:
@@ -121,7 +137,7 @@ def check_fields(values: msgspec.Struct, checks: Sequence[FieldCheck]) -> None:
 def require(ok: bool, name: str, wanted: str, got: object) -> None:
     """Raises RequestError unless `ok`."""
     if not ok:
-        # What a client sent may be of any length.
+        # A client's value may be of any length.
         raise RequestError(f"{name} must be {wanted}, not {_shown(got)}.", name)
 
 
@@ -130,7 +146,7 @@ def is_token_id(value: object) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a finite number; true and false are none."""
+    """Whether the value is a finite number; true and false are not numbers."""
     try:
         return (
             isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -198,7 +214,7 @@ def _choice_check(o: Option, arms: list[Any]) -> Check:
     wanted = f"{', '.join(words[:-1])} or {words[-1]}"
 
     def check(value: Any) -> None:
-        # 1 is no true, though it is equal.
+        # 1 equals True, but is not accepted for it.
         require(
             any(type(value) is type(choice) and value == choice for choice in choices),
             o.name,
@@ -240,13 +256,13 @@ def _mapping_check(o: Option) -> Check:
 
 
 def _list_check(o: Option, kind: Any, *, takes_one: bool) -> Check:
-    """Of a list of texts, of token ids or of both. `takes_one`: or one text."""
+    """Check of a list of texts, of token ids or of both. `takes_one`: one text is accepted too."""
     name = o.name
     most = spec_of(o).max_items
     longest = spec_of(o).max_length
     (item,) = get_args(kind)
     kinds = get_args(item) or (item,)
-    items = " or ".join({str: "texts", int: "token ids"}[one] for one in kinds)
+    items = " or ".join({str: "texts", int: "token ids"}[kind] for kind in kinds)
     wanted = f"a text or a list of {items}" if takes_one else f"a list of {items}"
 
     def check(value: Any) -> None:
@@ -254,11 +270,11 @@ def _list_check(o: Option, kind: Any, *, takes_one: bool) -> Check:
         require(isinstance(values, list | tuple), name, wanted, value)
         require(most is None or len(values) <= most, name, f"at most {most} {items}", len(values))
         fits = all(
-            str in kinds if isinstance(one, str) else int in kinds and is_token_id(one)
-            for one in values
+            str in kinds if isinstance(value, str) else int in kinds and is_token_id(value)
+            for value in values
         )
         require(fits, name, wanted, value)
-        texts = [one for one in values if isinstance(one, str)]
+        texts = [value for value in values if isinstance(value, str)]
         require(all(texts), name, f"{wanted}, none of them empty", value)
         length = max(map(len, texts), default=0)
         require(

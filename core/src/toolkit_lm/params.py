@@ -1,4 +1,4 @@
-"""What a user may ask of the output: SamplingParams. It crosses process boundaries, so it is a
+"""SamplingParams: the sampling parameters of a request. It crosses process boundaries, so it is a
 msgspec struct."""
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from toolkit_lm.errors import RequestError
 from toolkit_lm.param_spec import (
+    ParamsMeta,
     check_fields,
     checks_of,
     is_number,
@@ -22,27 +23,27 @@ from toolkit_lm.param_spec import (
 )
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
-"""Why a sequence ended: "abort" by its caller, "timeout" by its request's deadline, "error" with a
-message."""
+"""Reason for which a sequence ended: "abort" by its caller, "timeout" by its request's deadline,
+"error" with a message."""
 
 
 class RequestOutputKind(Enum):
-    """What a request's outputs hold, where they come one after another."""
+    """Contents of a request's successive outputs."""
 
     CUMULATIVE = 0
-    """All that there is so far."""
+    """The whole output so far."""
     DELTA = 1
-    """What has come since the last output."""
+    """The output since the last one."""
     FINAL_ONLY = 2
-    """There is one output, at the end."""
+    """One output, at the end."""
 
 
-class SamplingParams(Struct, kw_only=True, omit_defaults=True):
-    """How tokens are drawn and when a sequence ends. Names and meanings are vLLM's. None stands for
-    a default.
+class SamplingParams(Struct, metaclass=ParamsMeta, kw_only=True, omit_defaults=True):
+    """How tokens are sampled and when a sequence ends. Names and meanings are vLLM's. None stands
+    for a default.
 
-    Raises RequestError (with `param` set) when a value is out of range, also where one is changed.
-    A request has a copy of its own.
+    Raises RequestError (with `param` set) if a value is out of range, also when one is changed. A
+    request has a copy of its own.
     """
 
     n: Annotated[
@@ -61,7 +62,7 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
         ),
     ] = None
     use_beam_search: Annotated[
-        bool, param("Search for the n likeliest sequences instead of drawing tokens.", use="both")
+        bool, param("Search for the n likeliest sequences instead of sampling tokens.", use="both")
     ] = False
     beam_width: Annotated[
         int | None,
@@ -86,9 +87,9 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
     early_stopping: Annotated[
         bool | Literal["never"],
         param(
-            "End of a beam search that has beam_width ended sequences. true: at once. false: "
-            "when the likeliest beam, ended now, "
-            "would not be among the best. never: when no beam could come to be among them.",
+            "End of a beam search with beam_width finished sequences. true: at once. false: when "
+            "the likeliest beam, finished now, would not be among the best. never: when no beam "
+            "can still become one of the best.",
             use="beams",
         ),
     ] = False
@@ -144,7 +145,7 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
     ] = None
     allowed_token_ids: Annotated[
         list[int] | None,
-        param("The only tokens that may be drawn.", max_items=2**18, use="both", flag=False),
+        param("The only tokens that may be sampled.", max_items=2**18, use="both", flag=False),
     ] = None
     extra_args: Annotated[
         dict[str, Any] | None,
@@ -153,7 +154,7 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
     structured_outputs: Annotated[
         dict[str, Any] | None,
         param(
-            "What the output is to be: a JSON document of a schema, a choice, ...",
+            "Structure of the output: a JSON document of a schema, a choice, ...",
             max_items=64,
             flag=False,
             by_processor=True,
@@ -162,7 +163,7 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
     seed: Annotated[
         int | None,
         param(
-            "Seed of the random numbers, which repeats a request's draws.",
+            "Seed of the random numbers, which makes a request's samples repeatable.",
             none="the engine's, else a fresh one",
         ),
     ] = None
@@ -215,8 +216,8 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
     logprobs: Annotated[
         int | None,
         param(
-            "Likeliest tokens of which log probabilities are returned, per output token; at most "
-            "max_logprobs.",
+            "Number of likeliest tokens whose log probabilities are returned, per output token; at"
+            " most max_logprobs.",
             none="no log probabilities",
             ge=0,
             flag=False,
@@ -225,7 +226,7 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
     logprob_token_ids: Annotated[
         list[int] | None,
         param(
-            "Tokens whose log probabilities are returned per output token, in the place of the "
+            "Tokens whose log probabilities are returned per output token, instead of the "
             "likeliest; at most max_logprobs.",
             none="the likeliest, as many as logprobs says",
             max_items=2**18,
@@ -235,8 +236,8 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
     prompt_logprobs: Annotated[
         int | None,
         param(
-            "Likeliest tokens of which log probabilities are returned, per prompt token; at most "
-            "max_logprobs.",
+            "Number of likeliest tokens whose log probabilities are returned, per prompt token; at"
+            " most max_logprobs.",
             none="no log probabilities",
             ge=0,
             flag=False,
@@ -253,14 +254,14 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
         ),
     ] = None
     detokenize: Annotated[
-        bool, param("Make text of the output tokens. Off: stop is refused.", use="both", flag=False)
+        bool, param("Convert output tokens to text. Off: stop is refused.", use="both", flag=False)
     ] = True
     skip_special_tokens: Annotated[
         bool, param("Leave special tokens out of the text.", use="both", flag=False)
     ] = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """What each output of a streamed request holds. Its caller chooses, not a client: it is no
-    field and no flag."""
+    """Contents of each output of a streamed request. The caller chooses it, not a client: requests
+    and the command line do not have it."""
 
     def __post_init__(self) -> None:
         check_fields(self, _CHECKS)
@@ -270,14 +271,14 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
         before = getattr(self, name)
         super().__setattr__(name, value)
         try:
-            check_fields(self, [one for one in _CHECKS if one.name == name])
+            check_fields(self, [check for check in _CHECKS if check.name == name])
             self._check_together()
         except RequestError:
             super().__setattr__(name, before)
             raise
 
     def _check_together(self) -> None:
-        """What a field means beside others."""
+        """Checks fields that depend on each other."""
         require(
             isinstance(self.output_kind, RequestOutputKind),
             "output_kind",
@@ -388,7 +389,7 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
 
     @property
     def widest(self) -> tuple[str, int]:
-        """The sequences that are computed at a time, and the parameter that says so."""
+        """Number of sequences computed at a time, and the parameter that sets it."""
         if self.use_beam_search and self.beam_width is not None:
             return "beam_width", self.beam_width
         return (
@@ -399,30 +400,30 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Likeliest tokens whose log probabilities are returned per output token, beside its own;
-        None: no log probabilities."""
+        """Number of likeliest tokens whose log probabilities are returned per output token, in
+        addition to its own; None: no log probabilities."""
         return 0 if self.logprob_token_ids else self.logprobs
 
     @property
     def of_processors(self) -> dict[str, Any]:
-        """What plugins' logits processors read, by name."""
+        """Parameters that plugins' logits processors read, by name."""
         own = {name: value for name in _BY_PROCESSOR if (value := getattr(self, name)) is not None}
         return {**(self.extra_args or {}), **own}
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that are computed at a time: n of them are returned."""
+        """Number of sequences computed at a time. n of them are returned."""
         return self.widest[1]
 
     @property
     def num_outputs(self) -> int:
-        """Sequences that the engine gives: all those of best_of, for the front to choose from; of a
-        search the n that it has found."""
+        """Number of sequences that the engine returns: all of best_of, for the front to choose
+        from; for a beam search, its n results."""
         return self.n if self.use_beam_search else self.num_sequences
 
     @property
     def ranks(self) -> bool:
-        """The best of several sequences are wanted: there is nothing to return before all have
+        """Whether the best of several sequences are wanted. There is then no output before all have
         ended."""
         return self.use_beam_search or self.num_sequences > self.n
 
@@ -431,26 +432,27 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
 
 
 SAMPLING_PARAMS = params_of(SamplingParams)
-"""The sampling parameters as they are stated, by name."""
+"""The stated sampling parameters, by name."""
 _CHECKS = checks_of(SamplingParams)
 _BEAMS_ONLY = [name for name, o in SAMPLING_PARAMS.items() if spec_of(o).use == "beams"]
 _DRAWS_ONLY = [name for name, o in SAMPLING_PARAMS.items() if spec_of(o).use == "draws"]
 _BY_PROCESSOR = [name for name, o in SAMPLING_PARAMS.items() if spec_of(o).by_processor]
 _OFF = {"temperature": 0, "top_k": -1}
-"""Values that draw as a beam search goes, beside the defaults."""
+"""Values, other than the defaults, that do not change a beam search."""
 _LOGIT_BIAS = SAMPLING_PARAMS["logit_bias"].spec
 
 
 OF_THE_REQUEST = "the request's sampling parameters"
-"""How the error begins of a request whose own parameters are the reason: they rule out what was to
-be drawn, or ask for too much."""
+"""Beginning of an error that the request's own parameters cause: they rule out every token, or ask
+for too much."""
 
 
 def leave_too_little(params: SamplingParams, left: str) -> str:
-    """That error. It names the parameters that may be the reason."""
-    given = [
+    """Error for parameters that leave too few tokens. It names the parameters that may be the
+    cause."""
+    changed = [
         name
         for name in ("use_beam_search", "allowed_token_ids", "bad_words", "min_tokens")
         if getattr(params, name)
     ]
-    return f"{OF_THE_REQUEST} leave {left} ({', '.join([*given, *params.of_processors])})"
+    return f"{OF_THE_REQUEST} leave {left} ({', '.join([*changed, *params.of_processors])})"

@@ -1,4 +1,4 @@
-"""What a user may ask of a pooling model: PoolingParams. It crosses process boundaries, so it is a
+"""PoolingParams: the pooling parameters of a request. It crosses process boundaries, so it is a
 msgspec struct."""
 
 from __future__ import annotations
@@ -11,23 +11,30 @@ from msgspec import Struct
 
 from toolkit_lm.config.tasks import PoolingTask
 from toolkit_lm.errors import RequestError
-from toolkit_lm.param_spec import MAX_TOKEN_ID, check_fields, checks_of, param, params_of
+from toolkit_lm.param_spec import (
+    MAX_TOKEN_ID,
+    ParamsMeta,
+    check_fields,
+    checks_of,
+    param,
+    params_of,
+)
 
 
-class PoolingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Which task, and how its vector or scores are finished. Raises RequestError (with `param` set)
-    when a value is out of range."""
+class PoolingParams(Struct, metaclass=ParamsMeta, frozen=True, kw_only=True, omit_defaults=True):
+    """The task, and the final processing of its vector or scores. Raises RequestError (with `param`
+    set) if a value is out of range."""
 
     task: Annotated[
         PoolingTask,
         param(
-            "What is computed: one vector, distribution or score per prompt, or one per token "
+            "Result to compute: one vector, distribution or score per prompt, or one per token "
             "(token_...)."
         ),
     ] = "embed"
     dimensions: Annotated[
         int | None,
-        param("Dimensions of an embedding that are kept, the first ones.", none="all", ge=1),
+        param("Number of first dimensions of an embedding to keep.", none="all", ge=1),
     ] = None
     """Matryoshka embeddings. More than the model has is an error."""
     normalize: Annotated[
@@ -53,8 +60,8 @@ class PoolingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         check_fields(self, _CHECKS)
-        # Together with the range that a pooler checks, this bounds what a request can make of a
-        # token.
+        # Together with the range that a pooler checks, this bounds the output that a request can
+        # make of a token.
         if self.returned_token_ids and len(set(self.returned_token_ids)) < len(
             self.returned_token_ids
         ):
@@ -69,5 +76,5 @@ class PoolingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 POOLING_PARAMS = params_of(PoolingParams)
-"""The pooling parameters as they are stated, by name."""
+"""The stated pooling parameters, by name."""
 _CHECKS = checks_of(PoolingParams)

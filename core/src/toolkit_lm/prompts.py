@@ -1,4 +1,4 @@
-"""What a user may ask: text, tokens, conversations."""
+"""Types of users' input: texts, tokens, conversations."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from toolkit_lm.errors import RequestError
 
 
 class MediaPrompt(TypedDict, total=False):
-    """Items of media that stand in a prompt: its placeholders say where."""
+    """Multimodal items of a prompt. The prompt's placeholders state their positions."""
 
     multi_modal_data: Mapping[str, Any]
-    """By modality, an item or a list of items: {"image": [...]}."""
+    """An item or a list of items, by modality: {"image": [...]}."""
     mm_processor_kwargs: Mapping[str, Any] | None
-    """Options of the checkpoint's processor of media, for this prompt."""
+    """Options of the checkpoint's media processor, for this prompt."""
     multi_modal_uuids: Mapping[str, Any] | None
-    """By modality, the caller's own names of the items. Equal items of unlike names share
-    nothing."""
+    """The caller's own identifiers of the items, by modality. Equal items with different
+    identifiers share no cache."""
 
 
 class TextPrompt(MediaPrompt):
@@ -27,35 +27,35 @@ class TextPrompt(MediaPrompt):
 
 
 class TokensPrompt(MediaPrompt):
-    """Token ids, used as they are. `prompt` may give their text, for the output only."""
+    """Token ids, used as they are. `prompt` may give their text, which only the output shows."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
 
 
 SingletonPrompt = str | TextPrompt | TokensPrompt
-"""One text. A bare list of token ids is taken, too."""
+"""One prompt for one sequence. A bare list of token ids is accepted, too."""
 
 
 class ExplicitEncoderDecoderPrompt(TypedDict):
-    """What the encoder of an encoder-decoder model reads, and what its decoder begins with; any
-    other prompt is for the encoder."""
+    """Prompts for both sides of an encoder-decoder model: the encoder's input, and the beginning of
+    the decoder's output. Any other prompt is for the encoder."""
 
     encoder_prompt: SingletonPrompt
     decoder_prompt: NotRequired[SingletonPrompt | None]
-    """Text goes on after the model's default. To token ids the decoder start token is added in
-    front, unless it is there."""
+    """Beginning of the output. Text is appended to the model's default. Token ids get the decoder
+    start token in front, unless they have it."""
 
 
 Prompt = SingletonPrompt | ExplicitEncoderDecoderPrompt
-"""What `LLM.generate` takes."""
+"""Prompts that `LLM.generate` accepts."""
 
 TextPair = tuple[str, str]
 """Two texts that a pooling model reads together: a query and a document."""
 
 Message = Mapping[str, Any]
-"""One message of a conversation, in OpenAI's shape: role, content, and what the chat template reads
-besides."""
+"""One message of a conversation, in OpenAI's form: role, content, and what else the chat template
+reads."""
 
 Conversation = Sequence[Message]
 
@@ -64,24 +64,24 @@ _MEDIA = tuple(MediaPrompt.__annotations__)
 
 
 def listed(prompts: Prompt | TextPair | Sequence[Prompt | TextPair]) -> list[Prompt | TextPair]:
-    """One prompt, or a list of them, as a list. Raises RequestError for what is neither. A list of
-    token ids is one prompt."""
+    """Converts one prompt, or a list of them, to a list. Raises RequestError for another value. A
+    list of token ids is one prompt."""
     if not isinstance(prompts, str | Mapping | Sequence):
         raise RequestError(
             "prompts must be a text, a dict, a pair of texts or a list of these, not a "
             f"{type(prompts).__name__}.",
             "prompt",
         )
-    given: Any = prompts
-    is_one = isinstance(given, str | Mapping | tuple) or (len(given) > 0 and type(given[0]) is int)
-    return [given] if is_one else list(given)
+    value: Any = prompts
+    is_one = isinstance(value, str | Mapping | tuple) or (len(value) > 0 and type(value[0]) is int)
+    return [value] if is_one else list(value)
 
 
 def parse_prompt(prompt: Any, *, media: bool = False) -> TextPrompt | TokensPrompt:
-    """`prompt` in one of the two dict forms. Raises RequestError, naming what was given and what is
-    allowed.
+    """Converts `prompt` to one of the two dict forms. Raises RequestError, which names the given
+    value and the allowed ones.
 
-    `media`: items of media may stand in it. What they are is not looked at.
+    `media`: the prompt may have multimodal items, which are not checked here.
     """
     if isinstance(prompt, str):
         return TextPrompt(prompt=prompt)
@@ -99,11 +99,11 @@ def parse_prompt(prompt: Any, *, media: bool = False) -> TextPrompt | TokensProm
             "prompt.",
             "prompt",
         )
-    given = {name: prompt[name] for name in _MEDIA if prompt.get(name)}
-    if given and not media:
+    present = {name: prompt[name] for name in _MEDIA if prompt.get(name)}
+    if present and not media:
         raise RequestError(
             "this model takes no images or other media here: give a prompt without.",
-            next(iter(given)),
+            next(iter(present)),
         )
     known = ("prompt", "prompt_token_ids", *_MEDIA)
     unknown = set(prompt) - {*known}
@@ -122,14 +122,14 @@ def parse_prompt(prompt: Any, *, media: bool = False) -> TextPrompt | TokensProm
                 "a prompt needs the key 'prompt' (text) or 'prompt_token_ids' (list of ids).",
                 "prompt",
             )
-        return cast(TextPrompt, {"prompt": text, **given})
+        return cast(TextPrompt, {"prompt": text, **present})
     if (
         isinstance(ids, str | bytes)
         or not isinstance(ids, Sequence)
         or not all(type(i) is int for i in ids)
     ):
         raise RequestError("'prompt_token_ids' must be a list of integers.", "prompt_token_ids")
-    parsed = cast(TokensPrompt, {"prompt_token_ids": list(ids), **given})
+    parsed = cast(TokensPrompt, {"prompt_token_ids": list(ids), **present})
     if text is not None:
         parsed["prompt"] = text
     return parsed

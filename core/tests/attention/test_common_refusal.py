@@ -1,4 +1,4 @@
-"""What no backend of keys and values runs, whatever its kernels are."""
+"""Layers that no backend of keys and values runs, whatever its kernels are."""
 
 import pytest
 from msgspec.structs import replace

@@ -45,14 +45,17 @@ class Recorder(AttentionBackend):
     def build(self, batch):
         return None
 
-    def write_kv(self, layer, k, v, kv_cache, meta) -> None:
-        self.calls.append(("write", layer, k.shape, v.shape, kv_cache, meta))
-
-    def forward(self, layer, q, k, v, kv_cache, meta, out) -> None:
+    def write_kv(self, call) -> None:
         self.calls.append(
-            ("forward", layer, q.shape, None if k is None else k.shape, kv_cache, meta)
+            ("write", call.layer, call.k.shape, call.v.shape, call.kv_cache, call.metadata)
         )
-        out.copy_(q * 2)
+
+    def forward(self, call) -> None:
+        k_shape = None if call.k is None else call.k.shape
+        self.calls.append(
+            ("forward", call.layer, call.q.shape, k_shape, call.kv_cache, call.metadata)
+        )
+        call.out.copy_(call.q * 2)
 
 
 def no_bias(q, k):

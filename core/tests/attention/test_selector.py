@@ -137,7 +137,7 @@ def test_a_backend_that_raises_is_refused_with_that_reason(registry) -> None:
 
 
 def test_the_error_names_the_line(registry, tmp_path, monkeypatch) -> None:
-    """Of the plugin's own code, whatever the code is that it calls."""
+    """The named line is the plugin's own, whatever code it calls."""
     (tmp_path / "boom_backend.py").write_text(
         "import json\n\ndef refuses():\n    json.loads('{')\n"
     )

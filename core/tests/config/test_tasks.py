@@ -1,4 +1,4 @@
-"""What an architecture's name says of the runner: the first suffix that fits."""
+"""The runner type that an architecture's name implies: the first suffix that fits."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def steps(core: FakeCore, most: int = 100) -> list[EngineOutputs]:
 
 
 def tokens(news: list[EngineOutputs]) -> dict[str, list[int]]:
-    """By request id."""
+    """Sampled tokens, by request id."""
     found: dict[str, list[int]] = {}
     for output in (output for one in news for output in one.outputs):
         found.setdefault(output.request_id, []).extend(output.token_ids)
@@ -72,7 +72,7 @@ def tokens(news: list[EngineOutputs]) -> dict[str, list[int]]:
 
 
 def reasons(news: list[EngineOutputs]) -> dict[str, tuple[str, str | None]]:
-    """By request id: finish reason and error."""
+    """Finish reason and error, by request id."""
     return {
         o.request_id: (o.finish_reason, o.error)
         for one in news
@@ -398,7 +398,7 @@ class TestStart:
 
 @pytest.mark.parametrize("num_had", [0, 1, 3])
 def test_a_request_that_another_engine_has_begun_goes_on_where_it_stood(core, num_had):
-    """Of its sequences one has ended there, and one has had some tokens, or none."""
+    """One of its sequences has ended there, and one has some tokens, or none."""
     [prompt] = good_prompts(1)
     expected = continuation(prompt, 6)
     begun = [

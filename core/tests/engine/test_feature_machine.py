@@ -19,7 +19,7 @@ from toolkit_lm.renderer import Rendered
 
 KIB = 1024
 SIZES = {"a": 1, "b": 1, "c": 2, "d": 3, "e": 5, "f": 9, "g": 0}
-"""Of items: KiB of data."""
+"""Sizes of items' data, in KiB."""
 BUDGETS = [0, 2, 4, 5, 6, 8, 9, 12, 16, 1000]
 """In KiB. Each item takes one more than its data."""
 FRONTS = st.integers(0, 1)
@@ -27,7 +27,7 @@ ITEMS = st.lists(st.sampled_from(sorted(SIZES)), min_size=1, max_size=3)
 
 
 class Prepared:
-    """As a front has it before it is sent. Once nobody has it, it was given up."""
+    """A request in a front, before it is sent. If it is garbage collected, it was given up."""
 
     def __init__(self, name, front, items, params) -> None:
         self.mirror = front.mirror
@@ -200,7 +200,7 @@ class FeatureMachine(RuleBasedStateMachine):
             for feature in one.features
             if feature.data is not None
         }
-        missing = self.engine.take_in(front.number, requests, command.evicted)
+        missing = self.engine.fill(front.number, requests, command.evicted)
         front.lost &= held - carried
         assert self.engine._fronts[front.number] == held - front.lost
         for one in requests:
@@ -217,7 +217,7 @@ class FeatureMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(front.reports for front in self.fronts))
     @rule()
     def report(self):
-        """What is asked for again is sent again, once."""
+        """Sends again, once, the data that the engine asks for."""
         front = next(front for front in self.fronts if front.reports)
         for request_id, names in front.reports.popleft().items():
             front.mirror.forget(names)
@@ -244,7 +244,7 @@ class FeatureMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 9))
     def restart(self, which):
-        """Of the engine, or a front. What was rendered already relies on the engine before."""
+        """Restarts the engine, or a front. Requests already rendered rely on the old engine."""
         if which == 0:
             self.engine = EngineFeatures()
             for front in self.fronts:

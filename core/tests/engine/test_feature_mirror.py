@@ -1,4 +1,4 @@
-"""What a front knows of the data of media that its engine holds. The state machine beside this file
+"""A front's mirror of the multimodal data that its engine holds. The state machine in this folder
 goes further."""
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def test_a_small_item_does_not_keep_a_large_message():
         message = msgspec.msgpack.encode(list(requests))
         arrived = msgspec.msgpack.decode(message, type=list[EngineRequest])
         engine = EngineFeatures()
-        assert engine.take_in(0, arrived, []) == {}
+        assert engine.fill(0, arrived, []) == {}
         for one in arrived:
             for feature in one.features:
                 assert feature.data is engine._data[feature.mm_identifier]
@@ -193,12 +193,12 @@ def test_a_small_item_does_not_keep_a_large_message():
 
 def test_fronts_share_data_and_see_their_own():
     engine = EngineFeatures()
-    engine.take_in(1, [request("a")], [])
-    assert engine.take_in(2, [request("a", data=False)], []) == {"a": ["a"]}, "it never sent it"
-    engine.take_in(2, [request("a", "b")], [])
-    engine.take_in(1, [], ["a"])
+    engine.fill(1, [request("a")], [])
+    assert engine.fill(2, [request("a", data=False)], []) == {"a": ["a"]}, "it never sent it"
+    engine.fill(2, [request("a", "b")], [])
+    engine.fill(1, [], ["a"])
     wanted = request("a", data=False)
-    assert engine.take_in(2, [wanted], []) == {}
+    assert engine.fill(2, [wanted], []) == {}
     assert wanted.features[0].data is not None
     engine.leave(2)
     assert not engine._data
@@ -228,7 +228,7 @@ def test_many_threads_render_while_one_sends():
             sent,
             evicted,
         ):
-            assert engine.take_in(0, sent, evicted) == {}
+            assert engine.fill(0, sent, evicted) == {}
         assert engine._fronts[0] == set(mirror.held_keys(99))
     stop.set()
     for thread in threads:

@@ -59,7 +59,7 @@ def call(name: str, count: int, n: int = 128) -> wire.Add:
 
 def take(core: Core, engine_loop: loop._Loop) -> list[str]:
     core.told = []
-    engine_loop._take_commands()
+    engine_loop._handle_commands()
     return core.told
 
 
@@ -210,4 +210,4 @@ def test_an_idle_engine_looks_at_its_workers():
     core.has_unfinished = False
     core.executor = Executor()
     with pytest.raises(EngineDeadError, match="the worker has died"):
-        loop._Loop(core, Socket())._take_commands()
+        loop._Loop(core, Socket())._handle_commands()

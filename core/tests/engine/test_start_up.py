@@ -1,4 +1,4 @@
-"""What makes starts short."""
+"""Shorter starts."""
 
 import gc
 import subprocess

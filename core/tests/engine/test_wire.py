@@ -1,4 +1,4 @@
-"""What passes between a front and its engine process."""
+"""Messages between a front and its engine process."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_a_share_of_the_memory_is_of_what_the_largest_step_leaves(
     executor.load()
     assert steps == ([4] if runs else []), "all sequences that a step may have draw a token"
     assert (executor._step_memory > 0.9 * 2**28) == runs
-    # What it made is gone.
+    # The executor's memory is gone.
     [specs] = executor.kv_cache_specs()
     executor.init_kv_cache([plan_groups(specs, executor.backends()).sized([8], [0])])
     result = executor.execute(StepPlan(new=[new(0, PROMPT, [0, 1])], scheduled=[row(0, 5)])).result(

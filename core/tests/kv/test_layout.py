@@ -1,10 +1,19 @@
 from __future__ import annotations
 
+from typing import ClassVar
+
 import msgspec
 import pytest
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine.memory import size_kv_cache
-from toolkit_lm.kv import FullSpec, KVCacheConfig, KVCacheSpec, WindowSpec, plan_groups
+from toolkit_lm.kv import (
+    BlockManager,
+    FullSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    WindowSpec,
+    plan_groups,
+)
 from toolkit_lm.plugin import Plugins
 
 
@@ -64,8 +73,8 @@ def test_backends_with_pages_of_one_size_share_a_pool():
 
 @pytest.mark.parametrize("odd", [spec(heads=4), spec(8)])
 def test_one_odd_layer_costs_less_than_a_twentieth_of_the_tokens(odd):
-    """Of those that the same bytes hold, where each layer's keys and values are counted by
-    themselves."""
+    """Compared with the tokens that the same bytes hold if each layer's keys and values are counted
+    alone."""
     specs = [*[spec()] * 32, odd]
     memory = 2**26
     config = VllmConfig.default(
@@ -122,3 +131,40 @@ def test_a_config_survives_the_wire():
 )
 def test_blocks_of_a_sequence_are_bounded_by_its_window(window, tokens, chunk, most):
     assert spec(window).max_blocks(tokens, chunk) == most
+
+
+class Kept(KVCacheSpec, frozen=True, kw_only=True, tag="kept"):
+    """One block, which every step writes."""
+
+    caches_prefixes: ClassVar[bool] = False
+
+    @property
+    def page_bytes(self) -> int:
+        return 64
+
+
+class CrossKept(Kept, frozen=True, kw_only=True, tag="cross_kept"):
+    of_encoder: ClassVar[bool] = True
+
+
+@pytest.mark.parametrize(
+    ("kept", "shares"),
+    [
+        (spec(), True),
+        (spec(16), True),
+        (msgspec.structs.replace(spec(), lag=1), True),
+        (Kept(block_size=64), False),
+        (Kept(block_size=64, snapshots=16), True),
+        (Kept(block_size=64, snapshots=16, lag=1), False),
+        (CrossKept(block_size=64), True),
+    ],
+)
+def test_a_group_without_prefixes_is_named(kept, shares):
+    """An engine that is told to cache prefixes refuses it, and all others do without."""
+    planned = plan(spec(), kept)
+    without = planned.without_prefixes
+    assert (without is None) == shares
+    if without is not None:
+        assert without.layers == ["layers.1"]
+    sizes = [4] * len(planned.pools)
+    assert BlockManager(planned.sized(sizes, sizes)).caches_prefixes == shares

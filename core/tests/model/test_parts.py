@@ -137,6 +137,6 @@ def test_more_pipeline_ranks_than_layers_are_refused():
     with pytest.raises(
         ConfigError,
         match=r"the 2 layers of model\.layers cannot be cut into 3 stages: lower "
-        r"--pipeline-parallel-size",
+        r"pipeline_parallel_size",
     ):
         make_layers(2, nn.Identity, "model.layers", parallel)

@@ -95,7 +95,7 @@ def test_what_is_stated_besides():
     ("struct", "stated"), [(SamplingParams, SAMPLING_PARAMS), (PoolingParams, POOLING_PARAMS)]
 )
 def test_every_field_is_stated_with_a_sentence(struct, stated):
-    # What a request's outputs hold is its caller's to say, in Python.
+    # In Python the caller decides what a request's outputs contain.
     assert tuple(stated) == tuple(
         name for name in struct.__struct_fields__ if name != "output_kind"
     )

@@ -60,7 +60,9 @@ def test_a_hook_has_a_page_with_its_signature(hook):
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_hook_says_who_calls_it(hook):
-    text = inspect.getdoc(getattr(PLUGINS.hook, hook).spec.function) or ""
+    """In its own docstring, or in the module's, for what hooks have in common."""
+    function = getattr(PLUGINS.hook, hook).spec.function
+    text = f"{inspect.getdoc(function)} {inspect.getdoc(inspect.getmodule(function))}"
     assert all(f"{word}:" in text for word in ("Caller", "Process", "Thread", "Return")), text
 
 

@@ -160,8 +160,8 @@ def in_word(character: str) -> bool:
 @pytest.mark.parametrize("skips", [True, False])
 @pytest.mark.parametrize("seed", range(40))
 def test_it_is_the_definition(seed, skips):
-    """Of each output of random tokens, the tokens that are ruled out are those that would complete
-    a word: no more and no fewer."""
+    """For each output of random tokens, exactly those tokens are ruled out that would complete a
+    word."""
     chosen = random.Random(seed)
     words = chosen.sample(WORDS, 3)
     rules = rules_of(words, skip_special_tokens=skips)
@@ -191,7 +191,7 @@ def test_a_word_that_goes_on_is_another_one():
 
 
 def test_what_comes_out_in_another_writing():
-    """Of a tokenizer that knows small letters only."""
+    """The tokenizer knows small letters only."""
     assert set(
         rules_of(["AB"], renderer=TableRenderer(lowers=True))
         .forbidden(np.array([2], np.int32))
@@ -224,7 +224,7 @@ def num_read(rules: ForbiddenTextRules, output: list[int]) -> int:
 
 
 def test_a_longer_output_takes_no_more_work():
-    """Of tokens without text, those at the end alone are read."""
+    """For outputs of tokens without text, only those at the end are read."""
     rules = rules_of(["ab", "aba b"])
     most = 2 * (len("aba b") - 1)
     assert num_read(rules, [2]) == 1

@@ -169,7 +169,7 @@ CHECKED = {
 
 
 def prepare_pooling(processor, prompt):
-    [prepared] = processor.prepare_pooling_batch(["r"], [prompt], [PoolingParams()])
+    [prepared] = processor.pooling.prepare_batch(["r"], [prompt], [PoolingParams()])
     if isinstance(prepared, RequestError):
         raise prepared
 
@@ -182,7 +182,8 @@ def test_token_ids_are_checked_once(how, monkeypatch):
         checked.append((list(token_ids), vocab_size))
         check_token_ids(token_ids, vocab_size, param)
 
-    monkeypatch.setattr("toolkit_lm.processing.processor.check_token_ids", check)
+    for module in ("processor", "pooling_processor"):
+        monkeypatch.setattr(f"toolkit_lm.processing.{module}.check_token_ids", check)
     rules = {"embed": PoolingRules(True, True, 8)} if "embed" in how else None
     processor = make_processor(rules, runner="pooling" if rules else "generate")
     CHECKED[how](processor, [97, 98])
@@ -239,11 +240,11 @@ def test_a_prompt_that_is_too_long_is_refused_in_one_wording():
 def test_what_is_wrong_with_one_text_spares_the_others():
     processor = make_processor({"embed": PoolingRules(True, True, 8)}, runner="pooling")
     texts = ["abc", "", {"prompt_token_ids": [VOCAB]}, "ab"]
-    found = processor.prepare_pooling_batch(list("1234"), texts, [PoolingParams()] * 4)
+    found = processor.pooling.prepare_batch(list("1234"), texts, [PoolingParams()] * 4)
     assert [isinstance(one, RequestError) for one in found] == [False, True, True, False]
     assert found[0].message.arrival_time == found[3].message.arrival_time
     with pytest.raises(RequestError, match="Unsupported task: 'classify'"):
-        processor.prepare_pooling_batch(["1"], ["a"], [PoolingParams(task="classify")])
+        processor.pooling.prepare_batch(["1"], ["a"], [PoolingParams(task="classify")])
 
 
 def test_an_engine_that_pools_needs_what_reads_its_texts():
@@ -259,7 +260,7 @@ def test_an_engine_that_pools_needs_what_reads_its_texts():
         ):
             make(**options)
     with pytest.raises(RequestError, match="no loaded plugin reads the texts of pooling requests"):
-        make().scoring("a", "b")
+        make().pooling.scoring("a", "b")
 
 
 def test_the_option_stop_scope_is_carried_and_checked():

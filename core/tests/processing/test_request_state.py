@@ -116,7 +116,7 @@ def test_deltas_add_up_to_the_snapshot(steps, looks, stop, include, min_tokens):
     so_far = [CompletionOutput(0, "", []), CompletionOutput(1, "", [])]
 
     def look() -> None:
-        output = state.take()
+        output = state.next_output()
         for one in output.outputs if output is not None else ():
             so_far[one.index] = joined(so_far[one.index], one)
         assert [(one.text, one.token_ids) for one in so_far] == [
@@ -132,7 +132,7 @@ def test_deltas_add_up_to_the_snapshot(steps, looks, stop, include, min_tokens):
         state.apply(step(index, [0], "length"))
     look()
     assert so_far == state.snapshot().outputs and state.finished
-    assert state.take() is None
+    assert state.next_output() is None
 
 
 @given(
@@ -170,9 +170,9 @@ def test_what_a_scope_does_not_know_yet_is_no_less_shown_when_the_request_ends()
     ):
         state = make_state(stop="c", max_tokens=9, scope=AfterSpace)
         state.apply(step(0, [0, 3, 0]))
-        assert state.take().outputs[0].text == "ac"
+        assert state.next_output().outputs[0].text == "ac"
         end(state)
-        assert state.take().outputs[0].text.startswith("a")
+        assert state.next_output().outputs[0].text.startswith("a")
 
 
 class Later(StopScope):
@@ -211,7 +211,7 @@ def test_log_probabilities_are_nothing_to_the_garbage_collector():
     """It would stop everybody while it looks through millions of them."""
     state = make_state(max_tokens=3, logprobs=2)
     state.apply(step(0, [0], logprobs=[TokenLogprobs([0, 0, 3], [-0.5, -0.5, -1.0], 1)]))
-    [table] = state.take().outputs[0].logprobs
+    [table] = state.next_output().outputs[0].logprobs
     assert len(table) == 2 and not any(map(gc.is_tracked, (table, *table.values())))
 
 
@@ -221,11 +221,11 @@ def test_each_kind_gives_what_it_says():
     for token, reason in ((0, None), (3, None), (0, "length")):
         for kind, state in states.items():
             state.apply(step(0, [token], reason, logprobs=[TokenLogprobs([token], [-1.0], 1)]))
-            if (output := state.take()) is not None:
+            if (output := state.next_output()) is not None:
                 seen[kind].append(
                     (output.outputs[0].text, len(output.outputs[0].logprobs), output.finished)
                 )
-            assert state.take() is None
+            assert state.next_output() is None
     assert seen == {
         RequestOutputKind.CUMULATIVE: [("a", 1, False), ("ac", 2, False), ("aca", 3, True)],
         RequestOutputKind.DELTA: [("a", 1, False), ("c", 1, False), ("a", 1, True)],
@@ -237,17 +237,17 @@ def test_what_a_slow_caller_missed_comes_as_one_delta():
     state = make_state(max_tokens=9)
     for token in (0, 3, 0):
         state.apply(step(0, [token]))
-    assert state.take().outputs[0].text == "aca"
+    assert state.next_output().outputs[0].text == "aca"
 
 
 def test_the_best_of_several_come_at_the_end_only():
     state = make_state(n=1, best_of=2, max_tokens=2)
     for index, logprob in ((0, -2.0), (1, -1.0)):
         state.apply(step(index, [0], logprobs=[TokenLogprobs([0], [logprob], 1)]))
-        assert state.take() is None
+        assert state.next_output() is None
     for index in (0, 1):
         state.apply(step(index, [3], "length", logprobs=[TokenLogprobs([3], [-1.0], 1)]))
-    (best,) = state.take().outputs
+    (best,) = state.next_output().outputs
     assert (best.index, best.text, best.cumulative_logprob) == (0, "ac", -2.0)
 
 
@@ -277,9 +277,9 @@ def test_sequences_are_made_with_their_first_output(monkeypatch):
 def test_an_end_from_outside_shows_what_was_held_back():
     state = make_state(stop="ab", max_tokens=9)
     state.apply(step(0, [0]))
-    assert state.take().outputs[0].text == ""
+    assert state.next_output().outputs[0].text == ""
     state.end("abort")
-    assert (state.take().outputs[0].text, state.finished) == ("a", True)
+    assert (state.next_output().outputs[0].text, state.finished) == ("a", True)
 
 
 def test_a_renderer_that_fails_on_the_last_token_ends_the_request():
@@ -291,7 +291,7 @@ def test_a_renderer_that_fails_on_the_last_token_ends_the_request():
     assert not state.finished
     state.end("error", "it is broken")
     assert state.finished
-    [output] = state.take().outputs
+    [output] = state.next_output().outputs
     assert (output.finish_reason, output.token_ids) == ("error", [0])
 
 

@@ -19,7 +19,7 @@ def test_it_finds_what_a_search_finds(text, other, stops, cuts):
     """However the text is cut, the stop text that ends first is found, and what is held back is a
     beginning of one."""
     shared = StopTexts(stops)
-    # What another sequence has met makes no difference.
+    # Tokens of another sequence make no difference.
     StopFinder(shared).find(other)
     finder = StopFinder(shared)
     found = None

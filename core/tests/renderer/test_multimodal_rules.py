@@ -173,8 +173,8 @@ def test_items_that_the_engine_holds():
 
 @pytest.mark.parametrize("is_held", [True, False])
 def test_a_salt_separates_items_as_it_does_prefixes(is_held):
-    """What one tenant has sent is neither found nor encoded once for another: nobody learns by the
-    time what others have sent."""
+    """One tenant's items are neither found nor shared by another, so timing reveals nothing about
+    them."""
     made = processor()
     mirror = made.renderer.feature_cache = FeatureMirror(2**20) if is_held else None
 
@@ -275,7 +275,7 @@ def test_each_placeholder_stands_for_an_item(given, told):
         with pytest.raises(RequestError, match=f"^the prompt has {told}") as caught:
             prepare("r", given)
         assert caught.value.param == "multi_modal_data"
-    # What is cut off does not count less.
+    # Tokens that are cut off still count.
     with pytest.raises(RequestError, match=told):
         made.prepare("r", given, SamplingParams(truncate_prompt_tokens=1))
     assert processor("Other").prepare("r", {"prompt_token_ids": [IMAGE]})

@@ -39,8 +39,8 @@ def test_the_first_that_suffices_or_the_one_asked_for(options, chosen):
 def test_each_candidate_has_its_reason():
     _, candidates = choose_executor(VllmConfig.make(pipeline_parallel_size=3), PLUGINS)
     assert candidates == [
-        ("in_process", "it runs 1 of 3 workers"),
-        ("two", "it runs 2 of 3 workers"),
+        ("in_process", "3 workers are needed, and it supports at most 1"),
+        ("two", "3 workers are needed, and it supports at most 2"),
         ("any", None),
     ]
 
@@ -48,7 +48,10 @@ def test_each_candidate_has_its_reason():
 def test_the_one_asked_for_is_refused_with_those_that_are_able():
     config = VllmConfig.make(tensor_parallel_size=2, pipeline_parallel_size=2, executor="two")
     sizes = "tensor_parallel_size 2 x pipeline_parallel_size 2"
-    expected = f"executor 'two' cannot run {sizes}: it runs 2 of 4 workers. Supported: any."
+    expected = (
+        f"executor 'two' cannot run {sizes}: 4 workers are needed, and it supports at most 2. "
+        "Supported: any."
+    )
     with pytest.raises(UnsupportedError) as caught:
         choose_executor(config, PLUGINS)
     assert str(caught.value) == expected
@@ -57,8 +60,8 @@ def test_the_one_asked_for_is_refused_with_those_that_are_able():
 def test_none_is_able():
     with pytest.raises(
         UnsupportedError,
-        match=r"no executor can run tensor_parallel_size 2 .*: in_process: it runs 1 of 2 "
-        r"workers\.",
+        match=r"no executor can run tensor_parallel_size 2 .*: in_process: 2 workers are "
+        r"needed, and it supports at most 1\.",
     ):
         choose_executor(
             VllmConfig.make(tensor_parallel_size=2), Plugins.load(PluginsConfig(plugins=[]))

@@ -118,7 +118,7 @@ def test_a_fallback_that_nobody_asked_for_is_said(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(UNKNOWN))
     with pytest.warns(
         PluginWarning,
-        match=r"'KnowmForCausalLM' .*: the fallback 'one' runs it. `--model-impl one` silences "
+        match=r"'KnowmForCausalLM' .*: the fallback 'one' runs it. model_impl='one' silences "
         r"this",
     ):
         found = read_checkpoint(VllmConfig.make(model=str(tmp_path)), plugins(one="Takes"))
@@ -147,7 +147,8 @@ def test_code_is_had_from_the_hub_only_where_it_is_trusted(tmp_path, monkeypatch
 
 
 def test_a_tokenizer_has_a_hub_id_too(tmp_path, monkeypatch):
-    """Its files are had without weights. What is no hub id is left to the renderer."""
+    """Its files are downloaded without weights. A value that is not a hub id is left to the
+    renderer."""
     asked = []
     monkeypatch.setattr(
         "huggingface_hub.snapshot_download",

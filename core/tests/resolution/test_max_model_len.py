@@ -60,16 +60,14 @@ def test_a_model_says_under_which_key_it_stands(length_of):
         ConfigError, match="max_model_len is 49, but the checkpoint has 48 positions"
     ):
         length_of("Glm", 49, seq_length=48)
-    with pytest.raises(
-        ConfigError, match=r"config\.json states no seq_length: give --max-model-len"
-    ):
+    with pytest.raises(ConfigError, match=r"config\.json states no seq_length: give max_model_len"):
         length_of("Glm", max_position_embeddings=64)
 
 
 def test_a_model_without_positions_has_the_length_that_is_asked_for(length_of):
     assert length_of("Alibi", 100_000, max_position_embeddings=64, seq_length=64) == 100_000
     with pytest.raises(
-        ConfigError, match=r"AlibiForCausalLM has no longest sequence: give --max-model-len"
+        ConfigError, match=r"AlibiForCausalLM has no longest sequence: give max_model_len"
     ):
         length_of("Alibi", max_position_embeddings=64, seq_length=64)
     with pytest.raises(

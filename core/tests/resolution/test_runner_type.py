@@ -79,7 +79,7 @@ def test_what_is_chosen(plugins, checkpoint, options, expected):
             ConfigError,
             (
                 "'reward' is for native reward models, and 'KnownForCausalLM' is not "
-                "one.*--convert classify"
+                "one.*convert='classify'"
             ),
         ),
         (LM, {"convert": "embedd"}, ConfigError, "no convert type 'embedd'.*embed"),
@@ -87,25 +87,25 @@ def test_what_is_chosen(plugins, checkpoint, options, expected):
             LM,
             {"runner": "generate", "convert": "embed"},
             ConfigError,
-            "takes convert 'none', not 'embed'.*--extra-tasks embed",
+            "takes convert 'none', not 'embed'.*extra_tasks=.'embed'",
         ),
         (
             LM,
             {"runner": "generate", "convert": "classify"},
             ConfigError,
-            r"not 'classify'\. Use --runner pooling\.$",
+            r"not 'classify'\. Use runner='pooling'\.$",
         ),
         (
             REWARD,
             {"convert": "embed"},
             UnsupportedError,
-            "pooling model already, but not of convert type 'embed'.*--convert auto",
+            "pooling model already, but not of convert type 'embed'.*convert='auto'",
         ),
         (
             LM,
             {"runner": "pooling", "convert": "none"},
             ConfigError,
-            "cannot run 'KnownForCausalLM' as it is.*embed or classify",
+            "cannot run 'KnownForCausalLM' as it is.*convert='embed' or convert='classify'",
         ),
         (
             BERT,

@@ -1,4 +1,4 @@
-"""What checkpoints say twice: each row of the table is shown by a contradiction, and by statements
+"""Facts that checkpoints state twice: each row of the table has a contradiction, and statements
 that agree."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from toolkit_lm.errors import CheckpointError
 from toolkit_lm.model import HFConfig
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution.checkpoint import read_checkpoint
-from toolkit_lm.resolution.twice import TWICE, check_end_tokens, check_files, settled
+from toolkit_lm.resolution.twice import TWICE, check_end_tokens, settled, with_quantization
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
@@ -33,7 +33,7 @@ CASES = {
         {"rope_scaling": {"type": "mrope", "rope_type": "default"}},
         {"rope_scaling": YARN},
     ),
-    "`rope_theta` or `partial_rotary_factor` beside `rope_parameters`, and in it": (
+    "`rope_theta` or `partial_rotary_factor` next to `rope_parameters`, and in it": (
         {"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}},
         {"rope_theta": 1.0, "rope_parameters": {"rope_theta": 1.0}},
         {"rope_theta": 2.0, "rope_parameters": {"rope_theta": 2.0}},
@@ -65,7 +65,7 @@ CASES = {
         CheckpointError,
     ),
 }
-"""By places: a contradiction, statements that agree, and what comes of the former."""
+"""A contradiction, statements that agree, and the result of the contradiction, by places."""
 ELSEWHERE = {
     "`tie_word_embeddings` and the file's own `lm_head.weight`": "tests/test_tied_heads.py",
     "`tie_word_embeddings` of config.json and of its `text_config`": "tests/test_tied_heads.py",
@@ -88,7 +88,7 @@ def test_each_row_is_shown():
     assert {rule.places for rule in TWICE if rule.settle is None} == ELSEWHERE.keys()
     assert all((ROOT / file).is_file() for file in ELSEWHERE.values())
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-    assert all(f"| {rule.what} | {rule.places} | {rule.wins} |" in page for rule in TWICE)
+    assert all(f"| {rule.subject} | {rule.places} | {rule.wins} |" in page for rule in TWICE)
 
 
 @pytest.mark.parametrize(
@@ -217,12 +217,29 @@ def test_another_quantization_in_a_file_beside_is_told(tmp_path, caplog):
         return json.loads(path.read_text())
 
     (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
-    check_files(tmp_path, {"quantization_config": {"quant_method": "modelopt"}}, read)
+    stated = {"quantization_config": {"quant_method": "modelopt"}}
+    assert with_quantization(tmp_path, stated, read) == stated
     assert not caplog.messages
-    check_files(tmp_path, {"quantization_config": {"quant_method": "awq"}}, read)
-    check_files(tmp_path, {}, read)
-    assert ["'awq', which counts" in text for text in caplog.messages] == [True, False]
-    assert "'none', which counts" in caplog.messages[1]
+    with_quantization(tmp_path, {"quantization_config": {"quant_method": "awq"}}, read)
+    assert "'modelopt', and config.json 'awq', which counts" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("config", "file", "text", "method"),
+    [
+        ({}, "hf_quant_config.json", '{"quantization": {"quant_algo": "FP8"}}', "modelopt"),
+        ({}, "quantize_config.json", '{"bits": 4}', "gptq"),
+        ({}, "quantize_config.json", '{"bits": 4, "quant_method": "awq"}', "awq"),
+        ({}, "quant_config.json", '{"w_bit": 4}', "awq"),
+        ({"compression_config": {"quant_method": "x"}}, "none", "", "x"),
+        ({"text_config": {"quantization_config": {"quant_method": "x"}}}, "none", "", "x"),
+        ({}, "none", "", None),
+    ],
+)
+def test_what_config_json_leaves_out_is_found_elsewhere(tmp_path, config, file, text, method):
+    (tmp_path / file).write_text(text)
+    found = with_quantization(tmp_path, config, lambda path: json.loads(path.read_text()))
+    assert found.get("quantization_config", {}).get("quant_method") == method
 
 
 def test_end_tokens_that_generation_config_leaves_out_are_told(caplog):

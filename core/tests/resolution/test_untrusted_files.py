@@ -155,10 +155,10 @@ def test_a_very_long_context_must_be_asked_for(resolve):
     with pytest.raises(
         ConfigError,
         match="the checkpoint states 100000000 positions, which take much memory: give "
-        "--max-model-len",
+        "max_model_len",
     ):
         resolve(max_position_embeddings=10**8)
-    with pytest.raises(ConfigError, match="--max-model-len"):
+    with pytest.raises(ConfigError, match="max_model_len"):
         resolve(max_position_embeddings=2**20, rope_scaling={"rope_type": "linear", "factor": 2.0})
     assert resolve(max_position_embeddings=10**8, max_model_len=32).max_model_len == 32
     assert resolve(max_position_embeddings=2**20).max_model_len == 2**20

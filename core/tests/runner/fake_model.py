@@ -49,17 +49,20 @@ class SumBackend(AttentionBackend):
     def build(self, batch: BatchView) -> BatchView:
         return batch
 
-    def write_kv(self, layer, k, v, kv_cache, meta) -> None:
-        size = kv_cache[1].shape[1]
-        kv_cache[1][meta.slot_mapping // size, meta.slot_mapping % size] = v[:, 0, 0]
+    def write_kv(self, call) -> None:
+        values = call.kv_cache[1]
+        slots = call.metadata.slot_mapping
+        size = values.shape[1]
+        values[slots // size, slots % size] = call.v[:, 0, 0]
 
-    def forward(self, layer, q, k, v, kv_cache, meta, out) -> None:
+    def forward(self, call) -> None:
+        meta = call.metadata
         for row in range(meta.num_rows):
             start = int(meta.query_start[row])
             end = int(meta.query_start[row + 1])
             length = int(meta.seq_lens[row])
-            values = kv_cache[1][meta.block_table[row].long()].reshape(-1)[:length]
-            out[start:end, 0, 0] = values.cumsum(0)[length - (end - start) :]
+            values = call.kv_cache[1][meta.block_table[row].long()].reshape(-1)[:length]
+            call.out[start:end, 0, 0] = values.cumsum(0)[length - (end - start) :]
 
 
 class SumModel(Model):
@@ -108,7 +111,7 @@ def next_token(tokens: list[int]) -> int:
 
 
 def continuation(prompt: list[int], num_tokens: int) -> list[int]:
-    """What a greedy sequence draws."""
+    """The tokens that a greedy sequence samples."""
     tokens = list(prompt)
     for _ in range(num_tokens):
         tokens.append(next_token(tokens))
@@ -123,8 +126,7 @@ class Models(dict[str, Any]):
 
 
 def make_plugins() -> Any:
-    """What a runner asks of plugins, with nothing in it but the two classes above and random
-    weights."""
+    """Plugins for a runner: the two classes above and random weights, and nothing else."""
     backends = AttentionBackendRegistry(owner=PluginInfo("test"))
     processors = LogitsProcessorRegistry(owner=PluginInfo("test"))
     processors.add("drift", "fake_model:Drift", params=ProcessorParams)

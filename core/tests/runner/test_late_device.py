@@ -58,7 +58,7 @@ def test_chunks_beside_draws(runner):
 
 
 def test_a_backend_is_asked_where_the_model_s_gpu_is_the_current_one(cuda, monkeypatch):
-    """What a GPU can do differs between those of one machine."""
+    """GPUs of one machine may differ in their capabilities."""
     asked = []
     monkeypatch.setattr(SumBackend, "refuses", lambda spec: asked.append(CurrentDevice.now()))
     make_runner(device="cuda:3")
@@ -78,8 +78,8 @@ def test_the_largest_step_draws_as_what_takes_the_most_memory(cuda, monkeypatch)
     runner.load()
     profile(runner)
     assert drawn == [(4, [1.0] * 4, True)]
-    # Of the likeliest 256, as many as float32 can tell apart are kept: whether more are shows when
-    # all are sorted.
+    # Among the likeliest 256, as many as float32 can tell apart are kept; sorting all shows whether
+    # there are more.
     probs, is_certain = filters._first(
         torch.zeros(1, 300), torch.arange(256)[None], sampling_rows(_MOST_MEMORY)
     )

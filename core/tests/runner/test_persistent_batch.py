@@ -172,7 +172,7 @@ def test_a_step_s_inputs_are_where_those_of_the_step_before_were(batch):
 )
 def test_a_padded_step_has_rows_without_keys_and_tokens_without_slots(shape, query_start):
     batch = make_batch(4, [4])
-    # What a larger step has left there does not count.
+    # Values that a larger step has left there do not count.
     run(
         batch,
         StepPlan(
@@ -233,7 +233,7 @@ def test_steps_that_nobody_waits_for_have_their_own_inputs():
                 view.query_start_device,
                 view.block_table,
             )
-            # What kernels would read; nobody waits for them.
+            # Tensors that kernels would read; nobody waits for them.
             seen.append([one.clone() for one in given])
             plan = StepPlan(scheduled=[row(7, 2, samples=False, start=2 * chunk + 2)])
         waits = set(cuda.waits)

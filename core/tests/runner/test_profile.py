@@ -1,4 +1,4 @@
-"""What is kept free beside a KV cache that gets a share of a device's memory. The device is made
+"""Memory kept free next to a KV cache that gets a share of a device's memory. The device is made
 up."""
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def test_few_tokens_are_sorted(monkeypatch, make_rows, make_logits):
 
 
 def test_a_row_alone_is_what_it_is_beside_others(make_rows):
-    """Of a large vocabulary, in several threads."""
+    """With a large vocabulary, in several threads."""
     before = torch.get_num_threads()
     logits = torch.randn(7, 100_003, generator=torch.Generator().manual_seed(0)) * 3
     params = [

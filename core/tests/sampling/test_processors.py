@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Nothing(ProcessorParams):
-    """Of processors whose arguments tests give themselves."""
+    """Parameters of processors whose arguments tests supply themselves."""
 
 
 class Only(LogitsProcessor):
@@ -79,8 +79,8 @@ class Only(LogitsProcessor):
 
 
 class Flat(Only):
-    """As a filter, after the others: drops all but the tokens that are still there, of which it
-    makes equals."""
+    """A filter that runs after the others: it gives all remaining tokens the same probability, and
+    drops the rest."""
 
     stage = "probs"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fake_cuda import FakeCuda
 from toolkit_lm.params import SamplingParams
-from toolkit_lm.sampling import sample, take_likeliest, top_candidates
+from toolkit_lm.sampling import greedy_sample, sample, top_candidates
 
 COPY = "aten::_to_copy"
 ASKED = {
@@ -28,7 +28,7 @@ MORE = {
     # Whether the first tokens hold all that is kept.
     "top_k": ["aten::nonzero"],
     "top_p": ["aten::nonzero"],
-    # Of the tokens that a row names.
+    # Log probabilities of tokens that a row names.
     "logprob_token_ids": [COPY],
 }
 ELSEWHERE = {
@@ -51,15 +51,14 @@ ELSEWHERE = {
         "prompt_logprobs",
     ),
     *("detokenize", "skip_special_tokens", "output_kind"),
-    # Of plugins' logits processors.
+    # Arguments of plugins' logits processors.
     *("extra_args", "structured_outputs"),
 }
-"""What `sample` does not read."""
+"""Columns that `sample` does not read."""
 
 
 def both(logits: torch.Tensor, compute):
-    """What `compute` makes of the logits on the device, which is what it makes of them on the CPU;
-    and what the host has waited for."""
+    """Waits of the host while `compute` runs on the device. Its result must equal the CPU's."""
     expected = compute(logits)
     with FakeCuda() as cuda:
         given = logits.to("cuda")
@@ -119,7 +118,7 @@ def test_a_row_that_is_not_finite_fails_without_a_wait_of_its_own(make_rows, mak
 
 def test_greedy_tokens_wait_once(make_logits):
     def compute(logits):
-        return take_likeliest(*torch.max(logits, dim=-1))
+        return greedy_sample(*torch.max(logits, dim=-1))
 
     assert both(make_logits(4), compute) == [COPY]
 

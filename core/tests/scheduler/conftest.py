@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture
 def clock(monkeypatch):
-    """What the scheduler reads for deadlines. `clock.now` goes on when a test sets it."""
+    """The scheduler's clock for deadlines. `clock.now` changes only when a test sets it."""
     found = SimpleNamespace(now=1000.0)
     found.monotonic = lambda: found.now
     monkeypatch.setattr("toolkit_lm.scheduler.scheduler.time", found)

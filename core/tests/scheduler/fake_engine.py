@@ -58,11 +58,12 @@ POISON = VOCAB - 1
 """Who computes this token makes the step fail."""
 
 Groups = list[tuple[Any, ...]]
-"""Of KV groups: block size; then a window, None, "late", ("late", window), "state" or "cross"; then
-the index of the pool, or 0."""
+"""KV groups. Each has a block size; then a window, None, "late", ("late", window), "state",
+"snapshots", "often" or "cross"; then the index of the pool, or 0. For a state with snapshots, the
+first number is that of the tokens between borders."""
 ENCODER_INPUTS = [[3, 1, 4, 1, 5, 9, 2, 6], [3, 1, 4, 1, 5, 9, 2, 7], [8]]
-"""What encoders read. `SequenceInputs.second_text_start` tells the runner which of them is a
-sequence's, where there are encoders."""
+"""Inputs of encoders. `SequenceInputs.second_text_start` tells the runner which one a sequence has,
+if there are encoders."""
 MAX_ENCODER_LEN = 8
 
 
@@ -76,6 +77,18 @@ class StateSpec(KVCacheSpec, frozen=True, kw_only=True, tag="state"):
     @property
     def page_bytes(self) -> int:
         return 64
+
+
+class OftenSpec(StateSpec, frozen=True, kw_only=True, tag="often"):
+    """A state of which a snapshot is kept at every border of a prompt."""
+
+    def stops_at(self, start: int, num_prompt_tokens: int, border: int) -> int:
+        stop = (start // border + 1) * border
+        return stop if stop <= num_prompt_tokens else 0
+
+
+STATES = ("state", "often")
+"""Kinds whose block every step reads and writes."""
 
 
 class LateSpec(FullSpec, frozen=True, kw_only=True, tag="late"):
@@ -100,6 +113,8 @@ def make_spec(size: int, kind: Any, lag: int = 0) -> KVCacheSpec:
     }
     if kind == "state":
         return StateSpec(block_size=64)
+    if kind in ("snapshots", "often"):
+        return (StateSpec if kind == "snapshots" else OftenSpec)(block_size=64, snapshots=size)
     if kind in ("late", "cross"):
         return (LateSpec if kind == "late" else CrossSpec)(**shape)
     if isinstance(kind, tuple):
@@ -168,24 +183,24 @@ class FakeRunner:
         self.tokens: dict[int, list[int]] = {}
         self.salts: dict[int, int | None] = {}
         self.encoder_inputs: dict[int, int | None] = {}
-        """By sequence, which of ENCODER_INPUTS its encoder reads."""
+        """Index in ENCODER_INPUTS of each sequence's encoder input, by seq_id."""
         self.features: dict[int, list[MultiModalFeatureSpec]] = {}
         self.items: dict[str, int] = {}
-        """By identifier of the items whose embeddings are there, how many these are."""
+        """Number of embeddings that are held, by item identifier."""
         self.most_embeds = config.encoder_cache_embeds
         self.whole_items = False
         self.num_computed = 0
         self.token_budget = config.scheduler.token_budget
         self.max_len = max_len
         self.writers: dict[tuple[int, int, int], int] = {}
-        """By group, block and offset, the sequence that writes it in this step."""
+        """The sequence that writes a slot in this step, by group, block and offset."""
         self.drafting = config.scheduler.drafter is not None
         self.last_inputs: list[list[int]] = []
         """Per row of the last step, the tokens that it computed."""
 
     @staticmethod
     def _memory(cache: KVCacheConfig, num_blocks: list[int]) -> list[list[list[object]]]:
-        """By group. Groups of one pool and block size share their memory."""
+        """Memory by group. Groups of one pool and block size share their memory."""
         memory: dict[tuple[int, int], list[list[object]]] = {}
         return [
             memory.setdefault(
@@ -344,7 +359,7 @@ class FakeRunner:
         self.writers.clear()
         for r, scheduled in enumerate(plan.scheduled):
             for group, spec in enumerate(self.specs):
-                if spec.kind == "state":
+                if spec.kind in STATES:
                     self._advance(scheduled.seq_id, inputs, r, group)
             for t in range(inputs.query_start[r], inputs.query_start[r + 1]):
                 position = int(inputs.token_index[t])
@@ -352,7 +367,7 @@ class FakeRunner:
                     position : position + 1
                 ], "a token that it does not have"
                 for group, spec in enumerate(self.specs):
-                    if spec.kind not in ("state", "cross"):
+                    if spec.kind not in (*STATES, "cross"):
                         block, offset = divmod(int(inputs.groups[group].slots[t]), spec.block_size)
                         self.caches[group][block][offset] = self._key(
                             group, scheduled.seq_id, position
@@ -380,7 +395,7 @@ class FakeRunner:
                     self._check_cross(scheduled.seq_id, inputs.groups[group], r, group)
                     continue
                 assert inputs.groups[group].seq_lens[r] == length
-                if spec.kind == "state":
+                if spec.kind in STATES:
                     continue
                 table = inputs.groups[group].table[r]
                 window = getattr(spec, "window", first + 1)
@@ -485,7 +500,7 @@ class FakeExecutor(Executor):
         self.cache = cache
         self.max_in_flight = max_in_flight
         self.transient: str | None = None
-        """Where the next step is to fail, once: "before" or "after" it was computed."""
+        """Point at which the next step fails, once: "before" or "after" it was computed."""
         self.broken = False
         """A step failed, and the engine does not know yet: what is computed now is worth
         nothing."""
@@ -604,7 +619,7 @@ class FakeCore(EngineCore):
         self.scheduler.rules = self.scheduler.rules._replace(whole_items=whole_items)
 
     def add_request(self, request: EngineRequest) -> None:
-        """As a front does."""
+        """Adds a request as a front does."""
         request.max_output_tokens = self.limits.check(request)
         request.reads_prefix_cache = request.params.prompt_logprobs is None
         super().add_request(request)

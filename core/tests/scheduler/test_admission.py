@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import pytest
@@ -13,7 +14,7 @@ from test_scheduler_cases import (
     request,
     with_pictures,
 )
-from toolkit_lm.config import SchedulerConfig
+from toolkit_lm.config import SchedulerConfig, VllmConfig
 from toolkit_lm.events import WAITS, RequestEvent
 from toolkit_lm.messages import StepPlan
 from toolkit_lm.scheduler import SchedulingPolicy
@@ -106,6 +107,12 @@ ELSEWHERE = {"part", "loading"}
 
 def test_every_reason_has_a_case():
     assert CASES.keys() | ELSEWHERE == WAITS.keys()
+
+
+def test_every_option_that_a_reason_names_is_one():
+    known = {option.name for option in VllmConfig.options()}
+    named = {name for text in WAITS.values() for name in re.findall(r"[a-z]+_\w+", text)}
+    assert named and named <= known
 
 
 @pytest.mark.parametrize(

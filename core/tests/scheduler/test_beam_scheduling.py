@@ -25,7 +25,7 @@ GROUPS = [
     [(2, 5)],
     [(2, None), (2, 4)],
 ]
-"""Of KV groups: block size and window."""
+"""KV groups: block size and window."""
 
 
 def candidates(tokens: list[int], count: int) -> Candidates:
@@ -65,7 +65,7 @@ def make_core(
     cache = kv_cache(num_blocks, list(groups), host_blocks)
     core = FakeCore(config, cache, max_in_flight)
     core.executor.runner = BeamRunner(config, cache)
-    # By a clock, "auto" would not choose the same each time.
+    # Measured times would not let "auto" choose the same each time.
     core.scheduler.preemption.observe = lambda num_tokens, seconds: None
     core.scheduler.preemption._seconds_per_token = (
         core.scheduler.blocks.config.pools[0].block_bytes / 4e9
@@ -90,7 +90,7 @@ def message(
 
 
 def found_alone(request: EngineRequest) -> list[Hypothesis] | None:
-    """What a search finds; None where one of its beams fails."""
+    """Results of a search that runs alone; None if one of its beams fails."""
     prompt = request.prompt_token_ids
     request.max_output_tokens = min(
         request.params.max_tokens or MAX_MODEL_LEN, MAX_MODEL_LEN - len(prompt)

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.kv import BlockManager, TokenRange
 from toolkit_lm.kv.prefix import PrefixHashes
+from toolkit_lm.kv.snapshots import Snapshots
 from toolkit_lm.messages import BlockCopy, StepPlan
 from toolkit_lm.scheduler.request_blocks import Admitted, RequestBlocks
 
@@ -23,8 +24,12 @@ LAYOUTS: list[Groups] = [
     [(2, None), (4, 5, 1), (3, None)],
     [(2, None), (2, None, 0, 1), (4, None, 1, 3)],
     [(4, None), (2, 5, 0, 2)],
+    [(2, "snapshots")],
+    [(2, None), (3, "snapshots", 1)],
+    [(2, None), (4, 5, 1), (2, "often"), (1, "snapshots", 1)],
 ]
-"""Of KV groups: block size, window, pool, lag."""
+"""KV groups: block size, window or kind, pool, lag."""
+STATES = ("state", "often")
 
 
 def make_blocks(num_blocks: int, layout: Groups, host_blocks: int = 0) -> BlockManager:
@@ -52,6 +57,7 @@ class BlockMachine(RuleBasedStateMachine):
     )
     def start(self, layout, num_blocks, host_blocks):
         self.blocks = make_blocks(num_blocks, layout, host_blocks)
+        self.snapshots = Snapshots(self.blocks)
         self.device: list[list[dict[int, object]]] = [
             [{} for _ in range(num_blocks)] for _ in self.blocks.pools
         ]
@@ -110,14 +116,30 @@ class BlockMachine(RuleBasedStateMachine):
         if not self.blocks.has_free(needed):
             assert any(one > there for one, there in zip(needed, free, strict=True))
             return
-        new_blocks = self.blocks.append_slots(write, plan := StepPlan())
+        stop = self.snapshots.next_stop(write.start, len(line.tokens))
+        write = write._replace(end=min(write.end, stop or write.end))
+        needed = self.blocks.blocks_needed([write])
+        plan = StepPlan()
+        self.snapshots.keep(write, len(line.tokens), line.block_hashes, plan, [write])
+        kept = len(plan.copies)
+        free = [pool.num_free for pool in self.blocks.pools]
+        assert self.blocks.blocks_needed([write]) == needed
+        assert self.blocks.has_free(needed), "a snapshot has taken what a sequence needs"
+        new_blocks = self.blocks.append_slots(write, plan)
         assert [pool.num_free for pool in self.blocks.pools] == [
             there - one for one, there in zip(needed, free, strict=True)
         ]
-        assert sum(needed) == sum(map(len, new_blocks)) + len(plan.copies)
+        assert sum(needed) == sum(map(len, new_blocks)) + len(plan.copies) - kept
+        self.snapshots.release()
         self.apply(plan.copies, self.device, self.device)
         for group, spec, pool in self.groups():
             table = self.blocks.get_block_table(seq_id, group)
+            if spec.kind in STATES:
+                assert self.blocks.pools[pool].ref_counts[table[0]] == 1
+                if write.start:
+                    assert self.device[pool][table[0]][0] == (group, *line.tokens[: write.start])
+                self.device[pool][table[0]][0] = (group, *line.tokens[: write.end])
+                continue
             lag = spec.lag
             for position in range(max(0, write.start - lag), write.end):
                 block = table[position // spec.block_size]
@@ -135,10 +157,12 @@ class BlockMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.can_pick)
     @rule(data=st.data(), back=st.integers(0, 3), drawn=st.integers(0, 1))
     def fork(self, data, back, drawn):
-        """Of the first tokens: what a window has not left behind yet."""
+        """Forks at the first tokens, as far as a window still holds them."""
         parent = self.pick(data)
         line = self.lines[parent]
-        shared = line.computed - back
+        # A state can be shared where it stands, and nowhere else.
+        states = any(spec.kind in STATES for _, spec, _ in self.groups())
+        shared = line.computed - (0 if states else back)
         gone = any(
             None
             in self.blocks.get_block_table(parent, group)[
@@ -224,7 +248,8 @@ class BlockMachine(RuleBasedStateMachine):
         for seq_id, line in self.lines.items():
             for group, spec, pool in self.groups():
                 table = self.blocks.get_block_table(seq_id, group)
-                held = line.computed - spec.lag
+                state = spec.kind in STATES
+                held = min(line.computed, 1) if state else line.computed - spec.lag
                 first = max(0, held - spec.window + 1) if spec.kind == "window" else 0
                 for position in range(first, held):
                     entry = table[position // spec.block_size]
@@ -234,7 +259,8 @@ class BlockMachine(RuleBasedStateMachine):
                         if isinstance(entry, int)
                         else self.host[pool][entry.id]
                     )
-                    assert kept[offset] == (group, *line.tokens[: position + spec.lag + 1])
+                    end = line.computed if state else position + spec.lag + 1
+                    assert kept[offset] == (group, *line.tokens[:end])
 
 
 BlockMachine.TestCase.settings = settings(
@@ -309,8 +335,8 @@ def test_windows_move_on_the_host():
 
 
 def test_a_prefix_ends_where_all_groups_have_it():
-    """What trails by a token has a block in full one token later, is found by the tokens that it
-    depends on, and writes the last token of a prefix again, in a block of its own."""
+    """A group with a lag of one token fills a block one token later, and finds it by the tokens
+    that it depends on. It writes the last token of a prefix again, in a block of its own."""
     blocks = make_blocks(12, [(2, None), (2, None, 0, 1)])
     line = Line("a", [1, 2, 3, 4, 5, 6, 7])
     found = []

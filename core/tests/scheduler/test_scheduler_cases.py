@@ -62,7 +62,7 @@ def request(
 
 
 def finish_all(core: FakeCore) -> dict[str, list[EngineOutput]]:
-    """By request."""
+    """Outputs by request id."""
     outputs: dict[str, list[EngineOutput]] = {}
     for _ in range(200):
         if not core.has_unfinished:
@@ -209,7 +209,7 @@ def test_a_deadline_ends_what_waits_and_what_runs(clock, max_in_flight):
 
 def test_the_end_of_a_request_is_linear_in_its_sequences():
     def operations(num_sequences: int) -> int:
-        """Of the interpreter."""
+        """Number of the interpreter's operations."""
         core = make_core(1400, max_num_seqs=256, max_num_batched_tokens=2048, max_n=256)
         count = 0
         core.add_request(request("r", PROMPT, n=num_sequences))

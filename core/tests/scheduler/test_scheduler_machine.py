@@ -21,6 +21,7 @@ from fake_engine import (
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from toolkit_lm.config import VllmConfig
+from toolkit_lm.engine.core import _MOST_FAILURES
 from toolkit_lm.errors import RequestError
 from toolkit_lm.kv import BlockManager
 from toolkit_lm.kv.group_blocks import Entry, Location
@@ -57,14 +58,22 @@ GROUPS += [
     [(2, None), (3, 4, 1), (1, "state", 2), (2, None)],
 ]
 GROUPS += [
+    [(2, "snapshots")],
+    [(1, "often")],
+    [(2, None), (3, "snapshots", 1)],
+    [(2, None), (2, "often")],
+    [(2, None), (3, 4, 1), (2, "snapshots", 2), (1, "often", 2)],
+]
+GROUPS += [
     [(2, None), (2, "cross")],
     [(3, None), (2, "cross", 1)],
     [(4, 3), (2, "cross"), (3, "cross", 1)],
     [(2, "late"), (4, "cross")],
 ]
 """Of KV groups: block size, window or kind, pool."""
+STATES = {"state", "snapshots", "often"}
 OPENINGS = [[7 * (i + k) % NAN for i in range(MAX_MODEL_LEN)] for k in (0, 0, 1)]
-"""What prompts begin with, so that many share a prefix."""
+"""Beginnings of prompts: many share a prefix."""
 
 REQUEST = st.fixed_dictionaries(
     {
@@ -92,8 +101,8 @@ REQUEST = st.fixed_dictionaries(
 def media_in(
     prompt: list[int], media: list[tuple[int, int, str, bool]]
 ) -> list[MultiModalFeatureSpec]:
-    """Items with gaps before them, as far as the prompt has room; of some, the first token is no
-    embedding's."""
+    """Items with gaps before them, as far as they fit into the prompt. For some, the first token is
+    not replaced by an embedding."""
     features = []
     end = 0
     for gap, length, name, masked in media:
@@ -229,7 +238,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             encoder_cache_memory=f"{4 * 4096 * most_embeds}",
             # A state cannot go back by the tokens that were not drawn.
             drafter="guess"
-            if drafts == "drafter" and all(group[1] != "state" for group in groups)
+            if drafts == "drafter" and not {group[1] for group in groups} & STATES
             else None,
         )
         num_pools = 1 + max(group[2] if len(group) > 2 else 0 for group in groups)
@@ -252,7 +261,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.core.executor.runner.drafting |= drafts == "processors"
         self.scheduler = self.core.scheduler
         self.scheduler.blocks.__class__ = CheckedBlocks
-        # By a clock, "auto" would not choose the same each time.
+        # Measured times would not let "auto" choose the same each time.
         cost = self.scheduler.preemption
         cost.observe = lambda num_tokens, seconds: None
         cost._seconds_per_token = (
@@ -356,8 +365,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         if kind == "reset":
             self.core.reset_prefix_cache()
         elif kind != "abort" and not self.scheduler.quarantine.quarantined:
-            # The next step fails, once.
-            self.core.executor.transient = kind
+            # The next step fails, once. The last of `_MOST_FAILURES` in a row would end the engine:
+            # aborts may have left no step in between that succeeds.
+            if self.core._failures + 1 < _MOST_FAILURES:
+                self.core.executor.transient = kind
         elif live := sorted(self.scheduler.roster.requests):
             request_id = data.draw(st.sampled_from(live))
             index = data.draw(
@@ -477,7 +488,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert self.prompt_logprobs[request_id] == prompt[1:]
 
     def expected(self, request_id: str) -> tuple[list[int], bool]:
-        """What the request yields alone, and whether it fails then: the runner is greedy."""
+        """Tokens that the request yields alone, and whether it then fails: the runner is greedy."""
         message = self.messages[request_id]
         params = message.params
         tokens = list(message.prompt_token_ids)

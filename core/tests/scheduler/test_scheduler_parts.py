@@ -53,7 +53,7 @@ class TestTake:
     def test_whether_and_why_it_has_ended(self, tokens, reason):
         seq = make_request(eos=[5], params=SamplingParams(stop_token_ids=[6])).leader
         seq.num_placeholders = 1
-        assert seq.take(tokens, []) == reason
+        assert seq.append_sampled(tokens, []) == reason
         assert (seq.token_ids, seq.num_placeholders, seq.num_tokens) == (
             [1, 2, 3, *tokens],
             0,
@@ -62,7 +62,7 @@ class TestTake:
 
     def test_the_last_token_that_is_allowed_may_be_a_stop(self):
         seq = make_request(eos=[5], max_output_tokens=1).leader
-        assert seq.take([5], []) == "stop"
+        assert seq.append_sampled([5], []) == "stop"
 
     def test_only_a_stop_token_is_named(self):
         seq = make_request(eos=[5], params=SamplingParams(stop_token_ids=[6])).leader
@@ -71,16 +71,18 @@ class TestTake:
 
     def test_ignore_eos(self):
         assert (
-            make_request(eos=[5], params=SamplingParams(ignore_eos=True)).leader.take([5], [])
+            make_request(eos=[5], params=SamplingParams(ignore_eos=True)).leader.append_sampled(
+                [5], []
+            )
             is None
         )
 
     def test_nothing_follows_the_token_that_ends_it(self):
         seq = make_request(eos=[5], params=SamplingParams(stop_token_ids=[6])).leader
-        assert seq.take([9, 6, 9], []) == "stop"
+        assert seq.append_sampled([9, 6, 9], []) == "stop"
         assert seq.token_ids == [1, 2, 3, 9, 6]
         seq = make_request(max_output_tokens=2).leader
-        assert seq.take([9, 9, 9], []) == "length"
+        assert seq.append_sampled([9, 9, 9], []) == "length"
         assert seq.token_ids == [1, 2, 3, 9, 9]
 
     def test_what_was_computed_of_rejected_drafts_counts_no_more(self):
@@ -88,7 +90,7 @@ class TestTake:
         seq.num_computed_tokens = 3 + 3
         seq.num_placeholders = 1
         assert seq.num_kept_tokens == 3
-        assert seq.take([8, 9], []) is None
+        assert seq.append_sampled([8, 9], []) is None
         assert (seq.num_computed_tokens, seq.num_pending_tokens) == (4, 1)
 
     @pytest.mark.parametrize(
@@ -98,14 +100,14 @@ class TestTake:
     def test_drafts_are_cut_where_the_sequence_ends(self, drafts, kept):
         seq = make_request(eos=[5], params=SamplingParams(stop_token_ids=[6])).leader
         seq.num_placeholders = 1
-        seq.take([9], drafts)
+        seq.append_sampled([9], drafts)
         assert seq.drafts == kept
 
     def test_what_is_computed_on_the_way_takes_no_drafts(self):
         """A later step has the token's place already."""
         seq = make_request().leader
         seq.num_placeholders = 2
-        seq.take([9], [7])
+        seq.append_sampled([9], [7])
         assert seq.drafts == []
 
     def test_what_cannot_go_back_takes_no_drafts(self):
@@ -113,7 +115,7 @@ class TestTake:
         for most in (0, 1):
             request.max_drafts = most
             request.leader.num_placeholders = 1
-            request.leader.take([9], [7, 8])
+            request.leader.append_sampled([9], [7, 8])
             assert request.leader.drafts == [7][:most]
 
 
@@ -177,10 +179,10 @@ class TestEventLog:
         request = make_request(context={"trace": "1"})
         log.add("queued", request)
         log.scheduled(request)
-        request.leader.take([7], [])
+        request.leader.append_sampled([7], [])
         log.first_token(request)
         log.add("finished", request, "length")
-        events = log.take()
+        events = log.drain()
         assert [event.kind for event in events] == [
             "queued",
             "scheduled",
@@ -196,7 +198,7 @@ class TestEventLog:
             == events[-1].first_token_time
         )
         assert {event.context["trace"] for event in events} == {"1"}
-        assert log.take() == []
+        assert log.drain() == []
 
 
 class TestDeadlines:
@@ -269,7 +271,7 @@ def test_prompt_logprobs_that_are_computed_again_come_once():
     request = make_request(prompt=range(10))
 
     def take(start, num_tokens, known):
-        return request.take_prompt_logprobs(
+        return request.new_prompt_logprobs(
             ScheduledSequence(0, start, num_tokens, [], samples=False), known
         )
 
@@ -294,7 +296,7 @@ class TestBeamStep:
     def test_the_next_beams_and_then_the_outputs(self, request_):
         step = BeamStep(request_, request_.search)
         ids = count(10)
-        assert step.take(request_.leader, Candidates([7, 8, 9, 4], [-0.5, -1.0, -2.0, -3.0]))
+        assert step.add(request_.leader, Candidates([7, 8, 9, 4], [-0.5, -1.0, -2.0, -3.0]))
         forks = step.advance(ids)
         assert [
             (fork.parent.seq_id, fork.child.seq_id, fork.child.token_ids[-1], fork.child.logprob)
@@ -305,8 +307,8 @@ class TestBeamStep:
         ]
         request_.sequences = request_.unfinished = [fork.child for fork in forks]
         first, second = request_.sequences
-        assert not step.take(first, Candidates([1, 2, 3, 4], [-3.0, -4.0, -5.0, -6.0]))
-        assert step.take(second, Candidates([5, 2, 3, 4], [-0.1, -4.0, -5.0, -6.0]))
+        assert not step.add(first, Candidates([1, 2, 3, 4], [-3.0, -4.0, -5.0, -6.0]))
+        assert step.add(second, Candidates([5, 2, 3, 4], [-0.1, -4.0, -5.0, -6.0]))
         assert step.advance(ids) == []
         outputs = step.outputs()
         assert [(one.index, one.token_ids, one.finish_reason) for one in outputs] == [
@@ -317,7 +319,7 @@ class TestBeamStep:
 
     def test_fewer_than_n_where_no_more_is_left(self, request_):
         step = BeamStep(request_, request_.search)
-        assert step.take(request_.leader, Candidates([5], [-0.5]))
+        assert step.add(request_.leader, Candidates([5], [-0.5]))
         assert step.advance(count(10)) == []
         assert [one.token_ids for one in step.outputs()] == [[5]]
 
@@ -362,7 +364,7 @@ class TestPolicies:
         assert self.order(SchedulingPolicy(SchedulerConfig()), *requests) == "bac"
 
     def test_priority(self, load):
-        # As floats the first two would be equal.
+        # The first two would be equal as floats.
         numbers = (2**62 + 1, 2**62, -1, -1)
         requests = [
             {"prompt_token_ids": [1], "arrival_time": 9 - i, "priority": p}

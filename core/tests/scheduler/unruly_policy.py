@@ -21,7 +21,7 @@ class UnrulyPolicy(SchedulingPolicy):
     def begin_step(
         self, running: Sequence[Request], waiting: Sequence[Request]
     ) -> Sequence[Request]:
-        """Where nobody runs, the first that waits may be admitted."""
+        """If no request runs, the first waiting one may be admitted."""
         self._asked = 0
         return [
             one

@@ -1,6 +1,7 @@
 from .backend import (
     AttentionBackend as AttentionBackend,
     AttentionBias as AttentionBias,
+    AttentionCall as AttentionCall,
     BatchLimits as BatchLimits,
     BatchView as BatchView,
     CacheBackend as CacheBackend,
@@ -14,6 +15,8 @@ from .context import (
     ForwardContext as ForwardContext,
     current as current,
     forward_context as forward_context,
+    head_tokens as head_tokens,
+    logits_of_tokens as logits_of_tokens,
     op_layer as op_layer,
     slots as slots,
 )

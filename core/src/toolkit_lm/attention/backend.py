@@ -1,4 +1,4 @@
-"""The contract of attention backends, and what they are given for a step."""
+"""Contract of attention backends, and the data of a step that they are given."""
 
 from __future__ import annotations
 
@@ -6,51 +6,58 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from toolkit_lm.attention.spec import AttentionSpec, AttentionType
 from toolkit_lm.kv import KVCacheSpec, PageTensor
 
 AttentionBias = Callable[[Tensor, Tensor], Tensor]
-"""(query positions [Tq], key positions [Tk]) -> additive bias [num_heads, Tq, Tk], added to scaled
-scores before the softmax."""
+"""Additive bias [num_heads, Tq, Tk] of query positions [Tq] and key positions [Tk]. It is added to
+scaled scores before the softmax."""
 
 
 @runtime_checkable
 class OffsetBias(Protocol):
-    """An AttentionBias that depends on the offset of a key from its query alone (T5, ALiBi):
-    backends need not hold one of each pair."""
+    """An AttentionBias that depends only on the offset of a key from its query (T5, ALiBi).
+    Backends need not hold one number per pair."""
 
     def __call__(self, q_positions: Tensor, k_positions: Tensor) -> Tensor: ...
 
     def by_offset(self, most: int) -> Tensor:
-        """[num_heads, 2 * most + 1]: of keys from `most` before their query to `most` after it."""
+        """Biases [num_heads, 2 * most + 1] of keys from `most` before their query to `most` after
+        it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerParams:
-    """What a backend is told of the layer that it runs. Head counts are this rank's."""
+    """Parameters of one layer for a backend. Head counts are this rank's."""
 
     name: str
-    """The layer's key in the engine, which is its name in the checkpoint."""
+    """Name of the layer in the checkpoint, and its key in the engine."""
     attention_type: AttentionType | str
-    """A text: of a type that a plugin brings."""
+    """A plugin's own type is a plain text."""
     num_heads: int
     num_kv_heads: int
     head_size: int
     scale: float
-    """Multiplies q·k."""
+    """Factor of the scores q·k."""
     window: int | None = None
     soft_cap: float | None = None
     bias: AttentionBias | None = None
     sinks: Tensor | None = None
-    """[num_heads]: a logit per head that joins the softmax's denominator."""
+    """Logit per head [num_heads] that joins the denominator of the softmax."""
+    k_scale: Tensor | None = None
+    """[1] float32: what keys are divided by before they are stored. None unless the cache's
+    `scales` are "layer"."""
+    v_scale: Tensor | None = None
+    """[1] float32: what values are divided by before they are stored. None as `k_scale` is."""
     spans: bool = False
-    """Tokens see what comes after them in their span, as `BatchView.spans` has it."""
+    """Tokens also see later tokens of their own span: `BatchView.spans`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,41 +74,38 @@ class BatchView:
     """
 
     query_start: np.ndarray
-    """[R + 1] int32, on the host."""
+    """First token of each row, and the number of tokens: [R + 1] int32, on the host."""
     seq_lens: np.ndarray
-    """[R] int32, on the host: keys that row r sees, this step's included (for cross attention: the
-    encoder's length). 0: it is padding."""
+    """Number of keys that each row sees, this step's included: [R] int32, on the host. In cross
+    attention: the length of the encoder sequence. 0: the row is padding."""
     starts: np.ndarray
-    """[R] int64, on the host: tokens of row r that were computed before this step. 0: it begins
-    anew."""
+    """Number of tokens of each row that earlier steps computed: [R] int64, on the host. 0: the
+    sequence begins."""
     query_start_device: Tensor
-    """[R + 1] int32."""
+    """`query_start` on the device."""
     seq_lens_device: Tensor
-    """[R] int32."""
+    """`seq_lens` on the device."""
     block_table: Tensor | None
-    """[R, most blocks] int32; None where nothing is cached. Entries past a row's keys are arbitrary
-    valid block ids."""
+    """Block ids of each row: [R, most blocks] int32. Entries past a row's keys are arbitrary valid
+    ids. None: nothing is cached."""
     slot_mapping: Tensor | None
-    """[T] int64: where each token's key and value go, block id * block_size + offset, -1 for
-    padding; None where nothing is cached. For cross attention [S]: where those of the encoders'
-    tokens go that this step writes, which k and v of `write_kv` have in this order.
-    """
+    """Slot of each token's key and value: [T] int64, block id * block_size + offset. -1: padding.
+    None: nothing is cached. In cross attention [S]: the slots of the encoder tokens that this step
+    writes, in the order of k and v."""
     max_query_len: int
     max_seq_len: int
     has_padding: bool = False
-    """Some rows are padding: their slots are -1, nothing of theirs is stored, and what they give is
-    not read."""
+    """Some rows are padding. Their slots are -1, so nothing of them is stored. Their output is not
+    read."""
     is_fixed: bool = False
-    """The step is part of a CUDA graph, as `GraphSupport` says. Its last rows may be padding.
-    Tensors lie where they lie in each step of as many rows and tokens, tables have their full
-    width, and `max_query_len` and `max_seq_len` are bounds for all these steps.
-    """
+    """The step is part of a CUDA graph: see `GraphSupport`. Its last rows may be padding. Steps of
+    as many rows and tokens share the addresses of their tensors. Tables have their full width.
+    `max_query_len` and `max_seq_len` are bounds for all these steps."""
     spans: np.ndarray | None = None
-    """[T, 2] int32, on the host: [start, end) of each token's span, as indices in its sequence;
-    [its index, its index + 1] of a token in none. Where a layer has `spans`, a token sees the keys
-    before its span's end, its window's. A span may begin before the step, and ends in it. None:
-    there are no spans.
-    """
+    """Span [start, end) of each token, as indices in its sequence: [T, 2] int32, on the host. A
+    token in no span has [its index, its index + 1]. In a layer with `spans`, a token also sees
+    later keys of its own span, within its window. A span ends in this step; it may have begun
+    earlier. None: there are no spans."""
 
     @property
     def num_rows(self) -> int:
@@ -113,111 +117,127 @@ class BatchView:
 
 
 class BatchLimits(NamedTuple):
-    """The largest step of an engine."""
+    """Size of the largest step of an engine."""
 
     num_rows: int
     num_tokens: int
     max_model_len: int
-    """Most keys of a row."""
+    """Largest number of keys of a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSetup:
-    """What a backend is made for: the layers of one KV group, or those that cache nothing."""
+    """Arguments of a backend's constructor: the layers of one KV group, or layers that cache
+    nothing."""
 
     layers: Sequence[AttentionSpec]
-    """Of each layer, in the model's order. Empty for layers that are no attention."""
+    """Specs of the attention layers, in the model's order. Empty for layers of another kind."""
     kv_cache: KVCacheSpec | None
-    """None: nothing is cached."""
+    """Spec of the group's cache. None: the layers cache nothing."""
     limits: BatchLimits
     device: torch.device
     options: Any = None
-    """The plugin's own: an instance of its `Options`, or None where it has none."""
+    """Options of the backend's plugin, an instance of its `Options`. None: it has none."""
 
 
 class GraphSupport(IntEnum):
-    """The steps in which a CUDA graph may hold what a backend does: kernels are recorded once, and
-    replayed in later steps.
+    """Steps for which CUDA graphs can record a backend's kernels, to replay them in later steps.
 
-    What a backend launches then follows from the view's shapes and bounds alone, in memory that
-    `build` fills anew at the same addresses. Neither `write_kv` nor `forward` may wait for the
-    device, or read what the host knows of the step.
+    The kernels that a backend launches in such a step follow from the shapes and bounds of its
+    BatchView alone. `build` writes to the same addresses in each of these steps. `write_kv` and
+    `forward` neither wait for the device nor read the host's data of the step.
     """
 
     NEVER = 0
     DECODE = 1
-    """Steps of one token for each row."""
+    """Steps with one token per row."""
     UNIFORM = 2
-    """Steps of equally many tokens for each row, too."""
+    """Steps with the same number of tokens in each row, too."""
     ALWAYS = 3
 
     @classmethod
     def of(cls, answer: GraphSupport | str) -> GraphSupport:
-        """What `CacheBackend.graphs` answers, as one of these. A reason is NEVER."""
+        """Converts an answer of `CacheBackend.graphs`. A text, which is a reason, becomes NEVER."""
         return cls.NEVER if isinstance(answer, str) else answer
 
 
 class CacheBackend(ABC):
-    """How layers use the KV cache. One instance serves all layers of one KV group."""
+    """Base of backends: the use of the KV cache by layers. One instance serves all layers of one KV
+    group."""
+
+    batch_invariant: ClassVar[bool] = False
+    """A token's result has the same bits whatever else the batch holds, and whether the tokens
+    before it are computed in the same step, in earlier ones, or cached by another request."""
 
     def __init__(self, setup: GroupSetup) -> None:
         self.setup = setup
 
     @classmethod
     def graphs(cls, spec: AttentionSpec | None) -> GraphSupport | str:
-        """The steps in which a CUDA graph may hold such a layer; a text: why in none. Must not
-        allocate.
+        """Steps for which CUDA graphs can record such a layer, or the reason why there are none.
+        Must not allocate.
 
-        It is asked of layers that cache something, and that the backend does not refuse. `spec` is
-        None where the layer is no attention.
+        Called for layers that cache something and that the backend does not refuse. `spec` is None
+        if the layer is not attention.
         """
         return "what it launches depends on the rows of each step"
 
     @classmethod
     @abstractmethod
     def page_layout(cls, spec: KVCacheSpec) -> Sequence[PageTensor]:
-        """The tensors in a page, one after the other: together spec.page_bytes.
+        """Tensors of a page, one after the other. Together they have spec.page_bytes.
 
-        A layer's `kv_cache` are these tensors with one more axis, the first, which counts blocks.
+        A layer's `kv_cache` holds them with one more axis, the first: the block id.
         """
 
     @abstractmethod
     def build(self, batch: BatchView) -> Any:
-        """This backend's metadata for one step, made once and used by every layer of the group."""
+        """Metadata of one step. Called once per step; every layer of the group uses the result."""
+
+
+class AttentionCall(Struct, frozen=True, eq=False, gc=False):
+    """Arguments of `write_kv` and `forward`: the attention of one layer in one step.
+
+    T tokens, in the order of the step's flat batch. Tensors may be views. A backend must not keep
+    them.
+    """
+
+    layer: LayerParams
+    q: Tensor
+    """Queries [T, num_heads, head_size]."""
+    k: Tensor | None
+    """Keys [T, num_kv_heads, head_size]. In cross attention [S, ...]: keys of S encoder tokens.
+    None: the step brings no keys."""
+    v: Tensor | None
+    """Values, of the same shape as `k`."""
+    kv_cache: tuple[Tensor, ...] | None
+    """The tensors of the backend's `page_layout`, blocks first. None: nothing is cached."""
+    metadata: Any
+    """Result of the backend's `build` for this step."""
+    out: Tensor
+    """Output [T, num_heads, head_size], to be written."""
 
 
 class AttentionBackend(CacheBackend):
-    """Attention over the flat batch and the paged cache."""
+    """Base of attention backends, which read the flat batch and the paged cache."""
 
     @classmethod
     @abstractmethod
     def refuses(cls, spec: AttentionSpec) -> str | None:
-        """Why this backend cannot run such a layer; None when it can. Must not allocate."""
+        """Reason why this backend cannot run such a layer. None: it can. Must not allocate."""
 
     @abstractmethod
-    def write_kv(
-        self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Any
-    ) -> None:
-        """Stores k and v [T, num_kv_heads, head_size] at the step's slots, but for those that are
-        -1. For cross attention they are [S].
+    def write_kv(self, call: AttentionCall) -> None:
+        """Stores `call.k` and `call.v` in `call.kv_cache`, at the step's slots. A slot of -1 stores
+        nothing.
 
-        It is not called where a step writes none.
+        It is called before `forward`, and only where k, v and kv_cache are there.
         """
 
     @abstractmethod
-    def forward(
-        self,
-        layer: LayerParams,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        kv_cache: tuple[Tensor, ...] | None,
-        meta: Any,
-        out: Tensor,
-    ) -> None:
-        """Writes attention of q [T, num_heads, head_size] to out, of the same shape.
+    def forward(self, call: AttentionCall) -> None:
+        """Writes attention of `call.q` to all of `call.out`.
 
-        With a cache, keys and values are read from it (this step's are written already; k and v are
-        None where it has none, and for cross attention they are of other tokens than q); without,
-        they are k and v, of the same tokens as q.
+        With a cache, keys and values are read from it: `write_kv` has stored this step's. Without,
+        they are `call.k` and `call.v`, of the same tokens as q.
         """

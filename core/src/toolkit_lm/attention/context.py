@@ -21,11 +21,11 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class Binding(NamedTuple):
-    """What the engine gave to a layer, once."""
+    """The engine's data of one layer. Set once, after the model is loaded."""
 
     backend: CacheBackend
     params: Any
-    """What the backend is told of the layer: LayerParams of attention."""
+    """Parameters of the layer for its backend: LayerParams of an attention layer."""
     kv_cache: tuple[Tensor, ...] | None
     """The tensors of the backend's `page_layout`, blocks first; None: it caches nothing."""
     group: int
@@ -35,23 +35,26 @@ class Binding(NamedTuple):
 
     @property
     def stores(self) -> bool:
-        """What the layer is given goes into its cache."""
+        """Whether the layer's new keys and values are written to its cache."""
         return self.kv_cache is not None and not self.shared
 
 
 class ForwardContext(NamedTuple):
-    """What layers share while a step is computed: its forward pass, its logits, and what is made of
-    them."""
+    """Data that layers share during one step: its forward pass, its logits and the parts' work
+    after it."""
 
     bindings: Mapping[str, Binding]
-    """By layer name."""
+    """Bindings by layer name."""
     metadata: list[Any]
     """Per KV group, what its backend built."""
     layers: Mapping[str, Any] = _NONE
     """The modules that have a `prefix`, by it: what `op_layer` finds."""
     slots: Mapping[str, Tensor] = _NONE
-    """What parts say of each token or row of the step, by name: whole buffers at fixed addresses,
-    [most tokens] or [most rows]. The step uses the beginning."""
+    """Buffers of the step's parts, by name: one entry per token or row, [most tokens] or [most
+    rows]. They stay at fixed addresses. The step uses the beginning."""
+    head_tokens: Tensor | None = None
+    """The step's flat tokens that language-modeling heads get, indices [R] (int64); None: the last
+    of each row."""
 
 
 _local = threading.local()
@@ -82,6 +85,24 @@ def _context(who: str) -> ForwardContext:
     return context
 
 
+@contextmanager
+def logits_of_tokens(tokens: Tensor) -> Iterator[None]:
+    """Context in which language-modeling heads of this thread get these of the step's flat tokens,
+    indices [R] (int64), and not the last of each row. Inside a forward_context."""
+    context = _context("logits are computed")
+    _local.context = context._replace(head_tokens=tokens)
+    try:
+        yield
+    finally:
+        _local.context = context
+
+
+def head_tokens() -> Tensor | None:
+    """The `head_tokens` of the forward_context; None outside of one, too."""
+    context: ForwardContext | None = getattr(_local, "context", None)
+    return None if context is None else context.head_tokens
+
+
 def current(layer: str) -> tuple[Binding, Any]:
     """The binding of a layer and its group's metadata, inside a forward_context."""
     context = getattr(_local, "context", None)
@@ -100,9 +121,9 @@ def op_layer(name: str) -> Any:
 
 
 def slots(name: str) -> Tensor:
-    """What a part says of each token or row, inside a forward_context: its whole buffer of that
-    name. The address stays, so that graphs and compiled code may keep it.
+    """Buffer of that name, which a part fills for each step: one entry per token or row. It stays
+    at one address, so graphs and compiled code may keep it. Call it inside a forward_context.
 
-    Raises KeyError where no part of the engine has such a buffer.
+    Raises KeyError if no part of the engine has such a buffer.
     """
     return _context(f"slots {name!r} are read").slots[name]

@@ -1,21 +1,28 @@
-"""The layers that keep something of each sequence. They declare what they need; the runner binds a
-backend and a cache to them."""
+"""Layers that keep data of each sequence. They declare what they need; the runner binds a backend
+and a cache to them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from toolkit_lm.attention.backend import AttentionBias, CacheBackend, LayerParams, OffsetBias
+from toolkit_lm.attention.backend import (
+    AttentionBias,
+    AttentionCall,
+    CacheBackend,
+    LayerParams,
+    OffsetBias,
+)
 from toolkit_lm.attention.context import current, op_layer
 from toolkit_lm.attention.selector import Selection, select_backend
 from toolkit_lm.attention.spec import AttentionSpec, AttentionType
 from toolkit_lm.bypass import Bypassable
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.errors import CheckpointError
+from toolkit_lm.errors import CheckpointError, UnsupportedError
 from toolkit_lm.kv import CrossSpec, FullSpec, KVCacheSpec, WindowSpec
 from toolkit_lm.plugin import AttentionBackendRegistry
 
@@ -29,50 +36,69 @@ class CacheLayer(Bypassable):
     """
 
     backend: type[CacheBackend]
-    """How it uses the cache, unless `select` chooses among several."""
+    """Backend class of the layer, unless `select` chooses among several."""
     params: Any = None
-    """What the backend is told of the layer."""
+    """Parameters of the layer for its backend."""
     needs_cache: ClassVar[bool] = True
-    """It has a cache in every engine. False: where nothing comes after a prompt, it can do without,
-    since a step has all tokens of each sequence."""
+    """Whether the layer has a cache in every engine. False: it runs without one where a step has
+    all tokens of each sequence, as in pooling."""
     shares_with: str | None = None
-    """Name of a layer before it, on the same pipeline stage, whose cache it reads. It keeps and
-    stores nothing: what it is given is what the other one stores."""
+    """Name of an earlier layer, on the same pipeline stage, whose cache this layer reads. It stores
+    nothing itself: it is given the keys that the other layer stores."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__()
         self.prefix = prefix
 
+    _kept: KVCacheSpec | None = None
+
+    @property
+    def keeps(self) -> KVCacheSpec | None:
+        """The spec of its cache: `kv_cache_spec`, unless the model's quantization has changed it.
+        None: it keeps nothing."""
+        return self.kv_cache_spec() if self._kept is None else self._kept
+
+    def keep(self, spec: KVCacheSpec, owner: CacheLayer | None = None) -> None:
+        """Replaces its spec, before weights are loaded. `owner`: the layer whose cache it shares.
+
+        Raises UnsupportedError unless the layer's class can keep something else.
+        """
+        raise UnsupportedError(
+            f"layer {self.prefix!r} ({type(self).__name__}) cannot keep {spec}: its class keeps "
+            "what its kv_cache_spec says."
+        )
+
     @property
     def one_way(self) -> bool:
-        """No token sees what comes after it, so that a sequence can be computed in parts."""
+        """Whether no token sees a later one. If so, a sequence can be computed in parts."""
         return True
 
     @property
     def spans(self) -> bool:
-        """It reads `BatchView.spans`."""
+        """Whether the layer reads `BatchView.spans`."""
         return False
 
     def kv_cache_spec(self) -> KVCacheSpec | None:
-        """What this layer keeps; None when it keeps nothing."""
+        """Spec of the layer's cache. None: it caches nothing."""
         raise NotImplementedError(f"{type(self).__name__} must define kv_cache_spec")
 
     def attention_spec(self, device: torch.device, *, cached: bool) -> AttentionSpec | None:
-        """What this layer asks of an attention backend; None: it is no attention."""
+        """Spec of the layer for an attention backend. None: the layer is not attention."""
         return None
 
     def select(
         self, device: torch.device, registry: AttentionBackendRegistry, wanted: str, *, cached: bool
     ) -> Selection:
-        """The class of its backend, and why. `wanted` is the option `attention_backend`; `cached`:
-        the engine has a cache."""
+        """Chooses the backend class of the layer. `wanted` is the option `attention_backend`.
+        `cached`: the engine has a cache."""
         return Selection(type(self).__name__, self.backend, [], graphs=self.backend.graphs(None))
 
     def run(self, *inputs: Tensor, out: Tensor) -> Tensor:
-        """Has `compute` write to `out`, and returns it.
+        """Calls `compute`, which writes to `out`, and returns `out`.
 
-        To a compiler it is one opaque op, `toolkit_lm::cache_layer`, so that the model's graph is
-        whole. What a layer does before and after it, such as its projections, is traced.
+        To a compiler the call is one opaque op, `toolkit_lm::cache_layer`, so the graph of the
+        model stays whole. Operations of the layer before and after it, such as projections, are
+        traced.
         """
         if torch.compiler.is_compiling():
             torch.ops.toolkit_lm.cache_layer(out, self.prefix, inputs)
@@ -81,8 +107,8 @@ class CacheLayer(Bypassable):
         return out
 
     def compute(self, *inputs: Tensor, out: Tensor) -> None:
-        """Writes what the layer makes of `inputs`, the step's rows and its cache to all of `out`:
-        the part of the forward pass that `run` calls."""
+        """Computes the part of the forward pass that `run` calls, from `inputs`, the rows of the
+        step and the layer's cache. Writes to all of `out`."""
         raise NotImplementedError(f"{type(self).__name__} must define compute")
 
 
@@ -97,8 +123,8 @@ class Attention(CacheLayer):
     params: LayerParams
     needs_cache = False
     seams = frozenset({"kv_cache_spec", "attention_spec", "select", "one_way"})
-    """What a subclass may override while kernels compute in its place: its binding states what they
-    give."""
+    """Members that a subclass may override although kernels compute in its place. The binding
+    carries their effect."""
 
     def __init__(
         self,
@@ -148,12 +174,25 @@ class Attention(CacheLayer):
 
     @property
     def one_way(self) -> bool:
-        # Of a plugin's type nothing is known: a subclass says otherwise.
+        # Nothing is known of a plugin's type: a subclass overrides this.
         return self.params.attention_type is AttentionType.DECODER
 
     @property
     def spans(self) -> bool:
         return self.params.spans
+
+    def keep(self, spec: KVCacheSpec, owner: CacheLayer | None = None) -> None:
+        self._kept = spec
+        if not isinstance(spec, FullSpec) or spec.scales != "layer":
+            return
+        if owner is None:
+            self.k_scale = _new_scale("k")
+            self.v_scale = _new_scale("v")
+            self.params = replace(self.params, k_scale=self.k_scale, v_scale=self.v_scale)
+        else:
+            self.params = replace(
+                self.params, k_scale=owner.params.k_scale, v_scale=owner.params.v_scale
+            )
 
     def attention_spec(self, device: torch.device, *, cached: bool) -> AttentionSpec:
         return AttentionSpec(
@@ -164,7 +203,7 @@ class Attention(CacheLayer):
             head_size=self.params.head_size,
             dtype=self.dtype,
             device=device.type,
-            kv_cache=self.kv_cache_spec() if cached else None,
+            kv_cache=self.keeps if cached else None,
             window=self.params.window,
             soft_cap=self.params.soft_cap,
             sinks=self.params.sinks is not None,
@@ -178,7 +217,7 @@ class Attention(CacheLayer):
         if params.attention_type is AttentionType.ENCODER:
             return None
         kind = CrossSpec if params.attention_type is AttentionType.CROSS else FullSpec
-        shape = {
+        shape: dict[str, Any] = {
             "block_size": self.block_size,
             "num_kv_heads": params.num_kv_heads,
             "head_size": params.head_size,
@@ -195,8 +234,8 @@ class Attention(CacheLayer):
         return select_backend(self.attention_spec(device, cached=cached), registry, wanted)
 
     def forward(self, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
-        """k and v are None where the step brings no keys: cross attention, once the encoder's are
-        cached."""
+        """Computes attention of q. k and v are None if the step brings no keys: cross attention,
+        once the encoder's keys are cached."""
         params = self.params
         q = q.view(-1, params.num_heads, params.head_size)
         if k is not None and v is not None:
@@ -210,18 +249,34 @@ class Attention(CacheLayer):
         return out.view(-1, params.num_heads * params.head_size)
 
 
+def _new_scale(kind: str) -> nn.Parameter:
+    """A scale of keys or values [1], in float32, by the names that checkpoints have for it."""
+    scale = nn.Parameter(torch.empty(1, dtype=torch.float32), requires_grad=False)
+    names = f"{kind}_scale", f"{kind}_proj.{kind}_scale"
+    vars(scale).update(weight_loader=_load_scale, names_beside=names)
+    return scale
+
+
+def _load_scale(param: Tensor, loaded: Tensor, shard_id: int | None = None) -> None:
+    if loaded.numel() != 1 or not loaded.is_floating_point():
+        raise CheckpointError(f"has shape {list(loaded.shape)}, and one scale is read, a float")
+    param.data.copy_(loaded.reshape(1))
+
+
 def attend(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, layer: str) -> None:
-    """Stores k and v in the cache of the layer of that name, and writes attention to out. The op
-    `toolkit_lm::attention`."""
-    binding, meta = current(layer)
+    """Stores k and v in the layer's cache, and writes attention to `out`. `layer` is the name of
+    the layer. This is the op `toolkit_lm::attention`."""
+    binding, metadata = current(layer)
     backend: Any = binding.backend
+    call = AttentionCall(binding.params, q, k, v, binding.kv_cache, metadata, out)
     if binding.stores and k is not None:
-        backend.write_kv(binding.params, k, v, binding.kv_cache, meta)
-    backend.forward(binding.params, q, k, v, binding.kv_cache, meta, out)
+        backend.write_kv(call)
+    backend.forward(call)
 
 
 def _compute(out: Tensor, layer: str, inputs: Sequence[Tensor]) -> None:
-    """Writes what the CacheLayer of that name computes to out. The op `toolkit_lm::cache_layer`."""
+    """Computes the CacheLayer of that name, which writes to `out`. This is the op
+    `toolkit_lm::cache_layer`."""
     op_layer(layer).compute(*inputs, out=out)
 
 

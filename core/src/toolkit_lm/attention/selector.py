@@ -21,7 +21,7 @@ class Selection(NamedTuple):
     plugin: str | None = None
     """Name of the plugin that registered it; None: the layer brings it."""
     graphs: GraphSupport | str = GraphSupport.NEVER
-    """Of the layer, as `CacheBackend.graphs` has it."""
+    """Answer of `CacheBackend.graphs` for the layer."""
 
 
 def select_backend(
@@ -34,9 +34,9 @@ def select_backend(
     ConfigError when it is unknown, and PluginError when it cannot be asked.
     """
     wanted = _wanted_for(spec, wanted)
-    what = f"run {spec.type} layer {spec.layer!r} on {spec.device}"
+    task = f"run {spec.type} layer {spec.layer!r} on {spec.device}"
     name, candidates = registry.choose(
-        what, lambda entry, by_name: registry.ask(entry.key, spec, by_name=by_name), wanted
+        task, lambda entry, by_name: registry.ask(entry.key, spec, by_name=by_name), wanted
     )
     entry = registry.get(name)
     backend = registry.load(name)
@@ -52,8 +52,7 @@ def check_kinds(wanted: str, types: Iterable[str]) -> None:
     for kind, _ in _items(wanted):
         if kind and kind not in kinds:
             raise ConfigError(
-                f"option 'attention_backend': {kind!r} is not a kind of layer. "
-                f"{nearest(kind, kinds)}"
+                f"attention_backend: {kind!r} is not a kind of layer. {nearest(kind, kinds)}"
             )
 
 
@@ -65,8 +64,8 @@ def _items(wanted: str) -> Iterator[tuple[str, str]]:
 
 
 def _wanted_for(spec: AttentionSpec, wanted: str) -> str:
-    """What "decoder=sdpa,encoder=cpu" says of a layer; a name without a kind is for all that are
-    not named."""
+    """Backend that an option such as "decoder=sdpa,encoder=cpu" names for a layer. A name without a
+    kind applies to all kinds that are not listed."""
     kinds = {str(spec.type), "window"} if spec.window is not None else {str(spec.type)}
     found = "auto"
     for kind, name in _items(wanted):

@@ -1,4 +1,4 @@
-"""What a layer asks of attention. Needs no torch."""
+"""Specification of an attention layer. Needs no torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class AttentionSpec(Struct, frozen=True, kw_only=True):
     device: str
     """Device type: "cpu", "cuda", ..."""
     kv_cache: KVCacheSpec | None
-    """What the layer keeps; None: nothing is cached."""
+    """Spec of the layer's cache. None: it caches nothing."""
     window: int | None = None
     """Sliding window: a token at position p sees positions above p - window; in an encoder, also
     only those below p + window."""
@@ -52,9 +52,11 @@ class AttentionSpec(Struct, frozen=True, kw_only=True):
     holds all the same."""
 
 
-def common_refusal(spec: AttentionSpec, dtypes: Sequence[str]) -> str | None:
+def common_refusal(
+    spec: AttentionSpec, dtypes: Sequence[str], caches: Sequence[tuple[str, str]] = ()
+) -> str | None:
     """Why no backend that caches keys and values, with kernels for these dtypes, can run the layer;
-    None: one may.
+    None: one may. `caches`: dtype and `scales` of quantized caches that it reads.
 
     It is where `AttentionBackend.refuses` of most backends begins. They go on with what their own
     kernels lack.
@@ -63,8 +65,14 @@ def common_refusal(spec: AttentionSpec, dtypes: Sequence[str]) -> str | None:
         return f"no kernel for {spec.dtype}, only for {', '.join(dtypes)}"
     if spec.type not in tuple(AttentionType):
         return f"no attention of type {spec.type!r}, only of {', '.join(AttentionType)}"
-    if spec.kv_cache is not None and not isinstance(spec.kv_cache, FullSpec):
-        return f"no layout for a cache of kind {spec.kv_cache.kind!r}, only for keys and values"
+    if (cache := spec.kv_cache) is not None:
+        if not isinstance(cache, FullSpec):
+            return f"no layout for a cache of kind {cache.kind!r}, only for keys and values"
+        kept = cache.dtype, cache.scales
+        if kept not in ((spec.dtype, "none"), *caches):
+            scales = "" if cache.scales == "none" else f" with scales for each {cache.scales}"
+            others = sorted({spec.dtype} | {dtype for dtype, _ in caches})
+            return f"no kernel for a cache in {cache.dtype}{scales}, only for {', '.join(others)}"
     asked = [name for name in ("window", "bias") if getattr(spec, name)]
     if spec.type is AttentionType.CROSS and asked:
         return (

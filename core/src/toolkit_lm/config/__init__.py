@@ -1,5 +1,5 @@
-"""VllmConfig and its sections. Every option is stated once, here; flags, the YAML file and Python
-keywords are made from it."""
+"""VllmConfig and its sections. Every option is stated once, here. Flags, the YAML file and Python
+keywords are derived from it."""
 
 import lazy_loader
 

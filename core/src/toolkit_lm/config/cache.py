@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from toolkit_lm.config.memory import parse_memory
 from toolkit_lm.config.options import option
@@ -18,15 +18,29 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
     kv_cache_memory: Annotated[
         str,
         option(
-            "Memory of the KV cache: bytes ('2GiB') or a fraction ('0.5') of what a full step "
-            "leaves. auto: what can be spared."
+            "Memory of the KV cache: bytes ('2GiB') or a fraction ('0.5') of the memory that a "
+            "full step leaves free. auto: nearly all of a GPU, part of a host."
         ),
     ] = "auto"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "model", "int8", "fp8"],
+        option(
+            "Type of cached keys and values. auto: the checkpoint's; model: the model's dtype; "
+            "int8, fp8: quantized, with a scale per token and head unless the checkpoint has some."
+        ),
+    ] = "auto"
+    kv_cache_dtype_skip_layers: Annotated[
+        list[str],
+        option(
+            "Layers that `kv_cache_dtype` leaves as they are: numbers ('0'), or patterns of names "
+            "('*.self_attn.attn')."
+        ),
+    ] = field(default_factory=list)
     num_kv_blocks: Annotated[
         int | None,
         option(
-            "Blocks of the KV cache, in place of an amount of memory. Of several pools: of the "
-            "one that long sequences fill first.",
+            "Blocks of the KV cache, in place of an amount of memory. With several pools: blocks "
+            "of the pool that long sequences fill first.",
             none="as many as kv_cache_memory holds",
             ge=1,
         ),
@@ -34,27 +48,30 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
     enable_prefix_caching: Annotated[
         bool | None,
         option(
-            "Prefix caching: reuse the KV cache of earlier requests that begin alike.",
-            none="on where text is generated",
+            "Prefix caching: reuse the KV cache of earlier requests with the same prefix.",
+            none="on where text is generated, if all layers can share what they cache",
         ),
     ] = None
     encoder_cache_memory: Annotated[
         str,
         option(
-            "Memory for what encoders have made of images and other media, until prompts have "
-            "been computed: bytes ('256MiB')."
+            "Memory for embeddings of images and other media, until prompts have been computed: "
+            "bytes ('256MiB')."
         ),
     ] = "256MiB"
     feature_cache_memory: Annotated[
         str,
         option(
-            "Memory for images and other media as encoders read them: one that comes again is "
-            "not processed again. 0: none."
+            "Memory for processed images and other media: a repeated item is not processed again. "
+            "0: none."
         ),
     ] = "1GiB"
     swap_memory: Annotated[
         str | None,
-        option("Host memory for swaps: bytes ('4GiB') or a fraction of the free.", none="none"),
+        option(
+            "Host memory for swapped requests: bytes ('4GiB') or a fraction of the free memory.",
+            none="none",
+        ),
     ] = None
 
     def __post_init__(self) -> None:
@@ -78,7 +95,7 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
                             f"{text!r} is a fraction; it takes bytes, such as '256MiB'."
                         )
                 except ConfigError as error:
-                    raise ConfigError(f"option {name!r}: {error}") from None
+                    raise ConfigError(f"{name}: {error}") from None
 
     @property
     def feature_cache_bytes(self) -> int:

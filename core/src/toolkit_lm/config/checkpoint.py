@@ -1,4 +1,4 @@
-"""What was read from a checkpoint folder."""
+"""Data that were read from a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -8,30 +8,32 @@ from msgspec import Struct, field
 
 
 class PoolingProfile(Struct, frozen=True, kw_only=True):
-    """What an engine is made by, and the rest for whoever makes poolers and reads texts."""
+    """Pooling settings of a checkpoint: those that the engine needs, and `details` for makers of
+    poolers and readers of texts."""
 
     is_complete: bool = False
-    """The files list all that is done. False: the model class says the rest."""
+    """The files describe the whole pooling. False: the model class supplies the rest."""
     max_tokens: int | None = None
-    """Tokens of the longest input, special tokens included; None: not said."""
+    """Most tokens of an input, special tokens included; None: not stated."""
     scores: bool = False
-    """Of a complete one: it makes scores of a language model's logits, and not embeddings."""
+    """The profile is complete, and turns a language model's logits into scores instead of
+    embeddings."""
     details: dict[str, Any] = field(default_factory=dict)
     """toolkit_lm_poolers.details.PoolingDetails as plain data."""
 
 
 class Checkpoint(Struct, frozen=True, kw_only=True):
-    """What was read from a checkpoint folder; derived, not options."""
+    """Data that were read from a checkpoint folder. They are derived values, not options."""
 
     path: str
-    """The folder of config.json, tokenizer and the like."""
+    """The folder of config.json, the tokenizer and further files."""
     architecture: str
     """The model class's key in the registry: the entry of config.json's `architectures` that has a
     class, or a fallback's name."""
     hf_config: dict[str, Any]
-    """config.json; for a multimodal checkpoint the whole of it."""
+    """The whole config.json, also for a multimodal checkpoint."""
     source: str = ""
-    """What holds the weights, where it is not that folder: a file."""
+    """The file that holds the weights, if they are not in the folder."""
     generation_config: dict[str, Any] = field(default_factory=dict)
     pooling_profile: PoolingProfile | None = None
-    """What the files beside it say of pooling; None: there are none that do."""
+    """Pooling settings from other files of the folder; None: there are none."""

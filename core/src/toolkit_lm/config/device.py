@@ -1,4 +1,5 @@
-"""Where the model runs, and which attention backend runs its layers."""
+"""DeviceConfig and AttentionConfig: the device of the model, and the attention backend of its
+layers."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ from toolkit_lm.config.options import option
 
 
 class DeviceConfig(Struct, frozen=True, kw_only=True):
-    """Where the model runs."""
+    """The device and kernels of the model."""
 
     device: Annotated[
-        str, option("Torch device: cpu, cuda, cuda:1, ... auto: cuda where there is one, else cpu.")
+        str, option("Torch device: cpu, cuda, cuda:1, ... auto: cuda if there is one, else cpu.")
     ] = "auto"
     kernels: Annotated[
         str,
@@ -22,12 +23,12 @@ class DeviceConfig(Struct, frozen=True, kw_only=True):
 
 
 class AttentionConfig(Struct, frozen=True, kw_only=True):
-    """Which attention backend runs the layers."""
+    """The attention backend of the layers."""
 
     attention_backend: Annotated[
         str,
         option(
             "Attention backend by name, or names by kind of layer: decoder=A,window=B,encoder=C. "
-            "auto: for each layer the best that can run it."
+            "auto: the best that can run each layer."
         ),
     ] = "auto"

@@ -17,7 +17,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     ] = None
     overlap: Annotated[
         bool | None,
-        option("Plan the next step while one is computed. Results are the same.", none="off"),
+        option("Plan the next step while one is running. Results are the same.", none="off"),
     ] = None
     start_timeout: Annotated[
         float,

@@ -10,8 +10,8 @@ from toolkit_lm.config.options import option
 
 
 class LimitsConfig(Struct, frozen=True, kw_only=True):
-    """Bounds on what a client may ask for. AsyncLLM and the server refuse requests beyond those
-    that may wait."""
+    """Bounds on client requests. AsyncLLM and the server refuse requests beyond the queue
+    limits."""
 
     max_n: Annotated[int, option("Maximum number of sequences per request (n).", ge=1)] = 128
     max_logprobs: Annotated[

@@ -1,4 +1,5 @@
-"""Which model, how long and in what precision it runs, and where its weights come from."""
+"""ModelConfig and LoadConfig: the model, its length and precision, and the source of its
+weights."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from toolkit_lm.config.options import option
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):
-    """Which model, and how long and in what precision it runs."""
+    """The model, its length and its precision."""
 
     model: Annotated[
         str,
@@ -23,7 +24,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     served_model_name: Annotated[
         list[str] | None,
         option(
-            "Model name in the HTTP API. Answers tell the first of several.",
+            "Model name in the HTTP API. If several names are given, responses use the first.",
             none="MODEL as given, or the stem of a file's name",
         ),
     ] = None
@@ -43,7 +44,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     seed: Annotated[
         int | None,
         option(
-            "Seed of requests that have none.",
+            "Default seed of requests.",
             none="a fresh one for each request",
             ge=0,
             le=2**63 - 1,
@@ -54,7 +55,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     ] = False
     runner: Annotated[
         Literal["auto", "generate", "pooling"],
-        option("Runner type: what the engine is for. auto: as the checkpoint's architecture says."),
+        option("Runner type: generate text or pool. auto: by the checkpoint's architecture."),
     ] = "auto"
     convert: Annotated[
         str,
@@ -77,14 +78,14 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     verify_fallback: Annotated[
         bool,
         option(
-            "Compare a fallback's first logits with those of its model by itself, and refuse it "
-            "where they differ."
+            "Compare a fallback's first logits with those of its model alone, and refuse it if "
+            "they differ."
         ),
     ] = True
 
 
 class LoadConfig(Struct, frozen=True, kw_only=True):
-    """Where weights come from, and how they are held."""
+    """The source of the weights, and their form in memory."""
 
     load_format: Annotated[
         str,
@@ -96,7 +97,31 @@ class LoadConfig(Struct, frozen=True, kw_only=True):
     quantization: Annotated[
         str,
         option(
-            "Quantization of the weights, by name: the checkpoint's, or one that is made at "
-            "load. auto: the checkpoint's, or none."
+            "Quantization of the weights, by name: the checkpoint's, or one applied at load. auto:"
+            " the checkpoint's, or none."
         ),
     ] = "auto"
+    quantization_skip: Annotated[
+        list[str],
+        option(
+            "Layers that stay as they are where weights are quantized at load: the name in the "
+            "model or the checkpoint ('lm_head'), with * and ? ('*.down_proj'), or 're:' and a "
+            "regular expression."
+        ),
+    ] = field(default_factory=list)
+    quantization_override: Annotated[
+        list[str],
+        option(
+            "Layers that are quantized otherwise at load: PATTERN=NAME ('*.down_proj=int8'), with "
+            "patterns like those of quantization_skip."
+        ),
+    ] = field(default_factory=list)
+    quantization_group_size: Annotated[
+        int | None,
+        option(
+            "Inputs that share a scale where weights are quantized at load in groups, as int4's "
+            "are.",
+            ge=1,
+            none="the quantization's own",
+        ),
+    ] = None

@@ -1,4 +1,4 @@
-"""How an option is stated, and how its value is found: flag or keyword, then environment, then
+"""Statement of options, and lookup of their values: flag or keyword, then environment, then
 default.
 
 An option is a field of a frozen `msgspec.Struct` section, annotated with `option(help, ...)`:
@@ -17,34 +17,35 @@ import difflib
 import re
 import types
 import warnings
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from toolkit_lm.errors import ConfigError, nearest
+from toolkit_lm.errors import ConfigError, in_plain_words, nearest
 
 ENV_PREFIX = "TOOLKIT_LM_"
-"""What the names of options' environment variables begin with."""
+"""Prefix of options' environment variables."""
 _SECRETS = ("launch_key",)
-"""Variables that are no options: a secret is given in no flag."""
+"""Variables that are not options: a secret has no flag."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptionSpec:
-    """What a field's `Annotated[...]` says of an option: help text and bounds of a number, `gt`
-    exclusive, `ge` and `le` inclusive."""
+    """Statement of an option in a field's `Annotated[...]`: help text, and bounds of a number. `gt`
+    is exclusive, `ge` and `le` are inclusive."""
 
     help: str
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
     none: str = ""
-    """What None stands for."""
+    """Meaning of None, for the help text."""
     is_json: bool = False
-    """A text in JSON, which may also be given as a mapping."""
+    """The value is a text in JSON, which may also be given as a mapping."""
 
     def admits(self, value: float) -> bool:
         """Whether a number is within the bounds."""
@@ -73,8 +74,8 @@ def option(
     none: str = "",
     is_json: bool = False,
 ) -> OptionSpec:
-    """States an option: its help text, the bounds of a number, what None stands for, and whether a
-    mapping may stand for its text."""
+    """States an option: its help text, the bounds of a number, the meaning of None, and whether a
+    mapping may replace its text."""
     return OptionSpec(help, ge, gt, le, none, is_json)
 
 
@@ -83,7 +84,7 @@ class Option(NamedTuple):
 
     name: str
     type: Any
-    """The annotated type; `msgspec.convert(value, option.type, strict=False)` checks a value."""
+    """The annotated type. `msgspec.convert(value, option.type, strict=False)` checks a value."""
     default: Any
     spec: OptionSpec
 
@@ -101,13 +102,17 @@ class Option(NamedTuple):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The allowed values of a `Literal` option, else ()."""
-        bare = get_args(self.type)[0]
-        return get_args(bare) if str(get_origin(bare)) == "typing.Literal" else ()
+        """The allowed values of a `Literal` option, otherwise ()."""
+        return tuple(
+            choice
+            for arm in self.kinds
+            if str(get_origin(arm)) == "typing.Literal"
+            for choice in get_args(arm)
+        )
 
     @property
     def kinds(self) -> tuple[Any, ...]:
-        """The types that a value may have: (int, NoneType) for `int | None`."""
+        """The types of values: (int, NoneType) for `int | None`."""
         bare = get_args(self.type)[0]
         return (
             get_args(bare)
@@ -117,28 +122,32 @@ class Option(NamedTuple):
 
     @property
     def is_flag(self) -> bool:
-        """True for a switch: its flag takes no value, and has a form with --no-."""
+        """Whether the option is a switch: its flag takes no value, and has a form with --no-."""
         return bool in self.kinds and {*self.kinds} <= {bool, types.NoneType}
 
     @property
     def is_list(self) -> bool:
-        """True where a flag may be given several times."""
+        """Whether the flag may be given several times."""
         return any(get_origin(arm) is list for arm in self.kinds)
 
     @property
     def is_mapping(self) -> bool:
-        """True for an option of the form NAME.KEY=VALUE, whose flag may be given several times."""
+        """Whether the option has the form NAME.KEY=VALUE, and its flag may be given several
+        times."""
         return any(get_origin(arm) is dict for arm in self.kinds)
 
     def convert(self, value: Any, source: str) -> Any:
-        """`value` as this option's type. `source` is named in the error (ConfigError)."""
+        """`value` as this option's type. Raises ConfigError.
+
+        `source`: the option's name as the user wrote it, with the file or variable it came from.
+        """
         try:
             if (
                 isinstance(value, int | float)
                 and not isinstance(value, bool)
                 and {int, float, str} & {*self.kinds} == {str}
             ):
-                # YAML and Python make a number of what a flag gives as text ("0.5").
+                # YAML and Python parse as a number what a flag gives as text ("0.5").
                 value = str(value)
             if self.spec.is_json and isinstance(value, Mapping):
                 value = msgspec.json.encode(dict(value)).decode()
@@ -146,23 +155,20 @@ class Option(NamedTuple):
                 value = self._from_text(value)
             value = msgspec.convert(value, self.type, strict=False)
         except (msgspec.ValidationError, ValueError) as error:
-            reason = "It is true or false." if self.is_flag else f"{error}."
+            wrong = in_plain_words(error, source, value)
             if self.choices:
-                reason = nearest(str(value), self.choices)
-            raise ConfigError(
-                f"{source}: {value!r} is not a value for {self.name!r} ({self.help}) {reason}"
-            ) from None
+                hint = nearest(str(value), self.choices, otherwise="")
+                wrong = f"{source} must be one of {', '.join(self.choices)}, not {value!r}. {hint}"
+            raise ConfigError(f"{wrong.strip()} {self.help}") from None
         if value is not None and not self.spec.admits(value):
-            raise ConfigError(
-                f"{source}: {self.name!r} must be {self.spec.range}, not {value!r} ({self.help})"
-            )
+            raise ConfigError(f"{source} must be {self.spec.range}, not {value!r}. {self.help}")
         return value
 
     def _from_text(self, value: str | list[str]) -> Any:
         # Flags and the environment carry text only: a list is comma-separated, and "none" is None
-        # where None is allowed.
+        # if None is allowed.
         if self.is_mapping:
-            # A comma ends an item only where another one begins: values may hold commas themselves.
+            # A comma ends an item only if another item begins after it: values may contain commas.
             return _nested(
                 re.split(r",(?=\s*[^.=,\s]+\.[^=,\s]+=)", value)
                 if isinstance(value, str)
@@ -186,7 +192,7 @@ def _nested(items: list[str]) -> dict[str, dict[str, str]]:
     """["a.b=c"] -> {"a": {"b": "c"}}."""
     nested: dict[str, dict[str, str]] = {}
     for item in items:
-        match = re.fullmatch(r"\s*([^.=\s]+)\.([^=\s]+)=(.*)", item, re.DOTALL)
+        match = re.fullmatch(r"\s*([^.=\s]+)\.([^=\s]+)=(.*)", str(item), re.DOTALL)
         if match is None:
             raise ValueError(f"write NAME.KEY=VALUE, not {item!r}")
         name, key, value = match.groups()
@@ -214,18 +220,19 @@ def options_of(section: type[msgspec.Struct]) -> Sequence[Option]:
 
 def load_options(
     options: Sequence[Option],
-    given: Mapping[str, Any],
+    overrides: Mapping[str, Any],
     *,
     environ: Mapping[str, str] | None = None,
     foreign: Container[str] = (),
+    named: Callable[[Option], str] = attrgetter("name"),
 ) -> dict[str, Any]:
-    """Merges the sources of options: `given` (flags or keywords) over `environ`; defaults are left
-    to the sections.
+    """Merges the sources of options: `overrides` (flags or keywords) over `environ`. Defaults are
+    left to the sections.
 
-    `foreign` names options of other commands, which a shared environment may also hold; it is asked
-    of slips alone. Raises ConfigError for an unknown key in `given`. An unknown `TOOLKIT_LM_*`
-    variable may be another program's: it is a warning where it looks like a slip.
-    """
+    `foreign` names options of other commands, which a shared environment may also hold; only
+    misspellings are compared with it. Raises ConfigError for an unknown key in `overrides`. An
+    unknown `TOOLKIT_LM_*` variable may belong to another program: there is a warning only if it
+    looks like a misspelling."""
     known = {o.name: o for o in options}
     merged: dict[str, Any] = {}
     for variable, text in (environ or {}).items():
@@ -239,14 +246,14 @@ def load_options(
             and (similar := difflib.get_close_matches(key, known, n=1, cutoff=0.75))
             and key not in foreign
         ):
-            # Without a similar name it is somebody else's: another command's, or another program's.
+            # A variable without a similar option belongs to another command, or another program.
             warnings.warn(
                 f"environment variable {variable} sets no option. Did you mean "
                 f"{known[similar[0]].env}?",
                 stacklevel=3,
             )
-    for key, value in given.items():
+    for key, value in overrides.items():
         if key not in known:
             raise ConfigError(f"unknown option {key!r}. {nearest(key, known)}")
-        merged[key] = known[key].convert(value, f"option {key!r}")
+        merged[key] = known[key].convert(value, named(known[key]))
     return merged

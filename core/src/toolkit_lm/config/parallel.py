@@ -1,4 +1,4 @@
-"""Ranks: how many share an engine, and which of several machines this one is."""
+"""ParallelConfig and NodeConfig: the ranks of an engine, and this machine's place among several."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
         bool,
         option(
             "Expert parallelism: divide the experts of a layer over the tensor-parallel ranks, "
-            "instead of cutting each one."
+            "instead of sharding each expert."
         ),
     ] = False
     data_parallel_size: Annotated[
@@ -38,8 +38,8 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
     executor: Annotated[
         str,
         option(
-            "Executor, by name: how the engine reaches its workers. auto: the first that runs so "
-            "many."
+            "Executor, by name: how the engine reaches its workers. auto: the first that supports "
+            "the number of workers."
         ),
     ] = "auto"
     rank: int = 0
@@ -51,7 +51,7 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def ranks_per_node(self) -> int:
-        """Node i holds the ranks from i times as many on."""
+        """Number of ranks per machine. Node i holds that many ranks, from i times the number on."""
         return self.num_ranks // self.nodes
 
     @property
@@ -64,17 +64,17 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
 
 
 class NodeConfig(Struct, frozen=True, kw_only=True):
-    """Which of several machines this one is, and where they meet. TOOLKIT_LM_LAUNCH_KEY may hold
+    """This machine's number among several, and their meeting point. TOOLKIT_LM_LAUNCH_KEY may hold
     the key itself."""
 
     node_rank: Annotated[int, option("Number of this machine. 0 holds the engine.", ge=0)] = 0
     master: Annotated[
-        str | None, option("HOST:PORT of node 0, where the other nodes reach it.", none="none")
+        str | None, option("HOST:PORT at which the other nodes reach node 0.", none="none")
     ] = None
     launch_key_file: Annotated[
         str | None,
         option(
-            "File of a secret, the same on all nodes: they prove that they know it.",
+            "File with a secret, the same on all nodes. Nodes must prove that they know it.",
             none="TOOLKIT_LM_LAUNCH_KEY",
         ),
     ] = None

@@ -1,4 +1,4 @@
-"""PoolerConfig: how vectors and scores are made."""
+"""PoolerConfig: how vectors and scores are computed."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from toolkit_lm.config.options import option
 
 
 class PoolerConfig(Struct, frozen=True, kw_only=True):
-    """How a pooling model's vectors and scores are made. What is not given is as the checkpoint
-    says, else as the model class does."""
+    """How a pooling model's vectors and scores are computed. Unset options follow the checkpoint,
+    otherwise the model class."""
 
     pooling_type: Annotated[
         Literal[
             "auto", "CLS", "LAST", "MEAN", "MAX", "WEIGHTED_MEAN", "MEAN_SQRT_LEN", "ALL", "STEP"
         ],
         option(
-            "Pooling method: how the tokens' vectors become one. ALL and STEP, of reward models, "
+            "Pooling method: how the tokens' vectors become one. ALL and STEP, for reward models, "
             "keep one per token or step."
         ),
     ] = "auto"
@@ -28,8 +28,8 @@ class PoolerConfig(Struct, frozen=True, kw_only=True):
     matryoshka: Annotated[
         bool | None,
         option(
-            "Requests may ask for the first dimensions of embeddings. Unset: where the "
-            "checkpoint says that its model is made for it."
+            "Requests may ask for the first dimensions of embeddings. Unset: if the checkpoint "
+            "supports it."
         ),
     ] = None
     use_activation: Annotated[
@@ -48,16 +48,15 @@ class PoolerConfig(Struct, frozen=True, kw_only=True):
     classifier_method: Annotated[
         Literal["auto", "from_2_way_softmax", "no_post_processing"],
         option(
-            "Classifier made of rows of the language-modeling head, where the checkpoint has "
-            "none. from_2_way_softmax: the "
-            "difference of two rows. no_post_processing: rows as they are. auto: as the "
-            "architecture's known reranker does."
+            "Classifier made from rows of the language-modeling head, if the checkpoint has none. "
+            "from_2_way_softmax: the difference of two rows. no_post_processing: unchanged rows. "
+            "auto: as the architecture's known reranker does."
         ),
     ] = "auto"
     classifier_tokens: Annotated[
         list[str] | None,
         option(
-            "Words, one token each, whose rows of the head make the classifier. Of two words, "
+            "Words, one token each, whose rows of the head form the classifier. With two words, "
             "the first is 'no'."
         ),
     ] = None

@@ -1,4 +1,4 @@
-"""RendererConfig: how input becomes tokens, and tokens become text."""
+"""RendererConfig: conversion of input to tokens, and of tokens to text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from toolkit_lm.config.options import option
 
 
 class RendererConfig(Struct, frozen=True, kw_only=True):
-    """How input becomes tokens, and tokens become text."""
+    """Conversion of input to tokens, and of tokens to text."""
 
     renderer: Annotated[
         str,
@@ -33,10 +33,7 @@ class RendererConfig(Struct, frozen=True, kw_only=True):
     ] = field(default_factory=list)
     limit_mm_per_prompt: Annotated[
         list[str],
-        option(
-            "Maximum number of items of media in a prompt, by modality: image=8. What is not "
-            "named: 16."
-        ),
+        option("Maximum number of items in a prompt, by modality: image=8. Other modalities: 16."),
     ] = field(default_factory=list)
     allowed_media_hosts: Annotated[
         list[str], option("Hosts that media is fetched from: NAME or NAME:PORT.")
@@ -48,7 +45,7 @@ class RendererConfig(Struct, frozen=True, kw_only=True):
         int, option("Maximum number of pixels of an image, or of a video's frames.", ge=1)
     ] = 36_000_000
     max_media_frames: Annotated[
-        int, option("Maximum number of frames that are taken of a video.", ge=1)
+        int, option("Maximum number of frames sampled from a video.", ge=1)
     ] = 768
     max_audio_seconds: Annotated[
         float, option("Maximum length of a recording, in seconds.", gt=0)

@@ -10,7 +10,7 @@ from toolkit_lm.config.options import option
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True):
-    """How requests are batched. Prompts longer than what is left of a step's budget are computed in
+    """How requests are batched. Prompts longer than the rest of a step's budget are computed in
     chunks."""
 
     max_num_seqs: Annotated[
@@ -48,17 +48,17 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
         Literal["auto", "recompute", "swap"],
         option(
             "Preemption of a request. recompute: compute it again later. swap: move it to "
-            "swap_memory. auto: what costs less."
+            "swap_memory. auto: the cheaper of the two."
         ),
     ] = "auto"
 
     @property
     def policy(self) -> str:
-        """`scheduling_policy`, or its default where no server has set it."""
+        """`scheduling_policy`, or its default if no server has set it."""
         return self.scheduling_policy or "fcfs"
 
     @property
     def token_budget(self) -> int:
-        """`max_num_batched_tokens`, or its default where prompts are cut into chunks: larger ones
-        hold up who waits for a next token."""
+        """`max_num_batched_tokens`, or its default for chunked prompts: larger chunks delay the
+        next tokens of running requests."""
         return 2048 if self.max_num_batched_tokens is None else self.max_num_batched_tokens

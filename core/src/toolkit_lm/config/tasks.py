@@ -1,4 +1,4 @@
-"""The three layers of what an engine is for: runner type (at engine start), convert type (at model
+"""The three layers of an engine's purpose: runner type (at engine start), convert type (at model
 load), task (per request)."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ CONVERT_TASKS: dict[str, tuple[PoolingTask, ...]] = {
     "embed": ("embed", "token_embed"),
     "classify": ("classify", "score", "token_classify"),
 }
-"""What a model of each convert type serves. A native reward model serves what its own pooler
-says."""
+"""Tasks that a model of each convert type serves. A native reward model serves its own pooler's
+tasks."""
 
 _BY_SUFFIX: tuple[tuple[str, RunnerType, str], ...] = (
     ("ForCausalLM", "generate", "none"),
@@ -31,23 +31,24 @@ _BY_SUFFIX: tuple[tuple[str, RunnerType, str], ...] = (
     ("RewardModel", "pooling", "embed"),
     ("Model", "pooling", "embed"),
 )
-"""First match. "Classification" counts where a "For" stands somewhere before it."""
+"""Suffixes of architecture names; the first match applies. "Classification" counts only after a
+"For"."""
 
 
 CONVERTIBLE_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel")
-"""Of the names of model classes that pooling adapters can convert."""
+"""Suffixes of model class names that pooling adapters can convert."""
 
 
 def way_to_serve(task: PoolingTask) -> str:
-    """The end of an error's message: how a generating engine is made to serve a task."""
+    """End of an error's message: how to make a generating engine serve a task."""
     convert = next(convert for convert, tasks in CONVERT_TASKS.items() if task in tasks)
-    beside = " To serve it beside generation: --extra-tasks embed." if convert == "embed" else ""
-    return f"Start the engine with --convert {convert} (in Python convert={convert!r}).{beside}"
+    hint = " To serve it beside generation: extra_tasks=['embed']." if convert == "embed" else ""
+    return f"Start the engine with convert={convert!r}.{hint}"
 
 
 def default_runner(architecture: str) -> tuple[RunnerType, str]:
-    """The runner type, and the convert type of a pooling runner, that an architecture's name stands
-    for: `auto`'s table."""
+    """Returns the runner type, and the convert type of a pooling runner, that an architecture's
+    name implies: the table of `auto`."""
     for suffix, runner, convert in _BY_SUFFIX:
         if architecture.endswith(suffix) and (
             suffix != "Classification" or "For" in architecture.removesuffix(suffix)

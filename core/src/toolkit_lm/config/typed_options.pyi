@@ -11,7 +11,7 @@ class LLMOptions(TypedDict, total=False):
     revision: str | None
     """Branch, tag or commit of a hub id."""
     served_model_name: list[str] | None
-    """Model name in the HTTP API. Answers tell the first of several."""
+    """Model name in the HTTP API. If several names are given, responses use the first."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     """Precision of weights and activations. auto: the checkpoint's."""
     max_model_len: int | None
@@ -21,11 +21,11 @@ class LLMOptions(TypedDict, total=False):
     generation_config: str
     """Sampling defaults: checkpoint, none, or a folder of generation_config.json."""
     seed: int | None
-    """Seed of requests that have none."""
+    """Default seed of requests."""
     trust_remote_code: bool
     """Run Python code that comes with the checkpoint."""
     runner: Literal["auto", "generate", "pooling"]
-    """Runner type: what the engine is for. auto: as the checkpoint's architecture says."""
+    """Runner type: generate text or pool. auto: by the checkpoint's architecture."""
     convert: str
     """Pooling adapter that converts the model: none, embed, classify or a plugin's. auto: the
     one that the runner type needs."""
@@ -35,32 +35,46 @@ class LLMOptions(TypedDict, total=False):
     """Model implementation: auto, or a fallback by name, such as 'transformers'. auto: the class
     registered for the architecture, else a fallback."""
     verify_fallback: bool
-    """Compare a fallback's first logits with those of its model by itself, and refuse it where
-    they differ."""
+    """Compare a fallback's first logits with those of its model alone, and refuse it if they
+    differ."""
     load_format: str
     """Load format of the weights, by name. dummy: random numbers, for measurements. auto: the
     first that reads MODEL."""
     quantization: str
-    """Quantization of the weights, by name: the checkpoint's, or one that is made at load. auto:
-    the checkpoint's, or none."""
+    """Quantization of the weights, by name: the checkpoint's, or one applied at load. auto: the
+    checkpoint's, or none."""
+    quantization_skip: list[str]
+    """Layers that stay as they are where weights are quantized at load: the name in the model or
+    the checkpoint ('lm_head'), with * and ? ('*.down_proj'), or 're:' and a regular expression."""
+    quantization_override: list[str]
+    """Layers that are quantized otherwise at load: PATTERN=NAME ('*.down_proj=int8'), with
+    patterns like those of quantization_skip."""
+    quantization_group_size: int | None
+    """Inputs that share a scale where weights are quantized at load in groups, as int4's are."""
     block_size: int
     """Tokens per block of the KV cache."""
     kv_cache_memory: str
-    """Memory of the KV cache: bytes ('2GiB') or a fraction ('0.5') of what a full step leaves.
-    auto: what can be spared."""
+    """Memory of the KV cache: bytes ('2GiB') or a fraction ('0.5') of the memory that a full
+    step leaves free. auto: nearly all of a GPU, part of a host."""
+    kv_cache_dtype: Literal["auto", "model", "int8", "fp8"]
+    """Type of cached keys and values. auto: the checkpoint's; model: the model's dtype; int8,
+    fp8: quantized, with a scale per token and head unless the checkpoint has some."""
+    kv_cache_dtype_skip_layers: list[str]
+    """Layers that `kv_cache_dtype` leaves as they are: numbers ('0'), or patterns of names
+    ('*.self_attn.attn')."""
     num_kv_blocks: int | None
-    """Blocks of the KV cache, in place of an amount of memory. Of several pools: of the one that
-    long sequences fill first."""
+    """Blocks of the KV cache, in place of an amount of memory. With several pools: blocks of the
+    pool that long sequences fill first."""
     enable_prefix_caching: bool | None
-    """Prefix caching: reuse the KV cache of earlier requests that begin alike."""
+    """Prefix caching: reuse the KV cache of earlier requests with the same prefix."""
     encoder_cache_memory: str
-    """Memory for what encoders have made of images and other media, until prompts have been
-    computed: bytes ('256MiB')."""
+    """Memory for embeddings of images and other media, until prompts have been computed: bytes
+    ('256MiB')."""
     feature_cache_memory: str
-    """Memory for images and other media as encoders read them: one that comes again is not
-    processed again. 0: none."""
+    """Memory for processed images and other media: a repeated item is not processed again. 0:
+    none."""
     swap_memory: str | None
-    """Host memory for swaps: bytes ('4GiB') or a fraction of the free."""
+    """Host memory for swapped requests: bytes ('4GiB') or a fraction of the free memory."""
     max_num_seqs: int
     """Maximum number of sequences in a step."""
     max_num_batched_tokens: int | None
@@ -74,11 +88,11 @@ class LLMOptions(TypedDict, total=False):
     """Speculative decoding: the plugin that drafts tokens, by name."""
     preemption_mode: Literal["auto", "recompute", "swap"]
     """Preemption of a request. recompute: compute it again later. swap: move it to swap_memory.
-    auto: what costs less."""
+    auto: the cheaper of the two."""
     engine_process: bool | None
     """Run the engine in a process of its own."""
     overlap: bool | None
-    """Plan the next step while one is computed. Results are the same."""
+    """Plan the next step while one is running. Results are the same."""
     start_timeout: float
     """Seconds that an engine process may take to load the model and warm up."""
     step_timeout: float
@@ -91,35 +105,36 @@ class LLMOptions(TypedDict, total=False):
     """Pipeline-parallel ranks, each with a part of the layers."""
     enable_expert_parallel: bool
     """Expert parallelism: divide the experts of a layer over the tensor-parallel ranks, instead
-    of cutting each one."""
+    of sharding each expert."""
     data_parallel_size: int
     """Engines with a copy of the model each, which share the requests."""
     nodes: int
     """Machines that share the ranks. All but the first run `toolkit worker`."""
     executor: str
-    """Executor, by name: how the engine reaches its workers. auto: the first that runs so many."""
+    """Executor, by name: how the engine reaches its workers. auto: the first that supports the
+    number of workers."""
     node_rank: int
     """Number of this machine. 0 holds the engine."""
     master: str | None
-    """HOST:PORT of node 0, where the other nodes reach it."""
+    """HOST:PORT at which the other nodes reach node 0."""
     launch_key_file: str | None
-    """File of a secret, the same on all nodes: they prove that they know it."""
+    """File with a secret, the same on all nodes. Nodes must prove that they know it."""
     node_timeout: float
     """Seconds without a sign of life after which another machine counts as lost."""
     device: str
-    """Torch device: cpu, cuda, cuda:1, ... auto: cuda where there is one, else cpu."""
+    """Torch device: cpu, cuda, cuda:1, ... auto: cuda if there is one, else cpu."""
     kernels: str
     """Kernels of layers, by name. torch: plain torch. auto: the best for the device."""
     optimization_level: int
-    """Compilation of the forward pass. 0: none. 1: for any number of tokens. 2: for the
-    compile_sizes, too. 3: those are tuned."""
+    """Compilation of the forward pass. 0: none. 1: for any number of tokens. 2: also for each of
+    compile_sizes. 3: with tuning of these."""
     compilation_config: str | Mapping[str, Any]
     """Details of compilation, as JSON or a mapping: '{"compile_sizes": [1, 8]}'."""
     compile_cache: bool
-    """Keep what is compiled for the next start."""
+    """Cache compiled code for the next start."""
     attention_backend: str
     """Attention backend by name, or names by kind of layer: decoder=A,window=B,encoder=C. auto:
-    for each layer the best that can run it."""
+    the best that can run each layer."""
     renderer: str
     """Renderer, by name. auto: the model's, else the first that can read the checkpoint."""
     tokenizer: str | None
@@ -130,7 +145,7 @@ class LLMOptions(TypedDict, total=False):
     """Render servers (toolkit render), such as http://127.0.0.1:8001, that render in place of
     this process."""
     limit_mm_per_prompt: list[str]
-    """Maximum number of items of media in a prompt, by modality: image=8. What is not named: 16."""
+    """Maximum number of items in a prompt, by modality: image=8. Other modalities: 16."""
     allowed_media_hosts: list[str]
     """Hosts that media is fetched from: NAME or NAME:PORT."""
     max_media_bytes: int
@@ -138,7 +153,7 @@ class LLMOptions(TypedDict, total=False):
     max_media_pixels: int
     """Maximum number of pixels of an image, or of a video's frames."""
     max_media_frames: int
-    """Maximum number of frames that are taken of a video."""
+    """Maximum number of frames sampled from a video."""
     max_audio_seconds: float
     """Maximum length of a recording, in seconds."""
     pooling_type: Literal[
@@ -152,13 +167,13 @@ class LLMOptions(TypedDict, total=False):
         "ALL",
         "STEP",
     ]
-    """Pooling method: how the tokens' vectors become one. ALL and STEP, of reward models, keep
+    """Pooling method: how the tokens' vectors become one. ALL and STEP, for reward models, keep
     one per token or step."""
     normalize: bool | None
     """Scale embeddings to length 1 (L2), unless a request says otherwise."""
     matryoshka: bool | None
-    """Requests may ask for the first dimensions of embeddings. Unset: where the checkpoint says
-    that its model is made for it."""
+    """Requests may ask for the first dimensions of embeddings. Unset: if the checkpoint supports
+    it."""
     use_activation: bool | None
     """Apply sigmoid or softmax to the logits of classes and scores, unless a request says
     otherwise."""
@@ -167,12 +182,12 @@ class LLMOptions(TypedDict, total=False):
     returned_token_ids: list[int] | None
     """Reward models: which logits are returned."""
     classifier_method: Literal["auto", "from_2_way_softmax", "no_post_processing"]
-    """Classifier made of rows of the language-modeling head, where the checkpoint has none.
-    from_2_way_softmax: the difference of two rows. no_post_processing: rows as they are. auto:
-    as the architecture's known reranker does."""
+    """Classifier made from rows of the language-modeling head, if the checkpoint has none.
+    from_2_way_softmax: the difference of two rows. no_post_processing: unchanged rows. auto: as
+    the architecture's known reranker does."""
     classifier_tokens: list[str] | None
-    """Words, one token each, whose rows of the head make the classifier. Of two words, the first
-    is 'no'."""
+    """Words, one token each, whose rows of the head form the classifier. With two words, the
+    first is 'no'."""
     score_template: str | None
     """Score template, by name or file: how a reranker reads a query and a document."""
     logit_mean: float | None

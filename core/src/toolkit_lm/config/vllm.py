@@ -30,10 +30,9 @@ if TYPE_CHECKING:
 _STATED = {
     name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 } | {"max_new_tokens": "max_tokens"}
-"""Sampling parameters of generation_config.json that are taken, as vLLM does, and our names of
-them."""
+"""Sampling parameters that generation_config.json may set, as in vLLM, mapped to the names here."""
 _USUAL_HIDDEN_SIZE = 4096
-"""That of a Llama whose config.json states none."""
+"""Hidden size of a Llama whose config.json states none."""
 
 
 class VllmConfig(Struct, frozen=True, kw_only=True):
@@ -55,7 +54,7 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     plugins: PluginsConfig = field(default_factory=PluginsConfig)
     checkpoint: Checkpoint | None = None
-    """Set by `resolve`; None before."""
+    """Data of the checkpoint, set by `resolve`; None before."""
 
     @classmethod
     def options(cls) -> list[Option]:
@@ -95,8 +94,8 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
         for name, value in options.items():
             if name not in known:
                 raise ConfigError(f"unknown option {name!r}. {nearest(name, known)}")
-            section_name, one = known[name]
-            changed.setdefault(section_name, {})[name] = one.convert(value, f"option {name!r}")
+            section_name, kind = known[name]
+            changed.setdefault(section_name, {})[name] = kind.convert(value, name)
         sections = {
             name: msgspec.structs.replace(getattr(self, name), **values)
             for name, values in changed.items()
@@ -104,13 +103,13 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, **sections)
 
     def with_rank(self, rank: int) -> VllmConfig:
-        """The copy of this config that the worker of `rank` holds."""
+        """Returns the config of the worker of `rank`."""
         return msgspec.structs.replace(
             self, parallel=msgspec.structs.replace(self.parallel, rank=rank)
         )
 
     def with_checkpoint(self, checkpoint: Checkpoint) -> VllmConfig:
-        """The copy of this config that belongs to a checkpoint."""
+        """Returns the config with this checkpoint."""
         return msgspec.structs.replace(self, checkpoint=checkpoint)
 
     @property
@@ -121,7 +120,8 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def vocab_size(self) -> int | None:
-        """Tokens of the checkpoint's language model; None where its config.json does not say."""
+        """Vocabulary size of the checkpoint's language model; None if its config.json does not
+        state it."""
         size: int | None = (self.hf_config.get("text_config") or self.hf_config).get("vocab_size")
         return size
 
@@ -135,21 +135,22 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def max_encoder_len(self) -> int:
-        """Most tokens of an encoder prompt; 0 where the model has no encoder beside its decoder.
-        The config must be resolved."""
+        """Most tokens of an encoder prompt; 0 if the model has no encoder next to its decoder. The
+        config must be resolved."""
         return self.model.max_encoder_len or 0
 
     @property
     def keeps_kv_cache(self) -> bool:
-        """False: every prompt is computed at once, and nothing comes after it. The config must be
-        resolved."""
+        """Whether the engine needs a KV cache. False: every prompt is computed at once, and nothing
+        follows. The config must be resolved."""
         return self.model.runner != "pooling" or bool(
             self.scheduler.enable_chunked_prefill or self.cache.enable_prefix_caching
         )
 
     @property
     def encoder_cache_embeds(self) -> int:
-        """Embeddings of media that `encoder_cache_memory` holds. The config must be resolved."""
+        """Number of multimodal embeddings that `encoder_cache_memory` holds. The config must be
+        resolved."""
         hidden = (self.hf_config.get("text_config") or self.hf_config).get(
             "hidden_size"
         ) or _USUAL_HIDDEN_SIZE
@@ -159,7 +160,7 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
-        """What generation_config.json states of sampling: for requests that say nothing else."""
+        """Sampling defaults of generation_config.json, for requests that do not set them."""
         stated = (
             {}
             if self.checkpoint is None or self.model.generation_config == "none"
@@ -174,16 +175,18 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
         if self.model.served_model_name:
             return self.model.served_model_name
         found = self.checkpoint
-        # Of a checkpoint that is one file, what its weights are read from is no folder.
+        # For a checkpoint that is one file, the source of its weights is not a folder.
         is_file = found is not None and found.source not in ("", found.path)
         return [Path(self.model.model).stem if is_file else self.model.model]
 
     @property
     def served_model_name(self) -> str:
-        """The first of them: what answers tell."""
+        """The first served model name, which responses use."""
         return self.served_model_names[0]
 
 
 _SECTIONS: dict[str, type[Struct]] = {
-    one.name: one.type for one in msgspec.structs.fields(VllmConfig) if one.name != "checkpoint"
+    field.name: field.type
+    for field in msgspec.structs.fields(VllmConfig)
+    if field.name != "checkpoint"
 }

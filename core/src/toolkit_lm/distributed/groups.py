@@ -1,4 +1,4 @@
-"""Groups of ranks: the contract, and how layers find the groups of the worker that runs them."""
+"""Groups of ranks: the contract, and the lookup of the running worker's groups."""
 
 from __future__ import annotations
 
@@ -12,33 +12,35 @@ from toolkit_lm.config import ParallelConfig
 
 
 class Group:
-    """Some ranks that exchange tensors, as one of them sees it. All of them make the same calls in
-    the same order.
+    """Ranks that exchange tensors, as seen by one of them. All ranks make the same calls in the
+    same order.
 
-    This one is the group of a single rank. An executor of several workers brings a subclass, which
-    overrides all.
+    This class is the group of a single rank. An executor with several workers brings a subclass
+    that overrides all methods.
     """
 
     rank: int = 0
-    """This rank's place in the group."""
+    """Index of this rank in the group."""
     size: int = 1
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, the same to the last bit on each; it may be written into
+        """Returns the sum over all ranks, bit-identical on each. It may be written into
         `tensor`."""
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
-        """The tensors of all ranks, of equal shape, joined along `dim` in the order of ranks."""
+        """Returns the tensors of all ranks, of equal shape, concatenated along `dim` in the order
+        of ranks."""
         return tensor
 
     def send(self, tensors: Mapping[str, Tensor], rank: int) -> None:
-        """Sends tensors, by name, to another rank of the group. They are not changed afterwards."""
+        """Sends tensors, by name, to another rank of the group. The caller does not change them
+        afterwards."""
         raise NotImplementedError(f"{type(self).__name__} has no rank {rank} to send to")
 
     def recv(self, rank: int) -> dict[str, Tensor]:
-        """What another rank of the group has sent; waits for it. What a rank sends comes in
-        order."""
+        """Receives the tensors that another rank of the group has sent, and waits for them.
+        Messages of a rank arrive in order."""
         raise NotImplementedError(f"{type(self).__name__} has no rank {rank} to receive from")
 
 
@@ -48,9 +50,9 @@ _local = threading.local()
 
 @contextmanager
 def parallel_groups(*, tensor: Group = _ALONE, pipeline: Group = _ALONE) -> Iterator[None]:
-    """Makes a worker's groups known to the layers that this thread runs inside. Refuses to nest.
+    """Context that sets the groups of the layers run by this thread. Refuses to nest.
 
-    They are the thread's and not the process's, so that ranks can be threads of one process.
+    Groups belong to the thread and not to the process, so that ranks can be threads of one process.
     """
     assert not hasattr(_local, "groups"), "a worker runs inside another one on the same thread"
     _local.groups = {"tensor": tensor, "pipeline": pipeline}

@@ -1,7 +1,6 @@
-"""The engine: the loop over tokens, and how a front reaches it.
+"""The engine: the loop over tokens, and the clients through which a front reaches it.
 
-The names are resolved when they are used: a front whose engine runs in another process needs no
-torch.
+Names are imported on first use. A front whose engine runs in another process needs no torch.
 """
 
 import lazy_loader

@@ -1,5 +1,5 @@
-"""The engine client contract: how a front, which knows texts, reaches an engine, which knows
-tokens."""
+"""The engine client contract. Through it a front, which handles texts, reaches an engine, which
+handles tokens."""
 
 from __future__ import annotations
 
@@ -7,119 +7,128 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Literal, NamedTuple, NoReturn
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import PoolingTask
 from toolkit_lm.engine.feature_mirror import FeatureMirror
-from toolkit_lm.errors import EngineDeadError
+from toolkit_lm.errors import EngineDeadError, UnsupportedError
 from toolkit_lm.kv import KVCacheConfig
 from toolkit_lm.messages import EngineOutputs, EngineRequest, PoolingRules
 from toolkit_lm.params import FinishReason
 
 
 class EngineInfo(Struct, frozen=True, kw_only=True):
-    """What a front learns of an engine that is ready."""
+    """Facts about an engine that is ready, for its front."""
 
     config: VllmConfig
-    """With nothing left open: the device, too, is settled."""
+    """The fully resolved config, with the device."""
     kv_cache: KVCacheConfig
     pooling: dict[PoolingTask, PoolingRules]
-    """The pooling tasks that it serves."""
+    """The pooling tasks that the engine serves."""
     whole_items: bool = False
-    """No chunk of a prompt ends inside an item of media."""
+    """No chunk of a prompt ends inside a multimodal item."""
 
 
 class EngineState(NamedTuple):
-    """One of the engines behind a client."""
+    """State of one of the engines behind a client."""
 
     status: Literal["starting", "ready", "restarting", "dead"]
     reason: str = ""
-    """What it does while it starts, or why it is dead."""
+    """Present phase of a starting engine, or the reason for which it is dead."""
     pid: int | None = None
     num_requests: int = 0
-    """In flight."""
+    """Number of requests in flight."""
     num_tokens: int = 0
-    """Of these, of prompts and outputs so far."""
+    """Number of tokens of these requests, in prompts and outputs so far."""
     num_restarts: int = 0
 
 
 class EngineClient(ABC):
-    """One engine, in this process or in another; or several, which share the requests.
+    """One engine, in this process or in another; or several that share the requests.
 
-    Used from one thread at a time, but for `phase`, `engines`, `fork_error`, `wake` and
+    Used from one thread at a time, except for `phase`, `engines`, `fork_error`, `wake` and
     `dump_stacks`. `add` and `finish` never wait for the engine. Every method but `finish` and
-    `shutdown` raises EngineDeadError once the engine has died. Those that callers begin with,
-    `wait_ready`, `add`, `reset_prefix_cache` and `poll_outputs`, do so in a fork as well.
+    `shutdown` raises EngineDeadError once the engine has died. In a fork, `wait_ready`, `add`,
+    `reset_prefix_cache` and `poll_outputs`, with which callers begin, raise it too.
     """
 
     phase: str = ""
-    """What the engine does before it is ready."""
+    """Present phase of the engine's start, before it is ready."""
     engines: Sequence[EngineState] = ()
-    """Of a client of several engines, each of them."""
+    """State of each engine, if the client has several."""
     fork_error: EngineDeadError | None = None
-    """Set in a fork of the process that made the engine: no thread and no socket of it works
-    there."""
+    """Set in a fork of the process that made the engine. The engine's threads and sockets do not
+    work there."""
 
     def __init__(self, config: VllmConfig) -> None:
         os.register_at_fork(after_in_child=partial(_refuse_in_fork, weakref.ref(self), os.getpid()))
         self.features = FeatureMirror(config.cache.feature_cache_bytes)
-        """What the engine holds of items of media."""
+        """Mirror of the multimodal data that the engine holds."""
 
     @abstractmethod
     def wait_ready(self, timeout: float | None = None) -> EngineInfo | None:
-        """Waits until the engine has loaded and warmed up. None when a `wake` or `timeout` seconds
-        came first.
+        """Waits until the engine has loaded and warmed up. Returns None if a `wake` or `timeout`
+        seconds came first.
 
-        Raises what kept it from starting: ToolkitError, with the root cause.
+        Raises the ToolkitError that kept the engine from starting, with the root cause.
         """
 
     @property
     @abstractmethod
     def progress_time(self) -> float:
-        """time.monotonic() of the engine's last sign of life: a step's end, an answer."""
+        """time.monotonic() of the engine's last sign of life: the end of a step, or an answer."""
 
     @abstractmethod
     def add(self, requests: Sequence[EngineRequest]) -> None:
-        """Queues requests, which the front has checked: all of them, or none where it raises
+        """Queues requests that the front has validated: all of them, or none if it raises
         RequestError."""
 
     @abstractmethod
     def finish(
         self, request_id: str, reason: FinishReason = "abort", index: int | None = None
     ) -> None:
-        """Ends a request, or one of its sequences, from outside. Unknown or ended ones are no
-        error. No output follows."""
+        """Ends a request, or one of its sequences, from outside. Unknown and finished ones are
+        accepted. No output follows."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes that no running request uses."""
 
+    def call_workers(self, method: str, payload: Raw) -> Future[list[Raw]]:
+        """Calls a method of every worker, as EngineCore's, of each engine. Its future is done when
+        a later `step` or `poll_outputs` has taken the answer in. By default it is refused."""
+        raise UnsupportedError(
+            f"{method}: the engine client {type(self).__name__} carries no calls to workers."
+        )
+
     @abstractmethod
     def step(self, timeout: float | None = None) -> EngineOutputs:
-        """In this process: computes a step, if there is work. Else waits for what comes, a `wake`,
-        or `timeout` seconds."""
+        """Computes a step if there is work, for an engine in this process. Otherwise waits for
+        messages, a `wake`, or `timeout` seconds."""
 
     @abstractmethod
     def poll_outputs(self) -> EngineOutputs:
-        """What has come without waiting or computing: events, outputs of steps that are over."""
+        """Returns what has arrived, without waiting or computing: events, and outputs of finished
+        steps."""
 
     @abstractmethod
     def wake(self) -> None:
-        """Lets a `step` or `wait_ready` that waits return, or else the next one. From any thread,
-        and from a finalizer."""
+        """Makes a waiting `step` or `wait_ready` return, or else the next one. May be called from
+        any thread, and from a finalizer."""
 
     @abstractmethod
     def dump_stacks(self) -> None:
-        """Writes what each of the engine's threads is doing to its standard error. From any
+        """Writes the stacks of the engine's threads to its standard error. May be called from any
         thread."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Ends the engine and releases what it holds. Safe to call twice."""
+        """Ends the engine and releases its resources. Safe to call twice."""
 
 
 def _refuse_in_fork(reference: weakref.ref[EngineClient], pid: int) -> None:

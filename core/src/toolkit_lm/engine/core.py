@@ -1,4 +1,4 @@
-"""EngineCore: the loop. Tokens in, tokens out."""
+"""EngineCore: the loop of the engine. Tokens in, tokens out."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from toolkit_lm.engine.memory import size_kv_cache
 from toolkit_lm.errors import EngineDeadError, RequestError, ToolkitError, UnsupportedError
 from toolkit_lm.events import Event, LoadEvent, StepEvent
 from toolkit_lm.executor import Executor
+from toolkit_lm.executor.calls import values_of
 from toolkit_lm.kv import KVCacheConfig, KVCacheSpec, KVTier, plan_groups
 from toolkit_lm.messages import (
     EngineOutput,
@@ -33,16 +34,17 @@ from toolkit_lm.scheduler import Planners, Scheduler, load_event, load_policy
 logger = logging.getLogger(__name__)
 
 _MOST_FAILURES = 3
-"""Failed steps in a row, with no result and no culprit in between, before the engine gives up."""
+"""Most failed steps in a row, without a result or a culprit in between, before the engine gives
+up."""
 
 
 REST = 0.005
-"""Seconds between steps that find nothing to compute, though there are requests, or a part awaits
+"""Seconds between steps that find nothing to compute, although there are requests, or a part awaits
 something."""
 
 
 class InFlightStep(NamedTuple):
-    """A step on its way."""
+    """A step that is running."""
 
     plan: StepPlan
     start: float
@@ -50,7 +52,7 @@ class InFlightStep(NamedTuple):
 
 
 class EngineCore:
-    """Scheduler and executor, and nothing of texts. Used from one thread at a time."""
+    """Scheduler and executor, without any text. Used from one thread at a time."""
 
     def __init__(
         self,
@@ -61,24 +63,24 @@ class EngineCore:
         listening: bool = True,
         on_phase: Callable[[str], object] = lambda name: None,
     ) -> None:
-        """Loads the model and warms it up. `listening`: somebody wants the events. `on_phase` is
-        told what begins."""
+        """Loads the model and warms it up. `listening`: events are wanted. `on_phase` is called
+        with the name of each phase that begins."""
         self.config = config
         self.executor = executor
         self.listening = listening
         self.progress_time = time.monotonic()
-        """When the last step ended."""
+        """time.monotonic() at the end of the last step."""
         self.num_idle = 0
-        """Calls of `step` in a row that have found nothing to compute: whoever calls it again and
-        again rests a little."""
+        """Number of calls of `step` in a row that found nothing to compute. A caller in a loop
+        rests a little then."""
         self._in_flight: deque[InFlightStep] = deque()
-        """In the order of their execution."""
+        """Running steps, in the order of their execution."""
         self._outputs: list[EngineOutput] = []
         self._admitted: list[str] = []
         self._events: list[Event] = []
         self._failures = 0
         self._logged: set[tuple[str, ...]] = set()
-        """Where the steps since the last failure of a whole batch have failed."""
+        """Places where steps have failed since the last failure of a whole batch."""
         self._failure_of = plugins.failure
         self._policy_owner = plugins.scheduling_policies.get(config.scheduler.policy).owner
         policy = load_policy(plugins.scheduling_policies, config.scheduler)
@@ -87,7 +89,7 @@ class EngineCore:
             executor.load()
             specs = executor.kv_cache_specs()
             self.kv_cache = self._plan_kv_cache(specs)
-            executor.init_kv_cache([self.kv_cache.of_layers(one) for one in specs])
+            executor.init_kv_cache([self.kv_cache.of_layers(rank_specs) for rank_specs in specs])
             on_phase("warming up")
             executor.warm_up()
             facts = executor.part_facts()
@@ -110,27 +112,27 @@ class EngineCore:
         )
 
     def _make_tiers(self, plugins: Plugins) -> dict[str, KVTier]:
-        """Those in which contents are found, by name. Raises UnsupportedError."""
-        tiers: dict[str, KVTier] = {
+        """Makes the tiers that are searched by content, by name."""
+        return {
             entry.key: plugins.kv_tiers.make_tier(
                 entry.key, self.config, self.kv_cache, options=plugins.options(entry.plugin)
             )
             for entry in plugins.kv_tiers.entries()
             if entry.scheduler is not None
         }
-        if tiers and self.config.parallel.num_ranks > 1:
-            raise UnsupportedError(
-                f"KV tier {next(iter(tiers))!r} is for engines of one worker, and this one has "
-                f"{self.config.parallel.num_ranks}: lower them, or leave its plugin out."
-            )
-        return tiers
 
     def _plan_kv_cache(self, ranks: Sequence[Mapping[str, KVCacheSpec]]) -> KVCacheConfig:
-        """Groups, pools and their blocks. Raises CapacityError."""
-        specs = {layer: spec for one in ranks for layer, spec in one.items()}
+        """Plans groups, pools and their blocks. Raises CapacityError, UnsupportedError."""
+        specs = {layer: spec for rank_specs in ranks for layer, spec in rank_specs.items()}
         planned = plan_groups(specs, self.executor.backends())
-        # A rank has pages for its own layers only: that of the most layers counts.
-        of_ranks = zip(*(planned.of_layers(one).pools for one in ranks), strict=True)
+        if self.config.cache.enable_prefix_caching and (group := planned.without_prefixes):
+            raise UnsupportedError(
+                f"prefix caching: layer {group.layers[0]!r} keeps {group.spec.kind!r}, whose "
+                "blocks no other sequence can use, and no snapshots of them. Able: "
+                "enable_prefix_caching=False."
+            )
+        # A rank has pages for its own layers only: the rank with the most layers counts.
+        of_ranks = zip(*(planned.of_layers(rank_specs).pools for rank_specs in ranks), strict=True)
         widest = KVCacheConfig(
             planned.groups, [max(pools, key=lambda pool: pool.num_pages) for pools in of_ranks]
         )
@@ -161,24 +163,35 @@ class EngineCore:
         self._drain_scheduler()
 
     def reset_prefix_cache(self) -> None:
-        """Forgets what is cached of tokens. Requests under way go on."""
+        """Forgets cached prefixes. Running requests continue."""
         for pool in self.scheduler.blocks.pools:
             pool.forget_all()
         self.scheduler.tiers.forget_all()
 
+    def call_workers(self, method: str, payload: msgspec.Raw) -> list[msgspec.Raw]:
+        """Calls a method of every worker between two steps. Returns the answers of the ranks that
+        have it.
+
+        Raises RequestError if no rank has the method, and ToolkitError for its exception on a rank.
+        Requests continue.
+        """
+        # The failure of a running step is not an answer.
+        wait([step.future for step in self._in_flight])
+        return values_of(method, self.executor.call(method, payload).result())
+
     @property
     def has_unfinished(self) -> bool:
-        """There are requests, or a part awaits something: call `step`."""
+        """Whether there are requests, or a part awaits something: call `step`."""
         planners = self.scheduler.planners
         return bool(self.scheduler.roster.requests or (planners.awaiting and planners.awaits()))
 
     def step(self) -> EngineOutputs:
-        """Takes in the next step's results; meanwhile the one after it is computed, where that is
-        faster. Call it while `has_unfinished`.
+        """Returns the next step's outputs. If it is faster, the step after it is computed in the
+        meantime. Call it while `has_unfinished`.
 
-        A step that fails is computed again request by request: the one that fails again, alone,
-        ends with an error, the others go on. Raises EngineDeadError when nothing can be computed
-        any more.
+        A failed step is computed again request by request. The request that fails again, alone,
+        ends with an error, and the others continue. Raises EngineDeadError if nothing can be
+        computed any more.
         """
         idle = False
         try:
@@ -198,7 +211,7 @@ class EngineCore:
         except Exception as error:
             self._recover(error)
         except BaseException:
-            # An interrupt, say: the next step begins anew.
+            # An interrupt, for instance: the next step starts from a clean state.
             self._reset_after_failure()
             raise
         outputs = self.poll_outputs()
@@ -207,7 +220,7 @@ class EngineCore:
         return outputs
 
     def poll_outputs(self) -> EngineOutputs:
-        """What came since the last call."""
+        """Returns the outputs since the last call."""
         self._drain_scheduler()
         outputs = EngineOutputs(
             time=time.monotonic(),
@@ -224,7 +237,7 @@ class EngineCore:
         self.executor.shutdown()
 
     def _launch(self) -> None:
-        """Plans and starts steps, as many as may be on their way."""
+        """Plans and starts steps, as many as may run at a time."""
         while len(self._in_flight) < (
             1 if self.scheduler.quarantine.quarantined else self.executor.max_in_flight
         ):
@@ -235,16 +248,16 @@ class EngineCore:
             self._in_flight.append(InFlightStep(plan, start, self.executor.execute(plan)))
 
     def _collect(self) -> None:
-        """Takes in the oldest step's results. It stays in flight when it failed."""
+        """Processes the oldest step's results. A failed step stays in flight."""
         step = self._in_flight[0]
         result = step.future.result()
         self._in_flight.popleft()
         if result.parts:
-            self.scheduler.take_parts(result)
+            self.scheduler.update_planners(result)
         if step.plan.tiers is not None:
-            self.scheduler.request_blocks.take_loads(step.plan, result)
+            self.scheduler.request_blocks.finish_loads(step.plan, result)
         if not self.scheduler.roster.requests_in(step.plan):
-            # All that it computed has ended meanwhile, perhaps long ago.
+            # All that it computed has ended in the meantime, perhaps long ago.
             return
         outputs = self.scheduler.update(step.plan, result)
         self._outputs += outputs
@@ -268,53 +281,56 @@ class EngineCore:
         self._failures = 0
 
     def _recover(self, error: Exception) -> None:
-        """After a failed step: finds the request that it is to blame for, or lets the engine
-        die."""
-        what = self._failure_of(error)
+        """Handles a failed step: finds the request that caused it, or lets the engine die."""
+        failure = self._failure_of(error)
         alone = bool(self.scheduler.quarantine.quarantined)
-        self._log_failure(what, error, alone)
+        self._log_failure(failure, error, alone)
         requests = (
             self.scheduler.roster.requests_in(self._in_flight[0].plan) if self._in_flight else []
         )
         self._reset_after_failure()
         if alone and requests:
             (culprit,) = requests
-            self._outputs += self.scheduler.fail(culprit, what)
+            self._outputs += self.scheduler.fail(culprit, failure)
             try:
                 self.executor.execute(self.scheduler.drop_plan()).result()
                 self.executor.warm_up()
             except Exception:
                 raise EngineDeadError(
-                    f"the engine cannot compute anything any more: {what}"
+                    f"the engine cannot compute anything any more: {failure}"
                 ) from error
             self._failures = 0
             return
         self._failures += 1
         if self._failures >= _MOST_FAILURES:
-            raise EngineDeadError(f"{self._failures} steps in a row have failed: {what}") from error
+            raise EngineDeadError(
+                f"{self._failures} steps in a row have failed: {failure}"
+            ) from error
         self.scheduler.quarantine.isolate(requests)
 
-    def _log_failure(self, what: str, error: Exception, alone: bool) -> None:
-        """With its traceback, unless the step whose requests are computed alone has failed in the
-        same place before."""
+    def _log_failure(self, failure: str, error: Exception, alone: bool) -> None:
+        """Logs an error with its traceback. Leaves the traceback out if the failed step computes
+        its requests alone and failed in the same place before."""
         frames = traceback.extract_tb(error.__traceback__)[-1:]
         place = (type(error).__name__, *(f"{frame.filename}:{frame.lineno}" for frame in frames))
         if not alone:
             self._logged.clear()
-        logger.error("a step failed: %s", what, exc_info=None if place in self._logged else error)
+        logger.error(
+            "a step failed: %s", failure, exc_info=None if place in self._logged else error
+        )
         self._logged.add(place)
 
     def _reset_after_failure(self) -> None:
-        """Nothing that the runner holds can be relied on: all requests are computed again from
-        their tokens."""
+        """Resets all requests, since the runner's state cannot be relied on. They are computed
+        again from their tokens."""
         steps, self._in_flight = self._in_flight, deque()
         self.scheduler.reset_after_failure([step.plan for step in steps])
-        # What runs already cannot be stopped; its result counts no more.
+        # Running steps cannot be stopped; their results are ignored.
         wait([step.future for step in steps])
 
     def _drain_scheduler(self) -> None:
-        """Takes over what the scheduler has to tell."""
-        events = self.scheduler.events.take()
+        """Takes over the scheduler's outputs and events."""
+        events = self.scheduler.events.drain()
         outputs, self.scheduler.outputs = self.scheduler.outputs, []
         self._outputs += outputs
         for event in events:
@@ -323,6 +339,6 @@ class EngineCore:
         if not self.listening:
             return
         self._events += events
-        # Without an event before it, the load is what it was.
+        # Without an event before it, the load has not changed.
         if self._events and not isinstance(self._events[-1], LoadEvent):
             self._events.append(load_event(self.scheduler.roster, self.scheduler.blocks))

@@ -1,8 +1,8 @@
-"""The data of media, which a front sends once: the front's mirror of what the engine holds, and the
+"""Multimodal data, which a front sends once: the front's mirror of what the engine holds, and the
 engine's side of it.
 
-The front decides. Each of its messages says what the engine is to forget, so that both agree
-whenever a message has arrived.
+The front decides. Each of its messages names the items that the engine must forget, so both sides
+agree whenever a message has arrived.
 """
 
 from __future__ import annotations
@@ -22,33 +22,35 @@ from toolkit_lm.processing.pinned_rendering import CURRENT
 from toolkit_lm.renderer.feature_lookup import HeldFeature
 
 _OVERHEAD = 1024
-"""Bytes of an item beside its data, on both sides. It bounds the number of items that are tiny."""
+"""Bytes counted per item in addition to its data, on both sides. They bound the number of tiny
+items."""
 
 
 class FeatureMirror:
-    """A front's side: which items the engine holds for it, the longest unused first. It has none of
-    the data.
+    """A front's side: the items that the engine holds for it, least recently used first. It has
+    none of the data.
 
-    A FeatureLookup: `get` and `held_keys` may be called from any thread, all else from the one that
-    sends. The order of use changes only when something is sent: else a request without an item's
-    data could overtake the one that brings it.
+    The class is a FeatureLookup. `get` and `held_keys` may be called from any thread, other methods
+    only from the sending one. The order of use changes only when something is sent. Otherwise a
+    request without an item's data could overtake the request that brings it.
     """
 
     def __init__(self, budget: int) -> None:
-        """`budget`: bytes that the engine may hold. What is pinned may exceed it for a while. 0:
+        """`budget`: bytes that the engine may hold. Pinned items may exceed it for a while. 0:
         nothing is held."""
         self.budget = budget
         self.num_bytes = 0
         self._held: OrderedDict[str, HeldFeature] = OrderedDict()
         self._pins: Counter[str] = Counter()
         self._unpinned: deque[str] = deque()
-        """Pins that have ended, by a thread or the garbage collector: these take no lock."""
+        """Pins that have ended, in a thread or the garbage collector. Appending takes no lock."""
         self._forgotten: set[str] = set()
-        """The engine is to be told."""
+        """Identifiers that the engine must still be sent as forgotten."""
         self._lock = Lock()
 
     def get(self, identifier: str) -> HeldFeature | None:
-        """Only while a prompt is rendered: what nobody pins is not found."""
+        """Returns the held item of an identifier. For use during rendering: only then is the item
+        pinned."""
         if (rendering := CURRENT.get()) is None:
             return None
         identifier = rendering.name(identifier)
@@ -60,41 +62,46 @@ class FeatureMirror:
             return held
 
     def held_keys(self, limit: int) -> list[str]:
-        """The identifiers used last, the newest first. None in a rendering with a salt, where items
-        have other ones."""
+        """Identifiers used last, newest first. Empty for a rendering with a salt, whose items have
+        other identifiers."""
         if (rendering := CURRENT.get()) is not None and rendering.salt:
             return []
         with self._lock:
             return list(islice(reversed(self._held), limit))
 
     def lacks(self, request: EngineRequest) -> bool:
-        """It relies on data that the engine does not hold: it was rendered for another engine."""
+        """Whether the request relies on data that the engine does not hold, since it was rendered
+        for another engine."""
         return any(
-            one.data is None and one.mm_identifier not in self._held for one in request.features
+            feature.data is None and feature.mm_identifier not in self._held
+            for feature in request.features
         )
 
     @contextmanager
     def sending(
         self, requests: Sequence[EngineRequest]
     ) -> Iterator[tuple[list[EngineRequest], list[str]]]:
-        """Gives what is sent in place of requests, and what the engine forgets after it.
+        """Context that yields the requests to send in place of `requests`, and the items that the
+        engine forgets afterwards.
 
-        After the block it counts as sent, and `requests` keep no data; but not after an error.
-        Raises RequestError, which changes nothing.
+        After the block the requests count as sent, and `requests` keep no data; after an error they
+        do not. Raises RequestError, without changes.
         """
         with self._lock:
             self._unpin()
             used: dict[str, HeldFeature] = {}
             evicted = dict.fromkeys(self._forgotten)
             sent = [
-                replace(one, features=self._sent(one, used, evicted)) if one.features else one
-                for one in requests
+                replace(request, features=self._sent(request, used, evicted))
+                if request.features
+                else request
+                for request in requests
             ]
             evicted = {name: None for name in evicted if name not in used}
             size = self.num_bytes + sum(
-                one.num_bytes for name, one in used.items() if name not in self._held
+                feature.num_bytes for name, feature in used.items() if name not in self._held
             )
-            for name in chain((one for one in self._held if one not in used), used):
+            for name in chain((name for name in self._held if name not in used), used):
                 if size <= self.budget:
                     break
                 if name not in self._pins:
@@ -110,13 +117,13 @@ class FeatureMirror:
             self._forgotten.clear()
         for request in requests:
             if request.features:
-                request.features = [replace(one, data=None) for one in request.features]
+                request.features = [replace(feature, data=None) for feature in request.features]
 
     def _sent(
         self, request: EngineRequest, used: dict[str, HeldFeature], evicted: dict[str, None]
     ) -> list[MultiModalFeatureSpec]:
-        """A request's features, without the data that the engine holds. Adds to what is used, and
-        to what is not to be kept."""
+        """Returns a request's features, without the data that the engine holds. Adds to the used
+        items, and to those that must not be kept."""
         features = []
         for number, feature in enumerate(request.features, 1):
             name = feature.mm_identifier
@@ -149,7 +156,7 @@ class FeatureMirror:
         return features
 
     def forget(self, identifiers: Iterable[str]) -> None:
-        """The engine has said that it does not hold these."""
+        """Forgets items that the engine reports as missing."""
         with self._lock:
             for name in identifiers:
                 if held := self._held.pop(name, None):
@@ -165,18 +172,18 @@ class FeatureMirror:
 
 
 class EngineFeatures:
-    """The engine's side: the data of what its fronts' mirrors name. An item is there as long as one
-    of them does."""
+    """The engine's side: the data of the items in its fronts' mirrors. An item stays as long as one
+    of them names it."""
 
     def __init__(self) -> None:
         self._data: dict[str, dict[str, Array]] = {}
         self._fronts: dict[int, set[str]] = {}
 
-    def take_in(
+    def fill(
         self, front: int, requests: Iterable[EngineRequest], evicted: Iterable[str]
     ) -> dict[str, list[str]]:
-        """Gives the features of a message's requests their data. Returns what they lack:
-        identifiers by request, to be sent again."""
+        """Gives the features of a message's requests their data. Returns the missing identifiers by
+        request, which must be sent again."""
         names = self._fronts.setdefault(front, set())
         missing: dict[str, list[str]] = {}
         for request in requests:
@@ -190,13 +197,14 @@ class EngineFeatures:
                     missing.setdefault(request.request_id, []).append(name)
             if request.features:
                 request.features = [
-                    replace(one, data=self._data.get(one.mm_identifier)) for one in request.features
+                    replace(feature, data=self._data.get(feature.mm_identifier))
+                    for feature in request.features
                 ]
         self._forget(names, evicted)
         return missing
 
     def leave(self, front: int) -> None:
-        """A front has gone."""
+        """Releases the items of a front that has gone."""
         self._forget(set(), self._fronts.pop(front, set()))
 
     def _forget(self, names: set[str], evicted: Iterable[str]) -> None:
@@ -211,7 +219,7 @@ def _num_bytes(data: dict[str, Array]) -> int:
 
 
 def _alone(data: dict[str, Array]) -> dict[str, Array]:
-    """Copies data that would keep a message of more than twice its size in memory."""
+    """Copies data that would otherwise keep a message of more than twice its size in memory."""
     size = _num_bytes(data)
     return {
         name: array

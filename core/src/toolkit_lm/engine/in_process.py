@@ -5,12 +5,16 @@ from __future__ import annotations
 import faulthandler
 import sys
 from collections.abc import Sequence
+from concurrent.futures import Future
 from queue import Empty, SimpleQueue
+
+from msgspec import Raw
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine.client import EngineClient, EngineInfo
 from toolkit_lm.engine.core import REST, EngineCore
 from toolkit_lm.engine.feature_mirror import EngineFeatures
+from toolkit_lm.errors import EngineDeadError, ToolkitError
 from toolkit_lm.executor import make_executor
 from toolkit_lm.messages import EngineOutputs, EngineRequest
 from toolkit_lm.params import FinishReason
@@ -19,7 +23,7 @@ from toolkit_lm.plugin import Plugins
 
 class InProcessClient(EngineClient):
     """Calls EngineCore. It sets neither thread counts nor CPU affinity nor signal handlers of its
-    host app."""
+    host application."""
 
     def __init__(self, config: VllmConfig, plugins: Plugins) -> None:
         """Loads the model. `config` is resolved, `resolve_device` included."""
@@ -44,9 +48,9 @@ class InProcessClient(EngineClient):
         return self.core.progress_time
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
-        if any(one.features for one in requests):
+        if any(request.features for request in requests):
             with self.features.sending(requests) as (requests, evicted):
-                missing = self._features.take_in(0, requests, evicted)
+                missing = self._features.fill(0, requests, evicted)
                 assert not missing, "nothing comes between both sides"
         added = []
         try:
@@ -65,6 +69,16 @@ class InProcessClient(EngineClient):
 
     def reset_prefix_cache(self) -> None:
         self.core.reset_prefix_cache()
+
+    def call_workers(self, method: str, payload: Raw) -> Future[list[Raw]]:
+        future: Future[list[Raw]] = Future()
+        try:
+            future.set_result(self.core.call_workers(method, payload))
+        except EngineDeadError:
+            raise
+        except ToolkitError as error:
+            future.set_exception(error)
+        return future
 
     def step(self, timeout: float | None = None) -> EngineOutputs:
         outputs = self.core.step() if self.core.has_unfinished else self.core.poll_outputs()

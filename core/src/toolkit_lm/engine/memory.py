@@ -1,4 +1,4 @@
-"""How much memory the KV cache takes."""
+"""Sizes of the KV cache and of the host's swap memory."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from toolkit_lm.config import CacheConfig, VllmConfig, parse_memory
 from toolkit_lm.errors import CapacityError
 from toolkit_lm.kv import KVCacheConfig
 
-# What `auto` takes: of a GPU nearly all that is free; of a host, which others use too, a quarter
-# and no more than this.
+# Memory that `auto` uses: nearly all free memory of a GPU. A host is shared, so a quarter of its
+# free memory, and no more than this.
 _AUTO_GPU_FRACTION = 0.9
 _AUTO_HOST_FRACTION = 0.25
 _AUTO_HOST_BYTES = 4 * 2**30
 
 _CACHED_SEQUENCES = 64
-"""Of max_model_len: for how many the cache has room at least, where there is memory."""
+"""Number of sequences of max_model_len that the cache holds at least, if there is enough memory."""
 _USUAL_TOKENS = 1024
-"""Of a sequence: where there are several pools, they run full together when sequences are of this
-length."""
+"""Length of a usual sequence. Several pools are sized so that they run full together with sequences
+of this length."""
 
 
 def kv_cache_bytes(config: CacheConfig, device: str, free: int) -> int:
-    """Bytes for the KV cache, as `kv_cache_memory` says, of a device with `free` bytes to spare."""
+    """Bytes for the KV cache by `kv_cache_memory`, on a device with `free` bytes."""
     if config.kv_cache_memory == "auto":
         if device.startswith("cpu"):
             return min(int(free * _AUTO_HOST_FRACTION), _AUTO_HOST_BYTES)
@@ -33,8 +33,7 @@ def kv_cache_bytes(config: CacheConfig, device: str, free: int) -> int:
 
 
 def host_bytes(config: CacheConfig, free: int) -> int:
-    """Bytes for the pool that requests are swapped to, as `swap_memory` says, of a host with `free`
-    bytes to spare."""
+    """Bytes for the pool of preempted requests by `swap_memory`, on a host with `free` bytes."""
     if config.swap_memory is None:
         return 0
     amount = parse_memory(config.swap_memory)
@@ -50,16 +49,16 @@ def host_bytes(config: CacheConfig, free: int) -> int:
 def size_kv_cache(
     kv_cache: KVCacheConfig, config: VllmConfig, free: int, free_on_host: int
 ) -> KVCacheConfig:
-    """`kv_cache` with as many blocks as its options give it, of a device and a host with so many
-    bytes to spare.
+    """Returns `kv_cache` with the number of blocks that its options give it, for these free bytes
+    of a device and a host.
 
-    `num_kv_blocks` are those of the pool of which a long sequence holds the most: the other pools
-    hold as many sequences as these do.
+    `num_kv_blocks` counts the pool of which a long sequence holds the most blocks. The other pools
+    hold as many sequences as that one.
 
-    Engines that share the requests share the host too.
+    Engines that share the requests also share the host.
 
-    Raises CapacityError when they are not there, or a single sequence of max_model_len does not fit
-    in them.
+    Raises CapacityError if the bytes are not free, or if a single sequence of max_model_len does
+    not fit.
     """
     cache = config.cache
     device = config.device.device
@@ -90,9 +89,9 @@ def size_kv_cache(
             range(1, memory // each[lead] + 1), memory, key=lambda count: num_bytes(blocks(count))
         )
     num_blocks = blocks(leading)
-    for pool, (given, needed) in enumerate(zip(num_blocks, least, strict=True)):
-        if given < needed:
-            raise CapacityError(_too_small(config, memory, given, needed, each[pool]))
+    for pool, (available, needed) in enumerate(zip(num_blocks, least, strict=True)):
+        if available < needed:
+            raise CapacityError(_too_small(config, memory, available, needed, each[pool]))
     on_host = host_bytes(
         cache,
         (free_on_host - (memory if device == "cpu" else 0)) // config.parallel.data_parallel_size,
@@ -104,56 +103,63 @@ def size_kv_cache(
 def _shares(
     kv_cache: KVCacheConfig, config: VllmConfig
 ) -> tuple[list[int], int, Callable[[int], list[int]]]:
-    """Per pool, the blocks of the longest sequence; which pool leads, for a long one holds the most
-    of it; and how many blocks each has by those of the leading one."""
+    """Returns the blocks of the longest sequence per pool; the leading pool, of which a long
+    sequence holds the most; and a function from blocks of the leading pool to blocks per pool."""
     cache = config.cache
     length = config.max_model_len
     chunk = config.scheduler.token_budget
     encoded = config.max_encoder_len
     least = kv_cache.max_blocks(length, chunk, encoded)
+    kept = [
+        sum(group.pool == pool and group.spec.snapshots > 0 for group in kv_cache.groups)
+        for pool in range(len(least))
+    ]
+    """Per pool, snapshots of a sequence."""
     usual = kv_cache.max_blocks(min(length, _USUAL_TOKENS), chunk, min(encoded, _USUAL_TOKENS))
-    # More than all sequences at full length is used for cached prefixes only.
+    # Blocks beyond those of all sequences at full length are used for cached prefixes only.
     num_seqs = max(
-        config.scheduler.max_num_seqs, _CACHED_SEQUENCES if cache.enable_prefix_caching else 1
+        config.scheduler.max_num_seqs,
+        _CACHED_SEQUENCES if cache.enable_prefix_caching is not False else 1,
     )
     lead = max(range(len(least)), key=least.__getitem__, default=0)
     of_any_length = kv_cache.max_blocks(1, chunk, 1)
 
     def blocks(leading: int) -> list[int]:
-        """Per pool, where the leading one has so many, but for what no sequences could use. The
-        others hold one sequence at least."""
+        """Blocks per pool if the leading one has this many, without blocks that no sequence could
+        use. Each of the others holds at least one sequence."""
         counts = [
-            min(num_seqs * one, max(one, leading * share // usual[lead]))
-            for one, share in zip(least, usual, strict=True)
+            min(num_seqs * (blocks + more), max(blocks, leading * (share + more) // usual[lead]))
+            for blocks, more, share in zip(least, kept, usual, strict=True)
         ]
-        counts[lead] = min(num_seqs * least[lead], leading)
+        counts[lead] = min(num_seqs * (least[lead] + kept[lead]), leading)
         if cache.num_kv_blocks is not None:
-            # What a sequence takes at any length never runs out before what grows: each that runs
-            # has a leading block.
+            # The blocks that a sequence takes at any length never run out before those that grow:
+            # each running sequence has a leading block.
             fixed = [
                 pool
-                for pool, one in enumerate(least)
-                if pool != lead and one == of_any_length[pool]
+                for pool, blocks in enumerate(least)
+                if pool != lead and blocks == of_any_length[pool]
             ]
             counts = [
-                min(config.scheduler.max_num_seqs, leading) * one if pool in fixed else counts[pool]
-                for pool, one in enumerate(least)
+                min(config.scheduler.max_num_seqs, leading) * (blocks + more)
+                if pool in fixed
+                else counts[pool]
+                for pool, (blocks, more) in enumerate(zip(least, kept, strict=True))
             ]
         return counts
 
     return least, lead, blocks
 
 
-def _too_small(config: VllmConfig, memory: int, given: int, needed: int, each: int) -> str:
-    what = f"num_kv_blocks is {config.cache.num_kv_blocks}"
-    option = "--num-kv-blocks"
+def _too_small(config: VllmConfig, memory: int, available: int, needed: int, each: int) -> str:
+    setting = f"num_kv_blocks is {config.cache.num_kv_blocks}"
+    option = "num_kv_blocks"
     if config.cache.num_kv_blocks is None:
-        what = (
-            f"kv_cache_memory is {memory / 2**10:.0f} KiB, {given} blocks of {each / 2**10:.0f} KiB"
-        )
-        option = "--kv-cache-memory"
+        size = f"{each / 2**10:.0f} KiB"
+        setting = f"kv_cache_memory is {memory / 2**10:.0f} KiB, {available} blocks of {size}"
+        option = "kv_cache_memory"
     return (
         f"the KV cache cannot hold one sequence of max_model_len {config.max_model_len}: it "
-        f"takes {needed} blocks, but {what}. "
-        f"Lower --max-model-len or raise {option}."
+        f"takes {needed} blocks, but {setting}. "
+        f"Lower max_model_len or raise {option}."
     )

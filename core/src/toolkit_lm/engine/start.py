@@ -15,10 +15,10 @@ from toolkit_lm.resolution.resolution import resolve_device
 def start_engine(
     config: VllmConfig, plugins: Plugins, process: EngineProcess | None = None
 ) -> EngineClient:
-    """The engine of a front: a plugin's, or one in a process of its own where `engine_process` says
-    so, which may still be loading.
+    """Makes the engine client of a front: a plugin's, or one in a process of its own if
+    `engine_process` says so. That engine may still be loading.
 
-    `process`: one that has been started for it. Raises ConfigError for several engines, where no
+    `process`: a process that was started for it. Raises ConfigError for several engines if no
     plugin runs them.
     """
     # mypy: an abstract class stands for those that are made.
@@ -46,7 +46,7 @@ def start_engine(
             raise
     if process is not None:
         process.end()
-    # It brings torch along.
+    # The import loads torch.
     from toolkit_lm.engine.in_process import InProcessClient
 
     return InProcessClient(resolve_device(config), plugins)

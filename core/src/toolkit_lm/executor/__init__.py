@@ -1,7 +1,7 @@
 """Executors: how the engine reaches its workers.
 
-The names are imported when they are used: a machine without an engine reads what its workers say,
-and computes nothing.
+Names are imported on first use. A machine without an engine can read the workers' messages without
+torch.
 """
 
 import lazy_loader

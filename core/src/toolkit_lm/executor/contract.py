@@ -9,28 +9,30 @@ from concurrent.futures import Future
 from msgspec import Raw
 
 from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import UnsupportedError
+from toolkit_lm.executor.calls import WorkerAnswer
 from toolkit_lm.kv import KVCacheConfig, KVCacheSpec
 from toolkit_lm.messages import StepPlan, StepResult
 from toolkit_lm.plugin import Plugins
 
 
 class Executor(ABC):
-    """One worker per device, all of them running the same plans. Methods are called from the
-    engine's thread, in the order below.
+    """Runs one worker per device, all with the same plans. Methods are called from the engine's
+    thread, in the order below.
 
-    What a worker raises before the first step is raised by the method that asked for it. Where a
-    worker dies, every future that is not done and every later one fails with EngineDeadError, which
-    holds the worker's last words, its traceback for instance.
+    A worker's exception before the first step is raised by the method that caused it. If a worker
+    dies, every unfinished and every later future fails with EngineDeadError. The error has the
+    worker's last output, for instance its traceback.
     """
 
     max_in_flight: int = 1
-    """Most steps that are on their way at a time. More than one: `execute` returns before the step
-    is over."""
+    """Most steps that may be running at a time. If above 1, `execute` returns before the step has
+    finished."""
 
     @abstractmethod
     def __init__(self, config: VllmConfig, plugins: Plugins) -> None:
-        """`config` is resolved; that of each worker is `config.with_rank(rank)`. Raises
-        UnsupportedError for what it cannot run."""
+        """`config` is resolved; `config.with_rank(rank)` is the config of a worker. Raises
+        UnsupportedError for a config that the executor cannot run."""
 
     @abstractmethod
     def load(self) -> None:
@@ -39,53 +41,65 @@ class Executor(ABC):
 
     @abstractmethod
     def kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
-        """Per rank, by attention layer: what it caches. A pipeline rank has its own layers only."""
+        """Cache specs by attention layer, per rank. A pipeline rank has only its own layers."""
 
     @abstractmethod
     def backends(self) -> dict[str, str]:
-        """By attention layer, of all workers: the name of its backend."""
+        """Name of each attention layer's backend, by layer, for all workers."""
 
     @abstractmethod
     def part_facts(self) -> dict[str, Raw]:
-        """By part, what `StepPart.facts` says: of the first worker that has it."""
+        """Facts from `StepPart.facts`, by part, of the first worker that has the part."""
 
     @abstractmethod
     def free_memory(self) -> int:
-        """Bytes that each worker's device has to spare, after what `profile` says that a step
-        takes; the least, where they differ."""
+        """Free bytes of each worker's device, after those that `profile` measures for a step. If
+        workers differ: the least."""
 
     @abstractmethod
     def free_host_memory(self) -> int:
-        """Bytes of host memory that each worker can have; the least, where they differ."""
+        """Free bytes of host memory per worker. If workers differ: the least."""
 
     @abstractmethod
     def init_kv_cache(self, kv_caches: Sequence[KVCacheConfig]) -> None:
-        """Allocates the KV cache on every worker, as the one of its rank says. All have the same
-        groups, each with the rank's layers."""
+        """Allocates the KV cache on every worker, by the config of its rank. All configs have the
+        same groups, each with the rank's layers."""
 
     @abstractmethod
     def warm_up(self) -> None:
-        """Runs what the first request would otherwise wait for. Also asked of a loaded engine when
-        a step has failed: does it still work?
+        """Runs what the first request would otherwise wait for. Also called after a failed step, to
+        test whether a loaded engine still works.
 
-        No block of the cache is in use at that time, and what free blocks hold is not relied on.
+        No block of the cache is in use at that time, and the contents of free blocks are not relied
+        on.
         """
 
     @abstractmethod
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         """Starts a step. Steps run in the order of the calls.
 
-        What a step raises on a worker is in its future, with its traceback; where there are several
-        workers, a note says "on rank 1".
+        The future gets a worker's exception, with its traceback. With several workers, a note says
+        "on rank 1".
         """
 
+    def call(self, method: str, payload: Raw) -> Future[list[WorkerAnswer]]:
+        """Has every rank call a method of its parts or model, with `call_worker`, after the steps
+        that were started before. What each answers, in the order of ranks.
+
+        What a method raises is in the rank's answer, and fails no step. By default it is refused,
+        with UnsupportedError.
+        """
+        raise UnsupportedError(
+            f"{method}: the executor {type(self).__name__} carries no calls to its workers."
+        )
+
     def check(self) -> None:  # noqa: B027
-        """Raises EngineDeadError where a worker has died. An engine process without work asks once
-        a second: it is told by no step."""
+        """Raises EngineDeadError if a worker has died. An idle engine process calls this once a
+        second, since no step would report it."""
 
     def dump_stacks(self) -> None:  # noqa: B027
-        """Has workers in other processes write the stacks of their threads to stderr. From any
-        thread, and from a signal's handler."""
+        """Makes workers in other processes write the stacks of their threads to stderr. May be
+        called from any thread, and from a signal handler."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -93,6 +107,7 @@ class Executor(ABC):
 
 
 def make_executor(config: VllmConfig, plugins: Plugins) -> Executor:
-    """The executor that a resolved config names. Raises PluginError where it cannot be loaded."""
+    """Makes the executor that a resolved config names. Raises PluginError if it cannot be
+    loaded."""
     made: Executor = plugins.executors.make(config.parallel.executor, config, plugins)
     return made

@@ -1,4 +1,4 @@
-"""What a worker in another process has raised, as the engine's process raises it."""
+"""Failure: carries a worker's exception to the engine's process."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from toolkit_lm.errors import ToolkitError
 
 
 class Failure(Struct, frozen=True):
-    """An error on its way between processes."""
+    """An exception, in a form that can be sent between processes."""
 
     kind: str
-    """The nearest class of errors.py, by name."""
+    """Name of the nearest class of errors.py."""
     message: str
     traceback: str
 
     @classmethod
     def of(cls, error: BaseException, worded: Callable[[BaseException], str]) -> Failure:
-        """`worded` says what is no ToolkitError, such as `Plugins.failure`, which names the plugin
-        that raised it."""
+        """Makes a Failure. `worded` gives the text of an exception that is not a ToolkitError. An
+        example is `Plugins.failure`, which names the plugin that raised it."""
         kind = next(
-            (one.__name__ for one in type(error).__mro__ if one.__module__ == errors.__name__),
+            (base.__name__ for base in type(error).__mro__ if base.__module__ == errors.__name__),
             ToolkitError.__name__,
         )
         message = str(error) if isinstance(error, ToolkitError) else worded(error)
         return cls(kind, message, "".join(traceback.format_exception(error)))
 
     def error(self, where: str) -> ToolkitError:
-        """`where`: such as "on rank 1". Its frames are core's, so that no executor is blamed for
-        what its workers run."""
+        """Makes the exception to raise. `where`: for instance "on rank 1". Its frames are core's,
+        so that no executor is blamed for its workers' code."""
         try:
             raise getattr(errors, self.kind)(f"{self.message.rstrip('.')} ({where}).")
         except ToolkitError as error:

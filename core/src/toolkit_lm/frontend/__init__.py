@@ -1,7 +1,7 @@
-"""The faces of an engine: `LLM` for lists of prompts, `AsyncLLM` for event loops, `LLMEngine` for a
-loop of one's own.
+"""The faces of an engine: `LLM` for lists of prompts, `AsyncLLM` for event loops, `LLMEngine` for
+the caller's own loop.
 
-The names are resolved when they are used.
+Names are imported on first use.
 """
 
 import lazy_loader

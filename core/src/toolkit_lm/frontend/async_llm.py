@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from itertools import count
@@ -14,10 +15,10 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import PoolingTask, Task
 from toolkit_lm.engine import EngineState
 from toolkit_lm.engine.process.launch import EngineProcess
-from toolkit_lm.errors import RequestError, nearest
-from toolkit_lm.frontend.engine_thread import EngineThread
+from toolkit_lm.errors import EngineDeadError, RequestError, nearest
+from toolkit_lm.frontend.calls import Answer, pass_on
+from toolkit_lm.frontend.engine_thread import Batch, EngineThread, Listener, Stream
 from toolkit_lm.frontend.health import Health
-from toolkit_lm.frontend.listener import Batch, Listener, Stream
 from toolkit_lm.frontend.llm_engine import LLMEngine
 from toolkit_lm.frontend.pooling_mixin import prepared_for_pooling
 from toolkit_lm.frontend.preparation import Preparation
@@ -33,14 +34,14 @@ from toolkit_lm.renderer import ConversationOptions, Renderer
 
 AnyListener = TypeVar("AnyListener", bound=Listener)
 Prepare = Callable[[], Awaitable[list[PreparedRequest]]]
-"""What makes a call's requests, once the engine is ready."""
+"""Function that makes a call's requests, once the engine is ready."""
 
 
 class EncodeOptions(RequestOptions, TextOptions, total=False):
     """How pooling requests are read and handled."""
 
     pooling_task: PoolingTask | None
-    """Stands in for params that say nothing else."""
+    """Task for params that name none."""
 
 
 class AsyncLLM:
@@ -62,8 +63,8 @@ class AsyncLLM:
         wait: bool = True,
         process: EngineProcess | None = None,
     ) -> None:
-        """Starts an engine and waits until it is ready. Raises what keeps it from starting:
-        ToolkitError.
+        """Starts an engine and waits until it is ready. Raises the ToolkitError that keeps it from
+        starting.
 
         `wait=False` returns while an engine process loads: `wait_ready` waits for it, and so do
         requests. With `engine_process` False the model is loaded here, in the calling thread, and
@@ -74,7 +75,7 @@ class AsyncLLM:
         self.engine = LLMEngine(config, plugins=plugins, wait=False, process=process)
         self.plugins = self.engine.plugins
         self.served_model_name = self.engine.config.served_model_name
-        """What clients call the model, as plugins left it."""
+        """The model's name for clients, after plugins' changes."""
         self._ids = count()
         self._preparation = Preparation(self.engine.processor)
         self._thread = EngineThread(self.engine)
@@ -88,7 +89,7 @@ class AsyncLLM:
 
     @property
     def config(self) -> VllmConfig:
-        """The resolved config; its device is settled when the engine is ready."""
+        """The resolved config. Its device is known when the engine is ready."""
         return self.engine.config
 
     @property
@@ -97,38 +98,38 @@ class AsyncLLM:
 
     @property
     def processor(self) -> Processor:
-        """What makes requests of prompts. Its methods take a while: not for an event loop's
+        """Makes requests from prompts. Its methods are slow: do not call them in an event loop's
         thread."""
         return self.engine.processor
 
     @property
     def num_queued_tokens(self) -> int:
-        """Prompt tokens of the requests that wait for a place in the batch."""
+        """Number of prompt tokens of the requests in the queue."""
         return self._thread.queue.num_tokens
 
     @property
     def error(self) -> BaseException | None:
-        """Why the engine died, or did not start; None while it lives."""
+        """The error with which the engine died, or did not start; None while it lives."""
         return self._thread.error
 
     @property
     def num_restarts(self) -> int:
-        """How many times a dead engine process was started anew."""
-        return self._thread.num_restarts + sum(one.num_restarts for one in self.engines)
+        """Number of restarts of a dead engine process."""
+        return self._thread.num_restarts + sum(engine.num_restarts for engine in self.engines)
 
     @property
     def engines(self) -> Sequence[EngineState]:
-        """Where there are several (data_parallel_size): each of them, by its number. From any
-        thread."""
+        """State of each engine, by its number, if there are several (data_parallel_size). May be
+        called from any thread."""
         return self.engine.client.engines
 
     def health(self) -> Health:
-        """How the engine is. It never waits, and may be called from any thread."""
+        """The engine's health. Never waits, and may be called from any thread."""
         return self._thread.health()
 
     async def wait_ready(self) -> None:
-        """Waits until the engine has loaded and warmed up. Raises what kept it from starting:
-        ToolkitError, with the root cause."""
+        """Waits until the engine has loaded and warmed up. Raises the ToolkitError that kept it
+        from starting, with the root cause."""
         if (error := self.engine.client.fork_error) is not None:
             raise error
         await asyncio.shield(asyncio.wrap_future(self._thread.ready))
@@ -140,12 +141,12 @@ class AsyncLLM:
         request_id: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs as they come. By default each holds the whole text so far; the `output_kind`
-        DELTA gives what is new.
+        """Yields outputs as they come. By default each holds the whole text so far; with the
+        `output_kind` DELTA, only the new text.
 
-        A caller that is slow gets fewer, larger outputs. Closing the iterator aborts the request.
-        Raises RequestError before the first output, QueueFullError among them; EngineDeadError when
-        the engine dies.
+        A slow caller gets fewer, larger outputs. Closing the iterator aborts the request. Raises
+        RequestError before the first output, including QueueFullError, and EngineDeadError when the
+        engine dies.
         """
         ids = [self._new_id() if request_id is None else request_id]
         prepare = partial(self._preparation.prepare_batch, ids, [prompt], sampling_params, options)
@@ -160,7 +161,7 @@ class AsyncLLM:
         options: RequestOptions | None = None,
         **render_options: Unpack[ConversationOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `generate`, for a conversation."""
+        """Answers a conversation, and yields outputs as `generate` does."""
         ids = [self._new_id() if request_id is None else request_id]
         prepare = partial(
             self._preparation.prepare_chat_batch,
@@ -180,7 +181,7 @@ class AsyncLLM:
         options: RequestOptions | None = None,
         **render_options: Unpack[ConversationOptions],
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
-        """As `generate_many`, for conversations."""
+        """Answers conversations, and yields outputs as `generate_many` does."""
         ids = [self._new_id() for _ in conversations]
         prepare = partial(
             self._preparation.prepare_chat_batch,
@@ -198,11 +199,12 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
-        """As `generate`, for many prompts at once, which reach the engine together. Of thousands,
-        each step admits some.
+        """Generates for many prompts at once, which reach the engine together. With thousands of
+        them, each step admits some.
 
-        Outputs that come together are given together, each with its prompt's number. A bad prompt
-        is an error for all of them, before any is computed. Closing the iterator aborts them all.
+        Outputs that arrive together are yielded together, each with its prompt's index. A bad
+        prompt is an error for all of them, before any is computed. Closing the iterator aborts all
+        of them.
         """
         ids = [self._new_id() for _ in prompts]
         prepare = partial(self._preparation.prepare_batch, ids, prompts, sampling_params, options)
@@ -215,9 +217,9 @@ class AsyncLLM:
         request_id: str | None = None,
         **options: Unpack[EncodeOptions],
     ) -> PoolingRequestOutput:
-        """One pooling task on a prompt or a pair of texts. Cancelling it aborts the request.
+        """Runs a pooling task on a prompt or a pair of texts. Cancelling it aborts the request.
 
-        Raises RequestError, QueueFullError among them, and EngineDeadError.
+        Raises RequestError, including QueueFullError, and EngineDeadError.
         """
         request_ids = [self._new_id() if request_id is None else request_id]
         [output] = await self.encode_many(
@@ -234,20 +236,20 @@ class AsyncLLM:
         names: Sequence[str] | None = None,
         **options: Unpack[EncodeOptions],
     ) -> list[PoolingRequestOutput]:
-        """As `encode`, for many prompts at once, which reach the engine together: cheaper than so
-        many calls of `encode`.
+        """Runs a pooling task on many prompts at once, which reach the engine together: cheaper
+        than as many calls of `encode`.
 
-        `pooling_params` are for all of them, or one for each.
+        `pooling_params` apply to all of them, or there is one per prompt.
 
-        A bad prompt is an error for all of them, before any is computed; it is called by its name
-        of `names`, or its number. One that fails later has its error in its output. In
-        `max_queued_requests` they count as one request. Cancelling it aborts them all.
+        A bad prompt is an error for all of them, before any is computed; the error gives its name
+        of `names`, or its number. A prompt that fails later has its error in its output. For
+        `max_queued_requests` they count as one request. Cancelling the call aborts all of them.
         """
         many = listed(prompts)
         ids = [self._new_id() for _ in many] if request_ids is None else list(request_ids)
-        given: dict[str, Any] = {**options, "names": names}
+        arguments: dict[str, Any] = {**options, "names": names}
         for name in options.keys() - EncodeOptions.__annotations__.keys():
-            if given[name] is not None:
+            if arguments[name] is not None:
                 raise RequestError(
                     f"unknown option {name!r}. {nearest(name, EncodeOptions.__annotations__)}", name
                 )
@@ -260,7 +262,7 @@ class AsyncLLM:
             ids,
             many,
             pooling_params,
-            given,
+            arguments,
         )
         async with self._served(ids, prepare, Batch(len(ids))) as batch:
             results = await batch.results()
@@ -269,31 +271,51 @@ class AsyncLLM:
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """What the model serves, once the engine is ready."""
+        """Tasks that the model serves, once the engine is ready."""
         return self.engine.tasks
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request; its iterator gets a last output with finish_reason "abort". Unknown ids
-        are no error."""
+        """Ends a request. Its iterator gets a last output with finish_reason "abort". Unknown ids
+        are accepted."""
         self._thread.abort(request_id)
 
     async def reset_prefix_cache(self) -> None:
-        """Forgets what is cached of prompts that were seen before. Requests under way go on. Raises
-        EngineDeadError."""
+        """Forgets all cached prefixes. Running requests continue. Raises EngineDeadError."""
         if not self._thread.put(self.engine.reset_prefix_cache):
             raise self._thread.why()
 
-    def close(self) -> None:
-        """Ends the engine and releases its memory; requests under way end with EngineDeadError. It
-        cannot be used after that. Safe to call twice.
+    async def call_workers(
+        self, method: str, payload: object = None, answer: type[Answer] | None = None
+    ) -> list[Answer]:
+        """Calls a method of the workers, as `LLM.call_workers` does. Running requests continue:
+        workers take the call between two steps."""
+        await self.wait_ready()
+        called: Future[list[Answer]] = Future()
 
-        It waits for that: in an event loop, `aclose` leaves others their turn.
+        def call() -> None:
+            try:
+                pass_on(self.engine.call_workers(method, payload, answer), called)
+            except Exception as error:
+                if called.set_running_or_notify_cancel():
+                    called.set_exception(error)
+                if isinstance(error, EngineDeadError):
+                    raise
+
+        if not self._thread.put(call):
+            raise self._thread.why()
+        return await asyncio.wrap_future(called)
+
+    def close(self) -> None:
+        """Ends the engine and releases its memory; running requests end with EngineDeadError. The
+        object cannot be used after that. Safe to call twice.
+
+        The call blocks until the end: in an event loop, use `aclose`.
         """
         self._thread.stop()
         self._thread.join()
 
     async def aclose(self) -> None:
-        """As `close`, awaited."""
+        """Awaitable `close`."""
         self._thread.stop()
         await self._thread
 
@@ -334,7 +356,7 @@ class AsyncLLM:
         prepare: Prepare,
         listener: AnyListener,
     ) -> AsyncIterator[AnyListener]:
-        """Has the engine work on requests, until the end of the block."""
+        """Context in which the engine works on the requests."""
         for request_id in request_ids:
             if not isinstance(request_id, str):
                 raise RequestError(

@@ -1,4 +1,5 @@
-"""The thread that drives an engine on behalf of many event loops."""
+"""The thread that drives an engine on behalf of many event loops, and what carries news from it to
+them."""
 
 from __future__ import annotations
 
@@ -14,40 +15,42 @@ from typing import Any
 
 from toolkit_lm.errors import EngineDeadError, RequestError, ToolkitError
 from toolkit_lm.frontend.health import Health, Watchdog
-from toolkit_lm.frontend.listener import Listener
 from toolkit_lm.frontend.llm_engine import LLMEngine
 from toolkit_lm.frontend.queue import QueueLimits
+from toolkit_lm.outputs import PoolingRequestOutput, RequestOutput
 from toolkit_lm.processing.pooling_state import AnyState
 from toolkit_lm.processing.requests import PreparedRequest
 
 logger = logging.getLogger(__name__)
 
 _LOOK = 1.0
-"""Most seconds that a step waits, so that no wake-up is vital."""
+"""Most seconds that a step waits, so that a missed wake-up does no harm."""
 _AT_EXIT = 2.0
-"""Seconds that an interpreter's exit waits for the thread, which may be in the middle of a step."""
+"""Seconds that the interpreter's exit waits for the thread, which may be in the middle of a
+step."""
 
 
 class EngineThread:
-    """Drives an engine: takes commands from any thread, tells callers what is new, starts a dead
-    engine process anew."""
+    """Drives an engine: takes commands from any thread, informs callers of new outputs, and
+    restarts a dead engine process."""
 
     def __init__(self, engine: LLMEngine) -> None:
-        """Starts the thread. `engine` may be loading still."""
+        """Starts the thread. `engine` may still be loading."""
         self.engine = engine
         self.queue = engine.queue = QueueLimits(engine.config.limits)
         engine.on_lost = self._on_lost
         self.ready: Future[None] = Future()
-        """Done when the engine is, or with what kept it from starting. A restart sets another."""
+        """Future that is done when the engine is ready, or has failed to start. A restart sets a
+        new one."""
         self.error: BaseException | None = None
-        """Why the engine died; None while it lives, and while it is started anew."""
+        """The error with which the engine died; None while it lives or restarts."""
         self.num_restarts = 0
-        """How many times a dead engine process was started anew."""
+        """Number of restarts of a dead engine process."""
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._listeners: dict[str, Listener] = {}
-        """Touched by the engine's thread only."""
+        """Listeners by request id. Only the engine's thread uses them."""
         self._lock = threading.Lock()
-        """Guards `ended`, so that no command is queued that nobody will run."""
+        """Guards `ended`, so that no command is queued after the thread's end."""
         self.ended = False
         self._stopping = False
         bound = engine.config.engine.step_timeout
@@ -61,8 +64,8 @@ class EngineThread:
     # From any thread
 
     def register(self, request_ids: Sequence[str], listener: Listener) -> bool:
-        """Gives requests their names, before the engine has them. False when the engine has ended.
-        Raises EngineDeadError in a fork."""
+        """Registers requests' ids, before the engine has them. False: the engine has ended. Raises
+        EngineDeadError in a fork."""
         return self.put(lambda: self._register(request_ids, listener))
 
     def submit(self, prepared: Sequence[PreparedRequest], listener: Listener) -> None:
@@ -70,15 +73,15 @@ class EngineThread:
         self.put(lambda: self._submit(prepared, listener))
 
     def abort(self, request_id: str) -> None:
-        """Ends a request; its listener gets a last output. Unknown ids are no error."""
+        """Ends a request. Its listener gets a last output. Unknown ids are accepted."""
         self.put(lambda: self._abort(request_id))
 
     def forget(self, request_ids: Sequence[str], listener: Listener) -> None:
-        """The caller has left."""
+        """Aborts requests whose caller has left."""
         self.put(lambda: self._forget(request_ids, listener))
 
     def put(self, command: Callable[[], None]) -> bool:
-        """Queues a command. False when the engine has ended. Raises EngineDeadError in a fork."""
+        """Queues a command. False: the engine has ended. Raises EngineDeadError in a fork."""
         if (error := self.engine.client.fork_error) is not None:
             raise error
         with self._lock:
@@ -88,8 +91,8 @@ class EngineThread:
         return not self.ended
 
     def stop(self) -> None:
-        """Asks the thread to end. It takes no lock, since the garbage collector may call it in the
-        middle of anything."""
+        """Asks the thread to end. Takes no lock, since the garbage collector may call it at any
+        point."""
         self._stopping = True
         self._commands.put(None)
         self.engine.client.wake()
@@ -99,11 +102,11 @@ class EngineThread:
         self._thread.join(timeout)
 
     def __await__(self) -> Generator[Any, None, None]:
-        """As `join`, for an event loop."""
+        """Awaits the thread's end, in an event loop."""
         return asyncio.to_thread(self.join).__await__()
 
     def why(self) -> EngineDeadError:
-        """What requests are told after the end."""
+        """Error for requests after the engine's end."""
         return (
             EngineDeadError("the engine has been shut down.")
             if self.error is None
@@ -111,7 +114,7 @@ class EngineThread:
         )
 
     def health(self) -> Health:
-        """The state of the engine now."""
+        """The present health of the engine."""
         if self.error is not None:
             return Health("dead", _reason(self.error))
         if self._stopping or self.ended:
@@ -121,10 +124,10 @@ class EngineThread:
                 "restarting" if self.num_restarts else "starting", self.engine.client.phase
             )
         engines = self.engine.client.engines
-        if engines and not any(one.status == "ready" for one in engines):
+        if engines and not any(engine.status == "ready" for engine in engines):
             return Health(
                 "restarting",
-                next((one.reason for one in engines if one.status == "restarting"), ""),
+                next((engine.reason for engine in engines if engine.status == "restarting"), ""),
             )
         seconds = self.engine.seconds_since_progress
         bound = self.engine.config.engine.step_timeout
@@ -159,16 +162,17 @@ class EngineThread:
             self._end()
 
     def _serve(self) -> None:
-        """Until it is stopped. Raises what kept the engine from starting, or ended it."""
+        """Runs until the thread is stopped. Raises the error that kept the engine from starting, or
+        ended it."""
         while not self.engine.wait_ready(_LOOK):
-            if not self._take_commands():
+            if not self._run_commands():
                 return
         self.ready.set_result(None)
-        while self._take_commands():
+        while self._run_commands():
             self._tell_of(self.engine.advance(_LOOK))
 
     def _tell_of(self, states: Sequence[AnyState]) -> None:
-        """Tells callers that there is something new of their requests."""
+        """Informs callers of new outputs of their requests."""
         found = [(state, self._listeners.get(state.request_id)) for state in states]
         self._tell(
             [
@@ -184,7 +188,7 @@ class EngineThread:
     def _may_restart(self) -> bool:
         config = self.engine.config.engine
         started = self.ready.done() or self.num_restarts > 0
-        # Of several engines, each has been started anew as often as it may.
+        # Each of several engines has been restarted as often as it may.
         return (
             bool(config.engine_process and not self.engine.client.engines)
             and started
@@ -192,8 +196,8 @@ class EngineThread:
         )
 
     def _restart(self, failure: ToolkitError) -> None:
-        """Requests that the engine had end here; those that it never had wait for the next
-        engine."""
+        """Restarts the engine. Requests that the old one had end here. Requests that it never had
+        wait for the new one."""
         self.num_restarts += 1
         most = self.engine.config.engine.restart_engine
         logger.error(
@@ -232,8 +236,8 @@ class EngineThread:
         self.engine.on_lost = None
         self.engine.close()
 
-    def _take_commands(self) -> bool:
-        """Runs what callers asked for. False: stop."""
+    def _run_commands(self) -> bool:
+        """Runs the callers' commands. False: stop."""
         while not self._commands.empty():
             command = self._commands.get()
             if command is None:
@@ -242,7 +246,9 @@ class EngineThread:
         return True
 
     def _register(self, request_ids: Sequence[str], listener: Listener) -> None:
-        if taken := next((one for one in request_ids if one in self._listeners), None):
+        if taken := next(
+            (request_id for request_id in request_ids if request_id in self._listeners), None
+        ):
             self._tell([listener], RequestError(f"request id {taken!r} is in use.", "request_id"))
         else:
             self._listeners.update(dict.fromkeys(request_ids, listener))
@@ -253,16 +259,18 @@ class EngineThread:
         listener: Listener,
         failure: BaseException | None = None,
     ) -> None:
-        messages = [one.message for one in prepared]
+        messages = [entry.message for entry in prepared]
         if any(self._listeners.get(message.request_id) is not listener for message in messages):
             return
         try:
             if failure is not None:
                 raise failure
             held = self.engine.client.features
-            stale = [one for one in prepared if one.message.features and held.lacks(one.message)]
+            stale = [
+                entry for entry in prepared if entry.message.features and held.lacks(entry.message)
+            ]
             if stale:
-                # They were rendered for an engine before this one.
+                # They were rendered for an earlier engine.
                 self._render_again(
                     stale, listener, lambda failure: self._submit(prepared, listener, failure)
                 )
@@ -270,7 +278,7 @@ class EngineThread:
             self.queue.check(messages)
             listener.states = self.engine.submit_batch(prepared)
         except Exception as error:
-            # Whatever it is, it is this caller's: the others go on.
+            # Any error here concerns this caller alone: the others continue.
             self._tell([listener], error)
         else:
             for request_id in listener.aborted:
@@ -282,8 +290,8 @@ class EngineThread:
         listener: Listener,
         then: Callable[[BaseException | None], None],
     ) -> None:
-        """It takes long: where their caller renders, and not in this thread, which does `then`
-        afterwards, with what went wrong."""
+        """Renders requests again in their caller's event loop, since that is slow. Then calls
+        `then` in this thread, with the error if there was one."""
         again = asyncio.to_thread(lambda: list(map(self.engine.processor.render_again, lost)))
         try:
             done = asyncio.run_coroutine_threadsafe(again, listener.loop)
@@ -297,7 +305,7 @@ class EngineThread:
         )
 
     def _on_lost(self, state: AnyState, prepared: PreparedRequest) -> None:
-        """The engine lacks data of a request that it was sent."""
+        """Handles a request that was sent without data which the engine lacks."""
         if listener := self._listeners.get(state.request_id):
             self._render_again(
                 [prepared],
@@ -314,21 +322,25 @@ class EngineThread:
                 self._tell([listener] if listener.wants(finished=True) else [])
 
     def _forget(self, request_ids: Sequence[str], listener: Listener) -> None:
-        # Finished requests are gone already, and their ids may be others'.
-        its = [one for one in dict.fromkeys(request_ids) if self._listeners.get(one) is listener]
-        for request_id in its:
+        # Finished requests are gone already, and their ids may be in use again.
+        ended = [
+            request_id
+            for request_id in dict.fromkeys(request_ids)
+            if self._listeners.get(request_id) is listener
+        ]
+        for request_id in ended:
             del self._listeners[request_id]
-        self.engine.end(its)
+        self.engine.end(ended)
 
     def _tell(self, listeners: Iterable[Listener], error: BaseException | None = None) -> None:
-        """Wakes the listeners' callers: each event loop once, however many of them it has."""
+        """Wakes the listeners' callers: one call per event loop, however many of them it has."""
         by_loop: dict[asyncio.AbstractEventLoop, list[Listener]] = {}
         for listener in listeners:
             by_loop.setdefault(listener.loop, []).append(listener)
-        for loop, its in by_loop.items():
-            # The event loop may be closed: nobody is left to hear of it.
+        for loop, waiting in by_loop.items():
+            # The event loop may be closed: no caller is left.
             with suppress(RuntimeError):
-                loop.call_soon_threadsafe(_wake_all, its, error)
+                loop.call_soon_threadsafe(_wake_all, waiting, error)
 
 
 def _wake_all(listeners: list[Listener], error: BaseException | None) -> None:
@@ -344,3 +356,94 @@ def _dead(error: BaseException) -> EngineDeadError:
 
 def _reason(error: BaseException) -> str:
     return str(error) if isinstance(error, ToolkitError) else f"{type(error).__name__}: {error}"
+
+
+class Listener:
+    """One caller, who waits for one request or for several."""
+
+    def __init__(self) -> None:
+        """Must be made in the caller's event loop."""
+        self.loop = asyncio.get_running_loop()
+        self.states: Sequence[AnyState] = ()
+        """States of the requests. Set once, by the engine's thread, when the engine has the
+        requests."""
+        self.aborted: set[str] = set()
+        """Requests aborted before `states` was set. Only the engine's thread uses it."""
+        self._error: BaseException | None = None
+        self._news = asyncio.Event()
+
+    def wants(self, finished: bool) -> bool:
+        """Whether to wake the caller for an output of one request. Called in the engine's thread,
+        once per output."""
+        return True
+
+    def wake(self, error: BaseException | None = None) -> None:
+        """Wakes the caller: there are new outputs, or none will come any more. Called in the
+        caller's event loop."""
+        self._error = self._error or error
+        self._news.set()
+
+    async def _wait(self) -> None:
+        await self._news.wait()
+        self._news.clear()
+        if self._error is not None:
+            raise self._error
+
+
+class Stream(Listener):
+    """Generating requests whose outputs are streamed. A slow caller gets the accumulated output at
+    once."""
+
+    def __init__(self, *, final_only: bool) -> None:
+        """`final_only`: only the last output of each request is wanted."""
+        super().__init__()
+        self._final_only = final_only
+        self._open: dict[int, AnyState] | None = None
+        """Requests that have not given their last output, by number."""
+
+    def wants(self, finished: bool) -> bool:
+        return finished or not self._final_only
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every request has given its last output."""
+        return self._open is not None and not self._open
+
+    async def next(self) -> list[tuple[int, RequestOutput]]:
+        """Waits for new outputs, and returns each with its request's number. Outputs are made here,
+        not in the engine's thread."""
+        while True:
+            await self._wait()
+            if self._open is None:
+                self._open = dict(enumerate(self.states))
+            found = []
+            for number, state in list(self._open.items()):
+                with state.lock:
+                    output = state.next_output()
+                if isinstance(output, RequestOutput):
+                    found.append((number, output))
+                    if output.finished:
+                        del self._open[number]
+            if found:
+                return found
+
+
+class Batch(Listener):
+    """Several pooling requests. Their caller is woken once, when all of them have ended."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._num_left = size
+
+    def wants(self, finished: bool) -> bool:
+        self._num_left -= finished
+        return self._num_left == 0
+
+    async def results(self) -> list[PoolingRequestOutput]:
+        """Results in the order in which the requests were submitted."""
+        await self._wait()
+        return [
+            output
+            for state in self.states
+            if isinstance(output := state.snapshot(), PoolingRequestOutput)
+        ]

@@ -1,4 +1,4 @@
-"""Whether an engine gets on with its work."""
+"""Health of an engine: whether it makes progress."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Literal, NamedTuple
 logger = logging.getLogger(__name__)
 
 _LOOK = 1.0
-"""Most seconds between two looks at a working engine."""
+"""Most seconds between two checks of a working engine."""
 
 
 class Health(NamedTuple):
-    """The state of an engine, and what there is to say of it."""
+    """The state of an engine, with the reason for it."""
 
     status: Literal["starting", "ready", "stalled", "restarting", "dead", "closed"]
-    """An idle engine is "ready". "stalled": there is work, and no step has ended within
+    """An idle engine is "ready". "stalled": there is work, but no step has ended within
     step_timeout seconds."""
     reason: str = ""
-    """Empty when ready."""
+    """Reason for the status; empty when ready."""
 
 
 class Watchdog:
-    """A thread that looks after an engine: one that stalls has the stacks of its threads dumped,
-    once per stall."""
+    """A thread that watches an engine. It dumps the stacks of a stalled engine's threads, once per
+    stall."""
 
     def __init__(
         self, seconds_since_progress: Callable[[], float], bound: float, dump: Callable[[], None]
     ) -> None:
-        """`seconds_since_progress`: for how many seconds there has been no sign of life. More than
+        """`seconds_since_progress` returns the seconds since the last sign of life. More than
         `bound` is a stall."""
         self._seconds_since_progress = seconds_since_progress
         self._bound = bound
@@ -39,7 +39,7 @@ class Watchdog:
         threading.Thread(target=self._run, name="toolkit_lm-watchdog", daemon=True).start()
 
     def stop(self) -> None:
-        """From any thread."""
+        """Stops the thread. May be called from any thread."""
         self._stopped.set()
 
     def _run(self) -> None:

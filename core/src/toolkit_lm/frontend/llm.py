@@ -1,4 +1,4 @@
-"""LLM: the offline face. The same loop as the server's, driven until all is done."""
+"""LLM: the offline face. The same loop as the server's, driven until all requests have finished."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, Unpack
 
 from toolkit_lm.config import LLMOptions, PluginsConfig, VllmConfig, load_options
 from toolkit_lm.errors import ConfigError, RequestError, ToolkitError
+from toolkit_lm.frontend.calls import Answer
 from toolkit_lm.frontend.llm_engine import LLMEngine
 from toolkit_lm.frontend.pooling_mixin import NoOptions, PoolingMixin, Progress, check_names
 from toolkit_lm.outputs import RequestOutput
@@ -44,38 +45,40 @@ class LLM(PoolingMixin):
     ) -> None:
         """Loads a model: in this process, unless the option `engine_process` is True.
 
-        `options` are those of VllmConfig, by name; TOOLKIT_LM_* variables give the others. A type
-        checker knows ours. Others' names, and options that it shall not check, come from a
-        dict[str, Any]: `LLM("tiny", **options)`.
+        `options` are those of VllmConfig, by name; TOOLKIT_LM_* variables supply the others. A type
+        checker knows these names. Other projects' names, and options that must not be type-checked,
+        come from a dict[str, Any]: `LLM("tiny", **options)`.
 
-        `config` takes the place of all of these. `plugins` are names of installed plugins to load,
-        or plugin objects from code, or loaded Plugins. Raises ToolkitError.
+        `config` replaces all of these. `plugins` are names of installed plugins to load, or plugin
+        objects from code, or loaded Plugins. Raises ToolkitError.
         """
-        given: dict[str, Any] = {**options} if model is None else {"model": model, **options}
+        arguments: dict[str, Any] = {**options} if model is None else {"model": model, **options}
         if (
             not isinstance(plugins, Plugins)
             and plugins
             and all(isinstance(p, str) for p in plugins)
         ):
-            given["plugins"], plugins = list(plugins), ()
-        if config is not None and given:
-            raise ConfigError(f"give either config or options, not both: {', '.join(given)}.")
+            arguments["plugins"], plugins = list(plugins), ()
+        if config is not None and arguments:
+            raise ConfigError(f"give either config or options, not both: {', '.join(arguments)}.")
         if config is None:
             try:
-                config = _config_of(given)
+                config = _config_of(arguments)
             except ConfigError:
-                # Others' names are looked up only where ours do not do.
+                # vLLM's option names are tried only if ours fail.
                 own = {
-                    name: given[name] for name in PluginsConfig.__struct_fields__ if name in given
+                    name: arguments[name]
+                    for name in PluginsConfig.__struct_fields__
+                    if name in arguments
                 }
                 plugins = (
                     plugins
                     if isinstance(plugins, Plugins)
                     else Plugins.load(_config_of(own).plugins, plugins)
                 )
-                config = _config_of(plugins.option_names.translate(given))
-        for one in without_effect_offline(config):
-            logger.warning("%s", one)
+                config = _config_of(plugins.option_names.translate(arguments))
+        for option in without_effect_offline(config):
+            logger.warning("%s", option)
         self.engine = self.llm_engine = LLMEngine(config, plugins=plugins)
         self._ids = count()
         self._lock = threading.Lock()
@@ -99,21 +102,21 @@ class LLM(PoolingMixin):
         """Completes prompts: texts, {"prompt": text}, [ids] or {"prompt_token_ids": [ids]}. Outputs
         are in the prompts' order.
 
-        `sampling_params`, `priority` and `cache_salt` are for all, or one for each. Only requests
-        of the same `cache_salt` share cached prefixes. Raises RequestError for a bad prompt, before
-        anything is computed. Calls from several threads run one after another. Other keywords of
-        vLLM's are taken where they are None.
+        `sampling_params`, `priority` and `cache_salt` apply to all, or there is one per prompt.
+        Only requests with the same `cache_salt` share cached prefixes. Raises RequestError for a
+        bad prompt, before anything is computed. Calls from several threads run one after another.
+        Other keywords of vLLM's are accepted if they are None.
         """
         if none:
             check_names(self.generate, none)
-        given: Any = list(prompts) if isinstance(prompts, tuple) else listed(prompts)
-        each = self._params(sampling_params, len(given))
-        priorities = _each(0 if priority is None else priority, "priority", len(given))
-        salts = _each(cache_salt, "cache_salt", len(given))
+        many: Any = list(prompts) if isinstance(prompts, tuple) else listed(prompts)
+        each = self._params(sampling_params, len(many))
+        priorities = _each(0 if priority is None else priority, "priority", len(many))
+        salts = _each(cache_salt, "cache_salt", len(many))
         prepare = self.engine.processor.prepare
         prepared = [
             prepare(self._next_id(), p, s, RequestOptions(priority=n, cache_salt=salt))
-            for p, s, n, salt in zip(given, each, priorities, salts, strict=True)
+            for p, s, n, salt in zip(many, each, priorities, salts, strict=True)
         ]
         return self._run(prepared, use_tqdm, progress)
 
@@ -127,30 +130,29 @@ class LLM(PoolingMixin):
         progress: Progress | None = None,
         **render_options: Unpack[ConversationOptions],
     ) -> list[RequestOutput]:
-        """Answers a conversation, or each of several, through the chat template. `cache_salt`
-        is that of `generate`.
+        """Answers a conversation, or each of several, with the chat template. `cache_salt`: as in
+        `generate`.
 
-        Options that a renderer of a plugin takes beside `render_options` come from a dict[str,
-        Any], for type checkers.
+        Further options of a plugin's renderer come from a dict[str, Any], for type checkers.
         """
         conversations: list[Any] = (
             [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
         )
         each = self._params(sampling_params, len(conversations))
         prepare = self.engine.processor.prepare_chat
-        given = {
+        named = {
             name: value for name, value in render_options.items() if value not in (None, "auto")
         }
         salts = _each(cache_salt, "cache_salt", len(conversations))
         try:
             prepared = [
-                prepare(self._next_id(), c, s, RequestOptions(cache_salt=salt), **given)
+                prepare(self._next_id(), c, s, RequestOptions(cache_salt=salt), **named)
                 for c, s, salt in zip(conversations, each, salts, strict=True)
             ]
         except RequestError as error:
-            if error.param in given:
+            if error.param in named:
                 # A renderer knows its own options, and not those of this method.
-                check_names(self.chat, {error.param: given[error.param]}, only_near=True)
+                check_names(self.chat, {error.param: named[error.param]}, only_near=True)
             raise
         return self._run(prepared, use_tqdm, progress)
 
@@ -171,12 +173,12 @@ class LLM(PoolingMixin):
         return list(params)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Those of calls that give none: what generation_config.json states, by the option
-        `generation_config`."""
+        """Sampling parameters used when a call gives none. The option `generation_config` controls
+        whether they come from generation_config.json."""
         return self.engine.processor.default_params.replace()
 
     def get_tokenizer(self) -> Any:
-        """The renderer's tokenizer. Raises UnsupportedError where it has none to give."""
+        """The renderer's tokenizer. Raises UnsupportedError if it has none."""
         return self.engine.renderer.get_tokenizer()
 
     def _next_id(self) -> str:
@@ -189,19 +191,22 @@ class LLM(PoolingMixin):
             return self._run_with_bar(prepared)
         ids = [p.message.request_id for p in prepared]
         with self._lock:
-            if self.engine.has_unfinished_requests():
-                raise ToolkitError(
-                    "requests that engine.add_request() added are still running: finish them "
-                    "with engine.step() first."
-                )
+            self._check_idle()
             try:
-                for one in prepared:
-                    self.engine.submit(one)
+                for entry in prepared:
+                    self.engine.submit(entry)
                 return self._drain(ids, progress)
             finally:
                 # An interrupt in the middle must not leave requests behind for the next call.
                 if self.engine.abort(ids):
                     self.engine.advance(timeout=0)
+
+    def _check_idle(self) -> None:
+        if self.engine.has_unfinished_requests():
+            raise ToolkitError(
+                "requests that engine.add_request() added are still running: finish them "
+                "with engine.step() first."
+            )
 
     def _drain(self, ids: list[str], progress: Progress | None) -> list[Any]:
         done: dict[str, Any] = {}
@@ -226,13 +231,32 @@ class LLM(PoolingMixin):
             return self._run(prepared, False, lambda done, total: bar.update(task, completed=done))
 
     def reset_prefix_cache(self) -> None:
-        """Forgets what is cached of prompts that were seen before."""
+        """Forgets all cached prefixes."""
         with self._lock:
             self.engine.reset_prefix_cache()
 
+    def call_workers(
+        self, method: str, payload: object = None, answer: type[Answer] | None = None
+    ) -> list[Answer]:
+        """Calls a method of a plugin's part, or of the model, on every worker: "lora.load". What
+        each rank answers that has it, in the order of ranks; of several engines, one engine's after
+        the other's.
+
+        Methods are those that `toolkit_lm.step.worker_method` marks. `payload` is what msgspec
+        encodes, at most 16 MiB. `answer` is the type of each answer; None: plain values. Raises
+        RequestError for a method that no worker has, and for a payload or answer of another type;
+        ToolkitError, with plugin, method and rank, for what the method raises; EngineDeadError.
+        """
+        with self._lock:
+            self._check_idle()
+            called = self.engine.call_workers(method, payload, answer)
+            while not called.done():
+                self.engine.advance(timeout=1)
+            return called.result()
+
     def close(self) -> None:
-        """Ends the engine and releases its memory. It cannot be used after that. Safe to call
-        twice."""
+        """Ends the engine and releases its memory. The object cannot be used after that. Safe to
+        call twice."""
         self.engine.close()
 
     def __enter__(self) -> LLM:
@@ -242,12 +266,13 @@ class LLM(PoolingMixin):
         self.close()
 
 
-def _each(given: object, name: str, count: int) -> list[Any]:
-    """One for each of `count` requests. Raises RequestError where there are not so many."""
-    if not isinstance(given, list | tuple):
-        return [given] * count
-    check_count(given, name, count)
-    return list(given)
+def _each(value: object, name: str, count: int) -> list[Any]:
+    """Returns one value for each of `count` requests. Raises RequestError for another number of
+    values."""
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    check_count(value, name, count)
+    return list(value)
 
 
 def _config_of(options: Mapping[str, Any]) -> VllmConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Unpack
 from weakref import WeakKeyDictionary
@@ -16,6 +17,7 @@ from toolkit_lm.engine.process.launch import EngineProcess
 from toolkit_lm.engine.start import start_engine
 from toolkit_lm.engine.start_up import no_garbage_collection
 from toolkit_lm.errors import EngineDeadError, RequestError, ToolkitError
+from toolkit_lm.frontend.calls import Answer, call_workers
 from toolkit_lm.frontend.queue import QueueLimits
 from toolkit_lm.messages import EngineOutput, EngineOutputs
 from toolkit_lm.outputs import AnyRequestOutput
@@ -34,7 +36,8 @@ from toolkit_lm.resolution.resolution import resolve_configured
 logger = logging.getLogger(__name__)
 
 _GRACE = 1.0
-"""Seconds that a silent engine gets to end a request whose deadline is over. Then it ends here."""
+"""Seconds that a silent engine gets to end a request after its deadline. Then the request ends
+here."""
 
 
 class LLMEngine:
@@ -47,7 +50,7 @@ class LLMEngine:
                 ...
 
     The engine runs in this process, or, with the option `engine_process`, in one of its own. The
-    methods of `processor` may be called from any thread; all else from one at a time.
+    methods of `processor` may be called from any thread, all others from one at a time.
     """
 
     @no_garbage_collection()
@@ -63,10 +66,10 @@ class LLMEngine:
         ToolkitError.
 
         `wait=False` returns before an engine process is ready: call `wait_ready` before the first
-        request. `process`: one that was started before, should the config want any. From now on it
-        is the engine's.
+        request. `process`: a process started earlier, for a config that needs one. The engine now
+        owns it.
         """
-        # Of a start, importing torch takes the longest: it begins at once.
+        # Importing torch takes most of a start: it begins at once.
         if (
             config.engine.engine_process
             and process is None
@@ -80,8 +83,8 @@ class LLMEngine:
             self._asked = self.config = resolve_configured(
                 self.plugins.configure(config), self.plugins
             )
-            for one in without_effect(config, self.config, self.plugins):
-                logger.warning("%s", one)
+            for option in without_effect(config, self.config, self.plugins):
+                logger.warning("%s", option)
             self.client = self._started(process)
         except BaseException:
             if process is not None:
@@ -111,7 +114,7 @@ class LLMEngine:
             raise
 
     def _started(self, process: EngineProcess | None = None) -> EngineClient:
-        """A new engine, with what watches it."""
+        """Starts a new engine, with its listeners."""
         self.plugins.watch(self._asked)
         try:
             return start_engine(self._asked, self.plugins, process)
@@ -120,9 +123,10 @@ class LLMEngine:
             raise
 
     def wait_ready(self, timeout: float | None = None) -> bool:
-        """Waits until the engine has loaded and warmed up. Raises what kept it from starting.
+        """Waits until the engine has loaded and warmed up. Raises the error that kept it from
+        starting.
 
-        False when `timeout` seconds, or a `wake` of the client, came first.
+        Returns False if `timeout` seconds, or a `wake` of the client, came first.
         """
         info = self.client.wait_ready(timeout)
         if info is None:
@@ -136,7 +140,7 @@ class LLMEngine:
         return True
 
     def restart(self) -> None:
-        """Ends the engine, forgets all requests, and starts another one, which may still be
+        """Ends the engine, forgets all requests, and starts another engine, which may still be
         loading."""
         self.client.shutdown()
         self.plugins.close()
@@ -146,13 +150,13 @@ class LLMEngine:
         self._share_features()
 
     def _share_features(self) -> None:
-        """Lets the renderer of a multimodal model know what the engine holds."""
+        """Gives the renderer of a multimodal model the lookup of items that the engine holds."""
         if self.renderer.rules is not None:
             self.renderer.feature_cache = self.client.features
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """What the model serves; nothing before the engine has been ready."""
+        """Tasks that the model serves; empty until the engine has been ready."""
         return self.processor.tasks
 
     # Requests
@@ -164,31 +168,33 @@ class LLMEngine:
         params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> None:
-        """Renders, checks and queues a prompt. Raises RequestError; the other requests go on."""
+        """Renders, checks and queues a prompt. Raises RequestError; the other requests continue."""
         self.submit(self.processor.prepare(request_id, prompt, params, options))
 
     def submit(self, prepared: PreparedRequest) -> AnyState:
-        """Queues a prepared request. Raises RequestError where its id is in use, EngineDeadError
+        """Queues a prepared request. Raises RequestError if its id is in use, and EngineDeadError
         after `close`."""
         [state] = self.submit_batch([prepared])
         return state
 
     def submit_batch(self, prepared: Sequence[PreparedRequest]) -> list[AnyState]:
-        """Queues prepared requests: all of them, or none where it raises, as `submit` does."""
+        """Queues prepared requests: all of them, or none if it raises, as `submit` does."""
         self._check_open()
         states: dict[str, AnyState] = {}
-        for one in prepared:
-            message = one.message
+        for entry in prepared:
+            message = entry.message
             if message.request_id in self._states or message.request_id in states:
                 raise RequestError(f"request id {message.request_id!r} is in use.", "request_id")
             pooled = not message.draws_tokens
             states[message.request_id] = (
-                PoolingState(message, one.prompt) if pooled else RequestState(one, self.renderer)
+                PoolingState(message, entry.prompt)
+                if pooled
+                else RequestState(entry, self.renderer)
             )
-            if one.rendering is not None:
-                self._rendered[states[message.request_id]] = one
-                self._settle(one)
-        messages = [one.message for one in prepared]
+            if entry.rendering is not None:
+                self._rendered[states[message.request_id]] = entry
+                self._settle(entry)
+        messages = [entry.message for entry in prepared]
         self.client.add(messages)
         if not self._states:
             self._busy_since = time.monotonic()
@@ -198,8 +204,8 @@ class LLMEngine:
         return list(states.values())
 
     def _settle(self, prepared: PreparedRequest, *, again: bool = False) -> None:
-        """Makes sure that it has all data that the engine lacks. It is sent next: until then the
-        engine forgets nothing."""
+        """Ensures that a request has all data that the engine lacks. It must be sent next: until
+        then the engine forgets nothing."""
         message = prepared.message
         if again or (message.features and self.client.features.lacks(message)):
             self.processor.render_again(prepared)
@@ -208,13 +214,15 @@ class LLMEngine:
 
     def abort(self, request_ids: str | Iterable[str]) -> list[AnyRequestOutput]:
         """Ends requests; their blocks are free at once. Returns their last outputs. Unknown ids are
-        no error."""
-        return [output for state in self.end(request_ids) if (output := state.take()) is not None]
+        accepted."""
+        return [
+            output for state in self.end(request_ids) if (output := state.next_output()) is not None
+        ]
 
     def end(
         self, request_ids: str | Iterable[str], reason: FinishReason = "abort"
     ) -> list[AnyState]:
-        """As `abort`, without making outputs."""
+        """Ends requests, as `abort` does, without making outputs."""
         ended = []
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             if state := self._states.pop(request_id, None):
@@ -226,9 +234,20 @@ class LLMEngine:
         return ended
 
     def reset_prefix_cache(self) -> None:
-        """Forgets what is cached of prompts that were seen before. Requests under way go on."""
+        """Forgets all cached prefixes. Running requests continue."""
         self._check_open()
         self.client.reset_prefix_cache()
+
+    def call_workers(
+        self, method: str, payload: object = None, answer: type[Answer] | None = None
+    ) -> Future[list[Answer]]:
+        """Calls a method of the workers, as `LLM.call_workers` does. The future is done at a later
+        `step`, when the workers have answered.
+
+        Raises RequestError for a payload that cannot be sent, EngineDeadError.
+        """
+        self._check_open()
+        return call_workers(self.client, method, payload, answer)
 
     # The loop
 
@@ -237,40 +256,41 @@ class LLMEngine:
 
     @property
     def seconds_since_progress(self) -> float:
-        """For how many seconds the engine has given no sign of life, while there was work. From any
-        thread."""
+        """Seconds since the engine's last sign of life, while there was work. May be called from
+        any thread."""
         if not (self._ready and self._states):
             return 0.0
         return time.monotonic() - max(self.client.progress_time, self._busy_since)
 
     def step(self) -> list[AnyRequestOutput]:
-        """Computes one step. Returns what is there for its caller, by each request's
+        """Computes one step. Returns the outputs for the caller, by each request's
         `output_kind`."""
-        return [output for state in self.advance() if (output := state.take()) is not None]
+        return [output for state in self.advance() if (output := state.next_output()) is not None]
 
     def advance(self, timeout: float | None = None) -> list[AnyState]:
-        """As `step`, without making outputs: for callers that need only some of them, before the
-        next call.
+        """Computes one step, as `step` does, without making outputs: for callers that need only
+        some of them, before the next call.
 
-        `timeout`: seconds to wait for an engine process at most.
+        `timeout`: most seconds to wait for an engine process.
         """
         self._check_open()
         if timeout is None:
             timeout = _GRACE if self._states else 0
-        states = self._take(self.client.step(timeout))
+        states = self._apply_outputs(self.client.step(timeout))
         return states if self.seconds_since_progress < _GRACE else states + self._end_late()
 
     def _end_late(self) -> list[AnyState]:
-        """Ends requests in place of an engine that hangs, or takes long for a step."""
+        """Ends requests past their deadline in place of an engine that hangs, or whose step is
+        slow."""
         latest = time.monotonic() - _GRACE
         late = [
-            one.request_id
-            for one in self._states.values()
-            if one.request.deadline is not None and one.request.deadline < latest
+            state.request_id
+            for state in self._states.values()
+            if state.request.deadline is not None and state.request.deadline < latest
         ]
         return self.end(late, "timeout")
 
-    def _take(self, outputs: EngineOutputs) -> list[AnyState]:
+    def _apply_outputs(self, outputs: EngineOutputs) -> list[AnyState]:
         if self.queue is not None:
             self.queue.admit(outputs.admitted)
         touched: dict[str, AnyState] = {}
@@ -286,12 +306,12 @@ class LLMEngine:
                 self._leave_queue(request_id)
         for event in outputs.events:
             self.plugins.event(event)
-        # What the engine has to say to that may not wait for a next step: there may be none.
-        more = self._take(self.client.poll_outputs()) if has_finished_some else []
+        # Commands that must not wait for a next step: there may be none.
+        more = self._apply_outputs(self.client.poll_outputs()) if has_finished_some else []
         return [*touched.values(), *ended, *more]
 
     def _apply(self, state: AnyState, output: EngineOutput) -> bool:
-        """True: the engine was told that a sequence has ended."""
+        """Applies an output. True: the engine was informed that a sequence has ended."""
         try:
             with state.lock:
                 ends = state.apply(output)
@@ -299,7 +319,7 @@ class LLMEngine:
                 self.client.finish(output.request_id, "stop", output.index)
             return ends
         except Exception as error:
-            # A renderer is a plugin: what it does wrong for one request ends that one.
+            # A renderer is a plugin: its error on one request ends that request alone.
             renderer = self.config.renderer.renderer
             with state.lock:
                 state.end(
@@ -314,7 +334,9 @@ class LLMEngine:
     def _send_again(self, request_ids: Iterable[str]) -> list[AnyState]:
         """Sends requests with the data that the engine lacks, once. Returns those that end here."""
         ended: list[AnyState] = []
-        for state in [self._states[one] for one in request_ids if one in self._states]:
+        for state in [
+            self._states[request_id] for request_id in request_ids if request_id in self._states
+        ]:
             prepared = self._rendered.pop(state, None)
             if prepared is None:
                 ended += self._fail(
@@ -334,10 +356,10 @@ class LLMEngine:
         *,
         again: bool = False,
     ) -> list[AnyState]:
-        """Sends a request that was rendered again, unless it has ended, or that is to be (`again`).
-        Returns it where it ends here.
+        """Sends a request again, unless it has ended. Returns it if it ends here.
 
-        `failure`: why it could not be rendered.
+        `failure`: the error for which it could not be rendered. `again`: it is still to be rendered
+        again, which is done here.
         """
         if self._states.get(state.request_id) is not state:
             return []
@@ -362,8 +384,8 @@ class LLMEngine:
             self.queue.discard(request_id)
 
     def close(self) -> None:
-        """Ends the engine and releases its memory. It cannot be used after that. Safe to call
-        twice."""
+        """Ends the engine and releases its memory. The object cannot be used after that. Safe to
+        call twice."""
         closed, self._closed = self._closed, True
         try:
             if not closed:

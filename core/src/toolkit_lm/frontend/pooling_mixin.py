@@ -1,4 +1,4 @@
-"""What `LLM` does with pooling models: embed, classify, score, rerank, encode."""
+"""The pooling methods of `LLM`: embed, classify, score, rerank, encode."""
 
 from __future__ import annotations
 
@@ -23,42 +23,41 @@ Progress = Callable[[int, int], None]
 """Called with (finished requests, all requests)."""
 Prompts = Prompt | Sequence[Prompt]
 Params = PoolingParams | Sequence[PoolingParams] | None
-"""For all prompts, or one for each."""
+"""Pooling parameters: for all prompts, or one per prompt."""
 
 
 class ScoreOptions(TypedDict, total=False):
-    """How `score` and `rerank` treat texts."""
+    """Options of `score` and `rerank`."""
 
     truncate_prompt_tokens: int | None
-    """Cut longer prompts to so many tokens (-1: to what the model can take). Without it they are an
-    error."""
+    """Truncates longer prompts to this many tokens (-1: to the model's limit). Without it they are
+    an error."""
     instruction: str | None
-    """For rerankers that take one."""
+    """Instruction, for rerankers that take one."""
     cache_salt: str | None
     """Only requests of the same salt share cached prefixes."""
     use_tqdm: bool
-    """Show a bar, in a terminal. True where not given."""
+    """Whether to show a progress bar, in a terminal. Default: True."""
     progress: Progress | None
     """Called with (finished prompts, all prompts), in place of the bar."""
 
 
 class EncodeOptions(ScoreOptions, total=False):
-    """How `encode`, `embed` and `classify` treat prompts."""
+    """Options of `encode`, `embed` and `classify`."""
 
     prompt_name: str | Sequence[str | None] | None
-    """One of the checkpoint's prompts ("query", "document"), which goes before each text; or one
-    for each."""
+    """Name of a checkpoint's prompt ("query", "document") that is put before each text; or one name
+    per text."""
     names: Sequence[str] | None
-    """What errors call the prompts."""
+    """Names of the prompts in errors."""
 
 
 class NoOptions(TypedDict):
-    """For keywords that a type checker refuses, and that are taken where they ask for nothing."""
+    """Keywords that a type checker refuses, but that are accepted if they are None."""
 
 
 class PoolingMixin(ABC):
-    """The pooling half of LLM. What one call asks is checked as a whole before anything is
-    computed."""
+    """The pooling half of LLM. Each call is checked as a whole before anything is computed."""
 
     engine: LLMEngine
 
@@ -70,8 +69,8 @@ class PoolingMixin(ABC):
         pooling_task: PoolingTask | None = None,
         **options: Unpack[EncodeOptions],
     ) -> list[PoolingRequestOutput]:
-        """Any pooling task of the model, raw. `pooling_task` stands in for params that say nothing
-        else.
+        """Runs any pooling task of the model, and returns raw results. `pooling_task` applies to
+        params that name none.
 
         Raises RequestError for a bad prompt or a task that the model does not serve.
         """
@@ -92,21 +91,22 @@ class PoolingMixin(ABC):
     def embed(
         self, prompts: Prompts, pooling_params: Params = None, **options: Unpack[EncodeOptions]
     ) -> list[PoolingRequestOutput]:
-        """One vector for each prompt."""
+        """Returns one vector per prompt."""
         check_names(self.embed, options, EncodeOptions.__annotations__)
         return self.encode(no_pair(prompts), pooling_params, pooling_task="embed", **options)
 
     def classify(
         self, prompts: Prompts, pooling_params: Params = None, **options: Unpack[EncodeOptions]
     ) -> list[PoolingRequestOutput]:
-        """The probabilities of the model's labels, for each prompt."""
+        """Returns the probabilities of the model's labels, for each prompt."""
         check_names(self.classify, options, EncodeOptions.__annotations__)
         return self.encode(no_pair(prompts), pooling_params, pooling_task="classify", **options)
 
     def reward(
         self, prompts: Prompts, pooling_params: Params = None, **options: Unpack[EncodeOptions]
     ) -> list[PoolingRequestOutput]:
-        """What a reward model gives for each prompt: a reward for each token, or for each step."""
+        """Returns a reward model's rewards for each prompt: one for each token, or for each
+        step."""
         check_names(self.reward, options, EncodeOptions.__annotations__)
         return self.encode(
             no_pair(prompts), pooling_params, pooling_task="token_classify", **options
@@ -119,15 +119,16 @@ class PoolingMixin(ABC):
         pooling_params: PoolingParams | None = None,
         **options: Unpack[ScoreOptions],
     ) -> list[PoolingRequestOutput]:
-        """How well texts of `data_2` fit those of `data_1`: one query with each document, or as
-        many queries as documents, pair by pair.
+        """Scores how well texts of `data_2` fit those of `data_1`: one query with each document, or
+        as many queries as documents, pair by pair.
 
-        A cross-encoder reads both texts together; of an embedding model it is the cosine, or what
-        its files say; of a late-interaction model the sum of the best products of token embeddings.
+        A cross-encoder reads both texts together. An embedding model's score is the cosine, or the
+        similarity that its files state. A late-interaction model's score is the sum of the best
+        products of token embeddings.
         """
         check_names(self.score, options, ScoreOptions.__annotations__)
         return self._score(
-            self.engine.processor.scoring(data_1, data_2, ("data_1", "data_2")),
+            self.engine.processor.pooling.scoring(data_1, data_2, ("data_1", "data_2")),
             pooling_params,
             options,
         )
@@ -140,14 +141,14 @@ class PoolingMixin(ABC):
         pooling_params: PoolingParams | None = None,
         **options: Unpack[ScoreOptions],
     ) -> list[RerankResult]:
-        """The documents by how well they fit the query, best first. Those that could not be scored
-        come last, with their errors."""
+        """Ranks documents by how well they fit the query, best first. Documents that could not be
+        scored come last, with their errors."""
         check_names(self.rerank, options, ScoreOptions.__annotations__)
         if top_n is not None and (type(top_n) is not int or top_n < 1):
             raise RequestError(f"top_n must be an integer of at least 1, not {top_n!r}.", "top_n")
         if not isinstance(query, str):
             raise RequestError(f"query must be a text, not a {type(query).__name__}.", "query")
-        scoring = self.engine.processor.scoring(query, documents, ("query", "documents"))
+        scoring = self.engine.processor.pooling.scoring(query, documents, ("query", "documents"))
         scores = self._score(scoring, pooling_params, options)
         texts = [documents] if isinstance(documents, str) else documents
         results = [
@@ -191,7 +192,7 @@ def prepared_for_pooling(
     params: Params,
     options: Mapping[str, Any],
 ) -> list[PreparedRequest]:
-    """Requests in the order in which they are best computed. `options`: those of `encode`, with
+    """Returns requests in the best order for computing. `options`: those of `encode`, with
     "pooling_task".
 
     Raises RequestError for the first bad prompt.
@@ -201,12 +202,14 @@ def prepared_for_pooling(
         return {name: options[name] for name in kind.__annotations__.keys() & options.keys()}
 
     each = params_of_each(params, options.get("pooling_task"), len(prompts), processor.tasks)
-    prepared = processor.prepare_pooling_batch(
+    prepared = processor.pooling.prepare_batch(
         request_ids, prompts, each, of(RequestOptions), **of(TextOptions)
     )
     names = options.get("names") or [f"prompt {index}" for index in range(len(prepared))]
     # Sequences of equal length that meet in a step are computed together.
-    return sorted(all_prepared(prepared, names), key=lambda one: len(one.message.prompt_token_ids))
+    return sorted(
+        all_prepared(prepared, names), key=lambda entry: len(entry.message.prompt_token_ids)
+    )
 
 
 def check_names(
@@ -216,15 +219,15 @@ def check_names(
     *,
     only_near: bool = False,
 ) -> None:
-    """Raises TypeError for a keyword that `method` does not take, unless it asks for nothing.
-    `known`: those of its `**options`.
+    """Raises TypeError for a keyword that `method` does not take, unless its value is None.
+    `known`: the keywords of its `**options`.
 
-    `only_near`: only where it takes one of a similar name.
+    `only_near`: only if `method` takes a keyword of a similar name.
     """
     own = [
-        one.name
-        for one in inspect.signature(method).parameters.values()
-        if one.kind is not one.VAR_KEYWORD
+        parameter.name
+        for parameter in inspect.signature(method).parameters.values()
+        if parameter.kind is not parameter.VAR_KEYWORD
     ]
     for name in options.keys() - known:
         if options[name] is not None:
@@ -237,5 +240,5 @@ def check_names(
 
 
 def no_pair(prompts: Prompts) -> Prompts:
-    """A tuple is as many prompts as it has items, and not one pair, where a pair is no prompt."""
+    """Converts a tuple to a list of prompts, for calls in which a pair is not a prompt."""
     return list(prompts) if isinstance(prompts, tuple) else prompts

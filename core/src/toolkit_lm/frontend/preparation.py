@@ -1,10 +1,11 @@
-"""Preparation: prompts and conversations become requests, awaited."""
+"""Preparation: awaitable conversion of prompts and conversations to requests."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from copy import copy
+from functools import partial
 from typing import Any, TypeVar
 
 from toolkit_lm.params import SamplingParams
@@ -15,15 +16,15 @@ from toolkit_lm.renderer import Rendered, Renderer
 
 Result = TypeVar("Result")
 Render = Callable[..., Rendered]
+Prepare = Callable[..., Awaitable[list[PreparedRequest]]]
 RenderAsync = Callable[..., Awaitable[Rendered]]
 _SIDE_BY_SIDE = 16
-"""Of the works of a batch, how many have begun and are not over. Each may hold a body of its
-prompt's size."""
+"""Most coroutines of a batch that run at a time. Each may hold a body of its prompt's size."""
 
 
 class Preparation:
-    """A Processor for event loops. Work is done in threads, and none of them waits for a renderer
-    that can be awaited."""
+    """A Processor for event loops. Work is done in threads. No thread waits for a renderer that can
+    be awaited."""
 
     def __init__(self, processor: Processor) -> None:
         self._processor = processor
@@ -32,26 +33,29 @@ class Preparation:
         own = kind.render_prompt_async, kind.render_conversation_async
         usual = Renderer.render_prompt_async, Renderer.render_conversation_async
         self.is_one_piece = processor.reads_pairs or own == usual
-        """The renderer has no async methods of its own: all the work is for one thread."""
+        """The renderer has no async methods of its own: one thread does all the work."""
+        self.prepare_batch: Prepare = self._prepare_batch
+        """Awaitable `Processor.prepare_batch`."""
+        self.prepare_chat_batch: Prepare = self._prepare_chat_batch
+        """Awaitable `Processor.prepare_chat_batch`."""
+        if self.is_one_piece:
+            in_thread: Prepare = asyncio.to_thread
+            self.prepare_batch = partial(in_thread, processor.prepare_batch)
+            self.prepare_chat_batch = partial(in_thread, processor.prepare_chat_batch)
 
-    async def prepare_batch(
+    async def _prepare_batch(
         self,
         request_ids: Sequence[str],
         prompts: Sequence[Prompt],
         params: SamplingParams | None,
         options: RequestOptions | None,
     ) -> list[PreparedRequest]:
-        """As the Processor's."""
-        if self.is_one_piece:
-            return await asyncio.to_thread(
-                self._processor.prepare_batch, request_ids, prompts, params, options
-            )
         salt = (options or {}).get("cache_salt")
         both = (self._renderer.render_prompt_async, self._renderer.render_prompt)
-        rendered = (self._rendered(*both, one, text_of(one), salt) for one in prompts)
+        rendered = (self._rendered(*both, prompt, text_of(prompt), salt) for prompt in prompts)
         return await self._prepared(request_ids, rendered, params, options or {})
 
-    async def prepare_chat_batch(
+    async def _prepare_chat_batch(
         self,
         request_ids: Sequence[str],
         conversations: Sequence[Conversation],
@@ -59,16 +63,11 @@ class Preparation:
         options: RequestOptions | None,
         **render_options: Any,
     ) -> list[PreparedRequest]:
-        """As the Processor's."""
-        if self.is_one_piece:
-            prepare = self._processor.prepare_chat_batch
-            return await asyncio.to_thread(
-                prepare, request_ids, conversations, params, options, **render_options
-            )
         salt = (options or {}).get("cache_salt")
         both = (self._renderer.render_conversation_async, self._renderer.render_conversation)
         rendered = (
-            self._rendered(*both, one, None, salt, **render_options) for one in conversations
+            self._rendered(*both, conversation, None, salt, **render_options)
+            for conversation in conversations
         )
         return await self._prepared(request_ids, rendered, params, options or {})
 
@@ -76,16 +75,17 @@ class Preparation:
         self,
         render: RenderAsync,
         again: Render,
-        given: Any,
+        source: Any,
         text: str | None,
         salt: str | None,
         **render_options: Any,
     ) -> RenderedPrompt:
-        """`again`: as `render`, for data that the engine has lost."""
-        rendering = self._processor.rendering(again, given, salt, **render_options)
+        """Renders a prompt. `again`: synchronous variant of `render`, for data that the engine has
+        lost."""
+        rendering = self._processor.rendering(again, source, salt, **render_options)
         try:
             return self._processor.rendered_by(
-                rendering, await rendering.awaited(render(given, **render_options)), text
+                rendering, await rendering.awaited(render(source, **render_options)), text
             )
         except Exception as error:
             self._processor.plugins.boundary.check(error)
@@ -99,7 +99,7 @@ class Preparation:
         options: RequestOptions,
     ) -> list[PreparedRequest]:
         params = copy(params or self._processor.default_params)
-        # What is wrong with the parameters is told before anything is rendered.
+        # Errors of the parameters are raised before anything is rendered.
         inputs = await asyncio.to_thread(self._processor.inputs, params)
         made = await side_by_side(rendered)
         return await asyncio.to_thread(
@@ -108,24 +108,21 @@ class Preparation:
 
 
 async def side_by_side(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """What works give, in their order. Of several errors, that of the first is raised. Nothing of
-    them is left at the end.
-
-    At most 16 go on at a time.
-    """
+    """Runs coroutines, at most 16 at a time, and returns their results in order. Raises the error
+    of the first that fails. None of them is still running at the end."""
     places, works = asyncio.Semaphore(_SIDE_BY_SIDE), list(works)
 
     async def placed(work: Coroutine[Any, Any, Result]) -> Result:
         async with places:
             return await work
 
-    tasks = [asyncio.ensure_future(placed(one)) for one in works]
+    tasks = [asyncio.ensure_future(placed(work)) for work in works]
     try:
         return [await task for task in tasks]
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for one in works:
-            # Those that have not begun.
-            one.close()
+        for work in works:
+            # Coroutines that have not begun.
+            work.close()

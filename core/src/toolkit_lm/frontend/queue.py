@@ -1,4 +1,4 @@
-"""Backpressure: how many requests may wait for a place in the batch."""
+"""Backpressure: limits of the requests in the queue."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from toolkit_lm.messages import EngineRequest
 
 
 class QueueLimits:
-    """The requests that wait: the front has sent them, and the engine has not admitted them yet."""
+    """Counts the requests that the front has sent and the engine has not admitted yet."""
 
     def __init__(self, config: LimitsConfig) -> None:
         self.max_requests = config.max_queued_requests
         self.max_tokens = config.max_queued_tokens
         self._waiting: dict[str, tuple[float, int]] = {}
-        """By request id: when it came, and its prompt tokens."""
+        """Arrival time and prompt tokens of each waiting request, by id."""
         self._counted: set[str] = set()
-        """Those that count: of prompts that are pooled together the last, which is admitted
-        last."""
+        """Ids of the requests that count. Prompts pooled together count as one: the last, which is
+        admitted last."""
         self._waits: deque[float] = deque(maxlen=32)
-        """Seconds that the last admitted ones waited."""
+        """Waiting times of the last admitted requests, in seconds."""
 
     @property
     def num_requests(self) -> int:
@@ -36,11 +36,11 @@ class QueueLimits:
         return sum(tokens for _, tokens in list(self._waiting.values()))
 
     def check(self, batch: Sequence[EngineRequest]) -> None:
-        """Raises QueueFullError where one more batch would be too much. Prompts that are pooled
-        together count as one request.
+        """Raises QueueFullError if one more batch exceeds a limit. Prompts that are pooled together
+        count as one request.
 
-        Raises RequestError for a batch that an empty queue has no room for. Prompts that are longer
-        than the bound are let in when none waits.
+        Raises RequestError for a batch that does not fit into an empty queue. Prompts longer than
+        the limit are admitted if none waits.
         """
         tokens = sum(_num_tokens(request) for request in batch)
         added = len(batch) if batch[0].draws_tokens else 1
@@ -48,7 +48,7 @@ class QueueLimits:
         if most is not None and added > most:
             raise RequestError(
                 f"{added} prompts in one request; no more than {most} requests may wait "
-                "(max_queued_requests).",
+                "(max_queued_requests). Split it.",
                 "prompt",
             )
         if most is not None and self.num_requests + added > most:
@@ -81,13 +81,13 @@ class QueueLimits:
             self.discard(request_id)
 
     def discard(self, request_id: str) -> None:
-        """It was admitted, or has ended. Unknown ones are no error."""
+        """Removes a request that was admitted or has ended. Unknown ones are accepted."""
         self._waiting.pop(request_id, None)
         self._counted.discard(request_id)
 
 
 def _num_tokens(request: EngineRequest) -> int:
-    """Of its prompt, and its encoder's."""
+    """Number of tokens of a request's prompt and of its encoder's."""
     return len(request.prompt_token_ids) + (
         0 if request.encoder is None else request.encoder.num_tokens
     )

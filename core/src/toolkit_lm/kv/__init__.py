@@ -1,6 +1,7 @@
-"""The KV cache: what layers keep of sequences, how it is laid out in blocks, and who holds which.
+"""The KV cache: the state that layers keep of sequences, its layout in blocks, and the owners of
+the blocks.
 
-The names are resolved when they are used: only the memory itself needs torch.
+Names are imported on first use. Only the memory itself needs torch.
 """
 
 import lazy_loader

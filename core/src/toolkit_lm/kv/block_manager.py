@@ -1,4 +1,4 @@
-"""Block tables: which blocks hold what of which sequences."""
+"""Block tables: the blocks of each sequence, per KV group."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from toolkit_lm.kv.group_blocks import (
     Find,
     GroupBlocks,
     Location,
+    SnapshotBlocks,
     Table,
     TokenRange,
 )
@@ -22,14 +23,14 @@ from toolkit_lm.kv.spec import max_drafts
 from toolkit_lm.messages import BlockCopy, BlockMove, StepPlan
 
 _NONE: list[int] = []
-"""Of a group that has no table of a sequence."""
+"""Block table of a sequence that holds no blocks in a group."""
 
 
 class BlockManager:
     """One block table per (sequence, KV group), over device and host pools.
 
-    Encoder sequences are sequences here (`CrossBlocks`): a group has tables of them, or of all
-    others.
+    Encoder sequences count as sequences (`CrossBlocks`). A group has tables either of them or of
+    all others.
 
     Numbers of blocks are per pool. Invariants (`check`):
 
@@ -38,7 +39,7 @@ class BlockManager:
     - distinct blocks of a request = the union of its sequences' tables;
     - `swap_out` moves, and `free` releases, exactly those of them whose reference count reaches
       zero: all, when nothing is shared with another request;
-    - nobody writes a block that has another owner (copy on write).
+    - a block with several owners is never written (copy on write).
     """
 
     def __init__(self, kv_cache: KVCacheConfig) -> None:
@@ -46,14 +47,14 @@ class BlockManager:
         self.pools = [BlockPool(pool.num_blocks) for pool in kv_cache.pools]
         self.host_pools = [BlockPool(pool.num_host_blocks) for pool in kv_cache.pools]
         self.groups = [
-            GroupBlocks(
+            (SnapshotBlocks if group.spec.snapshots else GroupBlocks)(
                 index, group.spec, group.pool, self.pools[group.pool], self.host_pools[group.pool]
             )
             for index, group in enumerate(kv_cache.groups)
         ]
         self._of_sequences = [group for group in self.groups if not group.spec.of_encoder]
         specs = [group.spec for group in self._of_sequences]
-        self.caches_prefixes = bool(specs) and all(spec.caches_prefixes for spec in specs)
+        self.caches_prefixes = bool(specs) and kv_cache.without_prefixes is None
         self.forks_anywhere = all(spec.forks_anywhere for spec in specs)
         self.max_drafts = max_drafts(specs)
         self.shared_within_step = all(spec.shared_within_step for spec in specs)
@@ -65,42 +66,45 @@ class BlockManager:
             any(group.pool_index == pool and group.spec.grows for group in self.groups)
             for pool in pools
         ]
-        """Pools whose tables grow with their sequences."""
+        """Per pool: whether its block tables grow with their sequences."""
         self._most_lag = max((spec.lag for spec in specs), default=0)
         self.none = [_NONE] * len(self.groups)
         """New blocks, per KV group, of a row that needs none."""
-        self.stride = math.gcd(*(spec.block_size for spec in specs)) or 1
-        """Blocks begin at multiples of it, in each group."""
+        units = [group.unit for group in self._of_sequences]
+        self.stride = math.gcd(*units) or 1
+        """Common divisor of the groups' block sizes. Blocks and snapshots begin at multiples of it
+        in each group."""
         self._lookahead = max((spec.lookahead for spec in specs), default=0)
         self.last_inside = self.stride - max(1, self._lookahead)
-        """Tokens before this place of such a block leave it neither full nor without the slots
-        beyond them."""
-        self._lcm = math.lcm(*(spec.block_size for spec in specs))
+        """Position inside `stride` tokens. A token before it neither fills a block nor needs
+        look-ahead slots in the next one."""
+        self.border = math.lcm(*units)
+        """Cached prefixes end at multiples of it."""
         self._beyond = max((group.beyond for group in self._of_sequences), default=0)
         self._trimmed = [group for group in self.groups if group.spec.first_needed(2**30)]
         self.trims = bool(self._trimmed)
-        """Whether `trim` can give anything back."""
+        """Whether `trim` can free anything."""
         self._tables: dict[int, list[Table]] = {}
         self._published: dict[int, int] = {}
-        """By seq_id, tokens whose full blocks can be found by others."""
+        """Number of tokens whose full blocks are published, by seq_id."""
 
     # Tables
 
     def get_block_table(self, seq_id: int, group: int = 0) -> Table:
-        """A sequence's blocks, in the order of its tokens, None where a window has passed; empty
-        for one that holds none."""
+        """Blocks of a sequence in the order of its tokens. None stands for a block that has left
+        the window. Empty if the sequence holds none."""
         return self._tables[seq_id][group] if seq_id in self._tables else []
 
     def worker_tables(self, seq_id: int) -> list[list[int]]:
-        """A sequence's block tables, per KV group, as workers are told them. No query reads what a
-        window has left behind: any block will do for it."""
+        """Block tables of a sequence as workers get them, per KV group. Entries that have left the
+        window hold any valid block, since no query reads them."""
         return [
             [entry if isinstance(entry, int) else 0 for entry in table]
             for table in self._tables.get(seq_id, [[]] * len(self.groups))
         ]
 
     def blocks_needed(self, ranges: Iterable[TokenRange]) -> list[int]:
-        """Free blocks that `append_slots` of all `ranges` together takes."""
+        """Number of free blocks that `append_slots` takes for all `ranges` together."""
         needed = [0] * len(self.pools)
         spare: list[dict[Entry, int]] = [{} for _ in self.pools]
         for seq_id, start, end in ranges:
@@ -113,19 +117,19 @@ class BlockManager:
         return needed
 
     def has_free(self, needed: Sequence[int], reserve: int = 0) -> bool:
-        """Whether so many blocks are free, and `reserve` more where tables grow with their
-        sequences."""
+        """Whether this many blocks are free, and `reserve` more in pools whose tables grow."""
         for pool, count, grows in zip(self.pools, needed, self._growing, strict=True):
             if count + (reserve if grows else 0) > pool.num_free:
                 return False
         return True
 
     def fits(self, ranges: Sequence[TokenRange]) -> bool:
-        """Whether the blocks that `append_slots` of all `ranges` together takes are free."""
+        """Whether the blocks are free that `append_slots` takes for all `ranges` together."""
         most = 0
         for _, start, end in ranges:
             most += (end - start) + 1 + self._lookahead
-        # N tokens touch at most N + 1 blocks of a group: where so many are free, nobody need count.
+        # N tokens touch at most N + 1 blocks of a group: if this many are free, an exact count is
+        # unnecessary.
         most += self._most_lag * len(ranges)
         for pool, groups in zip(self.pools, self._groups_per_pool, strict=True):
             if most * groups > pool.num_free:
@@ -133,10 +137,10 @@ class BlockManager:
         return True
 
     def append_slots(self, tokens: TokenRange, plan: StepPlan) -> list[list[int]]:
-        """Makes the slots of `tokens` exist and be the sequence's own. `blocks_needed` must be
-        free.
+        """Allocates the slots of `tokens`, in blocks that the sequence alone owns. `blocks_needed`
+        blocks must be free.
 
-        Returns, per KV group, the blocks appended. What is copied goes into the plan.
+        Returns the appended blocks, per KV group. Copies go into the plan.
         """
         seq_id, start, end = tokens
         tables = self._tables.get(seq_id)
@@ -152,25 +156,25 @@ class BlockManager:
         return new_blocks
 
     def new_tables(self, seq_id: int) -> list[Table]:
-        """Empty ones, per KV group, of a sequence that has none."""
+        """Makes empty block tables, per KV group, for a sequence that has none."""
         assert seq_id not in self._tables, f"sequence {seq_id} holds blocks already"
         tables: list[Table] = [[] for _ in self.groups]
         self._tables[seq_id] = tables
         return tables
 
     def trim(self, seq_id: int, num_computed_tokens: int) -> None:
-        """Gives back the blocks that no token from `num_computed_tokens` on can see.
+        """Frees the blocks that no token from `num_computed_tokens` on can see.
 
-        Not before the step that computes the token before is planned: until then its queries may
-        need them.
+        Call it only after the step that computes the previous token is planned: its queries may
+        still need the blocks.
         """
         if (tables := self._tables.get(seq_id)) is not None:
             for group in self._trimmed:
                 group.trim(tables[group.index], num_computed_tokens)
 
     def fork(self, parent: int, child: int, num_tokens: int) -> None:
-        """Lets `child` share the parent's first `num_tokens` tokens, the block that holds the last
-        of them included."""
+        """Makes `child` share the parent's first `num_tokens` tokens, with the block that holds the
+        last of them."""
         assert child not in self._tables, f"sequence {child} holds blocks already"
         self._tables[child] = [
             group.fork(self.get_block_table(parent, group.index), num_tokens)
@@ -179,13 +183,13 @@ class BlockManager:
         self._published[child] = min(self._published.get(parent, 0), num_tokens)
 
     def free(self, seq_id: int) -> None:
-        """Releases a sequence's blocks; those that it shares stay with their other owners."""
+        """Releases a sequence's blocks. Shared blocks stay with their other owners."""
         self._published.pop(seq_id, None)
         for group, table in zip(self.groups, self._tables.pop(seq_id, ()), strict=False):
             group.release(table)
 
     def reset(self) -> None:
-        """Frees all, and forgets what the blocks held."""
+        """Frees all blocks, and forgets their contents."""
         self._tables.clear()
         self._published.clear()
         for pool in (*self.pools, *self.host_pools):
@@ -196,9 +200,9 @@ class BlockManager:
     def find_prefix(
         self, block_hashes: BlockHashes, limit: int, elsewhere: Find | None = None
     ) -> int:
-        """How many of a sequence's first tokens, at most `limit`, are in the cache, or `elsewhere`,
-        in every group."""
-        length = (limit - self._beyond) // self._lcm * self._lcm
+        """Number of a sequence's first tokens, at most `limit`, that every group has in the cache
+        or `elsewhere`."""
+        length = (limit - self._beyond) // self.border * self.border
         if length <= 0:
             return 0
         while gaps := [
@@ -206,12 +210,12 @@ class BlockManager:
             for group in self._of_sequences
             if (gap := group.gap(block_hashes, length, elsewhere)) is not None
         ]:
-            length = min(gaps) // self._lcm * self._lcm
+            length = min(gaps) // self.border * self.border
         return length
 
     def num_shared(self, block_hashes: BlockHashes, num_tokens: int) -> list[int]:
-        """Of the blocks that `adopt` would take, how many have owners now and stay as long as the
-        sequence does: they cost nothing."""
+        """Number of blocks, per pool, that `adopt` would share with present owners for the
+        sequence's whole life. They need no free blocks."""
         shared = [0] * len(self.pools)
         for group in self._of_sequences:
             if group not in self._trimmed:
@@ -223,16 +227,16 @@ class BlockManager:
         return shared
 
     def adopt(self, seq_id: int, block_hashes: BlockHashes, num_tokens: int) -> None:
-        """Gives a sequence the cached blocks of its first `num_tokens` tokens, which `find_prefix`
-        has found."""
+        """Gives a sequence the cached blocks of its first `num_tokens` tokens, as found by
+        `find_prefix`."""
         tables = self.new_tables(seq_id)
         for group in self._of_sequences:
             tables[group.index] = group.adopt(block_hashes, num_tokens)
         self._published[seq_id] = num_tokens
 
     def publish(self, seq_id: int, block_hashes: BlockHashes, num_tokens: int) -> None:
-        """Lets others find the full blocks of a sequence's first `num_tokens` tokens, which are
-        computed or will be in the planned step."""
+        """Makes the full blocks of a sequence's first `num_tokens` tokens available to others. The
+        tokens are computed, or will be in the planned step."""
         tables = self._tables.get(seq_id)
         before = self._published.get(seq_id, 0)
         if tables is None or (
@@ -244,15 +248,15 @@ class BlockManager:
         self._published[seq_id] = num_tokens
 
     def forget_contents(self, seq_id: int) -> None:
-        """Nobody is to find a sequence's blocks: what they hold is in doubt."""
+        """Unpublishes a sequence's blocks, since their contents are in doubt."""
         for group in self.groups:
             group.forget_contents(self.get_block_table(seq_id, group.index))
 
     # Swap
 
     def swap_out(self, seq_ids: Sequence[int]) -> list[BlockCopy] | None:
-        """Moves a request's blocks to the host pools, but for those that others share; None, and
-        nothing done, where they do not fit.
+        """Swaps a request's blocks out to the host pools, except those shared with other requests.
+        Returns None, with nothing changed, if they do not fit.
 
         The copies are from the device (source) to the host (target).
         """
@@ -271,19 +275,19 @@ class BlockManager:
                 if block in targets:
                     group.host_pool.share(targets[block])
                 else:
-                    targets[block] = group.host_pool.take()
+                    targets[block] = group.host_pool.allocate()
                     copies.append(BlockCopy(group.index, block, targets[block]))
                 group.pool.release(block)
                 table[index] = Location(HOST, targets[block])
         return copies
 
     def num_swapped(self, seq_ids: Sequence[int]) -> list[int]:
-        """Blocks that `swap_in` takes from the device pools."""
+        """Number of blocks that `swap_in` takes from the device pools."""
         return [len(blocks) for blocks in self._hosted(seq_ids)]
 
     def swap_in(self, seq_ids: Sequence[int]) -> list[BlockCopy]:
-        """Moves a request's blocks back. `num_swapped` must be free. The copies are from the host
-        (source) to the device (target)."""
+        """Swaps a request's blocks in. `num_swapped` blocks must be free. The copies are from the
+        host (source) to the device (target)."""
         new: list[dict[Location, int]] = [{} for _ in self.pools]
         copies = []
         for group, table in self._tables_of(seq_ids):
@@ -294,7 +298,7 @@ class BlockManager:
                 if place in targets:
                     group.pool.share(targets[place])
                 else:
-                    targets[place] = group.pool.take()
+                    targets[place] = group.pool.allocate()
                     copies.append(BlockCopy(group.index, place.id, targets[place]))
                 group.host_pool.release(place.id)
                 table[index] = targets[place]
@@ -308,24 +312,24 @@ class BlockManager:
         )
 
     def _own_blocks(self, seq_ids: Sequence[int]) -> list[set[int]]:
-        """Of a request's blocks on the device, those that no other request shares."""
+        """A request's blocks on the device that no other request shares, per pool."""
         counts: list[Counter[int]] = [Counter() for _ in self.pools]
         for group, table in self._tables_of(seq_ids):
             counts[group.pool_index].update(entry for entry in table if isinstance(entry, int))
         return [
-            {block for block, n in one.items() if pool.ref_counts[block] == n}
-            for one, pool in zip(counts, self.pools, strict=True)
+            {block for block, n in count.items() if pool.ref_counts[block] == n}
+            for count, pool in zip(counts, self.pools, strict=True)
         ]
 
     def _hosted(self, seq_ids: Sequence[int]) -> list[set[Location]]:
-        """Per pool, where blocks of a request are that are not on the device."""
+        """Locations of a request's blocks off the device, per pool."""
         hosted: list[set[Location]] = [set() for _ in self.pools]
         for group, table in self._tables_of(seq_ids):
             hosted[group.pool_index].update(e for e in table if isinstance(e, Location))
         return hosted
 
     def _tables_of(self, seq_ids: Sequence[int]) -> Iterator[tuple[GroupBlocks, Table]]:
-        """Each of a request's tables, and its group."""
+        """Yields each block table of a request, with its group."""
         for seq_id in seq_ids:
             yield from zip(self.groups, self._tables.get(seq_id, ()), strict=False)
 

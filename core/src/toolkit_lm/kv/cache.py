@@ -17,12 +17,12 @@ from toolkit_lm.kv.tier import Data
 from toolkit_lm.messages import BlockCopy
 
 _CHECKSUM = 4
-"""Bytes."""
+"""Size of the checksum in bytes."""
 
 
 class KVCache:
-    """A pool's memory is a buffer of bytes [num_blocks, page_bytes] for each page of its blocks.
-    Groups see it as tensors of their own."""
+    """The KV cache's memory on the device. A pool is one byte buffer [num_blocks, page_bytes] per
+    page of its blocks. Groups see it as tensors of their own dtype and shape."""
 
     def __init__(self, config: KVCacheConfig, device: torch.device) -> None:
         self.config = config
@@ -32,8 +32,8 @@ class KVCache:
         ]
 
     def tensors(self, index: int, layout: Sequence[PageTensor]) -> list[tuple[Tensor, ...]]:
-        """Per layer of a KV group, the tensors that its backend lays into a page. Raises ValueError
-        where they do not fill it."""
+        """Tensors of a KV group's layers, as its backend lays them into a page. Raises ValueError
+        if they do not fill it."""
         group = self.config.groups[index]
         if sum(map(_num_bytes, layout)) != group.spec.page_bytes:
             raise ValueError(
@@ -45,7 +45,7 @@ class KVCache:
         return [_split(self._pages[group.pool][page], layout) for page in range(len(group.layers))]
 
     def block(self, group: int, block: int) -> Block:
-        """A block of a KV group, as bytes."""
+        """Returns a block of a KV group, as bytes."""
         pages = self._pages[self.config.groups[group].pool]
         return Block([page[block] for page in pages[: len(self.config.groups[group].layers)]])
 
@@ -57,7 +57,7 @@ class KVCache:
 
 
 class Block:
-    """The bytes of a block, which is a page [page_bytes] for each layer of its group."""
+    """The bytes of a block: one page [page_bytes] per layer of its group."""
 
     def __init__(self, pages: list[Tensor]) -> None:
         self._pages = pages
@@ -67,7 +67,10 @@ class Block:
         return sum(map(len, self._pages))
 
     def read_into(self, target: Data) -> None:
-        """Copies it into host memory of `num_bytes` bytes."""
+        """Copies the block into host memory of `num_bytes` bytes."""
+        if not self._pages:
+            # A pipeline stage without layers of the group.
+            return
         place = torch.frombuffer(target, dtype=torch.uint8)
         start = 0
         for page in self._pages:
@@ -75,7 +78,7 @@ class Block:
             start += len(page)
 
     def to_bytes(self) -> bytes:
-        """A copy, with its CRC-32 after it, little-endian."""
+        """Returns a copy of the block, followed by its CRC-32, little-endian."""
         data = bytearray(self.num_bytes + _CHECKSUM)
         view = memoryview(data)
         self.read_into(view[:-_CHECKSUM])
@@ -83,8 +86,8 @@ class Block:
         return bytes(data)
 
     def write(self, source: Data, *, checked: bool) -> None:
-        """Copies bytes from the host into it. `checked`: they are those of `to_bytes`. Raises
-        ValueError, and writes nothing, where they are not its own."""
+        """Copies bytes from the host into the block. `checked`: the bytes come from `to_bytes`.
+        Raises ValueError, without writing, if the checksum or the size does not match."""
         data = memoryview(source).cast("B")
         wanted = self.num_bytes + (_CHECKSUM if checked else 0)
         if len(data) != wanted:
@@ -92,8 +95,10 @@ class Block:
         data = data[: self.num_bytes]
         if checked and crc32(data) != int.from_bytes(memoryview(source)[-_CHECKSUM:], "little"):
             raise ValueError("the checksum of a block is wrong")
+        if not self._pages:
+            return
         with warnings.catch_warnings():
-            # It is only read.
+            # The array is only read.
             warnings.simplefilter("ignore", UserWarning)
             place = torch.frombuffer(data, dtype=torch.uint8)
         start = 0
@@ -115,17 +120,17 @@ def _num_bytes(tensor: PageTensor) -> int:
 def _split(pages: Tensor, layout: Sequence[PageTensor]) -> tuple[Tensor, ...]:
     tensors = []
     start = 0
-    for one in layout:
-        end = start + _num_bytes(one)
-        tensors.append(pages[:, start:end].view(_dtype(one)).view(len(pages), *one.shape))
+    for tensor in layout:
+        end = start + _num_bytes(tensor)
+        tensors.append(pages[:, start:end].view(_dtype(tensor)).view(len(pages), *tensor.shape))
         start = end
     return tuple(tensors)
 
 
 def zeros(shape: tuple[int, int], device: torch.device, *, pinned: bool = False) -> Tensor:
-    """Bytes. `pinned`: host memory that a GPU reads and writes by itself."""
+    """Makes a zeroed byte tensor. `pinned`: host memory that a GPU accesses directly."""
     if device.type != "cpu" or pinned or 0 in shape:
         return torch.zeros(shape, dtype=torch.uint8, device=device, pin_memory=pinned)
-    # torch writes zeros, which takes seconds for gigabytes; these pages come when they are first
-    # used.
+    # torch.zeros writes the memory, which takes seconds for gigabytes. These pages are allocated on
+    # first use.
     return torch.from_numpy(np.zeros(shape, np.uint8))

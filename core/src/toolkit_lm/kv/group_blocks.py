@@ -1,5 +1,5 @@
-"""The block tables of one KV group: how they grow, are shared and shrink; and the pools that they
-take blocks from."""
+"""GroupBlocks: allocates and shares the block tables of one KV group. BlockPool: the pool that
+supplies their blocks."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from typing import Any, NamedTuple
 from toolkit_lm.kv.spec import KVCacheSpec
 
 BlockHashes = Callable[[int, int], Sequence[bytes]]
-"""(block size, number of blocks) -> at least so many hashes of a sequence's first blocks."""
+"""Function (block size, number of blocks) that returns at least that many hashes of a sequence's
+first blocks."""
 
 Find = Callable[[int, Sequence[bytes]], int]
-"""(group, digests of blocks) -> how many of these, up to the first that is not, are elsewhere."""
+"""Function (group, block digests) that counts the leading digests which another place holds."""
 
 
 class Location(NamedTuple):
-    """Where a block is that is not on the device."""
+    """Location of a block that is not on the device."""
 
     tier: str
-    """Name of the tier that keeps it."""
+    """Name of the tier that holds the block."""
     id: int
-    """Its place there."""
+    """Index of the block in its tier."""
 
 
 HOST = "host"
-"""The tier that preempted requests are swapped to."""
+"""Name of the tier that preempted requests are swapped to."""
 
 Entry = int | Location | None
-"""Of a block table: a block of the device, or where it is else. None: a window has left its tokens
-behind."""
+"""Entry of a block table: a block id of the device, or the block's location elsewhere. None: the
+tokens have left the window."""
 Table = list[Entry]
 
 
@@ -43,30 +44,31 @@ class TokenRange(NamedTuple):
 
 
 class BlockPool:
-    """Block ids 0 .. num_blocks - 1. A block is free (count 0) or owned by as many tables as its
-    count says.
+    """Blocks with ids 0 .. num_blocks - 1. The reference count of a block is the number of tables
+    that own it; at 0 the block is free.
 
-    A block may have a key that says what it holds. It keeps it when it is freed, until it is taken
-    for something else: those without a key go first, then the least recently used.
+    A block may have a key that identifies its contents. A freed block keeps its key until it is
+    allocated again. Blocks without a key are allocated first, then the least recently used.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.on_evicted: Callable[[Any, int], None] | None = None
-        """Told of the key and the block, when a block that is free is taken for something else."""
+        """Called with the key and the block when a free block with contents is allocated for
+        something else."""
         self.reset()
 
     def reset(self) -> None:
-        """All blocks are free, and nobody knows what they hold."""
+        """Frees all blocks, and forgets their contents."""
         self.ref_counts = [0] * self.num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
-        """The next to be taken first."""
+        """Free blocks; the first is allocated next."""
         self._blocks: dict[Hashable, int] = {}
-        """By key."""
+        """Block ids by key."""
         self._keys: dict[int, Hashable] = {}
-        """By block."""
+        """Keys by block id."""
         self.num_cached = 0
-        """Free blocks whose contents can be found."""
+        """Number of free blocks whose contents can be found."""
 
     @property
     def num_free(self) -> int:
@@ -76,8 +78,9 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_blocks - len(self._free)
 
-    def take(self) -> int:
-        """A free block, now with one owner. There must be one. What it held is forgotten."""
+    def allocate(self) -> int:
+        """Allocates a free block, with one owner, and forgets its contents. A block must be
+        free."""
         block, _ = self._free.popitem(last=False)
         assert self.ref_counts[block] == 0, (
             f"free block {block} has {self.ref_counts[block]} owners"
@@ -88,7 +91,7 @@ class BlockPool:
         return block
 
     def share(self, block: int) -> None:
-        """One more owner of an owned block, or the first of a free one whose contents are
+        """Adds an owner to a block. The block is owned already, or free with contents that are
         wanted."""
         if self.ref_counts[block] == 0:
             assert block in self._keys, f"block {block} is free, and nobody knows what it holds"
@@ -97,7 +100,7 @@ class BlockPool:
         self.ref_counts[block] += 1
 
     def release(self, block: int) -> None:
-        """One owner less; the last one frees the block."""
+        """Removes an owner. The last one frees the block."""
         assert self.ref_counts[block] > 0, f"block {block} is freed twice"
         self.ref_counts[block] -= 1
         if self.ref_counts[block] == 0:
@@ -110,33 +113,37 @@ class BlockPool:
     # Contents
 
     def find(self, key: Hashable) -> int | None:
-        """The block that holds what `key` says."""
+        """Returns the block with the contents that `key` identifies; None: there is none."""
         return self._blocks.get(key)
 
     def publish(self, key: Hashable, block: int) -> None:
-        """Says what an owned block holds. Of two that hold the same, the first is found."""
+        """Sets the key of an owned block. If two blocks have the same key, the first is found."""
         assert self.ref_counts[block] > 0, f"block {block} is free"
         if key not in self._blocks and block not in self._keys:
             self._blocks[key] = block
             self._keys[block] = key
 
+    def is_known(self, block: int) -> bool:
+        """Whether its contents can be found."""
+        return block in self._keys
+
     def forget(self, block: int) -> Hashable | None:
-        """Its contents are found no more. Returns their key; None: nobody knew what it holds."""
+        """Removes a block's key, so that its contents are no longer found. Returns the key, or
+        None."""
         if (key := self._keys.pop(block, None)) is not None:
             del self._blocks[key]
             self.num_cached -= self.ref_counts[block] == 0
         return key
 
     def forget_all(self) -> None:
-        """Nobody will find what any block holds now."""
+        """Removes all keys, so that no contents are found."""
         self._blocks.clear()
         self._keys.clear()
         self.num_cached = 0
 
 
 class GroupBlocks:
-    """How the block tables of one KV group grow, are shared and shrink, as the group's spec
-    says."""
+    """Grows, shares and shrinks the block tables of one KV group, as the group's spec requires."""
 
     def __init__(
         self, index: int, spec: KVCacheSpec, pool_index: int, pool: BlockPool, host_pool: BlockPool
@@ -144,11 +151,15 @@ class GroupBlocks:
         self.index = index
         self.spec = spec
         self.size = spec.block_size
+        self.unit = spec.snapshots or spec.block_size
+        """A cached prefix ends at a multiple of so many tokens."""
         self.lag = spec.lag
         self.later = -(-spec.lag // spec.block_size)
-        """Full blocks of tokens after a block on which the block depends too."""
+        """Number of following blocks on whose tokens a block's contents depend, because of
+        `lag`."""
         self.beyond = spec.block_size if spec.lag % spec.block_size else 0
-        """Tokens after a cached prefix that must be those of whoever cached it."""
+        """Number of tokens after a cached prefix that must equal those of the sequence that cached
+        it."""
         self.pool_index = pool_index
         self.pool = pool
         self.host_pool = host_pool
@@ -156,10 +167,10 @@ class GroupBlocks:
     def num_needed(
         self, table: Sequence[Entry], start: int, end: int, spare: dict[Entry, int]
     ) -> int:
-        """Free blocks that `extend` takes: new ones, and copies of shared ones.
+        """Number of free blocks that `extend` takes: new ones, and copies of shared ones.
 
-        `spare`: by shared block, its owners but for one. Of its writers each takes a copy, but for
-        the one that is left as its only owner.
+        `spare`: owners of a shared block beyond the first. Every writer copies it; the last owner
+        left writes in place.
         """
         last = -(-(end + self.spec.lookahead) // self.size)
         needed = max(0, last - len(table))
@@ -172,11 +183,10 @@ class GroupBlocks:
     def extend(
         self, table: Table, start: int, end: int
     ) -> tuple[list[int], list[tuple[int, int, int]]]:
-        """Makes the blocks of tokens [start, end), and of the look-ahead after them, exist and be
-        the table's own, with those of the tokens before that it has not written yet. `num_needed`
-        blocks must be free.
+        """Gives the table blocks of its own for tokens [start, end), for the look-ahead after them,
+        and for earlier tokens that are not written yet. `num_needed` blocks must be free.
 
-        Returns the new ones, and (index, shared block, its copy) of those that are copied.
+        Returns the new blocks, and (index, shared block, copy) of each copied one.
         """
         copied = []
         last = -(-(end + self.spec.lookahead) // self.size)
@@ -185,22 +195,22 @@ class GroupBlocks:
             source = table[index]
             assert isinstance(source, int), "a block that is written is on the device"
             if self.pool.ref_counts[source] == 1:
-                # A fork whose parent is gone may find its block full already, of tokens that are
-                # the parent's.
+                # A fork whose parent is gone may find this block full already, with the parent's
+                # tokens.
                 self.pool.forget(source)
             else:
-                table[index] = copy = self.pool.take()
+                table[index] = copy = self.pool.allocate()
                 self.pool.release(source)
                 copied.append((index, source, copy))
         new = []
         while len(table) < last:
-            new.append(block := self.pool.take())
+            new.append(block := self.pool.allocate())
             table.append(block)
         return new, copied
 
     def trim(self, table: Table, num_computed_tokens: int) -> None:
-        """Gives back the blocks that no token from `num_computed_tokens` on can see."""
-        # The last of them first: as soon as one is gone, all before it are.
+        """Frees the blocks that no token from `num_computed_tokens` on can see."""
+        # Backwards: once a freed block is reached, all earlier ones are free.
         for index in range(
             min(len(table), self.spec.first_needed(self._held(num_computed_tokens))) - 1, -1, -1
         ):
@@ -210,7 +220,7 @@ class GroupBlocks:
             table[index] = None
 
     def fork(self, table: Sequence[Entry], num_tokens: int) -> Table:
-        """A table that shares the blocks of the first `num_tokens` tokens."""
+        """Returns a table that shares the blocks of the first `num_tokens` tokens."""
         shared = list(table[: -(-num_tokens // self.size)])
         for entry in shared:
             if isinstance(entry, int):
@@ -220,9 +230,9 @@ class GroupBlocks:
         return shared
 
     def release(self, table: Sequence[Entry]) -> None:
-        """Gives back all blocks of a table."""
-        # From the end, so that a sequence's first blocks, the likeliest to be wanted again, are
-        # reused last.
+        """Releases all blocks of a table."""
+        # Backwards, so that a sequence's first blocks are reused last: they are the likeliest to be
+        # wanted again.
         for entry in reversed(table):
             if isinstance(entry, int):
                 self.pool.release(entry)
@@ -238,51 +248,52 @@ class GroupBlocks:
         )
 
     def _held(self, num_tokens: int) -> int:
-        """Of so many computed tokens, how many are written."""
+        """Number of tokens that are written if `num_tokens` are computed."""
         return max(0, num_tokens - self.lag)
-
-    def names(self, block_hashes: BlockHashes, num_blocks: int) -> Sequence[bytes]:
-        """Of a sequence's first blocks, the hashes of all that is in them: what trails depends on
-        `lag` tokens more than those of the block."""
-        return block_hashes(self.size, num_blocks + self.later)[self.later :]
 
     # Prefix caching
 
     def prefix(self, num_tokens: int) -> tuple[int, int]:
-        """The first block of a cached prefix that is needed, and the end."""
+        """Returns the first block of a cached prefix that is needed, and the end of the prefix in
+        blocks."""
         held = self._held(num_tokens)
         return self.spec.first_needed(held), -(-held // self.size)
 
     def whole(self, num_tokens: int) -> int:
-        """Blocks of a cached prefix that are not written again."""
+        """Number of blocks of a cached prefix that are not written again."""
         return self._held(num_tokens) // self.size
+
+    def wanted(self, block_hashes: BlockHashes, num_tokens: int) -> list[tuple[int, bytes]]:
+        """(index in the table, digest) of each block of a cached prefix. What trails depends on
+        `lag` tokens more than those of the block."""
+        first, last = self.prefix(num_tokens)
+        hashes = block_hashes(self.size, last + self.later)
+        return [(index, hashes[index + self.later]) for index in range(first, last)]
 
     def gap(
         self, block_hashes: BlockHashes, length: int, elsewhere: Find | None = None
     ) -> int | None:
-        """Where the first block begins that the token after `length` can see and that is not
-        cached, nor `elsewhere`. No prefix may end behind it."""
-        first, last = self.prefix(length)
-        hashes = self.names(block_hashes, last)
-        missing = (i for i in range(first, last) if self.pool.find((self.index, hashes[i])) is None)
+        """Returns the start of the first missing block: one that the token after `length` needs,
+        and that is neither cached nor `elsewhere`. No prefix may end after it. None: no block is
+        missing."""
+        wanted = self.wanted(block_hashes, length)
+        missing = (prefix for prefix in wanted if self.pool.find((self.index, prefix[1])) is None)
         if elsewhere is not None:
-            indices = list(missing)
-            found = elsewhere(self.index, [hashes[i] for i in indices]) if indices else 0
-            missing = (i for i in indices[found:])
-        index = next(missing, None)
-        return None if index is None else index * self.size
+            not_here = list(missing)
+            found = elsewhere(self.index, [digest for _, digest in not_here]) if not_here else 0
+            missing = (prefix for prefix in not_here[found:])
+        first = next(missing, None)
+        return None if first is None else first[0] * self.size
 
     def cached(self, block_hashes: BlockHashes, num_tokens: int) -> Iterator[tuple[int, int]]:
-        """(index in the table, block) of a cached prefix."""
-        first, last = self.prefix(num_tokens)
-        hashes = self.names(block_hashes, last)
-        for index in range(first, last):
-            block = self.pool.find((self.index, hashes[index]))
+        """Yields (index in the table, block) of a cached prefix."""
+        for index, digest in self.wanted(block_hashes, num_tokens):
+            block = self.pool.find((self.index, digest))
             assert block is not None, "the prefix is not cached"
             yield index, block
 
     def adopt(self, block_hashes: BlockHashes, num_tokens: int) -> Table:
-        """A table with the blocks of a cached prefix."""
+        """Returns a table with the blocks of a cached prefix."""
         table: Table = [None] * self.prefix(num_tokens)[1]
         for index, block in self.cached(block_hashes, num_tokens):
             self.pool.share(block)
@@ -292,7 +303,7 @@ class GroupBlocks:
     def publish(
         self, table: Sequence[Entry], block_hashes: BlockHashes, before: int, num_tokens: int
     ) -> None:
-        """Lets others find the full blocks of tokens [before, num_tokens)."""
+        """Makes the full blocks of tokens [before, num_tokens) available to others."""
         first = max(0, before // self.size - self.later)
         full = num_tokens // self.size - self.later
         if full > first:
@@ -302,7 +313,89 @@ class GroupBlocks:
                     self.pool.publish((self.index, hashes[index + self.later]), block)
 
     def forget_contents(self, table: Sequence[Entry]) -> None:
-        """Nobody is to find a table's blocks."""
+        """Unpublishes a table's blocks, so that they are no longer found."""
         for block in table:
             if isinstance(block, int):
                 self.pool.forget(block)
+
+
+class SnapshotBlocks(GroupBlocks):
+    """A sequence has one block, which each of its steps writes. So nobody else can use that block:
+    a cached prefix is a copy of it, taken at a border, when the next step is about to write it.
+
+    Borders are multiples of `spec.snapshots` tokens. A snapshot has the hash of all tokens up to
+    its border, and is evicted as other cached blocks are.
+    """
+
+    def wanted(self, block_hashes: BlockHashes, num_tokens: int) -> list[tuple[int, bytes]]:
+        return [(0, self._digests(block_hashes, num_tokens)[-1])]
+
+    def gap(
+        self, block_hashes: BlockHashes, length: int, elsewhere: Find | None = None
+    ) -> int | None:
+        """The last border before `length` of which there is a snapshot, 0 if none; None: there is
+        one at `length`."""
+        digests = self._digests(block_hashes, length)
+        for index in range(len(digests) - 1, -1, -1):
+            digest = digests[index]
+            known = self.pool.find((self.index, digest)) is not None
+            if known or (elsewhere is not None and elsewhere(self.index, [digest])):
+                return None if index == len(digests) - 1 else (index + 1) * self.unit
+        return 0 if digests else None
+
+    def publish(
+        self, table: Sequence[Entry], block_hashes: BlockHashes, before: int, num_tokens: int
+    ) -> None:
+        """Nothing: a later step writes the table's block."""
+
+    def is_kept(self, table: Table, num_tokens: int, num_prompt_tokens: int, border: int) -> bool:
+        """Whether the state after `num_tokens` tokens is to be found by others: it is a border's,
+        or a snapshot itself."""
+        return self.pool.is_known(self.own(table)) or (
+            self.stop(num_tokens - 1, num_prompt_tokens, border) == num_tokens
+        )
+
+    @staticmethod
+    def own(table: Sequence[Entry]) -> int:
+        """The table's block, which a step is about to write."""
+        [block] = table
+        assert isinstance(block, int), "a block that is written is on the device"
+        return block
+
+    def stop(self, start: int, num_prompt_tokens: int, border: int) -> int:
+        """Result of `KVCacheSpec.stops_at`. Asserts that it is a border within the prompt."""
+        stop = self.spec.stops_at(start, num_prompt_tokens, border)
+        assert stop == 0 or (start < stop <= num_prompt_tokens and stop % border == 0), (
+            f"stops_at({start}, {num_prompt_tokens}, {border}) of {self.spec.kind!r} is {stop}"
+        )
+        return stop
+
+    def keep(
+        self, table: Table, block_hashes: BlockHashes, num_tokens: int, *, room: bool
+    ) -> int | None:
+        """Before a step writes a table's block, which holds the state after `num_tokens` tokens: a
+        new block, that others find from now on, and that is to become a copy of it. None: there is
+        another one already, or no `room` for it."""
+        block = self.own(table)
+        [(_, digest)] = self.wanted(block_hashes, num_tokens)
+        found = self.pool.find((self.index, digest))
+        if found == block and self.pool.ref_counts[block] == 1:
+            self.pool.forget(block)
+        elif found is not None:
+            return None
+        if not room:
+            return None
+        copy = self.pool.allocate()
+        self.pool.publish((self.index, digest), copy)
+        return copy
+
+    def forget_snapshots(self, block_hashes: BlockHashes, num_tokens: int) -> None:
+        """Forgets all snapshots of a sequence at borders up to `num_tokens` tokens."""
+        for digest in self._digests(block_hashes, num_tokens):
+            if (block := self.pool.find((self.index, digest))) is not None:
+                self.pool.forget(block)
+
+    def _digests(self, block_hashes: BlockHashes, num_tokens: int) -> Sequence[bytes]:
+        """Prefix hashes at all borders up to `num_tokens`."""
+        count = num_tokens // self.unit
+        return block_hashes(self.unit, count)[:count]

@@ -1,4 +1,4 @@
-"""HostStore: the tier in host memory, which preempted requests are swapped to."""
+"""HostStore: the tier in host memory that preempted requests are swapped to."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from toolkit_lm.messages import TierKey
 
 
 class HostStore(KVTierStore):
-    """A buffer of bytes [num_host_blocks, block_bytes] per pool, allocated once. Its keys are
-    places, which `BlockManager` gives: no content is found in it."""
+    """One buffer of bytes [num_host_blocks, block_bytes] per pool, allocated once. Its keys are
+    indices that `BlockManager` assigns. It is not searched by content."""
 
     checked: ClassVar[bool] = False
 

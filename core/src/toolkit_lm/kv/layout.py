@@ -1,11 +1,12 @@
-"""How the layers' caches are laid out: which layers share block tables, and which groups of layers
-share memory.
+"""Layout of the layers' caches: which layers share block tables, and which groups of layers share
+memory.
 
-A block id belongs to one sequence in one KV group. Groups whose layers have pages of one size draw
-their blocks from one pool: what one group does not use, another can. A model whose windowed and
-full layers differ in number is therefore cut into groups of about equal size (as in "Jenga", Zhang
-et al. 2025), unless these would be too many, or leave too much of a block unused. Pages of another
-size, and layers that cannot be cut evenly, have a pool of their own.
+A block id belongs to one sequence in one KV group. Groups whose layers have pages of the same size
+take their blocks from one pool: a group can use what another leaves free. If the windowed and the
+full layers of a model differ in number, they are therefore split into groups of about equal size
+(as in "Jenga", Zhang et al. 2025). Exceptions are splits into too many groups, or with too much
+unused memory per block. Pages of another size, and layers that cannot be split evenly, have pools
+of their own.
 """
 
 from __future__ import annotations
@@ -21,31 +22,32 @@ from toolkit_lm.kv.spec import KVCacheSpec
 from toolkit_lm.plugin import KVKindRegistry
 
 _MOST_GROUPS = 8
-"""Of one pool: each has a block table per sequence, and its own metadata per step."""
+"""Most groups of a pool. Each has a block table per sequence, and its own metadata per step."""
 _MOST_WASTE = 0.1
-"""Of a pool's pages: those that no layer uses, because its groups differ in size."""
+"""Largest share of a pool's pages that no layer uses, because the groups differ in size."""
 
 
 class KVGroup(Struct, frozen=True):
-    """Layers that share one KVCacheSpec and one backend, and so one block table per sequence."""
+    """Layers that share one KVCacheSpec and one backend, and therefore one block table per
+    sequence."""
 
     spec: KVCacheSpec
     backend: str
     """Name of the layers' attention backend."""
     layers: list[str]
     pool: int = 0
-    """Index of the pool that its blocks are from."""
+    """Index of the pool that supplies the group's blocks."""
 
 
 class KVPool(Struct, frozen=True):
-    """Blocks of one size. A block has a page for each layer of a group."""
+    """Blocks of one size. A block has one page per layer of a group."""
 
     page_bytes: int
     num_pages: int
-    """Pages of a block: the layers of the largest group."""
+    """Pages per block: the number of layers of the largest group."""
     num_blocks: int = 0
     num_host_blocks: int = 0
-    """In host memory, which preempted requests are swapped to."""
+    """Number of blocks in host memory, for preempted requests."""
 
     @property
     def block_bytes(self) -> int:
@@ -53,14 +55,15 @@ class KVPool(Struct, frozen=True):
 
 
 class KVCacheConfig(Struct, frozen=True):
-    """The whole KV cache of an engine."""
+    """Layout of an engine's whole KV cache."""
 
     groups: list[KVGroup]
     pools: list[KVPool]
 
     @classmethod
     def decode(cls, message: msgspec.Raw, kinds: KVKindRegistry) -> KVCacheConfig:
-        """From msgpack, as `msgspec.msgpack.encode` makes it. `kinds`: those of its specs."""
+        """Decodes the msgpack that `msgspec.msgpack.encode` makes. `kinds`: the registered kinds of
+        specs."""
         plain: Any = msgspec.msgpack.decode(message)
         for group in plain["groups"]:
             group["spec"] = msgspec.convert(group["spec"], kinds.load(group["spec"]["kind"]))
@@ -70,17 +73,24 @@ class KVCacheConfig(Struct, frozen=True):
         )
 
     def sized(self, num_blocks: Sequence[int], num_host_blocks: Sequence[int]) -> KVCacheConfig:
-        """A copy with so many blocks in each pool."""
+        """Returns a copy with these numbers of blocks, per pool."""
         sizes = zip(self.pools, num_blocks, num_host_blocks, strict=True)
         return KVCacheConfig(
             self.groups, [KVPool(pool.page_bytes, pool.num_pages, *size) for pool, *size in sizes]
         )
 
+    @property
+    def without_prefixes(self) -> KVGroup | None:
+        """A group whose blocks no other sequence can use, so that there is no prefix caching. None:
+        there is no such group."""
+        without = (g for g in self.groups if not (g.spec.of_encoder or g.spec.shares_prefixes))
+        return next(without, None)
+
     def of_layers(self, layers: Container[str]) -> KVCacheConfig:
-        """What a worker has of it that runs only these layers. Its groups are the same, so that a
-        plan's block tables fit all workers."""
+        """Returns the config for a worker that runs only these layers. The groups stay the same, so
+        that a plan's block tables fit all workers."""
         groups = [
-            replace(group, layers=[one for one in group.layers if one in layers])
+            replace(group, layers=[layer for layer in group.layers if layer in layers])
             for group in self.groups
         ]
         counts = [
@@ -96,10 +106,10 @@ class KVCacheConfig(Struct, frozen=True):
         )
 
     def max_blocks(self, num_tokens: int, chunk: int, num_encoder_tokens: int = 0) -> list[int]:
-        """Per pool, most blocks that a sequence of `num_tokens` holds at a time when a step
-        computes at most `chunk` of them.
+        """Most blocks, per pool, that a sequence of `num_tokens` holds at a time if a step computes
+        at most `chunk` of them.
 
-        And those of its encoder sequence.
+        The blocks of its encoder sequence are included.
         """
         counts = [0] * len(self.pools)
         for group in self.groups:
@@ -110,13 +120,13 @@ class KVCacheConfig(Struct, frozen=True):
 
 
 def plan_groups(specs: Mapping[str, KVCacheSpec], backends: Mapping[str, str]) -> KVCacheConfig:
-    """The KV groups of a model, in the order of their first layers, and their pools without blocks.
-    Both mappings are by layer."""
+    """Plans the KV groups of a model, in the order of their first layers, and their pools, still
+    without blocks. Both mappings are by layer."""
     alike: dict[tuple[KVCacheSpec, str], list[str]] = {}
     for layer, spec in specs.items():
         alike.setdefault((spec, backends[layer]), []).append(layer)
     sharing: dict[int, list[int]] = {}
-    """By page size, the numbers of layers that are alike."""
+    """Numbers of equal layers, by page size."""
     for (spec, _), layers in alike.items():
         sharing.setdefault(spec.page_bytes, []).append(len(layers))
     sizes = {page_bytes: _group_size(counts) for page_bytes, counts in sharing.items()}
@@ -131,8 +141,8 @@ def plan_groups(specs: Mapping[str, KVCacheSpec], backends: Mapping[str, str]) -
 
 
 def _group_size(counts: Sequence[int]) -> int | None:
-    """Layers of a group where layers that are alike, so many of each sort, share a pool. None: they
-    are better off apart."""
+    """Number of layers per group if groups of these `counts` of equal layers share a pool. None:
+    separate pools are better."""
     total = sum(counts)
     for size in range(max(counts), 0, -1):
         num_groups = sum(-(-count // size) for count in counts)

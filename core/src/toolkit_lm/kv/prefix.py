@@ -1,4 +1,4 @@
-"""What a KV cache block holds, as a hash over all tokens up to its end."""
+"""Hashes of KV cache blocks. Each covers all tokens up to the block's end."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from toolkit_lm.messages import CacheKey
 
 
 class PrefixHashes:
-    """The hashes of a sequence's full blocks (SHA-256, so that nobody can make two collide).
+    """Hashes of a sequence's full blocks (SHA-256, so that collisions cannot be constructed).
 
-    Each is over the one before, the block's tokens, and what else their keys and values depend on.
-    The first is over `salt`, which stands for the plugin set.
+    Each covers the previous hash, the block's tokens, and what else their keys and values depend
+    on. The first one covers `salt`, which identifies the plugin set.
     """
 
     def __init__(self, salt: str, keys: Sequence[CacheKey] = ()) -> None:
         self._salt = salt
         self._keys = keys
         self._hashes: dict[int, list[bytes]] = {}
-        """By block size."""
+        """Hashes by block size."""
 
     def block_hashes(
         self, token_ids: Sequence[int], block_size: int, num_blocks: int
     ) -> list[bytes]:
-        """At least the first `num_blocks` hashes of blocks of this size. The tokens may have grown
-        since the last call, not changed."""
+        """Returns at least the first `num_blocks` hashes of blocks of this size. Since the last
+        call, tokens may have been appended, but not changed."""
         hashes = self._hashes.setdefault(block_size, [])
         for index in range(len(hashes), num_blocks):
             start = index * block_size
@@ -48,7 +48,7 @@ class PrefixHashes:
         return hashes
 
     def fork(self) -> PrefixHashes:
-        """For a sequence that has the same tokens so far."""
+        """Returns the hashes for a sequence that has the same tokens so far."""
         other = PrefixHashes(self._salt, self._keys)
         other._hashes = {size: list(hashes) for size, hashes in self._hashes.items()}
         return other

@@ -1,5 +1,5 @@
-"""KVTier and KVTierStore: the two halves of a place for KV blocks beside the device. Needs no
-torch."""
+"""KVTier and KVTierStore: the two halves of a KV tier, a place for KV blocks off the device. Needs
+no torch."""
 
 from __future__ import annotations
 
@@ -16,44 +16,46 @@ Data = bytes | bytearray | memoryview
 
 
 class KVTier:
-    """The half in the scheduler: which contents of blocks the tier has. One per engine, called from
-    its thread; its module imports no torch.
+    """Scheduler half of a KV tier: knows which block contents the tier has. There is one per
+    engine, called from its thread. Its module imports no torch.
 
-    A digest names what a block holds: all tokens up to its end, and what else its keys and values
-    depend on. It does not name the model's weights: a tier that outlives its engine must.
+    A digest identifies the contents of a block: all tokens up to its end, and what else its keys
+    and values depend on. It does not cover the model's weights: a tier that outlives its engine
+    must add them.
     """
 
     timeout: ClassVar[float] = 10.0
-    """Seconds after which blocks that have not come are computed instead."""
+    """Seconds after which blocks that have not arrived are computed instead."""
 
     def __init__(self, config: VllmConfig, kv_cache: KVCacheConfig, *, options: Any) -> None:
         """`config` is resolved. `kv_cache`: the groups that blocks belong to. `options`: the
-        plugin's own, or None."""
+        plugin's own options, or None."""
 
     def find(self, group: int, digests: Sequence[bytes]) -> int:
-        """How many of these blocks of a KV group it has, counted from the first to the first that
-        it has not. Asked of each request that waits: it must not wait for anything."""
+        """Returns how many of a KV group's blocks the tier has, up to the first that it lacks.
+        Called for each waiting request, so it must not block."""
         return 0
 
     def load(self, group: int, digests: Sequence[bytes]) -> None:
-        """These, which `find` has counted, are asked of the worker's half now."""
+        """The worker half is now asked for these blocks, which `find` has counted."""
 
     def failed(self, group: int, digests: Sequence[bytes]) -> None:
-        """Some of these did not come, came damaged, or were perhaps never stored. The request
+        """Some of these blocks did not arrive, arrived damaged, or were never stored. The request
         computes them."""
 
     def evicted(self, contents: Sequence[tuple[int, bytes]]) -> Sequence[tuple[int, bytes]]:
-        """The device needs the blocks that hold these: (group, digest) of each, without repeats, in
-        the order in which it took them. Returns those that the worker's half is to store."""
+        """The device is about to overwrite blocks with these contents: (group, digest) of each,
+        without duplicates, in the order of eviction. Returns those that the worker half must
+        store."""
         return ()
 
     def dropped(self) -> list[tuple[int, bytes]]:
-        """(group, digest) of what the worker's half may forget, since the last call. Asked after
-        `evicted`; it is forgotten before anything is stored."""
+        """Returns (group, digest) of the contents that the worker half may forget, since the last
+        call. Called after `evicted`. They are dropped before anything is stored."""
         return []
 
     def reset(self) -> None:
-        """Nobody is to find anything any more."""
+        """Forgets all contents: nothing must be found any more."""
 
 
 class BlockBytes(Protocol):
@@ -63,37 +65,37 @@ class BlockBytes(Protocol):
     def num_bytes(self) -> int: ...
 
     def read_into(self, target: Data) -> None:
-        """Copies it into host memory of `num_bytes` bytes."""
+        """Copies the block into host memory of `num_bytes` bytes."""
 
     def to_bytes(self) -> bytes:
-        """A copy, with a checksum after it."""
+        """Returns a copy of the block, followed by a checksum."""
 
 
 class KVTierStore(ABC):
-    """The half on the worker: it keeps bytes. One per worker, called from the thread that runs its
-    steps."""
+    """Worker half of a KV tier: stores bytes. There is one per worker, called from the thread that
+    runs its steps."""
 
     checked: ClassVar[bool] = True
-    """What it gives back is what `to_bytes` made, checksum included. False: `num_bytes` bytes, of
-    memory that only this process writes."""
+    """Loaded data are the bytes of `to_bytes`, with the checksum. False: they are `num_bytes`
+    bytes, from memory that only this process writes."""
 
     @abstractmethod
     def __init__(self, config: VllmConfig, kv_cache: KVCacheConfig, *, options: Any) -> None:
         """`config` is the rank's. `kv_cache`: with the layers of this rank. `options`: the plugin's
-        own, or None."""
+        own options, or None."""
 
     @abstractmethod
     def store(self, group: int, key: TierKey, block: BlockBytes) -> None:
-        """Takes a copy of a block: it may be overwritten when this returns. What takes long after
-        that belongs in a thread of the tier's own."""
+        """Copies a block, which may be overwritten as soon as this returns. Slow work belongs in a
+        thread of the tier's own."""
 
     @abstractmethod
     def load(self, group: int, key: TierKey) -> Future[Data]:
-        """The bytes that were stored under this key. The future fails where they are not there;
-        bytes that are cut or damaged count as a failure. It must not wait."""
+        """Returns a future of the bytes stored under this key. It fails if they are missing.
+        Truncated or damaged bytes count as a failure. The call must not block."""
 
     def drop(self, group: int, key: TierKey) -> None:  # noqa: B027
-        """Nobody will ask for it. Unknown ones are no error."""
+        """Forgets a block, which will not be requested again. Unknown ones are accepted."""
 
     def close(self) -> None:  # noqa: B027
-        """The engine ends."""
+        """Called when the engine ends."""

@@ -1,4 +1,4 @@
-"""Tiers: what an engine's KV tiers have, bring and are given, as the scheduler sees it."""
+"""Tiers: the scheduler's view of an engine's KV tiers, with their loads and stores."""
 
 from __future__ import annotations
 
@@ -19,31 +19,33 @@ logger = logging.getLogger(__name__)
 class _Load(NamedTuple):
     request_id: str
     num_tokens: int
-    """Of its leader, when all blocks are filled."""
+    """Number of the leader's tokens once all blocks are filled."""
     tier: str
     blocks: list[TierBlock]
     deadline: float
 
 
 class Tiers:
-    """Begins loads and hears of their end, and offers to the tiers what the device gives up.
+    """Starts loads, records their end, and offers evicted blocks to the tiers.
 
-    All of it travels with plans (`StepPlan.tiers`), so that workers do it in the order of the
-    steps. A load that is given up is cancelled by the next plan: nothing is written to its blocks
-    from then on, and they are free at once.
+    All transfers travel with plans (`StepPlan.tiers`), so that workers run them in the order of the
+    steps. Workers write the blocks of those loads alone that the same plan names: the blocks of a
+    load that is given up are free at once.
     """
 
     def __init__(self, tiers: Mapping[str, KVTier], blocks: BlockManager) -> None:
         self.tiers = tiers
         self._blocks = blocks
         self._loads: dict[int, _Load] = {}
-        """By ticket, those that have not ended."""
+        """Loads that have not ended, by ticket."""
         self._tickets = count(1)
         self._work = TierWork()
+        self._given_up = False
+        """A load was given up since the last plan."""
         self._evicted: list[tuple[int, bytes, int]] = []
-        """(group, digest, block), since the last plan."""
+        """(group, digest, block) of each block evicted since the last plan."""
         self._waits = False
-        """A plan that waits for a load is on its way."""
+        """A plan that waits for a load is running."""
         for pool in blocks.pools if tiers else ():
             pool.on_evicted = self._on_evicted
 
@@ -56,13 +58,14 @@ class Tiers:
     def begin(
         self, request_id: str, seq_id: int, block_hashes: BlockHashes, limit: int, reserve: int
     ) -> bool:
-        """Whether a tier has more of a sequence's first `limit` tokens than the device, and brings
-        it: the sequence holds blocks for it then. `reserve`: as of `has_free`."""
+        """Starts a load if a tier has more of a sequence's first `limit` tokens than the device.
+        Returns whether it did; the sequence then holds blocks for it. `reserve`: see
+        `BlockManager.has_free`."""
         tier = None
         length = self._blocks.find_prefix(block_hashes, limit)
-        for name, one in self.tiers.items():
+        for name, candidate in self.tiers.items():
             try:
-                found = self._blocks.find_prefix(block_hashes, limit, one.find)
+                found = self._blocks.find_prefix(block_hashes, limit, candidate.find)
             except Exception:
                 logger.exception("KV tier %r cannot be asked what it has", name)
                 continue
@@ -86,19 +89,18 @@ class Tiers:
     def _adopt(
         self, seq_id: int, block_hashes: BlockHashes, num_tokens: int, reserve: int
     ) -> list[tuple[int, bytes, int]] | None:
-        """As `BlockManager.adopt`, with new blocks for what is not cached: (group, digest, block)
-        of each. They are to be filled, and published then. None: they do not fit."""
+        """Adopts cached blocks like `BlockManager.adopt`, and allocates new blocks for the rest:
+        (group, digest, block) of each. These are still to be filled and then published. None: they
+        do not fit."""
         missing: list[tuple[GroupBlocks, int, bytes]] = []
         found: list[tuple[GroupBlocks, int, int]] = []
         needed = [0] * len(self._blocks.pools)
         groups = [group for group in self._blocks.groups if not group.spec.of_encoder]
         for group in groups:
-            first, last = group.prefix(num_tokens)
-            digests = group.names(block_hashes, last)
-            for index in range(first, last):
-                block = group.pool.find((group.index, digests[index]))
+            for index, digest in group.wanted(block_hashes, num_tokens):
+                block = group.pool.find((group.index, digest))
                 if block is None:
-                    missing.append((group, index, digests[index]))
+                    missing.append((group, index, digest))
                 else:
                     found.append((group, index, block))
                 needed[group.pool_index] += block is None or group.pool.ref_counts[block] == 0
@@ -107,94 +109,93 @@ class Tiers:
         tables = self._blocks.new_tables(seq_id)
         for group in groups:
             tables[group.index] += [None] * group.prefix(num_tokens)[1]
-        # Before others are taken: these could be among them.
+        # Before other blocks are taken: these could be among them.
         for group, index, block in found:
             group.pool.share(block)
             tables[group.index][index] = block
         new = []
         for group, index, digest in missing:
-            tables[group.index][index] = block = group.pool.take()
+            tables[group.index][index] = block = group.pool.allocate()
             new.append((group.index, digest, block))
         return new
 
     def cancel(self, request_id: str) -> None:
-        """A request that is being loaded has ended."""
+        """Cancels the load of a request that has ended."""
         for ticket in [t for t, load in self._loads.items() if load.request_id == request_id]:
             del self._loads[ticket]
-            self._work.cancelled.append(ticket)
+            self._given_up = True
 
     def expired(self, now: float) -> list[str]:
-        """The requests whose blocks have not come in time: they come no more."""
+        """Cancels loads that are past their deadline, and returns their requests."""
         late = [load.request_id for load in self._loads.values() if now >= load.deadline]
         for request_id in late:
             self.cancel(request_id)
         return late
 
-    def take(self, plan: StepPlan, ended: Mapping[int, str]) -> list[tuple[str, int]]:
-        """A step has told which loads have ended, and what went wrong, or "". Returns their
-        requests, and how many of their tokens are there now: all, or 0."""
+    def finish_loads(self, plan: StepPlan, ended: Mapping[int, bool]) -> list[tuple[str, int]]:
+        """Processes the loads that a step reports as ended, each with its success. Returns their
+        requests, with the number of tokens now on the device: all, or 0."""
         if plan.tiers is not None and plan.tiers.waits:
             self._waits = False
         outcomes = []
-        for ticket, error in ended.items():
+        for ticket, complete in ended.items():
             if (load := self._loads.pop(ticket, None)) is None:
                 continue
-            if error:
-                logger.warning(
-                    "KV tier %r: a load has failed, and the request computes itself: %s",
-                    load.tier,
-                    error,
-                )
+            if not complete:
+                self._given_up = True
                 for group, digests in _by_group(load.blocks).items():
                     self.tiers[load.tier].failed(group, digests)
-            outcomes.append((load.request_id, 0 if error else load.num_tokens))
+            outcomes.append((load.request_id, load.num_tokens if complete else 0))
         return outcomes
 
     # Steps
 
     def end_step(self, *, idle: bool) -> TierWork | None:
-        """What the planned step does for the tiers; None: nothing. `idle`: nobody runs, so that it
-        may wait for a load to end."""
+        """Returns the planned step's transfers; None: there are none. `idle`: no request runs, so
+        the step may wait for a load."""
         self._offer()
         work = self._work
         waits = idle and bool(self._loads) and not self._waits
-        if not ((self._loads and not idle) or waits or work.stores or work.loads or work.cancelled):
+        if not ((self._loads and not idle) or waits or work.stores or work.loads or self._given_up):
             return None
         self._work = TierWork()
+        self._given_up = False
+        work.loading = list(self._loads)
         work.waits = self._waits = waits
         return work
 
     def _offer(self) -> None:
-        """Each content that the device gives up goes to the first tier that wants it."""
+        """Offers each evicted block to the tiers in order; the first that wants it stores it."""
         if not self._evicted:
             return
         contents = {(group, digest): block for group, digest, block in self._evicted}
         self._evicted.clear()
         for name, tier in self.tiers.items():
-            for one in tier.evicted(list(contents)):
-                self._work.stores.append(TierBlock(name, *one, contents.pop(one)))
-            self._work.dropped += [TierBlock(name, *one, -1) for one in tier.dropped()]
+            for content in tier.evicted(list(contents)):
+                self._work.stores.append(TierBlock(name, *content, contents.pop(content)))
+            self._work.dropped += [TierBlock(name, *content, -1) for content in tier.dropped()]
 
     def reset(self, plans: Iterable[StepPlan]) -> None:
-        """Steps have failed: no load goes on, and what these plans were to store is not there."""
-        self._work = TierWork(cancelled=[*self._work.cancelled, *self._loads])
+        """Steps have failed: all loads end, and what `plans` would have stored is missing."""
+        self._given_up = self._given_up or bool(self._loads)
         self._loads.clear()
         self._evicted.clear()
         self._waits = False
-        for plan in plans:
-            for one in plan.tiers.stores if plan.tiers is not None else ():
-                assert isinstance(one.key, bytes), "contents are stored by digest"
-                self.tiers[one.tier].failed(one.group, [one.key])
+        lost = [self._work, *(plan.tiers for plan in plans if plan.tiers is not None)]
+        self._work = TierWork(dropped=[block for work in lost for block in work.dropped])
+        for block in (block for work in lost for block in work.stores):
+            assert isinstance(block.key, bytes), "contents are stored by digest"
+            self.tiers[block.tier].failed(block.group, [block.key])
 
     def forget_all(self) -> None:
-        """Nobody will find what any tier holds now."""
+        """Forgets the contents of all tiers."""
         for tier in self.tiers.values():
             tier.reset()
 
 
 def _by_group(blocks: Iterable[TierBlock]) -> dict[int, list[bytes]]:
     digests: dict[int, list[bytes]] = {}
-    for one in blocks:
-        assert isinstance(one.key, bytes), "contents are loaded by digest"
-        digests.setdefault(one.group, []).append(one.key)
+    for block in blocks:
+        assert isinstance(block.key, bytes), "contents are loaded by digest"
+        digests.setdefault(block.group, []).append(block.key)
     return digests

@@ -1,36 +1,57 @@
-"""Transfers: moves blocks between the device and the tiers, as plans say."""
+"""Transfers: moves blocks between the device and the tiers, as plans require."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from enum import IntEnum
 
+from toolkit_lm.config import VllmConfig
 from toolkit_lm.kv.cache import KVCache
 from toolkit_lm.kv.group_blocks import HOST
+from toolkit_lm.kv.layout import KVCacheConfig
 from toolkit_lm.kv.tier import Data, KVTierStore
 from toolkit_lm.messages import StepPlan, TierBlock, TierWork
+from toolkit_lm.plugin import Plugins
 
 logger = logging.getLogger(__name__)
 
 _WAIT = 0.02
-"""Seconds that a step without rows waits for a load: as long does an abort wait for it."""
+"""Seconds that a step without rows waits for a load. An abort waits as long."""
 _MOST_BYTES = 64 * 2**20
-"""Of loaded blocks that one step writes to the device, so that its rows do not wait long."""
+"""Most bytes of loaded blocks that one step writes to the device, so that its rows do not wait
+long."""
+
+
+class LoadState(IntEnum):
+    """State of a load. Over several ranks, the greatest of their states is the load's state."""
+
+    COMPLETE = 0
+    LOADING = 1
+    FAILED = 2
 
 
 class Transfers:
-    """Runs on the thread of the steps: what it writes to the device is in their order."""
+    """Runs on the thread of the steps, so its writes to the device are ordered with theirs."""
 
-    def __init__(self, cache: KVCache, stores: Mapping[str, KVTierStore]) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        stores: Mapping[str, KVTierStore],
+        agree: Callable[[list[int]], list[int]] = lambda states: states,
+    ) -> None:
+        """`agree` is given the `LoadState` of each load on this rank, and returns those over all
+        ranks. All ranks call it in the same steps, for the same loads."""
         self._cache = cache
         self._stores = stores
-        self._loads: dict[int, list[tuple[TierBlock, Future[Data]]]] = {}
-        """By ticket, blocks that are not on the device yet."""
+        self._agree = agree
+        self._loads: dict[int, list[tuple[TierBlock, Future[Data]]] | None] = {}
+        """Blocks that are not on the device yet, by ticket. None: the load has failed."""
 
-    def run(self, plan: StepPlan) -> dict[int, str]:
-        """All that a plan moves: out to the tiers, in from them, then on the device. Returns the
-        loads that have ended, by ticket, with what went wrong, or ""."""
+    def run(self, plan: StepPlan) -> dict[int, bool]:
+        """Runs all transfers of a plan: out to the tiers, in from them, then on the device. Returns
+        the loads that have ended, by ticket: whether all ranks have filled all blocks."""
         work = plan.tiers
         if work is not None:
             self._begin(work)
@@ -40,7 +61,7 @@ class Transfers:
         for copy in plan.swap_in:
             data = self._stores[HOST].load(copy.group, copy.source).result()
             self._cache.block(copy.group, copy.target).write(data, checked=False)
-        ended = self._end(waits=work.waits) if work is not None else {}
+        ended = self._end(work) if work is not None and work.loading else {}
         for copy in plan.copies:
             self._cache.copy(copy)
         return ended
@@ -50,45 +71,72 @@ class Transfers:
             store.close()
 
     def _begin(self, work: TierWork) -> None:
-        for ticket in work.cancelled:
-            self._loads.pop(ticket, None)
-        for one in work.dropped:
-            self._stores[one.tier].drop(one.group, one.key)
-        for one in work.stores:
-            block = self._cache.block(one.group, one.block)
+        self._loads = {t: load for t, load in self._loads.items() if t in work.loading}
+        for tier_block in work.dropped:
+            self._stores[tier_block.tier].drop(tier_block.group, tier_block.key)
+        for tier_block in work.stores:
+            block = self._cache.block(tier_block.group, tier_block.block)
             try:
-                self._stores[one.tier].store(one.group, one.key, block)
+                self._stores[tier_block.tier].store(tier_block.group, tier_block.key, block)
             except Exception:
-                # Who asks for it will miss it.
-                logger.exception("KV tier %r: a block could not be stored", one.tier)
+                # The request that asks for it will miss it.
+                logger.exception("KV tier %r: a block could not be stored", tier_block.tier)
         for load in work.loads:
-            self._loads[load.ticket] = [(one, self._load(one)) for one in load.blocks]
+            self._loads[load.ticket] = [(block, self._load(block)) for block in load.blocks]
 
-    def _load(self, one: TierBlock) -> Future[Data]:
+    def _load(self, block: TierBlock) -> Future[Data]:
         try:
-            return self._stores[one.tier].load(one.group, one.key)
+            return self._stores[block.tier].load(block.group, block.key)
         except Exception as error:
             failed: Future[Data] = Future()
             failed.set_exception(error)
             return failed
 
-    def _end(self, *, waits: bool) -> dict[int, str]:
-        """Writes what has come to its blocks."""
-        if waits and self._loads:
-            wait([blocks[0][1] for blocks in self._loads.values()], _WAIT, FIRST_COMPLETED)
-        ended = {}
+    def _end(self, work: TierWork) -> dict[int, bool]:
+        """Writes the data that have arrived to their blocks."""
+        pending = [blocks[0][1] for blocks in self._loads.values() if blocks]
+        if work.waits and pending:
+            wait(pending, _WAIT, FIRST_COMPLETED)
         left = _MOST_BYTES
-        for ticket, blocks in list(self._loads.items()):
-            error = ""
-            while blocks and not error and left > 0 and blocks[0][1].done():
-                one, future = blocks.pop(0)
-                block = self._cache.block(one.group, one.block)
+        for ticket, blocks in self._loads.items():
+            while blocks and left > 0 and blocks[0][1].done():
+                tier_block, future = blocks.pop(0)
+                block = self._cache.block(tier_block.group, tier_block.block)
                 left -= block.num_bytes
                 try:
-                    block.write(future.result(), checked=self._stores[one.tier].checked)
-                except Exception as problem:
-                    error = f"{type(problem).__name__}: {problem}"
-            if error or not blocks:
-                del self._loads[ticket]
-                ended[ticket] = error
-        return ended
+                    block.write(future.result(), checked=self._stores[tier_block.tier].checked)
+                except Exception as error:
+                    logger.warning(
+                        "KV tier %r: a load has failed, and the request computes itself: %s: %s",
+                        tier_block.tier,
+                        type(error).__name__,
+                        error,
+                    )
+                    self._loads[ticket] = None
+                    break
+        states = self._agree([self._state(ticket) for ticket in work.loading])
+        return {
+            ticket: state == LoadState.COMPLETE
+            for ticket, state in zip(work.loading, states, strict=True)
+            if state != LoadState.LOADING
+        }
+
+    def _state(self, ticket: int) -> LoadState:
+        # A rank that missed the step which began the load has failed.
+        blocks = self._loads.get(ticket)
+        if blocks is None:
+            return LoadState.FAILED
+        return LoadState.LOADING if blocks else LoadState.COMPLETE
+
+
+def make_stores(
+    config: VllmConfig, kv_cache: KVCacheConfig, plugins: Plugins
+) -> dict[str, KVTierStore]:
+    """Makes the worker half of each tier, by tier name. Raises PluginError, which names the plugin,
+    for one that cannot be made."""
+    return {
+        entry.key: plugins.kv_tiers.make(
+            entry.key, config, kv_cache, options=plugins.options(entry.plugin)
+        )
+        for entry in plugins.kv_tiers.entries()
+    }

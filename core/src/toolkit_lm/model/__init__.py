@@ -1,7 +1,7 @@
-"""What models are made of: the contract, sharded layers and their linear methods, norms, and weight
-loading.
+"""The building blocks of models: the contract, sharded layers and their linear methods, norms, and
+weight loading.
 
-The names are resolved when they are used: what reads checkpoints without their weights needs no
+Names are imported on first use, so code that reads checkpoints without their weights needs no
 torch.
 """
 

@@ -51,6 +51,8 @@ from .linear import (
     see_encoder_tokens as see_encoder_tokens,
 )
 from .linear_method import (
+    NO_EPILOGUE as NO_EPILOGUE,
+    Epilogue as Epilogue,
     LayerKind as LayerKind,
     LinearMethod as LinearMethod,
     LinearSpec as LinearSpec,
@@ -58,7 +60,6 @@ from .linear_method import (
     Rows as Rows,
     UnquantizedMethod as UnquantizedMethod,
     WrappingMethod as WrappingMethod,
-    logits_of_tokens as logits_of_tokens,
 )
 from .loader import (
     construct as construct,
@@ -68,12 +69,17 @@ from .loader import (
 )
 from .norm import LayerNorm as LayerNorm, RMSNorm as RMSNorm
 from .parameters import (
-    Part as Part,
+    Shard as Shard,
     ShardLoader as ShardLoader,
     WeightLoader as WeightLoader,
     new_parameter as new_parameter,
     torch_dtype as torch_dtype,
 )
+from .quantized import (
+    DequantizingMethod as DequantizingMethod,
+    QuantizedWeight as QuantizedWeight,
+)
+from .quantized_reader import QuantizedReader as QuantizedReader
 from .rotary import Rotation as Rotation
 from .sources import Sources as Sources
 from .tap import Taps as Taps, tappable as tappable

@@ -50,7 +50,7 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 
 
 def get_activation(name: str) -> Activation:
-    """The elementwise function of that name. It never writes to its argument. Raises
+    """Returns the elementwise function of that name, which never writes to its argument. Raises
     UnsupportedError for an unknown name."""
     if name not in ACTIVATIONS:
         raise UnsupportedError(f"unknown activation {name!r}. {nearest(name, ACTIVATIONS)}")

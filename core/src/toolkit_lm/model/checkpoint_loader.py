@@ -1,4 +1,4 @@
-"""The contract of what reads checkpoints. Importing it needs no torch."""
+"""The contract of checkpoint loaders. Importing it needs no torch."""
 
 from __future__ import annotations
 
@@ -16,46 +16,50 @@ if TYPE_CHECKING:
 
 
 class CheckpointLoader(ABC):
-    """The tensors of one checkpoint: iterating gives (name, full tensor), named and laid out as the
-    model's own checkpoints have them.
+    """The tensors of one checkpoint. Iterating yields (name, full tensor), named and laid out as in
+    the model's own checkpoints.
 
-    Where `unpack` is defined, the module of the class must not import torch: the process that reads
+    If `unpack` is defined, the module of the class must not import torch: the process that reads
     config.json never does.
     """
 
     def __init__(self, source: str | Path) -> None:
-        """`source`: the checkpoint's folder, or its file. Raises CheckpointError that names a
+        """`source`: the checkpoint's folder, or its file. Raises CheckpointError, which names the
         missing or broken file."""
         self.source = Path(source)
 
     @abstractmethod
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """On the CPU. Tensors are best mapped or made one by one: a model may take only a part of
-        each, or store it in fewer bits."""
+        """Yields the tensors, on the CPU. They are best mapped or made one by one: a model may take
+        only a part of each, or store it in fewer bits."""
 
     def names(self) -> Iterable[str]:
-        """The names of the tensors, in any order. This reads them all: a loader that knows better
-        overrides it."""
+        """Names of the tensors, in any order. By default this reads them all. A loader that knows
+        the names overrides it."""
         return [name for name, _ in self]
 
     def __str__(self) -> str:
-        """What errors call it."""
+        """Name of the checkpoint in errors."""
         return str(self.source)
 
     def load(self, model: Model) -> None:
         """Fills the model. Raises CheckpointError for weights that are missing, unexpected or do
         not fit."""
-        model.load_weights(self)
+        quantization = model.quantization
+        model.load_weights(self if quantization is None else quantization.adapt(self))
 
     @classmethod
     def unpack(cls, file: Path, options: Any) -> Path:
-        """A folder in Hugging Face layout, weights aside, for a checkpoint that is one file:
-        config.json, tokenizer.json, ... `options`: of the plugin that brings the loader; None where
-        it has none.
+        """Returns a folder in Hugging Face layout, without weights, for a checkpoint that is one
+        file, or a folder without config.json: config.json, tokenizer.json, ... `options`: options
+        of the plugin that brings the loader, or None.
 
-        It must outlive the engine. Several processes may ask for it at once. Raises
+        The folder must outlive the engine. Several processes may call this at once. Raises
         CheckpointError.
         """
-        raise CheckpointError(
-            f"model {str(file)!r} is a file; it must be the folder that holds it."
+        problem = (
+            "has no config.json: it is not a checkpoint in Hugging Face layout"
+            if file.is_dir()
+            else "is a file; it must be the folder that holds it"
         )
+        raise CheckpointError(f"model {str(file)!r} {problem}.")

@@ -1,4 +1,4 @@
-"""The compiler contract: what computes a model's forward pass in its place."""
+"""The compiler contract: a compiler runs a model's forward pass in the model's place."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from toolkit_lm.plugin import Plugins
 
 
 class GraphShape(NamedTuple):
-    """The batch that a CUDA graph of a whole forward pass is for. Smaller ones are padded to it."""
+    """Shape of the batch that a CUDA graph of a whole forward pass is for. Smaller batches are
+    padded to it."""
 
     num_rows: int
     num_tokens: int
     max_query_len: int
-    """Tokens of a row."""
+    """Most tokens of a row."""
 
 
 class ModelCompiler(ABC):
-    """Computes the forward pass of one model, equal but for rounding. It is made once the weights
+    """Runs the forward pass of one model, equal except for rounding. It is made after the weights
     are loaded, and compiles then."""
 
     @classmethod
     def refuses(cls, vllm_config: VllmConfig) -> str | None:
-        """Why it cannot compile a model, on the device and by the ranks that the config names; None
-        when it can."""
+        """Returns why it cannot compile a model, on the device and with the ranks that the config
+        names; None: it can."""
         return None
 
     @classmethod
     def describe(
         cls, vllm_config: VllmConfig, supports: Mapping[str, GraphSupport | str]
     ) -> list[str]:
-        """What `toolkit explain` tells of it. `supports`: of the model's attention backends, by
-        name. Must not compile."""
+        """Lines about the compiler for `toolkit explain`. `supports`: graph support of the model's
+        attention backends, by name. Must not compile."""
         return []
 
     @abstractmethod
@@ -48,12 +49,12 @@ class ModelCompiler(ABC):
 
     @abstractmethod
     def __call__(self, input_ids: Tensor, **arguments: Tensor) -> Tensor | IntermediateTensors:
-        """The model's `forward`."""
+        """Runs the model's `forward`."""
 
     def bind(  # noqa: B027
         self, limits: BatchLimits, supports: Mapping[str, GraphSupport | str]
     ) -> None:
-        """The layers have a KV cache, another one than before. `supports`: of the backends, by
+        """Called when the layers have a new KV cache. `supports`: graph support of the backends, by
         name."""
 
     def estimate(self, step: Callable[[], object]) -> int:
@@ -62,26 +63,26 @@ class ModelCompiler(ABC):
         return 0
 
     def capture(self, step: Callable[[], object]) -> None:  # noqa: B027
-        """Captures CUDA graphs. `step` computes one token. It is called again after a failed step,
-        when there is nothing to do."""
+        """Captures CUDA graphs. `step` computes one token. Called again after a failed step, when
+        there is nothing to do."""
 
     def begin_step(
         self, num_rows: int, num_tokens: int, max_query_len: int, *, whole: bool
     ) -> GraphShape | None:
-        """A forward pass of this batch comes next. A shape: its batch views are padded to it, its
-        arguments are not.
+        """Announces a forward pass of this batch. If a shape is returned, the batch views are
+        padded to it, but the arguments are not.
 
-        `whole`: a graph may hold all of it, attention included.
+        `whole`: a graph may hold the whole pass, attention included.
         """
         return None
 
     def seal(self) -> None:  # noqa: B027 - there need be nothing to do
-        """The warm-up is over. From now on it compiles nothing: a step waits for no compiler."""
+        """The warm-up is over. From now on nothing is compiled: no step waits for a compiler."""
 
 
 def make_compiler(model: Model, vllm_config: VllmConfig, plugins: Plugins) -> ModelCompiler | None:
-    """The compiler that does not refuse the config, first by priority; None at level 0. Raises
-    UnsupportedError where all refuse."""
+    """Makes the compiler of the highest priority that does not refuse the config; None at level 0.
+    Raises UnsupportedError if all refuse."""
     if not vllm_config.compilation.optimization_level:
         return None
     registry = plugins.compilers

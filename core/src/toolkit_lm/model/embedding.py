@@ -1,4 +1,4 @@
-"""The embedding of tokens and the head that gives logits, both split by vocabulary."""
+"""The token embedding and the language-modeling head, both sharded by vocabulary."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from toolkit_lm.attention import head_tokens
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.distributed import tensor_parallel_group
 from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.model.kernels import choose_kernels, method_chooser
 from toolkit_lm.model.linear import LinearBase
-from toolkit_lm.model.linear_method import LayerKind, LinearMethod, LinearSpec, head_rows
-from toolkit_lm.model.parameters import Part, torch_dtype
+from toolkit_lm.model.linear_method import LayerKind, LinearMethod, LinearSpec, Rows
+from toolkit_lm.model.parameters import Shard, torch_dtype
 
 
 class _VocabParallel(LinearBase):
     """Each rank holds the rows of its share of the vocabulary, which is padded to a multiple of the
-    ranks."""
+    number of ranks."""
 
     def __init__(
         self,
@@ -35,20 +36,20 @@ class _VocabParallel(LinearBase):
         parallel = vllm_config.parallel
         dtype = torch_dtype(vllm_config.model.dtype)
         share = -(-vocab_size // parallel.tensor_parallel_size)
-        part = Part(vocab_size, parallel.tensor_parallel_rank * share, share)
+        shard = Shard(vocab_size, parallel.tensor_parallel_rank * share, share)
         super().__init__(
             LinearSpec(
                 kind=kind,
                 prefix=prefix,
-                inputs=Part.whole(size),
-                outputs=(part,),
+                inputs=Shard.whole(size),
+                outputs=(shard,),
                 dtype=dtype,
                 tied_to=tied_to,
             ),
             bias=bias,
         )
         self.vocab_size = vocab_size
-        self.part = part
+        self.shard = shard
         self.parallel = parallel
         self.is_sharded = parallel.tensor_parallel_size > 1
 
@@ -79,14 +80,12 @@ class VocabParallelEmbedding(_VocabParallel):
         self.method = method
 
     def forward(self, input_ids: Tensor) -> Tensor:  # type: ignore[override]
-        embedded = (
-            self._of_all_ranks(input_ids) if self.is_sharded else self.method.embed(input_ids)
-        )
+        embedded = self._sharded(input_ids) if self.is_sharded else self.method.embed(input_ids)
         return embedded if self.scale == 1 else embedded.mul_(self.scale)
 
-    def _of_all_ranks(self, input_ids: Tensor) -> Tensor:
-        local = input_ids - self.part.start
-        elsewhere = (local < 0) | (local >= self.part.size)
+    def _sharded(self, input_ids: Tensor) -> Tensor:
+        local = input_ids - self.shard.start
+        elsewhere = (local < 0) | (local >= self.shard.size)
         embedded = self.method.embed(local.masked_fill(elsewhere, 0))
         return tensor_parallel_group(self.parallel).all_reduce(
             embedded.masked_fill_(elsewhere.unsqueeze(-1), 0)
@@ -125,24 +124,25 @@ class ParallelLMHead(_VocabParallel):
         self._choose_method = method_chooser()
 
     def untie(self) -> None:
-        """Gives the head a weight of its own, which is to be loaded."""
+        """Gives the head a weight of its own, which is still to be loaded."""
         self.spec = replace(self.spec, tied_to=None)
         with torch.device(next(self.parameters()).device):
             self.method = self._choose_method(self.spec)
             self.method.create(self, self.spec)
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
-        logits = self.method.apply(hidden_states, self.bias, rows=head_rows())
+        tokens = head_tokens()
+        rows = Rows.SAMPLED if tokens is None else tokens
+        logits = self.method.apply(hidden_states, self.bias, rows=rows)
         if not self.is_sharded:
             return logits
         return tensor_parallel_group(self.parallel).all_gather(logits, -1)[..., : self.vocab_size]
 
     def likeliest(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Kernels.likeliest` of the logits, which are made only where they are sharded, or the
-        linear method needs them.
+        """Like `Kernels.likeliest` of the logits. The logits are computed only if they are sharded,
+        or if the linear method needs them.
 
-        They are also made where a subclass has a `forward` of its own, and while a hook hangs on
-        the head.
+        They are also computed if a subclass has a `forward` of its own, or the head has a hook.
         """
         in_place = not self.is_sharded and self.may_bypass()
         found = self.method.likeliest(hidden_states, self.bias) if in_place else None

@@ -23,37 +23,38 @@ class LayerParts:
     """x + residual -> input_norm -> qkv -> head_norms -> rotation -> attn -> out; + residual ->
     post_norm -> gate_up -> down.
 
-    That is the usual kind. What makes a layer another kind is stated by its parts: kernels refuse
-    those that they do not compute.
+    That is the usual kind of layer. Its parts state how another kind differs. Kernels refuse parts
+    that they do not support.
     """
 
     input_norm: RMSNorm | None
-    """None: qkv takes the sum as it is."""
+    """None: qkv takes the sum without a norm."""
     qkv: QKVParallelLinear
     head_norms: tuple[RMSNorm, RMSNorm] | None
-    """Of queries and of keys: of each head, or, with weights as long as all heads, of these
-    together."""
+    """Norms of queries and of keys: of each head, or, if the weights are as long as all heads, of
+    these together."""
     attn: Attention
     out: RowParallelLinear
     post_norm: RMSNorm | None
-    """None: the feed-forward takes the sum as it is."""
+    """None: the feed-forward takes the sum without a norm."""
     gate_up: GatedColumnParallelLinear | None
     down: RowParallelLinear | None
     feed_forward: nn.Module | None = None
-    """[T, H] -> [T, H], in place of gate_up and down, which are None then: routed experts, say. It
-    is called as a module."""
+    """[T, H] -> [T, H], in place of gate_up and down, which are then None: for instance routed
+    experts. It is called as a module."""
     multiplier: float = 1.0
-    """Of what out and down give."""
+    """Factor of the outputs of `out` and `down`."""
     out_norms: tuple[RMSNorm, RMSNorm] | None = None
-    """Of what out and down give, times the multiplier, before it is added to the residual."""
+    """Norms of the outputs of `out` and `down`, times the multiplier, before they are added to the
+    residual."""
 
     def methods(self) -> tuple[LinearMethod, ...]:
-        """Of its linear layers."""
+        """The linear methods of the layer's linear layers."""
         layers = self.qkv, self.out, self.gate_up, self.down
         return tuple(layer.method for layer in layers if layer is not None)
 
     def refusal(self) -> str | None:
-        """Why kernels may not compute in place of one of the parts; None: they may."""
+        """Returns why kernels may not replace one of the parts; None: they may."""
         if self.attn.shares_with is not None:
             return f"it reads the KV cache of {self.attn.shares_with}"
         norms = self.input_norm, self.post_norm, *(self.head_norms or ()), *(self.out_norms or ())
@@ -78,25 +79,26 @@ class LayerParts:
 class FusibleLayer(Bypassable):
     """A layer that kernels may fuse, once its weights are loaded.
 
-    A class that states `seams` in its body vouches that its forward pass is what its `parts` say.
-    Its subclasses are fused too, unless they override anything but seams. While a hook hangs on the
-    layer or on a module in it, the modules are called.
+    A class that states `seams` in its body guarantees that its forward pass is what its `parts`
+    say. Its subclasses are fused too, unless they override anything but seams. If the layer or a
+    module in it has a hook, the modules are called.
     """
 
     fused: FusedLayer | None = None
-    """What computes the layer in place of its modules."""
+    """Function that computes the layer in place of its modules, or None."""
     _fused_parts: LayerParts | None = None
-    """What `fused` was made of."""
+    """The parts that `fused` was made of."""
     _fused_methods: tuple[LinearMethod, ...] = ()
-    """Those of their linear layers then: one may be wrapped later."""
+    """Linear methods at the time of fusing. A method may be wrapped later."""
 
     def parts(self) -> LayerParts | None:
-        """None: LayerParts cannot state what the layer computes."""
+        """Returns the layer's parts. None: LayerParts cannot describe the layer."""
         raise NotImplementedError
 
     def fusible(self) -> LayerParts | str:
-        """What kernels may compute in place of the layer's modules, or why they may not."""
-        # First, since the parts of a layer that computes in its own way mean nothing.
+        """Returns the parts that kernels may compute in place of the modules, or the reason for
+        which they may not."""
+        # First, since the parts of a layer with its own forward pass mean nothing.
         if (why := module_alteration(self)) is not None:
             return why
         if (parts := self.parts()) is None:
@@ -108,7 +110,7 @@ class FusibleLayer(Bypassable):
         return parts.refusal() or parts
 
     def fuse(self, kernels: Kernels) -> None:
-        """Lets `kernels` compute the layer in one call, where it may and they can."""
+        """Makes `kernels` compute the layer in one call, if the layer allows it and they can."""
         self.fused = self._fused_parts = None
         found = self.fusible()
         if isinstance(found, LayerParts) and fuse_refusal(kernels) is None:
@@ -135,7 +137,7 @@ class FusibleLayer(Bypassable):
             and not torch.compiler.is_compiling()
             and type(rotation) is Rotation
         ):
-            # The comparison is that of `may_bypass`, without a call at each layer of each step.
+            # Inlines `may_bypass`, to save a call per layer and step.
             is_free = self._seen == RemovableHandle.next_id or self.may_bypass()
             if is_free and (done := self.fused(x, residual, rotation)) is not None:
                 return done
@@ -144,10 +146,10 @@ class FusibleLayer(Bypassable):
 
 
 def fuse_refusal(kernels: Kernels) -> str | None:
-    """Why kernels fuse no layer at all; None: they fuse those that they can.
+    """Returns why kernels fuse no layer at all; None: they fuse the layers that they can.
 
-    A subclass that overrides an operation of a layer has to define `fuse` as well: the one that it
-    inherits does not know.
+    A subclass that overrides an operation of a layer must define `fuse` as well: the inherited one
+    does not know the override.
     """
     kind: type[Any] = next(cls for cls in type(kernels).__mro__ if "fuse" in vars(cls))
     return "they have none" if kind is Kernels else alteration(kernels, kind, Kernels.seams)

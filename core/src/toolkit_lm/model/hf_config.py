@@ -9,21 +9,21 @@ from toolkit_lm.errors import CheckpointError, nearest
 
 T = TypeVar("T")
 _HUGE = 10.0**300
-"""Numbers of a config are below."""
+"""Bound of the numbers in a config."""
 
 
 class HFConfig:
     """A checkpoint's config.json, with checked access:
     `HFConfig(vllm_config.hf_config).require("hidden_size", int)`.
 
-    Raises CheckpointError that names the key.
+    Raises CheckpointError, which names the key.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
 
     def require(self, key: str, kind: type[T]) -> T:
-        """The value of `key`, which must be there and of type `kind`."""
+        """Returns the value of `key`, which must be present and of type `kind`."""
         value = self.get(key, kind)
         if value is None:
             raise CheckpointError(
@@ -36,7 +36,7 @@ class HFConfig:
     @overload
     def get(self, key: str, kind: type[T], default: T) -> T: ...
     def get(self, key: str, kind: type[T], default: T | None = None) -> T | None:
-        """The value of `key`, of type `kind`; `default` where it is missing or null."""
+        """Returns the value of `key`, of type `kind`; `default` if it is missing or null."""
         value = self.values.get(key)
         if value is None:
             return default

@@ -1,5 +1,5 @@
-"""Kernels: what layers compute with. A layer names the operation; the kernels of its model compute
-it."""
+"""Kernels: the operations of layers. A layer names the operation, and the kernels of its model
+compute it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.model.linear_method import LinearMethod, LinearSpec, Quantization, UnquantizedMethod
+from toolkit_lm.model.quantized import DequantizingMethod, QuantizedWeight
 from toolkit_lm.model.sources import Sources
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 FusedLayer = Callable[[Tensor, Tensor | None, Any], tuple[Tensor, Tensor] | None]
 """(x [T, H], residual [T, H] or None, Rotation) -> (x, residual) after the layer. It may write to
-both. None: not in this step.
+both. None: the modules must compute this step.
 
 It is not called while a compiler traces the model.
 """
@@ -31,44 +32,68 @@ It is not called while a compiler traces the model.
 
 class Kernels:
     """The operations of layers, in plain torch, on any device. A subclass computes some of them in
-    its own way, equal but for rounding.
+    its own way, equal except for rounding.
 
-    One is made for each model, before its layers. What each operation gives for a row of `x`
+    There is one instance per model, made before the model's layers. The result for a row of `x`
     depends on that row alone.
     """
 
     seams: ClassVar[frozenset[str]] = frozenset(
-        {"refuses", "step", "linear_method", "linear", "layer_norm", "likeliest"}
+        {
+            "refuses",
+            "step",
+            "linear_method",
+            "quantized_method",
+            "explain_quantized",
+            "linear",
+            "layer_norm",
+            "likeliest",
+        }
     )
-    """Names that a subclass may override without a `fuse` of its own: no fused layer computes
+    """Names that a subclass may override without a `fuse` of its own: fused layers do not compute
     them."""
+    batch_invariant: ClassVar[bool] = False
+    """A row's result has the same bits whatever the other rows are, and how many."""
 
     @classmethod
     def refuses(cls, vllm_config: VllmConfig) -> str | None:
-        """Why it cannot compute a model, on the device and in the dtype that the config names; None
-        when it can."""
+        """Returns why it cannot compute a model, on the device and in the dtype that the config
+        names; None: it can."""
         return None
 
     def __init__(self, vllm_config: VllmConfig | None = None) -> None:
         """`vllm_config`: the model's, resolved; None outside an engine."""
 
     def step(self, num_tokens: int) -> AbstractContextManager[None]:
-        """Entered by the thread that computes a step of so many tokens, for as long as it does."""
+        """Context of a step of this many tokens, in the thread that computes it."""
         return nullcontext()
 
     def linear_method(self, spec: LinearSpec) -> LinearMethod:
         """A new method for a layer whose weight is not quantized: an UnquantizedMethod, or one that
-        holds the weight in another order."""
+        stores the weight in another order."""
         return UnquantizedMethod()
 
+    def quantized_method(self, spec: LinearSpec, weight: QuantizedWeight) -> LinearMethod:
+        """A new method that holds a quantized weight, ready to multiply. Its `create` and `process`
+        are not called. For a tied head, `spec.tied_to` is the embedding's method, if made."""
+        tied = spec.tied_to
+        if isinstance(tied, DequantizingMethod):
+            return tied
+        return DequantizingMethod(weight, spec.dtype)
+
+    def explain_quantized(self, spec: LinearSpec, weight: QuantizedWeight) -> str:
+        """The product with a quantized weight in words, and why none is faster. The weight's
+        tensors may be on the meta device."""
+        return "torch, which dequantizes it at each product"
+
     def fuse(self, parts: Any) -> FusedLayer | None:
-        """What computes a layer of these LayerParts in one call, made once its weights are loaded.
-        None: the layer's modules do."""
+        """Makes a function that computes a layer of these LayerParts in one call, once its weights
+        are loaded. None: the layer's modules compute it."""
         return None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x W^T + bias, of a weight [outputs, inputs] that no linear method holds and nothing
-        changes: x [R, inputs] -> [R, outputs]."""
+        """x W^T + bias, for a constant weight [outputs, inputs] without a linear method: x [R,
+        inputs] -> [R, outputs]."""
         return F.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -101,12 +126,12 @@ class Kernels:
         return F.layer_norm(x, shape, weight, bias, eps)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        """Heads x [T, heads, head_size], turned in place: x cos + (x with the dimensions of each
+        """Rotates heads x [T, heads, head_size] in place: x cos + (x with the dimensions of each
         pair swapped) sin (Su et al. 2021).
 
         cos and sin [T, 1, rotated dimensions]: sin is negative where the other dimension is
-        subtracted. Pairs are neighbouring dimensions where they are `interleaved`, else i and i +
-        half. Dimensions past the rotated ones stay.
+        subtracted. Pairs are neighbouring dimensions if `interleaved`, otherwise i and i + half.
+        Dimensions beyond the rotated ones are unchanged.
         """
         size = cos.shape[-1]
         rotated = x if size == x.shape[-1] else x[..., :size]
@@ -118,7 +143,7 @@ class Kernels:
         return x
 
     def likeliest(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """The greatest of each row [R, V], NaN where there is any, and where it is, the first of
+        """The greatest value of each row [R, V] (NaN if there is any) and its index, the first of
         equals (int64): [R] each."""
         return torch.max(scores, dim=-1)
 
@@ -136,13 +161,13 @@ def construction(
     models: ModelRegistry | None = None,
     sources: Sources | None = None,
 ) -> Iterator[None]:
-    """Has layers that this thread makes inside ask these for their methods, and compute with these
-    kernels. Refuses to nest.
+    """Context for constructing a model in this thread: layers get their methods from
+    `quantization`, and compute with `kernels`. Refuses to nest.
 
-    `make_part` finds the classes of models within the model in `models`. `sources` has the
+    `make_part` looks up the classes of models within the model in `models`. `sources` has the
     checkpoint's names of layers.
 
-    It is to models what `torch.device` is: their constructors need not hand it from layer to layer.
+    It works as `torch.device` does: constructors need not pass these from layer to layer.
     """
     assert not hasattr(_local, "made_with"), (
         "a model is constructed inside the construction of another one"
@@ -157,20 +182,19 @@ def construction(
 
 
 def choose_kernels() -> Kernels:
-    """What a layer that is being made computes with: inside `construction` its kernels, else plain
-    torch."""
+    """Kernels for a layer under construction: those of `construction`, otherwise plain torch."""
     kernels: Kernels = getattr(_local, "made_with", _OUTSIDE)[1]
     return kernels
 
 
 def choose_sources() -> Sources:
-    """The checkpoint's names of the layers of the model that is being made; outside of
-    `construction` no names are known."""
+    """Checkpoint names for the layers of the model under construction. Empty outside
+    `construction`."""
     return getattr(_local, "made_with", _OUTSIDE)[3] or Sources()
 
 
 def choose_models() -> ModelRegistry:
-    """Where the classes of models within the one that is being made are found: inside
+    """Registry with the classes of models within the model under construction. Only inside
     `construction` of an engine's model."""
     models: ModelRegistry | None = getattr(_local, "made_with", _OUTSIDE)[2]
     assert models is not None, (
@@ -180,14 +204,14 @@ def choose_models() -> ModelRegistry:
 
 
 def choose_method(spec: LinearSpec) -> LinearMethod:
-    """The linear method of a layer: inside `construction` that of its quantization, or of its
-    kernels. Raises UnsupportedError."""
+    """The linear method of a layer: that of `construction`'s quantization, or of its kernels.
+    Raises UnsupportedError."""
     return method_chooser()(spec)
 
 
 def method_chooser() -> Callable[[LinearSpec], LinearMethod]:
-    """`choose_method` as it is now, for a layer that may have to ask again when its model has been
-    made."""
+    """Returns `choose_method` in its present state, for a layer that may need another method after
+    the model is constructed."""
     quantization, kernels, *_ = getattr(_local, "made_with", _OUTSIDE)
     return partial(_choose, quantization, kernels)
 

@@ -11,12 +11,12 @@ from toolkit_lm.errors import ConfigError
 
 
 class Absent(nn.Module):
-    """Stands for a module that another rank holds: a layer of another stage, or an expert. Weights
-    under its name are passed over."""
+    """Placeholder for a module that another rank holds: a layer of another stage, or an expert.
+    Weights under its name are ignored."""
 
 
 class Layers(nn.ModuleList):
-    """All layers of a model, numbered as in the checkpoint; `owned` are those that this rank
+    """All layers of a model, numbered as in the checkpoint. `owned` are the layers that this rank
     runs."""
 
     owned: tuple[nn.Module, ...]
@@ -27,8 +27,8 @@ def make_layers(
 ) -> Layers:
     """Calls `factory` with the name ("model.layers.3") of each layer that this pipeline rank owns.
 
-    Ranks own contiguous slices whose lengths differ by one at most; the last ranks take the longer
-    ones, as the first has the embedding. Raises ConfigError where there are fewer layers than
+    Ranks own contiguous slices whose lengths differ by at most one. The last ranks take the longer
+    ones, since the first has the embedding. Raises ConfigError if there are fewer layers than
     ranks.
     """
     rank = parallel.pipeline_parallel_rank
@@ -36,7 +36,7 @@ def make_layers(
     if count < ranks:
         raise ConfigError(
             f"the {count} layers of {prefix} cannot be cut into {ranks} stages: lower "
-            "--pipeline-parallel-size."
+            "pipeline_parallel_size."
         )
     start = count * rank // ranks
     end = count * (rank + 1) // ranks
@@ -48,7 +48,7 @@ def make_layers(
 
 
 def named_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers of a model that have a `prefix`, by it."""
+    """The layers of a model that have a `prefix`, by prefix."""
     named = ((getattr(module, "prefix", None), module) for module in model.modules())
     return {name: module for name, module in named if isinstance(name, str)}
 
@@ -59,7 +59,7 @@ def is_first_stage(parallel: ParallelConfig) -> bool:
 
 
 def is_last_stage(parallel: ParallelConfig) -> bool:
-    """Whether this pipeline rank gives the final hidden states."""
+    """Whether this pipeline rank computes the final hidden states."""
     return parallel.pipeline_parallel_rank == parallel.pipeline_parallel_size - 1
 
 

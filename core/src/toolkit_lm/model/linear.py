@@ -15,28 +15,31 @@ from toolkit_lm.distributed import tensor_parallel_group
 from toolkit_lm.errors import ConfigError
 from toolkit_lm.model.activation import get_activation
 from toolkit_lm.model.kernels import choose_kernels, choose_method, choose_sources
-from toolkit_lm.model.linear_method import LinearMethod, LinearSpec, Rows
-from toolkit_lm.model.parameters import Part, ShardLoader, new_parameter, torch_dtype
+from toolkit_lm.model.linear_method import NO_EPILOGUE, Epilogue, LinearMethod, LinearSpec, Rows
+from toolkit_lm.model.parameters import Shard, ShardLoader, new_parameter, torch_dtype
 
 
 class LinearBase(Bypassable):
     """Base of layers with a weight W [outputs, inputs], which a linear method holds: x [T,
     input_size] -> x W^T + b [T, output_size].
 
-    The sizes are this rank's. The weight's parameters, `weight` where it is not quantized, are the
-    method's to name.
+    The sizes are this rank's. The method names the weight's parameters; an unquantized one is
+    `weight`.
     """
 
     seams = frozenset()
 
     def __init__(self, spec: LinearSpec, *, bias: bool = False) -> None:
         super().__init__()
-        spec = replace(spec, sources=choose_sources().of(spec.prefix))
+        known = choose_sources()
+        sources = known.of(spec.prefix)
+        tensors = tuple(known.tensors(source) for source in sources)
+        spec = replace(spec, sources=sources, tensors=tensors if any(tensors) else ())
         self.spec = spec
         self.prefix = spec.prefix
         self.output_size, self.input_size = spec.shape
         self.rows: Rows | Tensor = Rows.FLAT
-        """Which rows it is given."""
+        """The rows that the layer gets."""
         self.method = choose_method(spec)
         self.method.create(self, spec)
         self.bias = (
@@ -46,14 +49,14 @@ class LinearBase(Bypassable):
         )
 
     def forward(self, x: Tensor, rows: Rows | Tensor | None = None) -> Tensor:
-        """`rows`: which they are this time; None: those that the layer is always given."""
+        """`rows`: the rows of this call; None: the rows that the layer always gets."""
         return self.method.apply(x, self.bias, rows=self.rows if rows is None else rows)
 
     def wrap(self, make: Callable[[LinearMethod], LinearMethod]) -> None:
-        """Puts a method around the one that the layer has, once its weight is loaded: `make` is
-        given that, and returns most often a WrappingMethod.
+        """Wraps the layer's method, once its weight is loaded. `make` gets the method, and usually
+        returns a WrappingMethod.
 
-        Nothing computes in the layer's place from then on, not even kernels that fused it.
+        From then on nothing computes in the layer's place, not even kernels that fused it.
         """
         self.method = make(self.method)
 
@@ -76,7 +79,7 @@ class _Linear(LinearBase):
     def __init__(
         self,
         input_size: int,
-        outputs: Sequence[Part],
+        outputs: Sequence[Shard],
         *,
         bias: bool,
         vllm_config: VllmConfig,
@@ -86,7 +89,7 @@ class _Linear(LinearBase):
         spec = LinearSpec(
             kind="linear",
             prefix=prefix,
-            inputs=Part.whole(input_size),
+            inputs=Shard.whole(input_size),
             outputs=tuple(outputs),
             dtype=dtype,
         )
@@ -106,7 +109,11 @@ class ReplicatedLinear(_Linear):
         prefix: str,
     ) -> None:
         super().__init__(
-            input_size, [Part.whole(output_size)], bias=bias, vllm_config=vllm_config, prefix=prefix
+            input_size,
+            [Shard.whole(output_size)],
+            bias=bias,
+            vllm_config=vllm_config,
+            prefix=prefix,
         )
 
 
@@ -127,7 +134,7 @@ class MergedColumnParallelLinear(_Linear):
         prefix: str,
     ) -> None:
         outputs = [
-            Part.even(size, vllm_config.parallel, f"outputs of {prefix}") for size in output_sizes
+            Shard.even(size, vllm_config.parallel, f"outputs of {prefix}") for size in output_sizes
         ]
         super().__init__(input_size, outputs, bias=bias, vllm_config=vllm_config, prefix=prefix)
 
@@ -152,13 +159,11 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
         if activation is not None:
             get_activation(activation)
         self.activation = activation
+        self.epilogue = NO_EPILOGUE if activation is None else Epilogue(activation)
 
     def forward(self, x: Tensor, rows: Rows | Tensor | None = None) -> Tensor:
         return self.method.apply(
-            x,
-            self.bias,
-            rows=self.rows if rows is None else rows,
-            activation=self.activation,
+            x, self.bias, self.epilogue, rows=self.rows if rows is None else rows
         )
 
 
@@ -178,20 +183,17 @@ class GatedColumnParallelLinear(MergedColumnParallelLinear):
         vllm_config: VllmConfig,
         prefix: str,
     ) -> None:
-        """`activation` is a name that `get_activation` knows."""
+        """`activation` is a name that `get_activation` accepts."""
         super().__init__(
             input_size, [size, size], bias=bias, vllm_config=vllm_config, prefix=prefix
         )
         get_activation(activation)
         self.activation = activation
+        self.epilogue = Epilogue(activation, gated=True)
 
     def forward(self, x: Tensor, rows: Rows | Tensor | None = None) -> Tensor:
         return self.method.apply(
-            x,
-            self.bias,
-            rows=self.rows if rows is None else rows,
-            activation=self.activation,
-            gated=True,
+            x, self.bias, self.epilogue, rows=self.rows if rows is None else rows
         )
 
 
@@ -199,8 +201,8 @@ class QKVParallelLinear(_Linear):
     """The projections to queries, keys and values, split by heads: x [T, hidden_size] -> [T, q_size
     + 2 * kv_size].
 
-    `num_heads`, `num_kv_heads`, `q_size` and `kv_size` are this rank's. Ranks share a KV head where
-    there are fewer of them than ranks.
+    `num_heads`, `num_kv_heads`, `q_size` and `kv_size` are this rank's. If there are fewer KV heads
+    than ranks, ranks share them.
     """
 
     seams = frozenset()
@@ -217,10 +219,10 @@ class QKVParallelLinear(_Linear):
         prefix: str,
     ) -> None:
         parallel = vllm_config.parallel
-        heads = Part.even(num_heads, parallel, f"attention heads of {prefix}")
+        heads = Shard.even(num_heads, parallel, f"attention heads of {prefix}")
         kv_heads = _kv_heads(num_kv_heads, parallel, prefix)
         q, kv = (
-            Part(p.full * head_size, p.start * head_size, p.size * head_size)
+            Shard(p.full * head_size, p.start * head_size, p.size * head_size)
             for p in (heads, kv_heads)
         )
         super().__init__(
@@ -232,16 +234,16 @@ class QKVParallelLinear(_Linear):
         self.kv_size = kv.size
 
 
-def _kv_heads(num_kv_heads: int, parallel: ParallelConfig, prefix: str) -> Part:
+def _kv_heads(num_kv_heads: int, parallel: ParallelConfig, prefix: str) -> Shard:
     ranks = parallel.tensor_parallel_size
     if num_kv_heads >= ranks:
-        return Part.even(num_kv_heads, parallel, f"KV heads of {prefix}")
+        return Shard.even(num_kv_heads, parallel, f"KV heads of {prefix}")
     if ranks % num_kv_heads:
         raise ConfigError(
             f"KV heads of {prefix}: {num_kv_heads} cannot be shared evenly by "
             f"tensor_parallel_size={ranks}."
         )
-    return Part(num_kv_heads, parallel.tensor_parallel_rank // (ranks // num_kv_heads), 1)
+    return Shard(num_kv_heads, parallel.tensor_parallel_rank // (ranks // num_kv_heads), 1)
 
 
 class RowParallelLinear(LinearBase):
@@ -259,48 +261,47 @@ class RowParallelLinear(LinearBase):
         vllm_config: VllmConfig,
         prefix: str,
     ) -> None:
-        inputs = Part.even(input_size, vllm_config.parallel, f"inputs of {prefix}")
+        inputs = Shard.even(input_size, vllm_config.parallel, f"inputs of {prefix}")
         dtype = torch_dtype(vllm_config.model.dtype)
         super().__init__(
             LinearSpec(
                 kind="linear",
                 prefix=prefix,
                 inputs=inputs,
-                outputs=(Part.whole(output_size),),
+                outputs=(Shard.whole(output_size),),
                 dtype=dtype,
             ),
             bias=bias,
         )
         self.parallel = vllm_config.parallel
         self.is_sharded = self.parallel.tensor_parallel_size > 1
+        self.is_first = self.parallel.tensor_parallel_rank == 0
 
     def forward(  # type: ignore[override]
         self, x: Tensor, residual: Tensor | None = None
     ) -> Tensor:
         """`residual` [T, output_size], the same on all ranks, is added to the sum."""
-        if not self.is_sharded:
-            return self.method.apply(x, self.bias, rows=self.rows, residual=residual)
-        # One rank adds them, so that the sum holds them once.
-        first = self.parallel.tensor_parallel_rank == 0
+        # One rank adds the bias and the residual, so that the sum holds each once.
+        adds_residual = self.is_first and residual is not None
         out = self.method.apply(
             x,
-            self.bias if first else None,
+            self.bias if self.is_first else None,
+            Epilogue(residual=residual) if adds_residual else NO_EPILOGUE,
             rows=self.rows,
-            residual=residual if first else None,
         )
-        return tensor_parallel_group(self.parallel).all_reduce(out)
+        return tensor_parallel_group(self.parallel).all_reduce(out) if self.is_sharded else out
 
 
 def see_encoder_tokens(module: nn.Module) -> None:
-    """Tells the linear layers in it that their rows are an encoder's tokens, `Rows.ENCODER`."""
+    """Marks the rows of a module's linear layers as an encoder's tokens, `Rows.ENCODER`."""
     for layer in module.modules():
         if isinstance(layer, LinearBase):
             layer.rows = Rows.ENCODER
 
 
 class HeadLinear(nn.Linear):
-    """A projection of a head, in float32, that every rank holds whole and nothing quantizes: x [R,
-    inputs] -> x W^T + b [R, outputs]."""
+    """A head's projection, in float32, unsharded and never quantized: x [R, inputs] -> x W^T + b
+    [R, outputs]."""
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool = True) -> None:
         super().__init__(input_size, output_size, bias=bias, dtype=torch.float32)

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from toolkit_lm.bypass import Bypassable
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model.kernels import choose_kernels
-from toolkit_lm.model.parameters import Part, ShardLoader, new_parameter, torch_dtype
+from toolkit_lm.model.parameters import Shard, ShardLoader, new_parameter, torch_dtype
 
 
 class RMSNorm(Bypassable):
-    """weight * x / rms(x) over the last axis, of length `size`. The mean of squares is taken in
+    """weight * x / rms(x) over the last axis, of length `size`. The mean of squares is computed in
     float32.
 
-    With a residual: `norm(x, residual)` gives the norm of x + residual, and the sum, which is the
+    With a residual, `norm(x, residual)` returns the norm of x + residual, and the sum, which is the
     next residual.
     """
 
@@ -27,7 +27,7 @@ class RMSNorm(Bypassable):
         self.eps = eps
         self.kernels = choose_kernels()
         self.weight = new_parameter(
-            (size,), torch_dtype(vllm_config.model.dtype), ShardLoader((Part.whole(size),))
+            (size,), torch_dtype(vllm_config.model.dtype), ShardLoader((Shard.whole(size),))
         )
 
     @overload

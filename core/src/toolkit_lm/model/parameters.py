@@ -1,5 +1,5 @@
-"""Parameters that hold one rank's shard, and know how to fill it from the full tensors of a
-checkpoint."""
+"""Parameters that hold one rank's shard, and their loaders, which fill it from the full tensors of
+a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from toolkit_lm.errors import CheckpointError, ConfigError
 
 
 class WeightLoader(Protocol):
-    """Fills a parameter. It is the parameter's attribute `weight_loader`; a parameter without one
-    takes the tensor as it is."""
+    """Fills a parameter. It is the parameter's attribute `weight_loader`. A parameter without one
+    takes the whole tensor."""
 
     def __call__(self, param: Tensor, loaded: Tensor, shard_id: int | None = None) -> None:
         """Copies this rank's share of `loaded`, a tensor of the checkpoint, into `param`.
 
-        `shard_id` counts the checkpoint's tensors that were packed into `param`; None: `loaded`
-        holds all of them, packed. Raises CheckpointError when the shape does not fit.
+        `shard_id` is the index among the checkpoint's tensors that are packed into `param`. None:
+        `loaded` holds all of them, packed. Raises CheckpointError if the shape does not fit.
         """
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """The share of one rank in one tensor of the checkpoint, along the sharded axis: [start, start
-    + size) of its `full` entries.
+class Shard:
+    """Share of one rank in one tensor of the checkpoint, along the sharded axis: [start, start +
+    size) of its `full` entries.
 
     Entries past the end are padding, and zero.
     """
@@ -39,28 +39,28 @@ class Part:
     size: int
 
     @classmethod
-    def whole(cls, full: int) -> Part:
-        """Each rank holds everything."""
+    def whole(cls, full: int) -> Shard:
+        """The share of an unsharded tensor: each rank holds all of it."""
         return cls(full, 0, full)
 
     @classmethod
-    def even(cls, full: int, parallel: ParallelConfig, what: str) -> Part:
-        """The ranks of a tensor parallel group hold equal shares. Raises ConfigError, naming
-        `what`, when there are none."""
+    def even(cls, full: int, parallel: ParallelConfig, subject: str) -> Shard:
+        """The share of this rank if the ranks of a tensor parallel group hold equal shares. Raises
+        ConfigError, which names `subject`, if the division is not even."""
         ranks = parallel.tensor_parallel_size
         if full % ranks:
             raise ConfigError(
-                f"{what}: {full} cannot be split evenly over tensor_parallel_size={ranks}."
+                f"{subject}: {full} cannot be split evenly over tensor_parallel_size={ranks}."
             )
         size = full // ranks
         return cls(full, parallel.tensor_parallel_rank * size, size)
 
-    def stored(self, what: str, *, pack: int = 1, group: int = 1) -> Part:
-        """The same share, counted in stored elements: of which one holds `pack` entries, or is for
-        a `group` of them, as a scale is.
+    def stored(self, subject: str, *, pack: int = 1, group: int = 1) -> Shard:
+        """Converts the share to stored elements. One element holds `pack` entries, or applies to a
+        `group` of them, as a scale does.
 
-        A share may lie within a group, but not within a pack. Raises ConfigError, naming `what`,
-        for one that cuts an element.
+        A share may lie within a group, but not within a pack. Raises ConfigError, which names
+        `subject`, for a share that cuts an element.
         """
         unit = pack * group
         end = self.start + self.size
@@ -69,34 +69,34 @@ class Part:
         is_cut = self.start % unit or (end % unit and end < self.full)
         if is_cut and (pack > 1 or last - first > 1):
             raise ConfigError(
-                f"{what}: the share of {self.size} from {self.start} on cuts what is stored for "
+                f"{subject}: the share of {self.size} from {self.start} on cuts what is stored for "
                 f"{unit} together."
             )
-        return Part(-(-self.full // unit), first, last - first)
+        return Shard(-(-self.full // unit), first, last - first)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardLoader:
-    """The WeightLoader of a parameter that holds `parts`, one after the other, along axis `dim`."""
+    """The WeightLoader of a parameter that holds `shards`, concatenated along axis `dim`."""
 
-    parts: tuple[Part, ...]
+    shards: tuple[Shard, ...]
     dim: int = 0
 
     def __call__(self, param: Tensor, loaded: Tensor, shard_id: int | None = None) -> None:
-        if shard_id is None and len(self.parts) > 1:
-            sizes = [part.full for part in self.parts]
+        if shard_id is None and len(self.shards) > 1:
+            sizes = [shard.full for shard in self.shards]
             self._check(param, loaded, sum(sizes))
             for index, piece in enumerate(torch.split(loaded, sizes, self.dim)):
                 self(param, piece, index)
             return
         index = shard_id or 0
-        part = self.parts[index]
-        self._check(param, loaded, part.full)
-        target = param.data.narrow(self.dim, sum(p.size for p in self.parts[:index]), part.size)
-        start = min(part.start, part.full)
-        count = min(part.size, part.full - start)
+        shard = self.shards[index]
+        self._check(param, loaded, shard.full)
+        target = param.data.narrow(self.dim, sum(p.size for p in self.shards[:index]), shard.size)
+        start = min(shard.start, shard.full)
+        count = min(shard.size, shard.full - start)
         target.narrow(self.dim, 0, count).copy_(loaded.narrow(self.dim, start, count))
-        target.narrow(self.dim, count, part.size - count).zero_()
+        target.narrow(self.dim, count, shard.size - count).zero_()
 
     def _check(self, param: Tensor, loaded: Tensor, full: int) -> None:
         check_fits(param, loaded, (*param.shape[: self.dim], full, *param.shape[self.dim + 1 :]))
@@ -104,7 +104,7 @@ class ShardLoader:
 
 def check_fits(param: Tensor, loaded: Tensor, shape: Sequence[int]) -> None:
     """Raises CheckpointError unless `loaded` has `shape` and a dtype that `param` can take without
-    another meaning."""
+    a change of meaning."""
     if tuple(loaded.shape) != tuple(shape):
         raise CheckpointError(f"has shape {list(loaded.shape)}, not {list(shape)}")
     if param.is_floating_point() and (not loaded.is_floating_point() or loaded.itemsize < 2):
@@ -112,15 +112,15 @@ def check_fits(param: Tensor, loaded: Tensor, shape: Sequence[int]) -> None:
 
 
 def load_whole(param: Tensor, loaded: Tensor, shard_id: int | None = None) -> None:
-    """The WeightLoader of a parameter that has none: `loaded` as it is."""
+    """The WeightLoader of a parameter without one: copies `loaded` whole."""
     assert shard_id is None, "a parameter that packs several tensors needs a weight_loader"
     check_fits(param, loaded, param.shape)
     param.data.copy_(loaded)
 
 
 def new_parameter(shape: Sequence[int], dtype: torch.dtype, loader: WeightLoader) -> nn.Parameter:
-    """An uninitialized parameter of `shape` (the shard's), on the default device, that `loader`
-    fills."""
+    """Makes an uninitialized parameter of `shape` (the shard's), on the default device, that
+    `loader` fills."""
     param = nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
     param.weight_loader = loader  # type: ignore[attr-defined]
     return param

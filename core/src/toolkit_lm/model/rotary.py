@@ -11,17 +11,17 @@ from toolkit_lm.model.kernels import Kernels
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The rotation of T tokens. Made once per step, used by every layer."""
+    """The rotation of T tokens. Made once per step, and used by every layer."""
 
     cos: Tensor
-    """[T, 1, rotated dimensions]."""
+    """Cosines, [T, 1, rotated dimensions]."""
     sin: Tensor
-    """As cos; negative where the other half is subtracted."""
+    """Sines, [T, 1, rotated dimensions]. Negative where the other half is subtracted."""
     interleaved: bool
 
     kernels: Kernels
 
     def rotate(self, x: Tensor) -> Tensor:
-        """Rotates heads x [T, num_heads, head_size], in place, and returns them. Dimensions past
-        the rotated ones stay."""
+        """Rotates heads x [T, num_heads, head_size] in place, and returns them. Dimensions beyond
+        the rotated ones are unchanged."""
         return self.kernels.rotate(x, self.cos, self.sin, self.interleaved)

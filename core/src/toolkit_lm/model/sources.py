@@ -1,4 +1,4 @@
-"""Sources: what a checkpoint calls the modules of a model, which may pack or rename them."""
+"""Sources: a checkpoint's names of a model's modules. The model may pack or rename them."""
 
 from __future__ import annotations
 
@@ -7,20 +7,25 @@ from collections.abc import Iterable, Mapping, Sequence
 
 
 class Sources:
-    """Made of the names of a checkpoint's tensors, while a model is constructed. Each model in it
-    adds its rules with `learn`."""
+    """Made from the names of a checkpoint's tensors, during a model's construction. Each model in
+    it adds its rules with `learn`."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._names = list(names)
         self._packed: dict[str, tuple[str, ...]] = {}
         self._by_name = {_module(name): _module(name) for name in self._names}
-        """By the model's name of a module, that of the checkpoint."""
+        """The checkpoint's name of a module, by the model's name."""
+        self._tensors: dict[str, set[str]] = {}
+        for name in self._names:
+            module, _, tensor = name.rpartition(".")
+            parent, _, child = module.rpartition(".")
+            self._tensors.setdefault(module, set()).add(tensor)
+            self._tensors.setdefault(parent, set()).add(f"{child}.{tensor}")
 
     def learn(
         self, prefix: str, packed: Mapping[str, tuple[str, ...]], renames: Sequence[tuple[str, str]]
     ) -> None:
-        """Takes in the rules of a model whose modules begin with `prefix`: as in
-        `load_parameters`."""
+        """Adds the rules of a model whose modules begin with `prefix`, as in `load_parameters`."""
         self._packed |= packed
         start = f"{prefix}." if prefix else ""
         for name in self._names:
@@ -32,9 +37,9 @@ class Sources:
             self._by_name.setdefault(_module(start + own), _module(name))
 
     def of(self, prefix: str) -> tuple[str, ...]:
-        """The checkpoint's names of a layer: one for each weight that it packs, or one of all.
+        """The checkpoint's names of a layer: one for each weight that it packs, or one for all.
 
-        Names of the model where the checkpoint has none of them, or is not known.
+        If the checkpoint has none of them, or is unknown: the model's own names.
         """
         if prefix in self._by_name:
             return (self._by_name[prefix],)
@@ -48,7 +53,12 @@ class Sources:
                 return tuple(self._by_name.get(part, part) for part in parts)
         return (prefix,)
 
+    def tensors(self, source: str) -> frozenset[str]:
+        """Names of the checkpoint's tensors of a module, and of modules in it, without its own:
+        "weight", "weight.absmax". Empty if there are none, or none is known."""
+        return frozenset(self._tensors.get(source, ()))
+
 
 def _module(name: str) -> str:
-    """Of a tensor: "a.b.weight" -> "a.b"."""
+    """Name of a tensor's module: "a.b.weight" -> "a.b"."""
     return name.rpartition(".")[0]

@@ -1,5 +1,4 @@
-"""Taps: the hidden states that named layers of a model give, for whoever reads them when the step
-is computed."""
+"""Taps: hidden states of named layers of a model, kept for readers after the step is computed."""
 
 from __future__ import annotations
 
@@ -19,12 +18,12 @@ from toolkit_lm.model.layers import Layers
 from toolkit_lm.model.parameters import torch_dtype
 
 _SENT = "tapped/"
-"""Before a layer's name: what a pipeline stage hands on of it."""
+"""Prefix of a layer's name in the tensors that a pipeline stage passes on."""
 
 
 class Taps:
-    """Holds a buffer [most tokens, H] for each tapped layer, at a fixed address. A step writes to
-    its beginning. Layers that nobody taps are left as they are."""
+    """A buffer [most tokens, H] for each tapped layer, at a fixed address. A step writes to its
+    beginning. Layers without a tap are unchanged."""
 
     def __init__(
         self,
@@ -34,8 +33,8 @@ class Taps:
         num_tokens: int,
         device: torch.device,
     ) -> None:
-        """`names`: of layers as the checkpoint has them, "model.layers.3". They are this rank's, or
-        another pipeline stage's. Raises ConfigError for a name of no layer."""
+        """`names`: names of layers as in the checkpoint, "model.layers.3". The layers are on this
+        rank, or on another pipeline stage. Raises ConfigError if no layer has the name."""
         layers = tappable(model)
         self.buffers: dict[str, Tensor] = {}
         self._received: list[str] = []
@@ -58,24 +57,24 @@ class Taps:
                 _tap(layer, self.buffers[name])
 
     def sent(self, num_tokens: int) -> dict[str, Tensor]:
-        """What the next pipeline stage is given beside the model's own tensors."""
-        # Copies: what is sent stays as it is, while the next step writes to the buffers.
+        """Tensors for the next pipeline stage, in addition to the model's own."""
+        # Copies: the next step writes to the buffers while these are sent.
         return {_SENT + name: buffer[:num_tokens].clone() for name, buffer in self.buffers.items()}
 
     def receive(self, intermediate: dict[str, Tensor]) -> None:
-        """Takes what the stage before has added."""
+        """Stores the tapped tensors that the previous stage has added."""
         for name, buffer in self.buffers.items():
-            if (given := intermediate.pop(_SENT + name, None)) is not None and (
+            if (received := intermediate.pop(_SENT + name, None)) is not None and (
                 name in self._received
             ):
-                buffer[: len(given)] = given
+                buffer[: len(received)] = received
 
 
 def tappable(model: nn.Module) -> Mapping[str, nn.Module | None]:
-    """By name, the layers that compute a step's own tokens; None: another pipeline stage has it.
+    """Layers that compute a step's own tokens, by name; None: another pipeline stage has it.
 
-    They are those of `make_layers`, and lists of layers that keep something of each token. Layers
-    of an encoder beside a decoder see other tokens.
+    They are the layers of `make_layers`, and lists of layers that cache something of each token.
+    Layers of an encoder next to a decoder see other tokens.
     """
     found: dict[str, nn.Module | None] = {}
     for path, module in model.named_modules():
@@ -83,8 +82,8 @@ def tappable(model: nn.Module) -> Mapping[str, nn.Module | None]:
             continue
         for index, layer in enumerate(module):
             caches = any(
-                isinstance(one, CacheLayer) and one.kv_cache_spec() is not None
-                for one in layer.modules()
+                isinstance(module, CacheLayer) and module.keeps is not None
+                for module in layer.modules()
             )
             if isinstance(module, Layers):
                 found[f"{path}.{index}"] = layer if layer in module.owned else None
@@ -116,7 +115,7 @@ def _fused_and_tapped(fused: FusedLayer, buffer: Tensor) -> FusedLayer:
 
 
 def _hook(layer: Any, arguments: Any, out: Any) -> None:
-    # A layer gives x, or x and the residual that is still to be added to it.
+    # A layer returns x, or x and the residual that is still to be added to it.
     x, residual = out if isinstance(out, tuple) else (out, None)
     if torch.compiler.is_compiling():
         torch.ops.toolkit_lm.tap(x, residual, layer.tapped)
@@ -124,12 +123,13 @@ def _hook(layer: Any, arguments: Any, out: Any) -> None:
         write(x, residual, layer.tapped)
 
 
-# Fused layers write what they give themselves.
+# Fused layers write their output themselves.
 _hook.waits_for_call = False  # type: ignore[attr-defined]
 
 
 def write(x: Tensor, residual: Tensor | None, buffer: Tensor) -> None:
-    """x [T, H], with the residual added, to the beginning of a buffer. The op `toolkit_lm::tap`."""
+    """Writes x [T, H], plus the residual, to the beginning of a buffer. The op
+    `toolkit_lm::tap`."""
     rows = buffer[: len(x)]
     if residual is None:
         rows.copy_(x)

@@ -1,6 +1,6 @@
-"""The parts that core brings: one file each.
+"""The parts that core brings, one file each.
 
-The names are resolved when they are used: what speaks of parts only needs no torch.
+Names are imported on first use, so code that only describes parts needs no torch.
 """
 
 import lazy_loader

@@ -1,5 +1,4 @@
-"""Drafting as a part of a step: the drafter is held so that nothing it does can change a token or
-end a request."""
+"""Drafting as a part of a step. A drafter's errors can neither change a token nor end a request."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from toolkit_lm.step import Drafter, GroupInputs, StepInputs, StepPart, StepRun
 
 
 class DraftingPart(StepPart):
-    """Asks a drafter for guesses. A drafter that fails is dropped with one warning: tokens are the
+    """Asks a drafter for drafts. A drafter that fails is dropped with one warning: tokens are the
     same without it."""
 
     ranks = "last_stage"
@@ -36,7 +35,7 @@ class DraftingPart(StepPart):
         plugins: Plugins,
         options: Any = None,
     ) -> None:
-        """Makes the drafter that the config names. Raises PluginError where that cannot be."""
+        """Makes the drafter that the config names. Raises PluginError if that fails."""
         super().__init__(model, config, device, plugins=plugins, options=options)
         name = config.scheduler.drafter
         assert name is not None, "the config names a drafter"
@@ -74,7 +73,8 @@ class DraftingPart(StepPart):
         self._agree()
 
     def _agree(self) -> None:
-        """Drops the drafter where another rank has: it would wait for that rank's."""
+        """Drops the drafter if another rank has dropped its own. Otherwise it would wait for that
+        rank."""
         group = tensor_parallel_group(self.config.parallel)
         if group.size > 1:
             dropped = torch.tensor([float(self._drafter is None)], device=self.device)
@@ -90,8 +90,8 @@ class DraftingPart(StepPart):
     def finish(
         self, inputs: StepInputs, hidden_states: Tensor, result: StepResult, step: StepRun
     ) -> None:
-        """Adds the drafter's guesses to a step's result. The drafter sees copies, and arrays that
-        it cannot write to."""
+        """Adds drafts to a step's result. The drafter gets copies, and arrays that it cannot write
+        to."""
         if self._drafter is None:
             return
         own = StepResult(token_ids=[list(drawn) for drawn in result.token_ids])
@@ -110,13 +110,13 @@ class DraftingPart(StepPart):
         self, drafter: Drafter, plan: StepPlan, result: StepResult, drafts: dict[int, list[int]]
     ) -> None:
         """Raises ValueError unless `drafts` are lists of the model's tokens, for sequences that
-        have drawn one."""
+        have sampled one."""
         drawing = {
             row.seq_id for row, drawn in zip(plan.scheduled, result.token_ids, strict=True) if drawn
         }
         for seq_id, tokens in drafts.items():
             is_list = isinstance(tokens, list) and all(
-                type(one) is int and 0 <= one < self._vocab_size for one in tokens
+                type(token) is int and 0 <= token < self._vocab_size for token in tokens
             )
             if not is_list or seq_id not in drawing:
                 raise ValueError(
@@ -130,7 +130,7 @@ class DraftingPart(StepPart):
         try:
             call(self._drafter)
         except (Exception, SystemExit) as error:
-            # Before the warning, which may be an error itself.
+            # Before the warning, which may be raised as an error.
             self._drafter = None
             message = (
                 f"{self._owner.failure(error, f'drafter {self._name!r}').rstrip('.')}. It is "
@@ -138,14 +138,15 @@ class DraftingPart(StepPart):
             )
             warnings.warn(message, PluginWarning, stacklevel=2)
             if self.config.parallel.tensor_parallel_size > 1:
-                # The other ranks may wait in a collective of the drafter's: the step fails on all.
+                # Other ranks may wait in a collective of the drafter: the step fails on all ranks.
                 if isinstance(error, Exception):
                     raise
                 raise PluginError(message) from error
 
 
 def _make_read_only(inputs: StepInputs) -> None:
-    """The arrays are views of one step: those of the next are made anew."""
+    """Makes the step's arrays read-only. They are views of one step; the next one makes new
+    ones."""
     parts: list[StepInputs | GroupInputs] = [inputs, *inputs.groups]
     for part in parts:
         for field in dataclasses.fields(part):

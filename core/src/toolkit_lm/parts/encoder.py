@@ -1,4 +1,4 @@
-"""The encoder of an encoder-decoder model: what its decoder's cross attention reads."""
+"""The encoder of an encoder-decoder model, whose output the decoder's cross attention reads."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from toolkit_lm.step import StepInputs, StepPart, StepRun
 
 
 class HasEncoder(Protocol):
-    """What an EncoderPart asks of its model: an encoder, of whose sequences a step computes E
-    tokens.
+    """Interface of a model with an EncoderPart. Its encoder computes E tokens of encoder sequences
+    in a step.
 
-    The model's `forward` takes `encoder_hidden_states` [E, H] too: what `encode` has given in this
-    step, of which cross attention stores keys and values. None: those of all sequences are cached.
-    Where it has `example_input(num_tokens)`, that gives the EncoderInput of a warm-up, of about so
-    many tokens: a model that reads features has it.
+    The model's `forward` also takes `encoder_hidden_states` [E, H]: the output of `encode` in this
+    step, whose keys and values cross attention stores. None: those of all sequences are cached. A
+    model that reads features also has `example_input(num_tokens)`. It returns the EncoderInput of a
+    warm-up, with about that many tokens.
     """
 
     def encode(self, input_ids: Tensor, positions: Tensor, **features: list[Tensor]) -> Tensor:
-        """Hidden states [E, H] of encoder tokens `input_ids` [E] at `positions` [E] (int64): those
-        of all sequences that a step encodes.
+        """Hidden states [E, H] of encoder tokens `input_ids` [E] at `positions` [E] (int64), for
+        all sequences that a step encodes.
 
-        Where its rules make features of prompts, they are in the list `features`, one of each
-        sequence; the tokens are then 0.
+        If the model's rules turn prompts into features, the list `features` has those of each
+        sequence. The tokens are then 0.
         """
 
 
 class EncoderPart(StepPart):
-    """Computes the encoder sequences of a step before its decoder's tokens. The model is one that
+    """Computes the encoder sequences of a step before its decoder tokens. The model must satisfy
     HasEncoder."""
 
     asks = ("encode",)
     feeds = frozenset({"sequences", "encoder_cache"})
 
     def __init__(
-        self, model: nn.Module, config: VllmConfig, device: torch.device, **given: Any
+        self, model: nn.Module, config: VllmConfig, device: torch.device, **arguments: Any
     ) -> None:
         """Raises UnsupportedError for a model in several pipeline stages."""
-        super().__init__(model, config, device, **given)
+        super().__init__(model, config, device, **arguments)
         if config.parallel.pipeline_parallel_size > 1:
             raise UnsupportedError(
-                "encoder-decoder models run in one pipeline stage: lower --pipeline-parallel-size."
+                "encoder-decoder models run in one pipeline stage: lower pipeline_parallel_size."
             )
         self._example = getattr(
             model, "example_input", lambda num_tokens: EncoderInput.of_tokens([0] * num_tokens)
@@ -56,15 +56,15 @@ class EncoderPart(StepPart):
 
     def begin(self, plan: StepPlan, step: StepRun) -> None:
         self._hidden_states = None
-        read = [one.input for one in plan.encoders if one.input is not None]
+        read = [encoder.input for encoder in plan.encoders if encoder.input is not None]
         if not read:
             return
-        lengths = [one.num_tokens for one in read]
+        lengths = [entry.num_tokens for entry in read]
         positions = np.concatenate([np.arange(length) for length in lengths])
-        arrays = [one.features.to_numpy().copy() for one in read if one.features is not None]
+        arrays = [entry.features.to_numpy().copy() for entry in read if entry.features is not None]
         features = {"features": [self._on_device(array) for array in arrays]} if arrays else {}
         input_ids = np.concatenate(
-            [np.array(one.token_ids or [0] * one.num_tokens, np.int64) for one in read]
+            [np.array(entry.token_ids or [0] * entry.num_tokens, np.int64) for entry in read]
         )
         with self.model.kernels.step(plan.num_tokens), step.sequences(lengths):
             self._hidden_states = self.model.encode(
@@ -75,13 +75,13 @@ class EncoderPart(StepPart):
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
     def inputs(self, inputs: StepInputs) -> dict[str, Tensor]:
-        """`encoder_hidden_states`, in a step that encodes."""
+        """Returns `encoder_hidden_states`, in a step that encodes."""
         if self._hidden_states is None:
             return {}
         return {"encoder_hidden_states": self._hidden_states}
 
     def example(self, plan: StepPlan) -> None:
-        """An encoder sequence for each sequence, as far as one step can compute them."""
+        """Adds an encoder sequence for each sequence, as far as one step can compute them."""
         num_tokens = sum(row.num_tokens for row in plan.scheduled)
         read: EncoderInput = self._example(plan.scheduled[0].num_tokens)
         room = (self.config.scheduler.token_budget - num_tokens) // read.num_tokens

@@ -1,5 +1,5 @@
-"""Media in prompts: the embeddings that a model's encoders have made, and where they take the place
-of tokens'."""
+"""Media in prompts: embeddings from a model's encoders, which replace those of placeholder
+tokens."""
 
 from __future__ import annotations
 
@@ -17,57 +17,53 @@ from toolkit_lm.messages import Array, EncoderItem, MultiModalFeatureSpec, NewSe
 from toolkit_lm.step import StepInputs, StepPart, StepRun
 
 EncoderSequences = Callable[[Sequence[int]], AbstractContextManager[None]]
-"""`StepRun.sequences`."""
+"""The type of `StepRun.sequences`."""
 
 
 class ReadsMedia(Protocol):
-    """What a MediaPart asks of its model: where an item of media stands among the tokens,
-    embeddings of the item replace theirs.
+    """Interface of a model with a MediaPart. An item's embeddings replace those of its placeholder
+    tokens.
 
-    The model's `forward` takes `inputs_embeds` [T, H] too, which stand in the place of
-    `embed(input_ids)` and may be written to; None: no token is an item's. Where it has
-    `prompt_positions(token_ids, features)`, that gives rotary positions [3, N] (int64) of a
-    prompt's tokens [N], below N, from its features, which are without their data; those after it go
-    on from the greatest, all three alike. None: each token's index.
+    The model's `forward` also takes `inputs_embeds` [T, H], which replace
+    `embed_input_ids(input_ids)`. None: no token belongs to an item. The model may have
+    `prompt_positions(token_ids, features)`. It returns rotary positions [3, N] (int64), below N, of
+    a prompt's tokens [N], from the prompt's features without their data. Later tokens continue from
+    the greatest one, all three alike. None: each token's index.
     """
-
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """Embeddings [T, H] of tokens [T], as the decoder goes on with them: those of items stand
-        beside them as they are."""
 
     def encode_items(
         self, modality: str, items: list[dict[str, Tensor]], sequences: EncoderSequences
     ) -> list[Tensor]:
-        """Embeddings [n, H] of each item of a modality, from its named arrays. What they are does
-        not depend on the other items."""
+        """Embeddings [n, H] of each item of a modality, from its named arrays. They must not depend
+        on the other items."""
 
     def example_items(self) -> list[tuple[str, dict[str, Array]]]:
-        """The largest usual item of each modality, which the encoder is warmed up with."""
+        """The largest usual item of each modality, for the warm-up of the encoder."""
 
 
 class MediaPart(StepPart):
-    """The items that a worker holds, and the sequences whose prompts have some. The model is one
-    that ReadsMedia."""
+    """Holds the worker's items, and the sequences whose prompts have some. The model must satisfy
+    ReadsMedia."""
 
-    asks = ("embed", "encode_items", "example_items")
+    asks = ("encode_items", "example_items")
     feeds = frozenset({"sequences"})
 
     def __init__(
-        self, model: nn.Module, config: VllmConfig, device: torch.device, **given: Any
+        self, model: nn.Module, config: VllmConfig, device: torch.device, **arguments: Any
     ) -> None:
-        super().__init__(model, config, device, **given)
+        super().__init__(model, config, device, **arguments)
         self._prompt_positions = getattr(model, "prompt_positions", lambda tokens, features: None)
         self._has_spans = any(
             layer.spans for layer in model.modules() if isinstance(layer, CacheLayer)
         )
         self._embeds: dict[str, Tensor] = {}
-        """By identifier, [n, H]."""
+        """Embeddings [n, H] by item identifier."""
         self._features: dict[int, list[MultiModalFeatureSpec]] = {}
-        """By sequence."""
+        """Features of each sequence's prompt, by seq_id."""
         self._positions: dict[int, np.ndarray] = {}
-        """By sequence, [3, N] of its prompt, where the model has such."""
+        """Rotary positions [3, N] of each sequence's prompt, by seq_id, if the model has them."""
         self._embeds_tokens = config.parallel.pipeline_parallel_rank == 0
-        """The first pipeline stage does, for all."""
+        """This rank is in the first pipeline stage, which embeds the tokens for all."""
 
     def reserved_bytes(self) -> int:
         return int(parse_memory(self.config.cache.encoder_cache_memory))
@@ -91,7 +87,7 @@ class MediaPart(StepPart):
         self._positions.pop(seq_id, None)
 
     def begin(self, plan: StepPlan, step: StepRun) -> None:
-        """Forgets and makes embeddings, as a plan says."""
+        """Drops and computes embeddings, as the plan says."""
         if plan.dropped_items or plan.encode:
             with self.model.kernels.step(self.config.scheduler.token_budget):
                 self._encode(plan, step.sequences)
@@ -102,27 +98,27 @@ class MediaPart(StepPart):
         if not self._embeds_tokens:
             return
         items = {
-            modality: [one for one in plan.encode if one.modality == modality]
-            for modality in {one.modality for one in plan.encode}
+            modality: [item for item in plan.encode if item.modality == modality]
+            for modality in {item.modality for item in plan.encode}
         }
         for modality, some in items.items():
-            given = [one for one in some if "embeds" in one.data]
-            for one in given:
-                # Kept in the model's dtype, whatever it came in.
-                self._embeds[one.identifier] = self._tensors(one)["embeds"].to(
+            embedded = [item for item in some if "embeds" in item.data]
+            for item in embedded:
+                # Kept in the model's dtype, whatever the input's was.
+                self._embeds[item.identifier] = self._tensors(item)["embeds"].to(
                     getattr(torch, self.config.model.dtype)
                 )
-            if made := [one for one in some if "embeds" not in one.data]:
+            if made := [item for item in some if "embeds" not in item.data]:
                 embeds = self.model.encode_items(
-                    modality, [self._tensors(one) for one in made], sequences
+                    modality, [self._tensors(item) for item in made], sequences
                 )
-                # Of their own memory: an item that is dropped would live on in a view of one that
-                # stays.
+                # In their own memory: otherwise a dropped item would stay alive through a view of a
+                # kept one.
                 own = [
-                    one if one.untyped_storage().nbytes() == one.nbytes else one.clone()
-                    for one in embeds
+                    embed if embed.untyped_storage().nbytes() == embed.nbytes else embed.clone()
+                    for embed in embeds
                 ]
-                self._embeds.update(zip((one.identifier for one in made), own, strict=True))
+                self._embeds.update(zip((item.identifier for item in made), own, strict=True))
 
     def _tensors(self, item: EncoderItem) -> dict[str, Tensor]:
         return {
@@ -131,22 +127,22 @@ class MediaPart(StepPart):
         }
 
     def inputs(self, inputs: StepInputs) -> dict[str, Tensor]:
-        """`inputs_embeds` [T, H] where a row reads media; `positions` [3, T] where a row's follow
-        from media."""
+        """Returns `inputs_embeds` [T, H] if a row reads media, and `positions` [3, T] if a row's
+        positions depend on media."""
         if not self._features:
             return {}
         arguments = {}
         if self._positions:
             arguments["positions"] = torch.from_numpy(self._all_positions(inputs)).to(self.device)
         if self._embeds_tokens and (read := list(self._read(inputs))):
-            embeds = self.model.embed(torch.from_numpy(inputs.input_ids).to(self.device))
+            embeds = self.model.embed_input_ids(torch.from_numpy(inputs.input_ids).to(self.device))
             for places, rows in read:
                 embeds[torch.from_numpy(places).to(self.device)] = rows.to(embeds.dtype)
             arguments["inputs_embeds"] = embeds
         return arguments
 
     def _read(self, inputs: StepInputs) -> Iterator[tuple[np.ndarray, Tensor]]:
-        """For each item of which the step computes tokens: their places in the flat batch, and the
+        """Yields, for each item with tokens in the step, their indices in the flat batch and the
         embeddings that belong there."""
         for index, start, end, feature in self._touched(inputs):
             place = feature.mm_position
@@ -164,8 +160,8 @@ class MediaPart(StepPart):
             )
 
     def _touched(self, inputs: StepInputs) -> Iterator[tuple[int, int, int, MultiModalFeatureSpec]]:
-        """Of each item that a row reads: the row's place in the step, the row's first token and its
-        end, and the item."""
+        """Yields, for each item that a row reads: the row's index in the step, the row's first
+        token and its end, and the item."""
         for index, scheduled in enumerate(inputs.plan.scheduled):
             start = scheduled.start
             end = scheduled.start + scheduled.num_tokens
@@ -176,19 +172,19 @@ class MediaPart(StepPart):
     def _all_positions(self, inputs: StepInputs) -> np.ndarray:
         positions = np.repeat(inputs.token_index[None], 3, axis=0)
         for index, scheduled in enumerate(inputs.plan.scheduled):
-            if (its := self._positions.get(scheduled.seq_id)) is None:
+            if (sequence_positions := self._positions.get(scheduled.seq_id)) is None:
                 continue
             tokens = slice(int(inputs.query_start[index]), int(inputs.query_start[index + 1]))
             start = scheduled.start
-            length = its.shape[1]
-            in_prompt = its[:, start : start + scheduled.num_tokens]
-            # After the prompt they go on, one by one.
-            positions[:, tokens] += its.max() + 1 - length
+            length = sequence_positions.shape[1]
+            in_prompt = sequence_positions[:, start : start + scheduled.num_tokens]
+            # After the prompt, positions increase by one.
+            positions[:, tokens] += sequence_positions.max() + 1 - length
             positions[:, tokens.start : tokens.start + in_prompt.shape[1]] = in_prompt
         return positions
 
     def groups(self, inputs: StepInputs) -> None:
-        """Sets `inputs.spans`, where layers ask for them and the step reads media."""
+        """Sets `inputs.spans`, if layers ask for them and the step reads media."""
         found = list(self._touched(inputs)) if self._has_spans and self._features else []
         if not found:
             return

@@ -1,4 +1,4 @@
-"""Pooling as a part of a step: what the model's pooler allows, whatever it does with rows."""
+"""Pooling as a part of a step: the tasks that the model's pooler serves."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from toolkit_lm.step import StepPart
 
 
 class PoolingPart(StepPart):
-    """The base of what `Pooler.make_part` gives: it says which tasks the pooler serves, and makes
-    a warm-up pool."""
+    """Base of the parts that `Pooler.make_part` returns. It states the pooler's tasks, and makes a
+    warm-up pool."""
 
     def __init__(
         self,
@@ -27,16 +27,16 @@ class PoolingPart(StepPart):
         model: nn.Module,
         config: VllmConfig,
         device: torch.device,
-        **given: Any,
+        **arguments: Any,
     ) -> None:
-        """The arguments of `make_part`, after the pooler."""
-        super().__init__(model, config, device, **given)
+        """Takes the arguments of `make_part`, after the pooler."""
+        super().__init__(model, config, device, **arguments)
         self.pooler = pooler
 
     def facts(self) -> Raw:
-        """By PoolingTask, PoolingRules: the tasks that the model serves, and what each allows."""
+        """PoolingRules by PoolingTask, for the tasks that the model serves."""
         pooler = self.pooler
-        # Layers that are run apart do not see the prompt.
+        # Layers that run apart from the forward pass do not see the prompt.
         apart = any("sequences" in part.feeds for part in self.model.parts.values())
         one_way = apart or all(
             layer.one_way for layer in self.model.modules() if isinstance(layer, CacheLayer)
@@ -53,7 +53,7 @@ class PoolingPart(StepPart):
         return Raw(msgspec.msgpack.encode(rules))
 
     def example(self, plan: StepPlan) -> None:
-        """Has the sequences of an engine that pools pooled, for the first task."""
+        """Makes a pooling engine's sequences pool for its first task."""
         if self.config.model.runner != "pooling":
             return
         tasks = self.pooler.supported_tasks()

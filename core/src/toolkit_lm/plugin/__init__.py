@@ -1,8 +1,8 @@
 """The plugin framework: hooks, discovery, registries, and the fingerprint of a plugin set.
 
 A plugin is a distribution with an entry point in the group `toolkit_lm`. Its entry module is light
-(no torch, no transformers) and names what it brings as text, "module:attribute", which is imported
-only when it is used:
+(no torch, no transformers). It names its targets as text, "module:attribute", which is imported
+only on use:
 
     from toolkit_lm.plugin import ModelRegistry, hookimpl
 

@@ -1,4 +1,4 @@
-"""The error boundary: what a plugin's code raises is said in the plugin's name."""
+"""The error boundary: turns exceptions of a plugin's code into errors that name the plugin."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toolkit_lm.errors import PluginError, ToolkitError
 
 
 class Boundary:
-    """Stands around calls of a plugin's code, `with boundary:`, any number of times. An error
+    """Context for calls of a plugin's code, `with boundary:`, any number of times. An exception
     becomes a PluginError."""
 
     def __init__(
@@ -19,8 +19,8 @@ class Boundary:
         failure: Callable[[BaseException], str | None],
         passes: type[Exception] | tuple[()] = ToolkitError,
     ) -> None:
-        """`failure` words an error; None: it is no plugin's, and passes. `passes`: so do these,
-        which are meant for users."""
+        """`failure` words an exception; None: it comes from no plugin, and passes. `passes`:
+        exceptions meant for users, which pass too."""
         self._failure = failure
         self._passes = passes
 
@@ -36,7 +36,7 @@ class Boundary:
         self.check(error)
 
     def check(self, error: BaseException | None) -> None:
-        """Raises PluginError where a plugin is to blame for an error."""
+        """Raises PluginError if a plugin caused the error."""
         if (
             isinstance(error, (Exception, SystemExit))
             and not isinstance(error, self._passes)
@@ -51,7 +51,7 @@ def package_of(frame: FrameType) -> str:
 
 
 def place_of(target: object) -> str | None:
-    """Where a class or function stands, as "file:line"; None where that cannot be known."""
+    """Position of a class or function in the source, as "file:line"; None if unknown."""
     code: Any = target
     try:
         return f"{inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]}"
@@ -60,7 +60,8 @@ def place_of(target: object) -> str | None:
 
 
 def reason(error: BaseException) -> str:
-    """What an error says; of one that is not meant for users, its type too, and its notes."""
+    """Text of an exception with its notes. The type precedes it unless the exception is meant for
+    users."""
     if isinstance(error, ToolkitError):
         return str(error)
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))

@@ -1,5 +1,5 @@
-"""What core itself brings, by the same hooks as any plugin: an executor, kernels, KV kinds and
-scheduling policies."""
+"""Core's own entries: an executor, kernels, KV kinds and scheduling policies. They are registered
+through the same hooks as a plugin's."""
 
 from __future__ import annotations
 

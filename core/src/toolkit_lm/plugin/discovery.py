@@ -1,5 +1,5 @@
-"""The first phase: which plugins are installed and wanted. Reads the metadata of distributions and
-imports nothing."""
+"""The first phase of loading: finds the installed and wanted plugins. Reads the metadata of
+distributions and imports nothing."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from toolkit_lm.plugin.markers import PROJECT
 CORE_DISTRIBUTION = "toolkit-lm-core"
 
 AUTHOR = "The toolkit-lm authors"
-"""Of the distributions of this repository, as their metadata has it."""
+"""Author of this repository's distributions, as in their metadata."""
 
 
 @dataclass(slots=True)
 class Candidate:
-    """A plugin on its way to being loaded."""
+    """A plugin that is being loaded."""
 
     info: PluginInfo
     entry: importlib.metadata.EntryPoint | None = None
     requirement: str | None = None
-    """What its distribution requires of toolkit-lm-core, such as ">=0.2,<0.3"."""
+    """Requirement of its distribution on toolkit-lm-core, such as ">=0.2,<0.3"."""
     plugin: object | None = None
-    """The imported module or object, once there is one."""
+    """The imported module or object; None before the import."""
     required: bool = False
-    """Asked for by name or from code: a failure is fatal."""
+    """The plugin was requested by name or from code: a failure is fatal."""
     refusal: str | None = None
-    """Why it is not even imported."""
+    """Reason for which the plugin is not even imported."""
     builtin: bool = False
-    """Of a distribution of this repository: these load first, so that third parties win where one
-    result counts."""
+    """The distribution is from this repository. Such plugins load first, so that third parties win
+    if only one result counts."""
 
 
 def discover(config: PluginsConfig) -> list[Candidate]:
-    """The installed plugins in load order, disabled ones included. Those that share a name are
-    refused, but for one of this repository.
+    """Returns the installed plugins in load order, with disabled ones. Plugins that share a name
+    are refused, except one of this repository.
 
-    Raises PluginError where an option names a plugin that is not installed.
+    Raises PluginError if an option names a plugin that is not installed.
     """
     found = _without_copies(_installed())
     names = {candidate.info.name for candidate in found}
@@ -77,8 +77,8 @@ def discover(config: PluginsConfig) -> list[Candidate]:
 
 
 def from_objects(objects: Sequence[object]) -> list[Candidate]:
-    """Plugins given from code, as modules or objects. An object may have a `name`; a failure of one
-    is fatal."""
+    """Makes candidates from modules or objects given in code. An object may have a `name`; a
+    failure of one is fatal."""
     found = []
     for plugin in objects:
         if isinstance(plugin, str):
@@ -100,7 +100,7 @@ def from_objects(objects: Sequence[object]) -> list[Candidate]:
 
 
 def check_api_version(candidate: Candidate) -> None:
-    """Raises PluginError when the plugin's distribution does not admit this version of core."""
+    """Raises PluginError if the plugin's distribution does not admit this version of core."""
     if candidate.requirement is None:
         candidate.info.notes.append(
             f"its distribution requires no version of {CORE_DISTRIBUTION}: a later core may "
@@ -121,7 +121,7 @@ def _installed() -> Iterator[Candidate]:
         # Parsing a distribution's metadata is slow; most have no entry point of ours.
         if PROJECT not in (distribution.read_text("entry_points.txt") or ""):
             continue
-        # An .egg-info has PKG-INFO, and what it requires elsewhere.
+        # An .egg-info has PKG-INFO, and its requirements elsewhere.
         text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
         metadata = _parsed(text)
         requires = metadata.get_all("Requires-Dist") or distribution.requires or ()
@@ -139,12 +139,12 @@ def _installed() -> Iterator[Candidate]:
 
 @functools.cache
 def _parsed(text: str) -> Message:
-    """The metadata in a file's text, which is parsed once for all engines of a process."""
+    """Parses a metadata file's text, once for all engines of a process."""
     return email.message_from_string(text)
 
 
 def _file(module: str) -> str | None:
-    # A look at the top-level package imports nothing; its submodules cannot be found without
+    # Finding the top-level package imports nothing. Its submodules cannot be found without
     # importing it.
     try:
         spec = importlib.util.find_spec(module.partition(".")[0])
@@ -171,8 +171,8 @@ def _core_requirement(requires: tuple[str, ...]) -> str | None:
 
 
 def _without_copies(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Of several metadata folders for one distribution at one version, the first on the path, which
-    is also what is imported."""
+    """Drops further metadata folders of the same distribution and version. The first on the path
+    remains, which is also the imported one."""
     first: dict[tuple[str | None, ...], Candidate] = {}
     for candidate in candidates:
         assert candidate.entry is not None
@@ -187,7 +187,7 @@ def _without_copies(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def _refuse_duplicates(candidates: Iterable[Candidate]) -> None:
-    """Of two with one name, neither is right, unless one is of this repository."""
+    """Refuses plugins that share a name, unless one of them is of this repository."""
     named: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         named.setdefault(candidate.info.name, []).append(candidate)

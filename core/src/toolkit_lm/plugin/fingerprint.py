@@ -1,4 +1,4 @@
-"""Fingerprint: what makes two processes' plugin sets the same."""
+"""Fingerprint: identifies a plugin set, to compare those of two processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PluginPrint(Struct, frozen=True):
     distribution: str | None
     version: str | None
     content: str
-    """SHA-256 over the .py files of its package."""
+    """SHA-256 over the .py files of the plugin's package."""
 
 
 class Fingerprint(Struct, frozen=True):
@@ -33,17 +33,19 @@ class Fingerprint(Struct, frozen=True):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of it all, as hex."""
+        """SHA-256 of the whole fingerprint, as hex."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()
 
     def difference(self, other: Fingerprint) -> str:
-        """What sets `other` apart, one line each; empty when they are equal."""
+        """Differences of `other` from this fingerprint, one per line; empty if they are equal."""
         lines = (
             []
             if self.core == other.core
             else [f"toolkit-lm-core: {self.core} here, {other.core} there"]
         )
-        here, there = ({plugin.name: plugin for plugin in one.plugins} for one in (self, other))
+        here, there = (
+            {plugin.name: plugin for plugin in fingerprint.plugins} for fingerprint in (self, other)
+        )
         for name in sorted(here.keys() | there.keys()):
             a = here.get(name)
             b = there.get(name)
@@ -57,7 +59,7 @@ class Fingerprint(Struct, frozen=True):
 
 
 def fingerprint(plugins: list[tuple[PluginInfo, object]]) -> Fingerprint:
-    """The fingerprint of loaded plugins. Reads their files."""
+    """Computes the fingerprint of loaded plugins. Reads their files."""
     return Fingerprint(
         __version__,
         tuple(PluginPrint(i.name, i.distribution, i.version, _content(p)) for i, p in plugins),

@@ -1,4 +1,4 @@
-"""PluginInfo: what is known of one plugin, whether it works or not."""
+"""PluginInfo: the state of one plugin, working or not."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from toolkit_lm.plugin.markers import PROJECT
 
 
 class PluginWarning(UserWarning):
-    """A plugin is broken and left out, or fails at what it was asked for."""
+    """A plugin is broken and left out, or fails at a call."""
 
 
 @dataclass(slots=True)
 class PluginInfo:
-    """One plugin: where it comes from, and what became of it."""
+    """One plugin: its origin, and the result of loading it."""
 
     name: str
-    """Name of its entry point, or of the object given from code."""
+    """Name of the plugin's entry point, or of the object given from code."""
     distribution: str | None = None
-    """None for an object given from code."""
+    """Name of the distribution. None for an object given from code."""
     version: str | None = None
     file: str | None = None
-    """Its entry module; None before it is found."""
+    """File of the entry module; None before it is found."""
     packages: list[str] = field(default_factory=list)
-    """Top-level packages of its entry module and of its targets."""
+    """Top-level packages of the plugin's entry module and targets."""
     status: Literal["ok", "broken", "disabled"] = "ok"
     error: str | None = None
-    """Why it is broken."""
+    """Reason for which the plugin is broken."""
     traceback: str | None = None
     import_seconds: float = 0.0
-    """CPU time that importing the entry module took."""
+    """CPU time of importing the entry module, in seconds."""
     hooks: list[str] = field(default_factory=list)
-    """Hooks that it implements."""
+    """Hooks that the plugin implements."""
     notes: list[str] = field(default_factory=list)
     """Remarks that stop nothing."""
 
@@ -43,23 +43,24 @@ class PluginInfo:
         return self._named(self.file)
 
     def add_package(self, module: str) -> None:
-        """Its code is also in this module's top-level package. Core's is nobody's."""
+        """Records that the plugin's code is also in this module's top-level package. Core's package
+        belongs to no plugin."""
         if (package := module.partition(".")[0]) not in (PROJECT, *self.packages):
             self.packages.append(package)
 
     def boundary(
-        self, what: str, passes: type[Exception] | tuple[()] = ToolkitError, target: object = None
+        self, action: str, passes: type[Exception] | tuple[()] = ToolkitError, target: object = None
     ) -> Boundary:
-        """For calls of the plugin's code. The error: "plugin X (..., file:line) failed in `what`:
-        ...".
+        """Error boundary for calls of the plugin's code. The error reads "plugin X (..., file:line)
+        failed in `action`: ...".
 
-        `target` is what is called: its line is told where none of its own lines was run.
+        `target` is the called object: its line is named if none of the plugin's own lines was run.
         """
-        return Boundary(lambda error: self.failure(error, what, target), passes)
+        return Boundary(lambda error: self.failure(error, action, target), passes)
 
-    def failure(self, error: BaseException, what: str, target: object = None) -> str:
-        """One sentence that says that the plugin's code raised `error` in `what`, and at which
-        line. `target` as in `boundary`."""
+    def failure(self, error: BaseException, action: str, target: object = None) -> str:
+        """Sentence that the plugin's code raised `error` in `action`, with the line. `target` as in
+        `boundary`."""
         frames = [
             (f.f_code.co_filename, line)
             for f, line in traceback.walk_tb(error.__traceback__)
@@ -68,7 +69,7 @@ class PluginInfo:
         # Annotations are evaluated in the plugin's name, and in no file.
         own = [f"{name}:{line}" for name, line in frames if not name.startswith("<")]
         place = own[-1] if own else place_of(target) or self.file
-        return f"{self._named(place)} failed in {what}: {reason(error)}"
+        return f"{self._named(place)} failed in {action}: {reason(error)}"
 
     def _named(self, place: str | None) -> str:
         source = (

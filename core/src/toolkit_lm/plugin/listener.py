@@ -1,4 +1,4 @@
-"""EventListener: what the hook `toolkit_watch` makes."""
+"""EventListener: the object that the hook `toolkit_watch` returns."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from toolkit_lm.events import Event
 
 
 class EventListener(Protocol):
-    """Watches one engine. Its methods are called one at a time."""
+    """Receives the events of one engine. Its methods are called one at a time."""
 
     def on_event(self, event: Event) -> None:
-        """As the hook `toolkit_event`: it must be quick; one that raises is warned about once, and
-        called no more."""
+        """Receives an event, as the hook `toolkit_event` does, so it must be quick. If it raises,
+        there is one warning, and it is not called again."""
 
     def close(self) -> None:
         """The engine has ended, and no event follows. Requests without a last event have ended with
-        it. Takes 2 s at most."""
+        it. May take at most 2 s."""

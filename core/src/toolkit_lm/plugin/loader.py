@@ -1,5 +1,5 @@
-"""The second phase: wanted plugins are imported under guard, their hooks are checked, and their
-entries are collected."""
+"""The second phase of loading: imports the wanted plugins inside error boundaries, checks their
+hooks, and collects their entries."""
 
 from __future__ import annotations
 
@@ -28,19 +28,18 @@ from toolkit_lm.plugin.options import check_options_class
 from toolkit_lm.plugin.registries import Registries, by_hook, copied
 
 _SILENCE = 2.0
-"""Seconds of an import after which it is said what is being imported."""
+"""Seconds after which a running import is announced."""
 
 
 @dataclass
 class Loader:
-    """Brings candidates into one pluggy manager, each within its own error boundary."""
+    """Loads candidates into one pluggy manager, each inside its own error boundary."""
 
     manager: pluggy.PluginManager = field(default_factory=lambda: pluggy.PluginManager(PROJECT))
     registries: Registries = field(default_factory=Registries)
 
     def load(self, candidates: list[Candidate]) -> None:
-        """Loads all candidates that are not disabled; each one's `info` then says what became of
-        it."""
+        """Loads all candidates that are not disabled. Each one's `info` then has the result."""
         self.manager.add_hookspecs(hookspecs)
         for step in (self._import, self._add_hookspecs, self._register, self._collect):
             for candidate in candidates:
@@ -73,7 +72,7 @@ class Loader:
             warnings.warn(
                 f"{str(error).rstrip('.')}. It is left out. `toolkit plugins show {info.name}` "
                 "prints the traceback; "
-                f"`--disable-plugins {info.name}` silences this.",
+                f"disable_plugins={[info.name]!r} silences this.",
                 PluginWarning,
                 stacklevel=5,
             )
@@ -169,7 +168,7 @@ class Loader:
 def implementations(
     manager: pluggy.PluginManager, hook: str, plugin: str
 ) -> list[Callable[..., Any]]:
-    """What a plugin implements of a hook, to be called with keywords for all the hook's
+    """A plugin's implementations of a hook. They are called with keywords for all the hook's
     arguments."""
     found = [
         impl for impl in getattr(manager.hook, hook).get_hookimpls() if impl.plugin_name == plugin
@@ -182,8 +181,8 @@ def _call(impl: pluggy.HookImpl, **arguments: Any) -> Any:
 
 
 def _hook_names(plugin: object) -> list[str]:
-    """Names in a plugin that are hooks, or look as if they were meant to be; the specifications
-    that it may hold are none."""
+    """Names in a plugin that are hooks, or look like hooks. Specifications that the plugin may hold
+    are left out."""
     values = {name: getattr(plugin, name, None) for name in dir(plugin)}
     meant = [
         name
@@ -199,7 +198,7 @@ def _is_marked(function: object, kind: str) -> bool:
 
 @contextmanager
 def _announced(info: PluginInfo) -> Iterator[None]:
-    """Says which plugin is being imported, where that takes long or is interrupted."""
+    """Context that announces the plugin being imported, if the import is slow or interrupted."""
     timer = threading.Timer(
         _SILENCE, print, [f"importing {info} ..."], {"file": sys.stderr, "flush": True}
     )

@@ -1,4 +1,4 @@
-"""The options of plugins: an entry module may define `Options`, a msgspec Struct, a dataclass or a
+"""Options of plugins. An entry module may define `Options`: a msgspec Struct, a dataclass or a
 pydantic model."""
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 import msgspec.inspect
 
-from toolkit_lm.errors import ConfigError, PluginError, nearest
+from toolkit_lm.errors import ConfigError, PluginError, in_plain_words, nearest
 from toolkit_lm.plugin.boundary import place_of, reason
 from toolkit_lm.plugin.info import PluginInfo
 
 
 def make_options(info: PluginInfo, kind: type[Any], values: Mapping[str, Any]) -> Any:
-    """An instance of a plugin's `Options`. Raises ConfigError for an unknown key or a wrong
+    """Makes an instance of a plugin's `Options`. Raises ConfigError for an unknown key or a wrong
     value."""
     known = list(inspect.signature(kind).parameters)
     for key in values:
@@ -29,12 +29,17 @@ def make_options(info: PluginInfo, kind: type[Any], values: Mapping[str, Any]) -
                 return kind.model_validate(dict(values))
             return msgspec.convert(dict(values), kind, strict=False)
     except ValueError as error:
-        raise ConfigError(f"{info}: wrong options {dict(values)!r}: {error}") from error
+        wrong = in_plain_words(error, f"{info}: option ", dict(values))
+        if hasattr(error, "errors"):
+            # pydantic's own text has types and an address of its documentation.
+            [first, *_] = error.errors()
+            wrong = f"{info}: option {'.'.join(map(str, first['loc']))}: {first['msg']}."
+        raise ConfigError(f"{wrong} Given: {dict(values)!r}.") from None
 
 
 def check_options_class(kind: Any) -> None:
-    """Raises PluginError for a class that options cannot be made of, or with annotations that name
-    nothing."""
+    """Raises PluginError for a class that cannot hold options, or with annotations that cannot be
+    resolved."""
     if kind is None:
         return
     is_pydantic = hasattr(kind, "model_validate")

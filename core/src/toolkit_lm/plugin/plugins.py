@@ -1,4 +1,5 @@
-"""Plugins: one loaded set of plugins. An engine owns one; two in one process do not meet."""
+"""Plugins: one loaded set of plugins. An engine owns one. Two sets in one process are
+independent."""
 
 from __future__ import annotations
 
@@ -27,9 +28,9 @@ from toolkit_lm.plugin.registries import Registries
 from toolkit_lm.plugin.registry import Registry
 
 _EVENT_SECONDS = 0.005
-"""That a plugin may take for an event, on average: outputs wait for it."""
+"""Seconds that a plugin may take per event, on average. Outputs wait for it."""
 _SLACK = 1.0
-"""Seconds by which all events together may be over that."""
+"""Total overrun of _EVENT_SECONDS, in seconds, before a plugin is warned about."""
 
 RegistryT = TypeVar("RegistryT", bound=Registry[Any])
 
@@ -39,10 +40,10 @@ class Plugins(Registries):
     `Plugins.load(config)` makes one."""
 
     infos: list[PluginInfo]
-    """Every installed plugin in load order, with what became of it."""
+    """Every installed plugin in load order, with the result of loading it."""
     boundary: Boundary
-    """For calls that may end in any plugin's code: an error names the plugin whose code raised it.
-    Another error passes."""
+    """Error boundary for calls that may end in any plugin's code. The error names the plugin whose
+    code raised it. Other errors pass."""
 
     def __init__(self, config: PluginsConfig, candidates: list[Candidate], loader: Loader) -> None:
         """Use `Plugins.load`."""
@@ -57,10 +58,10 @@ class Plugins(Registries):
             name: self._make_options(name, values) for name, values in config.plugin_option.items()
         }
         self._fingerprints: dict[bool, Fingerprint] = {}
-        """By whether plugins given from code are left out."""
+        """Fingerprints; the key True leaves out plugins given from code."""
         self._listeners = tuple(self.implementations("toolkit_event"))
         self._patience: dict[str, float] = {}
-        """Seconds that a plugin may still take for events, by its name."""
+        """Seconds that each plugin may still use for events, by plugin name."""
         self._watchers: list[tuple[PluginInfo, EventListener]] = []
 
     @classmethod
@@ -69,10 +70,10 @@ class Plugins(Registries):
         `extra`.
 
         Order: core, the distributions of this repository by name, other distributions by name,
-        `extra`. A plugin that `config.plugins` names, or that `extra` gives, must work; another
-        that fails is a PluginWarning, and its info says why.
+        `extra`. A plugin that `config.plugins` names, or that is in `extra`, must work. For another
+        plugin that fails there is a PluginWarning, and its info has the reason.
 
-        Raises PluginError (a plugin is unknown, twice there, or asked for and broken) and
+        Raises PluginError (a plugin is unknown, present twice, or requested and broken) and
         ConfigError (a plugin's options are wrong).
         """
         config = config or PluginsConfig()
@@ -93,7 +94,7 @@ class Plugins(Registries):
         return self._manager.hook
 
     def info(self, name: str) -> PluginInfo:
-        """What is known of one plugin. Raises PluginError for an unknown name."""
+        """Returns the info of one plugin. Raises PluginError for an unknown name."""
         for info in self.infos:
             if info.name == name:
                 return info
@@ -102,7 +103,7 @@ class Plugins(Registries):
         )
 
     def implementations(self, hook: str) -> list[tuple[PluginInfo, Callable[..., Any]]]:
-        """Each plugin's implementation of a hook, in load order, to be called with the hook's
+        """Each plugin's implementation of a hook, in load order. They are called with the hook's
         arguments as keywords."""
         return [
             (info, call)
@@ -112,15 +113,15 @@ class Plugins(Registries):
 
     def brought_registry(self, kind: type[RegistryT]) -> RegistryT:
         """The registry of a class that a plugin brings together with its hook. Raises PluginError
-        where no loaded plugin does."""
+        if no loaded plugin does."""
         for registry in self.brought.values():
             if isinstance(registry, kind):
                 return registry
         raise PluginError(f"no loaded plugin brings a {kind.__name__}. {self.models.hint}".rstrip())
 
     def configure(self, config: VllmConfig) -> VllmConfig:
-        """`config` after every plugin's `toolkit_configure`. Raises PluginError when one raises or
-        returns something else."""
+        """Returns `config` after every plugin's `toolkit_configure`. Raises PluginError if one
+        raises or returns something else."""
         for info, call in self.implementations("toolkit_configure"):
             with info.boundary("toolkit_configure", passes=()):
                 changed = call(config=config, options=self.options(info.name))
@@ -140,10 +141,10 @@ class Plugins(Registries):
         return config
 
     def watch(self, config: VllmConfig) -> None:
-        """Lets every plugin's `toolkit_watch` make what watches an engine of this config, until
-        `close`.
+        """Calls every plugin's `toolkit_watch` for an engine of this config. The listeners stay
+        until `close`.
 
-        Raises PluginError when one raises.
+        Raises PluginError if one raises.
         """
         try:
             for info, call in self.implementations("toolkit_watch"):
@@ -159,8 +160,8 @@ class Plugins(Registries):
             raise
 
     def close(self) -> None:
-        """Ends what `watch` has begun. Never raises: a plugin that does is warned about. Safe to
-        call twice."""
+        """Closes the listeners of `watch`. Never raises: a plugin that does is warned about. Safe
+        to call twice."""
         watchers, self._watchers = self._watchers, []
         ended = [watcher.on_event for _, watcher in watchers]
         self._listeners = tuple(
@@ -174,18 +175,18 @@ class Plugins(Registries):
                 warnings.warn(message, PluginWarning, stacklevel=2)
 
     def add_listener(self, name: str, on_event: Callable[..., object]) -> None:
-        """Has a function of this process hear every event too, as the hook `toolkit_event` would.
-        Warnings call it by `name`."""
+        """Adds a function of this process that receives every event, as the hook `toolkit_event`
+        would. Warnings call it by `name`."""
         self._listeners += ((PluginInfo(name), on_event),)
 
     @property
     def has_event_listeners(self) -> bool:
-        """False: making an event would be for nothing."""
+        """Whether anything receives events. False: no event need be made."""
         return bool(self._listeners)
 
     def event(self, event: Event) -> None:
-        """Hands an event to every plugin that watches. Never raises: a plugin that does is warned
-        about, and dropped; a slow one once."""
+        """Passes an event to every plugin that listens. Never raises: a plugin that does is warned
+        about, and dropped; a slow one is warned about once."""
         for listener in self._listeners:
             info, call = listener
             start = time.perf_counter()
@@ -207,12 +208,12 @@ class Plugins(Registries):
             self._patience[info.name] = left
 
     def failure(self, error: BaseException) -> str:
-        """What an error says, and which plugin's code raised it, where it was a plugin's."""
+        """Text of an exception, with the plugin whose code raised it, if any."""
         return self._failure(error) or reason(error)
 
     def boundary_of(self, owner: PluginInfo, target: type) -> Boundary:
-        """As `boundary`, for calls of a class of `owner`, which is named where no plugin's code was
-        run: for wrong arguments, say."""
+        """Error boundary as `boundary`, for calls of a class of `owner`. The error names `owner`
+        even if no plugin code was run, for instance for wrong arguments."""
         return Boundary(
             lambda error: self._failure(error) or owner.failure(error, target.__qualname__, target)
         )
@@ -231,20 +232,21 @@ class Plugins(Registries):
         return None if culprit is None else culprit.failure(error, called)
 
     def options(self, name: str) -> Any:
-        """A plugin's validated options: an instance of its `Options`, or None where it has none.
+        """A plugin's validated options: an instance of its `Options`, or None if it has none.
 
-        Raises PluginError for an unknown plugin, and ConfigError when an option without a default
-        is not given.
+        Raises PluginError for an unknown plugin, and ConfigError if an option without a default is
+        missing.
         """
         if name not in self._options:
             self._options[name] = self._make_options(name, {})
         return self._options[name]
 
     def fingerprint(self, *, installed: bool = False) -> Fingerprint:
-        """What other processes must have loaded too. `installed`: without plugins given from code.
+        """Fingerprint of the plugins that other processes must have loaded too. `installed`:
+        without plugins given from code.
 
-        The first call reads the files of all plugins; what becomes of the files later does not
-        count, for it is not what was loaded.
+        The first call reads the files of all plugins. Later changes of the files do not count,
+        since the loaded code does not change with them.
         """
         if installed not in self._fingerprints:
             wanted = [
@@ -256,7 +258,7 @@ class Plugins(Registries):
         return self._fingerprints[installed]
 
     def options_class(self, name: str) -> type[Any] | None:
-        """A plugin's `Options`; None where it has none, or is not loaded. Raises PluginError for an
+        """A plugin's `Options`; None if it has none, or is not loaded. Raises PluginError for an
         unknown plugin."""
         self.info(name)
         return next(

@@ -1,5 +1,5 @@
-"""Registry: what plugins bring, under a key, as the text "module:attribute" that is imported when
-it is used."""
+"""Registry: entries of plugins by key. Each names its target as text, "module:attribute", which is
+imported on use."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from toolkit_lm.plugin.shipped import not_installed, way_to_get
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One thing that a plugin brings."""
+    """One entry that a plugin brings."""
 
     key: str
     target: str
-    """"module:attribute", imported when it is used."""
+    """"module:attribute", imported on use."""
     owner: PluginInfo
-    """The plugin that brings it."""
+    """The plugin that brings the entry."""
     priority: int = 0
-    """Of those that do not refuse, the one of the highest priority is taken; of equals the one that
-    came first."""
+    """Order of selection: the highest priority that does not refuse wins, and among equals the
+    first registered."""
     override: bool = False
-    """True: takes the place of another plugin's entry of this key."""
+    """True: the entry replaces another plugin's entry of this key."""
     replaced: Entry | None = None
-    """The entry that this one took the place of."""
+    """The entry that this one replaced."""
 
     @property
     def plugin(self) -> str:
-        """Name of the plugin that brings it."""
+        """Name of the plugin that brings the entry."""
         return self.owner.name
 
     @property
     def shown(self) -> str:
-        """What a person is told of its targets."""
+        """The entry's targets, as shown to users."""
         return self.target
 
 
@@ -50,84 +50,84 @@ ResultT = TypeVar("ResultT")
 
 @dataclass
 class Registry(Generic[EntryT]):
-    """Entries by key, in the order in which they came. Plugins add to it in their
+    """Entries by key, in the order of registration. Plugins add entries in their
     `toolkit_register_...` hook, and only there.
 
-    What a hook adds counts when all the register hooks of its plugin have returned: a plugin that
+    Entries take effect once all the register hooks of their plugin have returned. A plugin that
     raises leaves nothing behind.
     """
 
     noun: ClassVar[str] = "entry"
     missing: ClassVar[type[ToolkitError]] = ConfigError
     base: ClassVar[str | None] = ""
-    """"module:Class", of which targets are subclasses; empty: they are functions; None: who loads
-    them knows what they are."""
+    """"module:Class" that targets must subclass. Empty: targets are functions. None: the loader of
+    the targets checks them."""
 
     pattern: ClassVar[re.Pattern[str]] = re.compile(
         r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
     )
-    """What targets look like."""
+    """Pattern that targets must match."""
 
     owner: PluginInfo | None = None
     """The plugin whose hook is being called; None: the registry is closed."""
     hint: str = ""
-    """A last sentence for the error about an unknown key."""
+    """Last sentence of the error about an unknown key."""
     _entries: dict[str, EntryT] = field(default_factory=dict)
 
     @property
     def way_out(self) -> str:
-        """What might bring what is missing here: distributions to install, and plugins that are not
-        in use."""
+        """Hint for a missing key: distributions to install, and plugins that are not in use."""
         return " ".join(part for part in (not_installed(self.noun, self), self.hint) if part)
 
     def copy(self, owner: PluginInfo | None, hint: str = "") -> Self:
-        """A copy that takes the entries of `owner`."""
+        """Returns a copy that takes the entries of `owner`."""
         return type(self)(owner=owner, hint=hint, _entries=dict(self._entries))
 
     def get(self, key: str) -> EntryT:
-        """The entry of `key`. Raises for an unknown key, with the nearest known ones."""
+        """Returns the entry of `key`. Raises for an unknown key, with the nearest known ones."""
         if key not in self._entries:
             way = way_to_get(self.noun, key) or nearest(key, self._entries)
             raise self.missing(f"no {self.noun} {key!r} is registered. {way} {self.hint}".rstrip())
         return self._entries[key]
 
     def load(self, key: str) -> Any:
-        """Imports what is registered under `key`. Raises PluginError where that fails, or it is not
-        what the registry is for."""
+        """Imports the target of `key`. Raises PluginError if that fails, or if it is of the wrong
+        kind."""
         entry = self.get(key)
         return self.load_target(entry, entry.target, self.base)
 
     def load_target(self, entry: EntryT, target: str, base: str | None) -> Any:
-        """As `load`, of a target that an entry names; `base` is what it is to be a subclass of."""
+        """Imports a target that an entry names. `base`: the class that it must subclass. Raises as
+        `load` does."""
         with entry.owner.boundary(f"loading {self.noun} {entry.key!r} from {target!r}"):
             loaded = _import(target)
-        what = f"{entry.owner}: {self.noun} {entry.key!r}: {target!r}"
+        subject = f"{entry.owner}: {self.noun} {entry.key!r}: {target!r}"
         if not base:
             if base is not None and not callable(loaded):
-                raise PluginError(f"{what} is not a function, but a {type(loaded).__name__}.")
+                raise PluginError(f"{subject} is not a function, but a {type(loaded).__name__}.")
         elif not (isinstance(loaded, type) and issubclass(loaded, _import(base))):
-            raise PluginError(f"{what} must be a subclass of {base.replace(':', '.')}.")
+            raise PluginError(f"{subject} must be a subclass of {base.replace(':', '.')}.")
         elif missing := sorted(getattr(loaded, "__abstractmethods__", ())):
             raise PluginError(
-                f"{what} does not define {', '.join(missing)}, which {base.replace(':', '.')} "
+                f"{subject} does not define {', '.join(missing)}, which {base.replace(':', '.')} "
                 "leaves to its subclasses."
             )
         return loaded
 
     def make(self, key: str, *arguments: Any, **named: Any) -> Any:
-        """Calls what is registered under `key`. Raises PluginError, naming the plugin, where that
-        fails; a ToolkitError passes."""
+        """Calls the target of `key`. Raises PluginError, which names the plugin, if that fails; a
+        ToolkitError passes."""
         target = self.load(key)
         with self.get(key).owner.boundary(f"{self.noun} {key!r}", target=target):
             return target(*arguments, **named)
 
     def ask(self, key: str, *arguments: Any, by_name: bool = False) -> str | None:
-        """Why the class that is registered under `key` refuses `arguments`; None when it can take
-        them.
+        """Asks the class of `key` whether it refuses `arguments`. Returns the reason; None: it
+        accepts them.
 
-        One that cannot be asked refuses with that reason, and is warned about. `by_name`: the user
-        wants this one and no other, so that it is a PluginError. So it always is where the answer
-        is neither a text nor None: nobody knows what is meant.
+        A class that cannot be asked refuses with that reason, and is warned about. `by_name`: the
+        user wants this class and no other, so that failure is a PluginError. An answer that is
+        neither a text nor None is always a PluginError.
         """
         entry = self.get(key)
         try:
@@ -149,14 +149,14 @@ class Registry(Generic[EntryT]):
         )
 
     def choose(
-        self, what: str, refusal: Callable[[EntryT, bool], str | None], wanted: str = "auto"
+        self, kind: str, refusal: Callable[[EntryT, bool], str | None], wanted: str = "auto"
     ) -> tuple[str, list[tuple[str, str | None]]]:
-        """The first key, by priority, that is not refused, or `wanted`; and all that were
-        considered, each with its refusal (None: able).
+        """Selects the first key, by priority, that is not refused, or `wanted`. Returns it with all
+        considered keys, each with its refusal (None: accepted).
 
-        `what` the entry is to do, in errors. `refusal` of an entry, which was asked for by name or
-        not. Raises UnsupportedError with the reasons where all refuse, or `wanted` does; as `get`
-        does, where it is unknown; and what `refusal` raises.
+        `kind`: the entry's purpose, for errors. `refusal` is called with an entry, and with whether
+        it was requested by name. Raises UnsupportedError with the reasons if all refuse, or if
+        `wanted` does. For an unknown `wanted`, raises as `get` does. Passes what `refusal` raises.
         """
         if wanted != "auto" and (reason := refusal(self.get(wanted), True)) is None:
             return wanted, [(wanted, None)]
@@ -166,14 +166,14 @@ class Registry(Generic[EntryT]):
         able = [key for key, refused in candidates if refused is None]
         if wanted != "auto":
             raise UnsupportedError(
-                f"{self.noun} {wanted!r} cannot {what}: {reason}. Supported: "
+                f"{self.noun} {wanted!r} cannot {kind}: {reason}. Supported: "
                 f"{', '.join(able) or 'none'}."
             )
         if not able:
             reasons = (
                 "; ".join(f"{key}: {refused}" for key, refused in candidates) or "none is installed"
             )
-            raise UnsupportedError(f"no {self.noun} can {what}: {reasons}. {self.way_out}".rstrip())
+            raise UnsupportedError(f"no {self.noun} can {kind}: {reasons}. {self.way_out}".rstrip())
         return able[0], candidates
 
     def keys(self) -> list[str]:
@@ -192,11 +192,11 @@ class Registry(Generic[EntryT]):
         return len(self._entries)
 
     def first_result(self, kind: type[ResultT], *arguments: Any) -> ResultT | None:
-        """What the registered functions make of `arguments`: the first result that is not None.
-        Those that came last are asked first.
+        """Calls the registered functions with `arguments`, the last registered first. Returns the
+        first result that is not None.
 
-        The order makes third parties win over the distributions of this repository. Raises as
-        `make` does, and PluginError for a function that returns something else than `kind`.
+        In this order third parties win over the distributions of this repository. Raises as `make`
+        does, and PluginError for a result that is not a `kind`.
         """
         for entry in reversed(self.entries()):
             result = self.make(entry.key, *arguments)
@@ -213,8 +213,8 @@ class Registry(Generic[EntryT]):
     def add_entry(
         self, kind: type[EntryT], key: str, target: str, shape: str, **fields: Any
     ) -> None:
-        """For the `add` of a registry: adds an entry of `kind`, with the fields of its own.
-        `shape`: what the target is, in errors.
+        """Adds an entry of `kind`, with its own fields; for the `add` of a registry. `shape`:
+        description of the target, for errors.
 
         Raises PluginError for a malformed target or a key that another plugin has.
         """
@@ -254,7 +254,7 @@ class Registry(Generic[EntryT]):
 
 
 class PlainRegistry(Registry[Entry]):
-    """Entries of which there is nothing to say but name and target."""
+    """A registry whose entries have only a name and a target."""
 
     def add(self, name: str, target: str, *, override: bool = False) -> None:
         """Registers a target. Raises PluginError for a malformed one, or a name that another plugin

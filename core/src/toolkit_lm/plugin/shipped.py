@@ -1,7 +1,6 @@
-"""What the distributions of this repository bring, for errors about something that is not
-installed.
+"""Entries of this repository's distributions, for errors about something that is not installed.
 
-shipped.json, beside this file, has it as data: {noun of a registry: {key: distribution}}. `python
+shipped.json, in this folder, has them as data: {noun of a registry: {key: distribution}}. `python
 docs/generate_shipped.py` writes it.
 """
 
@@ -18,12 +17,12 @@ PARAMETER = "sampling parameter"
 
 
 def way_to_get(noun: str, key: str) -> str:
-    """How to install what `key` stands for, as a sentence; empty where nobody knows, or it is
-    installed already."""
+    """Sentence on how to install the entry of `key`. Empty if it is unknown, or installed
+    already."""
     keys = _table().get(noun, {})
-    # Of a group of commands, one is enough.
+    # One command of a group is enough.
     distribution = keys.get(key) or next(
-        (one for name, one in keys.items() if name.startswith(f"{key} ")), None
+        (provider for name, provider in keys.items() if name.startswith(f"{key} ")), None
     )
     if distribution is None or is_installed(distribution):
         return ""
@@ -31,11 +30,10 @@ def way_to_get(noun: str, key: str) -> str:
 
 
 def parameter_source(name: str) -> str:
-    """Which distribution brings a sampling parameter that nobody states, as a sentence; empty where
-    nobody knows."""
+    """Sentence on which distribution brings an unknown sampling parameter. Empty if none does."""
     known = _table()[PARAMETER]
     family = name.partition("_")[0] + "_"
-    alike = [one for one in known if one.startswith(family)]
+    alike = [name for name in known if name.startswith(family)]
     if name not in known and len(alike) > 1:
         # A parameter of a family of its plugin's: another spelling, or another version's.
         name = alike[0]
@@ -46,15 +44,15 @@ def parameter_source(name: str) -> str:
 
 
 def not_installed(noun: str, registered: Container[str]) -> str:
-    """What else there is of a kind, and how to install it, as a sentence; empty where all is
+    """Sentence on further entries of a kind, and how to install them. Empty if all are
     installed."""
     absent = [
-        (key, one)
-        for key, one in _table().get(noun, {}).items()
-        if key not in registered and not is_installed(one)
+        (key, package)
+        for key, package in _table().get(noun, {}).items()
+        if key not in registered and not is_installed(package)
     ]
     return (
-        f"Not installed: {', '.join(f'{key} (pip install {one})' for key, one in absent)}."
+        f"Not installed: {', '.join(f'{key} (pip install {package})' for key, package in absent)}."
         if absent
         else ""
     )

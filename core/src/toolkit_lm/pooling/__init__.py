@@ -1,6 +1,6 @@
-"""The contracts of poolers, and of what reads the texts of pooling requests.
+"""The contracts of poolers, and of readers of the texts of pooling requests.
 
-The names are resolved when they are used: a front that reads texts needs no torch.
+Names are imported on first use, so a front that reads texts needs no torch.
 """
 
 import lazy_loader

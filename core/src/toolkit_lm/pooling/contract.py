@@ -1,4 +1,4 @@
-"""The contract of poolers: from hidden states to what a pooling request gets."""
+"""The contract of poolers: from hidden states to the results of pooling requests."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from toolkit_lm.step import StepPart
 
 
 class Pooler(nn.Module, ABC):
-    """What a pooling model has as `pooler`. The library toolkit_lm_poolers has the usual ones."""
+    """Base class of a pooling model's `pooler`. The library toolkit_lm_poolers has the usual
+    ones."""
 
     @abstractmethod
     def supported_tasks(self) -> frozenset[PoolingTask]:
-        """The tasks whose rows it takes."""
+        """The tasks whose rows the pooler takes."""
 
     @abstractmethod
     def reads_prefix_cache(self, task: PoolingTask) -> bool:
-        """A row of this task may begin in the middle: nothing of the hidden states before, which no
-        cache holds, is needed."""
+        """Whether a row of this task may begin after a cached prefix. The pooler then needs none of
+        the earlier hidden states, which no cache holds."""
 
     @abstractmethod
     def chunkable(self, task: PoolingTask) -> bool:
-        """A row of this task may come in several chunks (of a causal model; bidirectional ones are
-        never cut)."""
+        """Whether a row of this task may come in several chunks (of a causal model; bidirectional
+        ones are never cut)."""
 
     def output_size(self, task: PoolingTask) -> int | None:
-        """Size of the last axis of a task's results, before `dimensions`; None: not known."""
+        """Size of the last axis of a task's results, before `dimensions`; None: unknown."""
         return None
 
     @abstractmethod
@@ -45,8 +46,8 @@ class Pooler(nn.Module, ABC):
         plugins: Plugins,
         options: Any,
     ) -> StepPart:
-        """What a runner keeps of sequences with `inputs.pooling`, until it has put their results
-        into `StepResult.pooled`.
+        """Makes the part that keeps a runner's state of sequences with `inputs.pooling`, until
+        their results are in `StepResult.pooled`.
 
         Results are in float32. embed: [D]; token_embed: [tokens, D]; classify: [labels];
         token_classify: [tokens, labels]; score: [1].

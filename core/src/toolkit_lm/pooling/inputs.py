@@ -1,5 +1,5 @@
-"""The contract of what reads the texts of pooling requests, and scores pairs of them. Importing it
-needs no torch."""
+"""The contract of readers of pooling requests' texts, which also score pairs. Importing it needs no
+torch."""
 
 from __future__ import annotations
 
@@ -19,56 +19,56 @@ class TextOptions(TypedDict, total=False):
     """How the texts of pooling requests are read."""
 
     prompt_name: str | Sequence[str | None] | None
-    """One of the checkpoint's prompts ("query", "document"), which goes before each text; or one
-    for each."""
+    """Name of a checkpoint's prompt ("query", "document") that is put before each text; or one name
+    per text."""
     truncate_prompt_tokens: int | None
-    """Cut longer prompts to so many tokens (-1: to what the model can take). Without it they are an
-    error."""
+    """Truncates longer prompts to this many tokens (-1: to the model's limit). Without it they are
+    an error."""
     instruction: str | None
-    """For rerankers that take one."""
+    """Instruction, for rerankers that take one."""
 
 
 class Scoring(ABC):
-    """Pairs of texts to be scored: what the engine is to compute for them, and what comes of it."""
+    """Pairs of texts to be scored: the prompts to compute, and the scores of their outputs."""
 
     prompts: list[str | TextPair]
-    """What the engine is to read."""
+    """Prompts that the engine must compute."""
     prompt_names: list[str | None]
-    """The name of the checkpoint's prompt that goes before each."""
+    """Name of the checkpoint's prompt that precedes each prompt."""
     names: list[str]
-    """What errors call each."""
+    """Name of each prompt in errors."""
 
     @abstractmethod
-    def params(self, given: PoolingParams | None = None) -> PoolingParams:
-        """What was `given`, with the task, and as the comparison needs it. Raises RequestError."""
+    def params(self, params: PoolingParams | None = None) -> PoolingParams:
+        """Returns `params` with the task, and as the comparison requires. Raises RequestError."""
 
     @abstractmethod
     def culprit(self, error: RequestError) -> RequestError:
-        """What the user is to be told of `error`, which one of `prompts` gave: a pair may fail for
-        its query alone. It takes a while."""
+        """Returns the error to show for `error`, which one of `prompts` caused: a pair may fail
+        because of its query alone. This is slow."""
 
     @abstractmethod
     def scores(self, outputs: Sequence[PoolingRequestOutput]) -> list[PoolingRequestOutput]:
-        """One for each pair, of what the engine gave for `prompts`."""
+        """Returns one score per pair, from the engine's outputs for `prompts`."""
 
 
 class PoolingInputs(ABC):
-    """What an engine's pooling model reads of its users' texts. Thread-safe."""
+    """Reads the texts of a pooling model's requests. Thread-safe."""
 
     prompts: Mapping[str, str]
-    """Of the checkpoint: texts that go before the input, by name."""
+    """The checkpoint's prompts: texts that precede the input, by name."""
 
     @abstractmethod
     def check(self, params: PoolingParams, size: int) -> None:
-        """Raises RequestError, with `param` set, for what a task cannot give. `size`: of an
-        embedding, or the number of logits."""
+        """Raises RequestError, with `param` set, for parameters that a task does not support.
+        `size`: size of an embedding, or number of logits."""
 
     @abstractmethod
     def render(
         self, prompts: Sequence[Prompt | TextPair], **options: Unpack[TextOptions]
     ) -> list[RenderedText | RequestError]:
-        """Token ids of each, or why it cannot be rendered. Raises RequestError for what is wrong
-        with all of them."""
+        """Returns the token ids of each prompt, or the reason for which it cannot be rendered.
+        Raises RequestError for an error that concerns all of them."""
 
     @abstractmethod
     def scoring(
@@ -78,8 +78,8 @@ class PoolingInputs(ABC):
         tasks: Collection[Task],
         fields: tuple[str, str],
     ) -> Scoring:
-        """One query for all documents, or one for each. `tasks`: those of the model. `fields`: what
-        errors call the two.
+        """Pairs one query with all documents, or one query with each. `tasks`: the model's tasks.
+        `fields`: names of the two in errors.
 
-        Raises RequestError, also where the model does not score.
+        Raises RequestError, also if the model does not score.
         """

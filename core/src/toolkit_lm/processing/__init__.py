@@ -1,7 +1,7 @@
-"""Between users and the engine: prompts become requests in tokens, the engine's tokens become
+"""Between users and the engine: prompts become requests in tokens, and the engine's tokens become
 outputs. Needs no torch.
 
-The names are resolved when they are used.
+Names are imported on first use.
 """
 
 import lazy_loader

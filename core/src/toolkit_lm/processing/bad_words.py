@@ -1,5 +1,5 @@
-"""bad_words: the texts that an output must not contain become rules about tokens, whichever tokens
-would spell them."""
+"""bad_words: converts texts that an output must not contain to rules about tokens, for all tokens
+that could spell them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toolkit_lm.processing.validation import check_token_ids
 from toolkit_lm.renderer import Renderer
 
 MOST_RULES = 2**16
-"""Steps from token to token that the words of one request may take together."""
+"""Most steps from token to token of one request's words together."""
 _SPACELESS = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff"
     "\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
@@ -25,28 +25,28 @@ _SPACELESS = (
 """Thai, Lao, Burmese, Khmer, kana and Han: scripts that put no spaces between words."""
 _IN_WORD = rf"[^\W{_SPACELESS}]"
 _BOUNDARY = re.compile(rf"(?s)(?:(?<!{_IN_WORD})|(?!{_IN_WORD}))(?=[^ ])")
-"""Between two characters that are not of the same word. Nothing begins with a space."""
+"""Boundary between two characters that are not of the same word. Nothing begins with a space."""
 _CONTINUED = re.compile(rf"{_IN_WORD}{{2}}")
 
 
 class BadWordRules:
-    """Makes rules about tokens of words. One serves all requests of an engine, from several
-    threads."""
+    """Converts words to rules about tokens. One instance serves all requests of an engine, from
+    several threads."""
 
     def __init__(self, renderer: Renderer, vocab_size: int) -> None:
-        """`vocab_size`: of the model, whose logits have no more."""
+        """`vocab_size`: the model's; its logits have no more entries."""
         self._renderer = renderer
         self._vocab_size = vocab_size
         self._vocabularies: dict[bool, _Vocabulary] = {}
         self._lock = Lock()
 
     def of(self, params: SamplingParams) -> ForbiddenTexts | None:
-        """Of a request's bad_words; None where it has none. Raises RequestError, naming the
+        """Rules for a request's bad_words; None: it has none. Raises RequestError, which names the
         parameter."""
         if not params.bad_words:
             return None
         spellings = dict.fromkeys(
-            one for word in params.bad_words for one in self._spellings(word.strip(" "))
+            spelling for word in params.bad_words for spelling in self._spellings(word.strip(" "))
         )
         with self._lock:
             vocabulary = self._vocabularies.get(params.skip_special_tokens)
@@ -58,11 +58,11 @@ class BadWordRules:
                 vocabulary = self._vocabularies[params.skip_special_tokens] = _Vocabulary(
                     pieces, self._vocab_size
                 )
-        return vocabulary.rules([one.encode() for one in spellings])
+        return vocabulary.rules([spelling.encode() for spelling in spellings])
 
     def _spellings(self, word: str) -> Iterable[str]:
-        """The word, and what comes out where a tokenizer writes it in another way, such as in small
-        letters."""
+        """The word, and the texts that result if a tokenizer writes it differently, for instance in
+        small letters."""
         try:
             token_ids = self._renderer.render_prompt(word, add_special_tokens=False).token_ids
         except RequestError as error:
@@ -71,7 +71,7 @@ class BadWordRules:
             ) from None
         check_token_ids(token_ids, self._vocab_size, "bad_words")
         written = self._renderer.decode(token_ids)
-        # An unknown token is of no word.
+        # An unknown token belongs to no word.
         is_text = written.strip() and written == self._renderer.decode(
             token_ids, skip_special_tokens=True
         )
@@ -79,11 +79,12 @@ class BadWordRules:
 
 
 class _Vocabulary:
-    """The texts of all tokens, and what of them begins inside a token, where another word does."""
+    """The texts of all tokens, and their suffixes from a word boundary inside a token, where
+    another word begins."""
 
     def __init__(self, pieces: Sequence[bytes], size: int) -> None:
         self.pieces = pieces
-        # Those beyond the last one have no text, either.
+        # Ids beyond the last one have no text either.
         silent = np.ones((size // 8 + 1) * 8, bool)
         silent[: len(pieces)] = [not piece for piece in pieces]
         self.silent = Array.of(np.packbits(silent))
@@ -98,8 +99,8 @@ class _Vocabulary:
         )
 
     def rules(self, words: Sequence[bytes]) -> ForbiddenTexts:
-        """State 0 is before a word; each word has a state for each of its bytes that have come, but
-        the last."""
+        """Builds the automaton of the words. State 0 is before a word. Each word has a state for
+        each of its bytes but the last."""
         steps: list[tuple[int, int, int]] = []
         ends: list[tuple[int, int]] = []
         first = 0
@@ -137,7 +138,7 @@ class _Vocabulary:
 
 
 class _SortedTexts:
-    """Texts with their tokens, in order, so that those with a beginning stand together."""
+    """Texts with their tokens, sorted, so that texts with the same beginning are adjacent."""
 
     def __init__(self, entries: Iterable[tuple[bytes, int]]) -> None:
         ordered = sorted(entries)
@@ -145,8 +146,8 @@ class _SortedTexts:
         self._token_ids = [token_id for _, token_id in ordered]
 
     def found(self, rest: bytes) -> tuple[list[tuple[int, int]], Iterable[tuple[bytes, int]]]:
-        """Tokens that are a beginning of `rest`, with how much of it; and those that begin with all
-        of it, with their texts."""
+        """Returns tokens that are a prefix of `rest`, with the prefix's length; and tokens that
+        begin with all of `rest`, with their texts."""
         texts = self._texts
         token_ids = self._token_ids
         parts = []
@@ -167,7 +168,7 @@ class _SortedTexts:
 
 
 def _goes_on(word: bytes, more: bytes) -> bool:
-    """A token that has the word's end goes on with the same word: it is another one."""
+    """Whether a token with the word's end continues the same word, which makes it another word."""
     return (
         bool(more)
         and _CONTINUED.match((word.decode()[-1:].encode() + more).decode("utf-8", "replace"))

@@ -1,4 +1,4 @@
-"""Requests to encoder-decoder models: what the rules of the model's prompts say of them."""
+"""Requests to encoder-decoder models, with the rules of the model's prompts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from toolkit_lm.renderer import EncoderDecoderRules, Renderer
 def load_rules(
     config: VllmConfig, renderer: Renderer, plugins: Plugins
 ) -> EncoderDecoderRules | None:
-    """The rules of the config's model; None: it has no encoder beside its decoder. Raises
+    """The rules of the config's model; None: it has no encoder next to its decoder. Raises
     PluginError."""
     models = plugins.models
     architecture = config.checkpoint.architecture if config.checkpoint is not None else ""
@@ -31,8 +31,8 @@ def load_rules(
 def inputs_by_rules(
     rules: EncoderDecoderRules, message: EngineRequest, vocab_size: int, plugins: Plugins
 ) -> SequenceInputs:
-    """A request's inputs, with the tokens that the rules force or forbid, and their logits
-    processors: those that the request gives itself work instead of them.
+    """Returns a request's inputs, with the tokens that the rules force or forbid, and their logits
+    processors. Processors that the request sets take precedence.
 
     Raises RequestError for a token that is not in the vocabulary.
     """

@@ -1,4 +1,4 @@
-"""What an engine can serve at all, whatever else it has to do."""
+"""Limits of the requests that an engine can serve at all, whatever its load."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.config.tasks import PoolingTask, way_to_serve
+from toolkit_lm.config.tasks import PoolingTask, Task, way_to_serve
 from toolkit_lm.errors import ContextLengthError, RequestError
 from toolkit_lm.kv import KVCacheConfig
 from toolkit_lm.messages import EngineRequest, PoolingRules
@@ -15,8 +15,7 @@ _CUT = "Please reduce the length of the input prompt, or have it cut: truncate_p
 
 
 class RequestLimits:
-    """Bounds that a request must keep. Thread-safe. The front checks them, and the engine relies on
-    that."""
+    """Bounds of requests. Thread-safe. The front checks them, and the engine relies on that."""
 
     def __init__(
         self,
@@ -27,7 +26,7 @@ class RequestLimits:
         whole_items: bool = False,
     ) -> None:
         """`pooling`: the pooling tasks that the model serves. `whole_items`: a step computes all
-        tokens of an item of media, or none."""
+        tokens of a multimodal item, or none."""
         self.generates = config.model.runner != "pooling"
         self.pooling = pooling
         self.max_model_len = config.max_model_len
@@ -42,10 +41,16 @@ class RequestLimits:
         self._one_fits = (
             self._too_many_blocks(self.max_model_len, 1, 1, self.max_encoder_len) is None
         )
-        """A single sequence of any length fits: nobody need count."""
+        """A single sequence of any length fits, so its blocks need not be counted."""
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """Tasks that the model serves."""
+        generates: tuple[Task, ...] = ("generate",) if self.generates else ()
+        return (*generates, *self.pooling)
 
     def check(self, message: EngineRequest) -> int:
-        """`max_output_tokens` of a request. Raises RequestError for one that could never be
+        """Returns the `max_output_tokens` of a request. Raises RequestError if it could never be
         served."""
         prompt = len(message.prompt_token_ids)
         params = message.params
@@ -71,7 +76,7 @@ class RequestLimits:
             )
         if not self.generates:
             raise RequestError(f"this model generates no text. Supported: {self._served}.", "task")
-        # A token is drawn and left out: it is never stored.
+        # The last token is sampled and left out: it is never stored.
         room = self.max_model_len - prompt + (params.max_tokens == 0)
         if room < 1:
             raise ContextLengthError(
@@ -101,7 +106,7 @@ class RequestLimits:
         return max_tokens
 
     def rules(self, task: PoolingTask) -> PoolingRules:
-        """What holds for a task. Raises RequestError for one that the model does not serve."""
+        """The rules of a pooling task. Raises RequestError if the model does not serve it."""
         if task not in self.pooling:
             way_out = f" {way_to_serve(task)}" if self.generates else ""
             raise RequestError(
@@ -110,25 +115,26 @@ class RequestLimits:
         return self.pooling[task]
 
     def _check_items(self, message: EngineRequest, encoded: int) -> None:
-        """`encoded`: tokens of the encoder, which the same step may compute."""
+        """Checks the multimodal items. `encoded`: tokens of the encoder, which the same step may
+        compute."""
         features = message.features
         for number, feature in enumerate(features, 1):
-            what = f"item {number} of the prompt ({feature.modality})"
+            item = f"item {number} of the prompt ({feature.modality})"
             place = feature.mm_position
             if place.num_embeds > self.most_embeds:
                 held = f"the encoder cache holds {self.most_embeds} (encoder_cache_memory)"
                 raise ContextLengthError(
-                    f"{what} takes {place.num_embeds} embeddings, and {held}. Make it smaller.",
+                    f"{item} takes {place.num_embeds} embeddings, and {held}. Make it smaller.",
                     "prompt",
                 )
             if self.whole_items and place.length + encoded > self.max_num_batched_tokens:
-                beside = f" beside the encoder's {encoded}" if encoded else ""
+                encoder_share = f" beside the encoder's {encoded}" if encoded else ""
                 limit = (
-                    f"the model needs them all in one step{beside}, which takes "
+                    f"the model needs them all in one step{encoder_share}, which takes "
                     f"{self.max_num_batched_tokens} (max_num_batched_tokens)"
                 )
                 raise ContextLengthError(
-                    f"{what} has {place.length} tokens, and {limit}. Make it smaller.", "prompt"
+                    f"{item} has {place.length} tokens, and {limit}. Make it smaller.", "prompt"
                 )
         sizes = {feature.mm_identifier: feature.mm_position.num_embeds for feature in features}
         if not self.chunked and (total := sum(sizes.values())) > self.most_embeds:
@@ -158,7 +164,7 @@ class RequestLimits:
         return ", ".join(self.pooling) or "generate"
 
     def _check_pooling(self, task: PoolingTask, prompt: int, start: int) -> int:
-        """No output tokens."""
+        """Checks a pooling request. Returns 0: it has no output tokens."""
         rules = self.rules(task)
         if start >= prompt:
             raise RequestError(
@@ -180,15 +186,15 @@ class RequestLimits:
         return 0
 
     def _too_long(self, prompt: int) -> str:
-        """Clients look for "maximum context length"."""
+        """Error message for a long prompt. Clients look for "maximum context length"."""
         return (
             f"the prompt has {prompt} tokens; this model's maximum context length is "
             f"{self.max_model_len} tokens (max_model_len)"
         )
 
     def _too_many_blocks(self, prompt: int, max_tokens: int, n: int, encoded: int) -> str | None:
-        """Blocks that a request can come to own, where they are more than there are. The last
-        output token is never stored."""
+        """Error message if a request can come to own more blocks than exist; otherwise None. The
+        last output token is never stored."""
         num_tokens = prompt + max_tokens - 1
         needed = [0] * len(self.kv_cache.pools)
         for group in self.kv_cache.groups:

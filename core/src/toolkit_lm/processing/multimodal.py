@@ -1,4 +1,4 @@
-"""Items of media in a prompt: all that a renderer says of them is checked."""
+"""Checks of the multimodal items in a prompt, as a renderer describes them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def check_features(
     renderer: Renderer,
     found: Mapping[str, HeldFeature],
 ) -> None:
-    """Raises RequestError, naming the item, for one that is not as the model's rules have it, or
-    that stands where another does.
+    """Raises RequestError, which names the item, for an item that violates the model's rules, or
+    overlaps another one.
 
-    `found`: what the engine held, by identifier, when it was rendered.
+    `found`: items that the engine held during rendering, by identifier.
     """
     rules = renderer.rules
     end = 0
@@ -51,29 +51,29 @@ def check_features(
 def check_placeholders(
     features: Sequence[MultiModalFeatureSpec], token_ids: Sequence[int], rules: MultiModalRules
 ) -> None:
-    """Raises RequestError for a placeholder that stands for no item. The features are in order and
-    apart."""
-    ends = [0, *(one.mm_position.end for one in features)]
-    starts = [*(one.mm_position.offset for one in features), len(token_ids)]
+    """Raises RequestError for a placeholder without an item. The features are sorted and do not
+    overlap."""
+    ends = [0, *(feature.mm_position.end for feature in features)]
+    starts = [*(feature.mm_position.offset for feature in features), len(token_ids)]
     outside = [
         token for start, end in zip(ends, starts, strict=True) for token in token_ids[start:end]
     ]
     for modality in rules.modalities:
         if count := outside.count(token := rules.placeholder_id(modality)):
-            told = (
+            problem = (
                 f"{count} placeholders of modality {modality!r} (token {token}) without an item; "
                 f"it has {len(features)} items"
             )
             raise RequestError(
-                f"the prompt has {told}, and must have one for each.", "multi_modal_data"
+                f"the prompt has {problem}, and must have one for each.", "multi_modal_data"
             )
 
 
 def cut_features(
     features: Sequence[MultiModalFeatureSpec], num_cut: int
 ) -> list[MultiModalFeatureSpec]:
-    """As they stand where a prompt has lost tokens at its beginning. Raises RequestError where one
-    would be lost with them."""
+    """Shifts the features of a prompt that has lost `num_cut` tokens at its beginning. Raises
+    RequestError if an item would be lost with them."""
     if num_cut and features and features[0].mm_position.offset < num_cut:
         raise RequestError(
             "it would cut off an image or another item of media.", "truncate_prompt_tokens"
@@ -86,8 +86,9 @@ def cut_features(
 
 
 def cache_keys(features: Sequence[MultiModalFeatureSpec]) -> list[CacheKey]:
-    """Items of other contents share no keys and values, though their tokens are the same."""
+    """Cache keys of the items: items with different contents share no keys and values, although
+    their tokens are equal."""
     return [
-        CacheKey(one.mm_position.offset, one.mm_position.end, f"mm {one.mm_identifier}")
-        for one in features
+        CacheKey(feature.mm_position.offset, feature.mm_position.end, f"mm {feature.mm_identifier}")
+        for feature in features
     ]

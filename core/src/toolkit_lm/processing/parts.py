@@ -1,4 +1,5 @@
-"""RequestHalf: the half of a part that prepares, at the front, a request's share of it."""
+"""RequestHalf: the half of a part that runs at the front, and prepares the part's data of each
+request."""
 
 from __future__ import annotations
 
@@ -14,21 +15,22 @@ from toolkit_lm.plugin import Plugins
 
 
 class RequestHalf:
-    """One per front. Its module imports no torch. `prepare` may be called from several threads."""
+    """Front half of a part. There is one per front. Its module imports no torch. `prepare` may be
+    called from several threads."""
 
     def __init__(self, config: VllmConfig, *, options: Any) -> None:
-        """`config` is resolved. `options`: the plugin's own, or None."""
+        """`config` is resolved. `options`: the plugin's own options, or None."""
 
     def prepare(
-        self, request: EngineRequest, given: Mapping[str, Any]
+        self, request: EngineRequest, arguments: Mapping[str, Any]
     ) -> tuple[Raw | None, list[CacheKey]]:
-        """Called once for a request, before it is sent. `given`: the arguments of the parameters
-        that the plugin registers under the part's name; empty where the client gave none.
+        """Called once for a request, before it is sent. `arguments`: arguments of the parameters
+        that the plugin registers under the part's name; empty if the client gave none.
 
-        Returns the request's share, msgpack that becomes `request.inputs.parts[name]` (None: it has
-        none), and what keys and values of its tokens depend on because of it: `CacheKey(0, 1, x)`
-        keeps prefixes apart from the first token on. Raises ValueError for a request that cannot be
-        served; as RequestError it may name the parameter.
+        Returns the request's data for the part, msgpack that becomes `request.inputs.parts[name]`
+        (None: there is none). Also returns what keys and values of its tokens depend on because of
+        it: `CacheKey(0, 1, x)` separates prefixes from the first token on. Raises ValueError for a
+        request that cannot be served. A RequestError may name the parameter.
         """
         return None, []
 
@@ -37,7 +39,7 @@ class RequestParts:
     """The front halves of plugins' parts."""
 
     def __init__(self, config: VllmConfig, plugins: Plugins) -> None:
-        """Raises PluginError where one cannot be made."""
+        """Raises PluginError if a half cannot be made."""
         self._registry = plugins.parts
         self.by_name: dict[str, RequestHalf] = {
             entry.key: plugins.parts.make_half(
@@ -47,20 +49,20 @@ class RequestParts:
         }
 
     def prepare(self, request: EngineRequest) -> None:
-        """Gives a request its shares and cache keys. Raises RequestError; where a half has failed,
-        it names the plugin."""
+        """Adds the parts' data and cache keys to a request. Raises RequestError; if a half has
+        failed, it names the plugin."""
         shares: dict[str, Raw] = {}
         for name, half in self.by_name.items():
-            given = request.inputs.model_arguments.get(name, {})
+            arguments = request.inputs.model_arguments.get(name, {})
             try:
-                share, keys = half.prepare(request, given)
+                share, keys = half.prepare(request, arguments)
             except ValueError as error:
-                param = getattr(error, "param", None) or next(iter(given), None)
+                param = getattr(error, "param", None) or next(iter(arguments), None)
                 raise RequestError(str(error), param) from error
             except Exception as error:
                 owner = self._registry.get(name).owner
-                what = owner.failure(error, f"prepare() of part {name!r}")
-                raise RequestError(what, next(iter(given), None)) from error
+                failure = owner.failure(error, f"prepare() of part {name!r}")
+                raise RequestError(failure, next(iter(arguments), None)) from error
             request.cache_keys += keys
             if share is not None:
                 shares[name] = share

@@ -1,4 +1,4 @@
-"""Renderings that rely on what the engine holds."""
+"""Renderings that rely on data held by the engine."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from toolkit_lm.renderer.feature_lookup import HeldFeature
 
 
 class PinnedRendering:
-    """A rendering of one prompt, to be called at least once. What it finds held stays held until
+    """A rendering of one prompt, to be called at least once. Items that it finds stay held until
     `release`, or the end of this object."""
 
     def __init__(self, render: Callable[[], Rendered], salt: str | None = None) -> None:
-        """`salt`: items that come with another one have other identifiers."""
+        """`salt`: items with different salts have different identifiers."""
         self._render = render
         self.salt = salt
         self.found: dict[str, HeldFeature] = {}
-        """By identifier."""
+        """Found items by identifier."""
         self._unpins: list[Callable[[], object]] = []
 
     def __call__(self) -> Rendered:
@@ -32,7 +32,7 @@ class PinnedRendering:
             CURRENT.reset(token)
 
     async def awaited(self, rendered: Awaitable[Rendered]) -> Rendered:
-        """As a call, of a coroutine that renders the same prompt."""
+        """Awaits a coroutine that renders the same prompt, in place of a call."""
         token = CURRENT.set(self)
         try:
             return self._salted(await rendered)
@@ -44,24 +44,24 @@ class PinnedRendering:
             return rendered
         return rendered._replace(
             features=[
-                replace(one, mm_identifier=self.name(one.mm_identifier))
-                for one in rendered.features
+                replace(feature, mm_identifier=self.name(feature.mm_identifier))
+                for feature in rendered.features
             ]
         )
 
     def name(self, identifier: str) -> str:
-        """The identifier outside of the renderer."""
+        """The item's identifier outside of the renderer."""
         return (
             sha256(repr((self.salt, identifier)).encode()).hexdigest() if self.salt else identifier
         )
 
     def add(self, identifier: str, held: HeldFeature, unpin: Callable[[], object]) -> None:
-        """`unpin` is called once, from any thread, in the middle of anything."""
+        """Adds a found item. `unpin` is called once, from any thread, at any point."""
         self.found[identifier] = held
         self._unpins.append(unpin)
 
     def release(self) -> None:
-        """Lets go of what was found."""
+        """Releases the found items."""
         while self._unpins:
             self._unpins.pop()()
 

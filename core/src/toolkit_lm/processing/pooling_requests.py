@@ -1,5 +1,5 @@
-"""Many prompts for a pooling model: as a list, with params for each; what is wrong with one of them
-is said of that one."""
+"""Many prompts for a pooling model, as a list, with params for each. An error of one prompt names
+that prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from toolkit_lm.processing.requests import PreparedRequest
 from toolkit_lm.processing.validation import check_count
 
 _OF_PROMPTS = ("prompt", "prompt_token_ids", "input")
-"""What errors that know one prompt only call its parameter."""
+"""Names of the prompt parameter in errors that know only one prompt."""
 
 
 def params_of_each(
@@ -21,10 +21,10 @@ def params_of_each(
     count: int,
     tasks: Sequence[Task],
 ) -> list[PoolingParams]:
-    """One for each prompt. `task` stands in for params that say nothing else; `tasks` are those
-    that the model serves.
+    """Returns params for each prompt. `task` applies to params that name none; `tasks` are the
+    model's.
 
-    Raises RequestError, also where nobody names a task.
+    Raises RequestError, also if no task is named.
     """
     if params is None:
         if task is None:
@@ -34,19 +34,26 @@ def params_of_each(
     if (
         not isinstance(each, list | tuple)
         or len(each) != count
-        or not all(isinstance(one, PoolingParams) for one in each)
+        or not all(isinstance(request_params, PoolingParams) for request_params in each)
     ):
         raise RequestError(
             f"give PoolingParams, or a list of {count} of them, one for each prompt.", "params"
         )
     if task is None:
         return list(each)
-    # "embed" is what params say that name no task.
-    if other := next((one.task for one in each if one.task not in (task, "embed")), None):
+    # "embed" is the task of params that name none.
+    if other := next(
+        (
+            request_params.task
+            for request_params in each
+            if request_params.task not in (task, "embed")
+        ),
+        None,
+    ):
         raise RequestError(
             f"the task is {task!r}, but params are for {other!r}. Use encode() for that.", "task"
         )
-    return [one.replace(task=task) for one in each]
+    return [request_params.replace(task=task) for request_params in each]
 
 
 def all_prepared(
@@ -54,17 +61,17 @@ def all_prepared(
 ) -> list[PreparedRequest]:
     """Raises the first error there is, with the prompt's name; a single prompt needs none.
 
-    `names`: a parameter of the caller's, with a number where it holds several prompts: "input[3]",
+    `names`: the caller's parameter for each prompt, with a number if it holds several: "input[3]",
     "prompt 3".
     """
     check_count(names, "names", len(prepared))
     found = []
-    for one, name in zip(prepared, names, strict=True):
-        if isinstance(one, RequestError):
-            if one.param in _OF_PROMPTS:
-                one.param = name.partition("[")[0].partition(" ")[0]
+    for entry, name in zip(prepared, names, strict=True):
+        if isinstance(entry, RequestError):
+            if entry.param in _OF_PROMPTS:
+                entry.param = name.partition("[")[0].partition(" ")[0]
             if len(prepared) > 1:
-                one.args = (f"{name}: {one}",)
-            raise one
-        found.append(one)
+                entry.args = (f"{name}: {entry}",)
+            raise entry
+        found.append(entry)
     return found

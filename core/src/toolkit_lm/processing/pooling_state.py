@@ -1,4 +1,4 @@
-"""From the engine's arrays to what users get of a pooling request."""
+"""Results of pooling requests: from the engine's arrays to users' outputs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from toolkit_lm.processing.request_state import RequestState
 
 
 class PoolingState:
-    """One pooling request on its way: it has one result, or none."""
+    """One pooling request. It has one result, or none yet."""
 
     def __init__(self, request: EngineRequest, prompt: str | None) -> None:
         self.request = request
         self.request_id = request.request_id
         self.lock = threading.Lock()
-        """Held where one thread changes it while another may take its output."""
+        """Held while one thread changes the state and another may read its output."""
         self._output = PoolingRequestOutput(
             request.request_id, prompt, request.prompt_token_ids, PoolingOutput(None), None
         )
@@ -27,7 +27,7 @@ class PoolingState:
         return self._output.finished
 
     def apply(self, output: EngineOutput) -> bool:
-        """Takes in the result. False: the engine knows that it has ended."""
+        """Stores the result. False: the engine knows that the request has ended."""
         if output.pooled is not None:
             self._output.outputs.data = output.pooled.to_numpy()
         self._output.num_cached_tokens = output.num_cached_tokens
@@ -36,17 +36,17 @@ class PoolingState:
         return False
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
-        """Ends it from outside."""
+        """Ends the request from outside."""
         if not self.finished:
             self._output.finish_reason = reason
             self._output.error = error
 
-    def take(self) -> PoolingRequestOutput | None:
-        """The result, once it is there."""
+    def next_output(self) -> PoolingRequestOutput | None:
+        """Returns the result, once there is one."""
         return self._output if self.finished else None
 
     def snapshot(self) -> PoolingRequestOutput:
-        """The result, or that there is none yet."""
+        """Returns the result, or an output without data if there is none yet."""
         return self._output
 
 

@@ -1,4 +1,4 @@
-"""The Processor: everything that users ask becomes a request in tokens here, and nowhere else."""
+"""The Processor: the only place that converts users' input to requests in tokens."""
 
 from __future__ import annotations
 
@@ -6,49 +6,48 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import partial
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypeVar
 
 from msgspec import structs
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import Task
-from toolkit_lm.errors import CheckpointError, ConfigError, RequestError
+from toolkit_lm.errors import CheckpointError, RequestError
 from toolkit_lm.messages import CacheKey, EngineRequest, SequenceInputs
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.pooling import PoolingInputs, Scoring, TextOptions
-from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.processing.bad_words import BadWordRules
 from toolkit_lm.processing.encoder_decoder import inputs_by_rules, load_rules
 from toolkit_lm.processing.limits import RequestLimits
 from toolkit_lm.processing.multimodal import cache_keys, check_features, cut_features
 from toolkit_lm.processing.parts import RequestParts
 from toolkit_lm.processing.pinned_rendering import PinnedRendering
-from toolkit_lm.processing.requests import PreparedRequest, RenderedPrompt, RequestOptions
+from toolkit_lm.processing.pooling_processor import PoolingProcessor
+from toolkit_lm.processing.requests import (
+    PreparedRequest,
+    RenderedPrompt,
+    RequestOptions,
+)
 from toolkit_lm.processing.validation import (
     check_bounds,
-    check_count,
     check_options,
     check_token_ids,
     check_tokens_of_params,
     cut_prompt,
     prepare_processors,
 )
-from toolkit_lm.prompts import Conversation, Prompt, TextPair
-from toolkit_lm.renderer import Rendered, RenderedText, Renderer
+from toolkit_lm.prompts import Conversation, Prompt
+from toolkit_lm.renderer import Rendered, Renderer
 
 ResultT = TypeVar("ResultT")
-_NO_INPUTS = "no loaded plugin reads the texts of pooling requests."
-_NO_SAMPLING = SamplingParams()
-"""Of requests that pool. It is checked when it is made, which takes a while."""
 
 
 class Processor:
-    """Renders and checks prompts, conversations, and texts and pairs for pooling: each of them
-    once.
+    """Renders and checks prompts and conversations, each of them once. Texts and pairs for pooling
+    are its `pooling`'s.
 
-    One serves all requests of an engine, from several threads. Its methods raise RequestError,
-    naming the parameter.
+    One instance serves all requests of an engine, from several threads. Its methods raise
+    RequestError, which names the parameter.
     """
 
     def __init__(self, config: VllmConfig, renderer: Renderer, plugins: Plugins) -> None:
@@ -56,7 +55,6 @@ class Processor:
         self.config = config
         self.renderer = renderer
         self.plugins = plugins
-        self._texts = _pooling_inputs(config, renderer, plugins)
         self._encoder_decoder = load_rules(config, renderer, plugins)
         self._parts = RequestParts(config, plugins)
         self._limits: RequestLimits | None = None
@@ -64,23 +62,18 @@ class Processor:
             self.default_params = SamplingParams(**config.sampling_defaults)
         except RequestError as error:
             raise CheckpointError(
-                f"generation_config.json: {error} --generation-config none leaves it out."
+                f"generation_config.json: {error} generation_config='none' leaves it out."
             ) from error
         self._vocab_size = config.vocab_size or renderer.vocab_size
+        self.pooling = PoolingProcessor(
+            config, renderer, plugins, self._parts, self._vocab_size, self._message
+        )
         self._bad_words = BadWordRules(renderer, self._vocab_size)
         self._eos_token_ids = renderer.eos_token_ids
 
-    @property
-    def texts(self) -> PoolingInputs:
-        """What reads the texts of pooling requests. Raises RequestError where an engine that only
-        generates has none."""
-        if self._texts is None:
-            raise RequestError(_NO_INPUTS, "task")
-        return self._texts
-
     def set_limits(self, limits: RequestLimits) -> None:
-        """What the engine can serve, once it is ready."""
-        self._limits = limits
+        """Sets the limits of the engine, once it is ready."""
+        self._limits = self.pooling.limits = limits
 
     @property
     def limits(self) -> RequestLimits:
@@ -89,18 +82,13 @@ class Processor:
 
     @property
     def reads_pairs(self) -> bool:
-        """Prompts are of an encoder-decoder model, whose rules render them."""
+        """Whether prompts are for an encoder-decoder model, whose rules render them."""
         return self._encoder_decoder is not None
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """What the model serves; nothing before the engine has been ready."""
-        if self._limits is None:
-            return ()
-        generates: tuple[Task, ...] = ("generate",) if self.limits.generates else ()
-        return (*generates, *self.limits.pooling)
-
-    # Generation
+        """Tasks that the model serves; empty until the engine has been ready."""
+        return () if self._limits is None else self._limits.tasks
 
     def prepare(
         self,
@@ -109,7 +97,7 @@ class Processor:
         params: SamplingParams | None = None,
         options: RequestOptions | None = None,
     ) -> PreparedRequest:
-        """Of a text, or token ids."""
+        """Makes a request from a text, or token ids."""
         [prepared] = self.prepare_batch([request_id], [prompt], params, options)
         return prepared
 
@@ -120,16 +108,17 @@ class Processor:
         params: SamplingParams | None = None,
         options: RequestOptions | None = None,
     ) -> list[PreparedRequest]:
-        """As `prepare`, of prompts that share parameters: these are worked on once."""
+        """Makes requests from prompts that share parameters, as `prepare` does. The parameters are
+        processed once."""
         params = copy(params or self.default_params)
         options = options or {}
         if self._encoder_decoder is not None:
             read = partial(self._encoder_decoder.read, params=params)
-            rendered = (RenderedPrompt(*self._render(read, one)) for one in prompts)
+            rendered = (RenderedPrompt(*self._render(read, prompt)) for prompt in prompts)
         else:
             render = self.renderer.render_prompt
             salt = options.get("cache_salt")
-            rendered = (self._rendered(render, one, text_of(one), salt) for one in prompts)
+            rendered = (self._rendered(render, prompt, text_of(prompt), salt) for prompt in prompts)
         return self.prepare_rendered(request_ids, rendered, params, self.inputs(params), options)
 
     def prepare_chat(
@@ -140,7 +129,7 @@ class Processor:
         options: RequestOptions | None = None,
         **render_options: Any,
     ) -> PreparedRequest:
-        """Of a conversation, through the chat template. `render_options` are
+        """Makes a request from a conversation, with the chat template. `render_options` are
         Renderer.render_conversation's."""
         [prepared] = self.prepare_chat_batch(
             [request_id], [messages], params, options, **render_options
@@ -155,23 +144,26 @@ class Processor:
         options: RequestOptions | None = None,
         **render_options: Any,
     ) -> list[PreparedRequest]:
-        """As `prepare_chat`, of conversations that share parameters: these are worked on once."""
+        """Makes requests from conversations that share parameters, as `prepare_chat` does. The
+        parameters are processed once."""
         params = copy(params or self.default_params)
         options = options or {}
         if self._encoder_decoder is not None:
             read = partial(self._encoder_decoder.read_conversation, params=params, **render_options)
-            rendered = (RenderedPrompt(*self._render(read, one)) for one in conversations)
+            rendered = (RenderedPrompt(*self._render(read, chat)) for chat in conversations)
         else:
             render = self.renderer.render_conversation
             salt = options.get("cache_salt")
             rendered = (
-                self._rendered(render, one, None, salt, **render_options) for one in conversations
+                self._rendered(render, chat, None, salt, **render_options) for chat in conversations
             )
         return self.prepare_rendered(request_ids, rendered, params, self.inputs(params), options)
 
-    def _render(self, render: Callable[..., ResultT], given: Any, **render_options: Any) -> ResultT:
+    def _render(
+        self, render: Callable[..., ResultT], source: Any, **render_options: Any
+    ) -> ResultT:
         try:
-            return render(given, **render_options)
+            return render(source, **render_options)
         except Exception as error:
             self.plugins.boundary.check(error)
             raise
@@ -179,28 +171,29 @@ class Processor:
     def _rendered(
         self,
         render: Callable[..., Rendered],
-        given: Any,
+        source: Any,
         text: str | None,
         salt: str | None,
         **render_options: Any,
     ) -> RenderedPrompt:
         if self.renderer.rules is None:
-            rendered = self._render(render, given, **render_options)
+            rendered = self._render(render, source, **render_options)
             return RenderedPrompt(rendered.token_ids, text, features=rendered.features)
-        rendering = self.rendering(render, given, salt, **render_options)
+        rendering = self.rendering(render, source, salt, **render_options)
         return self.rendered_by(rendering, rendering(), text)
 
     def rendering(
-        self, render: Callable[..., Rendered], given: Any, salt: str | None, **render_options: Any
+        self, render: Callable[..., Rendered], source: Any, salt: str | None, **render_options: Any
     ) -> PinnedRendering:
-        """What renders a prompt or a conversation by a method of the renderer, now and for
+        """Rendering of a prompt or a conversation by a method of the renderer, for now and for
         `render_again`."""
-        return PinnedRendering(partial(self._render, render, given, **render_options), salt)
+        return PinnedRendering(partial(self._render, render, source, **render_options), salt)
 
     def rendered_by(
         self, rendering: PinnedRendering, rendered: Rendered, text: str | None
     ) -> RenderedPrompt:
-        """What `rendering` has given. `text`: the prompt's own, if it is one."""
+        """Makes a rendered prompt from the result of `rendering`. `text`: the prompt's own text, if
+        it is one."""
         is_held = rendered.features and self.renderer.feature_cache is not None
         return RenderedPrompt(
             rendered.token_ids,
@@ -210,16 +203,17 @@ class Processor:
         )
 
     def render_again(self, prepared: PreparedRequest) -> None:
-        """Gives it the data of items that the engine no longer holds. Raises RequestError."""
+        """Adds the data of items that the engine no longer holds, by rendering again. Raises
+        RequestError."""
         assert prepared.rendering is not None, "it has items of media"
         rendered = prepared.rendering()
         features = prepared.message.features
         again = rendered.features or []
         with self.plugins.boundary:
             check_features(again, rendered.token_ids, self.renderer, prepared.rendering.found)
-        if [one.mm_identifier for one in again] != [one.mm_identifier for one in features]:
+        if [item.mm_identifier for item in again] != [item.mm_identifier for item in features]:
             raise RequestError(
-                "the prompt's items of media are other ones when they are read again.",
+                "the prompt's media changed between two readings.",
                 "multi_modal_data",
             )
         prepared.message.features = [
@@ -234,15 +228,15 @@ class Processor:
         inputs: SequenceInputs,
         options: RequestOptions,
     ) -> list[PreparedRequest]:
-        """The last part of `prepare_batch`. `inputs` are those of `params`, which nobody else
-        holds."""
+        """The last part of `prepare_batch`. `inputs` belong to `params`, and nothing else refers to
+        them."""
         return [
-            self._prepared(one, its, params, inputs, options)
-            for one, its in zip(request_ids, rendered, strict=True)
+            self._prepared(request_id, prompt, params, inputs, options)
+            for request_id, prompt in zip(request_ids, rendered, strict=True)
         ]
 
     def inputs(self, params: SamplingParams) -> SequenceInputs:
-        """What the runner needs of parameters, which are checked. Raises RequestError."""
+        """Runner inputs from sampling parameters, which are checked. Raises RequestError."""
         check_bounds(params, self.config.limits)
         if params.stop and not self.renderer.has_text:
             raise RequestError(
@@ -257,10 +251,12 @@ class Processor:
             inputs = SequenceInputs(
                 forbidden_texts=self._bad_words.of(params),
                 logits_processors={
-                    name: one for name, one in arguments.items() if not registry.get(name).for_model
+                    name: value
+                    for name, value in arguments.items()
+                    if not registry.get(name).for_model
                 },
                 model_arguments={
-                    name: one for name, one in arguments.items() if registry.get(name).for_model
+                    name: value for name, value in arguments.items() if registry.get(name).for_model
                 },
             )
         check_tokens_of_params(params, self._vocab_size)
@@ -297,7 +293,7 @@ class Processor:
         message.features = features
         if inputs.logits_processors or inputs.model_arguments:
             arguments = {**inputs.logits_processors, **inputs.model_arguments}
-            # What a part makes of its arguments, it says itself.
+            # A part reports errors of its arguments itself.
             for name in self._parts.by_name:
                 arguments.pop(name, None)
             message.cache_keys += self._keys_of(arguments)
@@ -319,94 +315,10 @@ class Processor:
         return PreparedRequest(message, text, rendered.encoder_text, rendered.rendering, scope)
 
     def _keys_of(self, arguments: dict[str, dict[str, Any]]) -> list[CacheKey]:
-        """That of what plugins' parameters change in the forward pass. No salt of a client's can be
-        equal to it: those are of one token."""
+        """Cache key of what plugins' parameters change in the forward pass. A client's salt cannot
+        equal it: salts cover one token."""
         key = self.plugins.logits_processors.cache_key(arguments)
         return [] if key is None else [CacheKey(0, 2, key)]
-
-    # Pooling
-
-    def prepare_pooling_batch(
-        self,
-        request_ids: Sequence[str],
-        prompts: Sequence[Prompt | TextPair],
-        params: Sequence[PoolingParams],
-        options: RequestOptions | None = None,
-        **text_options: Unpack[TextOptions],
-    ) -> list[PreparedRequest | RequestError]:
-        """Each prompt, or pair of texts, as a prepared request, or why it cannot be one. `params`
-        are one for each.
-
-        Raises RequestError for what is wrong with all of them.
-        """
-        options = options or {}
-        check_options(options)
-        check_count(request_ids, "request_ids", len(prompts))
-        for distinct in {id(one): one for one in params}.values():
-            self.check_pooling(distinct)
-        rendered = self.texts.render(prompts, **text_options)
-        prepared: list[PreparedRequest | RequestError] = []
-        now = time.monotonic()
-        for request_id, text, prompt, its in zip(
-            request_ids, rendered, prompts, params, strict=True
-        ):
-            try:
-                if isinstance(text, RequestError):
-                    raise text
-                one = self._pooling(request_id, text, prompt, its, options)
-                # They arrive together, and so are served in the order in which they are submitted.
-                one.message.arrival_time = now
-                prepared.append(one)
-            except RequestError as error:
-                prepared.append(error)
-        return prepared
-
-    def check_pooling(self, params: PoolingParams) -> None:
-        """Raises RequestError for a task that the model does not serve, or what the task cannot
-        give."""
-        size = self.limits.rules(params.task).size
-        if size is not None:
-            self.texts.check(params, size)
-
-    def scoring(
-        self,
-        queries: str | Sequence[str],
-        documents: str | Sequence[str],
-        fields: tuple[str, str] = ("queries", "documents"),
-    ) -> Scoring:
-        """One query for all documents, or one for each; `fields` are what errors call the two.
-        Raises RequestError."""
-        return self.texts.scoring(queries, documents, self.tasks, fields)
-
-    def _pooling(
-        self,
-        request_id: str,
-        rendered: RenderedText,
-        prompt: Prompt | TextPair,
-        params: PoolingParams,
-        options: RequestOptions,
-    ) -> PreparedRequest:
-        check_token_ids(rendered.token_ids, self._vocab_size)
-        if params.step_tag_id is not None:
-            check_token_ids([params.step_tag_id], self._vocab_size, "step_tag_id")
-        message = self._message(request_id, rendered.token_ids, _NO_SAMPLING, options)
-        message.inputs = SequenceInputs(
-            pooling=params,
-            second_text_start=rendered.second_text_start,
-            pooling_start=rendered.pooling_start if params.task == "embed" else 0,
-            num_attended=rendered.num_attended,
-        )
-        rules = self.limits.rules(params.task)
-        message.chunkable = rules.chunkable
-        message.reads_prefix_cache = rules.reads_prefix_cache
-        # What a pooler keeps of a sequence between its chunks is lost with its row.
-        message.draws_tokens = message.swappable = False
-        self.limits.check(message)
-        if self._parts.by_name:
-            self._parts.prepare(message)
-        return PreparedRequest(message, prompt if isinstance(prompt, str) else None)
-
-    # Both
 
     def _message(
         self, request_id: str, token_ids: list[int], params: SamplingParams, options: RequestOptions
@@ -433,22 +345,8 @@ class Processor:
         )
 
 
-def _pooling_inputs(
-    config: VllmConfig, renderer: Renderer, plugins: Plugins
-) -> PoolingInputs | None:
-    """None where nobody needs any. Raises ConfigError."""
-    # mypy: an abstract class stands for those that are made.
-    kind: Any = PoolingInputs
-    found: PoolingInputs | None = plugins.pooling_inputs.first_result(
-        kind, config, renderer, plugins
-    )
-    if found is None and (config.model.runner == "pooling" or config.model.extra_tasks):
-        raise ConfigError(f"{_NO_INPUTS} {plugins.pooling_inputs.way_out}".rstrip())
-    return found
-
-
 def text_of(prompt: Any) -> str | None:
-    """That of a prompt which is one, or has one."""
+    """Text of a prompt that is a text, or has one; otherwise None."""
     if isinstance(prompt, str):
         return prompt
     return prompt.get("prompt") if hasattr(prompt, "get") else None

@@ -1,4 +1,5 @@
-"""From the engine's tokens to what users get: text, stop texts, log probabilities."""
+"""State of generating requests: from the engine's tokens to users' text, stop texts and log
+probabilities."""
 
 from __future__ import annotations
 
@@ -24,10 +25,10 @@ class SequenceState:
     def __init__(self, index: int, has_logprobs: bool, sums_logprobs: bool) -> None:
         self.index = index
         self.text: SequenceText | None = None
-        """Made with the first tokens, gone with the last: what has ended may wait for thousands of
-        others. None without detokenization."""
+        """Text of the sequence: made with the first tokens, dropped with the last, since a finished
+        sequence may wait for thousands of others. None without detokenization."""
         self.pieces: list[str] = []
-        """Of the text that is shown."""
+        """Pieces of the text that is shown."""
         self.token_ids: list[int] = []
         self.logprobs: list[dict[int, Logprob]] | None = [] if has_logprobs else None
         self.cumulative_logprob = 0.0 if sums_logprobs else None
@@ -35,10 +36,10 @@ class SequenceState:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self._taken = (0, 0, False)
-        """Pieces of text, tokens, and the end."""
+        """Output that the caller has: pieces of text, tokens, and whether it has the end."""
 
     def whole(self) -> CompletionOutput:
-        """All of it, in objects of its own."""
+        """The whole output, in objects of its own."""
         return self._output(
             "".join(self.pieces),
             list(self.token_ids),
@@ -46,7 +47,7 @@ class SequenceState:
         )
 
     def new(self) -> CompletionOutput | None:
-        """What has come since the last call; None when nothing has."""
+        """The output since the last call; None: there is none."""
         before, self._taken = (
             self._taken,
             (len(self.pieces), len(self.token_ids), self.finish_reason is not None),
@@ -75,7 +76,7 @@ class SequenceState:
 
 
 class RequestState:
-    """One request on its way: its sequences' outputs so far."""
+    """One request: its sequences' outputs so far."""
 
     def __init__(self, prepared: PreparedRequest, renderer: Renderer) -> None:
         self.prepared = prepared
@@ -87,7 +88,7 @@ class RequestState:
         self.error: str | None = None
         self.finished = False
         self.lock = threading.Lock()
-        """Held where one thread changes it while another may take its output."""
+        """Held while one thread changes the state and another may read its output."""
         params = self._params = request.params
         self._ranks = params.ranks
         self._stops = (
@@ -99,16 +100,17 @@ class RequestState:
             None if params.prompt_logprobs is None else [None]
         )
         self._begun: dict[int, SequenceState] = {}
-        """By index. The others have no output yet: to make those of many prompts takes long."""
+        """Sequences with output, by index. The others are made later, since making those of many
+        prompts takes long."""
         self._num_outputs = params.num_outputs
         self._num_unfinished = self._num_outputs
         self._has_news = False
 
     def apply(self, output: EngineOutput) -> bool:
-        """Takes in one step's output of one sequence. True: a stop text ended it, and the engine
-        must be told."""
+        """Adds one step's output of one sequence. True: a stop text ended it, and the engine must
+        be informed."""
         if len(output.token_ids) > 1 and output.score is None and self._params.stop:
-            return any(self.apply(one) for one in _token_by_token(output))
+            return any(self.apply(output) for output in _token_by_token(output))
         if self._params.max_tokens == 0:
             output = _without_tokens(output)
         self._has_news = True
@@ -119,14 +121,16 @@ class RequestState:
         if sequence.finish_reason is not None:
             return False
         if self._prompt_logprobs is not None:
-            self._prompt_logprobs += [self._entries(one) for one in output.prompt_logprobs]
+            self._prompt_logprobs += [
+                self._entries(token_logprobs) for token_logprobs in output.prompt_logprobs
+            ]
         if output.token_ids:
-            its = self.metrics
-            its.last_token_ts, its.num_generation_tokens = (
+            metrics = self.metrics
+            metrics.last_token_ts, metrics.num_generation_tokens = (
                 time.monotonic(),
-                its.num_generation_tokens + len(output.token_ids),
+                metrics.num_generation_tokens + len(output.token_ids),
             )
-            its.first_token_ts = its.first_token_ts or its.last_token_ts
+            metrics.first_token_ts = metrics.first_token_ts or metrics.last_token_ts
         sequence.token_ids += output.token_ids
         for logprobs in output.logprobs or ():
             self._add_logprobs(sequence, logprobs)
@@ -138,7 +142,7 @@ class RequestState:
         if params.detokenize and (stop := self._add_text(sequence, output)) is not None:
             reason = "stop"
             stop_reason = stop
-        # Not before the text is there: a renderer may fail on it, and then the sequence ends with
+        # Only after the text is there: a renderer may fail on it, and then the sequence ends with
         # an error.
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
@@ -156,12 +160,12 @@ class RequestState:
         return [self._sequence(index) for index in range(self._num_outputs)]
 
     def _add_text(self, sequence: SequenceState, output: EngineOutput) -> str | None:
-        """Returns the stop text that ends the sequence, None where there is none."""
+        """Returns the stop text that ends the sequence, or None."""
         text = sequence.text
         if text is None:
             text = sequence.text = self._new_text()
             sequence.pieces = text.shown
-        # A token that ends the sequence is no part of its text, unless asked for.
+        # A token that ends the sequence is not part of its text, unless requested.
         ended_by_token = (
             output.finish_reason == "stop" and not self._params.include_stop_str_in_output
         )
@@ -181,20 +185,19 @@ class RequestState:
         return SequenceText(self._params, self.renderer, prompt, self._stops, scope)
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
-        """Ends what is not finished, from outside: "abort", or "error" with what went wrong."""
+        """Ends what is not finished, from outside: "abort", or "error" with the message."""
         self._has_news = True
         self.error = error or self.error
         for sequence in self._sequences():
             if sequence.finish_reason is None:
                 sequence.finish_reason = reason
                 if sequence.text is not None:
-                    # The renderer is not asked again: it may be what failed.
+                    # The renderer is not called again: it may be what failed.
                     sequence.text.show_all()
                 self._end(sequence)
 
-    def take(self) -> RequestOutput | None:
-        """What the request's `output_kind` gives to its caller now; None when there is nothing
-        new."""
+    def next_output(self) -> RequestOutput | None:
+        """Output for the caller now, by the request's `output_kind`; None: nothing is new."""
         if not self._has_news:
             return None
         kind = self._params.output_kind
@@ -204,7 +207,7 @@ class RequestState:
         return self.delta() if kind is RequestOutputKind.DELTA else self.snapshot()
 
     def snapshot(self) -> RequestOutput:
-        """The state now, whole, in objects of its own."""
+        """The whole present state, in objects of its own."""
         if self._ranks and not self.finished:
             # Which of them will be the best is not known.
             outputs = [CompletionOutput(index, "", []) for index in range(self._params.n)]
@@ -216,8 +219,8 @@ class RequestState:
         )
 
     def delta(self) -> RequestOutput | None:
-        """What has come since the last call; None when nothing has. Its cost does not depend on
-        what came before."""
+        """The output since the last call; None: there is none. Its cost does not depend on earlier
+        output."""
         if self._ranks:
             return self.snapshot() if self.finished else None
         outputs = [
@@ -265,8 +268,8 @@ class RequestState:
             if self._params.detokenize
             else [None] * len(found.token_ids)
         )
-        # The token itself comes first, and again in its place among the likeliest, if it is one of
-        # the others.
+        # The token itself comes first, and again at its rank among the likeliest, if it is one of
+        # them.
         entries: dict[int, Logprob] = {}
         ranks = [
             found.rank,
@@ -280,7 +283,7 @@ class RequestState:
 
 
 def _without_tokens(output: EngineOutput) -> EngineOutput:
-    """Only the prompt was to be computed: a token is drawn all the same, and is nobody's."""
+    """Drops the token of a request that only computes its prompt."""
     reason = "length" if output.finish_reason == "stop" else output.finish_reason
     return structs.replace(
         output, token_ids=[], logprobs=None, finish_reason=reason, stop_token_id=None
@@ -288,23 +291,31 @@ def _without_tokens(output: EngineOutput) -> EngineOutput:
 
 
 def _token_by_token(output: EngineOutput) -> Iterator[EngineOutput]:
-    """As if each token had come in a step of its own: a stop text may end between them."""
+    """Splits an output into single tokens, as if each came in a step of its own: a stop text may
+    end between them."""
     last = len(output.token_ids) - 1
     for i, token in enumerate(output.token_ids):
-        one = structs.replace(
+        shown = structs.replace(
             output, token_ids=[token], logprobs=output.logprobs and output.logprobs[i : i + 1]
         )
-        yield one if i == last else structs.replace(one, finish_reason=None, stop_token_id=None)
+        yield (
+            shown if i == last else structs.replace(shown, finish_reason=None, stop_token_id=None)
+        )
 
 
 def _best(outputs: list[CompletionOutput], n: int) -> list[CompletionOutput]:
-    """Those of the highest log probability per token. An error comes first: the others are not to
-    hide it."""
-    for one in outputs:
-        one.score = (
-            (one.cumulative_logprob or 0.0) / len(one.token_ids) if one.token_ids else -math.inf
+    """The n sequences of the highest log probability per token. An error comes first, so that the
+    others do not hide it."""
+    for candidate in outputs:
+        candidate.score = (
+            (candidate.cumulative_logprob or 0.0) / len(candidate.token_ids)
+            if candidate.token_ids
+            else -math.inf
         )
-    best = sorted(outputs, key=lambda one: (one.finish_reason != "error", -(one.score or 0.0)))[:n]
-    for index, one in enumerate(best):
-        one.index = index
+    best = sorted(
+        outputs,
+        key=lambda candidate: (candidate.finish_reason != "error", -(candidate.score or 0.0)),
+    )[:n]
+    for index, candidate in enumerate(best):
+        candidate.index = index
     return best

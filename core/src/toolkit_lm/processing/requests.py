@@ -1,4 +1,4 @@
-"""What a front hands to the engine, and how one request is handled."""
+"""Requests that a front sends to the engine, and their options."""
 
 from __future__ import annotations
 
@@ -13,49 +13,50 @@ StopScopeMaker = Callable[[str], StopScope]
 
 
 class RenderedPrompt(NamedTuple):
-    """What a model reads. Texts are None where the prompt was a conversation or token ids."""
+    """A rendered prompt. Texts are None if the prompt was a conversation or token ids."""
 
     token_ids: list[int]
     text: str | None
     encoder: EncoderInput | None = None
-    """Of an encoder-decoder model; `token_ids` are then the decoder's."""
+    """Encoder input of an encoder-decoder model. `token_ids` are then the decoder's."""
     encoder_text: str | None = None
     features: list[MultiModalFeatureSpec] | None = None
-    """Items of media that stand among `token_ids`."""
+    """Multimodal items among `token_ids`."""
     rendering: PinnedRendering | None = None
-    """What made these."""
+    """The rendering that made the tokens and features."""
 
 
 class PreparedRequest(NamedTuple):
-    """A request that has been rendered and checked, and not yet been queued."""
+    """A request that has been rendered and checked, but not yet queued."""
 
     message: EngineRequest
     prompt: str | None
-    """The text that the engine reads; None where the prompt was a conversation or token ids."""
+    """The text that the engine reads; None if the prompt was a conversation or token ids."""
     encoder_prompt: str | None = None
-    """The same of the encoder's prompt."""
+    """The text that the encoder reads; None if there is none."""
     rendering: PinnedRendering | None = None
-    """Of a prompt with items of media: it finds what the engine holds of them, or else their
-    data."""
+    """Rendering of a prompt with multimodal items. It finds the items that the engine holds, or
+    else their data."""
     stop_scope: StopScopeMaker | None = None
-    """As of RequestOptions."""
+    """Maker of the stop scope, as in RequestOptions."""
 
 
 class RequestOptions(TypedDict, total=False):
-    """How one request is handled, apart from what is drawn."""
+    """How one request is handled, apart from sampling."""
 
     priority: int
-    """Smaller is served first, under the policy 'priority'. 0 where not given."""
+    """Smaller values are served first, under the policy 'priority'. Default: 0."""
     timeout: float | None
-    """Seconds after which it ends with finish_reason "timeout", wherever it is."""
+    """Seconds after which the request ends with finish_reason "timeout", running or waiting."""
     cache_salt: str | None
-    """Only requests of the same salt share cached prefixes: it keeps tenants from learning what
+    """Only requests with the same salt share cached prefixes. It keeps tenants from learning what
     others sent."""
     context: dict[str, str]
-    """Attached to the request's events, for plugins that watch: trace headers, say."""
+    """Values attached to the request's events, for plugins that listen: for instance trace
+    headers."""
     stop_scope: StopScopeMaker | None
-    """Makes what tells where in a sequence's text stop texts count, by the prompt's last
-    characters: such as AnswerFormat.stop_scope.
+    """Makes the scope of stop texts in a sequence's text, from the prompt's last characters: for
+    instance AnswerFormat.stop_scope.
 
-    None: they count everywhere.
+    None: stop texts apply everywhere.
     """

@@ -1,4 +1,4 @@
-"""The text of one sequence as it grows, and where a stop text ends it."""
+"""The growing text of one sequence, and the detection of stop texts in it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from toolkit_lm.renderer import Renderer, StopScope
 
 
 class SequenceText:
-    """What is shown is never taken back: the beginning of what could become a stop text is held
-    back."""
+    """Text of a sequence. Shown text is never taken back, so the beginning of a possible stop text
+    is held back."""
 
     def __init__(
         self,
@@ -19,16 +19,16 @@ class SequenceText:
         stops: StopTexts | None,
         scope: StopScope | None = None,
     ) -> None:
-        """`scope`: where in the text `stops` count; None: everywhere."""
+        """`scope`: parts of the text in which `stops` apply; None: everywhere."""
         self.shown: list[str] = []
-        """The text so far, in pieces, as they came."""
+        """The shown text so far, in pieces, as they came."""
         self.stopped_by: str | None = None
         self._held = ""
-        """What may be the beginning of a stop text."""
+        """Text that may begin a stop text."""
         self._unsorted = ""
-        """Text after that, of which the scope does not know yet whether stop texts count in it."""
+        """Text after `_held` for which the scope does not know yet whether stop texts apply."""
         self._num_early = 0
-        """Characters of `_unsorted` that came before the sequence could stop."""
+        """Number of characters of `_unsorted` that came before the sequence could stop."""
         self._finder = None if stops is None else StopFinder(stops)
         self._scope = None if stops is None else scope
         self._includes_stop = params.include_stop_str_in_output
@@ -37,7 +37,7 @@ class SequenceText:
         )
 
     def push(self, token_ids: list[int], may_stop: bool) -> None:
-        """Adds tokens; stop texts count only where `may_stop`."""
+        """Adds tokens. Stop texts apply only if `may_stop`."""
         new = self._stream.push(token_ids)
         if self._scope is None:
             self._add(new, may_stop)
@@ -45,8 +45,7 @@ class SequenceText:
             self._sort(new, self._scope.push(new), may_stop)
 
     def finish(self, may_stop: bool) -> None:
-        """The sequence has ended: nothing is held back any more. `may_stop`: as of the last
-        `push`."""
+        """Ends the sequence, and shows all text held back. `may_stop`: as in the last `push`."""
         if self.stopped_by is None:
             rest = self._stream.flush()
             if self._scope is None:
@@ -56,7 +55,7 @@ class SequenceText:
         self.show_all()
 
     def show_all(self) -> None:
-        """As `finish`, without asking the renderer again."""
+        """Shows all text held back without another call of the renderer."""
         if rest := self._held + self._unsorted:
             self.shown.append(rest)
             self._held = self._unsorted = ""

@@ -1,4 +1,4 @@
-"""Finds stop texts in a text that grows."""
+"""Finds stop texts in a growing text."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class StopTexts:
     """The stop texts of a request, as automata of Knuth, Morris and Pratt (1977), which its
     sequences share.
 
-    Their tables grow as far as a text has matched: a stop text that never comes costs nothing but
-    itself.
+    Their tables grow only as far as a text has matched. A stop text that never occurs costs no
+    table.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -21,8 +21,8 @@ class StopTexts:
         suffix."""
 
     def advance(self, number: int, matched: int, character: str) -> tuple[int, bool]:
-        """How much of a stop text matches after this character, of which `matched` characters did;
-        and whether it ends there."""
+        """Returns the number of matched characters of a stop text after this character, of which
+        `matched` were matched before it; and whether the stop text ends here."""
         stop = self.stops[number]
         while matched and stop[matched] != character:
             matched = self._border(number, matched)
@@ -42,7 +42,7 @@ class StopTexts:
 
 
 class StopFinder:
-    """Follows a text character by character: constant time for each, however long the stop
+    """Follows a text character by character, in constant time for each, however long the stop
     texts."""
 
     def __init__(self, texts: StopTexts) -> None:
@@ -51,16 +51,16 @@ class StopFinder:
 
     @property
     def num_held_back(self) -> int:
-        """Characters at the text's end that are the beginning of a stop text."""
+        """Number of characters at the text's end that begin a stop text."""
         return max(self._matched, default=0)
 
     def forget(self) -> None:
-        """What comes next goes on with nothing that came before."""
+        """Resets the matches: the next text continues no earlier one."""
         self._matched = array("I", bytes(4 * len(self._matched)))
 
     def find(self, text: str) -> tuple[int, str] | None:
-        """Where in `text`, the next part, the first stop text ends, and which it is; the longest,
-        where several end there."""
+        """Finds the first stop text that ends in `text`, the next part. Returns the position and
+        the stop text; if several end there, the longest."""
         stops = self._texts.stops
         matched = self._matched
         for position, character in enumerate(text):

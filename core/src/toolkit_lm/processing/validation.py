@@ -1,5 +1,5 @@
-"""What sampling parameters need of the renderer, the plugins and the vocabulary, before a request
-is queued."""
+"""Checks of sampling parameters against the renderer, the plugins and the vocabulary, before a
+request is queued."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MAX_CONTEXT_LENGTH = 16384
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raises RequestError, naming the option, for request options of a wrong type or size. One that
-    is unknown must be None."""
+    """Raises RequestError, which names the option, for request options of a wrong type or size. An
+    unknown one must be None."""
     priority = options.get("priority", 0)
     timeout = options.get("timeout")
     if type(priority) is not int or abs(priority) >= 2**63:
@@ -67,7 +67,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def check_bounds(params: SamplingParams, limits: LimitsConfig) -> None:
-    """Raises RequestError, naming the parameter, for more than the engine's operator allows."""
+    """Raises RequestError, which names the parameter, for values beyond the operator's limits."""
     param, width = params.widest
     if width > limits.max_n:
         raise RequestError(
@@ -99,37 +99,38 @@ def cut_prompt(token_ids: list[int], params: SamplingParams, max_model_len: int)
 def prepare_processors(
     extra_args: Mapping[str, Any], registry: LogitsProcessorRegistry, renderer: Renderer
 ) -> dict[str, dict[str, Any]]:
-    """The arguments of the logits processors that a request asks for, by name. Raises RequestError,
-    naming the parameter."""
+    """Arguments of the logits processors that a request uses, by name. Raises RequestError, which
+    names the parameter."""
     prepared = {}
     for name, params in registry.parse(extra_args).items():
-        given = next(one for one in params.__struct_fields__ if one in extra_args)
+        extra = next(name for name in params.__struct_fields__ if name in extra_args)
         try:
             arguments = params.prepare(renderer)
         except ValueError as error:
-            raise RequestError(str(error), getattr(error, "param", None) or given) from error
+            raise RequestError(str(error), getattr(error, "param", None) or extra) from error
         except Exception as error:
             raise RequestError(
                 registry.get(name).owner.failure(error, f"prepare() of logits processor {name!r}"),
-                given,
+                extra,
             ) from error
         if arguments is not None:
             prepared[name] = dict(arguments)
     return prepared
 
 
-def check_count(given: Sequence[object], param: str, count: int) -> None:
-    """Raises RequestError where there is not one for each prompt."""
-    if len(given) != count:
+def check_count(values: Sequence[object], param: str, count: int) -> None:
+    """Raises RequestError unless there is one entry per prompt."""
+    if len(values) != count:
         raise RequestError(
-            f"{param} has {len(given)} entries for {count} prompts: give one for each.", param
+            f"{param} has {len(values)} entries for {count} prompts: give one for each.", param
         )
 
 
 def check_token_ids(
     token_ids: Collection[int], vocab_size: int, param: str = "prompt_token_ids"
 ) -> None:
-    """Raises RequestError, naming the parameter, for token ids that are not in the vocabulary."""
+    """Raises RequestError, which names the parameter, for token ids that are not in the
+    vocabulary."""
     for token in (min(token_ids), max(token_ids)) if token_ids else ():
         if not 0 <= token < vocab_size:
             known = (
@@ -140,6 +141,6 @@ def check_token_ids(
 
 
 def check_tokens_of_params(params: SamplingParams, vocab_size: int) -> None:
-    """As `check_token_ids`, for the token ids that sampling parameters name."""
+    """Raises RequestError for token ids in sampling parameters that are not in the vocabulary."""
     for name in ("allowed_token_ids", "logit_bias", "logprob_token_ids", "stop_token_ids"):
         check_token_ids(getattr(params, name) or (), vocab_size, name)

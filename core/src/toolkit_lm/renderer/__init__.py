@@ -1,6 +1,6 @@
 """The renderer contract: all input preparation, and its inverse.
 
-The names are resolved when they are used.
+Names are imported on first use.
 """
 
 import lazy_loader

@@ -1,5 +1,4 @@
-"""Answer formats: what in an answer is reasoning, what are tool calls, and what is content. Needs
-no torch."""
+"""Answer formats: separation of reasoning, tool calls and content in answers. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,23 +10,23 @@ from typing import Any, ClassVar, NamedTuple
 from toolkit_lm.renderer.contract import Renderer
 
 _PROMPT_END = 64
-"""Tokens of the prompt that show what it has begun of the answer."""
+"""Number of the prompt's last tokens that may hold the beginning of the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A tool call that is new in an answer, or the next piece of one that has begun in it."""
+    """A new tool call of an answer, or the next piece of one."""
 
     index: int
-    """Of the call: 0 for the answer's first."""
+    """Index of the call; 0 is the answer's first."""
     name: str
-    """Of the function; empty in all pieces but a call's first."""
+    """Name of the function; empty in all pieces of a call but the first."""
     arguments: str
-    """The JSON text of an object, or a piece of it. All pieces of a call together are the text."""
+    """The JSON text of an object, or a piece of it. The pieces of a call, joined, are the text."""
 
 
 class AnswerDelta(NamedTuple):
-    """What is new in an answer."""
+    """New parts of an answer."""
 
     content: str = ""
     reasoning: str = ""
@@ -35,37 +34,38 @@ class AnswerDelta(NamedTuple):
 
 
 class AnswerParser(ABC):
-    """Tells the parts of one answer from each other, as its text comes.
+    """Separates the parts of one answer as its text arrives.
 
-    What it gives depends on the text, and not on how it is cut: the parts of all deltas together
-    are equal for a whole answer and for any stream of it. It holds back only what may begin a mark,
-    and a tool call until it is whole: one that a limit cuts, or that turns out to be malformed, can
-    be executed by nobody. It raises nothing, whatever a model writes: what is no call is content.
+    The result depends on the text, and not on its division: the parts of all deltas together are
+    equal for a whole answer and for any stream of it. The parser holds back only what may begin a
+    mark, and a tool call until it is whole. A call that a limit cuts, or that turns out to be
+    malformed, cannot be executed. It raises nothing, whatever a model writes: text that is not a
+    call is content.
     """
 
     in_pieces = False
-    """Set before the first `push` where a grammar holds the answer to whole calls: then a call may
-    come in pieces, before it is whole.
+    """Set before the first `push` if a grammar ensures whole calls. A call may then be returned in
+    pieces, before it is whole.
 
-    The last piece comes when the call is whole, and without it the arguments are no JSON. A parser
-    may give whole calls all the same.
+    The last piece comes when the call is whole; without it the arguments are not valid JSON. A
+    parser may still return whole calls.
     """
 
     @abstractmethod
     def push(self, text: str) -> AnswerDelta:
-        """What the text adds, of what came before too."""
+        """Returns the parts that become known with this text."""
 
     @abstractmethod
     def finish(self, *, cut: bool) -> AnswerDelta:
-        """What was held back. Ends the answer.
+        """Returns the parts that were held back, and ends the answer.
 
         `cut`: the model did not end it. A call in the middle of which it was cut is left out.
         """
 
     @property
     def num_held_back(self) -> int:
-        """Characters at the end of what was pushed that may begin a mark, and are no part of what
-        was given."""
+        """Number of characters at the end of the pushed text that may begin a mark, and are not
+        returned yet."""
         return 0
 
     @property
@@ -75,35 +75,35 @@ class AnswerParser(ABC):
 
 
 class StopScope(ABC):
-    """Tells in which parts of one answer's text stop texts count, as the text comes."""
+    """Finds the parts of one answer's text in which stop texts apply, as the text arrives."""
 
     @abstractmethod
     def push(self, text: str) -> list[tuple[int, bool]]:
-        """The next parts of which that is known: their lengths in characters, and whether stop
-        texts count in them.
+        """Returns the next known parts: their lengths in characters, and whether stop texts apply
+        in them.
 
-        They follow those that were given before. What is not known yet comes later.
+        They follow the parts returned before. Parts that are unknown yet come later.
         """
 
     @abstractmethod
     def finish(self) -> list[tuple[int, bool]]:
-        """The last parts. Ends the answer."""
+        """Returns the last parts, and ends the answer."""
 
 
 class ContentScope(StopScope):
-    """Stop texts count in what a parser calls content, and not in reasoning, marks and white space
-    between them."""
+    """Stop texts apply in a parser's content, but not in reasoning, marks and white space between
+    them."""
 
     def __init__(self, parser: AnswerParser) -> None:
         """`parser`: a new one, for the answer."""
         self._parser = parser
         self._unknown: list[str] = []
-        """Characters of which it is not known yet what they are."""
+        """Characters whose part is not known yet."""
 
     def push(self, text: str) -> list[tuple[int, bool]]:
         parts: list[tuple[int, bool]] = []
-        # One by one: what the parser gives for a character is the last of its kind in the text, and
-        # so its place is known.
+        # One by one: what the parser returns for a character is the last of its kind in the text,
+        # so its position is known.
         for character in text:
             self._unknown.append(character)
             self._sort(self._parser.push(character), parts)
@@ -144,27 +144,27 @@ def _add(parts: list[tuple[int, bool]], length: int, counts: bool) -> None:
 
 
 class ReasoningCounter(ABC):
-    """Counts the tokens of one answer's reasoning, without those of its marks."""
+    """Counts the tokens of one answer's reasoning, without its marks."""
 
     num_tokens = 0
-    """So far. Those of an end mark that is not whole count until it is."""
+    """Reasoning tokens so far. Tokens of an incomplete end mark count until it is complete."""
 
     @abstractmethod
     def push(self, token_ids: Sequence[int]) -> None:
-        """Goes on by these tokens of the answer."""
+        """Adds these tokens of the answer."""
 
 
 class AnswerFormat(ABC):
-    """One way of writing reasoning, tool calls, or both. An engine has one instance, whose methods
-    are called from several threads."""
+    """One format of reasoning, tool calls, or both. An engine has one instance, whose methods are
+    called from several threads."""
 
     finds: ClassVar[tuple[str, ...]]
-    """"reasoning", "tool_calls", or both."""
+    """Parts that the format finds: "reasoning", "tool_calls", or both."""
     keeps_special_tokens: ClassVar[bool] = False
-    """Its marks are special tokens: they must be in the text."""
+    """The format's marks are special tokens, which must be kept in the text."""
 
     call_id_length: ClassVar[int] = 29
-    """Characters of calls' ids: templates may refuse others."""
+    """Number of characters of calls' ids: templates may refuse others."""
 
     def __init__(self, template: str) -> None:
         """`template`: the renderer's `chat_template_source`."""
@@ -173,44 +173,47 @@ class AnswerFormat(ABC):
     @classmethod
     @abstractmethod
     def refuses(cls, template: str) -> str | None:
-        """Why answers to prompts of this template are not of this format; None when they are. For a
-        choice by the template."""
+        """Returns why answers to prompts of this template are not in this format; None: they are.
+        Used to select a format by the template."""
 
     @abstractmethod
     def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
-        """For one answer. `tools`: those of the request, as OpenAI has them. None: it calls none.
+        """Returns a parser for one answer. `tools`: the request's tools, in OpenAI's form. None: it
+        calls none.
 
         `prompt_end`: the last characters before the answer, which may begin it.
         """
 
     def stop_scope(self, prompt_end: str) -> StopScope:
-        """For one answer: stop texts count in its content. `prompt_end`: as of `parser`."""
+        """Returns a scope for one answer, in which stop texts apply to the content. `prompt_end`:
+        as in `parser`."""
         return ContentScope(self.parser(prompt_end, ()))
 
     def structure(
         self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True
     ) -> dict[str, Any] | None:
-        """An answer that calls one of `tools`, several where `parallel`: a `format` of structural
-        tags. None: that cannot be stated.
+        """Returns the structure of an answer that calls one of `tools`, or several if `parallel`: a
+        `format` of structural tags. None: it cannot be stated.
 
-        Not `required`: any text, in which what begins a call is one.
+        Not `required`: any text is allowed, but the beginning of a call must be followed by a whole
+        call.
         """
         return None
 
     def after_reasoning(
         self, structure: dict[str, Any], template_kwargs: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The structure of an answer in which reasoning, where there is some, comes before
+        """Returns the structure of an answer that may begin with reasoning, followed by
         `structure`."""
         return structure
 
     def reasoning_counters(
         self, renderer: Renderer
     ) -> Callable[[Sequence[int]], ReasoningCounter] | None:
-        """What makes the counter of an answer, by its prompt's tokens; None: reasoning is not
-        counted.
+        """Returns a function that makes an answer's counter from its prompt's tokens. None:
+        reasoning is not counted.
 
-        It may take a part of a second, where the whole vocabulary is looked at.
+        It may take a part of a second if it scans the whole vocabulary.
         """
         return None
 

@@ -1,4 +1,4 @@
-"""make_renderer: what every front begins with."""
+"""make_renderer: makes the renderer of a front."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from toolkit_lm.renderer.contract import Renderer
 
 
 def make_renderer(config: VllmConfig, plugins: Plugins) -> Renderer:
-    """The renderer of a resolved config, with the rules of a multimodal model. Raises
+    """Makes the renderer of a resolved config, with the rules of a multimodal model. Raises
     ToolkitError."""
     made: Renderer = plugins.renderers.make(config.renderer.renderer, config)
     made.plugins = plugins
@@ -18,5 +18,5 @@ def make_renderer(config: VllmConfig, plugins: Plugins) -> Renderer:
         with plugins.models.get(architecture).owner.boundary(
             f"the rules of {architecture!r}", target=rules
         ):
-            made.take_rules(rules(config))
+            made.set_rules(rules(config))
     return made

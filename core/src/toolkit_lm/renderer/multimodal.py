@@ -1,4 +1,4 @@
-"""MultiModalRules: what a multimodal model makes of items of media. Needs no torch."""
+"""MultiModalRules: a multimodal model's handling of media in prompts. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ _LONGEST_IDENTIFIER = 256
 
 
 class Replacement(NamedTuple):
-    """What stands in a prompt for an item."""
+    """Tokens that stand for an item in a prompt."""
 
     token_ids: list[int]
-    """In the place of the placeholder token."""
+    """Tokens in place of the placeholder token."""
     mask: list[bool] | None = None
-    """As in PlaceholderRange: which of them the item's embeddings replace; None: all."""
+    """Marks the tokens that the item's embeddings replace, as in PlaceholderRange; None: all."""
     layout: dict[str, list[float]] = {}
-    """As in MultiModalFeatureSpec."""
+    """Values that token positions depend on, as in MultiModalFeatureSpec."""
 
 
 class MultiModalRules:
-    """A model that reads items of media is registered with a subclass: `models.add(...,
-    multimodal="module:Class")`.
+    """Rules for media of a model. A model that reads media is registered with a subclass:
+    `models.add(..., multimodal="module:Class")`.
 
     One instance serves all requests of an engine, from several threads.
     """
 
     modalities: ClassVar[tuple[str, ...]] = ("image",)
     bidirectional: ClassVar[bool] = False
-    """An item's tokens see each other: no chunk of a prompt ends inside one."""
+    """An item's tokens attend to each other in both directions: no chunk of a prompt ends inside
+    one."""
     surround: ClassVar[Mapping[str, tuple[str, str]]] = {}
-    """By modality, texts that are put before and after each placeholder, and are tokenized with
-    what is around them."""
+    """Texts put before and after each placeholder, by modality. They are tokenized with the text
+    around them."""
 
     def __init__(self, config: VllmConfig) -> None:
         """`config` is resolved."""
@@ -49,16 +50,16 @@ class MultiModalRules:
         raise NotImplementedError
 
     def placeholder_text(self, modality: str, token: str) -> str:
-        """What a conversation has in an item's place where the chat template writes nothing for it;
-        `token` is the placeholder's text."""
+        """Text of a conversation for an item if the chat template writes none; `token` is the
+        placeholder's text."""
         return token
 
     def replacement(self, modality: str, data: Mapping[str, np.ndarray]) -> Replacement:
-        """What stands for an item, from its arrays alone: as its processor gave them, or `embeds`
-        [n, hidden size] and what goes with it.
+        """Returns the tokens for an item, computed from its arrays alone: from its processor's
+        arrays, or from `embeds` [n, hidden size] and the arrays that go with it.
 
-        Raises RequestError for arrays that the model's encoder does not take: their names, shapes,
-        types and sizes.
+        Raises RequestError for arrays that the model's encoder does not accept: their names,
+        shapes, types and sizes.
         """
         raise NotImplementedError
 
@@ -68,8 +69,8 @@ class MultiModalRules:
         token_ids: Sequence[int],
         held: Replacement | None = None,
     ) -> None:
-        """Raises RequestError unless the feature is what this model makes of its data; of data that
-        the engine holds, `held`."""
+        """Raises RequestError unless the feature matches its data by the model's rules. `held`: the
+        replacement, if the engine holds the data."""
         at = feature.mm_position
         if feature.modality not in self.modalities:
             raise RequestError(

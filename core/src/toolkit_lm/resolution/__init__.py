@@ -1,6 +1,6 @@
-"""From what was asked to what will run. Imports no torch.
+"""Resolution of a config: from the options given to the engine that will run. Imports no torch.
 
-The names are resolved when they are used.
+Names are imported on first use.
 """
 
 import lazy_loader

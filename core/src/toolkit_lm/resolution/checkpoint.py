@@ -1,4 +1,4 @@
-"""Finds a checkpoint's folder, reads its JSON files, and chooses the model class."""
+"""Finds a checkpoint's folder, reads its JSON files, and selects the model class."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError, ne
 from toolkit_lm.model.hf_config import HFConfig
 from toolkit_lm.plugin import Plugins, PluginWarning
 from toolkit_lm.plugin.shipped import way_to_get
-from toolkit_lm.resolution.twice import check_end_tokens, check_files, settled
+from toolkit_lm.resolution.twice import check_end_tokens, settled, with_quantization
 
 logger = logging.getLogger(__name__)
 _POOLING_SUFFIX = re.compile(
     r"(For(Sequence|Token)Classification|ForTextEncoding|EmbeddingModel|Model)$"
 )
 _POOLING_FILES = ("modules.json", "config_sentence_transformers.json", "artifact.metadata")
-"""Of sentence-transformers, PyLate and ColBERT's authors, who write them for models that pool
-only."""
+"""Files of sentence-transformers, PyLate and ColBERT's authors, which only pooling models have."""
 _MOST_BYTES = 2**24
-"""Of a JSON file; config.json of 100,000 labels has 5 MB."""
+"""Most bytes of a JSON file. A config.json with 100,000 labels has 5 MB."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def find_source(config: ModelConfig, plugins: Plugins) -> Path:
-    """Where MODEL is: a name that a plugin registers, a local folder or file, or a hub id. Raises
-    CheckpointError."""
+    """Path that MODEL refers to: a name that a plugin registers, a local folder or file, or a hub
+    id. Raises CheckpointError."""
     model = config.model
     if model in plugins.checkpoints:
         return Path(plugins.checkpoints.path(model))
@@ -51,8 +50,8 @@ def find_source(config: ModelConfig, plugins: Plugins) -> Path:
 
 
 def find_tokenizer(config: VllmConfig) -> str | None:
-    """The option `tokenizer`; of a hub id the folder. What else is no folder is refused by the
-    renderer. Raises CheckpointError."""
+    """The option `tokenizer`, with a hub id replaced by its folder. The renderer refuses other
+    values that are not folders. Raises CheckpointError."""
     name = config.renderer.tokenizer
     if name is None or Path(name).exists() or not _HUB_ID.fullmatch(name):
         return name
@@ -61,12 +60,12 @@ def find_tokenizer(config: VllmConfig) -> str | None:
     )
 
 
-def _download(config: ModelConfig, what: str = "model") -> Path:
+def _download(config: ModelConfig, kind: str = "model") -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = [
         "*.json",
-        *["*.safetensors"] * (what == "model"),
+        *["*.safetensors"] * (kind == "model"),
         "*.jinja",
         "*.model",
         "*.txt",
@@ -80,13 +79,13 @@ def _download(config: ModelConfig, what: str = "model") -> Path:
         )
     except Exception as error:
         raise CheckpointError(
-            f"{what} {config.model!r} is not a local folder, and cannot be downloaded from the "
+            f"{kind} {config.model!r} is not a local folder, and cannot be downloaded from the "
             f"hub: {type(error).__name__}: {error}"
         ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object. Raises CheckpointError."""
+    """Reads a JSON file that holds an object. Raises CheckpointError."""
     if not path.is_file():
         raise CheckpointError(
             f"{str(path.parent)!r} has no {path.name}: it is not a checkpoint in Hugging Face "
@@ -106,17 +105,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_checkpoint(config: VllmConfig, plugins: Plugins) -> Checkpoint:
-    """What the checkpoint's folder says of the model. Raises CheckpointError, naming the file or
-    the architecture."""
+    """Reads the model's data from the checkpoint's folder. Raises CheckpointError, which names the
+    file or the architecture."""
     source = find_source(config.model, plugins)
-    folder = source if source.is_dir() else _unpack(source, plugins)
+    folder = _unpack(source, plugins)
     hf_config = read_json(folder / "config.json")
     _check_config(hf_config, folder / "config.json")
     hf_config = _with_architectures(settled(hf_config), folder, plugins)
-    check_files(folder, hf_config, read_json)
-    given = config.model.generation_config
+    hf_config = with_quantization(folder, hf_config, read_json)
+    generation_source = config.model.generation_config
     generation = (
-        folder if given in ("checkpoint", "none") else Path(given)
+        folder if generation_source in ("checkpoint", "none") else Path(generation_source)
     ) / "generation_config.json"
     stated = read_json(generation) if generation.is_file() or generation.parent != folder else {}
     check_end_tokens(hf_config, stated)
@@ -132,7 +131,7 @@ def read_checkpoint(config: VllmConfig, plugins: Plugins) -> Checkpoint:
         warnings.warn(
             f"no installed plugin has the architecture {checkpoint.architecture!r} of "
             f"{str(folder)!r}: the fallback {key!r} runs it. "
-            f"`--model-impl {key}` silences this.",
+            f"model_impl={key!r} silences this.",
             PluginWarning,
             stacklevel=2,
         )
@@ -144,14 +143,18 @@ def read_checkpoint(config: VllmConfig, plugins: Plugins) -> Checkpoint:
 
 
 def _unpack(file: Path, plugins: Plugins) -> Path:
-    """The folder that stands for a checkpoint of one file."""
-    reader = plugins.loaders.reading(file)
+    """Returns a checkpoint's folder, or the one that stands for a checkpoint of one file, and for a
+    folder without config.json."""
+    reader = None if (file / "config.json").is_file() else plugins.loaders.reading(file)
     if reader is None:
+        if file.is_dir():
+            return file
         known = [pattern for entry in plugins.loaders.entries() for pattern in entry.reads]
+        way = way_to_get(plugins.loaders.noun, file.suffix.removeprefix("."))
         raise CheckpointError(
             f"model {str(file)!r} is a file that no load format reads. Give a folder in Hugging "
             "Face layout (config.json, *.safetensors, "
-            f"tokenizer.json), or {', '.join(known)}. {plugins.loaders.hint}".rstrip()
+            f"tokenizer.json), or {', '.join(known)}. {way or plugins.loaders.hint}".rstrip()
         )
     loader = plugins.loaders.load(reader)
     owner = plugins.loaders.get(reader).owner
@@ -160,36 +163,57 @@ def _unpack(file: Path, plugins: Plugins) -> Path:
 
 
 def choose_load_format(config: VllmConfig, plugins: Plugins) -> str:
-    """The option's, else the first that reads the checkpoint. Raises ConfigError for an unknown
-    one."""
+    """The option's load format, otherwise the first that reads the checkpoint. Raises ConfigError
+    for an unknown one."""
     assert config.checkpoint is not None
     if config.load.load_format != "auto":
         return plugins.loaders.get(config.load.load_format).key
-    # What is missing where nothing can be read, safetensors says best.
+    # If nothing can be read, the error of safetensors describes best what is missing.
     return plugins.loaders.reading(Path(config.checkpoint.source)) or "safetensors"
 
 
 def choose_quantization(config: VllmConfig, plugins: Plugins) -> str:
-    """The option's, else the checkpoint's own, else "none". Raises UnsupportedError for one that no
-    plugin has."""
+    """The option's quantization, otherwise the checkpoint's own, otherwise the load format's.
+    Raises UnsupportedError for one that no plugin has."""
     stated = config.hf_config.get("quantization_config")
     wanted = config.load.quantization
     method = stated.get("quant_method") if isinstance(stated, dict) else stated
     if wanted == "auto":
-        wanted = str(method or "none")
+        load_format = choose_load_format(config, plugins)
+        known = load_format in plugins.loaders
+        wanted = str(method or (plugins.loaders.get(load_format).quantization if known else "none"))
+    at_load = plugins.quantization.at_load(wanted)
+    if not stated and at_load in plugins.quantization:
+        return at_load
     if wanted not in plugins.quantization and (stated or wanted != "none"):
         weights = f"quantized weights ({method!r})" if stated else "weights"
+        if stated and at_load in plugins.quantization:
+            raise UnsupportedError(
+                f"quantization {wanted!r} is for weights of floats, and those of "
+                f"{config.model.model!r} are quantized already ({method!r})."
+            )
+        key = wanted if stated else at_load
+        way = way_to_get(plugins.quantization.noun, key)
+        suffix = plugins.quantization.at_load("")
+        able = [
+            name.removesuffix(suffix)
+            for name in plugins.quantization
+            if (
+                not name.endswith(suffix)
+                if stated
+                else plugins.quantization.ask(name, config, by_name=True) is None
+            )
+        ]
         raise UnsupportedError(
             f"no loaded plugin has a quantization {wanted!r} for the {weights} of "
-            f"{config.model.model!r}. "
-            f"Registered: {', '.join(plugins.quantization) or 'none'}. "
-            f"{way_to_get(plugins.quantization.noun, wanted)} {plugins.quantization.hint}".rstrip()
+            f"{config.model.model!r}. Known: {', '.join(able) or 'none'}. "
+            f"{way} {plugins.quantization.hint}".rstrip()
         )
     return wanted
 
 
 def _check_nothing_unread(folder: Path, plugins: Plugins) -> None:
-    """Raises CheckpointError where files say how to pool, and no plugin reads them: its vectors
+    """Raises CheckpointError if the folder has pooling settings that no plugin reads: its vectors
     would be wrong."""
     for name in _POOLING_FILES:
         if (folder / name).is_file():
@@ -224,12 +248,13 @@ _MOST = (
     | dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "decoder_vocab_size"), 2**24)
     | dict.fromkeys(("max_position_embeddings", "n_positions"), 2**48)
 )
-"""Keys of config.json that, where they are given, are counts of at least 1, and the most that each
-may be: far more than any model has."""
+"""Keys of config.json that, if present, are counts of at least 1, with the most that each may be:
+far more than any model has."""
 
 
 def _check_config(hf_config: dict[str, Any], path: Path) -> None:
-    """What would otherwise fail deep inside a model class, or never end."""
+    """Checks the numbers in config.json that would otherwise fail deep inside a model class, or
+    never end. Raises CheckpointError."""
     sides = [side for key in ("encoder", "decoder") if isinstance(side := hf_config.get(key), dict)]
     for key, value in [
         item
@@ -237,7 +262,7 @@ def _check_config(hf_config: dict[str, Any], path: Path) -> None:
         for item in part.items()
     ]:
         most = _MOST.get(key)
-        # A list has a count for each layer: classes that take none say so.
+        # A list has a count for each layer: classes that do not accept lists say so.
         if (
             most
             and value is not None
@@ -251,11 +276,11 @@ def _check_config(hf_config: dict[str, Any], path: Path) -> None:
 
 
 def choose_model(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tuple[str, str | None]]]:
-    """The key of the model class in the registry, and each candidate with the reason it was refused
+    """Key of the model class in the registry, and each candidate with the reason for its refusal
     (None: able).
 
-    Raises ConfigError (no such fallback), UnsupportedError (the fallback that was asked for
-    refuses) and CheckpointError (nothing runs the architecture).
+    Raises ConfigError (no such fallback), UnsupportedError (the requested fallback refuses) and
+    CheckpointError (nothing runs the architecture).
     """
     assert config.checkpoint is not None
     checkpoint = config.checkpoint
@@ -268,7 +293,7 @@ def choose_model(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tuple[
             raise ConfigError(f"no model implementation {wanted!r} is registered. {known}")
         refusal = plugins.models.ask(wanted, config, by_name=True)
         if refusal is not None:
-            able = f" Supported: {registered[0]} (--model-impl auto)." if registered else ""
+            able = f" Supported: {registered[0]} (model_impl='auto')." if registered else ""
             raise UnsupportedError(
                 f"model implementation {wanted!r} cannot run {architectures[0]!r} of "
                 f"{checkpoint.path!r}: {refusal}.{able}"
@@ -291,7 +316,7 @@ def choose_model(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tuple[
 
 
 def _to_convert(architecture: str, plugins: Plugins) -> str | None:
-    """The language model of which a pooling adapter can make `architecture`: for
+    """The language model that a pooling adapter can convert to `architecture`: for
     LlamaForSequenceClassification, LlamaForCausalLM."""
     if default_runner(architecture)[0] != "pooling":
         return None
@@ -309,8 +334,8 @@ def _to_convert(architecture: str, plugins: Plugins) -> str | None:
 def _with_architectures(
     hf_config: dict[str, Any], folder: Path, plugins: Plugins
 ) -> dict[str, Any]:
-    """config.json with the architecture that its `model_type` is known for, where it names none, or
-    that of another `model_type`."""
+    """Adds the known architecture of the `model_type` if config.json names none, or one of another
+    `model_type`."""
     named = hf_config.get("architectures")
     model_type = hf_config.get("model_type")
     known: list[str] = []
@@ -372,7 +397,7 @@ def _nothing_runs(
     refused = "".join(
         f" The fallback {fallback!r} cannot run it: {refusal}." for fallback, refusal in fallbacks
     )
-    # There may be many: where none is near, it is said where they are listed.
+    # There may be many: if none is similar, the error says where they are listed.
     near = nearest(
         name,
         plugins.models.architectures(),

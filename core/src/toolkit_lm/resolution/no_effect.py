@@ -1,5 +1,5 @@
-"""Which options were given and do nothing, given the others: the start says so, and `toolkit
-explain`."""
+"""Finds the options that have no effect with the other options. The start reports them, and
+`toolkit explain` does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolkit_lm.plugin import Plugins
 
 
 class NoEffect(NamedTuple):
-    """One option that was given, and why it does nothing."""
+    """An option that was set, and the reason for which it has no effect."""
 
     option: str
     reason: str
@@ -24,12 +24,12 @@ class NoEffect(NamedTuple):
 
 
 Reason = Callable[[VllmConfig, Plugins], str | None]
-"""Of a resolved config: why options do nothing; None where they do what they say."""
+"""Function that returns why options of a resolved config have no effect; None: they have one."""
 
 
 def without_effect(asked: VllmConfig, resolved: VllmConfig, plugins: Plugins) -> list[NoEffect]:
-    """The options of `asked` that are not their defaults and that do nothing in `resolved`, which
-    was made of it."""
+    """Options of `asked` that are not their defaults and have no effect in `resolved`, which was
+    made from it."""
     found = [
         NoEffect(name, reason)
         for name, because in RULES.items()
@@ -44,11 +44,11 @@ def without_effect(asked: VllmConfig, resolved: VllmConfig, plugins: Plugins) ->
                 f"prompts are computed whole, so that it is raised from {asked_budget} to {budget}",
             )
         )
-    return [*found, *_of_compilation(resolved)]
+    return [*found, *_compilation_options(resolved)]
 
 
 def without_effect_offline(config: VllmConfig) -> list[NoEffect]:
-    """The options that were given and do nothing for `LLM`, whose one caller waits for its
+    """Options that were set but have no effect for `LLM`, whose one caller waits for its
     requests."""
     reason = "it is for AsyncLLM and the server, which serve many callers"
     found = [NoEffect(name, reason) for name in _OF_SERVERS if _is_given(config, name)]
@@ -76,8 +76,8 @@ def _is_given(config: VllmConfig, name: str) -> bool:
     return bool(getattr(section, name) != getattr(type(section)(), name))
 
 
-def _of_compilation(config: VllmConfig) -> Iterator[NoEffect]:
-    """The keys of compilation_config that do nothing beside its other keys and the optimization
+def _compilation_options(config: VllmConfig) -> Iterator[NoEffect]:
+    """Keys of compilation_config that have no effect with its other keys and the optimization
     level."""
     level = config.compilation.optimization_level
     details = config.compilation.details
@@ -188,6 +188,11 @@ def _own_renderer(config: VllmConfig, plugins: Plugins) -> str | None:
     )
 
 
+def _nothing_quantized(config: VllmConfig, plugins: Plugins) -> str | None:
+    is_at_load = config.load.quantization.endswith(plugins.quantization.at_load(""))
+    return None if is_at_load else "no weight is quantized while it is loaded (quantization)"
+
+
 def _nothing_compiled(config: VllmConfig, plugins: Plugins) -> str | None:
     return (
         None
@@ -196,14 +201,26 @@ def _nothing_compiled(config: VllmConfig, plugins: Plugins) -> str | None:
     )
 
 
+def _no_quantized_cache(config: VllmConfig, plugins: Plugins) -> str | None:
+    wanted = config.cache.kv_cache_dtype
+    if wanted in ("int8", "fp8"):
+        return _no_kv_cache(config, plugins)
+    return f"with kv_cache_dtype {wanted!r} no layer is chosen to be quantized"
+
+
 _OF_SERVERS = ("restart_engine", "step_timeout", "max_queued_requests", "max_queued_tokens")
 RULES: dict[str, Reason] = {
     "revision": _no_hub,
     "verify_fallback": _no_fallback,
     "generation_config": _no_draws,
     "seed": _no_draws,
+    "quantization_skip": _nothing_quantized,
+    "quantization_override": _nothing_quantized,
+    "quantization_group_size": _nothing_quantized,
     "block_size": _no_kv_cache,
     "kv_cache_memory": _no_memory_for_blocks,
+    "kv_cache_dtype": _no_kv_cache,
+    "kv_cache_dtype_skip_layers": _no_quantized_cache,
     "num_kv_blocks": _no_kv_cache,
     "encoder_cache_memory": _no_encoder_of_media,
     "feature_cache_memory": _no_encoder_of_media,
@@ -226,5 +243,5 @@ RULES: dict[str, Reason] = {
     "max_n": _no_draws,
     "max_logprobs": _no_draws,
 }
-"""By option, when it does nothing. Options that are not here always do something, or are
+"""Rules by option: when it has no effect. Options that are not listed always have one, or are
 refused."""

@@ -1,5 +1,4 @@
-"""Which runner and which convert type an engine gets: from what was asked, and from what the
-checkpoint is."""
+"""Selection of an engine's runner and convert type, from the options and the checkpoint."""
 
 from __future__ import annotations
 
@@ -12,16 +11,16 @@ from toolkit_lm.plugin import Plugins, way_to_get
 
 
 class RunnerChoice(NamedTuple):
-    """What `--runner` and `--convert` come to."""
+    """The runner and convert type that result from `--runner` and `--convert`."""
 
     runner: RunnerType
     convert: str
-    """"none": the model class as it is."""
+    """Convert type. "none": the unchanged model class."""
 
 
 def choose_runner(config: VllmConfig, plugins: Plugins) -> RunnerChoice:
-    """The runner and convert type of a config whose checkpoint is known. Raises ConfigError for a
-    combination that is none."""
+    """Selects the runner and convert type of a config whose checkpoint is known. Raises ConfigError
+    for an invalid combination."""
     assert config.checkpoint is not None
     name = config.checkpoint.hf_config["architectures"][0]
     wanted = config.model.runner
@@ -45,10 +44,10 @@ def choose_runner(config: VllmConfig, plugins: Plugins) -> RunnerChoice:
         runner = "pooling"
     if runner == "generate":
         if convert not in ("auto", "none"):
-            beside = " or --extra-tasks embed" if convert == "embed" else ""
+            hint = " or extra_tasks=['embed']" if convert == "embed" else ""
             raise ConfigError(
-                f"runner 'generate' takes convert 'none', not {convert!r}. Use --runner "
-                f"pooling{beside}."
+                f"runner 'generate' takes convert 'none', not {convert!r}. Use "
+                f"runner='pooling'{hint}."
             )
         _check_extra_tasks(config.model.extra_tasks)
         return RunnerChoice("generate", "none")
@@ -61,8 +60,8 @@ def choose_runner(config: VllmConfig, plugins: Plugins) -> RunnerChoice:
         return RunnerChoice("pooling", "none")
     if convert == "none":
         raise ConfigError(
-            f"runner 'pooling' cannot run {name!r} as it is. Use --convert "
-            f"{' or '.join(plugins.pooling)}."
+            f"runner 'pooling' cannot run {name!r} as it is. Use "
+            f"{' or '.join(f'convert={kind!r}' for kind in plugins.pooling)}."
         )
     if convert == "auto":
         convert = by_name_convert if by_name_convert != "none" else "embed"
@@ -70,7 +69,8 @@ def choose_runner(config: VllmConfig, plugins: Plugins) -> RunnerChoice:
 
 
 def _encoder_decoder(config: VllmConfig, name: str) -> RunnerChoice:
-    """It generates, or its encoder embeds: whether that is one, its class says."""
+    """Runner choice for an encoder-decoder model: it generates, or its encoder embeds if the class
+    supports that."""
     model = config.model
     if model.convert == "embed" and model.runner != "generate":
         return RunnerChoice("pooling", "embed")
@@ -80,27 +80,27 @@ def _encoder_decoder(config: VllmConfig, name: str) -> RunnerChoice:
         "extra_tasks": bool(model.extra_tasks),
     }
     for option in [option for option, refused in asked.items() if refused]:
-        given = getattr(model, option)
+        value = getattr(model, option)
         raise ConfigError(
-            f"{option} {given!r}: {name!r} is an encoder-decoder model, which generates. Of some "
-            "the encoder can --convert embed."
+            f"{option} {value!r}: {name!r} is an encoder-decoder model, which generates. Of some "
+            "the encoder can embed: convert='embed'."
         )
     return RunnerChoice("generate", "none")
 
 
 def _check_convert(convert: str, name: str, native: bool, plugins: Plugins) -> None:
     if convert == "reward" and not (native and "Reward" in name):
-        able = "auto" if native else "classify, for a checkpoint with a trained score head"
+        able = "'auto'" if native else "'classify', for a checkpoint with a trained score head"
         raise ConfigError(
             f"convert 'reward' is for native reward models, and {name!r} is not one: no other "
             "model can be converted into one. "
-            f"Use --convert {able}."
+            f"Use convert={able}."
         )
     known = ["auto", "none", "reward", *plugins.pooling]
     if convert not in known:
         way = way_to_get(plugins.pooling.noun, convert) or nearest(convert, known)
         raise ConfigError(f"there is no convert type {convert!r}. {way}")
-    # The table calls reward models embedders, which is how those that are not native are taken.
+    # The table calls reward models embedders; those that are not native are treated so.
     if (
         native
         and convert in CONVERT_TASKS
@@ -108,7 +108,7 @@ def _check_convert(convert: str, name: str, native: bool, plugins: Plugins) -> N
     ):
         raise UnsupportedError(
             f"{name!r} is a pooling model already, but not of convert type {convert!r}. Use "
-            "--convert auto."
+            "convert='auto'."
         )
 
 

@@ -1,6 +1,6 @@
-"""What checkpoints say twice: one table of what is said in several places, and which of them wins.
+"""Facts that checkpoints state twice: one table of the places of each, and of the one that wins.
 
-transformers settles most contradictions without a word. Here they are told; those that transformers
+transformers settles most contradictions silently. Here they are logged, and those that transformers
 does not settle are refused.
 """
 
@@ -16,7 +16,7 @@ from toolkit_lm.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 _TYPES = {"su": "longrope", "mrope": "default"}
-"""Of rotary scaling: further names of the same."""
+"""Further names of types of rotary scaling."""
 _SIZES = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
@@ -24,7 +24,12 @@ _SIZES = {
     "max_position_embeddings": "n_positions",
 }
 """Two names of one size."""
-_QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+_QUANTIZATION_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
+"""Files with a checkpoint's quantization, and the method of one that names none."""
 
 
 class Contradiction(NamedTuple):
@@ -32,26 +37,26 @@ class Contradiction(NamedTuple):
 
     first: str
     second: str
-    """Each with its place."""
+    """The second statement, with its place, as `first` has."""
     result: str
-    """What comes of it."""
+    """The outcome of the contradiction."""
 
 
 class Rule(NamedTuple):
     """A row of the table."""
 
-    what: str
+    subject: str
     places: str
     wins: str
-    """In words of Markdown, as the page on models shows them."""
+    """Rule for the place that wins, in Markdown, as the page on models shows it."""
     settle: Callable[[dict[str, Any]], Contradiction | None] | None
-    """Makes config.json, or its `text_config`, say it once. None: it is settled elsewhere."""
+    """Makes config.json, or its `text_config`, state it once. None: it is settled elsewhere."""
 
 
 def settled(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of config.json in which nothing is contradicted. Each contradiction is told.
+    """Returns a copy of config.json without contradictions. Each contradiction is logged.
 
-    Raises CheckpointError for one that nobody settles.
+    Raises CheckpointError for one that cannot be settled.
     """
     found = dict(hf_config)
     parts = [found]
@@ -60,35 +65,46 @@ def settled(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         parts[1] = found["text_config"] = dict(parts[1])
     for rule in TWICE:
         for part in parts:
-            if rule.settle is not None and (one := rule.settle(part)) is not None:
+            if rule.settle is not None and (settled := rule.settle(part)) is not None:
                 logger.warning(
-                    "config.json says %s, and %s: %s.", one.first, one.second, one.result
+                    "config.json says %s, and %s: %s.",
+                    settled.first,
+                    settled.second,
+                    settled.result,
                 )
     return found
 
 
-def check_files(
-    folder: Path, hf_config: Mapping[str, Any], read: Callable[[Path], dict[str, Any]]
-) -> None:
-    """Tells of files beside config.json that name another quantization."""
-    stated = _method(hf_config.get("quantization_config"))
-    for name in _QUANTIZATION_FILES:
-        if (
-            (folder / name).is_file()
-            and (other := _method(read(folder / name)))
-            and stated != other
-        ):
+def with_quantization(
+    folder: Path, hf_config: dict[str, Any], read: Callable[[Path], dict[str, Any]]
+) -> dict[str, Any]:
+    """Returns config.json with the `quantization_config` that it may leave to its older name, to
+    its `text_config`, or to a file next to it. Logs such a file that names another quantization."""
+    text = hf_config.get("text_config")
+    stated = (
+        hf_config.get("quantization_config")
+        or hf_config.get("compression_config")
+        or (text.get("quantization_config") if isinstance(text, dict) else None)
+    )
+    for name, method in _QUANTIZATION_FILES.items():
+        if not (folder / name).is_file():
+            continue
+        other = read(folder / name)
+        other = {**other, "quant_method": _method(other) or method}
+        if not stated:
+            stated = other
+        elif _method(stated) != other["quant_method"]:
             logger.warning(
                 "%s names the quantization %r, and config.json %r, which counts.",
                 folder / name,
-                other,
-                stated or "none",
+                other["quant_method"],
+                _method(stated),
             )
+    return {**hf_config, "quantization_config": stated} if stated else hf_config
 
 
 def check_end_tokens(hf_config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> None:
-    """Tells where config.json names a token of a text's end that generation_config.json leaves
-    out."""
+    """Logs an end-of-text token of config.json that generation_config.json leaves out."""
     text = hf_config.get("text_config")
     stated = _tokens(
         (text.get("eos_token_id") if isinstance(text, dict) else None)
@@ -123,15 +139,15 @@ def _rope(values: dict[str, Any]) -> Contradiction | None:
     newer = values.get("rope_parameters")
     if not (isinstance(older, dict) and older and isinstance(newer, dict) and newer):
         return None
-    if kinds := [one for one in newer.values() if isinstance(one, dict)]:
-        # Which kinds of layers the older one is of, the model's class knows.
+    if kinds := [mapping for mapping in newer.values() if isinstance(mapping, dict)]:
+        # The model's class knows which kinds of layers the older one applies to.
         stated = _full(older, {}).items()
-        if any(stated <= _full(one, {}).items() for one in kinds):
+        if any(stated <= _full(mapping, {}).items() for mapping in kinds):
             return None
-        said = f"rope_parameters {reprlib.repr(newer)}"
+        newer_text = f"rope_parameters {reprlib.repr(newer)}"
         return Contradiction(
             f"rope_scaling {reprlib.repr(older)}",
-            said,
+            newer_text,
             "the former counts for the layers that the model scales",
         )
     values["rope_parameters"] = older
@@ -146,8 +162,8 @@ def _rope(values: dict[str, Any]) -> Contradiction | None:
 
 
 def _full(rope: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """With what is stated beside it, and one name of each type."""
-    beside = {
+    """Adds what is stated next to it, and gives each type one name."""
+    siblings = {
         key: values[key]
         for key in ("rope_theta", "partial_rotary_factor")
         if values.get(key) is not None
@@ -157,7 +173,7 @@ def _full(rope: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in rope.items()
         if value is not None and key not in ("type", "rope_type")
     }
-    return {**beside, **stated, "rope_type": _type(rope.get("rope_type") or rope.get("type"))}
+    return {**siblings, **stated, "rope_type": _type(rope.get("rope_type") or rope.get("type"))}
 
 
 def _type(name: Any) -> str:
@@ -188,11 +204,13 @@ def _beside_rope(values: dict[str, Any]) -> Contradiction | None:
         for name in ("rope_theta", "partial_rotary_factor"):
             if (
                 isinstance(rope, dict)
-                and None not in (own := rope.get(name), beside := values.get(name))
-                and own != beside
+                and None not in (own := rope.get(name), sibling := values.get(name))
+                and own != sibling
             ):
                 values[name] = own
-                return Contradiction(f"{name} {beside!r}", f"{own!r} in {key}", "the latter counts")
+                return Contradiction(
+                    f"{name} {sibling!r}", f"{own!r} in {key}", "the latter counts"
+                )
     return None
 
 
@@ -211,8 +229,8 @@ def _dtype_of_text(values: dict[str, Any]) -> Contradiction | None:
     if not isinstance(text, dict):
         return None
     whole, part = (
-        str(one.get("dtype") or one.get("torch_dtype") or "").removeprefix("torch.")
-        for one in (values, text)
+        str(source.get("dtype") or source.get("torch_dtype") or "").removeprefix("torch.")
+        for source in (values, text)
     )
     if not (whole and part) or whole == part:
         return None
@@ -235,10 +253,10 @@ def _quantization(values: dict[str, Any]) -> Contradiction | None:
 
 
 def _sizes(values: dict[str, Any]) -> Contradiction | None:
-    for one, other in _SIZES.items():
-        if None not in (first := values.get(one), second := values.get(other)) and first != second:
+    for name, other in _SIZES.items():
+        if None not in (first := values.get(name), second := values.get(other)) and first != second:
             raise CheckpointError(
-                f"config.json says {one} {first!r}, and {other} {second!r}, which is the same: "
+                f"config.json says {name} {first!r}, and {other} {second!r}, which is the same: "
                 "leave one of them."
             )
     return None
@@ -248,7 +266,7 @@ TWICE = (
     Rule(
         "whether the head is the embedding",
         "`tie_word_embeddings` and the file's own `lm_head.weight`",
-        "the weights: a head that differs is kept, and told",
+        "the weights: a head that differs is kept, and logged",
         None,
     ),
     Rule(
@@ -260,27 +278,27 @@ TWICE = (
     Rule(
         "the model's class",
         "`architectures` and `model_type`",
-        "`model_type`, where a class is registered for it; told",
+        "`model_type`, where a class is registered for it; logged",
         None,
     ),
     Rule(
         "rotary angles",
         "`rope_scaling` and `rope_parameters`",
-        "`rope_scaling`, told; of the kinds of layers that the model scales",
+        "`rope_scaling`, logged; of the kinds of layers that the model scales",
         _rope,
     ),
-    Rule("rotary angles", "`type` and `rope_type`", "`rope_type`, told", _rope_type),
+    Rule("rotary angles", "`type` and `rope_type`", "`rope_type`, logged", _rope_type),
     Rule(
         "rotary angles",
-        "`rope_theta` or `partial_rotary_factor` beside `rope_parameters`, and in it",
-        "what is in it, told",
+        "`rope_theta` or `partial_rotary_factor` next to `rope_parameters`, and in it",
+        "the value in it, logged",
         _beside_rope,
     ),
-    Rule("the dtype", "`torch_dtype` and `dtype`", "`dtype`, told", _dtype),
+    Rule("the dtype", "`torch_dtype` and `dtype`", "`dtype`, logged", _dtype),
     Rule(
         "the dtype",
         "`dtype` of config.json and of its `text_config`",
-        "config.json's own, told",
+        "config.json's own, logged",
         _dtype_of_text,
     ),
     Rule(
@@ -292,7 +310,7 @@ TWICE = (
     Rule(
         "the quantization",
         "config.json and a file such as hf_quant_config.json",
-        "config.json, told",
+        "config.json, logged; the file, if config.json has no `quantization_config`",
         None,
     ),
     Rule(
@@ -304,13 +322,13 @@ TWICE = (
     Rule(
         "the end of a text",
         "`eos_token_id` of config.json and of generation_config.json",
-        "all of them end it, told",
+        "all of them end it, logged",
         None,
     ),
     Rule(
         "the end of a text",
         "`eos_token` of the tokenizer and `eos_token_id` of these files",
-        "all of them end it, told",
+        "all of them end it, logged",
         None,
     ),
     Rule(
@@ -320,4 +338,4 @@ TWICE = (
         None,
     ),
 )
-"""Every fact that a checkpoint can state in two places. The page on models is written from it."""
+"""Every fact that a checkpoint can state in two places. The page on models is generated from it."""

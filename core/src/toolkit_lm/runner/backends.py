@@ -1,7 +1,8 @@
-"""Which class a model is of, and which attention backend runs each of its layers."""
+"""Selection of a checkpoint's model class, and of an attention backend for each of its layers."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Container, Mapping
 from typing import Any
 
@@ -12,18 +13,20 @@ from toolkit_lm.attention import CacheLayer, GraphSupport, Selection
 from toolkit_lm.attention.selector import check_kinds
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, UnsupportedError
-from toolkit_lm.model import Model
+from toolkit_lm.model import Kernels, Model
 from toolkit_lm.plugin import AttentionBackendRegistry, Plugins
 from toolkit_lm.plugin.boundary import Boundary
 from toolkit_lm.runner.device import on_device
 from toolkit_lm.step import Feed
+
+logger = logging.getLogger(__name__)
 
 _CACHE = "the KV cache"
 _NEEDS: dict[Feed, str] = {
     "sequences": "whole sequences",
     "encoder_cache": "the KV cache of an encoder sequence",
 }
-"""What layers may need of the parts of a step."""
+"""Requirements of layers that parts of the step must meet, in words for errors."""
 
 
 def select_backends(
@@ -33,24 +36,24 @@ def select_backends(
     registry: AttentionBackendRegistry,
     feeds: Collection[Feed] = (),
 ) -> dict[str, Selection]:
-    """By name, for each of these layers. `feeds`: what parts of the step see to.
-    Raises UnsupportedError, naming the layer and the reasons."""
+    """Selects a backend for each of these layers, by layer name. `feeds`: the requirements of
+    layers that parts of the step meet. Raises UnsupportedError, with the layer and the reasons."""
     selections: dict[str, Selection] = {}
     pools = config.model.runner == "pooling"
-    given = [_CACHE] + [
+    provided = [_CACHE] + [
         need for feed, need in _NEEDS.items() if feed in feeds or (pools and feed == "sequences")
     ]
     wanted = config.attention.attention_backend
     asked = (layer.attention_spec(device, cached=False) for layer in layers.values())
     check_kinds(wanted, (str(spec.type) for spec in asked if spec is not None))
     for layer in layers.values():
-        if (need := _need(layer)) not in given:
+        if (need := _need(layer)) not in provided:
             raise UnsupportedError(
                 f"layer {layer.prefix!r} needs {need}, which this engine does not give. "
-                f"Supported: layers that need {' or '.join(given)}."
+                f"Supported: layers that need {' or '.join(provided)}."
             )
         with on_device(device):
-            # What a GPU can do is asked of the current one.
+            # torch queries the current GPU for its capabilities.
             selections[layer.prefix] = layer.select(
                 device, registry, wanted, cached=config.keeps_kv_cache
             )
@@ -59,19 +62,36 @@ def select_backends(
     return selections
 
 
+def warn_of_bits(kernels: Kernels, selections: Mapping[str, Selection]) -> None:
+    """Warns if the kernels are batch invariant, and a layer's backend, which the user has not
+    named, is not."""
+    for layer, selection in selections.items() if kernels.batch_invariant else ():
+        refused = [f"{name}: {why}" for name, why in selection.candidates if why is not None]
+        if refused and not selection.backend.batch_invariant:
+            logger.warning(
+                "layer %r runs on attention backend %r: the last bits of its results depend on the "
+                "rest of the batch, and on how much of a prompt is cached (%s). See "
+                "https://toolkit-lm.readthedocs.io/en/latest/determinism/",
+                layer,
+                selection.name,
+                refused[0],
+            )
+            return
+
+
 def _check_shared(
-    layer: CacheLayer, selections: Mapping[str, Selection], of: CacheLayer | None
+    layer: CacheLayer, selections: Mapping[str, Selection], owner: CacheLayer | None
 ) -> None:
-    """Raises UnsupportedError where a layer cannot read the cache of the one that it names."""
+    """Raises UnsupportedError if a layer cannot read the cache of the layer that it names."""
     why = None
-    if of is None or of.prefix not in selections:
+    if owner is None or owner.prefix not in selections:
         why = "which is no layer before it on its pipeline stage"
-    elif of.shares_with is not None:
-        why = f"which has none of its own: it shares that of {of.shares_with!r}"
-    elif of.kv_cache_spec() != layer.kv_cache_spec():
-        why = f"which keeps something else: {of.kv_cache_spec()}, not {layer.kv_cache_spec()}"
-    elif selections[of.prefix].backend is not selections[layer.prefix].backend:
-        why = f"which another backend runs: {selections[of.prefix].name}"
+    elif owner.shares_with is not None:
+        why = f"which has none of its own: it shares that of {owner.shares_with!r}"
+    elif owner.keeps != layer.keeps:
+        why = f"which keeps something else: {owner.keeps}, not {layer.keeps}"
+    elif selections[owner.prefix].backend is not selections[layer.prefix].backend:
+        why = f"which another backend runs: {selections[owner.prefix].name}"
     if why is not None:
         raise UnsupportedError(
             f"layer {layer.prefix!r} shares the KV cache of {layer.shares_with!r}, {why}."
@@ -79,8 +99,8 @@ def _check_shared(
 
 
 def _need(layer: CacheLayer) -> str:
-    """What a layer computes from beside its inputs."""
-    spec = layer.kv_cache_spec()
+    """Describes what a layer needs in addition to its inputs, for an error."""
+    spec = layer.keeps
     if spec is None:
         return _NEEDS["sequences"]
     return _NEEDS["encoder_cache"] if spec.of_encoder else _CACHE
@@ -89,10 +109,11 @@ def _need(layer: CacheLayer) -> str:
 def graph_supports(
     selections: Mapping[str, Selection], cached: Container[str], feeds_uncached: bool
 ) -> dict[str, GraphSupport | str]:
-    """By backend, the least that its layers allow; a text says why they allow nothing.
+    """Returns the weakest graph support of each backend's layers, by backend. A text is the reason
+    for no support at all.
 
-    `selections` and `cached` are of layers. `feeds_uncached`: the forward pass runs layers that
-    cache nothing, too.
+    `selections` and `cached` are by layer. `feeds_uncached`: the forward pass also runs layers that
+    cache nothing.
     """
     supports: dict[str, GraphSupport | str] = {}
     for layer, selection in selections.items():
@@ -105,8 +126,8 @@ def graph_supports(
 
 
 def load_model_class(config: VllmConfig, plugins: Plugins) -> type[Model]:
-    """The class that is registered for the checkpoint, or what the config's pooling adapters make
-    of it. Raises UnsupportedError."""
+    """Returns the class that is registered for the checkpoint, converted by the config's pooling
+    adapters. Raises UnsupportedError."""
     assert config.checkpoint is not None, "the config is not resolved: it has no checkpoint"
     model_class: type[Model] = plugins.models.load(config.checkpoint.architecture)
     convert = config.model.convert
@@ -116,8 +137,8 @@ def load_model_class(config: VllmConfig, plugins: Plugins) -> type[Model]:
 
 
 def boundary_of(target: type, plugin: str | None, config: VllmConfig, plugins: Plugins) -> Boundary:
-    """For calls of a class: of a plugin, by its name, or (None) of the one that registers the
-    model's class."""
+    """Returns the error boundary for calls of a class. `plugin`: name of the class's plugin; None:
+    the plugin that registers the model's class."""
     architecture = config.checkpoint.architecture if config.checkpoint is not None else ""
     if plugin is None and architecture not in plugins.models:
         return plugins.boundary
@@ -126,7 +147,7 @@ def boundary_of(target: type, plugin: str | None, config: VllmConfig, plugins: P
 
 
 def model_options(config: VllmConfig, plugins: Plugins) -> Any:
-    """Those of the plugin that registers the model's class; None where it has none."""
+    """Options of the plugin that registers the model's class; None: it has none."""
     architecture = config.checkpoint.architecture if config.checkpoint is not None else ""
     if architecture not in plugins.models:
         return None
@@ -134,7 +155,8 @@ def model_options(config: VllmConfig, plugins: Plugins) -> Any:
 
 
 def cache_layers(model: nn.Module) -> dict[str, CacheLayer]:
-    """By name. Raises CheckpointError when two have the same name."""
+    """The model's layers that use a cache, by name. Raises CheckpointError if two have the same
+    name."""
     layers: dict[str, CacheLayer] = {}
     for layer in (m for m in model.modules() if isinstance(m, CacheLayer)):
         if layer.prefix in layers:

@@ -1,5 +1,5 @@
-"""The persistent batch: what the runner remembers of each live sequence between steps, and a step's
-flat inputs, at fixed addresses."""
+"""The persistent batch: the runner's state of each live sequence between steps, and a step's flat
+inputs, at fixed addresses."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from toolkit_lm.step import EncoderBatch, GroupInputs, StepInputs
 
 
 class Buffer:
-    """One input: an array on the host, and a tensor on the device. On a CPU they are the same
-    memory."""
+    """One input: an array on the host, and a tensor on the device. On a CPU they share memory."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.mirror = torch.zeros(*shape, dtype=dtype, pin_memory=device.type == "cuda")
-        """What `host` is a view of."""
+        """Host tensor whose memory `host` views. Pinned for a GPU."""
         self.host: np.ndarray = self.mirror.numpy()
         self._tensor = (
             self.mirror if device.type == "cpu" else torch.zeros(*shape, dtype=dtype, device=device)
@@ -34,39 +33,40 @@ class Buffer:
         self._rows = self._tensor, self.mirror
 
     def upload(self, *size: int, changed: bool = True) -> Tensor:
-        """What the host holds of it, up to `size` along the first axes, as a view on the device.
+        """Returns a view on the device of the host's values, up to `size` along the first axes.
 
-        Nothing is copied where nothing has `changed` since the last call. The copy comes when the
-        device is through with the work before it, and reads the host's memory then.
+        Values are copied only if they have `changed` since the last call. The copy runs after the
+        work queued on the device, and reads the host's memory at that time.
         """
         if size != self._size:
             self._size = size
             self._view = self._tensor[tuple(map(slice, size))]
             self._rows = self._tensor[: size[0]], self.mirror[: size[0]]
         if changed and self._tensor is not self.mirror:
-            # Whole rows: torch copies what has gaps through pageable memory, and waits for that.
+            # Whole rows: torch copies tensors with gaps through pageable memory, and blocks on
+            # that.
             tensor, mirror = self._rows
             tensor.copy_(mirror, non_blocking=True)
         return self._view
 
 
 class GroupBuffers:
-    """The inputs of one KV group; of what caches nothing, there are only lengths."""
+    """The inputs of one KV group. A group that caches nothing has sequence lengths only."""
 
     def __init__(self, limits: BatchLimits, table_width: int, device: torch.device) -> None:
         self.seq_lens = Buffer((limits.num_rows,), torch.int32, device)
         self.slots = Buffer((limits.num_tokens,), torch.int64, device)
         self.table = Buffer((limits.num_rows, table_width), torch.int32, device)
         self.table_changed = True
-        """The device does not have what the host holds."""
+        """The host's block table differs from the device's."""
 
 
 class StepBuffers:
-    """Made once, for the largest step; each step uses the beginning of them. That is what a
-    captured graph can read.
+    """Input buffers, allocated once for the largest step. Each step uses their beginnings, so that
+    a captured graph can read them.
 
-    A step waits for `uploaded`, writes to the arrays on the host, and calls `upload` once. The
-    plain arrays stay there.
+    A step waits for `uploaded`, writes to the arrays on the host, and calls `upload` once. Plain
+    arrays stay on the host.
     """
 
     def __init__(
@@ -84,10 +84,12 @@ class StepBuffers:
         self._device = device
         cuda: Any = torch.cuda
         self.uploaded = cuda.Event() if device.type == "cuda" else None
-        """After the last step's copies to the device: what is written before that is copied."""
+        """Event after the last step's copies to the device. Earlier host writes have been copied
+        when it is done."""
 
     def gather(self, table: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """table[rows, columns] of an int32 table, as int64, until the next call."""
+        """Returns table[rows, columns] of an int32 table, as int64. The result is valid until the
+        next call."""
         index = self._index[: len(rows)]
         found = self._found[: len(rows)]
         np.multiply(rows, table.shape[1], out=index)
@@ -101,9 +103,11 @@ class StepBuffers:
         inputs: StepInputs,
         shape: GraphShape | None,
     ) -> tuple[Tensor, Tensor, list[BatchView]]:
-        """The step on the device: its T tokens and their positions, [T] int64 each, and views.
+        """Copies the step to the device. Returns its T tokens and their positions, [T] int64 each,
+        and views.
 
-        A view is the step as a group sees it, padded to the shape. The two tensors are not padded.
+        A view is the step as one group sees it, padded to the shape. The two tensors are not
+        padded.
         """
         num_rows, num_tokens, most_queries = shape or (
             len(inputs.rows),
@@ -146,8 +150,8 @@ class StepBuffers:
         return input_ids, positions, views
 
     def _pad(self, num_rows: int, num_tokens: int, shape: GraphShape) -> None:
-        """The rows that are added have no keys, and their tokens no slots. Each has as many tokens
-        as a row may, while there are any."""
+        """Pads the step. Added rows have no keys, and their tokens have no slots. Each takes as
+        many tokens as a row may, until all are used."""
         more = shape.max_query_len * np.arange(1, shape.num_rows - num_rows + 1)
         self.query_start.host[num_rows + 1 : shape.num_rows + 1] = np.minimum(
             num_tokens + more, shape.num_tokens
@@ -162,42 +166,43 @@ _NO_TOKENS = np.zeros(0, np.int64)
 
 
 class EncoderRows:
-    """The encoder sequences that the runner holds, each in a row of its own, and which of them each
-    row of the batch reads."""
+    """The encoder sequences that the runner holds, one per row, and the one that each batch row
+    reads."""
 
     def __init__(self, num_rows: int) -> None:
         self.row_of: dict[int, int] = {}
-        """By encoder id."""
+        """Encoder rows by encoder id."""
         self.lengths = np.zeros(num_rows, np.int64)
         self._free = list(range(num_rows))[::-1]
         self._read_by = np.zeros(num_rows, np.int64)
 
     def add(self, encoder: NewEncoder) -> int:
-        """Its row. A sequence that reads it comes with it, so that there is one."""
+        """Adds an encoder sequence, and returns its row. A free row exists, since a batch row that
+        reads it is added too."""
         row = self.row_of[encoder.encoder_id] = self._free.pop()
         self.lengths[row] = encoder.num_tokens
         return row
 
     def drop(self, encoder_id: int) -> None:
-        """Unknown ones are no error."""
+        """Removes an encoder sequence. Unknown ones are accepted."""
         if (row := self.row_of.pop(encoder_id, None)) is not None:
             self._free.append(row)
 
     def bind(self, row: int, encoder_id: int) -> None:
-        """A row of the batch reads an encoder sequence."""
+        """Makes a batch row read an encoder sequence."""
         self._read_by[row] = self.row_of[encoder_id]
 
     def of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What rows of the batch read: encoder rows, and their lengths."""
+        """Encoder rows that the batch rows read, and their lengths."""
         read = self._read_by[rows]
         return read, self.lengths[read]
 
     def batch(self, plan: StepPlan) -> EncoderBatch | None:
-        """What a plan computes of them."""
-        computed = [one.encoder_id for one in plan.encoders if one.input is not None]
+        """Flat batch of the encoder sequences that a plan computes."""
+        computed = [encoder.encoder_id for encoder in plan.encoders if encoder.input is not None]
         if not computed:
             return None
-        rows = np.array([self.row_of[one] for one in computed])
+        rows = np.array([self.row_of[encoder] for encoder in computed])
         lengths = self.lengths[rows]
         ends = lengths.cumsum()
         return EncoderBatch(
@@ -207,7 +212,7 @@ class EncoderRows:
 
 
 class PersistentBatch:
-    """Rows of fixed capacity; a sequence keeps its row while it lives."""
+    """Rows of fixed capacity. A sequence keeps its row while it lives."""
 
     def __init__(
         self,
@@ -216,32 +221,33 @@ class PersistentBatch:
         max_model_len: int,
         processors: ProcessorTable | None = None,
     ) -> None:
-        """`buffers`: of the KV groups, whose `specs` these are, and then of what caches nothing.
+        """`buffers`: those of the KV groups, which have these `specs`, and then those of layers
+        that cache nothing.
 
-        `processors`: the plugins' logits processors, where sequences may ask for them.
+        `processors`: the plugins' logits processors, if sequences can use them.
         """
         num_rows = len(buffers.query_start.host) - 1
         self.buffers = buffers
         self.block_sizes = [spec.block_size for spec in specs]
         self.row_of: dict[int, int] = {}
-        """By seq_id."""
+        """Batch rows by seq_id."""
         self.encoders = EncoderRows(num_rows)
         self._of_encoder = [spec.of_encoder for spec in specs]
         self.history = TokenHistory(num_rows, max_model_len)
         self.sampling = SamplingBatch(self.history, processors)
         self.num_prompt_logprobs = np.zeros(num_rows, np.int64)
-        """Per row, prompt tokens whose log probabilities are known."""
+        """Number of prompt tokens whose log probabilities are known, per row."""
         self._free_rows = list(range(num_rows))[::-1]
         self._block_tables = [
             np.zeros_like(group.table.host) for group in buffers.groups[: len(specs)]
         ]
         self._num_blocks = np.zeros((len(specs), num_rows), np.int64)
         self._gathered: list[tuple[int, bytes] | None] = [None] * len(specs)
-        """Per KV group, the width and the rows of the table in its buffer; None: it is out of
+        """Width and rows of the block table in the buffer, per KV group; None: the buffer is out of
         date."""
 
     def apply(self, plan: StepPlan) -> None:
-        """Takes in what a plan says of sequences that leave, join and grow."""
+        """Applies a plan's changes: sequences leave, join and grow."""
         for seq_id in plan.dropped:
             # A plan that was interrupted may name a sequence that never came here.
             if (row := self.row_of.pop(seq_id, None)) is not None:
@@ -275,7 +281,7 @@ class PersistentBatch:
                 )
 
     def inputs(self, plan: StepPlan) -> StepInputs:
-        """The flat batch of a plan, in the buffers."""
+        """Writes the flat batch of a plan to the buffers."""
         buffers = self.buffers
         num_rows = len(plan.scheduled)
         num_sampling = 0
@@ -350,8 +356,8 @@ class PersistentBatch:
             size = self.block_sizes[index]
             slots = buffer.slots.host[: len(token_index)]
             width = -(-longest // size)
-            # A token's slot is its block's first one, and on by its place in the block: block *
-            # size + (index - index // size * size).
+            # slot = first slot of the token's block + offset in the block: block * size + (index -
+            # index // size * size).
             np.floor_divide(token_index, size, out=slots)
             blocks = self.buffers.gather(table, row_of_token, slots)
             np.subtract(blocks, slots, out=slots)
@@ -370,8 +376,9 @@ class PersistentBatch:
     def slots(
         self, group: int, rows: np.ndarray, counts: np.ndarray, index: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Of some rows [N], anew: their block table [N, most blocks] in a KV group, and the slots
-        [T] of their tokens, `counts` of each, which have these `index` [T] in their sequences.
+        """Computes block tables and slots of some rows [N] anew: the table [N, most blocks] in a KV
+        group, and the slots [T] of their tokens. Row n has `counts[n]` tokens. `index` [T] is each
+        token's index in its sequence.
 
         Raises ValueError for a token without a slot.
         """
@@ -389,7 +396,7 @@ class PersistentBatch:
         )
 
     def append_tokens(self, rows: np.ndarray, token_ids: list[int]) -> None:
-        """Remembers a token drawn for each of `rows`, the input of a later step."""
+        """Appends a sampled token to each of `rows`, as input of a later step."""
         self.history.append(rows, token_ids)
         self.sampling.position[rows] += 1
 

@@ -8,11 +8,11 @@ import torch
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Inside, a GPU that is named by its number is the thread's current one.
+    """Context in which a GPU, given by its index, is the thread's current one.
 
-    Some kernels are launched on the current GPU, wherever their tensors are, and some questions are
-    asked of it. The host program's choice is back afterwards. It can be entered again, but not
-    within itself.
+    Some kernels are launched on the current GPU, wherever their tensors are, and some queries refer
+    to it. On exit the host program's choice is restored. The context can be entered again, but not
+    nested.
     """
     if device.type != "cuda" or device.index is None:
         return nullcontext()

@@ -1,4 +1,4 @@
-"""How much memory a device has to spare."""
+"""Free memory of a device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can be had on the device now. On a host: without swapping, and within a
+    """Bytes that can be allocated on the device now. On a host: without swapping, and within the
     container's limit."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])

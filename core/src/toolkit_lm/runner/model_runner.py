@@ -1,33 +1,25 @@
-"""The model runner: everything that touches the device happens here."""
+"""The model runner: all work on the device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from msgspec import Raw
 from torch import Tensor
 
 from toolkit_lm.attention import (
-    BatchLimits,
-    BatchView,
-    Binding,
     CacheBackend,
     CacheLayer,
     ForwardContext,
-    GroupSetup,
     Selection,
     forward_context,
 )
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.distributed import pipeline_parallel_group
-from toolkit_lm.errors import UnsupportedError
-from toolkit_lm.kv import KVCacheConfig, KVCacheSpec, max_drafts
+from toolkit_lm.kv import KVCacheConfig, KVCacheSpec
 from toolkit_lm.kv.cache import KVCache
-from toolkit_lm.kv.transfers import Transfers
+from toolkit_lm.kv.transfers import Transfers, make_stores
 from toolkit_lm.messages import StepPlan, StepResult
 from toolkit_lm.model import (
     IntermediateTensors,
@@ -39,20 +31,21 @@ from toolkit_lm.model import (
     named_layers,
 )
 from toolkit_lm.plugin import Plugins
+from toolkit_lm.runner.agreement import greatest_of_ranks
 from toolkit_lm.runner.backends import (
-    boundary_of,
     cache_layers,
-    graph_supports,
     load_model_class,
     select_backends,
+    warn_of_bits,
 )
 from toolkit_lm.runner.batch import PersistentBatch, StepBuffers
+from toolkit_lm.runner.binding import LayerBindings, batch_limits
 from toolkit_lm.runner.row_sampler import RowSampler
 from toolkit_lm.runner.slots import Slots
+from toolkit_lm.runner.stage import PipelineStage
 from toolkit_lm.runner.step_parts import StepParts, make_parts
 from toolkit_lm.runner.step_run import Run
 from toolkit_lm.sampling import ProcessorTable
-from toolkit_lm.sampling.transfer import to_device
 from toolkit_lm.step import StepInputs
 
 
@@ -66,69 +59,64 @@ class ModelRunner:
         self.device = torch.device(config.device.device)
         self.model: Model
         self.compiler: ModelCompiler | None = None
-        """What computes the model's forward pass in its place."""
+        """Compiler that runs the model's forward pass in the model's place, or None."""
         self.selections: dict[str, Selection] = {}
-        """By layer: the backend that was chosen for it."""
+        """Selected attention backend of each layer, by layer name."""
         self.kv_cache: KVCacheConfig
         self._layers: dict[str, CacheLayer] = {}
         self.parts = StepParts({})
         self._run = Run(self)
         self.step_inputs: StepInputs
-        """Of the step that runs."""
+        """Inputs of the running step."""
         self._taps: Taps | None = None
-        self._slots: Slots
-        self._bindings: dict[str, Binding] = {}
+        self._stage: PipelineStage | None = None
+        """This rank's pipeline stage; None: one stage has the whole model."""
+        self._feeds_uncached = False
+        """A step's flat batch also passes through layers that cache nothing."""
+        self._bindings: LayerBindings
+        self._backends: list[CacheBackend | None]
+        """Backends of the flat batch, one for each of its views."""
         self._context: ForwardContext
-        """Of all steps: each sets its metadata anew."""
-        self._backends: list[CacheBackend | None] = []
-        """Of the KV groups, then of the layers without a cache."""
-        self._cache: KVCache
+        """Forward context of all steps. Each step sets new metadata in it."""
+        self._slots: Slots
         self._transfers: Transfers
         self._buffers: StepBuffers
         self._batch: PersistentBatch
         self._sampler: RowSampler
         self._counters = plugins.compilers.counters()
         self._num_compiled = 0
-        """Graphs that were compiled in this process. It is to be the same when the warm-up is
-        over."""
+        """Number of graphs compiled in this process. It must not change after the warm-up."""
         self.is_proven = False
-        """The start has shown that a fallback computes what its model does, or has given that
-        up."""
+        """At the start, a fallback was shown to compute what its model does, or this check was
+        given up."""
 
     def load(self) -> None:
-        """Makes the model, loads its weights, and chooses each layer's backend."""
+        """Makes the model, loads its weights, and selects each layer's backend."""
         self.model = load_model(
             load_model_class(self.config, self.plugins), self.config, self.device, self.plugins
         )
-        self._context = ForwardContext(self._bindings, [], named_layers(self.model))
         self.parts = make_parts(self.model, self.config, self.device, self.plugins)
         self._layers = cache_layers(self.model) | self.parts.layers()
+        self.parts.check_drafts(self.config, self.kv_cache_specs().values())
         feeds = self.parts.feeds
         self._feeds_uncached = "sequences" not in feeds or not self.config.keeps_kv_cache
-        if (drafter := self.config.scheduler.drafter) is not None and (
-            self.config.model.runner == "pooling" or not max_drafts(self.kv_cache_specs().values())
-        ):
-            raise UnsupportedError(
-                f"drafter {drafter!r}: drafts are for engines that generate, of models that can "
-                "take tokens back: a recurrent state's spec says how many (rewinds)."
-            )
         self.selections = select_backends(
             self._layers, self.device, self.config, self.plugins.attention_backends, feeds
         )
-        self._tap_layers()
+        warn_of_bits(self.model.kernels, self.selections)
+        if names := self.parts.taps:
+            # All stages know every tapped layer.
+            num_tokens = batch_limits(self.config).num_tokens
+            self._taps = Taps(self.model, names, self.config, num_tokens, self.device)
+        if self.config.parallel.pipeline_parallel_size > 1:
+            self._stage = PipelineStage(self.config.parallel, self._taps)
         self.compiler = make_compiler(self.model, self.config, self.plugins)
 
-    def _tap_layers(self) -> None:
-        """Has the model's layers give what parts tap. All stages know what any of them taps."""
-        if names := self.parts.taps:
-            num_tokens = _limits(self.config).num_tokens
-            self._taps = Taps(self.model, names, self.config, num_tokens, self.device)
-
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """By layer: what it caches. Layers that cache nothing are left out."""
+        """Cache specs by layer. Layers without a cache are left out."""
         cached = self.config.keeps_kv_cache
         specs = {
-            name: layer.kv_cache_spec()
+            name: layer.keeps
             for name, layer in self._layers.items()
             if layer.shares_with is None and (cached or layer.needs_cache)
         }
@@ -141,114 +129,63 @@ class ModelRunner:
     def init_kv_cache(self, kv_cache: KVCacheConfig) -> None:
         """Allocates the cache, and binds each layer to its backend and its part of the cache."""
         self.kv_cache = kv_cache
-        self._bindings.clear()
-        self._backends.clear()
-        max_len = self.config.max_model_len
-        limits = _limits(self.config)
-        self._cache = KVCache(kv_cache, self.device)
         # The warm-up has made some before.
-        self._close_tiers()
+        self._release_cache()
+        cache = KVCache(kv_cache, self.device)
         self._transfers = Transfers(
-            self._cache,
-            {
-                entry.key: self.plugins.kv_tiers.make(
-                    entry.key, self.config, kv_cache, options=self.plugins.options(entry.plugin)
-                )
-                for entry in self.plugins.kv_tiers.entries()
-            },
+            cache,
+            make_stores(self.config, kv_cache, self.plugins),
+            partial(greatest_of_ranks, parallel=self.config.parallel, device=self.device),
         )
-        for index, group in enumerate(kv_cache.groups):
-            if not group.layers:
-                # Another pipeline stage has them.
-                self._backends.append(None)
-                continue
-            selection = self.selections[group.layers[0]]
-            with boundary_of(selection.backend, selection.plugin, self.config, self.plugins):
-                layout = selection.backend.page_layout(group.spec)
-                caches = self._cache.tensors(index, layout)
-            of = dict(zip(group.layers, caches, strict=True))
-            shared = {n: of[o] for n, one in self._layers.items() if (o := one.shares_with) in of}
-            layers = [*of, *shared]
-            self._bind(selection, layers, group.spec, limits, [*caches, *shared.values()])
-        uncached: dict[str, list[str]] = {}
-        for layer in self._layers:
-            if layer not in self._bindings:
-                uncached.setdefault(self.selections[layer].name, []).append(layer)
-        for layers in uncached.values():
-            self._bind(self.selections[layers[0]], layers, None, limits, [None] * len(layers))
-        specs = [group.spec for group in kv_cache.groups]
-        most_encoded = self.config.max_encoder_len
-        widths = [
-            spec.num_blocks(most_encoded if spec.of_encoder else max_len) for spec in specs
-        ] + [0] * len(uncached)
-        self._buffers = StepBuffers(limits, widths, self.device)
+        self._bindings = LayerBindings(
+            self._layers, self.selections, self.config, self.device, self.plugins
+        )
+        self._bindings.bind(kv_cache, cache)
+        self._backends = self._bindings.batch_backends(self._feeds_uncached)
+        limits = self._bindings.limits
+        self._buffers = StepBuffers(limits, self._bindings.table_widths, self.device)
         self._processors = ProcessorTable(self.plugins.logits_processors, self.config, self.device)
-        self._batch = PersistentBatch(self._buffers, specs, max_len, self._processors)
+        self._batch = PersistentBatch(
+            self._buffers,
+            [group.spec for group in kv_cache.groups],
+            self.config.max_model_len,
+            self._processors,
+        )
         self._sampler = RowSampler(self.model, self._batch)
         self._slots = Slots(self.parts.by_name, limits, self.device)
-        self._context = self._context._replace(slots=self._slots.tensors)
-        if self.compiler is not None:
-            cached = {name for name, one in self._bindings.items() if one.kv_cache is not None}
-            self.compiler.bind(
-                limits, graph_supports(self.selections, cached, self._feeds_uncached)
-            )
-
-    def _bind(
-        self,
-        selection: Selection,
-        layers: list[str],
-        spec: KVCacheSpec | None,
-        limits: BatchLimits,
-        caches: Any,
-    ) -> None:
-        asked = [
-            self._layers[layer].attention_spec(self.device, cached=spec is not None)
-            for layer in layers
-        ]
-        setup = GroupSetup(
-            layers=[one for one in asked if one is not None],
-            kv_cache=spec,
-            limits=limits,
-            device=self.device,
-            options=None if selection.plugin is None else self.plugins.options(selection.plugin),
+        self._context = ForwardContext(
+            self._bindings.by_layer, [], named_layers(self.model), self._slots.tensors
         )
-        with boundary_of(selection.backend, selection.plugin, self.config, self.plugins):
-            backend = selection.backend(setup)
-        for name, cache in zip(layers, caches, strict=True):
-            layer = self._layers[name]
-            shared = layer.shares_with is not None
-            self._bindings[name] = Binding(
-                backend, layer.params, cache, len(self._backends), shared
-            )
-        self._backends.append(backend)
+        if self.compiler is not None:
+            self.compiler.bind(limits, self._bindings.graph_supports(self._feeds_uncached))
 
     def shutdown(self) -> None:
         """Releases the model and the cache."""
-        self._bindings.clear()
-        self._backends.clear()
-        self._layers.clear()
         self.parts.close()
-        self._close_tiers()
-        self.compiler = self._taps = None
+        self._release_cache()
+        self._layers.clear()
+        self._stage = self._taps = self.compiler = None
+        self.__dict__.pop("model", None)
+
+    def _release_cache(self) -> None:
+        """Closes the tiers, and forgets all that was made with the cache."""
+        if "_transfers" in self.__dict__:
+            self._transfers.close()
         for name in (
-            "model",
-            "_cache",
             "_transfers",
-            "_batch",
+            "_bindings",
+            "_backends",
             "_buffers",
+            "_batch",
             "_sampler",
-            "_context",
             "_slots",
+            "_context",
         ):
             self.__dict__.pop(name, None)
 
-    def _close_tiers(self) -> None:
-        if "_transfers" in self.__dict__:
-            self._transfers.close()
-
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Runs one step: applies the plan, computes its tokens, draws the next ones."""
+        """Runs one step: applies the plan, computes its tokens, and samples the next ones."""
         self._batch.apply(plan)
         for remove in self.parts.remove:
             for seq_id in plan.dropped:
@@ -256,7 +193,7 @@ class ModelRunner:
         for add in self.parts.add:
             for seq in plan.new:
                 add(seq)
-        loads: dict[int, str] = {}
+        loads: dict[int, bool] = {}
         if plan.copies or plan.swap_out or plan.swap_in or plan.tiers is not None:
             loads = self._transfers.run(plan)
         answers: dict[str, Raw] = {}
@@ -294,14 +231,14 @@ class ModelRunner:
             result.num_compilations = num_compiled - self._num_compiled
             self._num_compiled = num_compiled
             if not len(inputs.sampling) and self.device.type == "cuda":
-                # A draw waits for the device. Without one a step would seem to take no time, and
-                # the next one the time of both.
+                # Sampling waits for the device. Without it, this step would seem to take no time,
+                # and the next one the time of both.
                 torch.cuda.current_stream(self.device).synchronize()
             return result
 
     def _forward(self, inputs: StepInputs) -> Tensor | None:
-        """[T, H] hidden states of the flat batch. None: another pipeline stage goes on with
-        them."""
+        """Returns hidden states [T, H] of the flat batch. None: the next pipeline stage
+        continues."""
         arguments: dict[str, Any] = {}
         for change in self.parts.groups:
             change(inputs)
@@ -320,57 +257,12 @@ class ModelRunner:
         metadata = self._context.metadata
         metadata.clear()
         for backend, view in zip(self._backends, views, strict=True):
-            # Beside layers with a cache, those without are of an encoder.
-            metadata.append(
-                None
-                if backend is None or not (view.block_table is not None or self._feeds_uncached)
-                else backend.build(view)
-            )
+            metadata.append(None if backend is None else backend.build(view))
         arguments.setdefault("positions", positions)
-        pipeline = (
-            pipeline_parallel_group(self.config.parallel)
-            if self.config.parallel.pipeline_parallel_size > 1
-            else None
-        )
-        if pipeline is not None and pipeline.rank > 0:
-            arguments["intermediate"] = pipeline.recv(pipeline.rank - 1)
-            if self._taps is not None:
-                self._taps.receive(arguments["intermediate"])
+        if self._stage is not None:
+            self._stage.receive(arguments)
         out: Tensor | IntermediateTensors = (self.compiler or self.model)(input_ids, **arguments)
-        if isinstance(out, Tensor):
-            return out
-        assert pipeline is not None, "a model of one stage gives hidden states"
-        if self._taps is not None:
-            out |= self._taps.sent(len(input_ids))
-        pipeline.send(out, pipeline.rank + 1)
-        return None
-
-    def _sequences(self, lengths: Sequence[int] | np.ndarray) -> AbstractContextManager[None]:
-        """Has the layers of an encoder see a flat batch of sequences of these lengths."""
-        seq_lens = np.asarray(lengths, np.int32)
-        query_start = np.zeros(len(seq_lens) + 1, np.int32)
-        seq_lens.cumsum(out=query_start[1:])
-        view = BatchView(
-            query_start=query_start,
-            seq_lens=seq_lens,
-            starts=np.zeros(len(seq_lens), np.int64),
-            query_start_device=to_device(query_start, self.device),
-            seq_lens_device=to_device(seq_lens, self.device),
-            block_table=None,
-            slot_mapping=None,
-            max_query_len=int(seq_lens.max()),
-            max_seq_len=int(seq_lens.max()),
-        )
-        num_cached = len(self.kv_cache.groups)
-        metadata = [
-            None if i < num_cached or backend is None else backend.build(view)
-            for i, backend in enumerate(self._backends)
-        ]
-        return forward_context(self._context._replace(metadata=metadata))
-
-
-def _limits(config: VllmConfig) -> BatchLimits:
-    scheduler = config.scheduler
-    # The warm-up computes two tokens.
-    num_tokens = max(scheduler.token_budget, scheduler.max_num_seqs, 2)
-    return BatchLimits(scheduler.max_num_seqs, num_tokens, config.max_model_len)
+        if self._stage is not None:
+            return self._stage.hand_on(out, len(input_ids))
+        assert isinstance(out, Tensor), "a model of one stage gives hidden states"
+        return out

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from toolkit_lm.attention import logits_of_tokens
 from toolkit_lm.messages import TokenLogprobs
-from toolkit_lm.model import logits_of_tokens
 from toolkit_lm.runner.batch import PersistentBatch
 from toolkit_lm.sampling import token_logprobs
 from toolkit_lm.step import StepInputs
 
 _MOST_ROWS = 128
-"""Logits [rows, V] are made for this many tokens at a time, however long the chunk is."""
+"""Number of tokens whose logits [rows, V] are computed at a time, however long the chunk is."""
 
 
 def prompt_logprobs(
@@ -24,15 +24,15 @@ def prompt_logprobs(
     hidden_states: Tensor,
     compute_logits: Callable[[Tensor], Tensor],
 ) -> dict[int, list[TokenLogprobs]]:
-    """By seq_id, of the prompt tokens after those that this step computed; what was returned before
-    is left out."""
+    """Log probabilities of the prompt tokens after those that this step computed, by seq_id. Those
+    that were returned before are left out."""
     found: dict[int, list[TokenLogprobs]] = {}
     for index in np.flatnonzero(batch.sampling.prompt_logprobs[inputs.rows] >= 0):
         row = int(inputs.rows[index])
         offset = int(inputs.query_start[index])
         end = int(inputs.query_start[index + 1])
         start = int(inputs.starts[index])
-        # The hidden state at a position speaks of the token after it.
+        # The hidden state at a position predicts the next token.
         first = max(start, int(batch.num_prompt_logprobs[row]))
         last = min(start + end - offset, int(batch.history.num_prompt_tokens[row]) - 1)
         known: list[TokenLogprobs] = []

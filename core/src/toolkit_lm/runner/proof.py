@@ -1,4 +1,4 @@
-"""A fallback shows at the start that the engine computes what its model does by itself."""
+"""Check at the start that a fallback in the engine computes the same as its model alone."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from toolkit_lm.step import StepPart
 logger = logging.getLogger(__name__)
 
 _CHUNKS = (6, 3)
-"""Tokens of a made-up prompt that two steps compute, where there is room."""
+"""Prompt tokens per step of a made-up prompt, if there is room."""
 _ATTEMPTS = 3
-"""Sequences that have to differ before a model is refused: rounding may choose another expert for a
-token, in few of them."""
+"""Number of sequences that must differ before a model is refused. Rounding may select another
+expert for a token, but in few sequences."""
 _FLOAT32_ERROR = 1e-4
-"""Most that a logit may differ in float32: times the largest, where that is above 1."""
+"""Largest difference of a logit in float32. If the largest logit is above 1, the limit is a
+multiple of it."""
 _HALF_FACTOR = 1.5
-"""Most that the engine's error in half precision may be, in errors of the model by itself: roots of
+"""Largest ratio of the engine's error to the model's own error in half precision. Both are root
 mean squares against float32."""
 _HALF_FLOOR = 2.0**-10
-"""An error, in parts of the root of the mean square, that half precision has whatever is
-computed."""
+"""Error of half precision whatever is computed, as a share of the root mean square."""
 
 
 @dataclass
@@ -44,13 +44,13 @@ class _Seen(StepPart):
 
 
 def prove(runner: ModelRunner) -> StepResult:
-    """Computes a made-up sequence in steps, as requests are, and compares it with what the model
-    gives for the whole of it.
+    """Computes a made-up sequence in steps, as requests are computed, and compares it with the
+    model's result for the whole sequence.
 
-    Where text is generated these are two chunks of a prompt and a decode; else it is one prompt.
-    Returns the result of the step that draws a first token or pools. Raises UnsupportedError, with
-    the numbers, where they differ by more than rounding. Where weights and KV cache leave the model
-    by itself too little memory, nothing is compared, which is told.
+    For a generating model there are two chunks of a prompt and a decode, otherwise one prompt.
+    Returns the result of the step that samples a first token or pools. Raises UnsupportedError,
+    with the numbers, if they differ by more than rounding. If weights and KV cache leave too little
+    memory for the model alone, the comparison is skipped with a log message.
     """
     architecture = runner.config.hf_config["architectures"][0]
     generates = runner.config.model.runner != "pooling"
@@ -81,12 +81,12 @@ def prove(runner: ModelRunner) -> StepResult:
         f"{'logits' if generates else 'hidden states'} of "
         f"{len(tokens)} made-up tokens differ by {error:.3g}, and {allowed:.3g} is what {dtype} "
         "explains. "
-        "--no-verify-fallback runs it all the same."
+        "verify_fallback=False runs it all the same."
     )
 
 
 def _room(runner: ModelRunner, chunks: tuple[int, ...]) -> tuple[list[int], list[list[int]]]:
-    """These chunks, shorter where steps, sequences or the cache have no room for them, and the
+    """Shortens the chunks to the room in steps, sequences and the cache. Returns them with the
     blocks of each KV group."""
     scheduler = runner.config.scheduler
     groups = runner.kv_cache.groups
@@ -113,7 +113,7 @@ def _room(runner: ModelRunner, chunks: tuple[int, ...]) -> tuple[list[int], list
 
 
 def _tokens(runner: ModelRunner, count: int, attempt: int) -> list[int]:
-    """Different ones out of the middle of the vocabulary, none of which is padding: it has no
+    """Returns different tokens from the middle of the vocabulary. None is padding, which has no
     position of its own in some models."""
     size = runner.config.vocab_size or 2
     padding = runner.config.hf_config.get("pad_token_id")
@@ -126,8 +126,8 @@ def _tokens(runner: ModelRunner, count: int, attempt: int) -> list[int]:
 def _run(
     runner: ModelRunner, tokens: list[int], chunks: list[int], tables: list[list[int]]
 ) -> StepResult:
-    """The result of the step that computes the last token of the prompt: all but what is
-    decoded."""
+    """Computes all tokens but the decoded one. Returns the result of the step with the prompt's
+    last token."""
     generates = len(chunks) > 1
     nothing_new: list[list[int]] = [[] for _ in tables]
     num_prompt_tokens = sum(chunks[:-1]) if generates else sum(chunks)
@@ -163,8 +163,8 @@ def _run(
 
 
 def _errors(runner: ModelRunner, token_ids: Tensor, hidden_states: Tensor) -> tuple[float, float]:
-    """How far the engine's logits, or hidden states, are from the model's own, and how far they may
-    be."""
+    """Returns the difference of the engine's logits, or hidden states, from the model's own, and
+    the largest allowed difference."""
     model = runner.model
     assert isinstance(model, FallbackModel)
     with torch.inference_mode():
@@ -188,5 +188,5 @@ def _errors(runner: ModelRunner, token_ids: Tensor, hidden_states: Tensor) -> tu
 
 
 def _size(x: Tensor) -> float:
-    """Root of the mean square."""
+    """Root mean square."""
     return x.float().square().mean().sqrt().item()

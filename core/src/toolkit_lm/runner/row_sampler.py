@@ -1,31 +1,32 @@
-"""The row sampler: from the hidden states of a step to the tokens of its rows."""
+"""The row sampler: samples the tokens of a step's rows from its hidden states."""
 
 from __future__ import annotations
 
 import numpy as np
 from torch import Tensor
 
+from toolkit_lm.attention import logits_of_tokens
 from toolkit_lm.messages import StepPlan, StepResult
-from toolkit_lm.model import Model, logits_of_tokens
+from toolkit_lm.model import Model
 from toolkit_lm.runner.batch import PersistentBatch
 from toolkit_lm.runner.prompt_logprobs import prompt_logprobs
-from toolkit_lm.sampling import Sampled, sample, take_likeliest, top_candidates
+from toolkit_lm.sampling import Sampled, greedy_sample, sample, top_candidates
 from toolkit_lm.sampling.transfer import to_device
 from toolkit_lm.step import StepInputs
 
 
 class RowSampler:
-    """Draws the tokens of rows whose last token was computed, and appends them to the persistent
+    """Samples tokens for rows whose last token was computed, and appends them to the persistent
     batch. Rows of a beam search get candidates."""
 
     def __init__(self, model: Model, batch: PersistentBatch) -> None:
         self.certain: dict[int, list[int]] = {}
-        """By seq_id, the tokens that must follow those that the last step has drawn."""
+        """Forced tokens that follow the last sampled ones, by seq_id."""
         self._model = model
         self._batch = batch
 
     def sample(self, inputs: StepInputs, hidden_states: Tensor) -> StepResult:
-        """Logits, and tokens or candidates, of the rows whose last token was computed."""
+        """Computes logits, and tokens or candidates, for the rows whose last token was computed."""
         plan = inputs.plan
         sampling = self._batch.sampling
         result = StepResult(token_ids=[[] for _ in plan.scheduled])
@@ -35,15 +36,15 @@ class RowSampler:
             )
         if not len(inputs.sampling):
             return result
-        # In a decode step each row has one token, and draws one.
+        # In a decode step each row has one token, and samples one.
         is_decode = len(inputs.sampling) == len(hidden_states)
         rows = inputs.rows if is_decode else inputs.rows[inputs.sampling]
         if not (sampling.unusual or (not is_decode and inputs.num_drafts.any())):
             last = hidden_states
             if not is_decode:
                 last = _rows(hidden_states, inputs.query_start[1:][inputs.sampling] - 1)
-            self._take(
-                plan, result, take_likeliest(*self._model.likeliest(last)), inputs.sampling, rows
+            self._store(
+                plan, result, greedy_sample(*self._model.likeliest(last)), inputs.sampling, rows
             )
             return result
         if is_decode and not sampling.num_candidates.any():
@@ -57,12 +58,12 @@ class RowSampler:
     def _sample_drafted(
         self, inputs: StepInputs, hidden_states: Tensor, result: StepResult, rows: np.ndarray
     ) -> None:
-        """Tokens of rows of which some have drafts, or candidates of rows that search."""
+        """Samples for a step in which some rows have drafts or are beams."""
         plan = inputs.plan
         sampling = self._batch.sampling
-        # The logits of a row: those after its last token, and before them those that its drafts are
-        # compared with.
-        num_drafts = inputs.num_drafts - self._take_certain(inputs, result)
+        # Logits per row: those after its last token, preceded by those that its drafts are compared
+        # with.
+        num_drafts = inputs.num_drafts - self._accept_forced(inputs, result)
         counts = num_drafts + 1
         firsts = counts.cumsum() - counts
         within = np.arange(firsts[-1] + counts[-1]) + np.repeat(
@@ -78,12 +79,14 @@ class RowSampler:
                 sampling.select(rows[searching]),
             )
             seq_ids = [plan.scheduled[place].seq_id for place in inputs.sampling[searching]]
-            result.candidates = {seq_ids[i]: one for i, one in found.candidates.items()}
+            result.candidates = {
+                seq_ids[i]: candidates for i, candidates in found.candidates.items()
+            }
             result.errors |= {seq_ids[i]: error for i, error in found.errors.items()}
         going = np.flatnonzero(candidates == 0)
         while len(going):
-            # As if each token were drawn in a step of its own: a row goes on while the draft is the
-            # token that was drawn.
+            # The result is as if each token were sampled in its own step: a row continues while the
+            # draft equals the sampled token.
             part = _rows(logits, firsts[going])
             self._draw(plan, result, part, inputs.sampling[going], rows[going])
             firsts += 1
@@ -94,8 +97,8 @@ class RowSampler:
 
     @staticmethod
     def _agrees(plan: StepPlan, result: StepResult, place: int) -> bool:
-        """Whether the last token that a row has drawn is the draft in its place, so that the logits
-        after it count."""
+        """Whether a row's last sampled token equals the draft at its position, so that the logits
+        after it are valid."""
         scheduled = plan.scheduled[place]
         drawn = result.token_ids[place]
         return (
@@ -111,12 +114,12 @@ class RowSampler:
         places: np.ndarray,
         rows: np.ndarray,
     ) -> None:
-        """Tokens of rows that draw. `places`: their indices in the plan; `rows`: those in the
+        """Samples tokens of rows. `places`: their indices in the plan; `rows`: their rows in the
         persistent batch."""
         sampled = sample(logits, self._batch.sampling.select(rows), self._model.kernels.likeliest)
-        self._take(plan, result, sampled, places, rows)
+        self._store(plan, result, sampled, places, rows)
 
-    def _take(
+    def _store(
         self,
         plan: StepPlan,
         result: StepResult,
@@ -124,7 +127,8 @@ class RowSampler:
         places: np.ndarray,
         rows: np.ndarray,
     ) -> None:
-        """What was drawn for rows of the persistent batch, in these places of the plan."""
+        """Stores sampled tokens. `places`: indices in the plan; `rows`: rows in the persistent
+        batch."""
         self._batch.append_tokens(rows, sampled.token_ids)
         for index, token in zip(places, sampled.token_ids, strict=True):
             result.token_ids[index].append(token)
@@ -137,9 +141,9 @@ class RowSampler:
         for i, state in sampled.states.items():
             result.sampler_state[plan.scheduled[places[i]].seq_id] = state
 
-    def _take_certain(self, inputs: StepInputs, result: StepResult) -> np.ndarray:
-        """[S] how many drafts of each row are drawn without a draw: there is but one token that it
-        could give."""
+    def _accept_forced(self, inputs: StepInputs, result: StepResult) -> np.ndarray:
+        """Returns [S] the number of drafts per row that are accepted without sampling, since no
+        other token is possible."""
         sampling = self._batch.sampling
         taken = np.zeros_like(inputs.num_drafts)
         for index in inputs.num_drafts.nonzero()[0]:
@@ -160,8 +164,8 @@ class RowSampler:
 
 
 def _rows(tensor: Tensor, rows: np.ndarray) -> Tensor:
-    """These rows of a tensor, in rising order and each once: the tensor itself where they are all.
-    The host does not wait for them."""
+    """Selects rows of a tensor, given in rising order without duplicates. If they are all rows,
+    returns the tensor itself. The host does not wait."""
     if len(rows) == len(tensor):
         return tensor
     return tensor[to_device(rows, tensor.device)]

@@ -1,4 +1,4 @@
-"""Slots: what parts say of each token or row of a step, at fixed addresses."""
+"""Slots: values of parts for each token or row of a step, at fixed addresses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Slots:
     def __init__(
         self, parts: Mapping[str, StepPart], limits: BatchLimits, device: torch.device
     ) -> None:
-        """Raises PluginError where two parts have a buffer of one name."""
+        """Raises PluginError if two parts have buffers of the same name."""
         self.tensors: dict[str, Tensor] = {}
         self.fills: list[tuple[_Fill, dict[str, tuple[bool, Buffer]]]] = []
         for name, part in parts.items():
@@ -41,10 +41,13 @@ class Slots:
                 self.fills.append((part.context, own))
 
     def fill(self, inputs: StepInputs) -> None:
-        """Has the parts say it of a step, and copies it to the device."""
+        """Lets the parts fill their buffers for a step, and copies them to the device."""
         sizes = len(inputs.rows), len(inputs.token_index)
         for fill, buffers in self.fills:
-            fill(inputs, {name: one.host[: sizes[of]] for name, (of, one) in buffers.items()})
+            fill(
+                inputs,
+                {name: buffer.host[: sizes[unit]] for name, (unit, buffer) in buffers.items()},
+            )
             for of_tokens, buffer in buffers.values():
                 buffer.host[sizes[of_tokens] :] = 0
                 buffer.upload(len(buffer.host))

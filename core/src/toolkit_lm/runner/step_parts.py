@@ -1,8 +1,8 @@
-"""The parts of a runner's steps: which there are, and which of their methods are called."""
+"""StepParts: the parts of a runner's steps, and their methods to call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from toolkit_lm.attention import CacheLayer
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.errors import PluginError
-from toolkit_lm.kv import KVCacheSpec
+from toolkit_lm.errors import PluginError, UnsupportedError
+from toolkit_lm.kv import KVCacheSpec, max_drafts
 from toolkit_lm.model import Model
 from toolkit_lm.parts import DraftingPart
 from toolkit_lm.plugin import Plugins
@@ -24,13 +24,13 @@ from toolkit_lm.step import Feed, StepPart
 
 
 class StepParts:
-    """Holds parts by name. Of each method there is a list of those that override it, so that what a
-    part leaves out costs a step nothing."""
+    """Holds parts by name. Each method has a list of the parts that override it, so a method that a
+    part lacks costs a step nothing."""
 
     def __init__(
         self, parts: Mapping[str, StepPart], elsewhere: Sequence[type[StepPart]] = ()
     ) -> None:
-        """`elsewhere`: those that other pipeline stages have."""
+        """`elsewhere`: part classes that other pipeline stages have."""
         self.by_name = dict(parts)
         self._elsewhere = elsewhere
         self._list()
@@ -44,7 +44,7 @@ class StepParts:
         self.finish = self.named_calls("finish")
 
     def named_calls(self, method: str) -> list[tuple[str, Callable[..., Any]]]:
-        """By name of the part, a method of those that override it."""
+        """A method of each part that overrides it, with the part's name."""
         return [
             (name, getattr(part, method))
             for name, part in self.by_name.items()
@@ -52,12 +52,12 @@ class StepParts:
         ]
 
     def calls(self, method: str) -> list[Callable[..., Any]]:
-        """A method of the parts that override it."""
+        """A method of each part that overrides it."""
         return [call for _, call in self.named_calls(method)]
 
     @contextmanager
     def with_part(self, name: str, part: StepPart) -> Iterator[None]:
-        """Inside, there is one part more."""
+        """Context with one more part."""
         self.by_name[name] = part
         self._list()
         try:
@@ -68,18 +68,18 @@ class StepParts:
 
     @property
     def taps(self) -> list[str]:
-        """The layers that they tap, and those that parts of other pipeline stages do."""
+        """Names of the layers that parts tap, including parts of other pipeline stages."""
         here = [name for part in self.by_name.values() for name in part.taps]
         return here + [name for part in self._elsewhere for name in part.taps]
 
     @property
     def feeds(self) -> frozenset[Feed]:
-        """What they give to the model's layers."""
+        """The requirements of the model's layers that parts meet."""
         return frozenset().union(*(part.feeds for part in self.by_name.values()))
 
     def layers(self) -> dict[str, CacheLayer]:
-        """Those of all parts, by name. Raises PluginError where one has another part's name, or
-        none."""
+        """Layers of all parts, by name. Raises PluginError if a layer's name does not begin with
+        its own part's name."""
         layers: dict[str, CacheLayer] = {}
         for name, give in self.named_calls("layers"):
             for layer, module in give().items():
@@ -92,16 +92,27 @@ class StepParts:
         return layers
 
     def with_lookahead(self, layer: str, spec: KVCacheSpec) -> KVCacheSpec:
-        """What a layer caches, with the slots beyond a step's tokens that its part asks for."""
+        """Adds the look-ahead slots that the layer's part asks for to the layer's spec."""
         part = self.by_name.get(layer.partition("/")[0]) if "/" in layer else None
         return spec if part is None else replace(spec, lookahead=part.lookahead)
 
+    def check_drafts(self, config: VllmConfig, specs: Iterable[KVCacheSpec]) -> None:
+        """Raises UnsupportedError for a drafter of an engine whose model takes no tokens back.
+        `specs`: what its layers cache."""
+        if (drafter := config.scheduler.drafter) is not None and (
+            config.model.runner == "pooling" or not max_drafts(specs)
+        ):
+            raise UnsupportedError(
+                f"drafter {drafter!r}: drafts are for engines that generate, of models that can "
+                "take tokens back: a recurrent state's spec says how many (rewinds)."
+            )
+
     def facts(self) -> dict[str, Raw]:
-        """Those of the parts that state some."""
+        """Facts of the parts that state some, by part name."""
         return {name: state() for name, state in self.named_calls("facts")}
 
     def close(self) -> None:
-        """Releases them all."""
+        """Closes all parts."""
         closing = self.calls("close")
         self.by_name.clear()
         self._list()
@@ -112,8 +123,8 @@ class StepParts:
 def make_parts(
     model: Model, config: VllmConfig, device: torch.device, plugins: Plugins
 ) -> StepParts:
-    """Those of the model, its pooler's, those that plugins register, and the drafter's. Raises
-    PluginError, naming the plugin of one that cannot be made."""
+    """Makes the parts of the model, of its pooler, of plugins, and of the drafter. Raises
+    PluginError, which names the plugin, for a part that cannot be made."""
     parts: dict[str, StepPart] = {}
     elsewhere: list[type[StepPart]] = []
     options = model_options(config, plugins)
@@ -171,7 +182,7 @@ def _check_model(model: Model, name: str, kind: type[StepPart]) -> None:
 
 
 def _runs_here(part: type[StepPart], config: VllmConfig) -> bool:
-    """Whether the worker of this config is of a pipeline stage that has the part."""
+    """Whether the worker of this config belongs to a pipeline stage that has the part."""
     parallel = config.parallel
     if part.ranks == "first_stage":
         return parallel.pipeline_parallel_rank == 0

@@ -1,4 +1,4 @@
-"""Run: what a part may ask of its runner while a step runs."""
+"""Run: the interface of the runner that parts use during a step."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from toolkit_lm.step import StepRun
 
 
 class Run(StepRun):
-    """Given to parts in place of the runner."""
+    """Interface that parts get in place of the runner."""
 
     def __init__(self, runner: Any) -> None:
-        """`runner`: the ModelRunner that makes it, which imports this module."""
+        """`runner`: the ModelRunner that makes it. Its module imports this one, hence no type."""
         self._runner = runner
 
     def sequences(self, lengths: Sequence[int]) -> AbstractContextManager[None]:
-        entered: AbstractContextManager[None] = self._runner._sequences(lengths)
-        return entered
+        runner = self._runner
+        metadata = runner._bindings.encoder_metadata(lengths)
+        return forward_context(runner._context._replace(metadata=metadata))
 
     def tap(self, layer: str) -> Tensor:
         taps = self._runner._taps
@@ -47,7 +48,7 @@ class Run(StepRun):
         **arguments: Tensor,
     ) -> Tensor:
         runner = self._runner
-        counts = np.array([len(one) for one in tokens], np.int64)
+        counts = np.array([len(ids) for ids in tokens], np.int64)
         ends = start + counts
         if (most := int(ends.max())) > runner.config.max_model_len:
             raise ValueError(
@@ -69,7 +70,8 @@ class Run(StepRun):
             "max_seq_len": most,
         }
         context = runner._context
-        metadata: list[Any] = [None] * len(runner._backends)
+        backends = runner._bindings.backends
+        metadata: list[Any] = [None] * len(backends)
         for group in {context.bindings[name].group for name in cache_layers(model)}:
             table, slots = runner._batch.slots(group, persistent, counts, index)
             view = BatchView(
@@ -77,7 +79,7 @@ class Run(StepRun):
                 block_table=to_device(table, runner.device),
                 slot_mapping=to_device(slots, runner.device),
             )
-            backend = runner._backends[group]
+            backend = backends[group]
             assert backend is not None, "a group of layers that run here has a backend"
             metadata[group] = backend.build(view)
         second = context._replace(metadata=metadata, layers=named_layers(model), slots={})
@@ -97,7 +99,7 @@ class Run(StepRun):
         persistent = runner.step_inputs.rows[rows]
         with _as_if_drawn(sampling.history, persistent, ahead, after):
             selected = sampling.select(persistent)
-            # Copies, until the next selection.
+            # Copies that are valid until the next selection.
             selected.position += ahead
             selected.logprobs[:] = -1
             selected.processors = None
@@ -109,8 +111,8 @@ class Run(StepRun):
 def _as_if_drawn(
     history: TokenHistory, rows: np.ndarray, ahead: int, after: np.ndarray | None
 ) -> Iterator[None]:
-    """Inside, the rows' tokens are followed by `after` [N, ahead]. Raises ValueError for tokens
-    beyond the longest sequence."""
+    """Context in which the rows' tokens are followed by `after` [N, ahead]. Raises ValueError for
+    tokens beyond the longest sequence."""
     if not ahead:
         yield
         return

@@ -1,5 +1,5 @@
-"""The steps that a worker runs before the first request: one tells what memory it takes, others
-what it would wait for."""
+"""Steps that a worker runs before the first request: one measures memory, and others do what the
+first request would wait for."""
 
 from __future__ import annotations
 
@@ -20,24 +20,23 @@ from toolkit_lm.runner.model_runner import ModelRunner
 from toolkit_lm.runner.proof import prove
 
 _KEPT_BYTES = 2**25 - 2**16
-"""A little below the most that glibc adapts to."""
+"""Slightly below the largest threshold that glibc adapts to."""
 _GREEDY = SamplingParams(temperature=0)
 _MOST_MEMORY = SamplingParams(top_p=1 - 1e-7)
-"""No few tokens hold as much, so that all are sorted."""
+"""So large a top_p that all tokens are sorted, which needs the most memory."""
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """A prompt of two tokens, and where text is generated a decode, of a made-up sequence that is
-    then forgotten.
+    """Runs a prompt of two tokens, and for a generating model a decode, of a made-up sequence that
+    is then dropped.
 
-    A fallback's first warm-up proves it; later ones, after a step that failed, do not. The steps
+    A fallback's first warm-up also checks it; later ones, after a failed step, do not. The steps
     leave garbage in the first blocks. All ranks of an engine run it at the same time. Raises
-    CheckpointError where logits, or what is pooled, are not finite: so the first request would find
-    out.
+    CheckpointError if logits, or pooled values, are not finite, before the first request finds out.
     """
     if runner.device.type == "cpu":
-        # Once glibc has seen an allocation of this size freed, it keeps the memory of activations
-        # instead of asking for its pages anew.
+        # Once an allocation of this size was freed, glibc keeps the memory of activations and does
+        # not request its pages anew.
         torch.empty(_KEPT_BYTES, dtype=torch.uint8)
     if (
         isinstance(runner.model, FallbackModel)
@@ -50,16 +49,15 @@ def warm_up(runner: ModelRunner) -> None:
         result = _compute_tokens(runner, 2)
     if result.errors:
         pools = runner.config.model.runner == "pooling"
-        what = f"serve the task {_task(runner)!r}" if pools else "draw a first token"
-        raise CheckpointError(f"the model cannot {what}: {result.errors[-1]}.{_cause(runner)}")
+        task = f"serve the task {_task(runner)!r}" if pools else "draw a first token"
+        raise CheckpointError(f"the model cannot {task}: {result.errors[-1]}.{_cause(runner)}")
     if runner.compiler is not None:
         runner.compiler.capture(lambda: _compute_tokens(runner, 1))
         runner.compiler.seal()
 
 
 def _compute_tokens(runner: ModelRunner, num_tokens: int) -> StepResult:
-    """The result of a prompt of so many, after which where text is generated one more is
-    computed."""
+    """Result of a prompt of `num_tokens`. A generating model computes one more token after it."""
     plan = _made_up(runner, 1, num_tokens)
     result = runner.execute(plan)
     if runner.config.model.runner != "pooling" and not result.errors:
@@ -72,8 +70,8 @@ def _compute_tokens(runner: ModelRunner, num_tokens: int) -> StepResult:
 
 
 def _cause(runner: ModelRunner) -> str:
-    """Names a weight that is not finite, where there is one. It reads the checkpoint again: layers
-    may hold their weights otherwise."""
+    """Names a weight that is not finite, if there is one. Reads the checkpoint again, since layers
+    may store their weights in another form."""
     checkpoint = runner.config.checkpoint
     assert checkpoint is not None, "the config is not resolved: it has no checkpoint"
     loader = runner.plugins.loaders.make(
@@ -86,13 +84,12 @@ def _cause(runner: ModelRunner) -> str:
 
 
 def profile(runner: ModelRunner) -> int:
-    """Bytes that the largest step, CUDA graphs and what parts reserve take, where the KV cache gets
-    a share of the memory; else 0.
+    """Bytes of the largest step, CUDA graphs and parts' reserves, if the KV cache gets a share of
+    the memory; otherwise 0.
 
-    In that step all rows draw with top-p. All ranks of an engine run it at the same time, before
-    the cache is made. The allocator of a GPU keeps what the step took, so that it is no longer free
-    there, and does not count. Where the system does not tell a process' peak, nothing is known of
-    the step.
+    All rows of that step sample with top-p. All ranks of an engine run it at the same time, before
+    the cache is made. The allocator of a GPU keeps the step's memory, which is then no longer free
+    and not counted. If the system does not report a process' peak, the step counts as 0.
     """
     cache = runner.config.cache
     scheduler = runner.config.scheduler
@@ -134,8 +131,8 @@ def profile(runner: ModelRunner) -> int:
 
 
 def _resident(name: str) -> int:
-    """Bytes of memory that this process has ("VmRSS"), or had at its peak ("VmHWM"); 0 where the
-    system does not tell."""
+    """Bytes of memory that this process has ("VmRSS"), or had at its peak ("VmHWM"); 0 if the
+    system does not report it."""
     with contextlib.suppress(OSError):
         if found := re.search(
             rf"^{name}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE
@@ -147,8 +144,8 @@ def _resident(name: str) -> int:
 def _made_up(
     runner: ModelRunner, num_sequences: int, num_tokens: int, params: SamplingParams = _GREEDY
 ) -> StepPlan:
-    """Computes sequences -1, -2, ... of so many tokens in the first blocks, with room for one more;
-    in a step of its own."""
+    """Plan of one step that computes sequences -1, -2, ... of this many tokens in the first blocks,
+    with room for one more token."""
     groups = [group.spec for group in runner.kv_cache.groups]
     samples = runner.config.model.runner != "pooling"
     plan = StepPlan()
@@ -180,15 +177,18 @@ def _made_up(
 
 
 def _task(runner: ModelRunner) -> str:
-    """The task that a warm-up pools for."""
+    """Task that the warm-up pools for."""
     plan = _made_up(runner, 1, 1)
     pooling = plan.new[0].inputs.pooling
     return "embed" if pooling is None else pooling.task
 
 
 def _drop(plan: StepPlan) -> StepPlan:
-    """Has what a plan made up forgotten."""
+    """Plan that drops a made-up plan's sequences."""
     return StepPlan(
-        dropped=[*(seq.seq_id for seq in plan.new), *(one.encoder_id for one in plan.encoders)],
+        dropped=[
+            *(seq.seq_id for seq in plan.new),
+            *(encoder.encoder_id for encoder in plan.encoders),
+        ],
         dropped_items=[item.identifier for item in plan.encode],
     )

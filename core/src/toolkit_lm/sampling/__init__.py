@@ -5,7 +5,7 @@ from toolkit_lm.sampling.candidates import BeamCandidates, top_candidates
 from toolkit_lm.sampling.logprobs import token_logprobs
 from toolkit_lm.sampling.processor import LogitsProcessor, ProcessorRow, uniforms
 from toolkit_lm.sampling.processors import ProcessorTable
-from toolkit_lm.sampling.sampler import Sampled, sample, take_likeliest
+from toolkit_lm.sampling.sampler import Sampled, greedy_sample, sample
 from toolkit_lm.sampling.uniform import uniform
 
 __all__ = [
@@ -17,7 +17,7 @@ __all__ = [
     "BeamCandidates",
     "TokenHistory",
     "sample",
-    "take_likeliest",
+    "greedy_sample",
     "top_candidates",
     "token_logprobs",
     "uniform",

@@ -1,5 +1,5 @@
-"""Tokens that are not to be drawn after others: the last ones of sequences, and those that complete
-a text."""
+"""Forbidden tokens: the last ones of forbidden sequences, and those that complete a forbidden
+text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ForbiddenTextRules:
         self._steps = texts.steps.to_numpy()
         self._ends = texts.ends.to_numpy()
         self._tokens, self._end_states = (
-            np.ascontiguousarray(one[:, 0]) for one in (self._steps, self._ends)
+            np.ascontiguousarray(table[:, 0]) for table in (self._steps, self._ends)
         )
         self._silent = np.unpackbits(texts.silent.to_numpy()).view(bool)
         self._longest = texts.longest

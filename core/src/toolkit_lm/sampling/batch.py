@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
 
 from toolkit_lm.messages import NewSequence, SequenceInputs
-from toolkit_lm.param_spec import spec_of
-from toolkit_lm.params import SAMPLING_PARAMS, SamplingParams
+from toolkit_lm.params import SamplingParams
 from toolkit_lm.sampling.bad_words import BadWords, ForbiddenTextRules
 from toolkit_lm.sampling.processor import ProcessorRow
 from toolkit_lm.sampling.processors import ProcessorTable
-
-_NUMBERS = [
-    name for name, o in SAMPLING_PARAMS.items() if o.kinds == (float,) and spec_of(o).use == "draws"
-]
-"""Parameters that are columns of float32 as they are."""
-
 
 MIN_TEMPERATURE = 1e-5
 """Below this a temperature divides float32 logits into infinities, and the draw is the likeliest
@@ -28,10 +23,12 @@ token anyway."""
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class TokenRules:
-    """The parameters of a request that speak of single tokens. Its sequences share them."""
+    """Rules of a request about single tokens, as arrays. Its sequences share them."""
 
-    given: tuple[SamplingParams, SequenceInputs, list[int]]
-    """What they were made of."""
+    params: SamplingParams
+    inputs: SequenceInputs
+    stop_token_ids: list[int]
+    """With `params` and `inputs`: the source of the rules."""
     stop: np.ndarray
     allowed: np.ndarray | None = None
     bias_ids: np.ndarray | None = None
@@ -43,9 +40,12 @@ class TokenRules:
     def of(
         cls, params: SamplingParams, inputs: SequenceInputs, stop_token_ids: list[int]
     ) -> TokenRules:
+        """Builds the rules of one request."""
         bias = params.logit_bias or {}
         return cls(
-            (params, inputs, stop_token_ids),
+            params,
+            inputs,
+            stop_token_ids,
             stop=np.array(stop_token_ids, np.int64),
             allowed=None
             if params.allowed_token_ids is None
@@ -58,16 +58,22 @@ class TokenRules:
             else ForbiddenTextRules(inputs.forbidden_texts),
         )
 
-    def are_of(self, inputs: SequenceInputs, stop_token_ids: list[int]) -> bool:
-        """Another sequence with the same parameters has these rules, too."""
-        _, known, stop = self.given
-        same = (
-            known.bad_words == inputs.bad_words and known.forbidden_texts == inputs.forbidden_texts
+    def serve(self, inputs: SequenceInputs, stop_token_ids: list[int]) -> bool:
+        """Whether another sequence with the same parameters has the same rules."""
+        return (
+            self.inputs.bad_words == inputs.bad_words
+            and self.inputs.forbidden_texts == inputs.forbidden_texts
+            and self.stop_token_ids == stop_token_ids
         )
-        return same and stop == stop_token_ids
+
+    @property
+    def restrict(self) -> bool:
+        """Whether there are rules beside the stop tokens."""
+        rules = (self.allowed, self.bias, self.bad_words, self.forbidden_texts)
+        return any(rule is not None for rule in rules)
 
 
-_NO_RULES = TokenRules((SamplingParams(), SequenceInputs(), []), np.zeros(0, np.int64))
+_NO_RULES = TokenRules(SamplingParams(), SequenceInputs(), [], np.zeros(0, np.int64))
 
 
 class TokenHistory:
@@ -84,17 +90,17 @@ class TokenHistory:
         self.num_prompt_tokens[row] = num_prompt_tokens
 
     def put(self, row: int, start: int, token_ids: list[int], num_drafts: int = 0) -> None:
-        """The tokens of a row from position `start` on. The last `num_drafts` of them do not count
-        yet."""
+        """Stores tokens of a row from position `start` on. The last `num_drafts` are drafts, which
+        do not count yet."""
         end = start + len(token_ids)
         self.token_ids[row, start:end] = token_ids
         self.num_tokens[row] = max(self.num_tokens[row], end - num_drafts)
 
     def append(self, rows: np.ndarray, token_ids: list[int]) -> None:
-        """One token for each of `rows` [R]. What a full row gets is counted, but no step will ever
-        read it."""
-        # Few operations, since most of what each takes is the way to its code: the model has had
-        # the caches since the last step.
+        """Appends one token to each of `rows` [R]. A token beyond the capacity is counted, but no
+        step reads it."""
+        # Few NumPy calls: the CPU's caches are cold after the model, so the calls themselves take
+        # most of the time.
         ends = self.num_tokens[rows]
         try:
             self.token_ids[rows, ends] = token_ids
@@ -113,8 +119,8 @@ class TokenHistory:
         return self.token_ids[row, self.num_prompt_tokens[row] : self.num_tokens[row]]
 
     def padded(self, rows: np.ndarray, *, output_only: bool = False, fill: int) -> np.ndarray:
-        """[R, longest] int64, left-aligned: all tokens of `rows`, or their output; `fill`
-        elsewhere."""
+        """All tokens of `rows`, or their output: [R, longest] int64, left-aligned, padded with
+        `fill`."""
         ends = self.num_tokens[rows][:, None]
         starts = self.num_prompt_tokens[rows][:, None] if output_only else 0
         positions = np.arange(int(ends.max()))
@@ -123,75 +129,93 @@ class TokenHistory:
         ).astype(np.int64)
 
 
-class SamplingBatch:
-    """Columns over rows: what `sample` needs of each sequence.
+class Column(NamedTuple):
+    """Declares an array of a SamplingBatch with one entry per row."""
 
-    A row is set when a sequence joins the batch, and cleared when it leaves; each step selects its
-    rows.
+    dtype: Any
+    default: Any = 0
+    """Value of a row that no sequence has."""
+
+    def array(self, num_rows: int) -> np.ndarray:
+        return np.full(num_rows, self.default, self.dtype)
+
+
+def _column(dtype: Any, default: Any = 0) -> Any:
+    """A Column, typed as the array that an instance has in its place."""
+    return Column(dtype, default)
+
+
+class SamplingBatch:
+    """Sampling state of sequences, in columns with one entry per row: what `sample` reads.
+
+    A row is set when a sequence joins the batch, and cleared when it leaves. Each step selects the
+    rows that it draws for.
     """
 
-    temperature: np.ndarray
-    top_p: np.ndarray
-    min_p: np.ndarray
-    repetition_penalty: np.ndarray
-    presence_penalty: np.ndarray
-    frequency_penalty: np.ndarray
+    temperature: np.ndarray = _column(np.float32)
+    top_p: np.ndarray = _column(np.float32)
+    min_p: np.ndarray = _column(np.float32)
+    repetition_penalty: np.ndarray = _column(np.float32)
+    presence_penalty: np.ndarray = _column(np.float32)
+    frequency_penalty: np.ndarray = _column(np.float32)
+    top_k: np.ndarray = _column(np.int64)
+    """0: all tokens."""
+    min_tokens: np.ndarray = _column(np.int64)
+    row: np.ndarray = _column(np.int64)
+    """Index of the row in the history."""
+    seed: np.ndarray = _column(np.uint64)
+    key: np.ndarray = _column(np.int64, -1)
+    """Id of the sequence, which it keeps for its life."""
+    position: np.ndarray = _column(np.int64)
+    """Number of output tokens drawn so far: the counter of the random numbers."""
+    logprobs: np.ndarray = _column(np.int64, -1)
+    """Number of alternatives whose log probabilities are returned. -1: no log probabilities."""
+    logprob_token_ids: np.ndarray = _column(object, None)
+    """Token ids whose log probabilities the request names. None: those of the likeliest tokens."""
+    prompt_logprobs: np.ndarray = _column(np.int64, -1)
+    """Number of alternatives at each token of the prompt. -1: no log probabilities."""
+    num_candidates: np.ndarray = _column(np.int64)
+    """Number of likeliest tokens that a beam search asks for. 0: a token is drawn."""
+    filtered: np.ndarray = _column(bool)
+    """Whether top-k, top-p or min-p is on."""
+    edited: np.ndarray = _column(bool)
+    """Whether logits are changed before the draw: by rules beside the stop tokens, by penalties, or
+    by logits processors of the stage "logits"."""
+    follows: np.ndarray = _column(bool)
+    """Whether tokens that a logits processor forces can be appended without a draw: it is the only
+    processor, there are no other rules, and no log probabilities are returned."""
+    forces: np.ndarray = _column(bool)
+    """Whether `forced` names tokens."""
+    forced: np.ndarray = _column(object, None)
+    """Tokens that must be drawn, by position in the output."""
+    rules: np.ndarray = _column(object, _NO_RULES)
+    """TokenRules of each row."""
 
     def __init__(self, history: TokenHistory, processors: ProcessorTable | None = None) -> None:
-        """`processors`: where rows register that ask for plugins' logits processors; None: such a
-        request is not expected."""
+        """`processors` is the table of plugins' logits processors. None: no request may name
+        one."""
         num_rows = len(history.num_tokens)
         self.history = history
         self.processors = processors
-        self.row = np.arange(num_rows)
-        """Each row's place in the history."""
-        for name in _NUMBERS:
-            setattr(self, name, np.zeros(num_rows, np.float32))
-        self.top_k = np.zeros(num_rows, np.int64)
-        """0: all."""
-        self.seed = np.zeros(num_rows, np.uint64)
-        self.key = np.zeros(num_rows, np.int64)
-        """The sequence's id, for its life."""
-        self.position = np.zeros(num_rows, np.int64)
-        """Output tokens drawn so far: the counter of the random numbers."""
-        self.min_tokens = np.zeros(num_rows, np.int64)
-        self.logprobs = np.full(num_rows, -1, np.int64)
-        """Alternatives wanted; -1: no logprobs at all."""
-        self.logprob_token_ids = np.full(num_rows, None, object)
-        """Alternatives that the request names; None: the likeliest ones."""
-        self.prompt_logprobs = np.full(num_rows, -1, np.int64)
-        self.num_candidates = np.zeros(num_rows, np.int64)
-        """Likeliest tokens that a beam search wants; 0: a token is drawn."""
-        self.filtered = np.zeros(num_rows, bool)
-        """Some filter beside the temperature is on."""
-        self.edited = np.zeros(num_rows, bool)
-        """Logits are not used as they are: there are rules beside the stop tokens, penalties, or
-        plugins' processors of them."""
+        for name, column in COLUMNS.items():
+            setattr(self, name, column.array(num_rows))
+        self.row[:] = np.arange(num_rows)
         self.unusual: set[int] = set()
-        """Rows that do not just take the likeliest token of the model's logits. Where there are
-        none, logits need not be made."""
+        """Rows that do more than take the likeliest token of the model's logits. Where there are
+        none, logits need not be computed."""
         self.read_prompts: set[int] = set()
-        """Rows that want log probabilities of their prompts."""
-        self.follows = np.zeros(num_rows, bool)
-        """What must follow the tokens needs no draw: nothing but one processor has a say in it, and
-        nobody asks how likely it was."""
-        self.forces = np.zeros(num_rows, bool)
-        """Some places of the output have a token that must be drawn there."""
-        self.forced = np.full(num_rows, None, object)
-        """These tokens, by place."""
-        self.rules = np.full(num_rows, _NO_RULES, object)
-        self._known = WeakValueDictionary[int, TokenRules]()
-        """Those in use, by the identity of the parameters."""
-        self.work = [np.empty((3, num_rows), np.uint64)]
-        """Memory for `uniform`. In a list, since it is no column."""
-        self._selected: list[dict[str, np.ndarray]] = []
-        """Columns that `select` fills: here first, of a selection in a selection next."""
-        self._depth = 0
+        """Rows that return log probabilities of their prompts."""
+        self.work = np.empty((3, num_rows), np.uint64)
+        """Scratch memory of `uniform`."""
+        self._known_rules = WeakValueDictionary[int, TokenRules]()
+        """Rules in use, by the identity of the parameters."""
+        self._selection: tuple[SamplingBatch, list[tuple[str, np.ndarray]]] | None = None
+        """The batch that `select` returns, and the memory of its columns."""
 
     def set(self, row: int, seq: NewSequence) -> None:
-        """Takes in a sequence; its tokens are in the history already."""
+        """Fills a row for a sequence whose tokens are in the history already."""
         params = seq.params
-        for name in _NUMBERS:
+        for name in PARAMETERS:
             getattr(self, name)[row] = getattr(params, name)
         self.top_k[row] = max(params.top_k, 0)
         self.seed[row] = seq.seed
@@ -214,21 +238,14 @@ class SamplingBatch:
             if self.processors is not None and seq.inputs.logits_processors
             else ()
         )
-        rules = self._known.get(id(params))
-        given = (params, seq.inputs, seq.stop_token_ids)
-        if rules is None or not rules.are_of(seq.inputs, seq.stop_token_ids):
-            rules = self._known[id(params)] = TokenRules.of(*given)
+        rules = self._rules_of(seq)
         self.rules[row] = rules
         penalized = (
             params.repetition_penalty != 1
             or params.presence_penalty != 0
             or params.frequency_penalty != 0
         )
-        ruled = any(
-            one is not None
-            for one in (rules.allowed, rules.bias, rules.bad_words, rules.forbidden_texts)
-        )
-        self.edited[row] = penalized or ruled or "logits" in stages
+        self.edited[row] = penalized or rules.restrict or "logits" in stages
         as_is = not (
             self.edited[row]
             or self.forces[row]
@@ -241,50 +258,51 @@ class SamplingBatch:
             and self.logprobs[row] < 0
             and not seq.num_candidates
         )
-        (self.unusual.discard if is_usual else self.unusual.add)(row)
-        (self.read_prompts.discard if params.prompt_logprobs is None else self.read_prompts.add)(
-            row
-        )
+        _put_in(self.unusual, row, not is_usual)
+        _put_in(self.read_prompts, row, params.prompt_logprobs is not None)
         self.follows[row] = len(seq.inputs.logits_processors) == 1 and not (
-            ruled or self.forces[row] or self.logprobs[row] >= 0
+            rules.restrict or self.forces[row] or self.logprobs[row] >= 0
         )
+
+    def _rules_of(self, seq: NewSequence) -> TokenRules:
+        """Rules of a sequence: those of another one of its request where they are the same."""
+        rules = self._known_rules.get(id(seq.params))
+        if rules is None or not rules.serve(seq.inputs, seq.stop_token_ids):
+            rules = TokenRules.of(seq.params, seq.inputs, seq.stop_token_ids)
+            self._known_rules[id(seq.params)] = rules
+        return rules
 
     def clear(self, row: int) -> None:
-        """The sequence leaves."""
+        """Gives a row its defaults again: its sequence has left."""
         if self.processors is not None and self.key[row] in self.processors.names:
             self.processors.remove(int(self.key[row]))
-        self.rules[row] = _NO_RULES
+        for name, column in COLUMNS.items():
+            getattr(self, name)[row] = column.default
+        self.row[row] = row
         self.unusual.discard(row)
         self.read_prompts.discard(row)
-        self.num_candidates[row] = 0
-        self.prompt_logprobs[row] = -1
 
     def select(self, rows: np.ndarray) -> SamplingBatch:
-        """The given rows [R], until the next call."""
-        if len(self._selected) == self._depth:
-            columns = [
-                (name, column)
-                for name, column in vars(self).items()
-                if isinstance(column, np.ndarray)
-            ]
-            self._selected.append(
-                {
-                    name: np.zeros(len(self.history.num_tokens), column.dtype)
-                    for name, column in columns
-                }
-            )
-        selected = object.__new__(SamplingBatch)
-        vars(selected).update(vars(self), _depth=self._depth + 1)
-        for name, out in self._selected[self._depth].items():
-            setattr(
-                selected,
-                name,
-                np.take(getattr(self, name), rows, out=out[: len(rows)], mode="clip"),
-            )
-        return selected
+        """Copies the columns of `rows` [R], in their order: a batch of R rows.
+
+        It is overwritten by the next `select` of this batch. History and processors are shared.
+        """
+        if self._selection is None:
+            selection = copy(self)
+            num_rows = len(self.history.num_tokens)
+            memory = [(name, column.array(num_rows)) for name, column in COLUMNS.items()]
+            self._selection = selection, memory
+        selection, memory = self._selection
+        # Whoever had it before may have taken its processors away.
+        selection.processors = self.processors
+        size = len(rows)
+        for name, column in memory:
+            taken = getattr(self, name).take(rows, out=column[:size], mode="clip")
+            setattr(selection, name, taken)
+        return selection
 
     def must_draw(self) -> dict[int, int]:
-        """By row, the token that must be drawn now, where there is one."""
+        """Tokens that must be drawn now, by row. Rows that may draw any token are left out."""
         rows = np.flatnonzero(self.forces).tolist()
         positions = self.position.tolist()
         return {
@@ -311,3 +329,16 @@ class SamplingBatch:
 
     def __len__(self) -> int:
         return len(self.seed)
+
+
+def _put_in(members: set[int], row: int, is_member: bool) -> None:
+    if is_member:
+        members.add(row)
+    else:
+        members.discard(row)
+
+
+COLUMNS = {name: column for name, column in vars(SamplingBatch).items() if type(column) is Column}
+"""Every column of a SamplingBatch, by name."""
+PARAMETERS = [name for name, column in COLUMNS.items() if column.dtype is np.float32]
+"""Columns that hold a sampling parameter of the same name as it is."""

@@ -1,4 +1,4 @@
-"""What a beam search needs of the logits: each row's likeliest tokens."""
+"""Beam search: the likeliest tokens of each row of logits."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from toolkit_lm.sampling.transfer import to_host
 
 
 class BeamCandidates(NamedTuple):
-    """What a step found for the rows of beam searches."""
+    """Result of `top_candidates` for the rows of beam searches."""
 
     candidates: dict[int, Candidates]
-    """By row. Fewer than asked for where the vocabulary, or the request's masks, leave no more."""
+    """Candidates by row. Fewer than asked for where the vocabulary, or the request's masks, leave
+    no more."""
     errors: dict[int, str]
-    """By row: logits that hold NaN; a plugin's logits processor that failed."""
+    """Messages by row: logits that hold NaN, or a plugin's logits processor that failed."""
 
 
 def top_candidates(logits: Tensor, rows: SamplingBatch) -> BeamCandidates:
@@ -38,8 +39,8 @@ def top_candidates(logits: Tensor, rows: SamplingBatch) -> BeamCandidates:
         failed = rows.processors.errors
     best = logprobs.topk(min(int(rows.num_candidates.max()), logprobs.shape[-1]), dim=-1)
     found = BeamCandidates({}, {})
-    told = (column.tolist() for column in to_host(best.indices, best.values, are_finite))
-    columns = zip(rows.num_candidates.tolist(), *told, strict=True)
+    on_host = (column.tolist() for column in to_host(best.indices, best.values, are_finite))
+    columns = zip(rows.num_candidates.tolist(), *on_host, strict=True)
     for row, (wanted, token_ids, values, is_finite) in enumerate(columns):
         if (key := int(rows.key[row])) in failed:
             found.errors[row] = failed[key]

@@ -1,4 +1,4 @@
-"""Filters of the distribution: top-k, top-p, min-p, each on what the one before has left."""
+"""Filters of the distribution: top-k, top-p, min-p. Each works on what the one before leaves."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _filter(logits: Tensor, rows: SamplingBatch) -> Tensor:
 def _top(logits: Tensor, rows: SamplingBatch) -> Tensor:
     """[R, V] -> [R, V] probabilities after top-k and top-p, which keep the first of the tokens
     sorted by likelihood."""
-    # As a rule few tokens hold all that is kept, and sorting the others would take most of the time
+    # Usually few tokens hold all that is kept, and sorting the others would take most of the time
     # of a step.
     likeliest = (
         logits.topk(min(_SELECTED, logits.shape[-1]), sorted=False).indices.sort(dim=-1).values
@@ -57,7 +57,8 @@ def _top(logits: Tensor, rows: SamplingBatch) -> Tensor:
 
 
 def _first(logits: Tensor, tokens: Tensor, rows: SamplingBatch) -> tuple[Tensor, Tensor]:
-    """As `_top`, of tokens [R, S], in their order; and whether nothing else could be kept [R]."""
+    """Probabilities [R, V] after top-k and top-p of the tokens [R, S] alone, in their order. Also
+    whether no other token could be kept [R]."""
     # Sorting the logits and not the probabilities keeps the order of tokens whose probabilities
     # round to the same.
     chosen, order = logits.gather(-1, tokens).sort(dim=-1, descending=True, stable=True)

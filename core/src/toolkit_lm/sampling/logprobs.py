@@ -28,21 +28,22 @@ def token_logprobs(
         for column in to_host(token_ids, chosen[:, 0], ranks, top.indices, top.values)
     )
     columns = zip(*found, wanted.tolist(), strict=True)
-    told = [
+    results = [
         TokenLogprobs([token, *ids[:n]], [logprob, *values[:n]], rank)
         for token, logprob, rank, ids, values, n in columns
     ]
     for row, ids in enumerate(() if named is None else named.tolist()):
         if ids:
-            _add(told[row], logprobs[row], ids)
-    return told
+            _add(results[row], logprobs[row], ids)
+    return results
 
 
-def _add(told: TokenLogprobs, logprobs: Tensor, token_ids: list[int]) -> None:
-    """Those of the tokens that a request names, of one row [V]."""
+def _add(results: TokenLogprobs, logprobs: Tensor, token_ids: list[int]) -> None:
+    """Adds log probabilities and ranks of the tokens that a request names. `logprobs` [V] are those
+    of its row."""
     values = logprobs[to_device(np.array(token_ids), logprobs.device)]
     ranks = torch.stack([(logprobs > value).sum() for value in values]) + 1
     values, ranks = to_host(values, ranks)
-    told.token_ids += token_ids
-    told.logprobs += values.tolist()
-    told.ranks = ranks.tolist()
+    results.token_ids += token_ids
+    results.logprobs += values.tolist()
+    results.ranks = ranks.tolist()

@@ -12,19 +12,20 @@ from toolkit_lm.sampling.transfer import to_device
 
 
 def mask(logits: Tensor, rows: SamplingBatch) -> None:
-    """Changes logits [R, V] in place, those of the rows that have such rules."""
+    """Applies the rules to logits [R, V], in place. Rows without rules stay as they are."""
     vocab_size = logits.shape[-1]
     _allow(logits, rows)
     for kind in ("bad_words", "forbidden_texts"):
-        wordy = {
-            row: one
+        forbidding = {
+            row: words
             for row, rules in enumerate(rows.rules)
-            if (one := getattr(rules, kind)) is not None
+            if (words := getattr(rules, kind)) is not None
         }
-        outputs = {row: rows.history.output(rows.row[row]) for row in wordy}
-        _put(
-            logits, {row: words.forbidden(outputs[row]) for row, words in wordy.items()}, -torch.inf
-        )
+        forbidden = {
+            row: words.forbidden(rows.history.output(rows.row[row]))
+            for row, words in forbidding.items()
+        }
+        _put(logits, forbidden, -torch.inf)
     biased = {row: rules for row, rules in enumerate(rows.rules) if rules.bias is not None}
     if biased:
         values = np.concatenate([rules.bias for rules in biased.values() if rules.bias is not None])
@@ -41,9 +42,9 @@ def mask(logits: Tensor, rows: SamplingBatch) -> None:
     )
     if forced := rows.must_draw():
         places = np.array([*forced, *forced.values()]).reshape(2, -1)
-        its, tokens = to_device(places, logits.device)
-        logits[its] = -torch.inf
-        logits[its, tokens] = 0.0
+        drawing, tokens = to_device(places, logits.device)
+        logits[drawing] = -torch.inf
+        logits[drawing, tokens] = 0.0
 
 
 def _allow(logits: Tensor, rows: SamplingBatch) -> None:
@@ -51,9 +52,9 @@ def _allow(logits: Tensor, rows: SamplingBatch) -> None:
     for row, rules in enumerate(rows.rules):
         if rules.allowed is not None:
             sharing.setdefault(rules, []).append(row)
-    for rules, its in sharing.items():
+    for rules, members in sharing.items():
         assert rules.allowed is not None
-        own = to_device(np.array(its), logits.device)
+        own = to_device(np.array(members), logits.device)
         index = own[:, None], to_device(rules.allowed, logits.device)
         kept = logits[index]
         logits[own] = -torch.inf
@@ -61,7 +62,7 @@ def _allow(logits: Tensor, rows: SamplingBatch) -> None:
 
 
 def _put(logits: Tensor, token_ids: dict[int, np.ndarray], values: float | np.ndarray) -> None:
-    """Adds to the logits of each row's tokens: minus infinity rules them out."""
+    """Adds `values` to the logits of each row's tokens. Minus infinity forbids a token."""
     if token_ids:
         added = to_device(np.asarray(values), logits.device).to(logits.dtype)
         logits.index_put_(_index(token_ids, logits.device), added, accumulate=True)

@@ -1,4 +1,4 @@
-"""Penalties on tokens that have been there: repetition, presence, frequency."""
+"""Penalties on tokens that occurred before: repetition, presence, frequency."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from toolkit_lm.sampling.transfer import to_device
 
 
 def penalize(logits: Tensor, rows: SamplingBatch) -> None:
-    """Changes logits [R, V] in place, those of the rows that have penalties."""
+    """Applies the penalties to logits [R, V], in place. Rows without penalties stay as they are."""
     repeating = np.flatnonzero(rows.repetition_penalty != 1)
     if len(repeating):
         index = to_device(repeating, logits.device)
@@ -32,7 +32,7 @@ def penalize(logits: Tensor, rows: SamplingBatch) -> None:
 
 
 def _counts(rows: SamplingBatch, index: np.ndarray, logits: Tensor, *, output_only: bool) -> Tensor:
-    """[R, V] how often each token is in the sequence, or in its output."""
+    """Number of times that each token occurs in the sequence, or in its output: [R, V]."""
     vocab_size = logits.shape[-1]
     tokens = to_device(
         rows.history.padded(rows.row[index], output_only=output_only, fill=vocab_size),

@@ -1,4 +1,4 @@
-"""LogitsProcessor: the contract of what plugins bring to the sampler."""
+"""LogitsProcessor: the contract of logits processors, which plugins add to the sampler."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.sampling.uniform import uniform
 
 Stage = Literal["logits", "probs"]
-"""Where a processor works. "logits": on the model's logits, after masks and penalties, before
-greedy rows take the likeliest token. "probs": on the probabilities that temperature and filters
-have left, of the rows that draw.
-"""
+"""Stage at which a processor works. "logits": on the model's logits, after masks and penalties,
+before greedy rows take the likeliest token. "probs": on the probabilities that temperature and
+filters leave, of rows that draw at random."""
 
 
 class ProcessorRow(NamedTuple):
     """One row of the logits, and the sequence that it belongs to."""
 
     key: int
-    """Names the sequence for its life, whichever row it has in a step."""
+    """Id of the sequence for its life, whichever row it has in a step."""
     token_ids: np.ndarray
-    """[N] int32, read only: all its tokens so far, the prompt and the output. A view: it holds
-    until the call returns."""
+    """All tokens of the sequence, prompt and output: [N] int32, read only. A view, valid until the
+    call returns."""
     num_prompt_tokens: int
     seed: int
 
@@ -56,11 +55,11 @@ class LogitsProcessor(ABC):
 
     stage: ClassVar[Stage]
     in_logprobs: ClassVar[bool] = False
-    """Log probabilities of the output are those of the changed logits, of the stage "logits";
-    otherwise they are the model's own."""
+    """Whether the log probabilities that a request gets are those of the changed logits, after the
+    stage "logits". False: they are the model's own."""
     atomic: ClassVar[bool] = False
-    """`apply` works in place, raises before it changes a value or not at all, and makes no NaN or
-    infinity: nothing is copied."""
+    """Whether `apply` works in place, fails only before it has changed a value, and makes no NaN or
+    infinity. If so, nothing is copied."""
 
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
         self.config = config
@@ -70,13 +69,13 @@ class LogitsProcessor(ABC):
     def add(
         self, row: ProcessorRow, arguments: Mapping[str, Any], state: Mapping[str, float]
     ) -> None:
-        """A sequence joins the batch. `arguments`: what its `prepare` gave. `state`: what
-        `after_draw` returned last; empty at first."""
+        """Registers a sequence that joins the batch. `arguments`: the result of its `prepare`.
+        `state`: the last result of `after_draw`, empty at first."""
 
     @abstractmethod
     def remove(self, key: int) -> None:
-        """A sequence leaves the batch: finished, aborted or preempted. Also called where `add`
-        raised."""
+        """Removes a sequence that leaves the batch: finished, aborted or preempted. Also called if
+        `add` raised."""
 
     def begin(self, rows: Sequence[ProcessorRow]) -> None:  # noqa: B027 # most have nothing to do
         """A step is computed that draws for these rows: what can be made ready meanwhile, threads

@@ -1,4 +1,4 @@
-"""The logits processors that are in use, and whose sequences they serve."""
+"""Table of the logits processors in use, and of the sequences that use each."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class ProcessorTable:
         ]
         self._processors: dict[str, LogitsProcessor] = {}
         self.names: dict[int, list[str]] = {}
-        """By key, the processors that a sequence uses."""
+        """Names of the processors that a sequence uses, by key."""
         self.errors: dict[int, str] = {}
-        """By key, what went wrong for a sequence, until it is removed."""
+        """Messages of sequences whose processor failed, by key, until the sequence is removed."""
 
     def add(self, row: ProcessorRow, seq: NewSequence) -> set[Stage]:
-        """A sequence joins the batch. Returns where it is worked on."""
+        """Registers a sequence that joins the batch. Returns the stages of its processors."""
         names = self.names[row.key] = list(seq.inputs.logits_processors)
         for name, arguments in seq.inputs.logits_processors.items():
             try:
@@ -54,7 +54,7 @@ class ProcessorTable:
         return made
 
     def remove(self, key: int) -> None:
-        """A sequence leaves the batch."""
+        """Removes a sequence that leaves the batch."""
         self.errors.pop(key, None)
         for name in self.names.pop(key, ()):
             if name in self._processors:
@@ -93,7 +93,7 @@ class ProcessorTable:
                 )
 
     def begin(self, keys: Sequence[int], row: Callable[[int], ProcessorRow]) -> None:
-        """A step is computed that draws for rows [R]."""
+        """Calls `begin` of the processors before a step that draws for rows [R]."""
         for name, processor in self._processors.items():
             if rows := [row(index) for index in self._users(name, keys)]:
                 processor.begin(rows)
@@ -101,7 +101,7 @@ class ProcessorTable:
     def drafts(
         self, keys: Sequence[int], row: Callable[[int], ProcessorRow]
     ) -> dict[int, list[int]]:
-        """By key, the tokens that must follow."""
+        """Tokens that must follow, by key. Processors that force none are left out."""
         asked = (
             (index, self._processors[name])
             for name in self._processors
@@ -114,7 +114,7 @@ class ProcessorTable:
         }
 
     def _users(self, name: str, keys: Sequence[int]) -> list[int]:
-        """The rows that use a processor, and have not failed."""
+        """Indices of the rows that use a processor and have not failed."""
         return [
             index
             for index, key in enumerate(keys)
@@ -122,7 +122,7 @@ class ProcessorTable:
         ]
 
     def in_logprobs(self, keys: Sequence[int]) -> list[int]:
-        """The rows whose log probabilities are those of changed logits."""
+        """Indices of the rows whose log probabilities are those of changed logits."""
         names = {name for name, processor in self._processors.items() if processor.in_logprobs}
         if not names:
             return []
@@ -137,13 +137,13 @@ class ProcessorTable:
         token_ids: Sequence[int],
         probs: Mapping[int, float],
     ) -> dict[int, SamplerState]:
-        """Tells the processors which tokens were drawn. `probs`: of the rows that were drawn at
-        random. Returns states, by row."""
+        """Tells the processors which tokens were drawn. `probs` has the rows that were drawn at
+        random. Returns their new states, by row."""
         states: dict[int, SamplerState] = {}
         listening = {
-            name: one
-            for name, one in self._processors.items()
-            if type(one).after_draw is not LogitsProcessor.after_draw
+            name: processor
+            for name, processor in self._processors.items()
+            if type(processor).after_draw is not LogitsProcessor.after_draw
         }
         for index, key in enumerate(keys) if listening else ():
             for name in self.names.get(key, ()):
@@ -166,8 +166,8 @@ class ProcessorTable:
         return states
 
     def _apply(self, name: str, values: Tensor, rows: Sequence[ProcessorRow]) -> Tensor:
-        """The changed values, which may be in the memory of `values`; of a row for which the
-        processor fails, its own."""
+        """Returns the changed values, which may share the memory of `values`. A row for which the
+        processor fails keeps its own."""
         kept = None if self._processors[name].atomic else values.clone()
         try:
             changed = self._processors[name].apply(values, rows)
@@ -175,7 +175,7 @@ class ProcessorTable:
                 raise ValueError(
                     f"apply() returned shape {tuple(changed.shape)} for {tuple(values.shape)}"
                 )
-            # Of NaN the maximum is NaN.
+            # The maximum of NaN is NaN.
             if (
                 kept is not None
                 and ((changed.amax(dim=-1) < torch.inf) < (kept.amax(dim=-1) < torch.inf)).any()
@@ -196,7 +196,7 @@ class ProcessorTable:
         self.errors.setdefault(key, self._message(name, error))
 
     def _message(self, name: str, error: Exception) -> str:
-        # What a request asks for is no fault of the plugin that says so.
+        # An invalid request is not a fault of the plugin that reports it.
         return (
             str(error)
             if type(error) is RequestError

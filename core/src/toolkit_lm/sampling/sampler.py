@@ -47,15 +47,16 @@ _NOT_FINITE = "the model's logits are not finite"
 
 
 class Sampled(NamedTuple):
-    """What a step drew."""
+    """Result of one draw for R rows."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
     """Empty when no row asked."""
     errors: dict[int, str]
-    """By row: logits that hold NaN, or allow no token; a plugin's logits processor that failed."""
+    """Messages by row: logits that hold NaN, or allow no token; a plugin's logits processor that
+    failed."""
     states: dict[int, SamplerState]
-    """By row, what its logits processors keep for the next draw."""
+    """State of the logits processors for the next draw, by row."""
 
 
 def sample(
@@ -82,7 +83,7 @@ def sample(
             (scores, rows) if len(random) == len(rows) else (scores[index], rows.select(random))
         )
         tokens, drawn, none_left = _draw(part.float(), selected, processors)
-        # What was drawn for a row that has failed is never asked for.
+        # Tokens of a row that has failed are never used.
         token_ids[index] = torch.where(failed[index], token_ids[index], tokens)
         failed[index] |= none_left
         if drawn is not None:
@@ -90,9 +91,7 @@ def sample(
     on_host, failed = to_host(token_ids, failed)
     without = failed.nonzero()[:, 0].tolist()
     errors = (
-        {row: _why_none(logits[row], rows.rules[row].given[0]) for row in without}
-        if without
-        else {}
+        {row: _why_none(logits[row], rows.rules[row].params) for row in without} if without else {}
     )
     states: dict[int, SamplerState] = {}
     drawn_ids = on_host.tolist()
@@ -112,9 +111,9 @@ def sample(
     return Sampled(drawn_ids, logprobs, errors, states)
 
 
-def take_likeliest(best: Tensor, token_ids: Tensor) -> Sampled:
-    """As `sample`, of rows that just take the likeliest token: the greatest logit of each, and its
-    token, [R] each."""
+def greedy_sample(best: Tensor, token_ids: Tensor) -> Sampled:
+    """Result of `sample` for rows that take the likeliest token. `best` [R]: the greatest logit of
+    each row. `token_ids` [R]: its token."""
     errors = {}
     if best.device.type != "cpu":
         best, token_ids = to_host(best, token_ids)
@@ -161,7 +160,7 @@ def _draw(
     if processors is not None:
         processors.apply(probs, rows.key.tolist(), rows.processor_row, "probs")
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
-    u = to_device(uniform(rows.seed, rows.position, work=rows.work[0]), probs.device)[:, None]
+    u = to_device(uniform(rows.seed, rows.position, work=rows.work), probs.device)[:, None]
     # The first token whose cumulative probability exceeds u of the whole.
     token_ids = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True).clamp_(
         max=probs.shape[-1] - 1
@@ -185,4 +184,4 @@ def _logprobs(
     asking = np.flatnonzero(wanted >= 0)
     index = to_device(asking, logits.device)
     found = iter(token_logprobs(logits[index], token_ids[index], wanted[asking], named[asking]))
-    return [next(found) if one >= 0 else None for one in wanted.tolist()]
+    return [next(found) if count >= 0 else None for count in wanted.tolist()]

@@ -19,6 +19,9 @@ def to_host(*tensors: Tensor) -> list[Tensor]:
     """
     if tensors[0].device.type == "cpu":
         return list(tensors)
-    packed = torch.cat([one.double().flatten() for one in tensors]).cpu()
-    parts = torch.split(packed, [one.numel() for one in tensors])
-    return [part.to(one.dtype).view(one.shape) for part, one in zip(parts, tensors, strict=True)]
+    packed = torch.cat([tensor.double().flatten() for tensor in tensors]).cpu()
+    parts = torch.split(packed, [tensor.numel() for tensor in tensors])
+    return [
+        part.to(tensor.dtype).view(tensor.shape)
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]

@@ -1,4 +1,4 @@
-"""Beam search: which continuations of a prompt are kept, and when the search is over."""
+"""Beam search: the choice of the continuations to keep, and the end of the search."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from toolkit_lm.messages import Candidates
 
 
 class Beam(NamedTuple):
-    """A continuation that is still open."""
+    """An unfinished continuation."""
 
     token_ids: Sequence[int]
-    """Of the output."""
+    """Output tokens of the beam."""
     logprob: float
-    """The sum of its tokens' log probabilities."""
+    """Sum of the log probabilities of the beam's tokens."""
 
 
 class Extension(NamedTuple):
-    """A beam of the next step: one of this step's, and a token more."""
+    """A beam of the next step: a beam of this step, extended by one token."""
 
     parent: int
-    """Which of this step's beams."""
+    """Index of the extended beam among this step's beams."""
     token_id: int
     logprob: float
-    """The sum over all tokens, this one included."""
+    """Sum of the log probabilities of all tokens, the new one included."""
 
 
 class Hypothesis(NamedTuple):
-    """A continuation that has come to its end."""
+    """A finished continuation."""
 
     token_ids: list[int]
-    """Of the output, with the token that ended it."""
+    """Output tokens, with the token that ended the sequence."""
     score: float
-    """logprob / number of tokens ** length_penalty: what hypotheses are ranked by."""
+    """Score that hypotheses are ranked by: logprob / number of tokens ** length_penalty."""
     logprob: float
     finish_reason: Literal["stop", "length"]
 
 
 class BeamSearch:
-    """One request's search. It decides as transformers' `generate(num_beams=width)` does; of
-    equals, the earlier beam comes first."""
+    """The beam search of one request. It decides as transformers' `generate(num_beams=width)` does.
+    Among equal scores, the earlier beam comes first."""
 
     def __init__(
         self,
@@ -52,31 +52,31 @@ class BeamSearch:
         early_stopping: bool | Literal["never"] = False,
         end_token_ids: Collection[int] = (),
     ) -> None:
-        """`max_tokens`: most tokens of an output. `end_token_ids`: those that end one."""
+        """`max_tokens`: most tokens of an output. `end_token_ids`: tokens that end an output."""
         self.width = width
         self.max_tokens = max_tokens
         self.length_penalty = length_penalty
         self.early_stopping = early_stopping
         self.end_token_ids = frozenset(end_token_ids)
         self.hypotheses: list[Hypothesis] = []
-        """The best so far, at most `width`, the best first."""
+        """The best hypotheses so far, at most `width`, best first."""
 
     @property
     def num_candidates(self) -> int:
-        """How many of a beam's likeliest tokens `advance` needs: though all end tokens be among
-        them, `width` beams can go on."""
+        """Number of candidates that `advance` needs per beam. It suffices to continue `width` beams
+        even if all end tokens are among the candidates."""
         return max(2, 1 + len(self.end_token_ids)) * self.width
 
     def advance(self, beams: Sequence[Beam], candidates: Sequence[Candidates]) -> list[Extension]:
-        """The beams to go on with, the likeliest first; none when the search is over.
+        """Returns the beams of the next step, likeliest first; none when the search is over.
 
-        `beams`: one before the first token, then those that the last call gave, in any order.
-        `candidates`: of each beam.
+        `beams`: one before the first token, then those that the last call returned, in any order.
+        `candidates`: the candidates of each beam.
         """
         found = (
             Extension(parent, token_id, beam.logprob + logprob)
-            for parent, (beam, its) in enumerate(zip(beams, candidates, strict=True))
-            for token_id, logprob in zip(its.token_ids, its.logprobs, strict=True)
+            for parent, (beam, extensions) in enumerate(zip(beams, candidates, strict=True))
+            for token_id, logprob in zip(extensions.token_ids, extensions.logprobs, strict=True)
         )
         best = heapq.nlargest(self.num_candidates, found, key=lambda extension: extension.logprob)
         length = len(beams[0].token_ids) + 1
@@ -84,8 +84,8 @@ class BeamSearch:
             length >= self.max_tokens or extension.token_id in self.end_token_ids
             for extension in best
         ]
-        # Whoever ends below the first `width` is dropped: had it gone on, it would not have been
-        # kept.
+        # A beam that ends below the first `width` is dropped: had it continued, it would not have
+        # been kept.
         for extension, has_ended in zip(best[: self.width], ended, strict=False):
             if has_ended:
                 self._keep(
@@ -113,8 +113,8 @@ class BeamSearch:
             return False
         if self.early_stopping is True:
             return True
-        # A guess at the best that can still come: that of the likeliest beam, as if it ended now,
-        # or as late as may be.
+        # Upper estimate of the scores still possible: the likeliest beam ends now, or as late as it
+        # can.
         late = self.early_stopping == "never" and self.length_penalty > 0
         hoped: float = (
             live[0].logprob / (self.max_tokens if late else length) ** self.length_penalty

@@ -1,5 +1,4 @@
-"""Encoder: a request's encoder sequence, and the blocks of its keys and values for cross
-attention."""
+"""Encoder: a request's encoder sequence, and its blocks of keys and values for cross attention."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ from toolkit_lm.messages import CacheKey, EncoderInput, NewEncoder
 
 
 class Encoder:
-    """What the scheduler knows of an encoder sequence. It is computed as a whole, in the step in
-    which its decoder begins.
+    """The scheduler's state of an encoder sequence. The sequence is computed as a whole, in the
+    step in which its decoder begins.
 
-    Its blocks are written once. Requests with the same input share them, and find them until others
-    need the memory.
+    Its blocks are written once. Requests with the same input share them. They stay in the cache
+    until their memory is needed.
     """
 
     def __init__(
@@ -28,18 +27,18 @@ class Encoder:
         self.input = input
         self.num_tokens = input.num_tokens
         self.digest = hashlib.sha256(msgspec.msgpack.encode((salt, cache_keys, input))).hexdigest()
-        """Of all that its keys and values depend on."""
+        """Digest of everything that the keys and values depend on."""
         self.is_computed = False
-        """Its keys and values are in its blocks, or will be with the planned step."""
+        """The keys and values are in the blocks, or will be after the planned step."""
         self.on_worker = False
 
     def block_hashes(self, block_size: int, num_blocks: int) -> list[bytes]:
-        """Names of its blocks. Every token sees all others, so that each block depends on the
-        whole."""
+        """Hashes of the encoder's blocks. Every token attends to all others, so each block depends
+        on the whole input."""
         return [f"{self.digest} {index}".encode() for index in range(num_blocks)]
 
     def as_new(self, block_tables: list[list[int]]) -> NewEncoder:
-        """For a runner that does not hold it."""
+        """Returns the message that makes the sequence known to the runner."""
         return NewEncoder(
             encoder_id=self.seq_id,
             num_tokens=self.num_tokens,
@@ -49,22 +48,22 @@ class Encoder:
 
 
 class CrossBlocks:
-    """The blocks of encoder sequences: the tables of the KV groups that are kept of encoders."""
+    """Allocates the blocks of encoder sequences, in the KV groups of cross attention."""
 
     def __init__(self, blocks: BlockManager) -> None:
         self.blocks = blocks
         self._groups = [group for group in blocks.groups if group.spec.of_encoder]
 
     def is_cached(self, encoder: Encoder) -> bool:
-        """All of its keys and values are in the cache."""
+        """Whether the cache holds all keys and values of the encoder."""
         return all(
             group.gap(encoder.block_hashes, _whole(group, encoder)) is None
             for group in self._groups
         )
 
     def num_needed(self, encoder: Encoder, *, cached: bool) -> list[int]:
-        """Free blocks per pool that `allocate` takes, or, of cached ones, `adopt`: those that
-        nobody owns."""
+        """Number of free blocks per pool that `allocate` takes. For a cached encoder: that `adopt`
+        takes, which are the blocks without an owner."""
         needed = [0] * len(self.blocks.pools)
         for group in self._groups:
             if cached:
@@ -77,8 +76,8 @@ class CrossBlocks:
         return needed
 
     def allocate(self, encoder: Encoder, *, publish: bool) -> None:
-        """Blocks to be written by the planned step. `num_needed` must be free. `publish`: others of
-        the same input are to find them."""
+        """Allocates blocks for the planned step to write. `num_needed` blocks must be free.
+        `publish`: other requests with the same input can find them."""
         tables = self.blocks.new_tables(encoder.seq_id)
         for group in self._groups:
             group.extend(tables[group.index], 0, encoder.num_tokens)
@@ -86,12 +85,13 @@ class CrossBlocks:
                 group.publish(tables[group.index], encoder.block_hashes, 0, _whole(group, encoder))
 
     def adopt(self, encoder: Encoder) -> None:
-        """Gives it the cached blocks of its input."""
+        """Gives the encoder the cached blocks of its input."""
         tables = self.blocks.new_tables(encoder.seq_id)
         for group in self._groups:
             tables[group.index] = group.adopt(encoder.block_hashes, _whole(group, encoder))
 
 
 def _whole(group: GroupBlocks, encoder: Encoder) -> int:
-    """Tokens of its blocks: nothing is ever added to the last one, so that it counts as full."""
+    """Number of tokens that the blocks hold. Nothing is ever appended to the last block, so it
+    counts as full."""
     return group.spec.num_blocks(encoder.num_tokens) * group.size

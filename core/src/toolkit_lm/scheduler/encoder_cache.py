@@ -1,5 +1,5 @@
-"""EncoderCache: which items of media the runner holds the embeddings of, and which a step
-encodes."""
+"""EncoderCache: tracks the multimodal embeddings that the runner holds, and chooses the items that
+a step encodes."""
 
 from __future__ import annotations
 
@@ -12,37 +12,38 @@ from toolkit_lm.scheduler.request import Request
 
 
 class EncoderCache(Planner):
-    """Accounts in embeddings, one for each token that one replaces. What is not there yet ends a
-    chunk before it.
+    """Budget of the runner's multimodal embeddings, in embeddings: one per replaced token. A chunk
+    ends before an item that has no room yet.
 
-    A request holds the items in which its next chunk begins, and none while it waits. So those that
-    hold some can go on, and give them back: whoever has started can finish. What nobody holds stays
-    until others need the room, the longest unused first.
+    A request holds the items in which its next chunk begins, and none while it waits. A request
+    that holds items can therefore always finish and release them. Items without a holder stay until
+    their room is needed, and the least recently used goes first.
     """
 
     def __init__(self, capacity: int, per_step: int, *, whole_items: bool = False) -> None:
-        """`per_step`: embeddings that a step makes at most, unless they are of one item.
+        """`per_step`: most embeddings that a step computes, unless they belong to one item.
         `whole_items`: no chunk ends inside an item."""
         self.capacity = capacity
         self.per_step = per_step
         self.whole_items = whole_items
         self._sizes: dict[str, int] = {}
-        """By identifier, in the order of last use."""
+        """Number of embeddings by item identifier, least recently used first."""
         self._held: dict[str, dict[str, int]] = {}
-        """By request, the items that it holds."""
+        """Held items, by request."""
         self._in_step: set[str] = set()
         """Items that the planned step reads."""
         self._encoded = 0
-        """Embeddings that the planned step makes."""
+        """Number of embeddings that the planned step computes."""
         self._dropped: list[str] = []
         self.in_use = False
-        """`take_dropped` has something to tell."""
+        """Set if `drain_dropped` has items to return."""
 
     def end_of(self, request: Request) -> int:
         return request.media_end
 
-    def take_dropped(self) -> list[str]:
-        """A step is planned: what the runner is to forget before it encodes anything."""
+    def drain_dropped(self) -> list[str]:
+        """Returns the items that the runner must drop before it encodes, and ends the planned
+        step."""
         self.in_use = False
         self._in_step.clear()
         self._encoded = 0
@@ -50,35 +51,35 @@ class EncoderCache(Planner):
         return dropped
 
     def fit(self, request: Request, ranges: Collection[TokenRange]) -> list[TokenRange]:
-        """What of these the next step can compute: up to the first item that has no room in the
-        cache, or in the step."""
-        if all(one.start >= request.media_end for one in ranges):
+        """Returns the part of the ranges that the next step can compute: up to the first item
+        without room in the cache or in the step."""
+        if all(span.start >= request.media_end for span in ranges):
             return list(ranges)
         read: dict[str, int] = {}
         fitting = []
-        for one in ranges:
-            end = self._end(request, one, read)
-            if end > one.start and (end == one.end or request.chunkable):
-                fitting.append(one._replace(end=end))
+        for span in ranges:
+            end = self._end(request, span, read)
+            if end > span.start and (end == span.end or request.chunkable):
+                fitting.append(span._replace(end=end))
         return fitting
 
-    def _end(self, request: Request, one: TokenRange, read: dict[str, int]) -> int:
-        """`read`: items that the step reads for it; more are added."""
-        for feature in touched(request.features, one):
+    def _end(self, request: Request, span: TokenRange, read: dict[str, int]) -> int:
+        """`read`: items that the step reads for the request; new ones are added."""
+        for feature in touched(request.features, span):
             place = feature.mm_position
             name = feature.mm_identifier
-            cut = self.whole_items and one.end < place.end
+            cut = self.whole_items and span.end < place.end
             if cut or not self._has_room(name, place.num_embeds, read):
-                return max(one.start, place.offset)
+                return max(span.start, place.offset)
             read[name] = place.num_embeds
-        return one.end
+        return span.end
 
     def _has_room(self, name: str, size: int, read: dict[str, int]) -> bool:
-        needed = {**read, name: size, **{one: self._sizes[one] for one in self._in_step}}
+        needed = {**read, name: size, **{name: self._sizes[name] for name in self._in_step}}
         for held in self._held.values():
             needed |= held
         encoded = self._encoded + sum(
-            count for one, count in read.items() if one not in self._sizes
+            count for name, count in read.items() if name not in self._sizes
         )
         fits_step = (
             name in self._sizes or name in read or encoded == 0 or encoded + size <= self.per_step
@@ -86,17 +87,18 @@ class EncoderCache(Planner):
         return fits_step and sum(needed.values()) <= self.capacity
 
     def commit(self, plan: StepPlan, request: Request, ranges: Collection[TokenRange]) -> None:
-        """Adds to a plan what these ranges, which `fit`, need encoded."""
-        if all(one.start >= request.media_end for one in ranges):
+        """Adds the items of these ranges to the plan's encoder inputs. The ranges come from
+        `fit`."""
+        if all(span.start >= request.media_end for span in ranges):
             return
         self.in_use = True
         held = self._held.setdefault(request.request_id, {})
-        # None of them makes room for another.
+        # The request's own items are never evicted for one another.
         self._in_step.update(
-            feature.mm_identifier for one in ranges for feature in touched(request.features, one)
+            feature.mm_identifier for span in ranges for feature in touched(request.features, span)
         )
-        for one in ranges:
-            for feature in touched(request.features, one):
+        for span in ranges:
+            for feature in touched(request.features, span):
                 name = feature.mm_identifier
                 size = feature.mm_position.num_embeds
                 if name not in self._sizes:
@@ -104,7 +106,7 @@ class EncoderCache(Planner):
                     self._encoded += size
                     plan.encode.append(EncoderItem(name, feature.modality, feature.data or {}))
                 self._sizes[name] = self._sizes.pop(name, size)
-                if feature.mm_position.end > one.end:
+                if feature.mm_position.end > span.end:
                     held[name] = size
                 else:
                     held.pop(name, None)
@@ -112,19 +114,19 @@ class EncoderCache(Planner):
     def _make_room(self, size: int) -> None:
         kept = self._in_step.union(*self._held.values())
         total = sum(self._sizes.values())
-        for name in [one for one in self._sizes if one not in kept]:
+        for name in [name for name in self._sizes if name not in kept]:
             if total + size <= self.capacity:
                 return
             total -= self._sizes.pop(name)
             self._dropped.append(name)
 
     def release(self, request_id: str) -> None:
-        """A request has ended, or waits."""
+        """Releases a request's items, when it has ended or is preempted."""
         self._held.pop(request_id, None)
 
     def reset(self, plans: Iterable[StepPlan]) -> None:
-        """Nothing that the runner holds can be relied on, and what these plans drop it may still
-        hold."""
+        """Forgets what the runner holds after a failure. Items that `plans` would have dropped may
+        still be there."""
         self.in_use = True
         self._dropped += [name for plan in plans for name in plan.dropped_items]
         self._dropped += self._sizes
@@ -137,9 +139,9 @@ class EncoderCache(Planner):
 def touched(
     features: Iterable[MultiModalFeatureSpec], tokens: TokenRange
 ) -> Iterator[MultiModalFeatureSpec]:
-    """Those that have tokens among these."""
+    """Yields the features that overlap the tokens."""
     return (
-        one
-        for one in features
-        if one.mm_position.offset < tokens.end and tokens.start < one.mm_position.end
+        feature
+        for feature in features
+        if feature.mm_position.offset < tokens.end and tokens.start < feature.mm_position.end
     )

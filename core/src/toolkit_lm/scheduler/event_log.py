@@ -1,4 +1,4 @@
-"""EventLog: what happened to requests, for plugins that watch."""
+"""EventLog: records request events for plugins."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from toolkit_lm.scheduler.roster import Roster
 
 
 class EventLog:
-    """Makes events and keeps them until they are taken, in order. It notes on a request when it was
-    first scheduled and had a token."""
+    """Records events in order until they are taken. It also notes on a request when it was first
+    scheduled and when it got its first token."""
 
     def __init__(self) -> None:
         self._events: list[RequestEvent] = []
 
-    def take(self) -> list[RequestEvent]:
-        """What happened since the last call."""
+    def drain(self) -> list[RequestEvent]:
+        """Returns the events since the last call."""
         events, self._events = self._events, []
         return events
 
     def scheduled(self, request: Request) -> None:
-        """It enters the batch for the first time."""
+        """Records that the request is scheduled for the first time."""
         request.scheduled_time = time.monotonic()
         self.add("scheduled", request)
 
     def first_token(self, request: Request) -> None:
-        """A request has a token, or candidates. Those after the first are no event."""
+        """Records a request's first token, or first candidates. Later tokens make no event."""
         if request.first_token_time is None:
             request.first_token_time = time.monotonic()
             self.add("first_token", request)
@@ -37,7 +37,7 @@ class EventLog:
     def add(
         self, kind: RequestEventKind, request: Request, reason: FinishReason | None = None
     ) -> None:
-        """`reason`: of the sequence that ended last."""
+        """`reason`: finish reason of the sequence that ended last."""
         self._events.append(
             RequestEvent(
                 kind=kind,
@@ -58,7 +58,7 @@ class EventLog:
 
 
 def load_event(roster: Roster, blocks: BlockManager) -> LoadEvent:
-    """How full the engine is now."""
+    """Returns the engine's present load."""
     waits = {reason: count for reason, count in roster.waits.items() if count}
     if roster.loading:
         waits["loading"] = len(roster.loading)

@@ -1,4 +1,5 @@
-"""Planner: the half of a part that decides, in the scheduler, what a step holds of it."""
+"""Planner: the half of a part that runs in the scheduler, and decides on the part's share of a
+step."""
 
 from __future__ import annotations
 
@@ -17,111 +18,113 @@ from toolkit_lm.plugin import PluginInfo, Plugins
 from toolkit_lm.scheduler.request import Refused, Request
 
 MEDIA = "media"
-"""The part that the engine brings: items of media."""
+"""Name of core's own part: multimodal items."""
 NIL = Raw(b"\xc0")
 """None, in msgpack."""
 
 
 class Planner:
-    """One per engine, called from its thread. This base does nothing; only methods that a subclass
-    defines are called. Its module imports no torch.
+    """Scheduler half of a part. There is one per engine, called from the engine's thread. This base
+    does nothing; only methods that a subclass overrides are called. Its module imports no torch.
 
-    It accounts for what the worker's half holds, and tells that half by `plan.parts[name]`, which
-    is sent as it is. A request's share of the part is `request.inputs.parts.get(name)`. What a
-    method raises that is asked about a request fails that request, with the plugin named; what
-    another raises fails all requests with a share of the part, those to come too. Others go on.
+    The planner accounts for what the worker half holds, and sends it `plan.parts[name]` unchanged.
+    A request's data for the part is `request.inputs.parts.get(name)`. An exception in a method that
+    takes a request fails that request, and the error names the plugin. An exception in another
+    method fails all requests that use the part, later ones included. Other requests continue.
     """
 
     def __init__(self, config: VllmConfig, facts: Raw, *, options: Any) -> None:
-        """`config` is resolved. `facts`: what the worker's half said of itself, as msgpack; nil
-        where it said nothing. `options`: the plugin's own, or None."""
+        """`config` is resolved. `facts`: the worker half's description of itself, as msgpack; nil
+        if there is none. `options`: the plugin's own options, or None."""
 
     def may_begin(self, request: Request, tokens: TokenRange) -> str | None:
-        """Whether a request that waits may begin with these tokens of its first sequence: None, or
-        why it waits on, such as "no slot". It takes nothing: others may refuse still."""
+        """Returns None if a waiting request may begin with these tokens of its first sequence.
+        Otherwise returns why it waits, such as "no slot". Nothing may be allocated here, since
+        others may still refuse."""
         return None
 
     def begin(self, plan: StepPlan, request: Request) -> None:
-        """A request begins, or comes back after it had to wait: takes what it holds until
-        `release`, and may write `plan.parts`."""
+        """A request begins, or resumes after it had to wait. Allocates what the request holds until
+        `release`. May write `plan.parts`."""
 
     def end_of(self, request: Request) -> int:
-        """Asked once, when a request arrives: tokens from here on are nothing to `fit` and
-        `commit`. By default all are something to them, which costs each step of the request."""
+        """Returns the position from which on tokens skip `fit` and `commit`. Called once, when a
+        request arrives. By default no token skips them, which costs time in each step of the
+        request."""
         return sys.maxsize
 
     def fit(self, request: Request, ranges: Collection[TokenRange]) -> list[TokenRange]:
-        """What of these ranges the next step can compute. An end may come earlier; a range that
-        would be empty is left out."""
+        """Returns the part of these ranges that the next step can compute. A range may end earlier;
+        an empty range is left out."""
         return list(ranges)
 
     def commit(self, plan: StepPlan, request: Request, ranges: Collection[TokenRange]) -> None:
-        """The step computes these ranges, which `fit`. Takes what they need, and may write
-        `plan.parts`."""
+        """The step computes these ranges, which come from `fit`. Allocates what they need, and may
+        write `plan.parts`."""
 
     def release(self, request_id: str) -> None:
-        """A request has ended, or waits again. Called for those too that hold nothing."""
+        """A request has ended, or waits again. Also called for requests that hold nothing."""
 
     def end_step(self) -> Raw | None:
-        """A step is planned, or has no rows. Returns `plan.parts[name]`; None: what there is, if
-        anything. Something to tell makes a step, without rows too."""
+        """A step is planned, or has no rows. Returns `plan.parts[name]`; None keeps the present
+        value, if any. A value makes a step even without rows."""
         return None
 
     def awaits(self) -> bool:
-        """Whether there is something to tell the worker's half, or to hear of it, though nothing
-        else is to be computed. Then steps without rows follow, some milliseconds apart."""
+        """Whether the planner has data to send to the worker half, or to receive from it, although
+        nothing else is to be computed. Steps without rows then follow, some milliseconds apart."""
         return False
 
     def update(self, result: Raw) -> None:
-        """The worker's half has answered: `result.parts[name]` of a step, in the order of the
-        plans."""
+        """Receives the worker half's answer, `result.parts[name]` of a step. Answers come in the
+        order of the plans."""
 
     def reset(self, plans: Iterable[StepPlan]) -> None:
-        """Steps have failed: what these plans brought to the worker cannot be relied on. All
-        requests wait, and hold nothing."""
+        """Steps have failed: the worker may not have what these plans brought. All requests wait,
+        and hold nothing."""
 
 
 class PlannerError(RequestError):
-    """A planner has failed at a request. The text names the plugin."""
+    """A planner has failed on a request. The message names the plugin."""
 
 
 class Planners:
-    """The planners of an engine. Of each method there is a list of those that override it, by name,
-    so that what a planner leaves out costs nothing."""
+    """All planners of an engine. Each method has a list of the planners that override it, so a
+    method that a planner lacks costs nothing."""
 
     def __init__(self, owners: Mapping[str, PluginInfo] = MappingProxyType({})) -> None:
-        """None yet. `owners`: the plugins of those to come, by part."""
+        """Starts without planners. `owners`: the plugins of later ones, by part."""
         self.by_name: dict[str, Planner] = {}
         self.dropped: dict[str, str] = {}
-        """Those that have failed, by name, and how."""
+        """Error messages of failed parts, by name."""
         self.failed: list[str] = []
-        """The same, until the scheduler has ended their requests."""
+        """Names of failed parts whose requests the scheduler has not ended yet."""
         self._owners = owners
         self._list()
 
     @classmethod
     def make(cls, config: VllmConfig, plugins: Plugins, facts: Mapping[str, Raw]) -> Planners:
-        """Those of plugins' parts. `facts`: by part, what its worker's half says. Raises
-        PluginError."""
+        """Makes the planners of plugins' parts. `facts`: the worker half's description of itself,
+        by part. Raises PluginError."""
         entries = plugins.parts.used("planner", config)
         made = cls({entry.key: entry.owner for entry in entries})
         for entry in entries:
-            its = facts.get(entry.key) or NIL
+            fact = facts.get(entry.key) or NIL
             options = plugins.options(entry.plugin)
             made.add(
                 entry.key,
-                plugins.parts.make_half(entry.key, "planner", config, its, options=options),
+                plugins.parts.make_half(entry.key, "planner", config, fact, options=options),
             )
         return made
 
     def add(self, name: str, planner: Planner) -> None:
-        """One more."""
+        """Adds a planner."""
         self.by_name[name] = planner
         self._list()
 
-    def take_failed(self, requests: Iterable[Request]) -> list[tuple[Request, str]]:
-        """Those of the requests that have a share of a part that has failed since the last call,
-        and how it has."""
+    def drain_failed(self, requests: Iterable[Request]) -> list[tuple[Request, str]]:
+        """Returns the requests that use a part which has failed since the last call, each with the
+        error message."""
         failed, self.failed = self.failed, []
         return [
             (request, self.dropped[name])
@@ -148,11 +151,11 @@ class Planners:
             if getattr(type(planner), method) is not getattr(Planner, method)
         ]
 
-    # Asked about a request: raise PlannerError
+    # These take a request, and raise PlannerError.
 
-    def take_in(self, request: Request) -> None:
-        """A request has come: how far planners have a say in it. Raises RequestError where it has a
-        share of a part whose planner has failed."""
+    def prepare(self, request: Request) -> None:
+        """Prepares a new request: finds the tokens that planners must see. Raises RequestError if
+        the request uses a part whose planner has failed."""
         for name in request.inputs.parts:
             if name in self.dropped:
                 raise RequestError(self.dropped[name])
@@ -161,7 +164,7 @@ class Planners:
             request.planned_end = max(request.planned_end, end)
 
     def refusal(self, request: Request, tokens: TokenRange) -> Refused | None:
-        """Why a request that waits cannot begin with these tokens; None: it can."""
+        """Returns why a waiting request cannot begin with these tokens; None: it can."""
         for name, may_begin in self.may_begin:
             if (reason := self._ask(name, may_begin, request, tokens)) is not None:
                 return Refused("part", f"{name}: {reason}")
@@ -175,7 +178,7 @@ class Planners:
             self._ask(name, begin, plan, request)
 
     def fit(self, request: Request, ranges: list[TokenRange]) -> list[TokenRange]:
-        """What of the ranges all planners have room for."""
+        """Returns the part of the ranges that all planners have room for."""
         for name, fit in self.fits:
             ranges = self._ask(name, fit, request, ranges)
         return ranges
@@ -190,20 +193,20 @@ class Planners:
         except Exception as error:
             raise PlannerError(self._failure(name, error)) from error
 
-    # About all of a part: who raises is dropped
+    # These concern all requests of a part. A planner that raises is dropped.
 
     def release(self, request_id: str) -> None:
         for name, release in self.releases:
             self._tell(name, release, request_id)
 
     def end_step(self, plan: StepPlan) -> None:
-        """Adds what planners have to tell of the step."""
+        """Adds the planners' data for the step to the plan."""
         for name, end_step in self.end_steps:
-            if (told := self._tell(name, end_step)) is not None:
-                plan.parts[name] = told
+            if (data := self._tell(name, end_step)) is not None:
+                plan.parts[name] = data
 
     def awaits(self) -> bool:
-        """A step without rows is worth its while."""
+        """Whether a planner needs a step even without rows."""
         return any(self._tell(name, awaits) for name, awaits in self.awaiting)
 
     def update(self, result: StepResult) -> None:
@@ -227,6 +230,6 @@ class Planners:
 
     def _failure(self, name: str, error: Exception) -> str:
         if name not in self._owners:
-            # A fault of the engine's own.
+            # An error of the engine itself.
             raise error
         return self._owners[name].failure(error, f"the planner of part {name!r}")

@@ -1,10 +1,10 @@
-"""Request and Sequence: what the scheduler knows of the work."""
+"""Request and Sequence: the scheduler's state of a request."""
 
 from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -31,10 +31,10 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
 class Sequence:
-    """One of a request's continuations: what is computed so far, and what is wanted.
+    """One continuation of a request: its tokens, and how many of them are computed.
 
-    A token that a running step will draw is a placeholder until `Scheduler.update`: it counts, but
-    has no id yet.
+    A token that a running step will sample is a placeholder until `Scheduler.update`: it counts,
+    but has no id yet.
     """
 
     __slots__ = (
@@ -61,29 +61,29 @@ class Sequence:
         self.seed = seed
         self.token_ids = list(request.prompt_token_ids)
         self.num_computed_tokens = 0
-        """Tokens whose keys and values are in the cache, those of the running step included."""
+        """Number of tokens whose keys and values are in the cache, the running step's included."""
         self.num_placeholders = 0
         self.drafts: list[int] = []
-        """Guesses at the tokens to come. The next step computes them too, as far as they fit, and
-        keeps those that it draws."""
+        """Draft tokens. The next step computes as many as fit, and keeps those that it samples."""
         self.on_worker = False
-        """The runner holds it: a plan has made it known, and none has dropped it."""
+        """The runner holds the sequence: a plan has added it, and none has dropped it."""
         self.sampler_state: SamplerState = {}
-        """What the sampler is to have back when the sequence returns from a preemption."""
+        """Sampler state to restore when the sequence resumes after a preemption."""
         self.finish_reason: FinishReason | None = None
         self._hashes: PrefixHashes | None = None
-        """None until it has a full block."""
+        """Block hashes of the sequence. None until it has a full block."""
         self.logprob = 0.0
-        """Of a beam: the sum over its output."""
+        """Sum of the log probabilities of a beam's output."""
         self.candidates: Candidates | None = None
-        """Of a beam: what its next token may be, until all beams of the request know. Meanwhile
-        that token is a placeholder."""
+        """A beam's candidates for its next token, until all beams of the request have theirs.
+        Meanwhile that token is a placeholder."""
 
-    def take(self, tokens: list[int], drafts: list[int]) -> FinishReason | None:
-        """Appends what a step drew in the place of a placeholder, up to the token that ends the
+    def append_sampled(self, tokens: list[int], drafts: list[int]) -> FinishReason | None:
+        """Replaces a placeholder with the tokens that a step sampled, up to the token that ends the
         sequence.
 
-        `drafts`: guesses at what follows. Returns why it has ended, None where it goes on.
+        `drafts`: guesses of the following tokens. Returns the finish reason; None if the sequence
+        continues.
         """
         self.num_placeholders -= 1
         request = self.request
@@ -93,16 +93,17 @@ class Sequence:
                 return "stop"
             if len(self.token_ids) >= request.most_tokens:
                 return "length"
-        # Of drafts that were not drawn, the keys and values are written over.
+        # Keys and values of rejected drafts are overwritten later.
         self.num_computed_tokens = min(
             self.num_computed_tokens, len(self.token_ids) + self.num_placeholders - 1
         )
         if drafts and not self.num_placeholders:
-            # The last token of all is drawn, and never computed.
+            # The last token of all is sampled, but never computed.
             fitting = drafts[
                 : min(request.max_drafts, request.most_tokens - len(self.token_ids) - 1)
             ]
-            # What ends the sequence is drawn too: a failure of what would follow is not to count.
+            # A token that ends the sequence is itself valid: an error of a later draft must not
+            # count.
             self.drafts = list(takewhile(lambda token: token not in request.end_token_ids, fitting))
         return None
 
@@ -114,7 +115,7 @@ class Sequence:
         prompt_logprobs: list[TokenLogprobs],
         pooled: Array | None = None,
     ) -> EngineOutput:
-        """What a step gave to it."""
+        """Makes the output of a step for this sequence."""
         return EngineOutput(
             request_id=self.request.request_id,
             index=self.index,
@@ -131,7 +132,7 @@ class Sequence:
         )
 
     def as_new(self, block_tables: list[list[int]]) -> NewSequence:
-        """For a runner that does not hold it."""
+        """Returns the message that makes the sequence known to the runner."""
         request = self.request
         return NewSequence(
             seq_id=self.seq_id,
@@ -146,11 +147,11 @@ class Sequence:
             num_prompt_logprobs=request.num_prompt_logprobs,
             num_candidates=request.search.num_candidates if request.search else 0,
             encoder_id=None if request.encoder is None else request.encoder.seq_id,
-            features=[structs.replace(one, data=None) for one in request.features],
+            features=[structs.replace(feature, data=None) for feature in request.features],
         )
 
     def extended(self, seq_id: int, token_id: int, logprob: float) -> Sequence:
-        """A beam that goes on from this one; `logprob` is the sum over its output."""
+        """Returns a beam that extends this one. `logprob` is the sum over its output."""
         beam = Sequence(self.request, self.index, seq_id, self.seed)
         beam.token_ids = [*self.token_ids, token_id]
         beam.num_computed_tokens = self.num_computed_tokens
@@ -163,7 +164,7 @@ class Sequence:
         return Beam(self.token_ids[self.request.num_prompt_tokens :], self.logprob)
 
     def block_hashes(self, block_size: int, num_blocks: int) -> list[bytes]:
-        """At least the first `num_blocks` hashes of its full blocks."""
+        """Returns at least the first `num_blocks` hashes of the sequence's full blocks."""
         if self._hashes is None:
             self._hashes = PrefixHashes(self.request.salt, self.request.cache_keys)
         return self._hashes.block_hashes(self.token_ids, block_size, num_blocks)
@@ -174,70 +175,73 @@ class Sequence:
 
     @property
     def num_kept_tokens(self) -> int:
-        """Computed tokens that count whatever the running step draws: those that are no drafts."""
+        """Number of computed tokens that are final whatever the running step samples: all but
+        drafts."""
         return min(self.num_computed_tokens, self.num_tokens - 1)
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens still to compute, but for drafts."""
+        """Number of tokens still to compute, without drafts."""
         return len(self.token_ids) + self.num_placeholders - self.num_computed_tokens
 
     @property
     def num_output_tokens(self) -> int:
-        """Those that are known."""
+        """Number of known output tokens."""
         return len(self.token_ids) - self.request.num_prompt_tokens
 
 
 class Refused(NamedTuple):
-    """Why a request waits."""
+    """Reason for which a request waits."""
 
     reason: Wait
     detail: str = ""
-    """Of a part: its name, and what it says."""
+    """For the reason of a part: the part's name, and the text that its planner gave."""
 
     def __str__(self) -> str:
         return self.detail or WAITS[self.reason]
 
 
 class RequestRules(NamedTuple):
-    """What holds for all requests of an engine."""
+    """Settings that apply to all requests of an engine."""
 
     salt: str = ""
-    """Goes into the hashes of their blocks."""
+    """Salt of the block hashes."""
     default_seed: int | None = None
-    """Of those that have none. None: one is drawn for each."""
+    """Seed of requests without one. None: each gets a random seed."""
     chunked: bool = True
     """Prompts may be computed in several steps."""
     needs_tokens: bool = False
-    """A drawn token is computed once it is known, and not before: only the last pipeline stage has
-    it until then, or drafts follow it."""
+    """A sampled token is computed only once its id is known. Until then only the last pipeline
+    stage has it, or drafts follow it."""
     forks_anywhere: bool = True
-    """Sequences can fork from the leader at any token. Else it stops where they do."""
+    """Sequences can fork from the leader at any token. If False, the leader stops at the fork."""
     max_drafts: int = sys.maxsize
-    """Most drafts that a step computes of a sequence."""
+    """Most drafts of a sequence that one step computes."""
     whole_items: bool = False
-    """A step computes all tokens of an item of media, or none."""
+    """A step computes all tokens of a multimodal item, or none."""
+    next_stop: Callable[[int, int], int] | None = None
+    """`Snapshots.next_stop`, where any are kept."""
 
 
 class Request:
-    """A group of sequences over one prompt. It is admitted and preempted whole."""
+    """A group of sequences with one prompt. It is admitted and preempted as a whole."""
 
     swapped = False
-    """It waits, and keeps its blocks: on the host, or filled from a KV tier."""
+    """The request waits and keeps its blocks, on the host or loaded from a KV tier."""
     skips_tiers = False
-    """A KV tier has failed it: it computes itself what is not on the device."""
+    """A KV tier has failed to load the request's blocks. It computes what is not on the device."""
     num_cached_tokens = 0
-    """Prompt tokens whose keys and values were found in the cache when it was first admitted."""
+    """Prompt tokens whose keys and values were cached when the request was first admitted."""
     scheduled_time: float | None = None
-    """time.monotonic() at which it was first admitted."""
+    """time.monotonic() at which the request was first admitted."""
     first_token_time: float | None = None
-    """time.monotonic() of its first token."""
+    """time.monotonic() of the first token."""
     sort_key: tuple[float, ...] = ()
-    """Its place in the scheduling policy's order, from when it is queued."""
+    """The request's key in the scheduling policy's order, set when it is queued."""
     waits: Refused | None = None
-    """Why it waits; of one that runs, why it last did."""
+    """Reason for which the request waits. If it runs: the last reason."""
     gave_way = False
-    """It was preempted for one that waited, and waits behind that."""
+    """The request was preempted for a waiting one, and waits behind that."""
 
     def __init__(
         self,
@@ -245,7 +249,7 @@ class Request:
         ids: Iterator[int],
         rules: RequestRules = RequestRules(),
     ) -> None:
-        """`ids`: of its sequences, and of beams to come."""
+        """`ids`: source of ids for the request's sequences, and for later beams."""
         self.request_id = message.request_id
         self.prompt_token_ids = message.prompt_token_ids
         self.num_prompt_tokens = len(message.prompt_token_ids)
@@ -268,12 +272,12 @@ class Request:
             self.salt = self.encoder.digest
         self.cache_keys = message.cache_keys
         self.features = message.features
-        """The items of media in its prompt, by offset."""
+        """Multimodal items of the prompt, by offset."""
         self.media_end = message.features[-1].mm_position.end if message.features else 0
-        """Tokens from here on read none of them."""
+        """Position from which on no token belongs to a multimodal item."""
         self.planned_end = 0
-        """Tokens from here on are nothing to planners."""
-        self._whole_items = rules.whole_items
+        """Position from which on planners need not see the tokens."""
+        self._rules = rules
         self.max_output_tokens = message.max_output_tokens
         assert message.max_output_tokens > 0 or not message.draws_tokens, (
             "the front has not held the request to its limits"
@@ -281,38 +285,38 @@ class Request:
         self.most_tokens = self.num_prompt_tokens + (
             message.max_output_tokens if message.draws_tokens else 1
         )
-        """A sequence of so many tokens, the prompt included, has nothing left to compute."""
+        """Number of tokens, with the prompt, at which a sequence has nothing left to compute."""
         self.stop_token_ids = frozenset(message.params.stop_token_ids or ())
         self.end_token_ids = self.stop_token_ids.union(
             () if message.params.ignore_eos else message.eos_token_ids
         )
-        """Those, and the model's own: each ends a sequence."""
+        """All tokens that end a sequence: `stop_token_ids`, and the model's own unless ignored."""
         self.num_prompt_logprobs = message.num_prompt_logprobs
-        """Prompt tokens whose log probabilities were returned."""
+        """Number of prompt tokens whose log probabilities were returned."""
         self.search = self._search()
-        """Set for a beam search: its sequences are then the beams, which a step replaces; there is
-        one at first."""
+        """Beam search of the request, or None. With a search, the sequences are its beams. There is
+        one at first, and each step replaces them."""
         self.needs_tokens = rules.needs_tokens or self.search is not None
-        """A sequence whose last token is a placeholder cannot compute it."""
+        """A sequence whose last token is a placeholder cannot compute that token."""
         self.sequences = self._begin(message, ids, rules.default_seed)
         self.unfinished = [seq for seq in self.sequences if seq.finish_reason is None]
-        """Those of them that have not ended. It is replaced, and never changed."""
+        """Unfinished sequences. The list is replaced, never changed."""
         self.number = self.sequences[0].seq_id
-        """Requests are numbered as they come."""
+        """Number of the request, in the order of arrival."""
 
     def _begin(
         self, message: EngineRequest, ids: Iterator[int], seed: int | None
     ) -> list[Sequence]:
-        """`seed`: of a request that has none."""
+        """`seed`: seed of a request that has none."""
         seed = message.params.seed if message.params.seed is not None else seed
         base = secrets.randbits(63) if seed is None else seed
         num_sequences = 1 if self.search else message.params.num_sequences
-        # Each sequence draws from its own stream; the same seed gives the same continuations.
+        # Each sequence samples from its own stream: the same seed gives the same continuations.
         sequences = [
             Sequence(self, i, next(ids), (base + i * _SEED_STRIDE) % 2**64)
             for i in range(num_sequences)
         ]
-        # Few have begun elsewhere.
+        # Few requests have begun on another engine.
         for seq, begun in zip(sequences, message.begun, strict=False):
             seq.token_ids += begun.token_ids
             seq.sampler_state = begun.sampler_state
@@ -332,40 +336,44 @@ class Request:
         )
 
     def token_ranges(self, budget: int, *, encoded: bool = False) -> list[TokenRange]:
-        """What each of its sequences would compute now, of at most `budget` tokens. `encoded`: its
-        encoder's input is cached."""
+        """Returns the range that each sequence would compute now, with at most `budget` tokens in
+        all. `encoded`: the encoder's keys and values are cached."""
         if self.encoder is not None and not encoded:
             budget -= self.num_to_encode
         ready = self._ready()
         ranges: list[TokenRange] = []
         if self.search and len(ready) > budget:
-            # Beams advance together: those that are computed would wait for the others.
+            # Beams advance together: a beam computed earlier would only wait for the others.
             return ranges
         for seq in ready:
-            pending = self._until_fork(seq) or seq.num_pending_tokens
-            num_tokens = min(pending + len(seq.drafts), budget)
+            pause = self._until_pause(seq)
+            pending = pause or seq.num_pending_tokens
+            num_tokens = min(pending + (0 if pause else len(seq.drafts)), budget)
             if num_tokens > 0 and (num_tokens >= pending or self.chunkable):
                 budget -= num_tokens
-                ranges.append(
-                    TokenRange(
-                        seq.seq_id, seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
-                    )
-                )
+                start = seq.num_computed_tokens
+                ranges.append(TokenRange(seq.seq_id, start, start + num_tokens))
         return ranges
 
-    def _until_fork(self, seq: Sequence) -> int:
-        """Tokens of the leader before the prompt's last one, where others must fork; 0: it need not
-        stop there."""
-        if self.forks_anywhere or len(self.unfinished) == 1 or seq is not self.leader:
+    def _until_pause(self, seq: Sequence) -> int:
+        """Number of tokens up to where a step must end, because of a fork or snapshot; or 0."""
+        if (done := seq.num_computed_tokens) >= self.num_prompt_tokens:
             return 0
-        return max(0, self.num_prompt_tokens - 1 - seq.num_computed_tokens)
+        stops: list[int] = []
+        if not self.forks_anywhere and len(self.unfinished) > 1 and seq is self.leader:
+            stops.append(self.num_prompt_tokens - 1)
+        if self._rules.next_stop is not None and self.chunkable:
+            stop = self._rules.next_stop(done, self.num_prompt_tokens)
+            spans = [item.mm_position for item in self.features if self._rules.whole_items]
+            stops += [] if any(span.offset < stop < span.end for span in spans) else [stop]
+        return min((stop - done for stop in stops if stop > done), default=0)
 
     def _ready(self) -> list[Sequence]:
-        """The sequences that can compute: the leader, and those that have forked from it; but none
-        that waits for its last token.
+        """The sequences that can compute now: the leader, and sequences that have forked from it. A
+        sequence that waits for its last token cannot.
 
-        Nor a beam that waits for any: which token it will be, and of how many beams, is known when
-        all have their candidates.
+        A beam waits until all beams of its request have candidates; only then are the next beams
+        known.
         """
         ready = []
         leader = self.unfinished[0]
@@ -376,19 +384,19 @@ class Request:
                 ready.append(seq)
         return ready
 
-    def take_prompt_logprobs(
+    def new_prompt_logprobs(
         self, row: ScheduledSequence, known: list[TokenLogprobs]
     ) -> list[TokenLogprobs]:
-        """Those of what a row computed that are new: it may have been preempted with a step on its
-        way, and computed again."""
+        """Returns the new ones among a row's prompt log probabilities. A preempted request may
+        compute some of them again."""
         last = min(row.start + row.num_tokens, self.num_prompt_tokens - 1)
         new = known[max(0, self.num_prompt_logprobs - (last - len(known))) :]
         self.num_prompt_logprobs += len(new)
         return new
 
     def forget_computed(self) -> None:
-        """It will be computed again from its tokens. What is on its way still comes, but for the
-        candidates of beams."""
+        """Resets the computed tokens, so that the request is computed again. Results of running
+        steps still count, except the candidates of beams."""
         self.swapped = False
         if self.encoder is not None:
             self.encoder.is_computed = False
@@ -399,7 +407,8 @@ class Request:
                 seq.candidates = None
 
     def forget_all(self) -> None:
-        """As `forget_computed`; and the worker does not hold it, and nothing is on its way."""
+        """Resets the request as `forget_computed` does. In addition, the worker no longer holds it,
+        and no results will come."""
         self.forget_computed()
         for part in self.parts:
             part.on_worker = False
@@ -408,39 +417,39 @@ class Request:
 
     @property
     def parts(self) -> list[Sequence | Encoder]:
-        """What has blocks and a place on the worker: the unfinished sequences, and the
-        encoder's."""
+        """The unfinished sequences, and the encoder sequence if there is one. Each has blocks and a
+        place on the worker."""
         return [*self.unfinished, *([] if self.encoder is None else [self.encoder])]
 
     @property
     def seq_ids(self) -> list[int]:
-        """Of its parts."""
+        """Ids of the request's unfinished sequences and of its encoder sequence."""
         return [part.seq_id for part in self.parts]
 
     @property
     def num_to_encode(self) -> int:
-        """Tokens of its encoder's input, where they are still to be computed: a step computes all
-        of them, and some of its own."""
+        """Number of encoder tokens still to compute, or 0. A step computes all of them, and some of
+        the decoder's."""
         return 0 if self.encoder is None or self.encoder.is_computed else self.encoder.num_tokens
 
     @property
     def num_wanted_tokens(self) -> int:
-        """Tokens that it would compute now, were there room."""
+        """Number of tokens that the request would compute now without a budget."""
         return self.num_to_encode + self.num_rows - 1 + self.leader.num_pending_tokens
 
     @property
     def least_tokens(self) -> int:
-        """Fewest tokens that it can compute in a step."""
+        """Fewest tokens that the request can compute in a step."""
         if self.search or not self.chunkable:
             return self.num_wanted_tokens
-        return self.num_to_encode + (self._least_of_items if self._whole_items else 1)
+        return self.num_to_encode + (self._least_of_items if self._rules.whole_items else 1)
 
     @property
     def _least_of_items(self) -> int:
-        """Tokens of the item that its next token belongs to; of the longest, where what is cached
-        may end at any of them."""
+        """Number of tokens of the multimodal item at the next token. If a cached prefix may end in
+        any item: of the longest item."""
         start = self.leader.num_computed_tokens
-        places = [one.mm_position for one in self.features]
+        places = [feature.mm_position for feature in self.features]
         if start >= self.media_end:
             return 1
         if start == 0:
@@ -449,15 +458,15 @@ class Request:
 
     @property
     def awaits_tokens(self) -> bool:
-        """It was preempted, and tokens of it are on their way, which a worker that does not hold it
-        would not have."""
+        """The request was preempted while a step was sampling tokens for it. A worker that has
+        dropped it cannot know these tokens."""
         return self.search is None and any(seq.num_placeholders for seq in self.unfinished)
 
     def outputs_of_end(
         self, ended: Iterable[Sequence], reason: FinishReason, error: str | None
     ) -> list[EngineOutput]:
-        """Of these sequences, which end without another token; of a search, of all that it was to
-        find."""
+        """Outputs of sequences that end without another token. A beam search ends with as many
+        outputs as it would have returned."""
         indices = range(self.params.n) if self.search else [seq.index for seq in ended]
         return [
             EngineOutput(request_id=self.request_id, index=index, finish_reason=reason, error=error)
@@ -466,17 +475,20 @@ class Request:
 
     @property
     def num_known_tokens(self) -> int:
-        """Of its leader. Those that fork from it need the window before the prompt's last token."""
-        return self.leader.num_tokens if len(self.unfinished) == 1 else self.num_prompt_tokens
+        """Number of the leader's known tokens that count for caching. Sequences that fork from it
+        need the window before the prompt's last token, or the leader itself there."""
+        if len(self.unfinished) == 1:
+            return self.leader.num_tokens
+        return self.num_prompt_tokens - (0 if self.forks_anywhere else 1)
 
     @property
     def num_rows(self) -> int:
-        """Most rows of the batch that it takes from now on."""
+        """Most batch rows that the request takes from now on."""
         return self.search.width if self.search else len(self.unfinished)
 
     @property
     def leader(self) -> Sequence:
-        """The sequence that computes the prompt; the others fork from it."""
+        """The sequence that computes the prompt. The others fork from it."""
         return self.unfinished[0]
 
     @property

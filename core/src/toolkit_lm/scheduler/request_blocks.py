@@ -1,5 +1,5 @@
-"""RequestBlocks: the blocks of a request on its way through the batch; Admission: whether it may
-begin, and if not, why."""
+"""RequestBlocks: the blocks of a request from admission to its end. Admission: whether a request
+may begin, and if not, why."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import NamedTuple
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.kv.block_manager import BlockManager
 from toolkit_lm.kv.group_blocks import TokenRange
+from toolkit_lm.kv.snapshots import Snapshots
 from toolkit_lm.kv.tier import KVTier
 from toolkit_lm.kv.tiers import Tiers
 from toolkit_lm.messages import BlockCopy, ScheduledSequence, StepPlan, StepResult
@@ -22,17 +23,17 @@ from toolkit_lm.scheduler.roster import Roster
 
 
 class Admitted(NamedTuple):
-    """It may begin, after what the cache has of it."""
+    """The request may begin after its cached prefix."""
 
     num_cached_tokens: int = 0
-    """Of its leader's first tokens."""
+    """Number of the leader's first tokens that are cached."""
     encoder: bool = False
-    """The whole of its encoder's input is cached."""
+    """The encoder's whole input is cached."""
 
 
 class RequestBlocks:
-    """The blocks of requests that come, share, give way and come back, and with them the computed
-    counts of their sequences."""
+    """Allocates, shares, swaps and frees the blocks of requests, and keeps the computed counts of
+    their sequences up to date."""
 
     def __init__(
         self,
@@ -49,15 +50,18 @@ class RequestBlocks:
         self.roster = roster
         self.planners = planners
         self.caching = config.cache.enable_prefix_caching is not False and blocks.caches_prefixes
-        """Requests share prefixes."""
+        """Requests share cached prefixes."""
+        self.snapshots = Snapshots(blocks)
+        self.keeps_snapshots = self.caching and bool(self.snapshots)
+        self.next_stop = self.snapshots.next_stop if self.keeps_snapshots else None
         self.tiers = Tiers(tiers if self.caching else {}, blocks)
 
     def admit(self, request: Request, admitted: Admitted) -> list[BlockCopy]:
-        """Brings a waiting request's blocks back from the host, or gives it what is cached. Returns
-        what is to be copied."""
+        """Swaps a waiting request's blocks in from the host, or gives it its cached prefix. Returns
+        the copies to make."""
         if request.swapped:
             request.swapped = False
-            # Drafts that were verified meanwhile have moved its windows.
+            # Drafts that were verified in the meantime have moved its windows.
             self.trim(request)
             return self.blocks.swap_in(request.seq_ids)
         if num_cached := admitted.num_cached_tokens:
@@ -69,19 +73,23 @@ class RequestBlocks:
         return []
 
     def ranges(self, request: Request, budget: int) -> list[TokenRange]:
-        """What each sequence of a request would compute now, of at most `budget` tokens, with the
-        room that there is for its media."""
+        """Returns the range that each sequence of the request would compute now, with at most
+        `budget` tokens in all. Ranges end where media or other parts have no room."""
         ranges = request.token_ranges(budget)
         return self.planners.fit(request, ranges) if request.planned_end else ranges
 
     def commit(self, plan: StepPlan, request: Request, ranges: Collection[TokenRange]) -> int:
-        """Adds a running request's rows to a plan, with blocks for what they compute. Returns their
+        """Adds a running request's rows to the plan, and allocates blocks for them. Returns the
         number of tokens."""
         total = 0
         if request.planned_end:
             self.planners.commit(plan, request, ranges)
         if request.encoder is not None and not request.encoder.on_worker and ranges:
             total = self._commit_encoder(plan, request.encoder)
+        if self.keeps_snapshots:
+            for tokens in ranges:
+                hashes = self.roster.sequences[tokens.seq_id].block_hashes
+                self.snapshots.keep(tokens, request.num_prompt_tokens, hashes, plan, ranges)
         for tokens in ranges:
             seq = self.roster.sequences[tokens.seq_id]
             samples = (
@@ -104,8 +112,8 @@ class RequestBlocks:
                 plan.new.append(seq.as_new(self.blocks.worker_tables(seq.seq_id)))
                 seq.on_worker = True
             seq.num_computed_tokens = tokens.end
-            # Where keys and values are written before any are read, who comes later in this very
-            # step may share what it writes.
+            # Where keys and values are written before any are read, later requests of this very
+            # step can share them.
             self.publish(seq, tokens.end if self.blocks.shared_within_step else tokens.start)
             if row.samples:
                 seq.num_placeholders += 1
@@ -117,8 +125,8 @@ class RequestBlocks:
         return total
 
     def commit_next(self, plan: StepPlan, request: Request) -> bool:
-        """As `commit` of a request that computes the one token that it has drawn, inside a block:
-        most rows of most steps. Else False."""
+        """Fast path of `commit` for a plain decode row (one known token, no block boundary). False:
+        use `commit`."""
         seq = request.unfinished[0]
         start = seq.num_computed_tokens
         num_tokens = len(seq.token_ids) + seq.num_placeholders
@@ -128,8 +136,8 @@ class RequestBlocks:
             and request.draws_tokens
             and not (request.needs_tokens or start < request.planned_end or seq.drafts)
         )
-        # Where the token before it was written, there is room for it, and no block is full after
-        # it.
+        # The previous token was written to the same block, so there is room, and this token does
+        # not fill the block.
         is_next = (
             len(request.unfinished) == 1
             and start + 1 == num_tokens < request.most_tokens
@@ -143,7 +151,7 @@ class RequestBlocks:
         return True
 
     def _commit_encoder(self, plan: StepPlan, encoder: Encoder) -> int:
-        """Makes the worker know an encoder sequence. Returns how many tokens of it the step
+        """Adds an encoder sequence to the plan. Returns the number of its tokens that the step
         computes."""
         num_tokens = 0 if encoder.is_computed else encoder.num_tokens
         if num_tokens:
@@ -153,16 +161,16 @@ class RequestBlocks:
         return num_tokens
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:
-        """Lets others find what is computed of a sequence's first tokens, as far as these are
-        known."""
+        """Makes the full blocks of a sequence's first `num_tokens` tokens available to others, as
+        far as the tokens are known."""
         if self.caching:
             self.blocks.publish(seq.seq_id, seq.block_hashes, min(num_tokens, len(seq.token_ids)))
 
     def _fork_from_leader(self, request: Request) -> None:
-        """Once the leader has computed the prompt, the others share it, but for its last token:
-        they compute that again to draw from it.
+        """Once the leader has computed the prompt, the other sequences share it except for its last
+        token. They compute that token again to sample from it.
 
-        It happens with the step that completes the prompt, since the leader may end with that step.
+        This happens in the step that completes the prompt, since the leader may end with that step.
         """
         leader = request.leader
         shared = request.num_prompt_tokens - 1
@@ -178,8 +186,8 @@ class RequestBlocks:
                 seq.num_computed_tokens = shared
 
     def replace_beams(self, request: Request, forks: Collection[Fork]) -> list[Sequence]:
-        """A beam search goes on to other beams. Returns those before, which are still to be
-        released."""
+        """Replaces a beam search's beams by the next ones. Returns the old beams, which are still
+        to be released."""
         for parent, child in forks:
             self.blocks.fork(parent.seq_id, child.seq_id, child.num_computed_tokens)
         beams = request.sequences
@@ -188,17 +196,17 @@ class RequestBlocks:
         return beams
 
     def trim(self, request: Request) -> None:
-        """Gives back what windows have left behind, before the next step is planned."""
+        """Frees blocks that have left the attention window, before the next step is planned."""
         for seq in request.unfinished:
             if not self.blocks.shared_within_step:
-                # From the next step on others can read it: who gives a block back unnamed would
-                # have computed it for nobody.
+                # Others can read these blocks from the next step on. A block freed before it is
+                # published would be lost to them.
                 self.publish(seq, seq.num_computed_tokens)
             self.blocks.trim(seq.seq_id, seq.num_kept_tokens)
 
     def swap_out(self, request: Request) -> list[BlockCopy] | None:
-        """Moves a request's blocks to the host; None where it is better computed again, or has no
-        room there."""
+        """Swaps a request's blocks out to the host. Returns None if recomputing is better, or the
+        host has no room."""
         if not request.swappable:
             return None
         if request.planned_end or self.planners.of_plugins:
@@ -211,7 +219,8 @@ class RequestBlocks:
         return copies
 
     def begin_load(self, request: Request) -> bool:
-        """Whether one that waits is loaded from a KV tier first. It holds the blocks then."""
+        """Whether the waiting request is first loaded from a KV tier. If so, it now holds the
+        blocks."""
         if (
             request.swapped
             or request.skips_tiers
@@ -230,18 +239,18 @@ class RequestBlocks:
         self.roster.load(request)
         return True
 
-    def take_loads(self, plan: StepPlan, result: StepResult) -> None:
-        """Requests that a KV tier has filled, or failed, wait as others do."""
-        for request_id, num_tokens in self.tiers.take(plan, result.loads):
+    def finish_loads(self, plan: StepPlan, result: StepResult) -> None:
+        """Requests whose load has ended, completely or with a failure, go back to the queue."""
+        for request_id, num_tokens in self.tiers.finish_loads(plan, result.loads):
             self._end_load(self.roster.requests[request_id], num_tokens)
 
     def end_late_loads(self, now: float) -> None:
-        """Those whose blocks have not come in time compute themselves."""
+        """Requests whose blocks have not arrived in time compute their tokens themselves."""
         for request_id in self.tiers.expired(now):
             self._end_load(self.roster.requests[request_id], 0)
 
     def _end_load(self, request: Request, num_tokens: int) -> None:
-        """The first `num_tokens` tokens of its leader are in its blocks; 0: they did not come."""
+        """The leader's first `num_tokens` tokens are in its blocks; 0: the load failed."""
         self.roster.loaded(request)
         if num_tokens:
             request.swapped = True
@@ -251,8 +260,28 @@ class RequestBlocks:
             request.skips_tiers = True
             self.start_over(request)
 
+    def end_step(self, plan: StepPlan) -> None:
+        """Frees the step's snapshots, and gives the plan its work for KV tiers."""
+        if self.keeps_snapshots:
+            self.snapshots.release()
+        if self.tiers.tiers:
+            plan.tiers = self.tiers.end_step(idle=not self.roster.running)
+
+    def reset(self, plans: Collection[StepPlan]) -> None:
+        """Drops all blocks, and what these plans were to do: their steps have failed."""
+        self.blocks.reset()
+        self.snapshots.reset()
+        self.planners.reset(plans)
+        self.tiers.reset(plans)
+
+    def forget_contents(self, request: Request) -> None:
+        """Makes the content of its blocks unfindable, since it may be wrong."""
+        for seq_id in request.seq_ids:
+            self.blocks.forget_contents(seq_id)
+        self.snapshots.forget(request.leader.block_hashes, request.num_prompt_tokens)
+
     def end(self, request: Request) -> None:
-        """All of its sequences have ended, and given back their blocks."""
+        """Frees what is left of a request whose sequences have ended and released their blocks."""
         if request.planned_end or self.planners.of_plugins:
             self.planners.release(request.request_id)
         if self.tiers.tiers:
@@ -261,7 +290,7 @@ class RequestBlocks:
             self.blocks.free(request.encoder.seq_id)
 
     def start_over(self, request: Request) -> None:
-        """A waiting request gives up what is computed of it."""
+        """A waiting request gives up its computed tokens and blocks."""
         for seq_id in request.seq_ids:
             self.blocks.free(seq_id)
         if request.planned_end or self.planners.of_plugins:
@@ -270,7 +299,7 @@ class RequestBlocks:
 
 
 class Admission:
-    """Asks all that a request needs to begin: rows, tokens, blocks, and room for its media."""
+    """Decides whether a request may begin: rows, tokens, blocks, and room for its media."""
 
     def __init__(self, config: VllmConfig, request_blocks: RequestBlocks) -> None:
         self.blocks = request_blocks.blocks
@@ -284,8 +313,8 @@ class Admission:
         self._start_over = request_blocks.start_over
 
     def decide(self, request: Request, budget: int) -> Admitted | Refused:
-        """Whether one that waits can run, and compute some of `budget` tokens. It takes nothing;
-        but where nothing runs, swapped requests may start over to make room."""
+        """Whether a waiting request can run now, and compute some of `budget` tokens. It allocates
+        nothing. If no request runs, swapped requests may start over to make room."""
         num_running = self.roster.num_running
         if request.awaits_tokens:
             return Refused("drawing")
@@ -298,8 +327,8 @@ class Admission:
             own = budget - (0 if admitted.encoder else request.num_to_encode)
             if (1 if request.chunkable else request.leader.num_pending_tokens) > own:
                 return Refused("tokens")
-            # Leave each running sequence a block to grow into: admitting one that is preempted at
-            # once would waste its prefill.
+            # Each running sequence keeps a free block to grow into. A request that is preempted
+            # right after its admission would waste its prefill.
             if self.blocks.has_free(self._num_blocks(request, budget, admitted), num_running):
                 if not (request.planned_end or self.planners.may_begin):
                     return admitted
@@ -308,21 +337,22 @@ class Admission:
                 return Refused("blocks")
 
     def _refusal(self, request: Request, admitted: Admitted, budget: int) -> Refused | None:
-        """Why a part cannot have it begin after what is cached."""
+        """Reason of a part that refuses to let the request begin after its cached prefix; None: it
+        may begin."""
         start = max(admitted.num_cached_tokens, request.leader.num_computed_tokens)
         end = min(start + budget, request.leader.num_tokens)
         first = TokenRange(request.leader.seq_id, start, end)
         return self.planners.refusal(request, first)
 
     def _num_cached(self, request: Request) -> int:
-        """Tokens of its leader whose keys and values are in the cache. Its last token is computed
-        in any case."""
+        """Number of the leader's tokens whose keys and values are cached. The last token is always
+        computed."""
         if not self.caching or request.swapped or not request.reads_prefix_cache:
             return 0
         return self.blocks.find_prefix(request.leader.block_hashes, request.num_known_tokens - 1)
 
     def _has_encoder(self, request: Request) -> bool:
-        """Whether the cache has all that its encoder is still to compute."""
+        """Whether the cache holds everything that the request's encoder would still compute."""
         return (
             self.caching
             and request.num_to_encode > 0
@@ -331,8 +361,8 @@ class Admission:
         )
 
     def _num_blocks(self, request: Request, budget: int, admitted: Admitted) -> list[int]:
-        """Free blocks per pool that it takes: for the whole of its prompt, not only the first
-        chunk."""
+        """Number of free blocks that the request needs, per pool: for its whole prompt, not only
+        the first chunk."""
         ranges = request.token_ranges(budget, encoded=admitted.encoder)
         growth = self.blocks.blocks_needed(ranges)
         if request.swapped:
@@ -345,26 +375,26 @@ class Admission:
     def _num_of_decoder(
         self, request: Request, ranges: Collection[TokenRange], growth: list[int], num_cached: int
     ) -> list[int]:
-        """As `_num_blocks`, without its encoder's. `growth`: what `ranges` take, nothing being
+        """Blocks for the decoder part of `_num_blocks`. `growth`: blocks for `ranges` if nothing is
         cached."""
         leader = request.leader
         if not num_cached and ranges[:1] == [(leader.seq_id, 0, leader.num_tokens)]:
-            # The first chunk is the whole.
+            # The first chunk is the whole prompt.
             return growth
         whole = self.blocks.config.max_blocks(leader.num_tokens, self.chunk)
         if not num_cached:
             return [max(both) for both in zip(whole, growth, strict=True)]
         shared = self.blocks.num_shared(leader.block_hashes, num_cached)
-        return [all_ - its for all_, its in zip(whole, shared, strict=True)]
+        return [all_ - owned for all_, owned in zip(whole, shared, strict=True)]
 
     def _discard_swapped(self) -> bool:
-        """Swapped requests keep the blocks that they share: when these are in everybody's way, the
-        last of them starts over."""
+        """Makes the last swapped request start over, if there is one. Swapped requests keep their
+        shared blocks, which may block all others."""
         swapped = [request for request in self.roster.waiting if request.swapped]
         if swapped:
             self._start_over(swapped[-1])
         return bool(swapped)
 
 
-def _sum(one: Collection[int], other: Collection[int]) -> list[int]:
-    return [sum(both) for both in zip(one, other, strict=True)]
+def _sum(first: Collection[int], other: Collection[int]) -> list[int]:
+    return [sum(both) for both in zip(first, other, strict=True)]

@@ -1,4 +1,4 @@
-"""Roster: the requests that have not ended, and the scheduling policies: in which order they are
+"""Roster: the requests that have not ended. SchedulingPolicy: the order in which they are
 served."""
 
 from __future__ import annotations
@@ -19,49 +19,50 @@ from toolkit_lm.scheduler.request import Refused, Request, Sequence
 
 
 class SchedulingPolicy:
-    """In which order requests are served, and how steps are shared between them. This one: first
-    come, first served.
+    """Order in which requests are served, and their shares of a step. This base: first come, first
+    served.
 
-    A plugin registers a function, which is `key`, or a subclass, of which each engine makes one. A
-    policy may read a request's `priority`, `num_prompt_tokens`, `max_output_tokens`,
-    `arrival_time`, `deadline`, `params`, `context`, `num_rows`, `num_wanted_tokens`, `least_tokens`
-    and `gave_way`.
+    A plugin registers a function, which is used as `key`, or a subclass, which each engine
+    instantiates. A policy may read a request's `priority`, `num_prompt_tokens`,
+    `max_output_tokens`, `arrival_time`, `deadline`, `params`, `context`, `num_rows`,
+    `num_wanted_tokens`, `least_tokens` and `gave_way`.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         pass
 
     def key(self, request: Request) -> tuple[float, ...]:
-        """Sort key of a request that arrives, asked once: the smallest is served first, and of
-        equals the first that came."""
+        """Returns the sort key of a new request; it is called once. The smallest key is served
+        first, and among equal keys the first request to arrive."""
         return ()
 
     def begin_step(
         self, running: Collection[Request], waiting: Collection[Request]
     ) -> Collection[Request]:
-        """A step is planned. `running`: who runs; `waiting`: who waits. Both in the order of keys.
-        Returns who of these may be admitted."""
+        """Called before a step is planned, with running and waiting requests in the order of keys.
+        Returns the waiting requests that may be admitted."""
         return waiting
 
     def grant(self, request: Request, budget: int) -> int:
-        """Most tokens of a request that this step computes, of at most `budget`. Asked once a step,
-        in the order of keys."""
+        """Returns the most tokens of a request that this step computes, at most `budget`. Called
+        once per step, in the order of keys."""
         return budget
 
     def overtakes(self, request: Request, other: Request) -> bool:
-        """One that waits may be admitted before `other`, which comes first and has no room."""
+        """Whether a waiting request may be admitted before `other`, which comes first and does not
+        fit."""
         return False
 
     def gives_way(self, request: Request, running: Collection[Request]) -> Request | None:
-        """Which of `running` is preempted where `request`, the first of them or one that waits, has
-        no room. None: none is.
+        """Chooses the running request that is preempted if `request` does not fit. `request` is the
+        first of `running`, or a waiting one. None: no request is preempted.
 
-        Who gives way to one that waits then waits behind it.
+        A request preempted for a waiting one then waits behind it.
         """
         return running[-1] if request is running[0] else None
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """A step took so long."""
+        """Records the duration of a step."""
 
 
 class _ByKey(SchedulingPolicy):
@@ -76,23 +77,23 @@ class _ByKey(SchedulingPolicy):
 
 
 def priority(request: Request) -> tuple[float, ...]:
-    """The smaller number first."""
+    """Sorts by `priority`; the smaller number is first."""
     return (request.priority,)
 
 
 def load_policy(registry: SchedulingPolicyRegistry, config: SchedulerConfig) -> SchedulingPolicy:
-    """The one that the option asks for.
+    """Returns the policy that the option names.
 
-    Raises ConfigError for an unknown name, PluginError for one that cannot be imported, or that is
-    a class of something else.
+    Raises ConfigError for an unknown name, and PluginError for one that cannot be imported or is a
+    class of another kind.
     """
     target = registry.load(config.policy)
     if not isinstance(target, type):
         return _ByKey(config, target)
     if not issubclass(target, SchedulingPolicy):
-        what = f"{target.__module__}.{target.__qualname__}"
+        name = f"{target.__module__}.{target.__qualname__}"
         raise PluginError(
-            f"scheduling policy {config.policy!r}: {what} is no subclass of "
+            f"scheduling policy {config.policy!r}: {name} is no subclass of "
             "toolkit_lm.scheduler.SchedulingPolicy"
         )
     return target(config)
@@ -102,33 +103,35 @@ _by_sort_key = attrgetter("sort_key")
 
 
 class Roster:
-    """Which requests wait and which run, their unfinished sequences, and what the worker is to
-    forget of them."""
+    """All requests, waiting and running, their unfinished sequences, and the sequences that the
+    worker must drop."""
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self.policy = policy
         self.requests: dict[str, Request] = {}
-        """By request id."""
+        """All requests that have not ended, by request id."""
         self.waiting: list[Request] = []
-        """In the policy's order."""
+        """Waiting requests, in the policy's order."""
         self.loading: list[Request] = []
-        """Whose blocks are being filled: they wait for that, and hold these blocks."""
+        """Requests that wait until their blocks are loaded from a KV tier. They hold these
+        blocks."""
         self.waits: Counter[Wait] = Counter()
-        """How many wait, by reason."""
+        """Number of waiting requests, by reason."""
         self.running: list[Request] = []
-        """In the policy's order: blocks are taken from the last."""
+        """Running requests, in the policy's order. The last is preempted first."""
         self.sequences: dict[int, Sequence] = {}
-        """The unfinished ones, by seq_id."""
+        """Unfinished sequences, by seq_id."""
         self.dropped: list[int] = []
-        """Sequences that the worker holds, to be dropped by the next plan."""
+        """Sequences on the worker that the next plan drops."""
 
     @property
     def num_running(self) -> int:
-        """Sequences of running requests; of a beam search, as many as it can come to have."""
+        """Number of sequences of running requests. A beam search counts with as many beams as it
+        may have."""
         return sum(request.num_rows for request in self.running)
 
     def requests_in(self, plan: StepPlan) -> list[str]:
-        """The ids of the requests that a plan computes, in its order."""
+        """Ids of the requests that a plan computes, in its order."""
         request_ids: dict[str, None] = {}
         for row in plan.scheduled:
             seq = self.sequences.get(row.seq_id)
@@ -137,7 +140,7 @@ class Roster:
         return list(request_ids)
 
     def add(self, request: Request) -> None:
-        """A new request waits. Raises what the policy raises, and ValueError for a key that cannot
+        """Queues a new request. Raises what the policy raises, and ValueError for a key that cannot
         be ordered."""
         key = tuple(self.policy.key(request))
         if any(map(math.isnan, key)):
@@ -151,23 +154,23 @@ class Roster:
         self.sequences.update({seq.seq_id: seq for seq in sequences})
 
     def start(self, request: Request) -> None:
-        """From the queue to the batch."""
+        """Moves a request from the queue to the batch."""
         self._leave_queue(request)
         insort(self.running, request, key=_by_sort_key)
 
     def load(self, request: Request) -> None:
-        """From the queue to those that are being loaded."""
+        """Moves a request from the queue to the loading ones."""
         self.hold(request, Refused("loading"))
         self._leave_queue(request)
         self.loading.append(request)
 
     def loaded(self, request: Request) -> None:
-        """Back to the queue."""
+        """Moves a loading request back to the queue."""
         self.loading.remove(request)
         self._wait(request, Refused("queue"))
 
     def hold(self, request: Request, refused: Refused) -> None:
-        """One that waits does so for this reason now."""
+        """Records the reason for which a request waits."""
         if request.waits != refused:
             if request.waits is not None:
                 self.waits[request.waits.reason] -= 1
@@ -175,7 +178,7 @@ class Roster:
             request.waits = refused
 
     def hold_back(self, asked: Iterable[Request], allowed: Iterable[Request]) -> None:
-        """The policy lets only those of `asked` begin that are allowed."""
+        """Records that the policy holds back the requests of `asked` that are not in `allowed`."""
         numbers = {request.number for request in allowed}
         for request in asked:
             if request.number not in numbers:
@@ -192,19 +195,19 @@ class Roster:
         self.waits[request.waits.reason] -= 1
 
     def requeue(self, request: Request, refused: Refused = Refused("queue")) -> None:
-        """From the batch back to the queue; the worker forgets it."""
+        """Moves a request from the batch back to the queue. The worker drops it."""
         self.running.remove(request)
         self._wait(request, refused)
         for part in request.parts:
             self._drop(part)
 
     def remove_sequence(self, seq: Sequence) -> None:
-        """It has ended, or other beams have taken its place; the worker forgets it."""
+        """Removes a sequence that has ended, or a beam that was replaced. The worker drops it."""
         self._drop(seq)
         del self.sequences[seq.seq_id]
 
     def remove(self, request: Request) -> None:
-        """All of its sequences have ended."""
+        """Removes a request whose sequences have all ended."""
         if request.encoder is not None:
             self._drop(request.encoder)
         del self.requests[request.request_id]
@@ -216,8 +219,8 @@ class Roster:
             self._leave_queue(request)
 
     def requeue_all(self, plans: Iterable[StepPlan]) -> None:
-        """All requests wait. The worker is to forget them, and what `plans` were to have it
-        forget."""
+        """Moves all requests to the queue. The worker drops them, and also what `plans` would have
+        dropped."""
         for plan in plans:
             self.dropped += plan.dropped
         self.dropped += (seq_id for request in self.requests.values() for seq_id in request.seq_ids)

@@ -1,4 +1,4 @@
-"""The scheduler: which tokens of which sequences the next step computes."""
+"""The scheduler: chooses the tokens of each sequence that the next step computes."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from toolkit_lm.scheduler.beam import BeamSearch
 from toolkit_lm.scheduler.beam_step import BeamStep
 from toolkit_lm.scheduler.deadlines import Deadlines
 from toolkit_lm.scheduler.encoder_cache import EncoderCache
+from toolkit_lm.scheduler.endings import Endings
 from toolkit_lm.scheduler.event_log import EventLog
 from toolkit_lm.scheduler.planner import MEDIA, PlannerError, Planners
 from toolkit_lm.scheduler.preemption import PreemptionCost
@@ -33,18 +34,19 @@ from toolkit_lm.scheduler.request_blocks import Admission, Admitted, RequestBloc
 from toolkit_lm.scheduler.roster import Roster, SchedulingPolicy
 
 _MOST_OVERTAKEN = 16
-"""Requests that wait are tried beyond the first that has no room."""
+"""How many waiting requests are still tried behind the first that does not fit."""
 
 
 class Scheduler:
     """Continuous batching under one token budget.
 
-    A sequence is "computed so far" and "wanted": prefill, chunked prefill and decode are the same
-    thing. `schedule` advances the computed counts; `update` brings the drawn tokens. A next step
-    may be planned before the results of the one before are in: the tokens that it will draw are
-    placeholders until then.
+    A sequence has computed tokens and wanted tokens: prefill, chunked prefill and decode are the
+    same thing. `schedule` advances the computed counts; `update` adds the sampled tokens. A step
+    may be planned before the results of the previous one are in. The tokens that the previous step
+    will sample are placeholders until then.
 
-    It decides who computes. Each other module of the room knows one thing that it asks for.
+    The class decides which requests compute. Each other module of the folder answers one of its
+    questions.
     """
 
     def __init__(
@@ -58,13 +60,21 @@ class Scheduler:
         planners: Planners | None = None,
         tiers: Mapping[str, KVTier] = MappingProxyType({}),
     ) -> None:
-        """`salt`: goes into all hashes of cached prefixes. `whole_items`: no chunk ends inside an
-        item of media. `planners`: of plugins' parts. `tiers`: of the KV cache, by name."""
+        """`salt`: salt of all hashes of cached prefixes. `whole_items`: no chunk ends inside a
+        multimodal item. `planners`: planners of plugins' parts. `tiers`: KV tiers, by name."""
         self.max_num_seqs = config.scheduler.max_num_seqs
         self.max_num_batched_tokens = config.scheduler.token_budget
         self.policy = policy
         self.roster = Roster(policy)
         self.blocks = BlockManager(kv_cache)
+        self.preemption = PreemptionCost(config.scheduler.preemption_mode, kv_cache)
+        budget = self.max_num_batched_tokens
+        self.items = EncoderCache(config.encoder_cache_embeds, budget, whole_items=whole_items)
+        self.planners = planners or Planners()
+        self.planners.add(MEDIA, self.items)
+        self.request_blocks = RequestBlocks(
+            config, self.blocks, self.preemption, self.roster, self.planners, tiers
+        )
         self.rules = RequestRules(
             salt=salt,
             default_seed=config.model.seed,
@@ -74,21 +84,15 @@ class Scheduler:
             forks_anywhere=self.blocks.forks_anywhere,
             max_drafts=self.blocks.max_drafts,
             whole_items=whole_items,
-        )
-        self.preemption = PreemptionCost(config.scheduler.preemption_mode, kv_cache)
-        budget = self.max_num_batched_tokens
-        self.items = EncoderCache(config.encoder_cache_embeds, budget, whole_items=whole_items)
-        self.planners = planners or Planners()
-        self.planners.add(MEDIA, self.items)
-        self.request_blocks = RequestBlocks(
-            config, self.blocks, self.preemption, self.roster, self.planners, tiers
+            next_stop=self.request_blocks.next_stop,
         )
         self.tiers = self.request_blocks.tiers
         self.admission = Admission(config, self.request_blocks)
         self.quarantine = Quarantine()
         self.events = EventLog()
+        self._endings = Endings(self.roster, self.request_blocks, self.quarantine, self.events)
         self.outputs: list[EngineOutput] = []
-        """Of requests that ended between steps, since the engine last took them."""
+        """Outputs of requests that ended between steps, since the engine last took them."""
         self.has_failed = False
         """The next plan follows a failed step."""
         self._deadlines = Deadlines()
@@ -97,45 +101,44 @@ class Scheduler:
     # Requests come and go
 
     def add(self, message: EngineRequest) -> None:
-        """Queues a request, which the front has held to the limits. Raises RequestError: its id is
-        in use, and what the policy raises."""
+        """Queues a request that the front has validated. Raises RequestError if the id is in use,
+        and what the policy raises."""
         if message.request_id in self.roster.requests:
             raise RequestError(f"request id {message.request_id!r} is in use.", "request_id")
         request = Request(message, self._seq_ids, self.rules)
         if request.media_end or request.inputs.parts or self.planners.of_plugins:
-            self.planners.take_in(request)
+            self.planners.prepare(request)
         self.roster.add(request)
         if request.deadline is not None:
             self._deadlines.add(request.deadline, request.request_id)
         self.events.add("queued", request)
 
     def finish(self, request_id: str, reason: FinishReason, index: int | None = None) -> None:
-        """Ends a request, or one sequence of it, from outside: an abort, a stop text. Unknown or
-        finished ones are no error."""
+        """Ends a request, or one of its sequences, from outside: for an abort or a stop string.
+        Unknown and finished ones are accepted."""
         request = self.roster.requests.get(request_id)
         if request is not None:
             # The beams of a search end together.
-            self._finish(
+            self._endings.finish(
                 request,
                 [seq for seq in request.unfinished if index in (None, seq.index) or request.search],
                 reason,
             )
 
     def fail(self, request_id: str, error: str) -> list[EngineOutput]:
-        """Ends a request with an error. What its blocks hold is in doubt, so that no other will
-        find it."""
+        """Ends a request with an error. The contents of its blocks are in doubt, so no other
+        request will find them."""
         request = self.roster.requests.get(request_id)
         if request is None:
             return []
-        for seq_id in request.seq_ids:
-            self.blocks.forget_contents(seq_id)
-        return self._end(request, "error", error)
+        self.request_blocks.forget_contents(request)
+        return self._endings.end(request, "error", error)
 
     # One step
 
     def schedule(self) -> StepPlan | None:
-        """Plans the next step and advances the computed counts. None: there is nothing to do before
-        the results of a planned one."""
+        """Plans the next step, and advances the computed counts. None: there is nothing to do
+        before the results of a planned step."""
         now = time.monotonic()
         if now >= self._deadlines.earliest:
             self._time_out(now)
@@ -143,7 +146,7 @@ class Scheduler:
             self._fail_parts()
         if self.roster.loading:
             self.request_blocks.end_late_loads(now)
-        # What is dropped while it is planned is dropped by this very plan.
+        # Sequences that are dropped during planning go into this very plan.
         plan = StepPlan(dropped=self.roster.dropped)
         if self.quarantine.quarantined:
             self._schedule_alone(plan, self.roster.requests[self.quarantine.quarantined[0]])
@@ -159,94 +162,93 @@ class Scheduler:
                 self._schedule_waiting(plan, budget, waiting)
         if self.planners.end_steps:
             self.planners.end_step(plan)
-        if self.tiers.tiers:
-            plan.tiers = self.tiers.end_step(idle=not self.roster.running)
+        self.request_blocks.end_step(plan)
         if not (plan.scheduled or plan.swap_out or plan.parts or plan.tiers):
             return None
         self.roster.dropped = []
         plan.after_failure, self.has_failed = self.has_failed, False
         if self.items.in_use:
-            plan.dropped_items = self.items.take_dropped()
+            plan.dropped_items = self.items.drain_dropped()
         if self.planners.failed:
             self._fail_parts()
         return plan
 
-    def take_parts(self, result: StepResult) -> None:
-        """Hands planners what the workers' halves have answered, before `update`."""
+    def update_planners(self, result: StepResult) -> None:
+        """Gives planners the answers of their worker halves, before `update`."""
         self.planners.update(result)
         if self.planners.failed:
             self._fail_parts()
 
     def _fail_parts(self) -> None:
-        """A part's planner has failed: so do the requests that have a share of it."""
-        for request, error in self.planners.take_failed(self.roster.requests.values()):
-            self.outputs += self._end(request, "error", error)
+        """Ends the requests that use a part whose planner has failed."""
+        for request, error in self.planners.drain_failed(self.roster.requests.values()):
+            self.outputs += self._endings.end(request, "error", error)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
-        """Takes in the tokens that a step drew; ends the sequences that are complete. Steps come in
-        the order of their plans."""
+        """Adds the tokens that a step sampled, and ends complete sequences. Steps come in the order
+        of their plans."""
         outputs = []
         logprobs = result.logprobs or [[]] * len(plan.scheduled)
         rows = zip(plan.scheduled, result.token_ids, logprobs, strict=True)
         for row, tokens, row_logprobs in rows:
             seq = self.roster.sequences.get(row.seq_id)
             if seq is None:
-                # It ended while the step was on its way.
+                # The sequence ended while the step was running.
                 continue
             request = seq.request
             known = result.prompt_logprobs.get(row.seq_id)
-            prompt_logprobs = request.take_prompt_logprobs(row, known) if known else []
+            prompt_logprobs = request.new_prompt_logprobs(row, known) if known else []
             if row.seq_id in result.errors:
                 outputs += self.fail(request.request_id, result.errors[row.seq_id])
             elif row.seq_id in result.pooled:
-                self._finish(request, [seq], "stop")
+                self._endings.finish(request, [seq], "stop")
                 outputs.append(seq.output("stop", [], [], [], result.pooled[row.seq_id]))
             elif row.samples and request.search:
-                outputs += self._take_candidates(seq, request.search, result.candidates[row.seq_id])
+                outputs += self._store_candidates(
+                    seq, request.search, result.candidates[row.seq_id]
+                )
             elif row.samples:
                 seq.sampler_state = result.sampler_state.get(row.seq_id, seq.sampler_state)
                 drafts = result.drafts.get(row.seq_id, [])
-                taken = self._take_tokens(seq, tokens, drafts, row_logprobs, prompt_logprobs)
+                taken = self._accept_tokens(seq, tokens, drafts, row_logprobs, prompt_logprobs)
                 outputs.append(taken)
             elif prompt_logprobs:
                 outputs.append(seq.output(None, [], [], prompt_logprobs))
         return outputs
 
     def reset_after_failure(self, plans: Collection[StepPlan]) -> None:
-        """Steps failed, or were interrupted, somewhere on their way: nothing that the runner holds
-        can be relied on.
+        """Steps failed or were interrupted, so the runner's state cannot be relied on.
 
-        All requests are computed again. It relies on nothing that an interrupt left half done.
+        All requests are computed again. The method is safe after an interrupt at any point of an
+        update.
         """
         self.roster.requeue_all(plans)
-        self.blocks.reset()
-        self.planners.reset(plans)
-        self.tiers.reset(plans)
+        self.request_blocks.reset(plans)
         self.has_failed = True
         for request in self.roster.waiting:
             request.forget_all()
 
     def drop_plan(self) -> StepPlan:
-        """A plan that computes nothing: the runner forgets what it holds in vain."""
+        """An empty plan: it only makes the runner drop dead sequences."""
         dropped, self.roster.dropped = self.roster.dropped, []
-        return StepPlan(dropped=dropped, dropped_items=self.items.take_dropped())
+        return StepPlan(dropped=dropped, dropped_items=self.items.drain_dropped())
 
     # Planning
 
     def _make_room(self, plan: StepPlan, waiting: Collection[Request]) -> Collection[Request]:
-        """Preempts who gives way to one that waits. Returns who may be admitted: that one, or all
-        of `waiting`."""
+        """Preempts a request that gives way to a waiting one. Returns the requests that may be
+        admitted: that waiting one, or all of `waiting`."""
         running = self.roster.running
         found = (
-            (one, victim)
-            for one in waiting
-            if running and (victim := self.policy.gives_way(one, running)) is not None
+            (seq, victim)
+            for seq in waiting
+            if running and (victim := self.policy.gives_way(seq, running)) is not None
         )
         for request, victim in islice(found, _MOST_OVERTAKEN):
             try:
                 decided = self.admission.decide(request, self.max_num_batched_tokens)
             except PlannerError:
-                # Whoever asks next ends it.
+                # The next request that asks ends it.
                 continue
             if not isinstance(decided, Refused) or decided.reason in ("drawing", "part"):
                 continue
@@ -257,7 +259,8 @@ class Scheduler:
         return waiting
 
     def _schedule_running(self, plan: StepPlan, budget: int) -> tuple[int, bool]:
-        """Returns what is left of the budget, and whether a request was preempted."""
+        """Schedules the running requests. Returns the rest of the budget, and whether a request was
+        preempted."""
         for request in self.roster.running if self.blocks.trims else ():
             self.request_blocks.trim(request)
         preempted = False
@@ -281,7 +284,7 @@ class Scheduler:
                     budget -= self.request_blocks.commit(plan, request, ranges)
                     position += 1
             except PlannerError as error:
-                self.outputs += self._end(request, "error", str(error))
+                self.outputs += self._endings.end(request, "error", str(error))
         return budget, preempted
 
     def _schedule_waiting(self, plan: StepPlan, budget: int, waiting: Collection[Request]) -> None:
@@ -302,17 +305,17 @@ class Scheduler:
                     self.roster.hold(request, decided)
                     if decided.reason != "part":
                         held_up.append(request)
-                    # What a part lacks, others need not.
+                    # Other requests may not need what this part lacks.
                     continue
                 self._admit(plan, request, decided)
                 ranges = self.request_blocks.ranges(request, tokens)
                 budget -= self.request_blocks.commit(plan, request, ranges)
             except PlannerError as error:
-                self.outputs += self._end(request, "error", str(error))
+                self.outputs += self._endings.end(request, "error", str(error))
 
     def _schedule_alone(self, plan: StepPlan, request: Request) -> None:
-        """One that is quarantined; all others wait without blocks, so that it fits. It computes all
-        of its keys and values itself."""
+        """Schedules the quarantined request alone. It fits, since all others wait without blocks.
+        It computes all its keys and values itself."""
         try:
             if request in self.roster.waiting:
                 self._admit(plan, request, Admitted())
@@ -320,10 +323,11 @@ class Scheduler:
             ranges = self.request_blocks.ranges(request, self.max_num_batched_tokens)
             self.request_blocks.commit(plan, request, ranges)
         except PlannerError as error:
-            self.outputs += self._end(request, "error", str(error))
+            self.outputs += self._endings.end(request, "error", str(error))
 
     def _release_from_quarantine(self, request: Request) -> None:
-        """It has drawn a token: it is not to blame, and makes room for the next one."""
+        """The request has sampled a token, so it did not cause the failure. It makes room for the
+        next one."""
         if self.quarantine.release(request.request_id) and request.unfinished:
             self.roster.requeue(request)
             self.request_blocks.start_over(request)
@@ -338,8 +342,8 @@ class Scheduler:
             self.events.scheduled(request)
 
     def _preempt(self, plan: StepPlan, request: Request) -> None:
-        """Takes a running request's blocks. It waits, and is computed again from its tokens, or
-        comes back from the host."""
+        """Preempts a running request. It waits, and is later recomputed from its tokens or swapped
+        in from the host."""
         self.roster.requeue(request, Refused("blocks"))
         copies = self.request_blocks.swap_out(request)
         if copies is None:
@@ -350,7 +354,7 @@ class Scheduler:
 
     # Results
 
-    def _take_tokens(
+    def _accept_tokens(
         self,
         seq: Sequence,
         drawn: list[int],
@@ -360,76 +364,47 @@ class Scheduler:
     ) -> EngineOutput:
         request = seq.request
         before = len(seq.token_ids)
-        reason = seq.take(drawn, drafts)
+        reason = seq.append_sampled(drawn, drafts)
         tokens = seq.token_ids[before:]
         if seq.num_placeholders or not self.blocks.shared_within_step:
-            # The step that is on its way computes what is known only now.
+            # The running step already computes tokens that are known only now.
             self.request_blocks.publish(seq, seq.num_computed_tokens)
         if request.first_token_time is None:
             self.events.first_token(request)
         if reason is not None:
-            self._finish(request, [seq], reason)
+            self._endings.finish(request, [seq], reason)
         if self.quarantine.quarantined:
             self._release_from_quarantine(request)
         return seq.output(reason, tokens, logprobs[: len(tokens)], prompt_logprobs)
 
-    def _take_candidates(
+    def _store_candidates(
         self, beam: Sequence, search: BeamSearch, candidates: Candidates
     ) -> list[EngineOutput]:
-        """One more beam of a request has its candidates; with the last of them the search goes a
-        token on, to other beams, or ends."""
+        """Stores a beam's candidates. Once all beams of the request have theirs, the search forks
+        to the next beams, or ends."""
         request = beam.request
         step = BeamStep(request, search)
         if beam.num_placeholders == 0:
-            # It was preempted meanwhile, and will be computed again.
+            # The beam was preempted in the meantime, and will be computed again.
             return []
         self.events.first_token(request)
-        if not step.take(beam, candidates):
+        if not step.add(beam, candidates):
             return []
         outputs: list[EngineOutput] = []
         if forks := step.advance(self._seq_ids):
-            for one in self.request_blocks.replace_beams(request, forks):
-                self._release(one)
+            for seq in self.request_blocks.replace_beams(request, forks):
+                self._endings.release(seq)
         elif len(outputs := step.outputs()) < (n := request.params.n):
-            what = leave_too_little(request.params, f"{len(outputs)} sequences, and n is {n}")
-            outputs = self._end(request, "error", what)
+            problem = leave_too_little(request.params, f"{len(outputs)} sequences, and n is {n}")
+            outputs = self._endings.end(request, "error", problem)
         else:
-            self._finish(request, request.unfinished, outputs[0].finish_reason or "stop")
+            self._endings.finish(request, request.unfinished, outputs[0].finish_reason or "stop")
         self._release_from_quarantine(request)
         return outputs
 
     def _time_out(self, now: float) -> None:
         for request_id in self._deadlines.passed(now):
             request = self.roster.requests.get(request_id)
-            # Another request may have taken over the id of one that has ended.
+            # A new request may have reused the id of a finished one.
             if request is not None and request.deadline is not None and request.deadline <= now:
-                self.outputs += self._end(request, "timeout")
-
-    def _end(
-        self, request: Request, reason: FinishReason, error: str | None = None
-    ) -> list[EngineOutput]:
-        """Ends all that is unfinished of a request."""
-        ended = request.unfinished
-        self._finish(request, ended, reason)
-        return request.outputs_of_end(ended, reason, error)
-
-    def _finish(self, request: Request, ended: Collection[Sequence], reason: FinishReason) -> None:
-        """Ends some of a request's unfinished sequences."""
-        for seq in ended:
-            seq.finish_reason = reason
-            self._release(seq)
-        request.unfinished = [seq for seq in request.unfinished if seq.finish_reason is None]
-        if not request.unfinished:
-            self.quarantine.release(request.request_id)
-            self.roster.remove(request)
-            self.request_blocks.end(request)
-            self.events.add(
-                "aborted" if reason in ("abort", "timeout") else "finished", request, reason
-            )
-            # They know it too: nobody need look for a cycle to free them.
-            request.sequences = []
-
-    def _release(self, seq: Sequence) -> None:
-        seq.num_placeholders = 0
-        self.blocks.free(seq.seq_id)
-        self.roster.remove_sequence(seq)
+                self.outputs += self._endings.end(request, "timeout")

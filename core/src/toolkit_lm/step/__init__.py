@@ -1,6 +1,6 @@
-"""A step of a worker: what it computes, and the contract of its parts.
+"""A step of a worker: its inputs, and the contract of its parts.
 
-The names are resolved when they are used: what speaks of parts only needs no torch.
+Names are imported on first use, so code that only describes parts needs no torch.
 """
 
 import lazy_loader

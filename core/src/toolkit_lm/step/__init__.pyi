@@ -1,3 +1,4 @@
+from .calls import worker_method as worker_method
 from .drafter import Drafter as Drafter
 from .inputs import (
     EncoderBatch as EncoderBatch,

@@ -13,28 +13,28 @@ from toolkit_lm.step.part import StepPart, StepRun
 
 
 class Drafter(StepPart):
-    """Guesses at the tokens to come. The next step keeps those that it draws itself, so that a
-    drafter changes no token.
+    """Proposes draft tokens. The next step keeps those that it samples itself, so a drafter changes
+    no token.
 
-    It is told of sequences by `add` and `remove`, as any StepPart, and asked by `finish`. A drafter
-    that raises, or whose drafts are no lists of the model's tokens, is dropped with a warning: the
-    engine goes on without drafts. `groups` and `inputs` are not for drafters.
+    `add` and `remove` announce sequences, as for any StepPart, and `finish` asks for drafts. A
+    drafter that raises, or that returns anything but lists of the model's tokens, is dropped with a
+    warning. The engine then continues without drafts. Drafters do not use `groups` and `inputs`.
     """
 
     ranks = "last_stage"
 
     @abstractmethod
     def propose(self, token_ids: np.ndarray) -> list[int]:
-        """Drafts of what follows these tokens, [N] int32, read only: prompt and output of a
-        sequence. Empty: no guess."""
+        """Returns drafts that follow these tokens, [N] int32, read only: prompt and output of a
+        sequence. Empty: no drafts."""
 
     def finish(
         self, inputs: StepInputs, hidden_states: Tensor, result: StepResult, step: StepRun
     ) -> None:
-        """Asks for drafts for each sequence that has drawn a token: `result.drafts`, by seq_id.
+        """Sets `result.drafts`, by seq_id, for each sequence that has sampled a token.
 
-        `result` is a copy that holds the drawn tokens; nothing but its drafts is read. The arrays
-        of `inputs` cannot be written to.
+        `result` is a copy with the sampled tokens; only its drafts are read back. The arrays of
+        `inputs` are read-only.
         """
         for place in inputs.sampling:
             if result.token_ids[place]:

@@ -16,23 +16,23 @@ class GroupInputs:
     be changed in place."""
 
     seq_lens: np.ndarray
-    """[R] int32: keys that each row sees."""
+    """[R] int32: number of keys that each row sees."""
     slots: np.ndarray
-    """[T] int64: where each token's key and value go, in cross attention [E] of the encoders'
-    tokens; empty where nothing is cached."""
+    """[T] int64: slot of each token's key and value. In cross attention [E], for the encoders'
+    tokens. Empty if nothing is cached."""
     table: np.ndarray
-    """[R, most blocks] int32: block tables; empty where nothing is cached. Not to be changed: the
-    next step may use it again."""
+    """[R, most blocks] int32: block tables; empty if nothing is cached. Read-only: the next step
+    may reuse it."""
 
 
 @dataclass(slots=True)
 class EncoderBatch:
-    """The encoder sequences that a step computes, in a flat batch: E tokens."""
+    """Flat batch of the encoder sequences that a step computes: E tokens."""
 
     positions: np.ndarray
     """[E] int64: each token's index in its sequence."""
     row_of_token: np.ndarray
-    """[E] int64: its sequence's place among those that the runner holds."""
+    """[E] int64: index of the token's sequence among those that the runner holds."""
 
 
 @dataclass(slots=True)
@@ -42,27 +42,27 @@ class StepInputs:
 
     plan: StepPlan
     rows: np.ndarray
-    """[R] the persistent row of each."""
+    """[R] row of each sequence in the persistent batch."""
     input_ids: np.ndarray
-    """[T] int64."""
+    """[T] int64: token ids."""
     token_index: np.ndarray
     """[T] int64: each token's index in its sequence. Slots follow from it, and rotary positions,
     unless a StepPart gives others."""
     query_start: np.ndarray
-    """[R + 1] int32."""
+    """[R + 1] int32: start of each row's tokens in the flat batch, and the end."""
     starts: np.ndarray
-    """[R] int64: tokens that were computed before this step."""
+    """[R] int64: number of each row's tokens computed before this step."""
     num_tokens: np.ndarray
-    """[R] int64: tokens that are computed in it."""
+    """[R] int64: number of each row's tokens computed in this step."""
     groups: list[GroupInputs]
     sampling: np.ndarray
-    """Indices into `rows` of those that draw tokens."""
+    """Indices into `rows` of the rows that sample tokens."""
     num_drafts: np.ndarray
-    """Of each that draws: the last so many of its tokens are drafts."""
+    """Number of drafts at the end of each sampling row's tokens."""
     histories: Any
-    """Their tokens: toolkit_lm.sampling.TokenHistory, by persistent row."""
+    """Token histories of the persistent rows: a toolkit_lm.sampling.TokenHistory."""
     encoders: EncoderBatch | None = None
-    """None: the step computes no encoder sequence."""
+    """Encoder sequences that the step computes; None: there are none."""
     spans: np.ndarray | None = None
-    """[T, 2] int32: of each token, the run of tokens [begin, end) of its sequence that see one
-    another, such as a picture's; most are alone. None: all are."""
+    """[T, 2] int32: for each token, the span [begin, end) of tokens of its sequence that attend to
+    one another, such as those of an image. Most spans are one token. None: all are."""

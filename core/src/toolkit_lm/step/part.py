@@ -1,4 +1,4 @@
-"""StepPart: what enters a step beside tokens, on the worker."""
+"""StepPart: the worker's half of a part, which brings data other than tokens into a step."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from toolkit_lm.plugin import Plugins
 from toolkit_lm.step.inputs import StepInputs
 
 Feed = Literal["sequences", "encoder_cache"]
-"""Beside the KV cache, what a layer may need: whole sequences, where it caches nothing, or the keys
-and values of an encoder sequence, which cross attention reads."""
+"""Requirements of a layer other than the KV cache. "sequences": whole sequences, for a layer that
+caches nothing. "encoder_cache": keys and values of an encoder sequence, for cross attention."""
 
 
 class StepRun(ABC):
-    """What a part may ask of its runner while a step runs."""
+    """Interface of the runner that parts use during a step."""
 
     @abstractmethod
     def sequences(self, lengths: Sequence[int]) -> AbstractContextManager[None]:
-        """Inside `with step.sequences(lengths):`, attention of type ENCODER has a flat batch of
-        sequences of these lengths. Entering again is cheap."""
+        """In the context `with step.sequences(lengths):`, attention of type ENCODER treats the flat
+        batch as sequences of these lengths. Entering again is cheap."""
 
     @abstractmethod
     def tap(self, layer: str) -> Tensor:
-        """[T, H]: what a layer that the part names in `taps` has given for the step's tokens, until
-        the next step. For `finish`; the stages before that layer do not have it."""
+        """Returns [T, H]: the output of a layer that the part names in `taps`, for the step's
+        tokens. It is valid until the next step. For `finish`; earlier pipeline stages do not have
+        it."""
 
     @abstractmethod
     def forward(
@@ -46,63 +47,66 @@ class StepRun(ABC):
         start: np.ndarray,
         **arguments: Tensor,
     ) -> Tensor:
-        """A second pass over the step's block tables: hidden states, flat, as `model` gives them.
+        """Runs a second pass over the step's block tables. Returns flat hidden states, as `model`
+        computes them.
 
-        `rows` [N]: places in the step's rows, `inputs.rows`. `tokens`: of each, the token ids from
-        index `start` [N] on; what they write takes the place of what was there. `model(input_ids,
-        positions, **arguments)` has layers of the part's own, or the target's. For `finish`. Raises
-        ValueError beyond max_model_len, and for tokens without slots: those after the step's own
-        are as many as the part's `lookahead`, and the target's layers have none.
+        `rows` [N]: indices into the step's rows, `inputs.rows`. `tokens`: token ids of each row
+        from index `start` [N] on; their keys and values overwrite the present ones.
+        `model(input_ids, positions, **arguments)` has layers of the part or of the target. For
+        `finish`. Raises ValueError beyond max_model_len, and for tokens without slots. The part's
+        layers have `lookahead` slots after the step's own tokens; the target's layers have none.
         """
 
     @abstractmethod
     def draw(
         self, logits: Tensor, rows: np.ndarray, ahead: int, after: np.ndarray | None = None
     ) -> np.ndarray:
-        """[N] the tokens that the model would draw from logits [N, V], were they its own, as a
-        later step draws them. It changes no state. For `finish`.
+        """Returns [N] tokens that the model would sample from logits [N, V] if they were its own,
+        as a later step samples them. Changes no state. For `finish`.
 
-        `rows` as in `forward`. `ahead`: how many tokens are drawn before this one, after those that
-        the step has drawn; `after` [N, ahead]: these. A row's draw is a function of its logits,
-        its parameters, its tokens and one number u in [0, 1) that its seed and the place of the
-        token in its output give. Greedy rows take the likeliest token. Others take the first whose
-        cumulative probability, in the order of token ids, exceeds u: so a drafter whose logits are
-        the model's is always right. Plugins' logits processors are not asked: they keep state.
+        `rows` as in `forward`. `ahead`: number of tokens between those that the step has sampled
+        and this one; `after` [N, ahead]: these tokens. A row's sample is a function of its logits,
+        its parameters, its tokens and one number u in [0, 1). The row's seed and the token's index
+        in the output determine u. Greedy rows take the likeliest token. Others take the first token
+        whose cumulative probability, in the order of token ids, exceeds u. A drafter with the
+        model's logits is therefore always right. Plugins' logits processors are not called, since
+        they keep state.
         """
 
 
 class StepPart:
-    """What a worker keeps of sequences beside their tokens and KV cache, and does in its steps:
+    """A worker's state of sequences other than their tokens and KV cache, and its work in steps:
     media, an encoder, a pooler, a drafter, an adapter.
 
-    One of each is made per worker process, on the pipeline stages that `ranks` names, and on all
-    tensor parallel ranks of them. All ranks call the same methods in the same order, since all run
-    the same plans: a method may use the groups of ranks. Methods are called in the thread that
-    computes steps. Only those that a subclass overrides are called. What one raises fails the step
-    on all ranks. R rows, T tokens, H hidden size.
+    There is one per worker process, on the pipeline stages that `ranks` names, and on all their
+    tensor parallel ranks. All ranks run the same plans, so they call the same methods in the same
+    order: a method may use collectives. Methods are called in the thread that computes steps. Only
+    those that a subclass overrides are called. An exception fails the step on all ranks. R rows, T
+    tokens, H hidden size.
     """
 
     ranks: ClassVar[Literal["all", "first_stage", "last_stage"]] = "all"
-    """The pipeline stages whose workers have the part. Only the last one has `finish` called, and
-    only its answers reach the planner."""
+    """Pipeline stages whose workers have the part. Only the last stage calls `finish`, and only its
+    answers reach the planner."""
     feeds: ClassVar[frozenset[Feed]] = frozenset()
-    """What the part gives to layers of the model that need more than the KV cache. Those that need
-    whole "sequences" then run inside `step.sequences` alone, and not in the forward pass."""
+    """Requirements of the model's layers that the part meets. Layers that need whole "sequences"
+    then run only inside `step.sequences`, and not in the forward pass."""
     asks: ClassVar[Sequence[str]] = ()
-    """Methods of the model that the part calls: a model without one of them is refused."""
+    """Methods of the model that the part calls. A model that lacks one of them is refused."""
     lookahead: int = 0
-    """Slots that the part's own layers have beyond the tokens of a step, for `StepRun.forward`.
-    Read once, after the constructor."""
+    """Slots of the part's own layers beyond the tokens of a step, for `StepRun.forward`. Read once,
+    after the constructor."""
     taps: Sequence[str] = ()
-    """Names of layers of the model ("model.layers.3") whose hidden states `step.tap` is to give:
-    what a layer puts out, with the residual, before any norm that follows.
+    """Names of model layers ("model.layers.3") whose outputs `step.tap` returns: hidden states with
+    the residual, before any following norm.
 
-    Read once, after the constructor, which may set it; where a pipeline stage does not have the
-    part, that of its class."""
+    Read once, after the constructor, which may set it. On a pipeline stage without the part, the
+    value of its class is used.
+    """
     buffers: Mapping[str, tuple[Literal["token", "row"], torch.dtype]] = MappingProxyType({})
-    """By name, what `context` says of each token or row of a step: layers and linear methods read
-    it with `toolkit_lm.attention.slots(name)`. Read once, after the constructor. Parts must give
-    them different names."""
+    """Buffers that `context` fills for each token or row of a step, by name. Layers and linear
+    methods read them with `toolkit_lm.attention.slots(name)`. Read once, after the constructor.
+    Names must be unique among parts."""
 
     def __init__(
         self,
@@ -113,8 +117,8 @@ class StepPart:
         plugins: Plugins,
         options: Any,
     ) -> None:
-        """Once, when the model has its weights. `options`: of the plugin that brings the part; None
-        where it has none."""
+        """Called once, after the model has loaded its weights. `options`: options of the plugin
+        that brings the part, or None."""
         self.model: Any = model
         self.config = config
         self.device = device
@@ -122,58 +126,61 @@ class StepPart:
         self.options = options
 
     def load(self, weights: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
-        """Once, next: `weights()` reads the model's checkpoint again, as (name, full tensor, mapped
-        from disk)."""
+        """Called once, after the constructor. `weights()` reads the model's checkpoint again, as
+        (name, full tensor, mapped from disk)."""
 
     def layers(self) -> Mapping[str, CacheLayer]:
-        """Once, next: layers of the part's own that use the KV cache, by their `prefix`, which
-        begins with the part's name and "/". Their memory is planned with the model's."""
+        """Called once, after `load`. Returns the part's own layers that use the KV cache, by their
+        `prefix`, which begins with the part's name and "/". Their memory is planned with the
+        model's."""
         return {}
 
     def facts(self) -> Raw:
-        """Once, next: what the part's planner is to know of it, in msgpack; nil: nothing."""
+        """Called once, after `layers`. Returns data for the part's planner, as msgpack; nil:
+        none."""
         return Raw(b"\xc0")
 
     def reserved_bytes(self) -> int:
-        """Bytes of the device that the part will take beside the KV cache and what a step of the
-        example takes. Asked where the cache gets a share of the memory."""
+        """Bytes of the device that the part will use, other than the KV cache and the memory of the
+        example's step. Called if the cache gets a share of the memory."""
         return 0
 
     def example(self, plan: StepPlan) -> None:
-        """Adds the part's largest usual work to a made-up plan, which has its sequences already:
-        for the warm-up, and to see what memory a step takes. Encoders get their tables later."""
+        """Adds the part's largest usual work to a made-up plan, which has its sequences already. It
+        is used for the warm-up, and to measure a step's memory. Encoders get their tables later."""
 
     def add(self, seq: NewSequence) -> None:
-        """A sequence joins the batch: admitted, forked, or back from a preemption. Called once even
-        if the part has heard of it before."""
+        """A sequence joins the batch: admitted, forked, or resumed after a preemption. Called once,
+        even if the part knows the sequence from before."""
 
     def remove(self, seq_id: int) -> None:
-        """A sequence leaves the batch: ended or preempted. Unknown ones are no error."""
+        """A sequence leaves the batch: finished or preempted. Unknown ones must be accepted."""
 
     def begin(self, plan: StepPlan, step: StepRun) -> Raw | None:
-        """In each step, before anything is computed, and also in one without rows: does what the
-        planner has put into `plan.parts`.
+        """Called in each step before anything is computed, and also in steps without rows. Handles
+        the planner's data in `plan.parts`.
 
-        What it returns is the part's answer, `StepResult.parts`, unless `finish` gives another.
+        Returns the part's answer for `StepResult.parts`, unless `finish` returns another.
         """
 
     def groups(self, inputs: StepInputs) -> None:
-        """Changes what KV groups see, in place."""
+        """Changes the inputs of KV groups, in place."""
 
     def inputs(self, inputs: StepInputs) -> dict[str, Tensor]:
-        """Arguments of the forward pass, on the device: further ones, or others in place of
+        """Returns arguments of the forward pass, on the device: further ones, or others in place of
         `positions` ([T] or [3, T] int64)."""
         return {}
 
     def context(self, inputs: StepInputs, buffers: Mapping[str, np.ndarray]) -> None:
-        """Fills the part's `buffers`, by name, before the forward pass: [T] or [R] arrays on the
-        host, which hold what they held before. Slots of a graph's padding are 0."""
+        """Fills the part's `buffers`, by name, before the forward pass. They are [T] or [R] arrays
+        on the host that keep their values between steps. Slots of a graph's padding are 0."""
 
     def finish(
         self, inputs: StepInputs, hidden_states: Tensor, result: StepResult, step: StepRun
     ) -> Raw | None:
-        """Takes a step's hidden states [T, H], when its tokens are drawn: sets `result.drafts`,
-        `result.pooled` or `result.errors`, by seq_id. What it returns is the part's answer."""
+        """Receives a step's hidden states [T, H] after its tokens are sampled. May set
+        `result.drafts`, `result.pooled` or `result.errors`, by seq_id. Returns the part's
+        answer."""
 
     def close(self) -> None:
-        """Once, when the worker ends: releases what the part holds."""
+        """Called once, when the worker ends. Releases the part's resources."""

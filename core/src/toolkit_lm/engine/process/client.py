@@ -1,4 +1,4 @@
-"""The engine in a process of its own, reached through ZeroMQ."""
+"""Client of an engine in a process of its own, over ZeroMQ."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 
 import msgspec
@@ -25,10 +26,9 @@ from toolkit_lm.params import FinishReason
 from toolkit_lm.plugin import Plugins
 
 _LOOK = 1.0
-"""Seconds between two looks at whether the process lives, should a fork of it hold its lifeline
-open."""
+"""Seconds between two checks that the process lives. A fork of it may hold its lifeline open."""
 _LAST_WORDS = 200
-"""Milliseconds to wait for a dead process's last report, which may be on its way still."""
+"""Milliseconds to wait for a dead process's last report, which may still arrive."""
 _ENGINE_REGISTRIES = [
     "models",
     "attention_backends",
@@ -40,19 +40,19 @@ _ENGINE_REGISTRIES = [
     "pooling",
     "scheduling_policies",
 ]
-_ENGINE_HOOKS = tuple(f"toolkit_register_{what}" for what in _ENGINE_REGISTRIES)
+_ENGINE_HOOKS = tuple(f"toolkit_register_{registry}" for registry in _ENGINE_REGISTRIES)
 
 
 class ProcessClient(EngineClient):
-    """Sends commands to an engine process and takes its reports in. Once the process has died,
-    every call says how."""
+    """Sends commands to an engine process, and processes its reports. Once the process has died,
+    every call raises the reason."""
 
     def __init__(self, config: VllmConfig, plugins: Plugins, process: EngineProcess) -> None:
-        """Returns while the engine still loads. `config` is resolved, but for the device. From now
-        on the process is the client's.
+        """Returns while the engine still loads. `config` is resolved except for the device. The
+        client now owns the process.
 
-        Raises PluginError for plugins that it cannot have, ConfigError for options that cannot be
-        sent to it.
+        Raises PluginError for plugins that the process cannot have, and ConfigError for options
+        that cannot be sent to it.
         """
         super().__init__(config)
         self.phase = "importing"
@@ -69,8 +69,10 @@ class ProcessClient(EngineClient):
         self._pending = EngineOutputs(time=self._progress_time)
         self._num_sent = 0
         self._finished: dict[tuple[str, int | None], int] = {}
-        """Requests, or sequences of them, that were ended from here: after how many commands. What
-        the engine said before is stale."""
+        """Requests, or sequences of them, that this side has ended, with the number of commands
+        sent by then. Earlier reports on them are outdated."""
+        self._called: dict[int, Future[list[msgspec.Raw]]] = {}
+        """Calls of workers on their way, by number."""
         self._wake_send, self._wake_recv = socket.socketpair()
         self._wake_send.setblocking(False)
         self._wake_recv.setblocking(False)
@@ -78,14 +80,14 @@ class ProcessClient(EngineClient):
         self._socket = wire.make_socket(self._context)
         self._socket.connect(process.address)
         self._poller = zmq.Poller()
-        for one in (self._socket, process.lifeline, self._wake_recv):
-            self._poller.register(one, zmq.POLLIN)
+        for source in (self._socket, process.lifeline, self._wake_recv):
+            self._poller.register(source, zmq.POLLIN)
         self._send(start)
 
     @property
     def sources(self) -> tuple[zmq.Socket[bytes], socket.socket]:
-        """What becomes readable when `step` has something to take in: for a zmq.Poller, while the
-        engine lives."""
+        """Sockets that become readable when `step` has something to process: for a zmq.Poller,
+        while the engine lives."""
         return self._socket, self.process.lifeline
 
     def wait_ready(self, timeout: float | None = None) -> EngineInfo | None:
@@ -94,11 +96,11 @@ class ProcessClient(EngineClient):
             self._check()
             now = time.monotonic()
             if now >= self._deadline:
-                what = (
+                problem = (
                     f"the engine process was not ready after {self._start_timeout:g} seconds "
                     "(start_timeout)"
                 )
-                self._fail(EngineDeadError(f"{what}: it was still {self.phase}."))
+                self._fail(EngineDeadError(f"{problem}: it was still {self.phase}."))
             elif now >= end or self._wait(min(end, self._deadline) - now):
                 return None
         return self._info
@@ -109,7 +111,7 @@ class ProcessClient(EngineClient):
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
         self._check()
-        if not any(one.features for one in requests):
+        if not any(request.features for request in requests):
             self._add(requests)
             return
         with self.features.sending(requests) as (bare, evicted):
@@ -126,20 +128,27 @@ class ProcessClient(EngineClient):
         self._check()
         self._send(wire.encode(wire.ResetPrefixCache()))
 
+    def call_workers(self, method: str, payload: msgspec.Raw) -> Future[list[msgspec.Raw]]:
+        self._check()
+        number = self._num_sent
+        self._send(wire.encode(wire.Call(number, method, payload)))
+        future = self._called[number] = Future()
+        return future
+
     def step(self, timeout: float | None = None) -> EngineOutputs:
         if not _has_any(self._pending):
             self._check()
             self._wait(timeout)
-        return self._take_pending()
+        return self._pop_outputs()
 
     def poll_outputs(self) -> EngineOutputs:
         if not _has_any(self._pending):
             self._check()
-            self._take_reports()
-        return self._take_pending()
+            self._handle_reports()
+        return self._pop_outputs()
 
     def wake(self) -> None:
-        # A full pipe wakes as well, and a closed one has nobody to wake.
+        # A full pipe wakes as well, and a closed one has no reader.
         with suppress(OSError):
             self._wake_send.send(b"\0")
 
@@ -154,12 +163,15 @@ class ProcessClient(EngineClient):
             self.process.end()
             self._wake_send.close()
             self._wake_recv.close()
+            why = self._death or EngineDeadError("the engine has been shut down.")
+            while self._called:
+                self._called.popitem()[1].set_exception(why)
 
     def _add(self, requests: Sequence[EngineRequest], evicted: Sequence[str] = ()) -> None:
         try:
             message = wire.encode(wire.add(requests, evicted))
         except Exception as error:
-            # Such as a logits processor's argument that is no plain value.
+            # For instance a logits processor's argument that is not a plain value.
             raise RequestError(
                 f"the request cannot be sent to the engine process: {type(error).__name__}: {error}"
             ) from error
@@ -176,14 +188,14 @@ class ProcessClient(EngineClient):
             raise EngineDeadError("the engine has been shut down.")
 
     def _wait(self, timeout: float | None) -> bool:
-        """Takes reports in: waits until there are some, the process has died, or `timeout` seconds
-        are over. True: a `wake` came."""
+        """Processes reports. Waits until there are some, the process has died, or `timeout` seconds
+        are over. Returns True after a `wake`."""
         end = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             ready = dict(
                 self._poller.poll(math.ceil(1000 * max(min(end - time.monotonic(), _LOOK), 0)))
             )
-            self._take_reports()
+            self._handle_reports()
             if self.process.lifeline.fileno() in ready or not (ready or self.process.is_alive):
                 self._on_exit()
                 return False
@@ -193,19 +205,19 @@ class ProcessClient(EngineClient):
             if ready or time.monotonic() >= end:
                 return False
 
-    def _take_pending(self) -> EngineOutputs:
+    def _pop_outputs(self) -> EngineOutputs:
         outputs, self._pending = self._pending, EngineOutputs(time=self._progress_time)
         return outputs
 
-    def _take_reports(self) -> None:
+    def _handle_reports(self) -> None:
         while True:
             try:
                 message = self._socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._take(wire.decode_report(message.buffer))
+            self._handle(wire.decode_report(message.buffer))
 
-    def _take(self, report: wire.Report) -> None:
+    def _handle(self, report: wire.Report) -> None:
         self._progress_time = time.monotonic()
         if isinstance(report, wire.Outputs):
             self._add_outputs(report)
@@ -213,7 +225,7 @@ class ProcessClient(EngineClient):
             self.phase = report.name
             self.process.disown_folder()
         elif isinstance(report, wire.Ready):
-            # The front has options of its own: those of plugins given from code.
+            # The front has further options: those of plugins given from code.
             config = replace(report.config, plugins=self._plugins)
             kv_cache = KVCacheConfig.decode(report.kv_cache, self._kv_kinds)
             self._info = EngineInfo(
@@ -222,6 +234,13 @@ class ProcessClient(EngineClient):
                 pooling=report.pooling,
                 whole_items=report.whole_items,
             )
+        elif isinstance(report, wire.Called):
+            future = self._called.pop(report.number)
+            if report.failed is None:
+                # The report's memory is another's soon.
+                future.set_result([msgspec.Raw(bytes(value)) for value in report.values])
+            else:
+                future.set_exception(_as_error(report.failed))
         else:
             self._death = _as_error(report)
 
@@ -246,9 +265,9 @@ class ProcessClient(EngineClient):
                 pending.missing = {**(pending.missing or {}), request_id: names}
 
     def _on_exit(self) -> None:
-        """The process has died: finds out why."""
+        """Finds out why the process has died."""
         while self._death is None and self._socket.poll(_LAST_WORDS):
-            self._take_reports()
+            self._handle_reports()
         self._fail(self._death or self.process.death(self.phase if self._info is None else None))
 
     def _fail(self, why: ToolkitError) -> None:
@@ -296,7 +315,7 @@ def _has_any(outputs: EngineOutputs) -> bool:
 
 
 def _as_error(report: wire.Failed) -> ToolkitError:
-    """The error that ended the engine process, as an error of this one."""
+    """Converts the error that ended the engine process to an error of this process."""
     kind = getattr(errors, report.kind, None) if report.kind else None
     error: ToolkitError = (
         EngineDeadError(f"the engine failed: {report.message}")

@@ -1,5 +1,5 @@
-"""What ends a process with the one that has started it, while its own threads cannot: an import may
-hold the interpreter for seconds."""
+"""A guard process that ends an engine process together with its front. Threads of the engine
+cannot: an import may hold the interpreter for seconds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from contextlib import suppress
 
 
 def guard(lifeline: int, folder: str) -> Callable[[], None]:
-    """Starts a small process that waits for the end of the lifeline, kills this one then, and
+    """Starts a small process that waits for the end of the lifeline, then kills this process and
     removes the folder.
 
-    It is a fork, so there must be no other thread yet. Returns what ends it: when the folder is
-    another's to remove. It also ends with this process.
+    It is a fork, so there must be no other thread yet. Returns a function that ends it, for when
+    the folder's removal is another process's duty. It also ends with this process.
     """
     guarded = os.getpid()
     watched, held = os.pipe()
@@ -26,8 +26,8 @@ def guard(lifeline: int, folder: str) -> Callable[[], None]:
 
         def end() -> None:
             os.close(held)
-            # Where the parent ignores SIGCHLD, which outlives exec, the kernel keeps no word of a
-            # child.
+            # If the parent ignores SIGCHLD, which outlives exec, the kernel keeps no exit status of
+            # a child.
             with suppress(ChildProcessError):
                 os.waitpid(child, 0)
 

@@ -1,5 +1,4 @@
-"""The engine process as its front sees it: how it is started, how its end is noticed, and how it is
-ended."""
+"""The engine process as its front sees it: start, detection of its end, and termination."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from toolkit_lm.engine.process.stderr import StderrRelay, last_words
 from toolkit_lm.errors import ConfigError, EngineDeadError
 
 _MOST_BYTES = 107 if sys.platform == "linux" else 103
-"""Of the path of a unix socket."""
+"""Most bytes of a unix socket's path."""
 _GRACE = 0.5
 """Seconds that an engine process gets to end by itself, once its lifeline is cut."""
 _ENVIRON = {
@@ -26,27 +25,27 @@ _ENVIRON = {
     "GOMP_SPINCOUNT": "4000",
     "SPT_NOENV": "1",
 }
-"""How many kernels oneDNN and torch keep, of a megabyte each: every number of tokens needs several.
-Their default is 1,024. And how long OpenMP's threads wait for each other without sleeping: by
-default, milliseconds, in which they keep the cores from the front and, where it works, from each
-other. And that a title leaves the environment where others read it.
-"""
+"""Variables of the engine process. The first two: number of kernels that oneDNN and torch keep, of
+a megabyte each. Every number of tokens needs several; the default is 1,024. GOMP_SPINCOUNT: how
+long OpenMP's threads wait for each other without sleeping. By default that is milliseconds, in
+which they keep the cores from the front and from each other. The last one keeps a process title
+from overwriting the environment, which others read."""
 
 
 class EngineProcess:
     """A process that runs main.py. It starts to import at once, and waits for its config.
 
-    Front and engine hold one end each of a socket pair, the lifeline: whichever process dies, the
+    Front and engine hold one end each of a socket pair, the lifeline: if either process dies, the
     other's end reads end-of-file. They meet in a folder that is made before the process starts and
-    that only their user may enter. The engine process deletes it once both are connected; until
-    then, whoever survives does.
+    that only their user may enter. The engine process deletes it once both are connected. Until
+    then, the survivor of the two does.
     """
 
     def __init__(self, environ: Mapping[str, str] = {}) -> None:
-        """Starts it, with some variables of its own.
+        """Starts the process, with `environ` added to its environment.
 
-        Raises ConfigError where the temporary folder's name is too long for a socket's,
-        EngineDeadError where that fails.
+        Raises ConfigError if the temporary folder's name is too long for a socket's, and
+        EngineDeadError if the start fails.
         """
         self._front = os.getpid()
         try:
@@ -75,7 +74,7 @@ class EngineProcess:
                 "socket in it may have at most "
                 f"{_MOST_BYTES} bytes. Set TMPDIR to a shorter one, or engine_process to False."
             )
-        # As multiprocessing does, so that it imports what this process would import, and its
+        # multiprocessing does the same: the child imports the same modules as this process, and its
         # environment is the same.
         code = (
             f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from "
@@ -83,7 +82,7 @@ class EngineProcess:
         )
         command = [sys.executable, "-c", code, str(self.folder), str(lifeline), str(self._front)]
         try:
-            # Without a shell, and without a word of a client's.
+            # Without a shell, and without any text of a client.
             environ = {**_ENVIRON, **os.environ, **environ}
             return subprocess.Popen(  # nosec B603
                 command,
@@ -107,16 +106,17 @@ class EngineProcess:
         return self._process.poll() is None
 
     def disown_folder(self) -> None:
-        """The process has deleted the folder: from now on its name may be another's."""
+        """Records that the process has deleted the folder: its name may now belong to another
+        process."""
         self._owns_folder = False
 
     def send_signal(self, number: signal.Signals) -> None:
-        """No error when it has ended. From any thread."""
+        """Sends a signal. A process that has ended is accepted. May be called from any thread."""
         self._process.send_signal(number)
 
     def end(self) -> None:
-        """Ends it if it has not ended, and deletes what it leaves. Safe to call twice. A fork of
-        the front leaves it alone."""
+        """Ends the process if it has not ended, and deletes its files. Safe to call twice. A fork
+        of the front leaves it alone."""
         self.lifeline.close()
         if os.getpid() != self._front:
             return
@@ -131,7 +131,7 @@ class EngineProcess:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def death(self, phase: str | None) -> EngineDeadError:
-        """Ends it. Returns an error that says how it died, with the last that it wrote. `phase`:
+        """Ends the process. Returns an error with the way it died and its last output. `phase`:
         what it was doing before it was ready."""
         self.end()
         code = self._process.returncode
@@ -144,7 +144,7 @@ class EngineProcess:
         while_phase = "" if phase is None else f" while {phase}"
         message = f"the engine process {self.pid} has died{while_phase}: it {how}"
         if -code == signal.SIGKILL:
-            # What it wrote before says nothing of why.
+            # Its earlier output does not explain the end.
             message += "; perhaps the machine ran out of memory"
         words = "" if -code == signal.SIGKILL else last_words(stderr)
         error = EngineDeadError(

@@ -1,4 +1,5 @@
-"""What the engine process does: it loads an engine, then takes commands and sends outputs."""
+"""The main loop of the engine process: it loads an engine, then processes commands and sends
+outputs."""
 
 from __future__ import annotations
 
@@ -18,25 +19,25 @@ from toolkit_lm import errors
 from toolkit_lm.engine.core import REST, EngineCore
 from toolkit_lm.engine.feature_mirror import EngineFeatures
 from toolkit_lm.engine.process import wire
-from toolkit_lm.errors import PluginError, ToolkitError
+from toolkit_lm.errors import EngineDeadError, PluginError, ToolkitError
 from toolkit_lm.executor import make_executor
 from toolkit_lm.messages import EngineOutput, EngineRequest
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution.resolution import resolve_device
 
 _SEQUENCES_AT_ONCE = 256
-"""Sequences that are added before a step. More would keep those that run waiting."""
+"""Most sequences that are added before a step. More would delay the running ones."""
 _LOOK = 1000
-"""Milliseconds between two looks of an idle engine at whether its workers live."""
+"""Milliseconds between two checks of an idle engine that its workers live."""
 _LAST_WORDS = 1000
-"""Milliseconds that the last report gets to leave."""
+"""Milliseconds that the last report gets to be sent."""
 
 
 def serve(folder: str, connected: Callable[[], None]) -> None:
-    """Meets the front at the socket in `folder` and serves it until the engine fails; the front is
-    told why.
+    """Connects to the front at the socket in `folder`, and serves it until the engine fails. The
+    front gets the reason.
 
-    `connected` is called when both ends are, and the folder is of no more use.
+    `connected` is called when both ends are connected, and the folder is no longer needed.
     """
     context = zmq.Context()
     socket = wire.make_socket(context)
@@ -79,7 +80,7 @@ def _load(start: wire.Start, on_phase: Callable[[str], object]) -> EngineCore:
         )
     config = resolve_device(start.config)
     executor = make_executor(config, plugins)
-    # Whoever asks for the stacks of this process gets those of its workers as well.
+    # A request for the stacks of this process includes those of its workers.
     faulthandler.unregister(signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, lambda *_: executor.dump_stacks())
     faulthandler.register(signal.SIGUSR1, chain=True)
@@ -87,26 +88,26 @@ def _load(start: wire.Start, on_phase: Callable[[str], object]) -> EngineCore:
 
 
 class _Loop:
-    """Commands in, outputs out, a step at a time."""
+    """Commands in, outputs out, one step at a time."""
 
     def __init__(self, core: EngineCore, socket: zmq.Socket[bytes]) -> None:
         self._core = core
         self._socket = socket
         self._num_handled = 1
-        """Commands; the first was Start."""
+        """Number of handled commands; the first was Start."""
         self._refusals: list[EngineOutput] = []
         self._arriving: deque[deque[EngineRequest]] = deque()
-        """Of each call, those that are not added yet. Calls take turns, so that a small one need
+        """Requests of each call that are not added yet. Calls take turns, so that a small one need
         not wait for a large one."""
         self._features = EngineFeatures()
         self._missing: dict[str, list[str]] = {}
 
     def run(self) -> None:
-        """Until the engine fails: raises why."""
+        """Runs until the engine fails; raises the reason."""
         while True:
             num_handled = self._num_handled
             progress = self._core.progress_time
-            self._take_commands()
+            self._handle_commands()
             outputs = self._core.step() if self._core.has_unfinished else self._core.poll_outputs()
             outputs.outputs += self._refusals
             self._refusals = []
@@ -118,11 +119,11 @@ class _Loop:
             ):
                 # A sign of life would be a lie.
                 continue
-            # Large arrays among it are not copied.
+            # Large arrays in the message are not copied.
             self._socket.send(wire.encode(wire.Outputs(outputs, self._num_handled)), copy=False)
 
-    def _take_commands(self) -> None:
-        """All that have come; where there is nothing else to do, waits for one."""
+    def _handle_commands(self) -> None:
+        """Handles all commands that have arrived. Waits for one if there is nothing else to do."""
         if not self._core.has_unfinished and not self._arriving:
             while not self._socket.poll(_LOOK):
                 self._core.executor.check()
@@ -139,17 +140,27 @@ class _Loop:
         command = wire.decode_command(message)
         if isinstance(command, wire.Add):
             requests = wire.added(command)
-            if any(one.features for one in requests):
-                self._missing |= (missing := self._features.take_in(0, requests, command.evicted))
-                requests = [one for one in requests if one.request_id not in missing]
+            if any(request.features for request in requests):
+                self._missing |= (missing := self._features.fill(0, requests, command.evicted))
+                requests = [request for request in requests if request.request_id not in missing]
             self._arriving.append(deque(requests))
             return
-        # It may be about them.
+        # The failure may be about them.
         self._add_some(sys.maxsize)
         if isinstance(command, wire.Finish):
             self._core.finish(command.request_id, command.reason, command.index)
         elif isinstance(command, wire.ResetPrefixCache):
             self._core.reset_prefix_cache()
+        elif isinstance(command, wire.Call):
+            self._socket.send(wire.encode(self._called(command)))
+
+    def _called(self, call: wire.Call) -> wire.Called:
+        try:
+            return wire.Called(call.number, self._core.call_workers(call.method, call.payload))
+        except EngineDeadError:
+            raise
+        except ToolkitError as error:
+            return wire.Called(call.number, [], _failed(error))
 
     def _add_some(self, num_sequences: int) -> None:
         while self._arriving and num_sequences > 0:
@@ -164,8 +175,8 @@ class _Loop:
         try:
             self._core.add_request(request)
         except Exception as error:
-            # Whatever it is, it is this request's: the others go on.
-            what = (
+            # Any error here concerns this request alone: the others continue.
+            message = (
                 str(error)
                 if isinstance(error, ToolkitError)
                 else f"{type(error).__name__}: {error}"
@@ -174,7 +185,7 @@ class _Loop:
             sequences = range(params.n if params.use_beam_search else params.num_sequences)
             self._refusals += [
                 EngineOutput(
-                    request_id=request.request_id, index=i, finish_reason="error", error=what
+                    request_id=request.request_id, index=i, finish_reason="error", error=message
                 )
                 for i in sequences
             ]
@@ -182,7 +193,7 @@ class _Loop:
 
 def _failed(error: BaseException) -> wire.Failed:
     kind = next(
-        (one.__name__ for one in type(error).__mro__ if one.__module__ == errors.__name__), ""
+        (base.__name__ for base in type(error).__mro__ if base.__module__ == errors.__name__), ""
     )
     message = str(error) if kind else f"{type(error).__name__}: {error}"
     return wire.Failed(kind, message, "".join(traceback.format_exception(error)))

@@ -20,8 +20,7 @@ import threading
 from toolkit_lm.engine.process.guard import guard
 
 _LOOK = 1000
-"""Milliseconds between two looks at whether the front lives, should a fork of it hold the lifeline
-open."""
+"""Milliseconds between two checks that the front lives. A fork of it may hold the lifeline open."""
 
 
 def main() -> None:
@@ -49,22 +48,22 @@ def _run(folder: str, lifeline: int, parent: int) -> None:
         name="toolkit_lm-lifeline",
         daemon=True,
     ).start()
-    # Imports make many objects and hardly any garbage, and what they make stays.
+    # Imports make many objects and hardly any garbage, and the objects stay.
     gc.disable()
     from toolkit_lm.engine.process.loop import serve
 
-    # Torch, which takes most of a start, while the front still reads its options.
+    # Torch takes most of a start. Import it while the front still reads its options.
     importlib.import_module("toolkit_lm.executor.in_process")
     gc.freeze()
     gc.enable()
-    # Nor are the many sequences of a request: all objects are looked at once there are ten million
-    # more.
+    # The many sequences of a request are hardly garbage either: full collections come after ten
+    # million new objects.
     gc.set_threshold(1_000, 10, 1_000)
     # Planning and computing hand over to each other in every step.
     sys.setswitchinterval(0.0005)
 
     def connected() -> None:
-        # The socket lives on without its name, which may be another's from now on.
+        # The socket lives on without its name, which may now belong to another process.
         shutil.rmtree(folder)
         is_connected.set()
         _die_with(lifeline)
@@ -84,8 +83,8 @@ def _watch(folder: str, is_connected: threading.Event, lifeline: int, parent: in
 
 
 def _die_with(lifeline: int) -> None:
-    """Has the kernel kill the process at the lifeline's end: the watching thread must wait for code
-    that holds the interpreter lock."""
+    """Makes the kernel kill the process at the lifeline's end. The watching thread would wait for
+    code that holds the interpreter lock."""
     if hasattr(fcntl, "F_SETSIG"):
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)

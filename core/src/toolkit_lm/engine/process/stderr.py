@@ -1,5 +1,5 @@
-"""The engine process's standard error: passed on as it comes, and its end remembered, for it may
-say why the process died."""
+"""Relay of the engine process's standard error. It keeps the last part, which may explain why the
+process died."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import IO
 
 _STDERR = 2
 _MOST_BYTES = 8192
-"""Of what is remembered."""
+"""Most bytes of standard error that are kept."""
 _MOST_CHARACTERS = 500
-"""Of the last words."""
+"""Most characters of the last words."""
 _LATE = 1.0
-"""Seconds to wait for the rest, once the process has ended: processes that it started may hold its
+"""Seconds to wait for the rest after the process has ended. Processes that it started may hold its
 stderr open."""
 _PYTHON_ERROR = re.compile(
     r"Traceback \(most recent call last\):\n(?:[ \t][^\n]*\n|\n)*(\S.*)", re.DOTALL
 )
-"""The error below a traceback, and what follows it."""
+"""Pattern of the error below a traceback, and of the text after it."""
 
 
 class StderrRelay:
-    """A thread that copies a pipe to this process's standard error, whether or not that still takes
-    anything."""
+    """A thread that copies a pipe to this process's standard error. It continues if that no longer
+    accepts anything."""
 
     def __init__(self, source: IO[bytes]) -> None:
         """Owns `source`, which is unbuffered."""
@@ -37,7 +37,7 @@ class StderrRelay:
 
     @property
     def text(self) -> str:
-        """The end of what came."""
+        """The last part of the text received."""
         return self._end.decode(errors="replace").strip()
 
     def join(self) -> None:
@@ -50,14 +50,14 @@ class StderrRelay:
                 self._end = (self._end + data)[-_MOST_BYTES:]
                 # A closed terminal must not stop the engine process.
                 with suppress(OSError):
-                    # Where there was none at the start, the number may be any file's.
+                    # If there was no stderr at the start, the descriptor may be any file's.
                     while data and sys.__stderr__ is not None:
                         data = data[os.write(_STDERR, data) :]
 
 
 def last_words(text: str) -> str:
-    """Of the end of a stderr: the last Python error, or what the interpreter called fatal, or the
-    last line; cut to 500 characters."""
+    """Most telling last words of a stderr: the last Python error, or the interpreter's fatal error,
+    or the last line; cut to 500 characters."""
     lines = text.splitlines() or [""]
     fatal = [line for line in lines if line.startswith("Fatal Python error:")]
     _, mark, rest = text.rpartition("Traceback (most recent call last):\n")

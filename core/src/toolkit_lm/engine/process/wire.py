@@ -1,4 +1,4 @@
-"""What passes between a front and its engine process: msgspec structs in msgpack, one per ZeroMQ
+"""Messages between a front and its engine process: msgspec structs in msgpack, one per ZeroMQ
 message, never pickle."""
 
 from __future__ import annotations
@@ -20,35 +20,36 @@ from toolkit_lm.plugin import Fingerprint
 
 
 class Start(Struct, tag="start"):
-    """The first command. The engine process refuses it where its plugins are not the front's."""
+    """The first command. The engine process refuses it if its plugins differ from the front's."""
 
     config: VllmConfig
-    """Resolved, but for the device."""
+    """Config, resolved except for the device."""
     fingerprint: Fingerprint
-    """Of the front's installed plugins."""
+    """Fingerprint of the front's installed plugins."""
     listening: bool
-    """Somebody wants the events."""
+    """The front wants the events."""
 
 
 class Shared(Struct):
-    """What requests of one call may have in common. It may be far larger than the rest of them."""
+    """Values that all requests of one call share. They may be far larger than the rest of the
+    requests."""
 
     params: SamplingParams
     inputs: SequenceInputs
 
 
 class Add(Struct, tag="add"):
-    """Queue requests."""
+    """Queues requests."""
 
     requests: list[EngineRequest]
     shared: Shared | None = None
-    """What all of them have, in place of their own."""
+    """Values that all requests share, in place of their own."""
     evicted: list[str] = []
-    """Items of media whose data the engine forgets after it has taken these in."""
+    """Multimodal items whose data the engine forgets after it has received the requests."""
 
 
 class Finish(Struct, tag="finish"):
-    """End a request, or one of its sequences."""
+    """Ends a request, or one of its sequences."""
 
     request_id: str
     reason: FinishReason
@@ -56,26 +57,34 @@ class Finish(Struct, tag="finish"):
 
 
 class ResetPrefixCache(Struct, tag="reset_prefix_cache"):
-    """Forget all cached prefixes that no running request uses."""
+    """Forgets all cached prefixes that no running request uses."""
 
 
-Command = Start | Add | Finish | ResetPrefixCache
+class Call(Struct, tag="call"):
+    """Call a method of every worker, between two steps."""
+
+    number: int
+    method: str
+    payload: msgspec.Raw
+
+
+Command = Start | Add | Finish | ResetPrefixCache | Call
 
 # Engine to front
 
 
 class Phase(Struct, tag="phase"):
-    """How far the start has come."""
+    """Progress of the engine's start."""
 
     name: str
-    """Such as "loading the model"."""
+    """Name of the phase, such as "loading the model"."""
 
 
 class Ready(Struct, tag="ready"):
-    """The model is loaded and warm."""
+    """The model is loaded and warmed up."""
 
     config: VllmConfig
-    """With nothing left open."""
+    """The fully resolved config."""
     kv_cache: msgspec.Raw
     """A KVCacheConfig, in msgpack: plugins may have added kinds of specs."""
     pooling: dict[PoolingTask, PoolingRules]
@@ -83,43 +92,55 @@ class Ready(Struct, tag="ready"):
 
 
 class Outputs(Struct, tag="outputs"):
-    """What a step gave, or the answer to commands. Every step sends one, if only as a sign of
+    """Outputs of a step, or the answer to commands. Every step sends one, if only as a sign of
     life."""
 
     outputs: EngineOutputs
     num_handled: int
-    """Commands that the engine had taken in before: what it says of a request may be older than
-    what the front asked since."""
+    """Number of commands that the engine had handled before. Outputs of a request may be older than
+    a later command of the front."""
 
 
 class Failed(Struct, tag="failed"):
-    """The last report: why the engine process ends."""
+    """The last report: the error that ends the engine process."""
 
     kind: str
-    """The nearest class of errors.py, by name; empty where there is none."""
+    """Name of the nearest class of errors.py; empty if there is none."""
     message: str
     traceback: str
 
 
-Report = Phase | Ready | Outputs | Failed
+class Called(Struct, tag="called"):
+    """The answer to a Call."""
+
+    number: int
+    values: list[msgspec.Raw]
+    failed: Failed | None = None
+    """Error of the call. The engine continues."""
+
+
+Report = Phase | Ready | Outputs | Called | Failed
 
 _NOTHING = Shared(SamplingParams(), SequenceInputs())
 
 
 def add(requests: Sequence[EngineRequest], evicted: Sequence[str] = ()) -> Add:
-    """The command whose decoded requests share what these share."""
-    if len({(id(one.params), id(one.inputs)) for one in requests}) != 1:
+    """Makes the command for these requests. Values that they share are sent once, and shared again
+    after decoding."""
+    if len({(id(request.params), id(request.inputs)) for request in requests}) != 1:
         return Add(list(requests), evicted=list(evicted))
-    bare = [replace(one, params=_NOTHING.params, inputs=_NOTHING.inputs) for one in requests]
+    bare = [
+        replace(request, params=_NOTHING.params, inputs=_NOTHING.inputs) for request in requests
+    ]
     return Add(bare, Shared(requests[0].params, requests[0].inputs), list(evicted))
 
 
 def added(command: Add) -> list[EngineRequest]:
-    """The requests of a decoded command."""
+    """Returns the requests of a decoded command."""
     if command.shared is not None:
-        for one in command.requests:
-            one.params = command.shared.params
-            one.inputs = command.shared.inputs
+        for request in command.requests:
+            request.params = command.shared.params
+            request.inputs = command.shared.inputs
     return command.requests
 
 
@@ -129,7 +150,7 @@ decode_report = msgspec.msgpack.Decoder(Report).decode
 
 
 def make_socket(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-    """One end of the only connection there is. Sending never waits."""
+    """Makes one end of the only connection. Sending never waits."""
     socket = context.socket(zmq.PAIR)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)

@@ -1,4 +1,4 @@
-"""Registries: a registry for each kind of thing that plugins bring to core."""
+"""Registries: one for each kind of entry that plugins bring to core."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from toolkit_lm.plugin.registry import Registry
 
 @dataclass(eq=False, repr=False)
 class Registries:
-    """The registry `name` is filled by the hook toolkit_register_name."""
+    """All registries of core. The hook toolkit_register_NAME fills the registry NAME."""
 
     models: ModelRegistry = field(default_factory=ModelRegistry)
     attention_backends: AttentionBackendRegistry = field(default_factory=AttentionBackendRegistry)
@@ -62,26 +62,27 @@ class Registries:
     quantization: QuantizationRegistry = field(default_factory=QuantizationRegistry)
     option_names: OptionNamesRegistry = field(default_factory=OptionNamesRegistry)
     brought: dict[str, Registry[Any]] = field(default_factory=dict)
-    """Those that plugins bring together with a hook, by the hook that fills them."""
+    """Registries that plugins bring together with a hook, by the hook that fills them."""
 
 
 def by_hook(registries: Registries) -> dict[str, Registry[Any]]:
     """All registries, by the hook that fills them."""
     own = {
-        f"toolkit_register_{name}": one
-        for name, one in vars(registries).items()
-        if isinstance(one, Registry)
+        f"toolkit_register_{name}": registry
+        for name, registry in vars(registries).items()
+        if isinstance(registry, Registry)
     }
     return own | registries.brought
 
 
 def copied(registries: Registries, owner: PluginInfo | None, hint: str = "") -> Registries:
-    """A copy that takes the entries of `owner`."""
+    """Returns a copy that takes the entries of `owner`."""
     own: dict[str, Any] = {
-        name: one.copy(owner, hint)
-        for name, one in vars(registries).items()
-        if isinstance(one, Registry)
+        name: registry.copy(owner, hint)
+        for name, registry in vars(registries).items()
+        if isinstance(registry, Registry)
     }
     return Registries(
-        **own, brought={hook: one.copy(owner, hint) for hook, one in registries.brought.items()}
+        **own,
+        brought={hook: registry.copy(owner, hint) for hook, registry in registries.brought.items()},
     )

@@ -1,4 +1,5 @@
-"""What computes a model: attention backends, kernels of layers, compilers."""
+"""Registries of the code that computes a model: attention backends, kernels of layers,
+compilers."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ class AttentionBackendRegistry(Registry[Entry]):
     base = "toolkit_lm.attention:AttentionBackend"
 
     def add(self, name: str, target: str, *, priority: int = 0, override: bool = False) -> None:
-        """Registers a class. Of those that do not refuse, the one of the highest priority is
-        chosen: for each layer, or each model."""
+        """Registers a class. Among the classes that do not refuse a layer or a model, the one of
+        the highest priority is selected."""
         self.add_entry(Entry, name, target, "module:Class", priority=priority, override=override)
 
 
@@ -32,9 +33,9 @@ class CompilerEntry(Entry):
     """A compiler class."""
 
     counter: str | None = None
-    """"module:function", a function () -> int: graphs that were compiled in this process so far, by
-    this compiler or by others. The engine asks it after each step, also where nothing compiles the
-    model."""
+    """"module:function" of a function () -> int. It counts the graphs compiled in this process so
+    far, by this compiler or by others. The engine calls it after each step, even if nothing
+    compiles the model."""
 
 
 class CompilerRegistry(Registry[CompilerEntry]):
@@ -52,11 +53,11 @@ class CompilerRegistry(Registry[CompilerEntry]):
         priority: int = 0,
         override: bool = False,
     ) -> None:
-        """Registers a class. Of those that do not refuse, the one of the highest priority is
-        chosen.
+        """Registers a class. Among the classes that do not refuse a model, the one of the highest
+        priority is selected.
 
-        `counter`: "module:function" of a function () -> int, the graphs that were compiled in this
-        process so far. Its module imports nothing heavy.
+        `counter`: "module:function" of a function () -> int, which counts the graphs compiled in
+        this process so far. Its module imports nothing heavy.
         """
         self.add_entry(
             CompilerEntry,
@@ -69,7 +70,7 @@ class CompilerRegistry(Registry[CompilerEntry]):
         )
 
     def counters(self) -> list[Callable[[], int]]:
-        """The counters of all compilers. Raises PluginError where one cannot be imported."""
+        """The counters of all compilers. Raises PluginError if one cannot be imported."""
         return [
             self.load_target(entry, entry.counter, "")
             for entry in self.entries()

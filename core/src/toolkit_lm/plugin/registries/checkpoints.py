@@ -1,4 +1,4 @@
-"""Checkpoints that ship inside packages, and what loads and unpacks weights."""
+"""Registries of checkpoints inside packages, and of classes that load and unpack weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toolkit_lm.plugin.registry import Entry, PlainRegistry, Registry
 
 
 class CheckpointRegistry(Registry[Entry]):
-    """Checkpoint folders that ship inside packages, by the name that MODEL may give."""
+    """Checkpoint folders inside packages, by the name that MODEL may give."""
 
     noun = "checkpoint"
     pattern = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[\w-]+(/[\w-]+)*")
@@ -23,7 +23,7 @@ class CheckpointRegistry(Registry[Entry]):
         self.add_entry(Entry, name, folder, "package:folder", override=override)
 
     def path(self, name: str) -> Path:
-        """The folder of a registered checkpoint. Raises CheckpointError when it is not there."""
+        """Path of a registered checkpoint. Raises CheckpointError if it does not exist."""
         entry = self.get(name)
         package, _, folder = entry.target.partition(":")
         spec = importlib.util.find_spec(package)
@@ -41,7 +41,10 @@ class LoaderEntry(Entry):
     """A class that loads checkpoints."""
 
     reads: tuple[str, ...] = ()
-    """Patterns of file names ("*.gguf"): it can load such a file, and a folder that holds one."""
+    """Patterns of file names ("*.gguf"). The class can load such a file, or a folder that holds
+    one."""
+    quantization: str = "none"
+    """The quantization of its checkpoints, if config.json states none and none is asked for."""
 
 
 class LoaderRegistry(Registry[LoaderEntry]):
@@ -51,12 +54,25 @@ class LoaderRegistry(Registry[LoaderEntry]):
     base = "toolkit_lm.model:CheckpointLoader"
 
     def add(
-        self, load_format: str, target: str, *, reads: tuple[str, ...] = (), override: bool = False
+        self,
+        load_format: str,
+        target: str,
+        *,
+        reads: tuple[str, ...] = (),
+        quantization: str = "none",
+        override: bool = False,
     ) -> None:
-        """Registers a subclass of toolkit_lm.model.CheckpointLoader. `reads`: patterns of names;
-        none: it is never chosen by itself."""
+        """Registers a subclass of toolkit_lm.model.CheckpointLoader. `reads`: patterns of file
+        names; without any, it is never selected automatically. `quantization`: what its checkpoints
+        have by default, even those with some layers or all of them in floats."""
         self.add_entry(
-            LoaderEntry, load_format, target, "module:Class", reads=tuple(reads), override=override
+            LoaderEntry,
+            load_format,
+            target,
+            "module:Class",
+            reads=tuple(reads),
+            quantization=quantization,
+            override=override,
         )
 
     def reading(self, source: Path) -> str | None:
@@ -69,8 +85,18 @@ class LoaderRegistry(Registry[LoaderEntry]):
 
 
 class QuantizationRegistry(PlainRegistry):
-    """Subclasses of toolkit_lm.model.Quantization, by the `quant_method` of checkpoints, or a name
-    for those that quantize at load."""
+    """Subclasses of toolkit_lm.model.Quantization. The key is the checkpoints' `quant_method`, or
+    the name of a method that quantizes at load."""
 
     noun = "quantization"
     base = "toolkit_lm.model:Quantization"
+
+    def add_at_load(self, name: str, target: str, *, override: bool = False) -> None:
+        """Registers a quantization of weights of floats, made while they are loaded. Its key is
+        `at_load(name)`, so that checkpoints may have a `quant_method` of the same name."""
+        self.add(self.at_load(name), target, override=override)
+
+    @staticmethod
+    def at_load(name: str) -> str:
+        """The key of a quantization that is made at load, which the option `quantization` names."""
+        return f"{name} at load"

@@ -1,4 +1,4 @@
-"""What engines run by: executors, scheduling policies, kinds of KV cache; and what starts them."""
+"""Registries of executors, scheduling policies, kinds of KV cache, and engine clients."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class ExecutorEntry(Entry):
     """An executor class."""
 
     max_ranks: int | None = None
-    """Most workers that it runs; None: any number."""
+    """Most workers that the executor runs; None: any number."""
     runs_nodes: bool = False
-    """True: its workers can be on several machines."""
+    """True: the workers can be on several machines."""
 
 
 class ExecutorRegistry(Registry[ExecutorEntry]):
@@ -34,8 +34,8 @@ class ExecutorRegistry(Registry[ExecutorEntry]):
     ) -> None:
         """Registers a subclass of toolkit_lm.executor.Executor.
 
-        `max_ranks`: most workers that it runs; None: any number. `runs_nodes`: they can be on
-        several machines.
+        `max_ranks`: most workers that it runs; None: any number. `runs_nodes`: the workers can be
+        on several machines.
         """
         self.add_entry(
             ExecutorEntry,
@@ -49,11 +49,11 @@ class ExecutorRegistry(Registry[ExecutorEntry]):
 
 
 class EngineClientRegistry(PlainRegistry):
-    """What starts the engines of a front in a way of its own, by name.
+    """Functions that start a front's engine in their own way, by name.
 
     A target is a function (config, plugins) -> toolkit_lm.engine.EngineClient | None. Its module
-    imports no torch. `config` is resolved, but for the device; `plugins` is the loaded set. None:
-    such a config is not its own.
+    imports no torch. `config` is resolved except for the device; `plugins` is the loaded set. None:
+    the function does not handle such a config.
     """
 
     noun = "engine client"
@@ -64,7 +64,7 @@ class SchedulingPolicyEntry(Entry):
     """A scheduling policy: a function, or a class."""
 
     reads_priority: bool = False
-    """True: it looks at the priority that a request gives."""
+    """True: the policy reads the priority of requests."""
 
 
 class SchedulingPolicyRegistry(Registry[SchedulingPolicyEntry]):
@@ -78,7 +78,7 @@ class SchedulingPolicyRegistry(Registry[SchedulingPolicyEntry]):
         """Registers a subclass of toolkit_lm.scheduler.SchedulingPolicy, or a function that is its
         `key`.
 
-        `reads_priority`: it looks at the priority of requests.
+        `reads_priority`: the policy reads the priority of requests.
         """
         self.add_entry(
             SchedulingPolicyEntry,
@@ -91,8 +91,7 @@ class SchedulingPolicyRegistry(Registry[SchedulingPolicyEntry]):
 
 
 class KVKindRegistry(PlainRegistry):
-    """Subclasses of toolkit_lm.kv.KVCacheSpec, by their tags. Their modules import no
-    torch."""
+    """Subclasses of toolkit_lm.kv.KVCacheSpec, by their tags. Their modules import no torch."""
 
     noun = "KV kind"
     base = "toolkit_lm.kv:KVCacheSpec"

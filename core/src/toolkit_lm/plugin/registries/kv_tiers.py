@@ -1,4 +1,4 @@
-"""KV tiers: places for KV blocks beside the device, each in up to two halves."""
+"""The registry of KV tiers: places for KV blocks off the device, each in up to two halves."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from toolkit_lm.plugin.registry import Entry, Registry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVTierEntry(Entry):
-    """A KV tier. Its `target` is that of its worker's half."""
+    """A KV tier. Its `target` is the worker half."""
 
     scheduler: str | None = None
-    """"module:Class" of the half that says which contents the tier has; None: it has blocks of
-    preempted requests only."""
+    """"module:Class" of the scheduler half, which knows the tier's contents. None: the tier only
+    holds blocks of preempted requests."""
 
 
 class KVTierRegistry(Registry[KVTierEntry]):
-    """KV tiers, by name. Those that are registered first are asked first."""
+    """KV tiers, by name. They are asked in the order of registration."""
 
     noun = "KV tier"
     base = "toolkit_lm.kv:KVTierStore"
@@ -29,9 +29,9 @@ class KVTierRegistry(Registry[KVTierEntry]):
     ) -> None:
         """Registers a tier by its halves, each "module:Class".
 
-        `worker`: a subclass of toolkit_lm.kv.KVTierStore, which keeps the bytes. `scheduler`: one
-        of toolkit_lm.kv.KVTier, which knows what is there; its module imports no torch. Raises
-        PluginError for a malformed target or a name that another plugin has.
+        `worker`: a subclass of toolkit_lm.kv.KVTierStore, which stores the bytes. `scheduler`: a
+        subclass of toolkit_lm.kv.KVTier, which knows the contents; its module imports no torch.
+        Raises PluginError for a malformed target or a name that another plugin has.
         """
         if scheduler is not None:
             self.check_target(name, scheduler, "module:Class")
@@ -42,15 +42,15 @@ class KVTierRegistry(Registry[KVTierEntry]):
             self.owner.add_package(scheduler.partition(":")[0])
 
     def load_tier(self, name: str) -> Any:
-        """Imports the class of a scheduler's half. Raises PluginError where that fails, or it is no
-        KVTier."""
+        """Imports the class of a scheduler half. Raises PluginError if that fails, or if it is not
+        a KVTier."""
         entry = self.get(name)
         if entry.scheduler is None:
             raise PluginError(f"KV tier {name!r} has no half in the scheduler.")
         return self.load_target(entry, entry.scheduler, "toolkit_lm.kv:KVTier")
 
     def make_tier(self, name: str, *arguments: Any, **named: Any) -> Any:
-        """Makes the scheduler's half. Raises PluginError, naming the plugin, where that fails; a
+        """Makes a scheduler half. Raises PluginError, which names the plugin, if that fails; a
         ToolkitError passes."""
         target = self.load_tier(name)
         with self.get(name).owner.boundary(f"KV tier {name!r}", target=target):

@@ -1,4 +1,4 @@
-"""Logits processors, and the sampling parameters that turn them on."""
+"""The registry of logits processors, and of the sampling parameters that turn them on."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from toolkit_lm.plugin.shipped import parameter_source
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsProcessorEntry(Entry):
-    """A logits processor: its class, and the parameters that requests turn it on with."""
+    """A logits processor: its class, and the parameters with which requests turn it on."""
 
     params: type[ProcessorParams]
     for_model: bool = False
     """There is no processor: the parameters are for the model, and the target is their class."""
     priority: int = 0
-    """Of those that work at the same place, the one of the highest priority works first."""
+    """Order among processors at the same place: the highest priority runs first."""
 
 
 class LogitsProcessorRegistry(Registry[LogitsProcessorEntry]):
@@ -44,14 +44,14 @@ class LogitsProcessorRegistry(Registry[LogitsProcessorEntry]):
         priority: int = 0,
         override: bool = False,
     ) -> None:
-        """Registers a subclass of toolkit_lm.sampling.LogitsProcessor, and the parameters that
-        requests turn it on with.
+        """Registers a subclass of toolkit_lm.sampling.LogitsProcessor, and the parameters with
+        which requests turn it on.
 
-        `target` None: there is no processor. The RequestHalf of the part `name` is given the
-        arguments; a StepPart finds them as `seq.inputs.model_arguments[name]`.
+        `target` None: there is no processor. The RequestHalf of the part `name` gets the arguments;
+        a StepPart finds them as `seq.inputs.model_arguments[name]`.
 
-        Of those that work at the same place, the one of the highest `priority` works first; of
-        equals, the first registered. Raises PluginError where a parameter has the name of another.
+        Among processors at the same place, the highest `priority` runs first; equal priorities run
+        in the order of registration. Raises PluginError if another parameter has the same name.
         """
         if not (isinstance(params, type) and issubclass(params, ProcessorParams)):
             raise PluginError(
@@ -87,11 +87,11 @@ class LogitsProcessorRegistry(Registry[LogitsProcessorEntry]):
         return self.load_target(entry, entry.target, None if entry.for_model else self.base)
 
     def cache_key(self, arguments: Mapping[str, Mapping[str, Any]]) -> str | None:
-        """Names what arguments, by processor, can change in the forward pass; None: they change
-        nothing."""
+        """Cache key of the changes that arguments, by processor, make in the forward pass; None:
+        they change nothing."""
         counted = {
-            name: given
-            for name, given in arguments.items()
+            name: values
+            for name, values in arguments.items()
             if self.get(name).params.changes_forward
         }
         if not counted:
@@ -101,7 +101,7 @@ class LogitsProcessorRegistry(Registry[LogitsProcessorEntry]):
 
     @property
     def params(self) -> dict[str, Option]:
-        """The parameters of all logits processors, by name; those that core states are left out."""
+        """The parameters of all logits processors, by name, without core's own."""
         return {
             name: o
             for entry in self.entries()
@@ -110,22 +110,26 @@ class LogitsProcessorRegistry(Registry[LogitsProcessorEntry]):
         }
 
     def parse(self, extra_args: Mapping[str, Any]) -> dict[str, ProcessorParams]:
-        """The parameters of each logits processor of which any is given. Raises RequestError for
-        one that is unknown or out of range."""
-        given: dict[str, dict[str, Any]] = {}
+        """Parses the parameters of each logits processor that has some in `extra_args`. Raises
+        RequestError for one that is unknown or out of range."""
+        by_processor: dict[str, dict[str, Any]] = {}
         for name, value in extra_args.items():
             entry = next(
-                (one for one in self.entries() if name in one.params.__struct_fields__), None
+                (entry for entry in self.entries() if name in entry.params.__struct_fields__), None
             )
             if entry is None:
                 known = nearest(
                     name,
-                    [one for one in (*SAMPLING_PARAMS, *self.params) if one != name],
+                    [
+                        other_name
+                        for other_name in (*SAMPLING_PARAMS, *self.params)
+                        if other_name != name
+                    ],
                     otherwise="",
                 )
                 where = " ".join(
                     part for part in (parameter_source(name), known, self.hint) if part
                 )
                 raise RequestError(f"unknown sampling parameter {name!r}. {where}".rstrip(), name)
-            given.setdefault(entry.key, {})[name] = value
-        return {key: self.get(key).params(**values) for key, values in given.items()}
+            by_processor.setdefault(entry.key, {})[name] = value
+        return {key: self.get(key).params(**values) for key, values in by_processor.items()}

@@ -1,4 +1,4 @@
-"""Models, by the architectures that checkpoints name; and what drafts tokens for them."""
+"""Registries of models, by the architectures that checkpoints name, and of drafters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.plugin.registry import Entry, PlainRegistry, Registry
 
 LENGTH_KEYS = ("max_position_embeddings", "n_positions")
-"""Keys of config.json that most models state their longest sequence under."""
+"""Keys of config.json under which most models state their longest sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,37 +17,34 @@ class ModelEntry(Entry):
     """A model class."""
 
     runner: str = "generate"
-    """The kind of runner that drives it."""
+    """The kind of runner that drives the model."""
     model_type: str | None = None
-    """The `model_type` of its checkpoints; None: of many, or of those that another class runs as
-    well."""
+    """The `model_type` of the model's checkpoints. None: there are several, or another class runs
+    such checkpoints too."""
     renderer: str | None = None
-    """Name of the renderer that it needs; None: any that can read the checkpoint."""
+    """Name of the renderer that the model needs; None: any that can read the checkpoint."""
     reserved_positions: int = 0
-    """Of the positions that the checkpoint states, how many no token ever has (RoBERTa: those up to
+    """Number of the checkpoint's positions that no token ever has (RoBERTa: those up to
     padding's)."""
     length_keys: tuple[str, ...] = LENGTH_KEYS
-    """Keys of config.json: the first that is there states the longest sequence. "decoder.x" is x of
-    its object `decoder`. Empty: there is none, as with ALiBi.
-    """
-    caches_prefixes: bool = True
-    """What it keeps of a prompt can serve other requests that begin alike. False: prefix caching is
-    off for it."""
+    """Keys of config.json: the first present one states the longest sequence. "decoder.x" is x of
+    the object `decoder`. Empty: the model has no limit, as with ALiBi."""
     bounded: bool = True
-    """No sequence can be longer than stated. False: it is what is taken where no other length is
-    asked for."""
+    """No sequence can be longer than stated. False: the stated length is only the default."""
     encoder_decoder: str | None = None
-    """Of an encoder-decoder model: "module:Class", the EncoderDecoderRules of its prompts."""
+    """"module:Class" of an encoder-decoder model's EncoderDecoderRules; None: another kind of
+    model."""
     multimodal: str | None = None
-    """Of a multimodal model: "module:Class", the MultiModalRules of its images and other media."""
+    """"module:Class" of a multimodal model's MultiModalRules for images and other media; None:
+    another kind of model."""
     is_fallback: bool = False
-    """True: the key names no architecture; the class runs those that have no class of their own,
-    and says which it refuses."""
+    """True: the class is a fallback, and the key is not an architecture. It runs architectures
+    without a class of their own, and states which it refuses."""
 
 
 class ModelRegistry(Registry[ModelEntry]):
-    """Model classes, by the architecture that a checkpoint's config.json names; and fallbacks, by
-    their own names."""
+    """Model classes by the architecture in a checkpoint's config.json, and fallbacks by their own
+    names."""
 
     noun = "model architecture"
     missing = UnsupportedError
@@ -64,7 +61,6 @@ class ModelRegistry(Registry[ModelEntry]):
         reserved_positions: int = 0,
         length_keys: tuple[str, ...] = LENGTH_KEYS,
         bounded: bool = True,
-        caches_prefixes: bool = True,
         encoder_decoder: str | None = None,
         multimodal: str | None = None,
         override: bool = False,
@@ -82,7 +78,6 @@ class ModelRegistry(Registry[ModelEntry]):
             reserved_positions=reserved_positions,
             length_keys=length_keys,
             bounded=bounded,
-            caches_prefixes=caches_prefixes,
             encoder_decoder=encoder_decoder,
             multimodal=multimodal,
             override=override,
@@ -97,10 +92,10 @@ class ModelRegistry(Registry[ModelEntry]):
         renderer: str | None = None,
         override: bool = False,
     ) -> None:
-        """Registers a `FallbackModel`: of those that do not refuse a checkpoint without a class of
-        its own, the first runs it.
+        """Registers a `FallbackModel`. The first fallback that does not refuse a checkpoint without
+        a class of its own runs it.
 
-        `name` is what the option `model_impl` calls it. Raises PluginError, as `add` does.
+        `name` is the fallback's name in the option `model_impl`. Raises PluginError, as `add` does.
         """
         self.add_entry(
             ModelEntry,
@@ -114,8 +109,8 @@ class ModelRegistry(Registry[ModelEntry]):
         )
 
     def architectures_of(self, model_type: str) -> list[str]:
-        """Those that are registered for a `model_type`; where there are none, what the first
-        fallback says that knows one."""
+        """Architectures registered for a `model_type`. If there are none: those of the first
+        fallback that knows the type."""
         found = [entry.key for entry in self.entries() if entry.model_type == model_type]
         for name in () if found else self.fallbacks():
             with self.get(name).owner.boundary(f"architecture_of() of {self.noun} {name!r}"):
@@ -125,8 +120,8 @@ class ModelRegistry(Registry[ModelEntry]):
         return found
 
     def reserved_positions(self, key: str, config: Any) -> int:
-        """Of the positions that a checkpoint states, how many no token ever has. Of a fallback its
-        class says so of the checkpoint."""
+        """Number of a checkpoint's positions that no token ever has. A fallback's class computes it
+        from the checkpoint."""
         entry = self.get(key)
         if not entry.is_fallback:
             return entry.reserved_positions
@@ -134,7 +129,7 @@ class ModelRegistry(Registry[ModelEntry]):
             return int(self.load(key).reserved_positions(config))
 
     def load_rules(self, architecture: str) -> Any:
-        """The class of an encoder-decoder model's rules for prompts; None of another model. Raises
+        """The class of an encoder-decoder model's rules for prompts; None for other models. Raises
         PluginError, as `load` does."""
         entry = self.get(architecture)
         if entry.encoder_decoder is None:
@@ -144,7 +139,8 @@ class ModelRegistry(Registry[ModelEntry]):
         )
 
     def load_multimodal(self, architecture: str) -> Any:
-        """As `load_rules`: the class of a multimodal model's rules for media."""
+        """The class of a multimodal model's rules for media; None for other models. Raises
+        PluginError, as `load` does."""
         entry = self.get(architecture)
         return (
             None
@@ -153,16 +149,17 @@ class ModelRegistry(Registry[ModelEntry]):
         )
 
     def computes_items_whole(self, architecture: str) -> bool:
-        """No chunk of a prompt ends inside an item of media. Raises PluginError, as `load` does."""
+        """Whether chunks of a prompt never end inside a multimodal item. Raises PluginError, as
+        `load` does."""
         rules = self.load_multimodal(architecture) if architecture in self else None
         return rules is not None and rules.bidirectional
 
     def architectures(self) -> list[str]:
-        """The architectures that have a class of their own."""
+        """Architectures that have a class of their own."""
         return [entry.key for entry in self.entries() if not entry.is_fallback]
 
     def fallbacks(self) -> list[str]:
-        """The names of the fallbacks, in the order in which they are asked."""
+        """Names of the fallbacks, in the order in which they are asked."""
         return [entry.key for entry in self.entries() if entry.is_fallback]
 
 

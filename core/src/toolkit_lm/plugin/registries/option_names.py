@@ -1,4 +1,4 @@
-"""Options as other projects name them."""
+"""The registry of translators for other projects' option names."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from toolkit_lm.plugin.registry import PlainRegistry
 
 
 class OptionNamesRegistry(PlainRegistry):
-    """Translators of options as other projects name them, by project.
+    """Translators of other projects' options, by project.
 
-    A target is a function (options: dict) -> dict: options in our names, and unchanged what it does
-    not know. It raises ConfigError for what cannot be had here, and says what to use. It is asked
-    only where an option is unknown, or has a value that it cannot have.
+    A target is a function (options: dict) -> dict. It returns options in this project's names, and
+    leaves unknown ones unchanged. For an option that is not supported it raises ConfigError, with
+    the one to use instead. It is called only if an option is unknown, or has an invalid value.
     """
 
     noun = "translator of options"
 
     def translate(self, options: dict[str, Any]) -> dict[str, Any]:
-        """`options` after all translators. Raises ConfigError."""
+        """Returns `options` after all translators. Raises ConfigError."""
         for name in self:
             options = self.make(name, options)
         return options

@@ -1,5 +1,5 @@
-"""Parts of a step: what enters a step beside tokens, in up to three halves, one for each process
-that a request passes."""
+"""The registry of parts of a step. A part has up to three halves, one for each process that a
+request passes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toolkit_lm.errors import PluginError
 from toolkit_lm.plugin.registry import Entry, Registry
 
 Half = Literal["request", "planner", "worker"]
-"""Where it runs: at the front, in the scheduler, on each worker."""
+"""Place where a half runs: the front, the scheduler, or each worker."""
 
 _BASES: dict[Half, str] = {
     "request": "toolkit_lm.processing:RequestHalf",
@@ -25,9 +25,9 @@ class PartEntry(Entry):
     """A part. Its `target` is that of its first half."""
 
     halves: dict[Half, str]
-    """"module:Class" of those that it has."""
+    """"module:Class" of each half that the part has."""
     for_model: str | None = None
-    """"module:function", a predicate of the resolved config; None: it is for every model."""
+    """"module:function", a predicate of the resolved config; None: the part is for every model."""
 
     @property
     def shown(self) -> str:
@@ -35,7 +35,7 @@ class PartEntry(Entry):
 
 
 class PartRegistry(Registry[PartEntry]):
-    """Parts, by name. They come into steps in the order in which they were registered."""
+    """Parts, by name. They come into steps in the order of registration."""
 
     noun = "part"
     base = None
@@ -50,39 +50,39 @@ class PartRegistry(Registry[PartEntry]):
         for_model: str | None = None,
         override: bool = False,
     ) -> None:
-        """Registers a part by its halves, each "module:Class"; any may be absent, but not all.
+        """Registers a part by its halves, each "module:Class"; at least one is required.
 
-        `request`: a subclass of toolkit_lm.processing.RequestHalf, for the front. `planner`: one of
-        toolkit_lm.scheduler.Planner. `worker`: one of toolkit_lm.step.StepPart. The modules of the
-        first two import no torch.
+        `request`: a subclass of toolkit_lm.processing.RequestHalf, for the front. `planner`: a
+        subclass of toolkit_lm.scheduler.Planner. `worker`: a subclass of toolkit_lm.step.StepPart.
+        The modules of the first two import no torch.
 
-        `for_model`: "module:function", asked with the resolved VllmConfig in each process whether
-        the part is used; its module imports no torch. None: with every model. Raises PluginError
-        for a malformed target or a name that another plugin has.
+        `for_model`: "module:function", called with the resolved VllmConfig in each process, returns
+        whether the part is used. Its module imports no torch. None: with every model. Raises
+        PluginError for a malformed target or a name that another plugin has.
         """
         halves = dict(zip(get_args(Half), (request, planner, worker), strict=True))
-        given = {half: target for half, target in halves.items() if target is not None}
-        if not given:
+        stated = {half: target for half, target in halves.items() if target is not None}
+        if not stated:
             raise PluginError(
                 f"{self.owner}: part {name!r} has no half: give request, planner or worker."
             )
-        for target in (*given.values(), for_model or "module:function"):
+        for target in (*stated.values(), for_model or "module:function"):
             self.check_target(name, target, "module:Class")
         self.add_entry(
             PartEntry,
             name,
-            next(iter(given.values())),
+            next(iter(stated.values())),
             "module:Class",
-            halves=given,
+            halves=stated,
             for_model=for_model,
             override=override,
         )
-        for target in (*given.values(), *filter(None, [for_model])):
+        for target in (*stated.values(), *filter(None, [for_model])):
             cast(Any, self.owner).add_package(target)
 
     def used(self, half: Half, config: VllmConfig) -> list[PartEntry]:
-        """The parts that have a half and are for this model, in their order. Raises PluginError
-        where a predicate fails."""
+        """The parts that have this half and are for this model, in their order. Raises PluginError
+        if a predicate fails."""
         return [
             entry
             for entry in self.entries()
@@ -90,13 +90,13 @@ class PartRegistry(Registry[PartEntry]):
         ]
 
     def load_half(self, name: str, half: Half) -> Any:
-        """Imports a half's class. Raises PluginError where that fails, or it is no subclass of its
-        contract."""
+        """Imports a half's class. Raises PluginError if that fails, or if it is not a subclass of
+        its contract."""
         entry = self.get(name)
         return self.load_target(entry, entry.halves[half], _BASES[half])
 
     def make_half(self, name: str, half: Half, *arguments: Any, **named: Any) -> Any:
-        """Makes an instance of a half. Raises PluginError, naming the plugin, where that fails; a
+        """Makes an instance of a half. Raises PluginError, which names the plugin, if that fails; a
         ToolkitError passes."""
         target = self.load_half(name, half)
         with self.get(name).owner.boundary(f"{half} half of part {name!r}", target=target):

@@ -1,4 +1,4 @@
-"""Pooling: adapters, and readers of profiles and of texts."""
+"""Registries of pooling adapters, and of readers of pooling profiles and of texts."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from toolkit_lm.plugin.registry import PlainRegistry
 
 
 class ConverterRegistry(PlainRegistry):
-    """Pooling adapters, by the convert type that they are for: "embed", "classify", ...
+    """Pooling adapters, by their convert type: "embed", "classify", ...
 
     A target is a function (model class, vllm_config) -> pooling model class. It raises
-    UnsupportedError for what it cannot convert.
+    UnsupportedError for a model that it cannot convert.
     """
 
     noun = "convert type"
 
 
 class PoolingProfileRegistry(PlainRegistry):
-    """Readers of what checkpoints' files say of pooling, by name.
+    """Readers of the pooling settings in checkpoints' files, by name.
 
     A target is a function (folder: Path, hf_config: dict, tokenizer: Path) -> PoolingProfile |
     None. Its module imports no torch. `hf_config` is the folder's config.json, `tokenizer` the
@@ -33,20 +33,20 @@ class PoolingProfileRegistry(PlainRegistry):
     def read(
         self, folder: Path, hf_config: dict[str, Any], tokenizer: Path
     ) -> PoolingProfile | None:
-        """What the files of a checkpoint say; None: no reader knows its files.
+        """Reads the pooling settings in a checkpoint's files; None: no reader knows its files.
 
-        Raises CheckpointError for files that a reader does not understand, and as `first_result`
-        does.
+        Raises CheckpointError for files that a reader does not understand, and what `first_result`
+        raises.
         """
         return self.first_result(PoolingProfile, folder, hf_config, tokenizer)
 
 
 class PoolingInputsRegistry(PlainRegistry):
-    """What reads the texts of pooling requests, by name.
+    """Readers of the texts of pooling requests, by name.
 
     A target is a function (config, renderer, plugins) -> toolkit_lm.pooling.PoolingInputs | None.
-    Its module imports no torch. `config` is resolved; `plugins` is the loaded set. None: it does
-    not read those of this engine.
+    Its module imports no torch. `config` is resolved; `plugins` is the loaded set. None: the reader
+    is not for this engine's model.
     """
 
     noun = "reader of pooling inputs"

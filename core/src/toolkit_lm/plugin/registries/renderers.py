@@ -1,4 +1,5 @@
-"""Renderers, and answer formats: what tells reasoning and tool calls from content."""
+"""Registries of renderers, and of answer formats, which separate reasoning and tool calls from
+content."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ class RendererEntry(Entry):
     """A renderer class."""
 
     reads: tuple[str, ...] = ()
-    """File names; it can read a checkpoint folder that holds any of them. Empty: it is taken by its
-    name only, or where `asks_servers`."""
+    """File names. The renderer can read a checkpoint folder that holds any of them. Empty: it is
+    selected only by name, or through `asks_servers`."""
     asks_servers: bool = False
-    """It asks servers, and is taken where the option renderer_url names some."""
+    """The renderer asks servers, and is selected if the option renderer_url names some."""
 
 
 class RendererRegistry(Registry[RendererEntry]):
@@ -36,11 +37,11 @@ class RendererRegistry(Registry[RendererEntry]):
         priority: int = 0,
         override: bool = False,
     ) -> None:
-        """Registers a renderer class. Of those that do not refuse a checkpoint, the one of the
-        highest priority is chosen.
+        """Registers a renderer class. Among the classes that do not refuse a checkpoint, the one of
+        the highest priority is selected.
 
-        `reads`: file names, any of which a folder must hold for the class to be asked.
-        `asks_servers`: it is taken where the option renderer_url names servers.
+        `reads`: file names; a folder must hold one of them for the class to be asked.
+        `asks_servers`: the class is selected if the option renderer_url names servers.
         """
         self.add_entry(
             RendererEntry,
@@ -61,12 +62,12 @@ class ParserRegistry(AttentionBackendRegistry):
     noun = "answer parser"
     base = "toolkit_lm.renderer:AnswerFormat"
 
-    def find_format(self, what: str, template: str, wanted: str = "auto") -> str | None:
-        """The name of the format by which `what`, "tool_calls" or "reasoning", is found in answers
-        to prompts of a template.
+    def find_format(self, kind: str, template: str, wanted: str = "auto") -> str | None:
+        """Name of the format that finds `kind`, "tool_calls" or "reasoning", in answers to prompts
+        of a template.
 
-        `wanted`: a name, auto or none. None: it is found by none. Raises ConfigError for a name
-        that no plugin has, or that finds no such thing, PluginError where a plugin fails.
+        `wanted`: a name, auto or none. None: no format finds it. Raises ConfigError for an unknown
+        name, or a format that cannot find `kind`. Raises PluginError if a plugin fails.
         """
         if wanted == "none":
             return None
@@ -76,14 +77,14 @@ class ParserRegistry(AttentionBackendRegistry):
                 (
                     e.key
                     for e in entries
-                    if what in self.load(e.key).finds and self.ask(e.key, template) is None
+                    if kind in self.load(e.key).finds and self.ask(e.key, template) is None
                 ),
                 None,
             )
-        if what not in self.load(wanted).finds:
-            able = ", ".join(key for key in self if what in self.load(key).finds)
+        if kind not in self.load(wanted).finds:
+            able = ", ".join(key for key in self if kind in self.load(key).finds)
             raise ConfigError(
-                f"answer parser {wanted!r} finds no {what.replace('_', ' ')}. Those that do: "
+                f"answer parser {wanted!r} finds no {kind.replace('_', ' ')}. Those that do: "
                 f"{able}."
             )
         return wanted
