@@ -75,8 +75,8 @@ def test_a_file_may_be_empty_and_its_keys_may_have_dashes(tmp_path):
 
 
 def test_names_of_the_model_are_one_or_several(tmp_path):
-    """As a text or a list of the file, in an environment variable, and as flags that are given
-    several times."""
+    """Names are given as a text or a list in the file, in an environment variable, and as repeated
+    flags."""
     file = tmp_path / "options.yaml"
     names = "served_model_name"
     for text, expected in (

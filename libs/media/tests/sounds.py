@@ -11,7 +11,7 @@ import soundfile
 
 
 def cpu_seconds() -> float:
-    """What this process has computed, and all that it has started and seen end."""
+    """CPU seconds of this process and of its ended children."""
     return sum(os.times()[:4])
 
 

@@ -97,7 +97,7 @@ def test_an_mp3_that_does_not_say_how_long_it_is(rate, channels, tag, reverse):
     with open_audio(bare, LIMITS) as audio:
         assert audio.seconds == pytest.approx(4.0, abs=4 * 1152 / rate)
         found = audio.read(rate)
-    # What encoders put before the sound is not taken off.
+    # Silence that encoders add before the sound is not removed.
     shift = len(found) - len(expected)
     assert 0 <= shift < 4 * 1152
     best = min(
@@ -128,7 +128,7 @@ def test_errors_name_the_item_and_the_parameter():
     told = r"^audio 3: it is an image, and no recording"
     with (
         pytest.raises(RequestError, match=told) as caught,
-        open_audio(item, LIMITS, what="audio 3", param="messages"),
+        open_audio(item, LIMITS, label="audio 3", param="messages"),
     ):
         pass
     assert caught.value.param == "messages"

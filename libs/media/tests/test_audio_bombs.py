@@ -20,7 +20,7 @@ from toolkit_lm_media.limits import MediaLimits
 
 LIMITS = MediaLimits()
 SECONDS = 1.0
-"""Of processors: of this process, and of those it has started for the item."""
+"""Processor seconds of this process, and of those it has started for the item."""
 
 
 def wav(rate: int = 16000, channels: int = 1, bits: int = 16, **body: Any) -> bytes:
@@ -97,14 +97,17 @@ BOMBS: dict[str, tuple[Callable[[], bytes], str]] = {
     "too many bytes": (lambda: b"fLaC" + bytes(LIMITS.max_bytes), "more than the 25 MiB"),
     "text": (
         lambda: b"this is no recording.wav",
-        "no recording of a known format; known: AAC, FLAC, M4A, MP3, MP4, Ogg, WAV, WEBM",
+        "not a recording of a known format; known: AAC, FLAC, M4A, MP3, MP4, Ogg, WAV, WEBM",
     ),
     "a PNG": (lambda: still("PNG"), "it is an image, and no recording"),
     "a movie": (lambda: movie(), "it has no sound"),
     "a movie in WEBM": (lambda: movie("webm", "libvpx"), "it has no sound"),
-    "an AVI": (lambda: movie("avi"), "no recording of a known format"),
-    "an AIFF": (lambda: sound("AIFF"), "no recording of a known format"),
-    "a list of files": (lambda: b"#EXTM3U\nfile:///etc/passwd\n", "no recording of a known format"),
+    "an AVI": (lambda: movie("avi"), "not a recording of a known format"),
+    "an AIFF": (lambda: sound("AIFF"), "not a recording of a known format"),
+    "a list of files": (
+        lambda: b"#EXTM3U\nfile:///etc/passwd\n",
+        "not a recording of a known format",
+    ),
     "AAC": (
         lambda: b"\xff\xf1\x50\x80" + bytes(1000),
         "truncated AAC|broken or truncated recording|no samples",
@@ -201,7 +204,7 @@ def test_bombs(name: str) -> None:
     if message:
         with (
             pytest.raises(RequestError, match=message) as caught,
-            open_audio(data, LIMITS, what="audio 2") as audio,
+            open_audio(data, LIMITS, label="audio 2") as audio,
         ):
             audio.read(16000)
         assert str(caught.value).startswith("audio 2: ")

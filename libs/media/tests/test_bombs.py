@@ -19,7 +19,7 @@ from toolkit_lm_media.limits import MediaLimits
 
 LIMITS = MediaLimits()
 SECONDS = 1.0
-"""Of processors: of this process, and of those it has started for the item."""
+"""Processor seconds of this process, and of those it has started for the item."""
 
 
 def chunk(name: bytes, data: bytes = b"") -> bytes:
@@ -104,10 +104,13 @@ BOMBS: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: b"\x89PNG\r\n\x1a\n" + bytes(LIMITS.max_bytes),
         "more than the 25 MiB",
     ),
-    "text": (lambda: b"this is no picture.png", "no picture of a known format"),
-    "SVG": (lambda: b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no picture of a known format"),
-    "TIFF": (lambda: noise("TIFF"), "no picture of a known format"),
-    "EPS": (lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n", "no picture of a known format"),
+    "text": (lambda: b"this is no picture.png", "not a picture of a known format"),
+    "SVG": (
+        lambda: b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+        "not a picture of a known format",
+    ),
+    "TIFF": (lambda: noise("TIFF"), "not a picture of a known format"),
+    "EPS": (lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n", "not a picture of a known format"),
     "a huge PNG": (lambda: zeros_png(50_000, 50_000), "50000 x 50000 pixels"),
     "a PNG above Pillow's warning": (lambda: zeros_png(12_000, 12_000), "12000 x 12000 pixels"),
     "a PNG of the widest width": (
@@ -207,7 +210,7 @@ def test_bombs(name: str) -> None:
     start = cpu_seconds()
     if message:
         with pytest.raises(RequestError, match=message) as caught:
-            open_image(data, LIMITS, what="image 2")
+            open_image(data, LIMITS, label="image 2")
         assert str(caught.value).startswith("image 2: ")
         assert len(str(caught.value)) < 200
     else:

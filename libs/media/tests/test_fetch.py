@@ -189,7 +189,7 @@ def test_good_answers(port: int, local: None, path: str) -> None:
 def test_bad_answers(port: int, local: None, path: str, message: str) -> None:
     start = time.perf_counter()
     with pytest.raises(RequestError) as caught:
-        load_bytes(f"http://{NAME}:{port}/{path}", limits(port), what="image 2")
+        load_bytes(f"http://{NAME}:{port}/{path}", limits(port), label="image 2")
     assert time.perf_counter() - start < SOON
     text = str(caught.value)
     assert text.startswith("image 2: ")

@@ -160,9 +160,9 @@ def test_threads_share_nothing() -> None:
 def test_errors_name_the_item_and_the_parameter() -> None:
     with pytest.raises(
         RequestError,
-        match=re.escape("image 2: it is no picture of a known format; known: BMP, GIF, JPEG"),
+        match=re.escape("image 2: it is not a picture of a known format; known: BMP, GIF, JPEG"),
     ) as caught:
-        open_image(b"text", LIMITS, what="image 2", param="messages")
+        open_image(b"text", LIMITS, label="image 2", param="messages")
     assert caught.value.param == "messages"
     assert caught.value.__cause__ is None
 

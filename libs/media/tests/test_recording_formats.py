@@ -16,7 +16,7 @@ from toolkit_lm_media.sound_formats import format_of
 
 LIMITS = MediaLimits(max_audio_seconds=20)
 OPENAI = ("flac", "mp3", "mp4", "mpeg", "mpga", "m4a", "ogg", "wav", "webm")
-"""As its reference of audio transcriptions lists them."""
+"""Formats in OpenAI's reference of audio transcriptions."""
 FILES = {
     "flac": [("flac", "flac", 44100)],
     "mp3": [("mp3", "libmp3lame", 44100)],

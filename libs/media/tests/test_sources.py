@@ -40,7 +40,7 @@ REFUSED = {
     "base64 of other letters": (HEAD + "ＡAAA", "broken"),
     "another host": (
         "http://evil.example/a.png",
-        "'evil.example' is not allowed; the operator allows hosts with --allowed-media-hosts",
+        "'evil.example' is not allowed; the operator allows hosts with allowed_media_hosts",
     ),
     "a host below": ("http://a.images.example.com/", "'a.images.example.com' is not allowed"),
     "a host above": ("http://images.example.com.evil.example/", "is not allowed"),
@@ -76,7 +76,7 @@ def test_what_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source, message = REFUSED[name]
     start = time.perf_counter()
     with pytest.raises(RequestError) as caught:
-        load_bytes(source, LIMITS, what="image 2", param="messages")
+        load_bytes(source, LIMITS, label="image 2", param="messages")
     assert time.perf_counter() - start < 8
     assert str(caught.value).startswith("image 2: ")
     assert message in str(caught.value)
@@ -86,7 +86,7 @@ def test_what_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hosts_are_refused_by_default() -> None:
-    with pytest.raises(RequestError, match="--allowed-media-hosts"):
+    with pytest.raises(RequestError, match="allowed_media_hosts"):
         load_bytes("https://images.example.com/a.png", MediaLimits())
 
 

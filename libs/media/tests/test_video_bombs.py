@@ -16,7 +16,7 @@ from toolkit_lm_media.video import open_video
 
 LIMITS = MediaLimits()
 SECONDS = 1.0
-"""Of processors: of this process, and of those it has started for the item."""
+"""Processor seconds of this process, and of those it has started for the item."""
 FRAME = b"," + struct.pack("<HHHHB", 0, 0, 1, 1, 0) + b"\x02\x02\x44\x01\x00"
 
 
@@ -92,18 +92,18 @@ LIES = "movie|memory|within bounds|frames|pictures are broken"
 BOMBS: dict[str, tuple[Callable[[], bytes], str]] = {
     "nothing": (lambda: b"", "it is empty"),
     "too many bytes": (lambda: b"GIF89a" + bytes(LIMITS.max_bytes), "more than the 25 MiB"),
-    "text": (lambda: b"this is no video.mp4", "no video of a known format"),
-    "a PNG": (lambda: still("PNG"), "no video of a known format"),
-    "a JPEG": (lambda: still("JPEG"), "no video of a known format"),
+    "text": (lambda: b"this is no video.mp4", "not a video of a known format"),
+    "a PNG": (lambda: still("PNG"), "not a video of a known format"),
+    "a JPEG": (lambda: still("JPEG"), "not a video of a known format"),
     "a list of files": (
         lambda: b"#EXTM3U\n#EXT-X-MEDIA-SEQUENCE:0\n#EXTINF:1,\nfile:///etc/passwd\n",
-        "no video of a known format",
+        "not a video of a known format",
     ),
     "files to join": (
         lambda: b"ffconcat version 1.0\nfile /etc/passwd\n",
-        "no video of a known format",
+        "not a video of a known format",
     ),
-    "an AVI": (lambda: movie("avi"), "no video of a known format"),
+    "an AVI": (lambda: movie("avi"), "not a video of a known format"),
     "a huge GIF": (lambda: gif_of(60_000, 60_000, FRAME * 2), "60000 x 60000 pixels"),
     "a GIF of huge frames": (
         lambda: gif_of(1, 1, FRAME[:5] + b"\x60\xea\x60\xea" + FRAME[9:]),
@@ -188,7 +188,7 @@ def test_bombs(name: str) -> None:
     if message:
         with (
             pytest.raises(RequestError, match=message) as caught,
-            open_video(data, LIMITS, what="video 2") as video,
+            open_video(data, LIMITS, label="video 2") as video,
         ):
             list(video.frames(range(video.num_frames)))
         assert str(caught.value).startswith("video 2: ")
@@ -214,7 +214,7 @@ def test_bombs_take_no_memory() -> None:
 
 
 def test_bounds_of_the_caller() -> None:
-    """Of pixels, of all pixels and of seconds: by the header."""
+    """Bounds of pixels, of all pixels and of seconds are checked by the header."""
     for data in (animation(), animation("WEBP"), movie(), movie("webm", "libvpx")):
         for limits, message in (
             (MediaLimits(max_bytes=100), "more than the 100 bytes"),

@@ -65,7 +65,7 @@ def test_how_fast_frames_come() -> None:
             return video.fps
 
     assert fps(animation(duration=[100, 300] * 6)) == 5.0
-    # As browsers have it: what is shown for no time is shown for a tenth of a second.
+    # Browsers do the same: a frame with a duration of zero is shown for a tenth of a second.
     assert fps(animation(duration=0)) == fps(animation("WEBP", duration=10)) == 10.0
     assert fps(still("GIF")) == 10.0
     assert fps(movie(rate=25)) == 25.0
@@ -150,7 +150,7 @@ def test_without_the_decoder_of_movies(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.raises(
             RequestError, match=r"video 2: movies are not read here.*toolkit-lm-media\[video\]"
         ),
-        open_video(movie(), LIMITS, what="video 2"),
+        open_video(movie(), LIMITS, label="video 2"),
     ):
         pass
     assert len(frames(animation())) == 12

@@ -23,12 +23,11 @@ def pool_in_chunks(
     between: int = 0,
     starts: Sequence[int] | None = None,
 ) -> list[Tensor]:
-    """What a pooler makes of `prompts` ([n, H] hidden states each).
+    """Outputs of a pooler for `prompts` ([n, H] hidden states each).
 
     `cuts`: where each prompt is cut into chunks; a step takes the next chunk of each. `between`:
-    tokens of nobody in front of each row. `starts`: for each prompt, the position of the first
-    token that is pooled.
-    """
+    tokens without a request in front of each row. `starts`: for each prompt, the position of the
+    first token that is pooled."""
     wanted = [params] * len(prompts) if isinstance(params, PoolingParams) else list(params)
     bounds = [[0, *(cuts[i] if cuts else ()), len(prompt)] for i, prompt in enumerate(prompts)]
     states: list[dict[str, object]] = [{} for _ in prompts]

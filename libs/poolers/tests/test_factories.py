@@ -409,7 +409,7 @@ def test_problem_type_that_is_not_understood(tmp_path):
 
 
 def test_sigma_must_be_positive():
-    with pytest.raises(ConfigError, match="'logit_sigma' must be above 0, not 0"):
+    with pytest.raises(ConfigError, match="logit_sigma must be above 0, not 0"):
         VllmConfig.make(logit_sigma=0)
 
 

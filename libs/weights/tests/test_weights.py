@@ -219,7 +219,7 @@ def test_weights_that_are_no_regular_file_are_not_opened(tmp_path):
 
 
 def test_links_to_weights_are_followed(tmp_path):
-    """As in the cache of the hub, where files are links into ../../blobs."""
+    """Links into ../../blobs are followed, like in the hub's cache."""
     folder = tmp_path / "snapshots" / "main"
     folder.mkdir(parents=True)
     save_file(WEIGHTS, tmp_path / "blob")
@@ -290,7 +290,7 @@ def test_weights_are_mapped_and_not_copied(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_what_was_read_is_not_kept_in_memory(tmp_path, monkeypatch):
-    """Of a file of 64 MB, far less is this process's at a time."""
+    """A file of 64 MB takes far less of this process's memory at a time."""
     weights = {f"w{i:02}": torch.full((2**20,), float(i)) for i in range(16)}
     save_file(weights, tmp_path / "model.safetensors")
     monkeypatch.setattr("toolkit_lm_weights.safetensors._MOST_MAPPED", 2**23)

@@ -3,6 +3,7 @@ from .options import (
     command_parameter as command_parameter,
     engine_command as engine_command,
     flag_help as flag_help,
+    in_flags as in_flags,
 )
 from .registry import (
     CommandEntry as CommandEntry,

@@ -1,5 +1,5 @@
-"""What a shell may complete: the values of options, and models. `toolkit --install-completion`
-turns it on."""
+"""Shell completions: values of options, and models. `toolkit --install-completion` turns them
+on."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _REGISTRIES = {
     "renderer": "renderers",
     "scheduling_policy": "scheduling_policies",
 }
-"""By option whose values are names that plugins register: the registry."""
+"""Registry of an option whose values are names that plugins register, by option."""
 _PLUGINS = ("plugins", "disable_plugins", "routes")
 """Options whose values are plugins."""
 
 
 def values_of(option: Option) -> Complete:
-    """What completes a value of the option. Where there is nothing, shells complete files."""
+    """Completer of the option's values. If it gives none, shells complete files."""
     return lambda ctx, incomplete: _matching(_values(option, ctx.find_object(Plugins)), incomplete)
 
 
@@ -57,9 +57,9 @@ def cached_models() -> list[str]:
     folder = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
     try:
         return sorted(
-            one.name.removeprefix("models--").replace("--", "/")
-            for one in folder.glob("models--*")
-            if one.is_dir()
+            folder.name.removeprefix("models--").replace("--", "/")
+            for folder in folder.glob("models--*")
+            if folder.is_dir()
         )
     except OSError:
         return []

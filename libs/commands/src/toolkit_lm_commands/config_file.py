@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,32 +32,33 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 def merge_options(
     options: Sequence[Option],
-    given: Mapping[str, Any],
+    values: Mapping[str, Any],
     *,
     environ: Mapping[str, str],
     file: str | Path | None,
     foreign: Container[str] = (),
     translate: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> dict[str, Any]:
-    """As `load_options`, with the values of a file below those of the environment. `foreign` may
-    stand in the file too.
+    """Loads options like `load_options`; a file's values have lower precedence than the
+    environment. `foreign` keys may stand in the file too.
 
-    `translate` makes our names of those of other projects in the file.
+    `translate` maps other projects' names in the file to ours.
 
-    Raises ConfigError, also for an unknown key of the file.
-    """
+    Raises ConfigError, also for an unknown key of the file."""
     known = {o.name: o for o in options}
     stated: dict[str, Any] = {}
     for key, value in (translate(read_file(file)) if file is not None else {}).items():
         if key in known:
-            stated[key] = known[key].convert(value, f"config file {str(file)!r}")
+            stated[key] = known[key].convert(value, f"config file {str(file)!r}: {key}")
         elif key not in foreign:
             raise ConfigError(
                 f"config file {str(file)!r}: unknown option {key!r}. {nearest(key, known)}"
             )
-    return stated | load_options(options, given, environ=environ, foreign=foreign)
+    return stated | load_options(
+        options, values, environ=environ, foreign=foreign, named=attrgetter("flag")
+    )
 
 
 def flag_value(option: Option, values: Sequence[str]) -> str | list[str]:
-    """What `Option.convert` takes for a flag that is given several times."""
+    """Input for `Option.convert` of a flag that is given several times."""
     return list(values) if option.is_mapping else ",".join(values)

@@ -7,14 +7,14 @@ import contextlib
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, wraps
 from typing import Annotated, Any, Protocol, Self, get_type_hints, runtime_checkable
 
 import msgspec
 import typer
 from toolkit_lm.config import Option, VllmConfig, options_of
-from toolkit_lm.errors import PluginError
+from toolkit_lm.errors import PluginError, ToolkitError
 from toolkit_lm.plugin import LogitsProcessorRegistry, Plugins
 
 from toolkit_lm_commands.completion import models, values_of
@@ -22,6 +22,12 @@ from toolkit_lm_commands.config_file import flag_value, merge_options
 from toolkit_lm_commands.registry import CommandRegistry
 
 Section = type[msgspec.Struct]
+
+_NAME = re.compile(
+    r"(?<![\w./'\"-])(?P<name>[a-z][a-z_]*)(?:=(?P<value>'[^']*'|\['[^]]*'\]|[\w]+))?(?![\w'=/-])"
+)
+"""An option's name as Python has it, with its value or without."""
+_QUOTED = re.compile(r"\boption '(?P<name>[a-z_]+)'")
 
 
 @runtime_checkable
@@ -70,10 +76,11 @@ def engine_command(*extra_sections: Section) -> Callable[[Callable[..., Any]], C
                 if isinstance(kind, type) and issubclass(kind, CommandFlags)
             }
 
+            @_told_in_flags(options)
             def command(ctx: typer.Context, **values: Any) -> Any:
                 made = _made(ctx, options, sections, values)
                 made |= {
-                    kind: kind.parse(_present(values, [one.name for one in own]), processors)
+                    kind: kind.parse(_present(values, [option.name for option in own]), processors)
                     for kind, own in flags.items()
                 }
                 return function(
@@ -98,31 +105,85 @@ def engine_command(*extra_sections: Section) -> Callable[[Callable[..., Any]], C
     return decorate
 
 
+def _told_in_flags(
+    options: Sequence[Option],
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes the errors of a command name options by their flags."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(command)
+        def run(*arguments: Any, **values: Any) -> Any:
+            try:
+                return command(*arguments, **values)
+            except ToolkitError as error:
+                error.args = (in_flags(str(error), options), *error.args[1:])
+                raise
+
+        return run
+
+    return decorate
+
+
+def in_flags(message: str, options: Iterable[Option]) -> str:
+    """A message for the command line: it names options by their flags, not as Python does.
+
+    `name=value` becomes `--name value`, `name=['a', 'b']` `--name a,b`, and `name=False` of a
+    switch `--no-name`. A name alone is
+    replaced where it has an underscore or begins the message: others may be plain words.
+    `option 'name'` becomes `--name`.
+    """
+    if message.startswith(("config file ", "environment variable ")):
+        return message
+    known = {o.name: o for o in options}
+
+    def named(match: re.Match[str]) -> str:
+        return known[match["name"]].flag if match["name"] in known else match[0]
+
+    message = _QUOTED.sub(named, message)
+
+    def flag(match: re.Match[str]) -> str:
+        name = match["name"]
+        value = match["value"]
+        if name not in known or not (value or "_" in name or match.start() == 0):
+            return match[0]
+        o = known[name]
+        if o.is_flag and value in ("True", "False"):
+            return o.flag if value == "True" else f"--no-{o.flag[2:]}"
+        return o.flag if value is None else f"{o.flag} {_unquoted(value)}"
+
+    return _NAME.sub(flag, message)
+
+
+def _unquoted(value: str) -> str:
+    """A text or a list of texts of Python, as a flag takes it: words with commas between."""
+    return value.strip("[]'").replace("', '", ",")
+
+
 def _made(
     ctx: typer.Context, options: list[Option], sections: list[Section], values: dict[str, Any]
 ) -> dict[Any, Any]:
-    """By type, what a function can ask for, but for what is made of flags of its own. Raises
+    """Arguments a function can ask for, by type, except those made of its own flags. Raises
     ConfigError."""
     plugins: Plugins = ctx.obj
-    merged = _merged(options, _given(ctx, options, values), plugins)
+    merged = _merged(options, _command_line_values(ctx, options, values), plugins)
 
-    def given(options: Iterable[Option]) -> dict[str, Any]:
-        return {one.name: merged[one.name] for one in options if one.name in merged}
+    def chosen(options: Iterable[Option]) -> dict[str, Any]:
+        return {option.name: merged[option.name] for option in options if option.name in merged}
 
-    config = VllmConfig.make(**given(VllmConfig.options()))
+    config = VllmConfig.make(**chosen(VllmConfig.options()))
     if config.plugins != plugins.config:
         plugins = Plugins.load(config.plugins)
     made: dict[Any, Any] = {VllmConfig: config, Plugins: plugins, typer.Context: ctx}
-    return made | {kind: kind(**given(options_of(kind))) for kind in sections}
+    return made | {kind: kind(**chosen(options_of(kind))) for kind in sections}
 
 
-def _merged(options: list[Option], given: dict[str, Any], plugins: Plugins) -> dict[str, Any]:
+def _merged(options: list[Option], values: dict[str, Any], plugins: Plugins) -> dict[str, Any]:
     """The options of all sources, by name. Raises ConfigError."""
     return merge_options(
         options,
-        given,
+        values,
         environ=os.environ,
-        file=given.pop("config", None),
+        file=values.pop("config", None),
         foreign=_ForeignNames(plugins),
         translate=plugins.option_names.translate,
     )
@@ -148,7 +209,12 @@ def _parameters(
         if wanted[p.name] not in made
     )
     taken = {o.name for o in VllmConfig.options()} if VllmConfig in wanted.values() else set()
-    yield from (one for parameters in flags.values() for one in parameters if one.name not in taken)
+    yield from (
+        parameter
+        for parameters in flags.values()
+        for parameter in parameters
+        if parameter.name not in taken
+    )
     yield command_parameter(
         "config",
         Annotated[
@@ -227,18 +293,18 @@ def _core_sections() -> list[Section]:
     ]
 
 
-def _given(
+def _command_line_values(
     ctx: typer.Context, options: Iterable[Option], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What the command line says of options, after the command or before it."""
-    given = {}
+    """Options on the command line, after the command or before it."""
+    present = {}
     for source in (ctx.find_root().params, values):
         for o in options:
             if o.name in _present(source, [o.name]):
                 value = source[o.name]
-                given[o.name] = flag_value(o, value) if isinstance(value, list | tuple) else value
-        given |= _present(source, ["config"])
-    return given
+                present[o.name] = flag_value(o, value) if isinstance(value, list | tuple) else value
+        present |= _present(source, ["config"])
+    return present
 
 
 def _present(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from toolkit_lm_media.sniff import modality_of
 from toolkit_lm_media.source import require_size
 
 BYTES_PER_SAMPLE = 12
-"""Of memory, while features are computed: its own and its copies'."""
+"""Bytes of memory per sample while features are computed, copies included."""
 RATES = (1_000, 384_000)
 """The fewest and the most samples a second that are read."""
 _BLOCK = 2**16
@@ -33,7 +33,7 @@ channels."""
 KNOWN = ("AAC", "FLAC", "M4A", "MP3", "MP4", "Ogg", "WAV", "WEBM")
 """Formats, as errors name them."""
 _MEMORY = 2**29
-"""Of the process that runs FFmpeg."""
+"""Bytes of memory of the process that runs FFmpeg."""
 _MOST_TOLD = 100
 """Characters of libsndfile's own words."""
 
@@ -154,12 +154,14 @@ class _OfFFmpeg(Audio):
 class Resampler:
     """Samples of one rate -> samples of another."""
 
-    def __init__(self, given: int, wanted: int) -> None:
-        """`given`, `wanted`: samples a second."""
+    def __init__(self, source_rate: int, wanted: int) -> None:
+        """`source_rate`, `wanted`: samples a second."""
         import soxr
 
         self._stream = (
-            None if given == wanted else soxr.ResampleStream(given, wanted, 1, dtype="float32")
+            None
+            if source_rate == wanted
+            else soxr.ResampleStream(source_rate, wanted, 1, dtype="float32")
         )
         self._parts: list[npt.NDArray[np.float32]] = []
 
@@ -179,16 +181,16 @@ class Resampler:
 
 @contextmanager
 def open_audio(
-    data: bytes, limits: MediaLimits, *, what: str = "audio", param: str | None = None
+    data: bytes, limits: MediaLimits, *, label: str = "audio", param: str | None = None
 ) -> Iterator[Audio]:
     """A WAV, FLAC, Ogg, MP3, AAC, or the sound of an MP4, M4A, MOV or WEBM, within its bounds. Only
     its header is read.
 
-    `what` names the item in errors, such as "audio 2", those of its samples too. Raises
+    `label` names the item in errors, such as "audio 2", those of its samples too. Raises
     RequestError for another format, a broken file, no samples, and more bytes, seconds or channels
     than are taken.
     """
-    with named(what, param):
+    with named(label, param):
         require_size(data, limits)
         _require_sound(data)
         if (container := sound_formats.container_of(data)) is not None:
@@ -205,14 +207,14 @@ def open_audio(
         try:
             file = soundfile.SoundFile(io.BytesIO(data))
         except soundfile.LibsndfileError as error:
-            told = (
-                "".join(one for one in error.error_string if one.isprintable())
+            problem = (
+                "".join(character for character in error.error_string if character.isprintable())
                 .strip()
                 .rstrip(".")[:_MOST_TOLD]
             )
-            # Of an MP3, libsndfile says that the file may be a pipe.
-            told = "it has no frames of an MP3" if format == "MP3" else told
-            raise RefusedError(f"it cannot be read as audio: {told}") from None
+            # libsndfile says about an MP3 that the file may be a pipe.
+            problem = "it has no frames of an MP3" if format == "MP3" else problem
+            raise RefusedError(f"it cannot be read as audio: {problem}") from None
         with file:
             if stated_in_file:
                 stated = file.frames - sound_formats.MP3_SLACK
@@ -233,12 +235,12 @@ def _require_sound(data: bytes) -> None:
         )
     modality = modality_of(data)
     if modality != "audio" and container is None:
-        given = (
-            "it is no recording of a known format"
+        reason = (
+            "it is not a recording of a known format"
             if modality is None
             else f"it is {_ARTICLES[modality]}, and no recording"
         )
-        raise RefusedError(f"{given}; known: {', '.join(KNOWN)}")
+        raise RefusedError(f"{reason}; known: {', '.join(KNOWN)}")
 
 
 _ARTICLES = {"image": "an image", "video": "a video"}

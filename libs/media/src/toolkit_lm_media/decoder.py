@@ -14,9 +14,9 @@ from toolkit_lm_media.refusal import RefusedError
 
 _PROGRAM = Path(__file__).with_name("movie_decoder.py")
 _SECONDS = 60
-"""Of processor time."""
+"""Seconds of processor time."""
 _SHARED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
-"""Of this process's environment."""
+"""Environment variables that the decoder's process inherits."""
 
 
 class Decoder:

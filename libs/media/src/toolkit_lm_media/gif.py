@@ -9,7 +9,7 @@ MAGICS = (b"GIF87a", b"GIF89a")
 _MOST_BLOCKS = 2**14
 """Before the first frame."""
 _MOST_BLOCKS_OF_ALL = 2**18
-"""Of an animation. Those of pixels have 255 bytes mostly."""
+"""Most blocks of an animation. Blocks of pixels usually have 255 bytes."""
 _MOST_FRAMES = 2**14
 _EXTENSION = 0x21
 _FRAME = 0x2C
@@ -18,11 +18,10 @@ _CONTROL = 0xF9
 
 
 def read(data: bytes) -> Header:
-    """The size spans the screen and the first frame. The body leaves out comments: the decoder adds
-    up their blocks in quadratic time.
+    """Header of a still picture. Its size covers the screen and the first frame. The body leaves
+    out comments: the decoder joins their blocks in quadratic time.
 
-    Raises RefusedError where there is no frame, or where too many blocks come before it.
-    """
+    Raises RefusedError if there is no frame, or if too many blocks come before it."""
     width, height, flags = unpack("<HHB", data, 6)
     start = 13 + _table_size(flags)
     frame, control = _first_frame(data, start)
@@ -36,11 +35,10 @@ def read(data: bytes) -> Header:
 
 
 def read_animation(data: bytes) -> AnimationHeader:
-    """Of all frames. The body has them and what says how they are shown, and nothing else.
+    """Header of all frames. The body has only the frames and their display settings.
 
-    Raises RefusedError where there is no frame, too many, one outside of the first one's canvas, or
-    where too many blocks come.
-    """
+    Raises RefusedError if there is no frame, if there are too many frames or blocks, or if one lies
+    outside the first one's canvas."""
     width, height, flags = unpack("<HHB", data, 6)
     start = offset = 13 + _table_size(flags)
     left = _MOST_BLOCKS_OF_ALL

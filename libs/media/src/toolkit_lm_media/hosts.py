@@ -57,7 +57,7 @@ def require_allowed(url: httpx.URL, limits: MediaLimits) -> None:
         host = wanted[0] if wanted[1] == _PORTS[url.scheme] else f"{wanted[0]}:{wanted[1]}"
         raise RefusedError(
             f"the host {host[:200]!r} is not allowed; the operator allows hosts with "
-            "--allowed-media-hosts"
+            "allowed_media_hosts"
         )
 
 

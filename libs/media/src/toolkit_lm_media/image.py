@@ -34,16 +34,16 @@ _DECODERS: dict[str, Callable[[io.BytesIO], ImageFile]] = {
 
 
 def open_image(
-    data: bytes, limits: MediaLimits, *, what: str = "image", param: str | None = None
+    data: bytes, limits: MediaLimits, *, label: str = "image", param: str | None = None
 ) -> npt.NDArray[np.uint8]:
     """The pixels of a PNG, JPEG, WEBP, BMP or GIF (its first frame): uint8 [height, width, 3], RGB,
     the right way up.
 
-    Modes become RGB as `modes.to_rgb` says: transparency is dropped. `what` names the item in
+    Modes become RGB as `modes.to_rgb` says: transparency is dropped. `label` names the item in
     errors, such as "image 2". Raises RequestError for another format, a broken file, and a picture
     of no pixels or more than `limits.max_pixels`.
     """
-    with named(what, param):
+    with named(label, param):
         require_size(data, limits)
         header = _read_header(data)
         _require_pixels(header, limits)
@@ -71,7 +71,9 @@ def _read_header(data: bytes) -> Header:
         return gif.read(data)
     if data.startswith(bmp.MAGIC):
         return bmp.read(data)
-    raise RefusedError(f"it is no picture of a known format; known: {', '.join(sorted(_DECODERS))}")
+    raise RefusedError(
+        f"it is not a picture of a known format; known: {', '.join(sorted(_DECODERS))}"
+    )
 
 
 def _require_pixels(header: Header, limits: MediaLimits) -> None:

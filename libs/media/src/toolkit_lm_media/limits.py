@@ -17,22 +17,21 @@ _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s/@:\\\[\]#?%]+)(:[0-9]{1,5})?")
 
 @dataclass(frozen=True)
 class MediaLimits:
-    """What one item may cost. No host is allowed by default.
+    """Limits for one item. No host is allowed by default.
 
-    An allowed host is a name, at its scheme's port, or `name:port`. Raises ConfigError for a bound
-    that makes no sense.
-    """
+    An allowed host is a name, at its scheme's port, or `name:port`. Raises ConfigError for a limit
+    that makes no sense."""
 
     max_bytes: int = 25 * 2**20
-    """Of the file, encoded as PNG or the like."""
+    """Bytes of the encoded file (PNG or the like)."""
     max_pixels: int = 36_000_000
     """Width times height, of a picture or a frame."""
     max_frames: int = 768
     """Taken of a video, which may have more."""
     max_seconds: float = 3600.0
-    """Of a video."""
+    """Seconds of a video."""
     max_audio_seconds: float = 600.0
-    """Of a recording."""
+    """Seconds of a recording."""
     timeout: float = 10.0
     """Seconds for a whole fetch, redirects and name look-ups included."""
     max_redirects: int = 3
@@ -62,7 +61,7 @@ class MediaLimits:
         for host in self.allowed_hosts:
             if not _HOST.fullmatch(host):
                 raise ConfigError(
-                    f"{host!r} in --allowed-media-hosts is not a host: give a name such as "
+                    f"{host!r} in allowed_media_hosts is not a host: give a name such as "
                     "'example.com', or 'name:port'."
                 )
 

@@ -12,13 +12,12 @@ _HALF = 256
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """A picture of any mode of Pillow in RGB, 8 bits a sample, as its convert("RGB") has it, which
-    transformers takes too.
+    """A picture of any Pillow mode in RGB, 8 bits per sample, equal to Pillow's convert("RGB"),
+    which transformers uses too.
 
-    Alpha is dropped, in a channel, a palette or a key: what lies under transparent pixels is seen.
-    Samples of 16 bits keep their high byte, where Pillow makes all above 255 white. Raises
-    RefusedError for values of 32 bits, or floats, whose range cannot be told.
-    """
+    Alpha is dropped, in a channel, a palette or a key: the colours under transparent pixels show.
+    Samples of 16 bits keep their high byte, although Pillow makes all above 255 white. Raises
+    RefusedError for values of 32 bits or floats, whose range is not known."""
     if image.mode.startswith("I;16"):
         return _from_16_bits(np.asarray(image))
     if image.mode == "I":

@@ -16,8 +16,8 @@ from toolkit_lm_media.video_contract import Video, require_bounds
 
 _MEMORY = 2**29
 _BYTES_PER_PIXEL = 32
-"""Of the process: for itself, and for each pixel of a frame, of which a decoder keeps up to 16 and
-this one makes another."""
+"""Memory of the process: a fixed part, and bytes for each pixel of a frame. A decoder keeps up to
+16 frames and this process makes another."""
 
 
 class Movie(Video):

@@ -40,7 +40,7 @@ _LEAST_PIXELS = 2**18
 
 
 class _RefusedError(Exception):
-    """What is wrong with the file."""
+    """Raised for a fault of the file."""
 
 
 def main() -> None:
@@ -106,7 +106,7 @@ def _open(data: bytes, order: dict[str, Any]) -> Any:
 
 
 def _survey(data: bytes, order: dict[str, Any]) -> dict[str, Any]:
-    """Of the headers, and of packets that are counted and not decoded."""
+    """Survey of a video from its headers and its packets, which are counted but not decoded."""
     with _open(data, order) as container:
         stream = container.streams.video[0]
         width = stream.width
@@ -166,8 +166,8 @@ def _open_sound(data: bytes, order: dict[str, Any]) -> Any:
 
 
 def _survey_sound(data: bytes, order: dict[str, Any]) -> dict[str, Any]:
-    """Of the first samples, since a decoder may make more of them in a second than the header says,
-    and of packets that are counted."""
+    """Survey of a sound track from its first samples and its packets, which are counted. A decoder
+    may make more samples per second than the header states."""
     with _open_sound(data, order) as container:
         first = next(container.decode(container.streams.audio[0]), None)
         if first is None:
@@ -215,7 +215,7 @@ def _decode_sound(data: bytes, order: dict[str, Any], found: dict[str, Any]) -> 
 
 
 def _is_shown(packet: Any, codec: str) -> bool:
-    """VP8 has frames that others are made of, and nobody sees."""
+    """Whether a packet's frame is shown. VP8 has reference frames that are never shown."""
     return codec not in ("vp8", "libvpx") or bool(bytes(packet)[0] & 0x10)
 
 

@@ -1,4 +1,4 @@
-"""Formats of movies: told by their first bytes, and whether their last ones are there."""
+"""Recognizes movie formats by their first bytes, and checks that the end of the file is there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SEGMENT = b"\x18\x53\x80\x67"
 
 
 def format_of(data: bytes) -> str | None:
-    """As the decoder names it; None: it is no movie."""
+    """The decoder's name of the format; None if the data is not a movie."""
     if data[4:8] in _BOXES:
         return "mov"
     return "matroska" if data.startswith(_EBML) else None

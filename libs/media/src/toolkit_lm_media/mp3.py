@@ -23,15 +23,15 @@ _KBPS = {
     True: (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
     False: (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
 }
-"""By whether it is MPEG-1."""
+"""Bit rates in kbit/s, by whether the version is MPEG-1."""
 _RATES = {_MPEG1: (44_100, 48_000, 32_000), 2: (22_050, 24_000, 16_000), 0: (11_025, 12_000, 8_000)}
-"""By version."""
+"""Sampling rates by MPEG version."""
 _KBPS_OF_MARK = 8 << 4
 """The index of a bit rate at which a frame has room for the mark."""
 
 
 class Frame(NamedTuple):
-    """What a frame's header says."""
+    """Properties in a frame's header."""
 
     size: int
     """Bytes."""
@@ -42,7 +42,7 @@ class Frame(NamedTuple):
 
 
 def start_of(data: bytes) -> int:
-    """Where the first frame is: after a tag."""
+    """Offset of the first frame, after any tag."""
     if not data.startswith(b"ID3") or len(data) < 10:
         return 0
     size = 0
@@ -74,8 +74,8 @@ def with_length(data: bytes, max_seconds: float) -> bytes:
     header[2] = header[2] & 0x0C | _KBPS_OF_MARK
     mark = _frame(bytes(header))
     assert mark is not None, "the first frame has a header"
-    said = bytes(header) + bytes(mark.side) + b"Xing" + struct.pack(">II", 1, count)
-    return data[:start] + said.ljust(mark.size, b"\0") + data[start:]
+    header_bytes = bytes(header) + bytes(mark.side) + b"Xing" + struct.pack(">II", 1, count)
+    return data[:start] + header_bytes.ljust(mark.size, b"\0") + data[start:]
 
 
 def _frame(header: bytes) -> Frame | None:

@@ -13,13 +13,13 @@ class RefusedError(Exception):
 
 
 @contextmanager
-def named(what: str, param: str | None) -> Iterator[None]:
-    """Turns RefusedError into a RequestError that begins with `what`."""
+def named(label: str, param: str | None) -> Iterator[None]:
+    """Turns RefusedError into a RequestError that begins with `label`."""
     try:
         yield
     except RefusedError as refusal:
         # Without the cause: a log would otherwise show addresses and pieces of the data.
-        raise RequestError(f"{what}: {refusal}", param) from None
+        raise RequestError(f"{label}: {refusal}", param) from None
 
 
 def size_text(count: int) -> str:

@@ -16,12 +16,12 @@ _SOUNDS = (
     ),
 )
 _SOUND_BRANDS = (b"M4A ", b"M4B ")
-"""Of MP4 files without pictures."""
+"""Brands of MP4 files without pictures."""
 
 
 def modality_of(data: bytes) -> Literal["image", "video", "audio"] | None:
-    """Of a file, or its first 12 bytes. An animation is an image. None: it is of no known
-    format."""
+    """Modality of a file, or of its first 12 bytes. An animation is an image. None: the format is
+    not known."""
     if data.startswith((png.MAGIC, jpeg.MAGIC, *gif.MAGICS, bmp.MAGIC)) or webp.is_webp(data):
         return "image"
     if data.startswith(_SOUNDS) or (data[:4] == b"RIFF" and data[8:12] == b"WAVE"):

@@ -1,5 +1,5 @@
-"""What the headers of recordings say of their length, where libsndfile reads on without a word:
-files that are cut short."""
+"""Reads a recording's length from its header, to detect truncated files, which libsndfile reads
+without an error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_PAGE = 65_307
 
 
 CONTAINERS = {"mov": "MP4", "matroska": "WEBM", "aac": "AAC"}
-"""What FFmpeg decodes, by its name of the format."""
+"""Formats that FFmpeg decodes, by FFmpeg's name."""
 _MOST_AAC_FRAMES = 2**18
 
 
@@ -32,7 +32,7 @@ def format_of(data: bytes) -> str:
 
 
 def container_of(data: bytes) -> str | None:
-    """As FFmpeg names it; None: libsndfile reads it, or nobody."""
+    """FFmpeg's name of the format; None: FFmpeg does not decode it here (libsndfile may)."""
     if len(data) > 1 and data[0] == 0xFF and data[1] & 0xF6 == 0xF0:
         return "aac"
     return movie_formats.format_of(data)

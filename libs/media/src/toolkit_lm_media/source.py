@@ -1,4 +1,4 @@
-"""What a client sends in place of a file: bytes, a data URL, or a URL."""
+"""Reads the source of a media item: bytes, a data URL, or a URL."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ _MOST_SCHEME = 16
 
 
 def load_bytes(
-    source: bytes | str, limits: MediaLimits, *, what: str = "media", param: str | None = None
+    source: bytes | str, limits: MediaLimits, *, label: str = "media", param: str | None = None
 ) -> bytes:
     """The bytes of one item, at least 1 and at most `limits.max_bytes`. It blocks for
     `limits.timeout` seconds at most.
 
-    `what` names the item in errors, such as "image 2". Raises RequestError where the item is
+    `label` names the item in errors, such as "image 2". Raises RequestError where the item is
     refused.
     """
-    with named(what, param):
+    with named(label, param):
         data = source if isinstance(source, bytes) else _from_text(source, limits)
         require_size(data, limits)
         return data
 
 
 def require_size(data: bytes, limits: MediaLimits) -> None:
-    """Raises RefusedError where there are no bytes, or more than `limits.max_bytes`."""
+    """Raises RefusedError if there are no bytes, or more than `limits.max_bytes`."""
     if not data:
         raise RefusedError("it is empty")
     if len(data) > limits.max_bytes:

@@ -17,15 +17,14 @@ __all__ = ["Video", "open_video"]
 
 @contextmanager
 def open_video(
-    data: bytes, limits: MediaLimits, *, what: str = "video", param: str | None = None
+    data: bytes, limits: MediaLimits, *, label: str = "video", param: str | None = None
 ) -> Iterator[Video]:
     """A GIF, a WEBP, an MP4, a MOV or a WEBM, within its bounds.
 
-    `what` names the item in errors, such as "video 2", those of its frames too. Raises RequestError
-    for another format, a broken file, no pixels, and more bytes, pixels of a frame, pixels of all
-    frames, frames or seconds than `limits` has.
-    """
-    with named(what, param):
+    `label` names the item in errors, such as "video 2", those of its frames too. Raises
+    RequestError for another format, a broken file, no pixels, and more bytes, pixels of a frame,
+    pixels of all frames, frames or seconds than `limits` has."""
+    with named(label, param):
         require_size(data, limits)
         with closing(_open(data, limits)) as video:
             yield video
@@ -44,4 +43,4 @@ def _open(data: bytes, limits: MediaLimits) -> Video:
         from toolkit_lm_media.movie import Movie
 
         return Movie(data, format, limits)
-    raise RefusedError("it is no video of a known format; known: GIF, MOV, MP4, WEBM, WEBP")
+    raise RefusedError("it is not a video of a known format; known: GIF, MOV, MP4, WEBM, WEBP")

@@ -1,4 +1,4 @@
-"""What every kind of video has: frames that are read in order, and bounds."""
+"""Contract of all kinds of video: frames are read in order and within bounds."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Video(ABC):
 
     @abstractmethod
     def frames(self, indices: Sequence[int]) -> Iterator[npt.NDArray[np.uint8]]:
-        """Those at `indices`, which ascend: uint8 [height, width, 3], RGB, all of one size. Raises
-        RefusedError where one is broken."""
+        """Frames at `indices`, which ascend: uint8 [height, width, 3], RGB, all of one size. Raises
+        RefusedError if one is broken."""
 
     def close(self) -> None:  # noqa: B027 # most hold nothing
         """Frees what the decoder holds."""

@@ -32,8 +32,8 @@ def read(data: bytes) -> Header:
 
 
 def read_animation(data: bytes) -> AnimationHeader:
-    """Of all frames; a file that is no animation has one. Raises RefusedError for a broken file,
-    and too many chunks."""
+    """Header of all frames; a file without animation has one. Raises RefusedError for a broken
+    file, and for too many chunks."""
     header = read(data)
     durations: list[int] = []
     offset = _FIRST_CHUNK

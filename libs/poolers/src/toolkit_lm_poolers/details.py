@@ -1,5 +1,5 @@
-"""What a checkpoint's own files say of poolers and texts, as data: the details of a
-`PoolingProfile`. Needs no torch."""
+"""A checkpoint's settings of poolers and texts as data: the details of a `PoolingProfile`. Imports
+no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Pooling(Struct, frozen=True, kw_only=True):
     """Vectors of tokens to one vector: the methods' vectors side by side."""
 
     size: int
-    """Of a token's vector."""
+    """Size of a token's vector."""
     methods: tuple[str, ...]
     """Keys of toolkit_lm_poolers.METHODS."""
     include_prompt: bool = True
@@ -70,7 +70,7 @@ class LogitScore(Struct, frozen=True, kw_only=True):
 
 
 class Marker(Struct, frozen=True, kw_only=True):
-    """What a role's prompt begins with, and the one token that it is."""
+    """Text that a role's prompt begins with, and its token."""
 
     text: str
     token_id: int
@@ -84,8 +84,8 @@ class RoleProfile(Struct, frozen=True, kw_only=True):
     """Goes before each text, the marker included."""
     marker: Marker | None = None
     max_tokens: int | None = None
-    """What is longer is cut, marker and special tokens included. None: it has no length of its
-    own."""
+    """Tokens after which a text is truncated, marker and special tokens included. None: the role
+    has no limit."""
     filler: int | None = None
     """The token with which texts are filled up to `filled` tokens."""
     filled: int = 0
@@ -98,10 +98,10 @@ class RoleProfile(Struct, frozen=True, kw_only=True):
 
 
 class PoolingDetails(Struct, frozen=True, kw_only=True):
-    """What a checkpoint's own files say of poolers and texts."""
+    """A checkpoint's settings of poolers and texts."""
 
     folder: str
-    """Where the files lie, as errors name it."""
+    """Folder of the files, for errors."""
     is_complete: bool = False
     """The files list all that is done: without `pooling` nothing is pooled. False: the model class
     says the rest."""
@@ -114,9 +114,9 @@ class PoolingDetails(Struct, frozen=True, kw_only=True):
     """"query" and "document" of a model that treats them differently; {} for others."""
     pooling: Pooling | None = None
     heads: tuple[Head, ...] = ()
-    """What is applied to the pooled vector, in order."""
+    """Heads applied to the pooled vector, in order."""
     token_heads: tuple[Head, ...] = ()
-    """What is applied to each token's vector, in order; before pooling, where there is any."""
+    """Heads applied to each token's vector, in order, before any pooling."""
     embedding_size: int | None = None
     """Size of an embedding; None: not said."""
     truncate_dim: int | None = None

@@ -223,7 +223,8 @@ def _embedding_head(
 
 
 def _out_size(configs: Sequence[Head], size: int) -> int:
-    """What vectors of `size` become. Raises CheckpointError for a module that takes others."""
+    """Size of the heads' output for vectors of `size`. Raises CheckpointError if a head takes
+    another size."""
     for config in configs:
         if isinstance(config, Normalize):
             continue
@@ -265,11 +266,10 @@ def _classifier_head(
 def _activation(
     vllm_config: VllmConfig, num_labels: int, default: str | None
 ) -> tuple[Activation, bool]:
-    """The activation, and whether it is used where nobody asks for it.
+    """The activation, and whether it is used by default.
 
-    A checkpoint without one ("identity", regression) still has one to give to a request that asks:
-    sigmoid or softmax.
-    """
+    A checkpoint without one ("identity", regression) still has one for a request that asks for it:
+    sigmoid or softmax."""
     problem = vllm_config.hf_config.get("problem_type")
     if problem is not None and problem not in _PROBLEM_TYPES:
         raise CheckpointError(

@@ -15,10 +15,10 @@ from toolkit_lm_poolers.modules import Activation, normalize
 
 
 class Head(nn.Module, ABC):
-    """What follows pooling. Its arithmetic is in float32."""
+    """Module after pooling. It computes in float32."""
 
     size: int
-    """Of the last axis that `forward` gives."""
+    """Size of the last axis of `forward`'s output."""
 
     @abstractmethod
     def forward(self, vectors: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""What a request may ask of a pooler, checked without torch: the front calls it too, before
-anything runs."""
+"""Checks a request's pooling parameters without torch: the front end also calls it before anything
+runs."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ _HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model", "dim")
 
 
 def check_params(params: PoolingParams, size: int, matryoshka: Sequence[int] | None = ()) -> None:
-    """Raises RequestError, with `param` set, for what a task cannot give. `size`: of an embedding,
-    or the number of logits.
+    """Raises RequestError, with `param` set, for parameters that a task cannot have. `size`: of an
+    embedding, or the number of logits.
 
-    `matryoshka`: the numbers of dimensions that the model was trained for, beside all; empty: any;
-    None: it was trained for all alone.
-    """
+    `matryoshka`: the numbers of dimensions that the model was trained for, in addition to the full
+    number; empty: any; None: only the full number."""
     for name in _MEANINGLESS[params.task]:
         if getattr(params, name) is not None:
             raise RequestError(
@@ -46,7 +45,7 @@ def check_params(params: PoolingParams, size: int, matryoshka: Sequence[int] | N
         raise RequestError(
             f"dimensions is {params.dimensions}, but nothing says that the model's embeddings "
             "may be cut (Matryoshka): leave it out, or "
-            f"start with --matryoshka. All are {size}.",
+            f"start with matryoshka=True. All are {size}.",
             "dimensions",
         )
     if (
@@ -70,17 +69,16 @@ def check_params(params: PoolingParams, size: int, matryoshka: Sequence[int] | N
 def matryoshka_dimensions(
     hf_config: dict[str, Any], stated: bool | None = None
 ) -> tuple[int, ...] | None:
-    """What a checkpoint's config.json says of them: empty where it says that there are some; None
-    where it says nothing.
+    """Matryoshka dimensions in a checkpoint's config.json: empty if it says only that there are
+    some; None if it says nothing.
 
-    `stated`: what the operator says in its place. Raises CheckpointError.
-    """
+    `stated`: the operator's setting, which overrides it. Raises CheckpointError."""
     found = hf_config.get("matryoshka_dimensions")
     if stated is False:
         return None
     if found is None:
         return () if stated or hf_config.get("is_matryoshka") is True else None
-    if not isinstance(found, list) or not all(type(one) is int and one > 0 for one in found):
+    if not isinstance(found, list) or not all(type(size) is int and size > 0 for size in found):
         raise CheckpointError(
             "config.json: matryoshka_dimensions must be a list of numbers of dimensions."
         )

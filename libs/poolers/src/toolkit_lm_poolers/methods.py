@@ -63,7 +63,7 @@ class PoolingMethod(ABC):
     reads_prefix_cache: ClassVar[bool] = False
     """The first tokens' hidden states are not needed."""
     width: int = 1
-    """Its vector has so many times the size of a token's."""
+    """Size of the method's vector as a multiple of a token vector's."""
 
     @abstractmethod
     def pool(self, hidden_states: Tensor, segments: Segments) -> Tensor:
@@ -84,7 +84,7 @@ class PoolingMethod(ABC):
         return segments.only_finished(values)
 
     def _merge(self, row: PoolingRow, before: Tensor, now: Tensor) -> Tensor:
-        """What this chunk and those before it give together. [H] each."""
+        """Combined result of this chunk and those before it. [H] each."""
         raise NotImplementedError
 
 

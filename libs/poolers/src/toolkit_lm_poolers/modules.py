@@ -1,5 +1,5 @@
-"""What is done to vectors after pooling, in float32: Dense modules, layer norms, L2 norm,
-matryoshka sizes, activations of logits."""
+"""Operations on vectors after pooling, in float32: Dense modules, layer norms, L2 norm, matryoshka
+sizes, and activations of logits."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def _identity(logits: Tensor) -> Tensor:
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {"identity": _identity, "sigmoid": _sigmoid, "softmax": _softmax}
 )
-"""Of logits. sigmoid is for one label, and for several that do not exclude each other; softmax for
-those that do."""
+"""Activations of logits. sigmoid is for one label, or several that do not exclude each other;
+softmax is for labels that do."""
 
 
 def normalize(vectors: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from toolkit_lm.errors import ConfigError
 
 
 class PoolingKind(Enum):
-    """What a model's pooler is made for, as errors call the model."""
+    """Kind of model that a pooler is made for, in the words of errors."""
 
     EMBEDDER = "an embedding model"
     CLASSIFIER = "a native classifier"
@@ -36,7 +36,7 @@ _KINDS: Mapping[str, tuple[PoolingKind, ...]] = MappingProxyType(
         "score_template": (PoolingKind.CLASSIFIER, PoolingKind.CONVERTED),
     }
 )
-"""By option: the models to which it means something."""
+"""Kinds of model to which an option applies, by option."""
 
 
 def check_pooler_options(options: PoolerConfig, kind: PoolingKind) -> None:
@@ -44,5 +44,5 @@ def check_pooler_options(options: PoolerConfig, kind: PoolingKind) -> None:
     unset = PoolerConfig()
     for name, kinds in _KINDS.items():
         if kind not in kinds and getattr(options, name) != getattr(unset, name):
-            able = " or ".join(one.value for one in kinds)
+            able = " or ".join(kind.value for kind in kinds)
             raise ConfigError(f"option {name!r} has no effect on {kind.value}: it is for {able}.")

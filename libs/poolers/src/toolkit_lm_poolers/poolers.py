@@ -79,8 +79,8 @@ class SimplePooler(_HeadPooler):
     def _finish(self, values: Tensor, params: Sequence[PoolingParams]) -> Sequence[Tensor]:
         """Finishes the rows of `values` together that ask for the same."""
         groups: dict[object, list[int]] = {}
-        for index, one in enumerate(params):
-            groups.setdefault(self.head.postprocess_key(one), []).append(index)
+        for index, request_params in enumerate(params):
+            groups.setdefault(self.head.postprocess_key(request_params), []).append(index)
         if len(groups) == 1:
             return self.head.finish(values, params[0]).unbind()
         results = list(values.unbind())
@@ -117,7 +117,7 @@ class AllPooler(_HeadPooler):
         keys = {self.head.postprocess_key(row.params) for row in meta.rows}
         if len(keys) == 1:
             values = self.head.finish(values, meta.rows[0].params)
-        pieces = values.split([len(one) for one in selected])
+        pieces = values.split([len(selected) for selected in selected])
         if len(keys) > 1:
             pieces = [
                 self.head.finish(piece, row.params)

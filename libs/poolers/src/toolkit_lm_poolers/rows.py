@@ -27,7 +27,7 @@ class PoolingRow:
 
     params: PoolingParams
     tokens: slice
-    """Where its tokens of this step are in the flat batch."""
+    """Position of its tokens of this step in the flat batch."""
     token_ids: np.ndarray
     """[number of these tokens] int32."""
     start: int
@@ -38,7 +38,7 @@ class PoolingRow:
     """embed: position of the prompt's first token that is pooled; those before have no part in its
     vector."""
     state: dict[str, Any] = field(default_factory=dict)
-    """What a pooler keeps of a sequence between its chunks. Empty at the first."""
+    """State that a pooler keeps of a sequence between its chunks. Empty at the first."""
 
     @property
     def finished(self) -> bool:
@@ -47,8 +47,8 @@ class PoolingRow:
 
     @property
     def pooled_tokens(self) -> slice:
-        """Where those of its tokens that are pooled are in the flat batch. Empty in a chunk that
-        lies before `pooling_start`."""
+        """Positions of its pooled tokens in the flat batch. Empty in a chunk that lies before
+        `pooling_start`."""
         left_out = max(self.pooling_start - self.start, 0)
         return slice(min(self.tokens.start + left_out, self.tokens.stop), self.tokens.stop)
 
@@ -102,9 +102,9 @@ class RowPoolerPart(PoolingPart):
         model: nn.Module,
         config: VllmConfig,
         device: torch.device,
-        **given: Any,
+        **arguments: Any,
     ) -> None:
-        super().__init__(pooler, model, config, device, **given)
+        super().__init__(pooler, model, config, device, **arguments)
         self.pooler: RowPooler = pooler
         self._sequences: dict[int, NewSequence] = {}
         self._states: dict[int, dict[str, Any]] = {}
@@ -144,7 +144,11 @@ class RowPoolerPart(PoolingPart):
         if not rows:
             return
         pooled = self.pooler(hidden_states, PoolingMetadata(list(rows.values())))
-        found = {seq_id: one for seq_id, one in zip(rows, pooled, strict=True) if one is not None}
+        found = {
+            seq_id: vector
+            for seq_id, vector in zip(rows, pooled, strict=True)
+            if vector is not None
+        }
         for seq_id, values in zip(found, _on_host(list(found.values())), strict=True):
             if np.isfinite(values).all():
                 result.pooled[seq_id] = Array.of(values)
@@ -181,9 +185,9 @@ class RowPoolerPart(PoolingPart):
 def _on_host(tensors: Sequence[Tensor]) -> list[np.ndarray]:
     """Each as float32, contiguous. All come from the device by one copy, for which the host
     waits."""
-    values = [one.float().contiguous() for one in tensors]
+    values = [tensor.float().contiguous() for tensor in tensors]
     if not values or values[0].device.type == "cpu":
-        return [one.numpy() for one in values]
-    packed = torch.cat([one.flatten() for one in values]).cpu()
-    parts = torch.split(packed, [one.numel() for one in values])
-    return [part.view(one.shape).numpy() for part, one in zip(parts, values, strict=True)]
+        return [tensor.numpy() for tensor in values]
+    packed = torch.cat([tensor.flatten() for tensor in values]).cpu()
+    parts = torch.split(packed, [tensor.numel() for tensor in values])
+    return [part.view(tensor.shape).numpy() for part, tensor in zip(parts, values, strict=True)]

@@ -1,9 +1,9 @@
 """Inverse frequencies of rotary position embeddings (Su et al. 2021), for every way of stretching
 them to longer contexts.
 
-Names are those of `rope_parameters` in a checkpoint's config.json. Results are those of
-transformers to the last bit, which is why expressions are not simplified: far into a context, the
-last bit of a frequency is a visible angle.
+Names are those of `rope_parameters` in a checkpoint's config.json. Results equal those of
+transformers to the last bit, so expressions are not simplified. Far into a context, the last bit of
+a frequency is a visible angle.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEFAULT_THETA = 10000.0
 
 @dataclass(frozen=True, slots=True)
 class RopeParameters:
-    """What a checkpoint says of its rotary embedding, of layers of one kind."""
+    """A checkpoint's parameters of rotary embedding, for layers of one kind."""
 
     rope_type: str
     head_size: int
@@ -43,12 +43,12 @@ class RopeParameters:
         rope_type, CheckpointError for a missing value.
         """
         nothing: dict[str, Any] = {}
-        given = config.get("rope_scaling", dict, nothing) or config.get(
+        rope = config.get("rope_scaling", dict, nothing) or config.get(
             "rope_parameters", dict, nothing
         )
-        if layer_type is not None and isinstance(given.get(layer_type), Mapping):
-            given = given[layer_type]
-        rope_type = str(given.get("rope_type") or given.get("type") or "default")
+        if layer_type is not None and isinstance(rope.get(layer_type), Mapping):
+            rope = rope[layer_type]
+        rope_type = str(rope.get("rope_type") or rope.get("type") or "default")
         # LongRoPE's first name; and that of default angles by three positions, of which
         # `mrope_section` speaks.
         rope_type = {"su": "longrope", "mrope": "default"}.get(rope_type, rope_type)
@@ -62,7 +62,7 @@ class RopeParameters:
             "partial_rotary_factor": config.get("partial_rotary_factor", float, 1.0),
             "original_max_position_embeddings": max_positions,
         }
-        values |= {key: value for key, value in given.items() if value is not None}
+        values |= {key: value for key, value in rope.items() if value is not None}
         # Phi-3 and its kin state it beside rope_parameters, and mean that one.
         if original := config.get("original_max_position_embeddings", int):
             values["original_max_position_embeddings"] = original
@@ -84,7 +84,7 @@ class RopeParameters:
 
     @property
     def stretch(self) -> float:
-        """By how much the context grew since the first training: `factor`, or the ratio of the two
+        """Growth of the context since the first training: `factor`, or the ratio of the two
         lengths."""
         return (
             self.values.get("factor", float)
@@ -96,9 +96,9 @@ class RopeParameters:
         sines.
 
         `max_len` is the longest sequence there will be: "dynamic" and "longrope" depend on it.
-        transformers takes the length so far, and turns later keys by other angles than the ones it
-        has cached; here all keys of an engine are turned alike. Raises CheckpointError for values
-        that give no angles.
+        transformers uses the length so far, and rotates later keys by other angles than the cached
+        ones. Here all keys of an engine are rotated alike. Raises CheckpointError for values that
+        give no angles.
         """
         try:
             frequencies, attention_factor = _SCALINGS[self.rope_type](self, max_len)
@@ -169,7 +169,7 @@ def _yarn(rope: RopeParameters, max_len: int) -> tuple[Tensor, float]:
     size = rope.rotary_size
 
     def dimension(rotations: float) -> float:
-        """Where a frequency makes so many rotations over the original context."""
+        """Dimension whose frequency makes `rotations` rotations over the original context."""
         return (
             size
             * math.log(rope.original_max_positions / (rotations * 2 * math.pi))
@@ -192,8 +192,8 @@ def _yarn(rope: RopeParameters, max_len: int) -> tuple[Tensor, float]:
 def _yarn_attention_factor(rope: RopeParameters) -> float:
     values = rope.values
     stretch = rope.stretch
-    if (given := values.get("attention_factor", float)) is not None:
-        return given
+    if (attention_factor := values.get("attention_factor", float)) is not None:
+        return attention_factor
     mscale = values.get("mscale", float)
     mscale_all_dim = values.get("mscale_all_dim", float)
     growth = 0.1 * math.log(stretch) if stretch > 1 else 0.0

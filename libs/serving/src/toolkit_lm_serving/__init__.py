@@ -1,5 +1,8 @@
-"""What servers of an engine need, and no web framework: what requests may cost (`cost`,
-`budget`), an engine as routes get it (`engine`), and turns between clients (`fairness`)."""
+"""A library for servers of an engine, without a web framework.
+
+`cost` and `budget` bound the memory of requests. `engine` is an engine as routes get it. `fairness`
+has turns between clients.
+"""
 
 CLIENT = "client"
-"""The key of a request's context that says whose it is."""
+"""The key of the client's name in a request's context."""

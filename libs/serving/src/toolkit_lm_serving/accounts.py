@@ -1,4 +1,4 @@
-"""What a budget is told of clients, and tells of their requests."""
+"""Interfaces between a budget and the accounts of clients."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from toolkit_lm.params import RequestOutputKind
 Output = TypeVar("Output")
 
 Asked = Callable[[int | None, int], None]
-"""(max_tokens, number of prompts) of a call that generates."""
+"""A function that is told (max_tokens, number of prompts) of a call that generates."""
 
 
 class Account(Protocol):
-    """What a client may ask for, and has asked for."""
+    """A client's limits, and the counts of its requests."""
 
     def run(self, num_sequences: int) -> AbstractContextManager[None]:
-        """For the life of so many sequences. Raises what the client gets for too many."""
+        """Counts sequences as running, until the end of the `with` block. Raises the client's error
+        for too many."""
 
     def used(self, num_tokens: int) -> None:
         """Counts tokens of prompts and outputs."""
@@ -30,4 +31,5 @@ class Account(Protocol):
         kind: RequestOutputKind,
         each: Callable[[Output], list[RequestOutput]],
     ) -> AsyncGenerator[Output, None]:
-        """`outputs`, whose tokens are counted. `each`: the outputs of requests in one of them."""
+        """Passes `outputs` on, and counts their tokens. `each`: the requests' outputs in one
+        item."""

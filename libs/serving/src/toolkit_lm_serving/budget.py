@@ -1,4 +1,4 @@
-"""What clients share: the memory that their requests take, and places in the queue."""
+"""Budgets that clients share: the memory of their requests, and places in the queue."""
 
 from __future__ import annotations
 
@@ -32,68 +32,69 @@ if TYPE_CHECKING:
     from toolkit_lm_serving.engine import Model
 
 Output = TypeVar("Output")
+Answer = TypeVar("Answer")
 
 _REQUESTS = 3
-"""All requests together may cost this many times one request's limit."""
+"""Memory of all requests together, as a multiple of one request's limit."""
 _SHORT = 64
-"""A queue of fewer requests is not shared."""
+"""Fewest places of a queue that clients share. A shorter one is not shared."""
 
 
 class Shares:
-    """What clients share. Each may take seven eighths of what the others leave, so that who comes
-    later finds some. Thread-safe."""
+    """An amount that clients share, such as memory. Each may take seven eighths of the rest, so
+    that later clients find some. Thread-safe."""
 
     def __init__(self, most: int | None) -> None:
-        """None: there is no bound."""
+        """`most`: the amount. None: no bound."""
         self._most = most
-        self._taken: Counter[str] = Counter()
-        """By client."""
+        self._reserved: Counter[str] = Counter()
+        """The amount that each client has reserved."""
         self._lock = threading.Lock()
 
     @property
-    def taken(self) -> int:
-        """By all of them."""
+    def reserved(self) -> int:
+        """The amount that all clients together have reserved."""
         with self._lock:
-            return self._taken.total()
+            return self._reserved.total()
 
     @contextmanager
-    def take(self, client: str, amount: int, told: Callable[[int], str]) -> Iterator[None]:
-        """Raises QueueFullError where that is too much beside the others, RequestError where it is
-        too much alone.
+    def reserve(self, client: str, amount: int, shown: Callable[[int], str]) -> Iterator[None]:
+        """Reserves an amount for a client, until the end of the `with` block.
 
-        `told`: formats an amount for the error.
+        Raises RequestError for an amount that no client may have, QueueFullError where others leave
+        too little. `shown`: formats an amount for the error.
         """
         if self._most is not None and amount > self._most * 7 // 8:
             raise RequestError(
-                f"this takes {told(amount)}, and no client may take more than "
-                f"{told(self._most * 7 // 8)}."
+                f"this takes {shown(amount)}, and no client may take more than "
+                f"{shown(self._most * 7 // 8)}. Ask for less at a time."
             )
         with self._lock:
-            own = self._taken[client]
-            taken = self._taken.total()
-            if self._most is not None and own + amount > (self._most - (taken - own)) * 7 // 8:
-                whose = f", {told(own)} of them this client's" if own < taken else ""
+            own = self._reserved[client]
+            reserved = self._reserved.total()
+            if self._most is not None and own + amount > (self._most - (reserved - own)) * 7 // 8:
+                owned = f", {shown(own)} of them this client's" if own < reserved else ""
                 raise QueueFullError(
-                    f"the engine is busy: {told(taken)} are taken{whose}. This takes "
-                    f"{told(amount)} more. Try again later.",
+                    f"the engine is busy: {shown(reserved)} are taken{owned}. This takes "
+                    f"{shown(amount)} more. Try again later.",
                     1.0,
                 )
-            self._taken[client] = own + amount
+            self._reserved[client] = own + amount
         try:
             yield
         finally:
             with self._lock:
-                self._taken[client] -= amount
-                if not self._taken[client]:
-                    del self._taken[client]
+                self._reserved[client] -= amount
+                if not self._reserved[client]:
+                    del self._reserved[client]
 
 
 class CostBudget:
-    """What the requests under way may cost, each and together, and how many there may be.
+    """Bounds the memory of each request, the memory of all together, and their number.
     Thread-safe."""
 
     def __init__(self, most: int, max_queued: int | None = None) -> None:
-        """`most`: bytes that one request may cost. `max_queued`: requests that may wait; a short
+        """`most`: bytes that one request may cost. `max_queued`: requests that may wait. A short
         queue is not shared."""
         self._most = most
         self._bytes = Shares(_REQUESTS * most)
@@ -102,22 +103,22 @@ class CostBudget:
     @property
     def num_requests(self) -> int:
         """Prompts and inputs that are under way or wait."""
-        return self._requests.taken
+        return self._requests.reserved
 
     @contextmanager
     def spend(self, cost: Cost, client: str = "", num_requests: int = 1) -> Iterator[None]:
-        """Raises RequestError for what is too much, QueueFullError for what is too much beside the
-        others."""
+        """Spends a request's cost, until the end of the `with` block. Raises RequestError for one
+        that costs too much. Raises QueueFullError where the others leave too little."""
         total = sum(cost.values())
         if total > self._most:
             largest = sorted(cost.items(), key=lambda item: -item[1])[:2]
-            told = " and ".join(f"{name} ({_mib(size)})" for name, size in largest if size)
-            limit = f"max_request_cost is {_mib(self._most)}"
+            factors = " and ".join(f"{name} ({_mib(size)})" for name, size in largest if size)
             raise RequestError(
-                f"the request could take {_mib(total)} of memory, most of it for {told}; {limit}."
+                f"the request could take {_mib(total)} of memory, most of it for {factors}, and "
+                f"may take {_mib(self._most)} (max_request_cost). Ask for less of it."
             )
-        requests = self._requests.take(client, num_requests, "{:,} requests".format)
-        with requests, self._bytes.take(client, total, lambda size: f"{_mib(size)} of memory"):
+        requests = self._requests.reserve(client, num_requests, "{:,} requests".format)
+        with requests, self._bytes.reserve(client, total, lambda size: f"{_mib(size)} of memory"):
             yield
 
 
@@ -177,7 +178,8 @@ class BudgetedLLM(BudgetedModel):
         accounts: Mapping[str, Account] | None = None,
         asked: Asked | None = None,
     ) -> None:
-        """`accounts`: by client. `asked`: is told of each request that generates."""
+        """`accounts`: limits by client. `asked`: a function that is told of each request that
+        generates."""
         super().__init__(engine, budget)
         self._engine = engine
         self._asked = asked
@@ -218,6 +220,11 @@ class BudgetedLLM(BudgetedModel):
 
     async def reset_prefix_cache(self) -> None:
         await self._engine.reset_prefix_cache()
+
+    async def call_workers(
+        self, method: str, payload: object = None, answer: type[Answer] | None = None
+    ) -> list[Answer]:
+        return await self._engine.call_workers(method, payload, answer)
 
     def generate(
         self,
@@ -309,7 +316,7 @@ class BudgetedLLM(BudgetedModel):
             if isinstance(params, PoolingParams)
             else params or [PoolingParams(task=how.get("pooling_task") or "embed")]
         )
-        tasks = {one.task for one in each}
+        tasks = {request_params.task for request_params in each}
         limits = self._engine.processor.limits
         return pooling_cost(
             prompts,
@@ -321,7 +328,7 @@ class BudgetedLLM(BudgetedModel):
         )
 
     def _account(self, options: Mapping[str, Any] | None) -> Account | None:
-        """Whose request it is: what routes pass on as its context says so."""
+        """The account of a request's client, whom its context names."""
         return self._accounts.get(_client(options))
 
     def _held(
@@ -332,7 +339,8 @@ class BudgetedLLM(BudgetedModel):
         outputs: AsyncGenerator[Output, None],
         each: Callable[[Output], list[RequestOutput]],
     ) -> AsyncGenerator[Output, None]:
-        """`outputs`, paid for until their end. `each`: the outputs of requests in one of them."""
+        """Passes `outputs` on, and holds their cost until their end. `each`: the requests' outputs
+        in one item."""
         params = params or SamplingParams(**self._engine.config.sampling_defaults)
         account = self._account(options)
         max_model_len = self._engine.config.model.max_model_len
@@ -349,7 +357,7 @@ class BudgetedLLM(BudgetedModel):
 
 
 class _Paid(Generic[Output]):
-    """Outputs, which are paid for until they are closed, or nobody has them any more."""
+    """Outputs whose cost is held until they are closed or collected as garbage."""
 
     def __init__(self, outputs: AsyncGenerator[Output, None], end: Callable[[], None]) -> None:
         self._outputs = outputs

@@ -1,4 +1,4 @@
-"""What a request can come to cost: an upper bound, told before any work is done for it."""
+"""Memory costs of requests: upper bounds, computed before any work is done."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ from toolkit_lm.params import SamplingParams
 from toolkit_lm_serving.media_cost import Measure, is_item, items_of, media_cost
 
 Cost = Mapping[str, int]
-"""Bytes of memory in front and engine together, by what asks for them."""
+"""Bytes of memory in front and engine together, by the part of the request that needs them."""
 AtOnce = Callable[[str], int]
-"""Renderer.tokenized_at_once."""
+"""Bytes of a text that are tokenized together: the signature of Renderer.tokenized_at_once."""
 
 _CHARACTER = 24
-"""Bytes of memory for each byte of a text, in UTF-8, or token id, while it is read, checked and
+"""Bytes of memory for each token id, or each UTF-8 byte of a text, while it is read, checked and
 rendered."""
 _TOKENIZING = 160
-"""Bytes more for each that is tokenized at a time, where each is a token: what the package
-tokenizers keeps of them."""
+"""Bytes of memory for each byte that is being tokenized, if every byte becomes a token. The package
+tokenizers allocates them."""
 _AT_A_TIME = 2**19
-"""Bytes of short texts, or pieces of long ones, that are tokenized together."""
+"""Bytes of text that are tokenized together: short texts, or pieces of long ones."""
 _SEQUENCE = 4096
+"""Bytes of memory for a sequence."""
 _LOGPROB = 256
+"""Bytes of memory for the log probability of a token."""
 _NUMBER = 40
 """Bytes of memory for a number of a result."""
 _ENTRY = 40
-"""Bytes of memory for an entry of a list: a token id, say."""
+"""Bytes of memory for an entry of a list, such as a token id."""
 _MESSAGE = 64
-"""Bytes that a message of a conversation counts as, beside its own: it is read, checked and copied
-for the template."""
+"""Bytes of memory for a message without its content. Messages are read, checked and copied for the
+template."""
 _MEDIA = "images and other media"
 
 
@@ -40,32 +42,35 @@ def generation_cost(
     measure: Measure | None = None,
     at_once: AtOnce | None = None,
 ) -> Cost:
-    """Of prompts that generate, in one call.
+    """Returns the cost of prompts of one call that generate.
 
-    `measure`: tells what items of media take. `at_once`: how much of a text is tokenized at a time;
-    None: all.
+    `measure` returns the size of media items. `at_once` returns how many bytes of a text are
+    tokenized together; None: all of them.
     """
     sizes = [_size(prompt) for prompt in prompts]
-    of_prompts = sum(sizes)
+    prompt_bytes = sum(sizes)
     name, width = params.widest
     sequences = len(prompts) * width
-    most = max_model_len if params.max_tokens is None else min(params.max_tokens, max_model_len)
+    max_tokens = (
+        max_model_len if params.max_tokens is None else min(params.max_tokens, max_model_len)
+    )
     stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
-    words = sum(map(len, params.bad_words or ())) + len(repr(params.of_processors))
+    rule_bytes = sum(map(len, params.bad_words or ())) + len(repr(params.of_processors))
     # The best of several are chosen by the log probabilities of their tokens.
     ranked = 0 if params.ranks and params.num_logprobs is None else params.num_logprobs
     entries = _entries(ranked) + len(params.logprob_token_ids or ())
     return {
         _MEDIA: sum(media_cost(prompt, measure) for prompt in prompts if _may_hold_media(prompt)),
-        "prompt": of_prompts * (_CHARACTER + _ENTRY * width) + _tokenizing(prompts, sizes, at_once),
+        "prompt": prompt_bytes * (_CHARACTER + _ENTRY * width)
+        + _tokenizing(prompts, sizes, at_once),
         f"prompts x {name}": sequences * _SEQUENCE,
-        f"prompts x {name} x max_tokens": sequences * most * _ENTRY,
-        f"prompts x {name} x max_tokens x logprobs": sequences * most * entries * _LOGPROB,
-        "prompt x prompt_logprobs": min(of_prompts, len(prompts) * max_model_len)
+        f"prompts x {name} x max_tokens": sequences * max_tokens * _ENTRY,
+        f"prompts x {name} x max_tokens x logprobs": sequences * max_tokens * entries * _LOGPROB,
+        "prompt x prompt_logprobs": min(prompt_bytes, len(prompts) * max_model_len)
         * _entries(params.prompt_logprobs)
         * _LOGPROB,
         f"prompts x {name} x stop": sum(map(len, stops)) * 4 + sequences * len(stops) * 8,
-        "prompts x bad_words": len(prompts) * words * 2 * _ENTRY,
+        "prompts x bad_words": len(prompts) * rule_bytes * 2 * _ENTRY,
         "prompts x allowed_token_ids": len(prompts)
         * len(params.allowed_token_ids or ())
         * 2
@@ -77,10 +82,11 @@ def generation_cost(
 def rendering_cost(
     prompts: Sequence[object], measure: Measure | None = None, at_once: AtOnce | None = None
 ) -> Cost:
-    """Of prompts, or conversations with their options, that are rendered only: side by side."""
+    """Returns the cost of prompts that are only rendered, all at the same time. A prompt may be a
+    conversation with its options."""
     sizes = [_size(prompt) for prompt in prompts]
     tokenizing = sum(
-        _tokenizing([one], [size], at_once) for one, size in zip(prompts, sizes, strict=True)
+        _tokenizing([prompt], [size], at_once) for prompt, size in zip(prompts, sizes, strict=True)
     )
     return {
         _MEDIA: sum(media_cost(prompt, measure) for prompt in prompts if _may_hold_media(prompt)),
@@ -97,10 +103,10 @@ def pooling_cost(
     max_model_len: int,
     at_once: AtOnce | None = None,
 ) -> Cost:
-    """Of prompts that are pooled, in one call.
+    """Returns the cost of prompts of one call that are pooled.
 
-    `cut`: they are cut to max_model_len at most. `size`: numbers of a result, or, with `per_token`,
-    of each token's.
+    `cut`: prompts are cut to max_model_len. `size`: count of numbers in a result; with `per_token`,
+    in the result of each token.
     """
     distinct = {
         id(text): text
@@ -119,74 +125,76 @@ def pooling_cost(
 
 
 def _entries(asked: int | None) -> int:
-    """Log probabilities of one token: its own, and those of the likeliest."""
+    """Number of log probabilities for one token: its own, and those of the likeliest tokens."""
     return 0 if asked is None else asked + 1
 
 
-def _tokenizing(given: Sequence[object], sizes: Sequence[int], at_once: AtOnce | None) -> int:
-    """Bytes of memory that it takes to tokenize prompts one after the other. Token ids take
-    nothing."""
-    texts = [(one, size) for one, size in zip(given, sizes, strict=True) if not _is_tokens(one)]
-    longest = max((_longest(one, size, at_once) for one, size in texts), default=0)
+def _tokenizing(prompts: Sequence[object], sizes: Sequence[int], at_once: AtOnce | None) -> int:
+    """Bytes of memory for tokenizing prompts one after the other. Token ids need none."""
+    texts = [
+        (prompt, size)
+        for prompt, size in zip(prompts, sizes, strict=True)
+        if not _is_tokens(prompt)
+    ]
+    longest = max((_longest(prompt, size, at_once) for prompt, size in texts), default=0)
     return min(sum(size for _, size in texts), max(_AT_A_TIME, longest)) * _TOKENIZING
 
 
-def _longest(given: object, size: int, at_once: AtOnce | None) -> int:
-    """Bytes of a prompt of this size that are tokenized at a time."""
+def _longest(prompt: object, size: int, at_once: AtOnce | None) -> int:
+    """Bytes of a prompt that are tokenized together, of its `size` bytes."""
     if at_once is None or size <= _AT_A_TIME:
         return size
-    # A template writes a conversation in its own way: where its text is cut depends on all that is
-    # in it.
-    texts = list(_texts(given))
+    # A chat template decides how a conversation becomes one text, so that counts as a whole.
+    texts = list(_texts(prompt))
     whole = sum(map(_utf8, texts))
     return min(size, max(0, size - whole) + sum(map(at_once, texts)))
 
 
-def _texts(given: object) -> Iterator[str]:
-    """The prompt, or both sides of it."""
-    if isinstance(given, str):
-        yield given
-    elif isinstance(given, tuple):
-        for one in given:
-            yield from _texts(one)
-    elif isinstance(given, Mapping):
+def _texts(prompt: object) -> Iterator[str]:
+    """The texts of a prompt: one, or both sides of a pair."""
+    if isinstance(prompt, str):
+        yield prompt
+    elif isinstance(prompt, tuple):
+        for item in prompt:
+            yield from _texts(item)
+    elif isinstance(prompt, Mapping):
         for name in ("prompt", "encoder_prompt", "decoder_prompt"):
-            yield from _texts(given.get(name))
+            yield from _texts(prompt.get(name))
 
 
-def _is_tokens(given: object) -> bool:
-    if isinstance(given, Mapping):
-        return given.get("prompt_token_ids") is not None
-    return isinstance(given, list) and (not given or isinstance(given[0], int))
+def _is_tokens(prompt: object) -> bool:
+    if isinstance(prompt, Mapping):
+        return prompt.get("prompt_token_ids") is not None
+    return isinstance(prompt, list) and (not prompt or isinstance(prompt[0], int))
 
 
 def _utf8(text: str) -> int:
-    """Bytes of a text. A tokenizer may make a token of each."""
+    """Bytes of a text in UTF-8. A tokenizer may make a token from each byte."""
     return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
 
 
-def _size(given: object) -> int:
-    """Bytes of a text, or token ids, about."""
-    if isinstance(given, tuple):
-        return sum(map(_size, given))
-    if isinstance(given, Mapping) and "encoder_prompt" in given:
-        return _size(given["encoder_prompt"]) + _size(given.get("decoder_prompt") or "")
-    if isinstance(given, Mapping) and given.get("prompt_token_ids") is not None:
-        given = given["prompt_token_ids"]
-    elif isinstance(given, Mapping) and isinstance(given.get("prompt"), str):
-        given = given["prompt"]
-    if isinstance(given, list) and given and isinstance(given[0], dict):
-        return sum(map(_message_size, given))
-    if isinstance(given, str):
-        return _utf8(given)
-    return len(given) if isinstance(given, list) else _utf8(repr(given))
+def _size(prompt: object) -> int:
+    """Approximate number of bytes of a text, or number of token ids."""
+    if isinstance(prompt, tuple):
+        return sum(map(_size, prompt))
+    if isinstance(prompt, Mapping) and "encoder_prompt" in prompt:
+        return _size(prompt["encoder_prompt"]) + _size(prompt.get("decoder_prompt") or "")
+    if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is not None:
+        prompt = prompt["prompt_token_ids"]
+    elif isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str):
+        prompt = prompt["prompt"]
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+        return sum(map(_message_size, prompt))
+    if isinstance(prompt, str):
+        return _utf8(prompt)
+    return len(prompt) if isinstance(prompt, list) else _utf8(repr(prompt))
 
 
-def _may_hold_media(given: object) -> bool:
-    """It is a mapping, or a conversation with content in parts."""
-    if isinstance(given, tuple) and given and isinstance(given[0], list):
-        return any(map(_has_parts, given[0]))
-    return isinstance(given, Mapping)
+def _may_hold_media(prompt: object) -> bool:
+    """Whether a prompt may hold media: a mapping, or a conversation with content in parts."""
+    if isinstance(prompt, tuple) and prompt and isinstance(prompt[0], list):
+        return any(map(_has_parts, prompt[0]))
+    return isinstance(prompt, Mapping)
 
 
 def _has_parts(message: object) -> bool:
@@ -194,7 +202,7 @@ def _has_parts(message: object) -> bool:
 
 
 def _message_size(message: object) -> int:
-    """As `_size`, without items of media, which may be files of megabytes."""
+    """The `_size` of a message without its media items, which may have megabytes."""
     if not _has_parts(message) or not any(True for _ in items_of(message)):
         return _utf8(repr(message)) + _MESSAGE
     assert isinstance(message, Mapping)

@@ -1,10 +1,13 @@
-"""An engine as servers use it: what a model tells of itself, and what its requests may cost."""
+"""Protocols of an engine as servers use it: its model, and the memory of its requests."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack
+
+Answer = TypeVar("Answer")
+
 
 if TYPE_CHECKING:
     from toolkit_lm.config import Task, VllmConfig
@@ -36,7 +39,7 @@ class Model(Protocol):
 
     @property
     def served_model_name(self) -> str:
-        """The first of its names."""
+        """The first name of the model."""
 
 
 class ServedModel(Model, Protocol):
@@ -47,42 +50,44 @@ class ServedModel(Model, Protocol):
     ) -> AbstractContextManager[None]:
         """Holds memory that a route itself takes, beside the requests that it makes.
 
-        `options`: of the request; their context says whose it is. Raises RequestError and
+        `options`: the request's. Their context names the client. Raises RequestError and
         QueueFullError on entry.
         """
 
     def hold_rendering(
         self, prompts: Sequence[object], options: Mapping[str, Any] | None = None
     ) -> AbstractContextManager[None]:
-        """Holds what it takes to render prompts, or pairs of a conversation and its options, on a
-        route that makes no request of them.
+        """Holds the memory that rendering takes, on a route that makes no request. `prompts` may
+        hold pairs of a conversation and its options.
 
-        `options` and errors: as of `hold`.
+        `options`: the request's. Their context names the client. Raises RequestError and
+        QueueFullError on entry.
         """
 
 
 class ServingEngine(ServedModel, Protocol):
-    """The engine of one served model, as routes get it: an AsyncLLM whose requests are held to the
-    server's budget, and to the limits of their clients' keys.
+    """The engine of one served model, as routes get it. It is an AsyncLLM whose requests are held
+    to the server's budget, and to the limits of clients' keys.
 
-    Methods are AsyncLLM's. Its owner alone closes it.
+    Methods are AsyncLLM's. Only its owner closes it.
     """
 
     @property
     def processor(self) -> Processor:
-        """Makes requests of prompts. Its methods take a while: not for an event loop's thread."""
+        """Makes requests from prompts. Its methods take a while, and must not run on the event
+        loop."""
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """What the model serves, once the engine is ready."""
+        """The tasks that the model serves, once the engine is ready."""
 
     @property
     def error(self) -> BaseException | None:
-        """Why the engine died, or did not start; None while it lives."""
+        """The error that ended the engine, or kept it from starting. None while it lives."""
 
     @property
     def engines(self) -> Sequence[EngineState]:
-        """Each engine, where there are several."""
+        """The state of each engine, where there are several."""
 
     @property
     def num_queued_tokens(self) -> int:
@@ -90,7 +95,7 @@ class ServingEngine(ServedModel, Protocol):
 
     @property
     def num_restarts(self) -> int:
-        """How many times a dead engine process was started anew."""
+        """Number of times that a dead engine process was started anew."""
 
     def health(self) -> Health: ...
 
@@ -99,6 +104,10 @@ class ServingEngine(ServedModel, Protocol):
     async def abort(self, request_id: str) -> None: ...
 
     async def reset_prefix_cache(self) -> None: ...
+
+    async def call_workers(
+        self, method: str, payload: object = None, answer: type[Answer] | None = None
+    ) -> list[Answer]: ...
 
     def generate(
         self,

@@ -17,39 +17,41 @@ if TYPE_CHECKING:
     from toolkit_lm.scheduler import Request
 
 _MANY = 10_000
-"""Clients that are remembered."""
+"""Most clients that are remembered."""
 _GUESS = 16
 _FEWEST = 4
 _MOST = 2048
-"""Rows of a step that cost as much as a step itself, and their bounds."""
+"""Most rows that cost as much as a step's base. `_FEWEST` are the fewest, and `_GUESS` is the value
+before any measurement."""
 _RISE = 1.05
-"""By so much the cheapest step is forgotten with each dearer one: rows that cost more, as with log
-probabilities, soon count so."""
+"""Factor by which the cheapest known step rises with each dearer one. So rows that cost more, as
+with log probabilities, soon count."""
 _SLOWER = 1.25
-"""How much longer a shared step may take than if all clients wanted as little as the one that wants
+"""Longest time of a shared step, relative to one in which all clients want as little as the
 least."""
 _LOOKED_AT = 16
-"""Requests of a client that wait, and may be admitted in a step."""
+"""Waiting requests of a client that may be admitted in a step."""
 _KEPT_FREE = 32
-"""One place of so many is for clients who run nothing yet."""
+"""Places per place that is kept for clients who run nothing yet."""
 
 _BETWEEN = 8
-"""Steps from one that others leave room in to the next."""
+"""Steps from one reserved step to the next."""
 
 
 class FairPolicy(SchedulingPolicy):
     """One client's flood delays its own requests first.
 
-    - **What waits** is ordered by start-time fair queueing (Goyal, Vin and Cheng 1996), by tokens:
-      each client has a clock, which a request of its own moves on by the tokens that it may
-      compute. A request's key is where the clock stands. A clock that was left behind begins with
-      the requests that are served now: nobody saves up turns.
-    - **Places**: a client leaves some free. Where there is none, or no block, the client that runs
-      most sequences has its last request preempted, once in its life, for one that would run fewer.
+    - **Waiting requests** are ordered by start-time fair queueing (Goyal, Vin and Cheng 1996), by
+      tokens. Each client has a clock. A request moves it on by the tokens that it may compute.
+      The request's key is the clock's time before. A clock that was left behind begins with the
+      requests that are served now, so that no client saves up turns.
+    - **Places**: each client leaves some free. Where there is no place or no block left, the client
+      that runs most sequences gives way. Its last request is preempted, once in its life, for a
+      client that would run fewer.
     - **A step** is shared by max-min fairness. It takes at most about 1.25 times as long as if all
-      clients wanted as little as the one that wants least. A prompt that cannot be cut is computed
-      once its client's shares have come to its length. Where those before it leave too little of
-      the step, they leave room for it in the next one.
+      clients wanted as little as the least. A prompt that cannot be cut is computed once its
+      client's shares have come to its length. Where requests before it leave too little of the
+      step, they leave room for it in the next one.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -59,21 +61,21 @@ class FairPolicy(SchedulingPolicy):
         """The key of the latest request that runs, or ran."""
         self._clocks: dict[str, float] = {}
         self._held: Counter[str] = Counter()
-        """Sequences that run, by client."""
+        """Running sequences of each client."""
         self._running: set[int] = set()
-        """Numbers of the requests that run."""
+        """Numbers of the running requests."""
         self._left: dict[str, int] | None = None
-        """Tokens that clients may still compute in the step that is planned. None: as many as they
-        want."""
+        """Tokens that each client may still compute in the planned step. None: as many as it
+        wants."""
         self._saved: dict[str, int] = {}
-        """Tokens that clients could not use in the step before, since what they wanted cannot be
+        """Tokens that each client could not use in the step before, because its prompt cannot be
         cut."""
         self._owed: int | None = None
-        """Number of the request that the next step, or the one that is planned, leaves room for."""
+        """Number of the request that the next step, or the planned one, leaves room for."""
         self._reserved = 0
-        """Tokens of that room, in the step that is planned."""
+        """Tokens that the planned step leaves for the request `_owed`."""
         self._rest = 0
-        """Steps until one may leave room again."""
+        """Steps until room may be left again."""
         self._computes = True
         """The step that is planned, or was planned last, computes something."""
         self._cost = StepCost()
@@ -108,19 +110,24 @@ class FairPolicy(SchedulingPolicy):
         return waiting
 
     def _reserve(self, running: Sequence[Request], waiting: Sequence[Request]) -> None:
-        """Of a step, for the request that is owed it."""
+        """Reserves tokens of a step for the request that is owed them."""
         self._reserved, self._rest = 0, max(0, self._rest - 1)
         if self._owed is not None and self._rest == 0:
             self._reserved = next(
-                (one.least_tokens for one in (*running, *waiting) if one.number == self._owed), 0
+                (
+                    request.least_tokens
+                    for request in (*running, *waiting)
+                    if request.number == self._owed
+                ),
+                0,
             )
             self._rest = _BETWEEN
         if not self._reserved:
             self._owed = None
 
     def _with_places(self, waiting: Sequence[Request]) -> list[Request]:
-        """Those that their clients have places for. Only the first ones of each client are looked
-        at: there may be thousands."""
+        """The waiting requests whose clients have places for them. Only each client's first ones
+        are looked at, because there may be thousands."""
         seen: Counter[str] = Counter()
         found = []
         for request in waiting:
@@ -176,12 +183,12 @@ class FairPolicy(SchedulingPolicy):
         budget = max(0, budget - self._reserved)
         if self._owed is None and self._left_of(client) >= request.least_tokens > budget:
             self._owed = request.number
-        return budget if self._left is None else self._take(request, client, budget)
+        return budget if self._left is None else self._charge_share(request, client, budget)
 
     def _left_of(self, client: str) -> float:
         return math.inf if self._left is None else self._left.get(client, 0)
 
-    def _take(self, request: Request, client: str, budget: int) -> int:
+    def _charge_share(self, request: Request, client: str, budget: int) -> int:
         assert self._left is not None, "the step is shared"
         left = self._left.get(client, 0)
         granted = min(left, request.num_wanted_tokens, budget)
@@ -204,7 +211,8 @@ class FairPolicy(SchedulingPolicy):
         held = _rows_by_client(running)
         # The last of the client that holds most.
         victim = max(
-            reversed(running), key=lambda one: 0 if waits and one.gave_way else held[_client(one)]
+            reversed(running),
+            key=lambda request: 0 if waits and request.gave_way else held[_client(request)],
         )
         if waits and (victim.gave_way or held[_client(victim)] <= held[client] + rows):
             return None
@@ -215,12 +223,12 @@ class FairPolicy(SchedulingPolicy):
 
 
 class StepCost:
-    """How the time of a decode step grows with its rows: base + rows * each, from the cheapest
-    steps of few and of many rows."""
+    """The time of a decode step by its rows: base + rows * each. The estimate comes from the
+    cheapest steps of few and of many rows."""
 
     def __init__(self) -> None:
         self._cheapest: dict[int, tuple[int, float]] = {}
-        """Rows and seconds, by the number of the rows' binary digits."""
+        """Rows and seconds of the cheapest step, by the number of the rows' binary digits."""
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         rows = len(plan.scheduled)
@@ -228,15 +236,15 @@ class StepCost:
             return
         size = rows.bit_length()
         before = self._cheapest.get(size, (rows, math.inf))
-        # What was cheap long ago may be so no more.
+        # A size that was cheap long ago may not be cheap any more.
         self._cheapest[size] = (
             (rows, seconds) if seconds <= _RISE * before[1] else (before[0], _RISE * before[1])
         )
 
     @property
     def num_tokens_of_base(self) -> int:
-        """Rows whose own time is as long as the base; a guess where steps of few rows, or of many,
-        have not been seen."""
+        """Rows whose own time is as long as the base. A guess until steps of few rows and of many
+        have been seen."""
         if len(self._cheapest) < 2:
             return _GUESS
         few = self._cheapest[min(self._cheapest)]

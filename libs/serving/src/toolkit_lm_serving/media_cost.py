@@ -1,4 +1,4 @@
-"""What items of media can come to cost: bytes of memory, told by what comes with a request."""
+"""Costs of media items: bytes of memory, known from the request alone."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 Measure = Callable[[Mapping[str, Any], Mapping[str, Any]], tuple[int, int] | None]
-"""Renderer.media_size: of a content part, with mm_processor_kwargs."""
+"""The signature of Renderer.media_size: a content part, and mm_processor_kwargs."""
 
 _UNKNOWN = 32 * 2**20
 _VIDEO = 128 * 2**20
-"""Bytes that an item counts as of which the renderer cannot tell, and those of such a video."""
+"""Bytes that a video counts as where the renderer cannot tell. `_UNKNOWN` is for other items."""
 _ENCODED = 3
-"""Bytes of each character that an item comes in: the text, the file in it, and a copy."""
+"""Bytes for each character in which an item comes: the text, the file in it, and a copy."""
 
 
-def media_cost(given: object, measure: Measure | None = None) -> int:
-    """Of the items in a prompt, or in a conversation with its options: what is made of all, and
-    what one takes while it is read."""
-    parts, options = _parts(given)
+def media_cost(prompt: object, measure: Measure | None = None) -> int:
+    """The cost of the items in a prompt, or in a conversation with its options. It adds what is
+    made of all items, and what reading the largest one takes."""
+    parts, options = _parts(prompt)
     total = most = 0
     for part in parts:
         found = (
@@ -33,7 +33,7 @@ def media_cost(given: object, measure: Measure | None = None) -> int:
 
 
 def _unknown(kind: object) -> int:
-    """Nothing is made of embeddings."""
+    """Bytes of an item that the renderer cannot tell. Embeddings count as none."""
     if isinstance(kind, str) and kind.endswith("_embeds"):
         return 0
     return _VIDEO if kind in ("video", "video_url", "file") else _UNKNOWN
@@ -49,28 +49,30 @@ def is_item(part: object) -> bool:
     return isinstance(part, Mapping) and part.get("type") not in (None, "text")
 
 
-def _parts(given: object) -> tuple[Iterator[Mapping[str, Any]], object]:
+def _parts(prompt: object) -> tuple[Iterator[Mapping[str, Any]], object]:
     """The items as content parts, and the options of their processor."""
-    if isinstance(given, Mapping):
-        data: Mapping[str, Any] = given.get("multi_modal_data") or {}
+    if isinstance(prompt, Mapping):
+        data: Mapping[str, Any] = prompt.get("multi_modal_data") or {}
         listed = (
-            (kind, one)
+            (kind, item)
             for kind, items in data.items()
-            for one in (items if isinstance(items, list | tuple) else [items])
+            for item in (items if isinstance(items, list | tuple) else [items])
         )
-        return ({"type": kind, kind: one} for kind, one in listed), given.get("mm_processor_kwargs")
-    if not (isinstance(given, tuple) and given and isinstance(given[0], list)):
+        return ({"type": kind, kind: item} for kind, item in listed), prompt.get(
+            "mm_processor_kwargs"
+        )
+    if not (isinstance(prompt, tuple) and prompt and isinstance(prompt[0], list)):
         return iter(()), None
     options = (
-        given[1].get("mm_processor_kwargs")
-        if len(given) > 1 and isinstance(given[1], Mapping)
+        prompt[1].get("mm_processor_kwargs")
+        if len(prompt) > 1 and isinstance(prompt[1], Mapping)
         else None
     )
-    return (part for message in given[0] for part in items_of(message)), options
+    return (part for message in prompt[0] for part in items_of(message)), options
 
 
 def _length(item: object, depth: int = 5) -> int:
-    """Characters or bytes of an item, wherever in it they are."""
+    """Characters or bytes of an item, at any depth."""
     if isinstance(item, str | bytes):
         return len(item)
     if isinstance(item, Mapping) and depth:

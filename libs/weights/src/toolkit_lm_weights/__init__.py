@@ -1,1 +1,2 @@
-"""Tensors of checkpoint folders: `toolkit_lm_weights.safetensors.CheckpointWeights`."""
+"""Tensors of checkpoint folders, by `toolkit_lm_weights.safetensors.CheckpointWeights`, and the
+contract of what writes checkpoints, `toolkit_lm_weights.writer.CheckpointWriter`."""

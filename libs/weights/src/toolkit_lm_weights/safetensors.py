@@ -46,7 +46,8 @@ class CheckpointWeights(CheckpointLoader):
             with safe_open(self.source / file, framework="pt", device="cpu") as tensors:
                 names = deque(tensors.keys())
             while names:
-                # What was read of a map is this process's memory, until nothing is mapped any more.
+                # Pages that were read of a map count as this process's memory until the map is
+                # closed.
                 num_bytes = 0
                 with safe_open(self.source / file, framework="pt", device="cpu") as tensors:
                     while names and num_bytes < _MOST_MAPPED:
@@ -82,12 +83,12 @@ class CheckpointWeights(CheckpointLoader):
         else:
             raise CheckpointError(self._nothing())
         if missing := [file for file in files if not (self.source / file).is_file()]:
-            what = (
+            subject = (
                 f"{self.source / INDEX} names files"
                 if (self.source / INDEX).is_file()
                 else f"{self.source} lacks files of its weights"
             )
-            raise CheckpointError(f"{what} that are missing: {', '.join(missing)}.")
+            raise CheckpointError(f"{subject} that are missing: {', '.join(missing)}.")
         for file in files:
             self._check(self.source / file)
         return files
