@@ -24,7 +24,7 @@ def isa(request, monkeypatch) -> str:
     ids=lambda kernel: f"{kernel[0]}-{kernel[1]}",
 )
 def dtype(request, monkeypatch) -> torch.dtype:
-    """Of each kernel, which computes what has that type."""
+    """The dtype of each kernel, which is then the one that computes it."""
     isa, dtype = request.param
     if not library._kernels.supports(isa):
         pytest.skip(f"the processor lacks {isa}")

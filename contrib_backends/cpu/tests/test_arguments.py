@@ -1,4 +1,4 @@
-"""What Python hands to the kernels is what they read."""
+"""Python's tuples and keyword arguments are those that the kernels read."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from toolkit_lm_cpu.arguments import TUPLES, Layer, check_fields
 from toolkit_lm_cpu.library import KERNELS, PAIRS
 
 STUB = Path(library.__file__).with_name("_kernels.pyi")
+TREE = ast.parse(STUB.read_text()).body
+FIELDS = {node.name: node for node in TREE if isinstance(node, ast.ClassDef)}
+"""The arguments that several functions have, by the name of their TypedDict."""
 CALLS = [
     node
-    for node in ast.parse(STUB.read_text()).body
-    if isinstance(node, ast.FunctionDef) and node.args.kwonlyargs
+    for node in TREE
+    if isinstance(node, ast.FunctionDef) and (node.args.kwonlyargs or node.args.kwarg)
 ]
 needs_kernels = pytest.mark.skipif(library.refusal() is not None, reason=str(library.refusal()))
 
@@ -46,13 +49,27 @@ def test_a_swapped_pair_is_refused(name) -> None:
         check_fields(theirs)
 
 
+def names_of(function: ast.FunctionDef) -> list[str]:
+    """The keyword arguments of a function of the stub, in order."""
+    if function.args.kwarg is None:
+        return [argument.arg for argument in function.args.kwonlyargs]
+    assert isinstance(function.args.kwarg.annotation, ast.Subscript)
+    return fields_of(FIELDS[ast.unparse(function.args.kwarg.annotation.slice)])
+
+
+def fields_of(shared: ast.ClassDef) -> list[str]:
+    bases = [FIELDS[base] for base in map(ast.unparse, shared.bases) if base in FIELDS]
+    own = [ast.unparse(node.target) for node in shared.body if isinstance(node, ast.AnnAssign)]
+    return [name for base in bases for name in fields_of(base)] + own
+
+
 @needs_kernels
 @pytest.mark.parametrize("function", CALLS, ids=lambda function: function.name)
 def test_a_call_names_its_arguments_in_order(function) -> None:
-    """As the stub has them. No kernel runs: a text is no address."""
+    """Arguments must come in the stub's order. No kernel runs, since a text is not an address."""
     call: Any = getattr(library._kernels, function.name)
     first = [0] * len(function.args.posonlyargs)
-    names = [argument.arg for argument in function.args.kwonlyargs]
+    names = names_of(function)
     with pytest.raises(TypeError, match="integer"):
         call(*first, **dict.fromkeys(names, "x"))
     swapped = [names[1], names[0], *names[2:]]

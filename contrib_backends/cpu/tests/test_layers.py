@@ -1,5 +1,4 @@
-"""What layers compute with: against the exact result, and bit for bit whatever is computed beside
-it."""
+"""Layers' kernels against the exact result, and bit for bit whatever else is in the batch."""
 
 from __future__ import annotations
 
@@ -10,13 +9,14 @@ import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.model import (
+    Epilogue,
     GatedColumnParallelLinear,
     Kernels,
     LinearSpec,
     ParallelLMHead,
-    Part,
     ReplicatedLinear,
     RMSNorm,
+    Shard,
     VocabParallelEmbedding,
     construction,
     gate,
@@ -76,7 +76,10 @@ def test_products(dtype, shape, rows) -> None:
     if rows:
         assert error(plain, exact) < ERROR[dtype]
         assert (
-            error(layer.method.apply(x, layer.bias, residual=residual), exact + residual.double())
+            error(
+                layer.method.apply(x, layer.bias, Epilogue(residual=residual)),
+                exact + residual.double(),
+            )
             < ERROR[dtype]
         )
         assert error(layer.method.apply(x, None), exact - layer.bias.double()) < ERROR[dtype]
@@ -88,11 +91,11 @@ def test_activations(dtype, name) -> None:
     x = torch.randn(21, 64).mul_(3).to(dtype)
     exact = F.linear(x.double(), weight.double(), layer.bias.double())
     assert (
-        error(layer.method.apply(x, layer.bias, activation=name), get_activation(name)(exact))
+        error(layer.method.apply(x, layer.bias, Epilogue(name)), get_activation(name)(exact))
         < 2 * ERROR[dtype]
     )
     assert (
-        error(layer.method.apply(x, layer.bias, activation=name, gated=True), gate(exact, name))
+        error(layer.method.apply(x, layer.bias, Epilogue(name, gated=True)), gate(exact, name))
         < 2 * ERROR[dtype]
     )
 
@@ -102,7 +105,7 @@ def test_halves_that_are_no_whole_panels(dtype) -> None:
     x = torch.randn(5, 64).to(dtype)
     exact = gate(F.linear(x.double(), weight.double(), layer.bias.double()), "silu")
     assert (
-        error(layer.method.apply(x, layer.bias, activation="silu", gated=True), exact)
+        error(layer.method.apply(x, layer.bias, Epilogue("silu", gated=True)), exact)
         < 3 * ERROR[dtype]
     )
 
@@ -131,13 +134,13 @@ def test_gates_of_any_size(dtype, half, bias) -> None:
     assert error(layer.method.multiply(x, layer.bias), product) < ERROR[dtype]
     assert (
         error(
-            layer.method.apply(x, layer.bias, activation="sigmoid", gated=True),
+            layer.method.apply(x, layer.bias, Epilogue("sigmoid", gated=True)),
             gate(product, "sigmoid"),
         )
         < 3 * ERROR[dtype]
     )
     assert (
-        error(layer.method.apply(x, layer.bias, activation="relu"), product.relu())
+        error(layer.method.apply(x, layer.bias, Epilogue("relu")), product.relu())
         < 2 * ERROR[dtype]
     )
 
@@ -166,7 +169,7 @@ def test_activations_at_the_ends_of_numbers() -> None:
         ]
     )
     for name in ("relu", "silu", "gelu", "gelu_new", "quick_gelu"):
-        ours = layer.method.apply(torch.diag(x), None, activation=name).diag()
+        ours = layer.method.apply(torch.diag(x), None, Epilogue(name)).diag()
         plain = get_activation(name)(x)
         torch.testing.assert_close(ours[:12], plain[:12], rtol=1e-5, atol=1e-6, msg=name)
         assert ours[14].isnan() and ours[15] == pytest.approx(plain[15].item(), abs=1e-6)
@@ -177,13 +180,13 @@ def test_a_row_does_not_depend_on_others(dtype) -> None:
     """Neither on their number, nor on its place, nor on the number of threads."""
     layer, _ = make_linear(1000, 2080, dtype)
     x = torch.randn(200, 2080).to(dtype)
-    whole = layer.method.apply(x, layer.bias, activation="silu")
+    whole = layer.method.apply(x, layer.bias, Epilogue("silu"))
     for number in (1, 3):
         _kernels.set_threads(number)
-        assert torch.equal(layer.method.apply(x, layer.bias, activation="silu"), whole)
+        assert torch.equal(layer.method.apply(x, layer.bias, Epilogue("silu")), whole)
         for begin, end in ((0, 1), (63, 66), (100, 109), (7, 200)):
             assert torch.equal(
-                layer.method.apply(x[begin:end], layer.bias, activation="silu"), whole[begin:end]
+                layer.method.apply(x[begin:end], layer.bias, Epilogue("silu")), whole[begin:end]
             )
 
 
@@ -198,15 +201,15 @@ def test_what_the_kernels_do_not_take_goes_another_way() -> None:
     spec = LinearSpec(
         kind="linear",
         prefix="x",
-        inputs=Part.whole(63),
-        outputs=(Part.whole(8),),
+        inputs=Shard.whole(63),
+        outputs=(Shard.whole(8),),
         dtype=torch.bfloat16,
     )
     assert not isinstance(CpuKernels().linear_method(spec), PanelLinear)
     layer, weight = make_linear(32, 64, torch.float32)
     x = torch.randn(3, 64)
     torch.testing.assert_close(
-        layer.method.apply(x, layer.bias, activation="sigmoid"),
+        layer.method.apply(x, layer.bias, Epilogue("sigmoid")),
         get_activation("sigmoid")(F.linear(x, weight, layer.bias)),
     )
 
@@ -229,15 +232,18 @@ def test_onednn_where_there_is_no_avx2(monkeypatch, dtype) -> None:
     for activation in (None, "gelu", "relu", "silu"):
         expected = exact if activation is None else get_activation(activation)(exact)
         assert (
-            error(layer.method.apply(x, layer.bias, activation=activation), expected)
+            error(layer.method.apply(x, layer.bias, Epilogue(activation)), expected)
             < 2 * ERROR[weight.dtype]
         )
     assert (
-        error(layer.method.apply(x, layer.bias, residual=residual), exact + residual.double())
+        error(
+            layer.method.apply(x, layer.bias, Epilogue(residual=residual)),
+            exact + residual.double(),
+        )
         < ERROR[weight.dtype]
     )
     assert (
-        error(layer.method.apply(x, layer.bias, activation="silu", gated=True), gate(exact, "silu"))
+        error(layer.method.apply(x, layer.bias, Epilogue("silu", gated=True)), gate(exact, "silu"))
         < 3 * ERROR[weight.dtype]
     )
 
@@ -346,7 +352,7 @@ def test_the_likeliest(dtype, size) -> None:
 @pytest.mark.parametrize("number", [1, 2, 5])
 @pytest.mark.parametrize("outputs", [1, 100, 1003])
 def test_the_likeliest_output_is_that_of_the_product(dtype, outputs, number, threads) -> None:
-    # Of small numbers, whose sums are exact: many are equal.
+    # Small numbers have exact sums, and many are equal.
     weight = torch.randint(-2, 3, (outputs, 64)).to(dtype)
     bias = torch.randn(outputs).to(dtype)
     x = torch.randint(-2, 3, (130, 64)).to(dtype)
@@ -438,13 +444,13 @@ def loaded_linear(
     layer = torch.nn.Module()
     method = PanelLinear(Arena())
     parts = tuple(
-        Part.even(size, parallel.parallel, "rows") if parallel else Part.whole(size)
+        Shard.even(size, parallel.parallel, "rows") if parallel else Shard.whole(size)
         for size in sizes
     )
     method.create(
         layer,
         LinearSpec(
-            kind="linear", prefix="layer", inputs=Part.whole(64), outputs=parts, dtype=dtype
+            kind="linear", prefix="layer", inputs=Shard.whole(64), outputs=parts, dtype=dtype
         ),
     )
     weight = layer.weight.detach().zero_()

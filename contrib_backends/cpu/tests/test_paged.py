@@ -60,7 +60,7 @@ def test_contexts_of_several_spans(dtype, fields) -> None:
 
 @pytest.mark.parametrize("spans", [False, True])
 def test_biases_in_pieces(monkeypatch, spans) -> None:
-    """As many as fit; a piece begins and ends within rows."""
+    """Each piece has as many biases as fit, so that pieces begin and end within rows."""
     step = make_step([(30, 40), (1, 9), (17, 17)], torch.float32, bias="table", spans=spans)
     whole = step.run()
     for most in (4 * 40 * 7, 1):

@@ -1,4 +1,4 @@
-"""What control groups grant."""
+"""CPU quotas of control groups."""
 
 from __future__ import annotations
 

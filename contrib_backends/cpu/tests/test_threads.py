@@ -1,4 +1,4 @@
-"""Where the kernels' threads run."""
+"""Cores on which the kernels' threads run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Kernels for CPUs: an attention backend for layers of all types, and what other layers compute
-with."""
+"""CPU kernels: an attention backend for all types of layers, and kernels of the other layers."""
 
 from __future__ import annotations
 

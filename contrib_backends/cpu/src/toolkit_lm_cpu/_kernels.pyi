@@ -1,11 +1,14 @@
 from collections.abc import Mapping
+from typing import TypedDict, Unpack
 
 from toolkit_lm_cpu import arguments
 
 KERNELS: tuple[tuple[str, str, int], ...]
-"""(instructions, type of elements, elements of a lane) by number."""
+"""(instruction set, dtype, elements per lane) of each kernel, by its number."""
+CODE_KERNELS: tuple[str, ...]
+"""Instruction set of each kernel for quantized weights, by its number, the oldest first."""
 FIELDS: Mapping[str, tuple[str, ...]]
-"""Of each tuple of `arguments`, as C reads it."""
+"""Field names of each tuple of `arguments`, in the order that the C code reads."""
 PLAIN: int
 RELU: int
 SILU: int
@@ -28,6 +31,25 @@ def lose(start: int, bytes: int, /) -> None: ...
 def layer(layer: arguments.Layer, /) -> object: ...
 
 # Keyword arguments are given in this order, which the headers of the sources explain.
+class _Product(TypedDict):
+    weights: int
+    bias: int
+    outputs: int
+    inputs: int
+    activation: int
+    is_gated: bool
+    x: int
+    x_stride: int
+    residual: int
+    residual_stride: int
+    out: int
+    out_stride: int
+    rows: int
+
+class _QuantizedProduct(_Product):
+    quantized: arguments.Quantized
+    codes: int
+
 def run_layer(
     layer: object,
     rows: arguments.Rows,
@@ -72,6 +94,10 @@ def attend(
     bias_keys: int,
     bias_center: int,
     spans: int,
+    code: int,
+    key_scales: int,
+    value_scales: int,
+    scale_page: int,
 ) -> None: ...
 def write_kv(
     type: int,
@@ -90,6 +116,10 @@ def write_kv(
     kv_heads: int,
     size: int,
     block_size: int,
+    code: int,
+    key_scales: int,
+    value_scales: int,
+    scale_page: int,
 ) -> None: ...
 def pack(
     type: int,
@@ -100,43 +130,24 @@ def pack(
     outputs: int,
     inputs: int,
 ) -> None: ...
-def linear(
-    type: int,
-    /,
+def pack_codes(
     *,
-    weights: int,
-    bias: int,
+    codes: int,
+    order: int,
+    to: int,
     outputs: int,
     inputs: int,
-    activation: int,
-    is_gated: bool,
-    x: int,
-    x_stride: int,
-    residual: int,
-    residual_stride: int,
-    out: int,
-    out_stride: int,
-    rows: int,
+    width: int,
+    bits: int,
+    added: int,
 ) -> None: ...
+def linear(type: int, /, **product: Unpack[_Product]) -> None: ...
 def likeliest_output(
-    type: int,
-    best: int,
-    indices: int,
-    /,
-    *,
-    weights: int,
-    bias: int,
-    outputs: int,
-    inputs: int,
-    activation: int,
-    is_gated: bool,
-    x: int,
-    x_stride: int,
-    residual: int,
-    residual_stride: int,
-    out: int,
-    out_stride: int,
-    rows: int,
+    type: int, best: int, indices: int, /, **product: Unpack[_Product]
+) -> None: ...
+def quantized_linear(type: int, /, **product: Unpack[_QuantizedProduct]) -> None: ...
+def likeliest_quantized(
+    type: int, best: int, indices: int, /, **product: Unpack[_QuantizedProduct]
 ) -> None: ...
 def norm(
     type: int,

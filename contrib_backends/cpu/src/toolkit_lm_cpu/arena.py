@@ -1,4 +1,4 @@
-"""Arena: memory for weights in huge pages, so that reading them seldom waits for an address."""
+"""Arena: memory for weights in huge pages, so that reads seldom miss the TLB."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _ALIGNMENT = 64
 
 
 class Arena:
-    """Gives out memory, piece by piece. It goes back to the system when no tensor of a chunk is
-    left."""
+    """Allocator that hands out memory piece by piece. A chunk is freed when its last tensor is
+    gone."""
 
     def __init__(self) -> None:
         self._chunk: mmap.mmap | None = None
         self._used = 0
         self.size = 0
-        """Bytes that were given out."""
+        """Bytes handed out so far."""
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
         """An uninitialized tensor [count]."""

@@ -1,10 +1,9 @@
-"""What the kernels keep, or are given for more than one call: named tuples, each of which fills a
-struct of C.
+"""Structs of the kernels, as named tuples: data that the kernels keep, or that several calls share.
 
-Field by field they are as arguments.h lists them, which `library` checks when the kernels are
-loaded. The headers that define the structs say what a field is. Pointers are addresses, and 0 where
-there is nothing; strides count elements. What changes with each call are keyword arguments, whose
-names and order the kernels check themselves.
+Fields stand in the order of arguments.h, which `library` checks when the kernels are loaded. The
+headers that define the structs describe the fields. Pointers are addresses, 0 for none; strides
+count elements. Values that change with each call are keyword arguments, whose names and order the
+kernels check themselves.
 """
 
 from __future__ import annotations
@@ -34,11 +33,27 @@ class NormPart(NamedTuple):
     is_wide: bool = False
 
 
+class Quantized(NamedTuple):
+    """How the weight of a product is quantized: Quantized of product.h."""
+
+    scales: int = 0
+    offsets: int = 0
+    values: int = 0
+    order: int = 0
+    scaled: int = 0
+    groups: int = 0
+    group: int = 0
+    bits: int = 0
+    is_half: int = 0
+    kernel: int = 0
+
+
 class LinearPart(NamedTuple):
     """A product of a layer: LinearPart of layer.h."""
 
     weights: int = 0
     bias: int = 0
+    quantized: Quantized = Quantized()
 
 
 class Layer(NamedTuple):
@@ -69,17 +84,22 @@ class Layer(NamedTuple):
     key_page: int
     value_page: int
     block_tiles: int
+    code: int
+    key_scales: int
+    value_scales: int
+    scale_page: int
     scale: float
     soft_cap: float
     window: int
 
 
-TUPLES: tuple[type[Any], ...] = (Rows, NormPart, LinearPart, Layer)
-"""All of this module."""
+TUPLES: tuple[type[Any], ...] = (Rows, NormPart, Quantized, LinearPart, Layer)
+"""All tuples of this module."""
 
 
 def check_fields(theirs: Mapping[str, tuple[str, ...]]) -> None:
-    """Raises ImportError where compiled kernels expect other tuples than there are here."""
+    """Checks that the compiled kernels expect the fields of these tuples. Raises ImportError if
+    they differ."""
     ours = {tuple_.__name__: tuple_._fields for tuple_ in TUPLES}
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):

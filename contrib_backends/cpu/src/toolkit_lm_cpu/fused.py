@@ -1,5 +1,4 @@
-"""FusedDecoderLayer: a decoder layer in one call of the kernels, or all of it but its
-feed-forward."""
+"""FusedDecoderLayer: a decoder layer in one kernel call, with or without its feed-forward."""
 
 from __future__ import annotations
 
@@ -11,31 +10,32 @@ from toolkit_lm.model import LayerParts, LinearBase, RMSNorm, Rotation
 from torch import Tensor
 
 from toolkit_lm_cpu.arena import Arena
-from toolkit_lm_cpu.arguments import Layer, LinearPart, NormPart
-from toolkit_lm_cpu.backend import CpuBackend, Metadata
-from toolkit_lm_cpu.library import _kernels, product_type
+from toolkit_lm_cpu.arguments import Layer, LinearPart, NormPart, Quantized
+from toolkit_lm_cpu.backend import Codes, CpuBackend, Metadata
+from toolkit_lm_cpu.library import _kernels, product_type, usable_types
 from toolkit_lm_cpu.panels import ACTIVATIONS, LANES, PanelLinear
+from toolkit_lm_cpu.quantized import QuantizedPanels, size_of_codes
 
 
 class Workspace:
-    """Memory that the layers of a model share: one runs at a time."""
+    """Scratch memory that the layers of a model share, since only one runs at a time."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._tensor = torch.empty(0)
 
     def pointer(self, count: int, dtype: torch.dtype) -> int:
-        """Of room for `count` elements."""
+        """The address of memory for `count` elements. Its contents are arbitrary."""
         if self._tensor.numel() < count or self._tensor.dtype is not dtype:
             self._tensor = self._arena.empty(count, dtype)
         return self._tensor.data_ptr()
 
 
 class FusedDecoderLayer:
-    """Computes in place what it is given: x and its residual."""
+    """A decoder layer in one kernel call. It works in place on x and the residual."""
 
     def __init__(self, parts: LayerParts, workspace: Workspace) -> None:
-        """`parts` are such that `fits`."""
+        """Keeps the parts, for which `fits` must hold."""
         attention = parts.attn.params
         self.name = parts.attn.prefix
         self.dtype = parts.qkv.spec.dtype
@@ -47,13 +47,16 @@ class FusedDecoderLayer:
             + 2 * (attention.num_heads + attention.num_kv_heads) * attention.head_size
             + inner
         )
+        self._type = next(iter(_types(parts)), usable_types()[self.dtype])
+        self._codes = max(map(_size_of_codes, _products(parts)))
+        """Bytes for the codes of a token."""
         self._workspace = workspace
         self._bound: object = None
-        # What the kernels point to stays.
+        # Keeps alive what the kernels point to.
         self._parts = parts
 
     def _bind(self, backend: CpuBackend, kv_cache: tuple[Tensor, ...] | None) -> None:
-        """Once the layer has its backend and its cache."""
+        """Makes the kernels' layer, once the backend and the KV cache are known."""
         parts = self._parts
         attention = parts.attn.params
         hidden = parts.qkv.input_size
@@ -61,12 +64,14 @@ class FusedDecoderLayer:
         attended_norm, fed_norm = parts.out_norms or (None, None)
         keys: Tensor | None = None
         values: Tensor | None = None
+        codes = Codes()
         if kv_cache is not None:
             backend.see(kv_cache)
-            keys, values = kv_cache
+            keys, values = kv_cache[:2]
+            codes = backend.codes(attention, kv_cache)
         self._layer = _kernels.layer(
             Layer(
-                type=product_type(self.dtype, hidden),
+                type=self._type,
                 attention_type=backend.kernel,
                 element=self.dtype.itemsize,
                 hidden=hidden,
@@ -91,6 +96,10 @@ class FusedDecoderLayer:
                 key_page=0 if keys is None else keys.stride(0),
                 value_page=0 if values is None else values.stride(0),
                 block_tiles=0 if keys is None else keys.shape[2],
+                code=codes.code,
+                key_scales=codes.key_scales,
+                value_scales=codes.value_scales,
+                scale_page=codes.scale_page,
                 scale=attention.scale,
                 soft_cap=attention.soft_cap or 0.0,
                 window=attention.window or 0,
@@ -130,7 +139,9 @@ class FusedDecoderLayer:
             y=y.data_ptr(),
             adds=residual is not None,
             tokens=len(x),
-            workspace=self._workspace.pointer(len(x) * self._width, x.dtype),
+            workspace=self._workspace.pointer(
+                len(x) * (self._width + -(-self._codes // x.itemsize)), x.dtype
+            ),
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
             angle_stride=cos.stride(0),
@@ -142,17 +153,18 @@ class FusedDecoderLayer:
 
 def fits(parts: LayerParts) -> bool:
     """Whether the kernels can compute the layer in one call."""
-    products: list[LinearBase] = [parts.qkv, parts.out]
+    products = _products(parts)
     # Nothing follows a feed-forward that its module computes.
-    if parts.gate_up is not None and parts.down is not None:
-        products += parts.gate_up, parts.down
-    elif parts.multiplier != 1 or parts.out_norms is not None or parts.post_norm is None:
+    if (parts.gate_up is None or parts.down is None) and (
+        parts.multiplier != 1 or parts.out_norms is not None or parts.post_norm is None
+    ):
         return False
     params = parts.attn.params
     size = parts.attn.params.head_size
     return (
         all(
-            type(linear.method) is PanelLinear and linear.method.packed is not None
+            type(linear.method) is QuantizedPanels
+            or (type(linear.method) is PanelLinear and linear.method.packed is not None)
             for linear in products
         )
         and not any(linear.is_sharded for linear in (parts.out, parts.down) if linear is not None)
@@ -160,12 +172,34 @@ def fits(parts: LayerParts) -> bool:
         and parts.multiplier != 0
         and all(linear.input_size % LANES == 0 for linear in products)
         and size % LANES == 0
-        and len({product_type(linear.spec.dtype, linear.input_size) for linear in products}) == 1
+        and len(_types(parts)) <= 1
+        and len({linear.spec.dtype for linear in products}) == 1
         and params.attention_type is AttentionType.DECODER
         and params.bias is None
         and params.sinks is None
         and not params.spans
     )
+
+
+def _products(parts: LayerParts) -> list[LinearBase]:
+    products: list[LinearBase] = [parts.qkv, parts.out]
+    if parts.gate_up is not None and parts.down is not None:
+        products += parts.gate_up, parts.down
+    return products
+
+
+def _types(parts: LayerParts) -> set[int]:
+    """Numbers of the kernels of all products whose weights are not quantized."""
+    return {
+        product_type(linear.spec.dtype, linear.input_size)
+        for linear in _products(parts)
+        if type(linear.method) is PanelLinear
+    }
+
+
+def _size_of_codes(linear: LinearBase) -> int:
+    method = linear.method
+    return size_of_codes(method.quantized) if isinstance(method, QuantizedPanels) else 0
 
 
 def _norm(norm: RMSNorm | None) -> NormPart:
@@ -183,7 +217,12 @@ def _norm(norm: RMSNorm | None) -> NormPart:
 def _product(linear: LinearBase | None) -> LinearPart:
     if linear is None:
         return LinearPart()
-    packed = cast(PanelLinear, linear.method).packed
+    method = cast(PanelLinear | QuantizedPanels, linear.method)
+    packed = method.packed
     assert packed is not None
     bias = linear.bias
-    return LinearPart(weights=packed.data_ptr(), bias=0 if bias is None else bias.data_ptr())
+    return LinearPart(
+        weights=packed.data_ptr(),
+        bias=0 if bias is None else bias.data_ptr(),
+        quantized=method.quantized if isinstance(method, QuantizedPanels) else Quantized(),
+    )

@@ -1,4 +1,4 @@
-"""CpuKernels: what the layers of a model compute with on a CPU."""
+"""CpuKernels: the kernels of linear layers, norms and other layers on a CPU."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import (
+    NO_EPILOGUE,
+    Epilogue,
     FusedLayer,
     Kernels,
     LayerParts,
     LinearMethod,
     LinearSpec,
+    QuantizedWeight,
     Rows,
     UnquantizedMethod,
 )
@@ -30,6 +33,7 @@ from toolkit_lm_cpu.library import (
     use_threads,
 )
 from toolkit_lm_cpu.panels import LANES, PanelEmbedding, PanelLinear, linear, pack
+from toolkit_lm_cpu.quantized import QuantizedPanels, explain, refusal
 
 _FUSED: Mapping[str | None, tuple[str, list[float], str]] = {
     None: ("none", [], ""),
@@ -37,18 +41,18 @@ _FUSED: Mapping[str | None, tuple[str, list[float], str]] = {
     "gelu_python": ("gelu", [], "none"),
     "relu": ("relu", [], ""),
 }
-"""What oneDNN computes of an activation while a product's result is in registers."""
+"""Activations that oneDNN can fuse into a matrix product, with its arguments for each."""
 _SHORT = 256
-"""Tokens of a step whose work in torch is not worth other threads."""
+"""Most tokens of a step whose torch operators run in one thread."""
 _LARGE = 2**26
-"""Bytes of weights with which a step takes long enough to be worth a move to another core."""
+"""Bytes of weights from which on steps are long enough to be bound to cores."""
 
 
 class OneDnnLinear(UnquantizedMethod):
-    """A weight that is repacked, once, into the blocks that oneDNN's kernels read.
+    """A linear layer whose weight is repacked once into oneDNN's blocked layout.
 
-    A plain weight is repacked at every call, or read with strides: decoding one token takes up to
-    twice as long.
+    A plain weight is repacked at each call, or read with strides. Decoding one token then takes up
+    to twice as long.
     """
 
     packed: Tensor | None = None
@@ -70,14 +74,13 @@ class OneDnnLinear(UnquantizedMethod):
         self,
         x: Tensor,
         bias: Tensor | None,
+        epilogue: Epilogue = NO_EPILOGUE,
         *,
         rows: Rows | Tensor = Rows.FLAT,
-        activation: str | None = None,
-        gated: bool = False,
-        residual: Tensor | None = None,
     ) -> Tensor:
+        activation, gated, residual = epilogue
         if self.packed is None or gated or activation not in _FUSED:
-            return super().apply(x, bias, activation=activation, gated=gated, residual=residual)
+            return super().apply(x, bias, epilogue)
         if residual is None:
             out: Tensor = torch.ops.mkldnn._linear_pointwise(
                 x, self.packed, bias, *_FUSED[activation]
@@ -88,8 +91,10 @@ class OneDnnLinear(UnquantizedMethod):
 
 
 class CpuKernels(Kernels):
-    """Kernels of this distribution where the processor has AVX2; elsewhere plain torch, with the
-    weights in oneDNN's order."""
+    """The kernels of this distribution if the CPU has AVX2, else torch with weights in oneDNN's
+    layout."""
+
+    batch_invariant = True
 
     @classmethod
     def refuses(cls, vllm_config: VllmConfig) -> str | None:
@@ -102,7 +107,7 @@ class CpuKernels(Kernels):
         self._workspace = Workspace(self._arena)
         self._packed: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
         self._types = usable_types()
-        """By dtype, its kernels' number. Empty: all is computed in torch."""
+        """Number of the kernels by dtype. Empty: torch computes everything."""
         self._core: int | None = None
         # Several threads that compute would meet on one core.
         self._may_bind = bool(self._types) and vllm_config is not None and _is_alone(vllm_config)
@@ -128,11 +133,24 @@ class CpuKernels(Kernels):
             return PanelLinear(self._arena)
         return OneDnnLinear() if _has_onednn(spec.dtype) else UnquantizedMethod()
 
+    def quantized_method(self, spec: LinearSpec, weight: QuantizedWeight) -> LinearMethod:
+        if isinstance(spec.tied_to, QuantizedPanels):
+            return spec.tied_to
+        if refusal(weight, spec) is not None:
+            return super().quantized_method(spec, weight)
+        return QuantizedPanels(weight, spec, self._arena)
+
+    def explain_quantized(self, spec: LinearSpec, weight: QuantizedWeight) -> str:
+        why_not = refusal(weight, spec)
+        if why_not is not None:
+            return f"{super().explain_quantized(spec, weight)}: {why_not}"
+        return explain(weight)
+
     def fuse(self, parts: LayerParts) -> FusedLayer | None:
         return FusedDecoderLayer(parts, self._workspace) if fits(parts) else None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The weight is packed when it is first used."""
+        """Computes x W^T + bias. Packs the weight at its first use."""
         outputs, inputs = weight.shape
         is_plain = (
             x.dtype is weight.dtype is torch.float32 and x.dim() == 2 and weight.is_contiguous()
@@ -237,7 +255,7 @@ class CpuKernels(Kernels):
         return best, indices
 
     def _takes(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether the kernels can norm x [tokens, N] or [tokens, heads, N]."""
+        """Whether the kernels can normalize x [tokens, N] or [tokens, heads, N]."""
         if torch.compiler.is_compiling() or x.dtype not in self._types or x.device.type != "cpu":
             return False
         wide = weight.dtype is torch.float32
@@ -251,7 +269,8 @@ class CpuKernels(Kernels):
 
 
 def _norm(type: int, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Of rows [tokens, N] or [tokens, heads, N]; with a bias less their mean."""
+    """Normalizes rows [tokens, N] or [tokens, heads, N]. With a bias, their mean is subtracted
+    first."""
     out = torch.empty(x.shape, dtype=x.dtype)
     has_heads = x.dim() == 3
     _kernels.norm(
@@ -287,7 +306,7 @@ def _has_onednn(dtype: torch.dtype) -> bool:
 
 
 def _is_alone(vllm_config: VllmConfig) -> bool:
-    """Whether one thread computes the whole model, the one that loads it."""
+    """Whether one thread, the one that loads the model, computes all of it."""
     parallel = vllm_config.parallel
     return (
         not vllm_config.engine.overlap
@@ -303,10 +322,10 @@ def _bound(step: AbstractContextManager[None], core: int) -> Iterator[None]:
 
 @contextmanager
 def _one_torch_thread() -> Iterator[None]:
-    """For a while torch computes in the calling thread alone.
+    """Context in which torch computes in the calling thread alone.
 
-    Its others go on spinning for milliseconds after their work, on the cores that the kernels'
-    threads need.
+    Torch's other threads spin for milliseconds after their work, on cores that the kernels' threads
+    need.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

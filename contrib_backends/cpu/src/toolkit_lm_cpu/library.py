@@ -1,4 +1,4 @@
-"""The compiled kernels, and the numbers that they know things by."""
+"""The compiled kernels, and the numbers that select them."""
 
 from __future__ import annotations
 
@@ -32,14 +32,13 @@ else:
 
 ISA_VARIABLE = "TOOLKIT_LM_CPU_ISA"
 _PARALLEL = 2**18
-"""Elements that torch shares out to its threads."""
+"""Number of elements from which on torch uses several threads."""
 _on_core = threading.Lock()
 _local = threading.local()
 
 
 def exported(name: str) -> int:
-    """A number of the kernels' sources. 0 where there are no kernels: then nobody computes with
-    it."""
+    """An integer constant of the kernels. 0: there are no kernels, and the value is unused."""
     number: int = getattr(_kernels, name, 0)
     return number
 
@@ -52,14 +51,15 @@ def _numbers() -> Mapping[str, Mapping[torch.dtype, int]]:
 
 
 KERNELS = _numbers()
-"""By instructions, from the oldest on, and dtype: a kernel's number. Empty: there are none."""
+"""Numbers of the kernels by instruction set, the oldest first, and by dtype. Empty: there are no
+kernels."""
 PAIRS = {dtype: pair for _, dtype, pair in getattr(_kernels, "KERNELS", ())}
-"""Elements that lie together in caches and panels, by the name of their type."""
+"""Elements that lie together in caches and panels, by the name of their dtype."""
 AMX_INPUTS = exported("AMX_INPUTS")
 
 
 def refusal() -> str | None:
-    """Why this machine cannot run the kernels; None when it can."""
+    """Why this machine cannot run the kernels. None: it can."""
     if _missing is not None:
         return _missing
     return None if _kernels.supports("avx2") else "this processor lacks AVX2, FMA or F16C"
@@ -67,10 +67,11 @@ def refusal() -> str | None:
 
 @cache
 def usable_types() -> dict[torch.dtype, int]:
-    """By dtype, its kernels' number, with the best instructions that the processor has and the
-    environment allows. Both are asked once, when kernels are first chosen. Empty: there are none.
+    """The kernels' number by dtype, for the best instruction set that the CPU has and the
+    environment allows.
 
-    Raises ConfigError for instructions that the environment names wrongly.
+    Both are read once per process. Empty: there are no kernels. Raises ConfigError if the
+    environment names an unknown instruction set.
     """
     if refusal() is not None:
         return {}
@@ -87,8 +88,39 @@ def usable_types() -> dict[torch.dtype, int]:
     return found
 
 
+@cache
+def code_kernel() -> int:
+    """The number of the best kernels for quantized weights. The environment's limit holds for them
+    too."""
+    return max(number for number, why in enumerate(_code_refusals()) if why is None)
+
+
+def code_isa(number: int) -> str:
+    """The instruction set of a `code_kernel`, and why each faster one is not taken."""
+    names = _kernels.CODE_KERNELS
+    others = zip(names[number + 1 :], _code_refusals()[number + 1 :], strict=True)
+    reasons = ", ".join(f"{name}: {why}" for name, why in others)
+    return names[number] + (f" ({reasons})" if reasons else "")
+
+
+def _code_refusals() -> list[str | None]:
+    """Why each of the kernels for quantized weights cannot be taken; None: it can."""
+    limit = os.environ.get(ISA_VARIABLE) or "amx"
+    names = _kernels.CODE_KERNELS
+    within = {"avx2": 1, "amx": len(names)}.get(limit, len(names) - 1)
+    refusals: list[str | None] = []
+    for number, isa in enumerate(names):
+        if number >= within:
+            refusals.append(f"{ISA_VARIABLE} is {limit}")
+        elif _kernels.supports(isa):
+            refusals.append(None)
+        else:
+            refusals.append("this processor lacks it")
+    return refusals
+
+
 def use_threads() -> None:
-    """Gives the kernels as many threads as torch has, but no more than a control group lets run."""
+    """Gives the kernels as many threads as torch has, up to the control group's quota."""
     granted = granted_cores()
     _kernels.set_threads(
         min(torch.get_num_threads(), math.ceil(granted or torch.get_num_threads()))
@@ -96,11 +128,11 @@ def use_threads() -> None:
 
 
 def bind_threads() -> int | None:
-    """Binds the kernels' threads to cores, and returns the one for the thread that computes. After
-    `use_threads`.
+    """Binds the kernels' threads to cores. Returns the core for the calling thread, or None if
+    nothing is bound. Call `use_threads` first.
 
-    Only where each of the process's cores has a thread, and no control group limits them; else
-    None. Threads that stay where they are get more of their cores beside a busy process.
+    Threads are bound only if each core of the process has a thread and no control group limits
+    them. Bound threads get more of their cores beside a busy process.
     """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) == 1 or len(cores) != torch.get_num_threads() or granted_cores() is not None:
@@ -111,7 +143,8 @@ def bind_threads() -> int | None:
 
 @contextmanager
 def on_core(core: int) -> Iterator[None]:
-    """For a while the calling thread keeps to a core, unless another one does."""
+    """Context that keeps the calling thread on a core. It does nothing while another thread is in
+    it."""
     if not _on_core.acquire(blocking=False):
         yield
         return
@@ -133,7 +166,7 @@ def on_core(core: int) -> Iterator[None]:
 
 
 def product_type(dtype: torch.dtype, inputs: int) -> int:
-    """The number of the best kernel for products with `inputs` terms."""
+    """The number of the best kernels for matrix products with `inputs` terms."""
     best = usable_types()[dtype]
     if best == KERNELS["amx"].get(dtype) and inputs % AMX_INPUTS:
         return KERNELS["avx512_bf16"][dtype]

@@ -1,4 +1,4 @@
-"""PanelLinear: a linear method whose weight lies as the kernels read it."""
+"""PanelLinear: a linear method with its weight in the kernels' layout."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from toolkit_lm.model import (
+    NO_EPILOGUE,
+    Epilogue,
     GatedColumnParallelLinear,
     LinearMethod,
     LinearSpec,
@@ -22,11 +24,11 @@ from toolkit_lm_cpu.library import _kernels, exported, product_type
 LANES = exported("LANES")
 """Outputs of a panel."""
 _LARGE = 2**25
-"""Weights of so many bytes are packed in pieces, and not held twice even then."""
+"""Bytes from which on a weight is packed in pieces, so that it is never held twice."""
 _SOME = 2**23
-"""Bytes of a piece."""
+"""Bytes of a piece of a weight that is packed in pieces."""
 ACTIVATIONS: Mapping[str | None, int] = {
-    None: exported("PLAIN"),
+    None: exported("NO_EPILOGUE"),
     "relu": exported("RELU"),
     "silu": exported("SILU"),
     "swish": exported("SILU"),
@@ -38,18 +40,20 @@ ACTIVATIONS: Mapping[str | None, int] = {
     "gelu_pytorch_tanh": exported("GELU_TANH"),
     "quick_gelu": exported("QUICK_GELU"),
 }
-"""By a model's name for it, its number."""
+"""The kernels' number of an activation, by the name in the model's config."""
 
 
 class PanelLinear(UnquantizedMethod):
-    """A weight in panels of 16 outputs. A row's result is one sum in order, whatever is computed
-    beside it."""
+    """A linear method with its weight in panels of 16 outputs.
+
+    Each result is one sum in a fixed order, independent of the rest of the batch.
+    """
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self.packed: Tensor | None = None
         self.is_halved = False
-        """Its gate and what passes it have panels of their own, since a panel would hold outputs of
+        """Whether the gate and up projections are packed apart, since a panel would hold outputs of
         both."""
         self.tied_to: LinearMethod | None = None
 
@@ -57,7 +61,8 @@ class PanelLinear(UnquantizedMethod):
         super().create(layer, spec)
         self.tied_to = spec.tied_to
         self.memory = self.weight.data_ptr()
-        """Of the parameter as it was made. Whoever gives it other memory keeps that."""
+        """Address of the parameter's memory at creation. Memory that others put in its place
+        remains theirs."""
         self.outputs, self.inputs = spec.shape
         self.dtype = spec.dtype
         self.type = product_type(spec.dtype, self.inputs)
@@ -65,7 +70,7 @@ class PanelLinear(UnquantizedMethod):
             isinstance(layer, GatedColumnParallelLinear) and self.outputs % (2 * LANES) != 0
         )
         fills_panels = (
-            all(part.size % LANES == 0 for part in spec.outputs[:-1])
+            all(shard.size % LANES == 0 for shard in spec.outputs[:-1])
             and spec.inputs.size == spec.inputs.full
         )
         self._loader = None
@@ -74,8 +79,10 @@ class PanelLinear(UnquantizedMethod):
             self.weight.weight_loader = self._loader  # type: ignore[attr-defined]
 
     def process(self, layer: nn.Module) -> None:
-        """The weight becomes this method's: whoever holds the parameter finds it empty then, and
-        must not read its memory."""
+        """Packs the weight, and empties the parameter.
+
+        Other holders of the parameter see it empty, and must not read its former memory.
+        """
         parameter = self.weight
         weight = parameter.data
         loader = self._loader
@@ -83,7 +90,7 @@ class PanelLinear(UnquantizedMethod):
         # An embedding of another kind goes on reading what it shares.
         is_own = weight.data_ptr() == self.memory and (tied is not None or self.tied_to is None)
         if loader is not None and loader.packed:
-            for index in set(range(len(loader.parts))) - loader.packed:
+            for index in set(range(len(loader.shards))) - loader.packed:
                 loader.pack(index, loader.rows_of(weight, index))
         else:
             loses = is_own and weight.nbytes >= _LARGE
@@ -124,37 +131,35 @@ class PanelLinear(UnquantizedMethod):
         self,
         x: Tensor,
         bias: Tensor | None,
+        epilogue: Epilogue = NO_EPILOGUE,
         *,
         rows: Rows | Tensor = Rows.FLAT,
-        activation: str | None = None,
-        gated: bool = False,
-        residual: Tensor | None = None,
     ) -> Tensor:
+        activation, gated, residual = epilogue
         fits = self.is_halved or self.outputs % (2 * LANES) == 0 if gated else not self.is_halved
         if self.packed is None or activation not in ACTIVATIONS or not fits:
-            return super().apply(x, bias, activation=activation, gated=gated, residual=residual)
+            return super().apply(x, bias, epilogue)
         return _product(
             self.type, x, self.packed, self.outputs, bias, ACTIVATIONS[activation], gated, residual
         )
 
 
 class PanelLoader:
-    """The WeightLoader of a weight in panels. It packs rows where the checkpoint has them, so that
-    they are read once and not copied.
+    """The weight loader of PanelLinear. It packs rows straight from the checkpoint, without a copy.
 
-    Rows of another dtype are copied into the parameter first, as are those of a share with padding,
-    and those at odd addresses.
+    Three kinds of rows are copied into the parameter first: those of another dtype, of a shard with
+    padding, and at odd addresses.
     """
 
     def __init__(self, method: PanelLinear, spec: LinearSpec) -> None:
-        self.parts = spec.outputs
+        self.shards = spec.outputs
         self.packed: set[int] = set()
-        """The parts that are not in the parameter, which holds nothing of them."""
+        """Indices of the parts that are packed already. The parameter holds nothing of them."""
         self._method = method
         self._copy = spec.loader()
 
     def __call__(self, param: Tensor, loaded: Tensor, shard_id: int | None = None) -> None:
-        sizes = [part.full for part in self.parts]
+        sizes = [shard.full for shard in self.shards]
         whole = (sum(sizes), param.shape[1])
         is_one = shard_id is not None or len(sizes) == 1
         if not is_one and loaded.shape == whole:
@@ -162,7 +167,7 @@ class PanelLoader:
                 self(param, piece, index)
             return
         index = shard_id or 0
-        part = self.parts[index]
+        shard = self.shards[index]
         is_plain = (
             loaded.dtype is param.dtype
             and loaded.device.type == "cpu"
@@ -173,21 +178,21 @@ class PanelLoader:
             is_one
             and is_plain
             and param.data_ptr() == self._method.memory
-            and loaded.shape == (part.full, param.shape[1])
-            and part.start + part.size <= part.full
+            and loaded.shape == (shard.full, param.shape[1])
+            and shard.start + shard.size <= shard.full
         ):
-            self.pack(index, loaded[part.start : part.start + part.size])
+            self.pack(index, loaded[shard.start : shard.start + shard.size])
             self.packed.add(index)
         else:
             self._copy(param, loaded, shard_id)
             self.packed.discard(index)
 
     def rows_of(self, weight: Tensor, index: int) -> Tensor:
-        """Of a parameter: those of a part."""
-        return weight.narrow(0, self._first(index), self.parts[index].size)
+        """The rows of a shard in the parameter."""
+        return weight.narrow(0, self._first(index), self.shards[index].size)
 
     def pack(self, index: int, rows: Tensor) -> None:
-        """Rows [size of the part, inputs], contiguous."""
+        """Packs the rows of a shard, [shard's size, inputs], contiguous."""
         method = self._method
         if method.packed is None:
             method.packed = method.arena.empty(
@@ -204,12 +209,12 @@ class PanelLoader:
         )
 
     def _first(self, index: int) -> int:
-        return sum(part.size for part in self.parts[:index])
+        return sum(shard.size for shard in self.shards[:index])
 
 
 class PanelEmbedding(UnquantizedMethod):
-    """The rows of an embedding. Those of one that a head shares are read out of the head's panels,
-    so that they are held once."""
+    """An embedding. If a PanelLinear head shares its weight, rows are read from the head's panels,
+    so that the weight is held once."""
 
     head: PanelLinear | None = None
 
@@ -218,7 +223,7 @@ class PanelEmbedding(UnquantizedMethod):
         self._layer = weakref.ref(layer)
 
     def read(self, head: PanelLinear) -> None:
-        """From now on, out of a head whose weight is this one."""
+        """Reads rows from now on out of a head that shares this weight."""
         self.head = head
         if (layer := self._layer()) is not None and hasattr(layer, "weight"):
             del self.weight, layer.weight
@@ -236,7 +241,7 @@ class PanelEmbedding(UnquantizedMethod):
 
 
 def embed(ids: Tensor, packed: Tensor, outputs: int, inputs: int) -> Tensor:
-    """Rows [T, inputs] of a weight [outputs, inputs] in panels."""
+    """Looks up rows [T, inputs] of a weight [outputs, inputs] in panels."""
     ids, out = ids.contiguous(), packed.new_empty(len(ids), inputs)
     # Pairs of bfloat16 lie together, as floats do.
     width = 2 if packed.dtype is torch.float16 else 4
@@ -273,10 +278,12 @@ def _product(
 def pack(
     weight: Tensor, type: int, arena: Arena, *, halves: int = 1, loses: bool = False
 ) -> Tensor:
-    """A weight [outputs, inputs], contiguous, in panels; where it has two halves, in those of the
-    first, and then of the second.
+    """Packs a contiguous weight [outputs, inputs] into panels.
 
-    `loses`: what is packed of it is given back to the system, and is no more.
+    `halves`: 2 packs the first half of the rows, and then the second, into panels of their own.
+
+    `loses`: the source's memory goes back to the system while it is packed. The source must not be
+    read again.
     """
     outputs = len(weight) // halves
     inputs = weight.shape[1]
@@ -312,7 +319,8 @@ def linear(
     gated: bool,
     residual: Tensor | None,
 ) -> Tensor:
-    """activation(x W^T + bias) + residual, or gated, of `outputs` rows of W in panels."""
+    """Computes activation(x W^T + bias) + residual, or the gated form, with `outputs` rows of W in
+    panels."""
     if x.stride(1) != 1 or x.stride(0) % 2:
         x = x.contiguous()
     if residual is not None and residual.stride(1) != 1:
@@ -342,8 +350,10 @@ def linear(
 def likeliest(
     type: int, x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The greatest of each row of x W^T + bias, as `linear` would give it, NaN where there is any;
-    where it is, the first of equals."""
+    """The greatest value and its index in each row of x W^T + bias, as `linear` would compute it.
+
+    NaN counts as the greatest. Of equal values the first is taken.
+    """
     if x.stride(1) != 1 or x.stride(0) % 2:
         x = x.contiguous()
     best = x.new_empty(len(x))

@@ -1,5 +1,5 @@
-"""How much of the processor a control group grants: a container's share, which the number of cores
-does not show."""
+"""CPU quotas of control groups: a container's share of the cores, which the core count does not
+show."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _OWN = Path("/proc/self/cgroup")
 
 
 def granted_cores(root: Path = _ROOT, own: Path = _OWN) -> float | None:
-    """The least that this process's control group, or one around it, grants. None: none of them
-    states a quota, or there are none."""
+    """The least quota, in cores, of this process's control group and its parents. None: there is no
+    quota."""
     try:
         groups = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:

@@ -12,15 +12,22 @@
     F(queries) F(keys) F(values) F(out)                                                            \
     F(query_stride) F(key_stride) F(value_stride) F(out_stride) F(block_tiles)                     \
     F(heads) F(kv_heads) F(size) F(real) F(scale) F(soft_cap) F(window) F(sight)                   \
-    F(sinks) F(bias) F(bias_keys) F(bias_center) F(spans)
+    F(sinks) F(bias) F(bias_keys) F(bias_center) F(spans)                                          \
+    F(code) F(key_scales) F(value_scales) F(scale_page)
 #define WRITE_FIELDS(F)                                                                            \
     F(keys) F(values) F(to_keys) F(to_values)                                                      \
     F(key_stride) F(value_stride) F(key_page) F(value_page)                                        \
-    F(slots) F(tokens) F(kv_heads) F(size) F(block_size)
+    F(slots) F(tokens) F(kv_heads) F(size) F(block_size)                                           \
+    F(code) F(key_scales) F(value_scales) F(scale_page)
 #define PACK_FIELDS(F) F(weight) F(to) F(outputs) F(inputs)
 #define LINEAR_FIELDS(F)                                                                           \
     F(weights) F(bias) F(outputs) F(inputs) F(activation) F(is_gated)                              \
     F(x) F(x_stride) F(residual) F(residual_stride) F(out) F(out_stride) F(rows)
+#define QUANTIZED_FIELDS(F)                                                                        \
+    F(scales) F(offsets) F(values) F(order) F(scaled) F(groups) F(group) F(bits) F(is_half)        \
+    F(kernel)
+#define QUANTIZED_LINEAR_FIELDS(F) LINEAR_FIELDS(F) F(quantized) F(codes)
+#define PACK_CODES_FIELDS(F) F(codes) F(order) F(to) F(outputs) F(inputs) F(width) F(bits) F(added)
 #define NORM_FIELDS(F)                                                                             \
     F(x) F(residual) F(sum) F(out) F(x_stride) F(head_stride) F(residual_stride)                   \
     F(tokens) F(heads) F(size) F(weight) F(bias) F(eps) F(is_wide)
@@ -29,12 +36,13 @@
 #define LIKELIEST_FIELDS(F) F(scores) F(best) F(indices) F(stride) F(size)
 #define EMBED_FIELDS(F) F(weights) F(ids) F(out) F(tokens) F(lanes) F(width)
 #define NORM_PART_FIELDS(F) F(weight) F(size) F(eps) F(is_wide)
-#define LINEAR_PART_FIELDS(F) F(weights) F(bias)
+#define LINEAR_PART_FIELDS(F) F(weights) F(bias) F(quantized)
 #define LAYER_FIELDS(F)                                                                            \
     F(type) F(attention_type) F(element)                                                           \
     F(hidden) F(inner) F(heads) F(kv_heads) F(head_size) F(activation) F(factor)                   \
     F(input) F(post) F(queries) F(keys) F(attended) F(fed) F(qkv) F(out) F(gate_up) F(down)        \
     F(key_pages) F(value_pages) F(key_page) F(value_page) F(block_tiles)                           \
+    F(code) F(key_scales) F(value_scales) F(scale_page)                                            \
     F(scale) F(soft_cap) F(window)
 #define LAYER_STEP_FIELDS(F)                                                                       \
     F(x) F(residual) F(y) F(adds) F(tokens) F(workspace)                                           \
@@ -44,6 +52,7 @@
 #define TUPLES(T)                                                                                  \
     T(Rows, ROWS_FIELDS, Step)                                                                     \
     T(NormPart, NORM_PART_FIELDS, NormPart)                                                        \
+    T(Quantized, QUANTIZED_FIELDS, Quantized)                                                      \
     T(LinearPart, LINEAR_PART_FIELDS, LinearPart)                                                  \
     T(Layer, LAYER_FIELDS, Layer)
 
@@ -53,6 +62,8 @@
     K(write_kv, WRITE_FIELDS, Write)                                                               \
     K(pack, PACK_FIELDS, Pack)                                                                     \
     K(linear, LINEAR_FIELDS, Linear)                                                               \
+    K(pack_codes, PACK_CODES_FIELDS, PackCodes)                                                    \
+    K(quantized_linear, QUANTIZED_LINEAR_FIELDS, Linear)                                           \
     K(norm, NORM_FIELDS, Norm)                                                                     \
     K(rotate, ROTATE_FIELDS, Rotate)                                                               \
     K(likeliest, LIKELIEST_FIELDS, Likeliest)                                                      \
@@ -91,6 +102,7 @@ static int read_pointer(PyObject *given, void *to) {
 
 static int read_NormPart(PyObject *given, void *to);
 static int read_LinearPart(PyObject *given, void *to);
+static int read_Quantized(PyObject *given, void *to);
 
 #define NAME_OF(field) #field,
 #define READ_FIELD(field)                                                                          \
@@ -100,6 +112,7 @@ static int read_LinearPart(PyObject *given, void *to);
                float: read_float,                                                                  \
                NormPart: read_NormPart,                                                            \
                LinearPart: read_LinearPart,                                                        \
+               Quantized: read_Quantized,                                                          \
                default: read_pointer)(*values++, (void *)&to->field)
 #define COUNT(array) (sizeof(array) / sizeof *(array))
 

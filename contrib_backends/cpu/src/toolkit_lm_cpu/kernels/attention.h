@@ -11,9 +11,9 @@
  * Without a cache they are laid out so in a thread's own memory.
  *
  * The query heads that share a KV head, of one token or of several, are the rows of both products,
- * up to ROWS at a time. Keys are taken SPAN at a time; spans are joined in order, by the logarithms
- * of their sums. What a row gives depends on its own keys alone: neither on rows beside it, nor on
- * the number of threads, nor on the chunk of the prompt that its token came with.
+ * up to ROWS at a time. Keys are taken SPAN at a time. Spans are merged in order by their softmax
+ * states. A row's result depends on its own keys alone. It does not depend on the rest of the
+ * batch, the number of threads, or the division of the prompt into chunks.
  */
 
 typedef struct {
@@ -26,6 +26,10 @@ typedef struct {
     long first, last; /* of its keys, those that any row sees, from the span's first on */
     float scores[ROWS * SPAN] __attribute__((aligned(64)));
     WEIGHT weights[ROWS * SPAN] __attribute__((aligned(64)));
+    /* scales of the span's keys and values, where the cache is quantized */
+    float key_scales[SPAN], value_scales[SPAN];
+    long decoded; /* the span whose tiles are decoded; -1: none */
+    uint32_t tiles_decoded; /* of them, those that are, a bit each */
     /* [ROWS][D] weighted values, not divided yet */
     float sums[ROWS * MOST_SIZE] __attribute__((aligned(64)));
     /* heads that zeros fill up: of queries, and before of a tile's keys and values */
@@ -42,7 +46,7 @@ typedef struct {
 #endif
 } NAME(Span);
 
-/* A tile of up to 16 tokens, whole: keys and values [count, D]. Past `count`, zeros. */
+/* Writes a whole tile: keys and values [count, D] of up to 16 tokens, zeros past `count`. */
 TARGET static void NAME(write_tile)(const ELEMENT *keys, const ELEMENT *values, long key_stride,
                                     long value_stride, int count, long size, LANE *to_keys,
                                     LANE *to_values) {
@@ -75,7 +79,7 @@ TARGET static void NAME(write_tile)(const ELEMENT *keys, const ELEMENT *values, 
         }
 }
 
-/* One token of a tile. */
+/* Writes one token into a tile. */
 TARGET static void NAME(write_token)(const ELEMENT *key, const ELEMENT *value, int t, long size,
                                      LANE *to_keys, LANE *to_values) {
     const LANE *lanes = (const LANE *)key;
@@ -83,13 +87,13 @@ TARGET static void NAME(write_token)(const ELEMENT *key, const ELEMENT *value, i
 #if PAIR == 1
     memcpy(to_values + t * size, value, size * sizeof *value);
 #else
-    /* The other half of the lanes is another token's, which another thread may be writing. */
+    /* Only half of each lane is written: another thread may be writing the other token's half. */
     for (long d = 0; d < size; d += LANES)
         store_halves(to_values + t / 2 * size + d, value + d, t % 2);
 #endif
 }
 
-/* A segment of the tokens, of one KV head. */
+/* Writes a segment of tokens, of one KV head, to the cache. */
 TARGET static void NAME(write_segment)(void *job, long item) {
     const Write *w = job;
     const long tile_lanes = TILE * w->size / PAIR, segment = item / w->kv_heads,
@@ -99,6 +103,10 @@ TARGET static void NAME(write_segment)(void *job, long item) {
         const long slot = w->slots[i], within = slot % w->block_size;
         next = i + 1;
         if (slot < 0) continue;
+        if (w->code != AS_ELEMENTS) {
+            NAME(write_quantized)(w, i, head);
+            continue;
+        }
         const long at = (head * w->block_size + within) / TILE * tile_lanes;
         const ELEMENT *key = (const ELEMENT *)w->keys + i * w->key_stride + head * w->size;
         const ELEMENT *value = (const ELEMENT *)w->values + i * w->value_stride + head * w->size;
@@ -124,8 +132,8 @@ static void NAME(write)(Write *w) {
 }
 
 /*
- * Scores of sixteen keys, times log2(e): scaled, capped, biased,
- * and those that are not seen taken out.
+ * Scores of sixteen keys, times log2(e): scaled, capped and biased.
+ * Keys that the row does not see are masked.
  */
 TARGET INLINE Floats NAME(shape)(const Step *step, Floats score, const float *bias, Mask seen) {
     if (step->soft_cap > 0) {
@@ -138,7 +146,7 @@ TARGET INLINE Floats NAME(shape)(const Step *step, Floats score, const float *bi
     return select_lanes(seen, score, splat(-INFINITY));
 }
 
-/* Scores to weights, of one row. */
+/* Turns the scores of one row into softmax weights. */
 TARGET INLINE void NAME(weigh)(const Step *step, NAME(Span) *s, int r) {
     const long begin = s->first / TILE * TILE, end = s->last, from = s->from[r] - s->begin,
                to = s->to[r] - s->begin;
@@ -148,6 +156,7 @@ TARGET INLINE void NAME(weigh)(const Step *step, NAME(Span) *s, int r) {
     Floats most = splat(-INFINITY), sum = splat(0);
     for (long t = begin; t < end; t += TILE) {
         Floats score = floats_f32(scores + t);
+        if (step->code != AS_ELEMENTS) score = mul_lanes(score, floats_f32(s->key_scales + t));
         if (is_plain && from <= t && to >= t + TILE)
             score = mul_lanes(score, splat(step->scale * LOG2_E));
         else
@@ -159,8 +168,11 @@ TARGET INLINE void NAME(weigh)(const Step *step, NAME(Span) *s, int r) {
     const float top = reduce_max(most);
     const Floats above = splat(top == -INFINITY ? 0.0f : top);
     for (long t = begin; t < end; t += TILE) {
-        const Floats weights = exp2_lanes(sub_lanes(floats_f32(scores + t), above), TERMS);
+        Floats weights = exp2_lanes(sub_lanes(floats_f32(scores + t), above), TERMS);
         sum = add_lanes(sum, weights);
+        if (step->code != AS_ELEMENTS)
+            weights = mul_lanes(weights, floats_masked(lanes_between(from - t, to - t),
+                                                       s->value_scales + t));
         STORE_WEIGHTS(s->weights + r * SPAN + t, weights);
     }
     const float total = reduce_add(sum);
@@ -266,7 +278,7 @@ TARGET INLINE void NAME(attend_span)(const Step *step, NAME(Span) *s, const int 
     if (wide > 1 && d < size) NAME(combine_blocks)(s, size, d, rows, 1);
 }
 
-/* The span that `s` describes, for its first `rows` rows. */
+/* Attends over the span that `s` describes, for its first `rows` rows. */
 TARGET static void NAME(attend_rows)(const Step *step, NAME(Span) *s, int rows) {
     const int wide = rows > 4 ? 8 : rows > 2 ? 4 : rows;
     for (int r = rows; r < wide; r++) {
@@ -353,7 +365,7 @@ TARGET INLINE void NAME(combine_blocks)(NAME(Span) *s, long size, long d, long f
     NAME(keep)(s->sums + d, size, tall, wide);
 }
 
-/* The values of a tile that is seen in part, with zeros for the others, which may be anything. */
+/* Copies the values of a partly visible tile. The others may hold anything and become zeros. */
 TARGET static void NAME(cut)(NAME(Span) *s, long size, int edge, long tile) {
     const long first = s->first - tile * TILE, last = s->last - tile * TILE;
     if (first <= 0 && last >= TILE) return;
@@ -369,7 +381,7 @@ TARGET static void NAME(cut)(NAME(Span) *s, long size, int edge, long tile) {
     s->values[tile] = s->edge[edge];
 }
 
-/* The span that `s` describes, for its first `rows` rows. */
+/* Attends over the span that `s` describes, for its first `rows` rows. */
 TARGET INLINE void NAME(attend_span)(const Step *step, NAME(Span) *s, int rows, const int tall) {
     const long size = step->size, first = s->first / TILE, last = (s->last + TILE - 1) / TILE;
     long tile = first;
@@ -392,7 +404,7 @@ TARGET static void NAME(attend_rows)(const Step *step, NAME(Span) *s, int rows) 
 
 #endif
 
-/* Joins a row's next span to those before it. */
+/* Merges a row's next span into the softmax state of those before it. */
 TARGET static void NAME(join)(Sum *all, float *sums, Sum next, const float *next_sums, long size) {
     const float top = all->top > next.top ? all->top : next.top;
     if (top == -INFINITY) return;
@@ -406,7 +418,7 @@ TARGET static void NAME(join)(Sum *all, float *sums, Sum next, const float *next
     all->top = top;
 }
 
-/* The output of a row of some work. */
+/* Writes the output of a row of a work item. */
 TARGET static void NAME(finish)(const Step *step, const Work *work, long row, Sum all,
                                 const float *sums) {
     const long ahead = step->group == 1 ? row : row / step->group,
@@ -463,7 +475,7 @@ TARGET static void NAME(lay_out)(const ELEMENT *keys, const ELEMENT *values, lon
     }
 }
 
-/* A token's query by one head becomes row r of the span. */
+/* Makes the query of a token by one head row r of the span. */
 TARGET INLINE void NAME(choose)(const Step *step, const Work *work, NAME(Span) *s, long token,
                                 long head, int r) {
     const long at = step->starts[work->row] + token, size = step->size;
@@ -489,13 +501,42 @@ TARGET INLINE void NAME(choose)(const Step *step, const Work *work, NAME(Span) *
     visible(step, work->row, token, &s->from[r], &s->to[r]);
 }
 
-/* Where the span's keys and values are: in the cache, or laid out for this work. */
-static void NAME(locate)(const Step *step, const Work *work, NAME(Span) *s, const LANE *own_keys,
-                         const LANE *own_values) {
+/* Decodes a tile of the span to its place in the work item's own memory, and finds its scales. */
+TARGET static void NAME(decode_tile)(const Step *step, const Work *work, NAME(Span) *s, long t,
+                                     LANE *own_keys, LANE *own_values) {
+    const long tile = s->begin / TILE + t, lanes = TILE * step->size / PAIR;
+    const long block = step->table[work->row * step->table_stride + tile / step->block_tiles];
+    const long within = work->kv_head * step->block_tiles + tile % step->block_tiles;
+    s->keys[t] = own_keys + t * lanes;
+    s->values[t] = own_values + t * lanes;
+    if (s->decoded == s->begin && s->tiles_decoded >> t & 1) return;
+    if (s->decoded != s->begin) s->tiles_decoded = 0;
+    s->decoded = s->begin;
+    s->tiles_decoded |= 1u << t;
+    NAME(decode_keys)(step->code,
+                      (const uint8_t *)step->keys + block * step->key_stride +
+                          within * TILE * step->size,
+                      step->size, own_keys + t * lanes);
+    NAME(decode_values)(step->code,
+                        (const uint8_t *)step->values + block * step->value_stride +
+                            within * TILE * step->size,
+                        step->size, own_values + t * lanes);
+    for (int i = 0; i < TILE; i++) {
+        const long at = step->scale_page ? block * step->scale_page + within * TILE + i : 0;
+        s->key_scales[t * TILE + i] = step->key_scales[at];
+        s->value_scales[t * TILE + i] = step->value_scales[at];
+    }
+}
+
+/* Finds the span's keys and values: in the cache, or laid out for this work item. */
+static void NAME(locate)(const Step *step, const Work *work, NAME(Span) *s, LANE *own_keys,
+                         LANE *own_values) {
     const long tile_lanes = TILE * step->size / PAIR;
     for (long t = s->first / TILE; t * TILE < s->last; t++) {
         const long tile = s->begin / TILE + t;
-        if (step->table == NULL) {
+        if (step->code != AS_ELEMENTS) {
+            NAME(decode_tile)(step, work, s, t, own_keys, own_values);
+        } else if (step->table == NULL) {
             s->keys[t] = own_keys + tile * tile_lanes;
             s->values[t] = own_values + tile * tile_lanes;
         } else {
@@ -511,10 +552,10 @@ static void NAME(locate)(const Step *step, const Work *work, NAME(Span) *s, cons
     }
 }
 
-/* Rows [first, end) of some work and one span of their keys. 0: they see none of it. */
+/* Attends for rows [first, end) of a work item over one span. 0: the rows see none of its keys. */
 TARGET static int NAME(attend_some)(const Step *step, const Work *work, NAME(Span) *s,
-                                    const LANE *own_keys, const LANE *own_values, long span,
-                                    long first, long end) {
+                                    LANE *own_keys, LANE *own_values, long span, long first,
+                                    long end) {
     const int rows = (int)(end - first);
     long from = LONG_MAX, to = 0, token = work->token + first / step->group,
          head = first % step->group;
@@ -533,11 +574,11 @@ TARGET static int NAME(attend_some)(const Step *step, const Work *work, NAME(Spa
     return 1;
 }
 
-/* Some work: its output, or where `sums` are asked for, what its rows have of its span. */
+/* Computes a work item: its output, or with `sums` the softmax states over its span. */
 TARGET static void NAME(attend_work)(const Step *step, const Work *work, NAME(Span) *s,
-                                     const LANE *own_keys, const LANE *own_values, Sum *all,
-                                     float *sums) {
+                                     LANE *own_keys, LANE *own_values, Sum *all, float *sums) {
     const long size = step->size, group = step->group, rows = work->tokens * group;
+    s->decoded = -1;
     Sum many[MANY];
     float many_sums[MANY * MOST_SIZE];
     for (long begin = 0; begin < rows; begin += MANY) {
@@ -577,20 +618,20 @@ TARGET static void NAME(attend_work)(const Step *step, const Work *work, NAME(Sp
     }
 }
 
-/* Some work of the plan. */
+/* Computes a work item of the plan. */
 TARGET static void NAME(attend_item)(void *job, long i) {
     Attention *a = job;
     const Step *step = a->step;
     const Work *work = a->plan.work + i;
-    const size_t lanes =
-        step->table == NULL ? (size_t)(a->plan.longest + TILE) * step->size / PAIR : 0;
+    const long own = step->table == NULL ? a->plan.longest + TILE : step->code ? SPAN : 0;
+    const size_t lanes = (size_t)own * step->size / PAIR;
     NAME(Span) *span = own_memory((sizeof *span + 63) / 64 * 64 + 2 * lanes * sizeof(LANE));
     if (span == NULL) {
         a->failed = 1;
         return;
     }
     LANE *tiles = (LANE *)((char *)span + (sizeof *span + 63) / 64 * 64);
-    if (lanes) {
+    if (step->table == NULL) {
         const long start = step->origins[work->row];
         NAME(lay_out)(
             (const ELEMENT *)step->keys + start * step->key_stride + work->kv_head * step->real,
@@ -609,7 +650,7 @@ TARGET static void NAME(attend_item)(void *job, long i) {
 #endif
 }
 
-/* The rows of some work whose spans were shared out. */
+/* Merges the spans of a work item's rows, if they were shared out. */
 TARGET static void NAME(join_item)(void *job, long item) {
     const Attention *a = job;
     const Step *step = a->step;
@@ -623,7 +664,7 @@ TARGET static void NAME(join_item)(void *job, long item) {
     }
 }
 
-/* 0: there was no memory. */
+/* 0: out of memory. */
 static int NAME(attend)(const Step *step) {
     Attention a = {.step = step, .plan = make_plan(step)};
     const size_t rows = (size_t)(a.plan.count * a.plan.most_rows);

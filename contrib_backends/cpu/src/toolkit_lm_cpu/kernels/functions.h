@@ -15,6 +15,12 @@ BASE INLINE Floats dot_split(Floats sum, Words x, Words y) {
     return dot_f32(sum, and_words(x, high), and_words(y, high));
 }
 
+/* Scales of sixteen outputs of a quantized weight, from its scale `at` on. */
+BASE INLINE Floats scales_at(const Quantized *q, long at) {
+    return q->is_half ? floats_f16((const uint16_t *)q->scales + at)
+                      : floats_f32((const float *)q->scales + at);
+}
+
 /* As bfloat16; to nearest, ties to even. */
 BASE INLINE void store_split(void *to, Floats x) {
     const Words bits = as_words(x), odd = and_words(right_16(bits), splat_word(1));

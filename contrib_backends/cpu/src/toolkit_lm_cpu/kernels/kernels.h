@@ -5,6 +5,7 @@
 #include "layer_ops.h"
 #endif
 #include "linear.h"
+#include "quantized_cache.h"
 #include "attention.h"
 
 enum { NAME(pair) = PAIR };

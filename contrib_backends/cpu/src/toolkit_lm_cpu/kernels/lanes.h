@@ -20,9 +20,13 @@
 #define INLINE static inline __attribute__((always_inline))
 #define AVX2 __attribute__((target("avx2,fma,f16c")))
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma")))
+#define AVX_VNNI __attribute__((target("avx2,fma,f16c,avxvnni")))
+#define AVX512_VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,avx512vnni")))
 #define AVX512_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,avx512bf16")))
 #define AVX512_AMX                                                                                 \
     __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,avx512bf16,amx-tile,amx-bf16")))
+#define AMX_INT8                                                                                   \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,avx512vnni,amx-tile,amx-int8")))
 /*
  * GCC is not told what the instructions for tiles read. What was written to memory before is there
  * from here on: all that others may reach, and what `from` points to, of which a local variable
@@ -47,6 +51,8 @@
 #define store_u16 ISA(store_u16) /* words below 2^16 */
 /* (to, from, odd): sixteen elements of 16 bits to the high or the low halves of lanes */
 #define store_halves ISA(store_halves)
+#define bytes_16 ISA(bytes_16) /* four lanes, again and again */
+#define store_codes ISA(store_codes) /* whole numbers from -128 to 127, in 8 bits */
 #define transpose ISA(transpose)
 
 /* The same in all lanes. */
@@ -69,9 +75,15 @@
 #define and_words ISA(and_words)
 #define add_words ISA(add_words)
 #define left_16 ISA(left_16) /* shifted */
+#define look_up ISA(look_up) /* (bytes_16, words): bytes by indices below 16 */
+#define right_4 ISA(right_4)
+#define left_20 ISA(left_20)
+#define left_24 ISA(left_24)
+#define right_8 ISA(right_8)
 #define right_16 ISA(right_16)
 #define as_words ISA(as_words) /* the same bits */
 #define as_floats ISA(as_floats)
+#define floats_of ISA(floats_of) /* the same numbers, to nearest */
 
 /* Comparisons. */
 #define less ISA(less)
@@ -96,5 +108,6 @@
 #define tanh_lanes ISA(tanh_lanes)
 #define erf_lanes ISA(erf_lanes)
 #define activate ISA(activate)
+#define scales_at ISA(scales_at)
 
 #endif

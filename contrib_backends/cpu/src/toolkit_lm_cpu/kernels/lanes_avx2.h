@@ -127,8 +127,37 @@ BASE INLINE Words add_words(Words x, Words y) {
 BASE INLINE Words left_16(Words x) {
     return (Words){_mm256_slli_epi32(x.low, 16), _mm256_slli_epi32(x.high, 16)};
 }
+BASE INLINE Words bytes_16(const void *from) {
+    const __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128(from));
+    return (Words){bytes, bytes};
+}
+BASE INLINE Words look_up(Words bytes, Words x) {
+    return (Words){_mm256_shuffle_epi8(bytes.low, x.low), _mm256_shuffle_epi8(bytes.high, x.high)};
+}
+BASE INLINE Words right_4(Words x) {
+    return (Words){_mm256_srli_epi32(x.low, 4), _mm256_srli_epi32(x.high, 4)};
+}
+BASE INLINE Words left_20(Words x) {
+    return (Words){_mm256_slli_epi32(x.low, 20), _mm256_slli_epi32(x.high, 20)};
+}
+BASE INLINE Words left_24(Words x) {
+    return (Words){_mm256_slli_epi32(x.low, 24), _mm256_slli_epi32(x.high, 24)};
+}
+BASE INLINE Words right_8(Words x) {
+    return (Words){_mm256_srli_epi32(x.low, 8), _mm256_srli_epi32(x.high, 8)};
+}
 BASE INLINE Words right_16(Words x) {
     return (Words){_mm256_srli_epi32(x.low, 16), _mm256_srli_epi32(x.high, 16)};
+}
+
+BASE INLINE Floats floats_of(Words x) {
+    return (Floats){_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)};
+}
+BASE INLINE void store_codes(void *to, Floats x) {
+    const __m256i low = _mm256_cvtps_epi32(x.low), high = _mm256_cvtps_epi32(x.high);
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8);
+    _mm_storeu_si128(
+        to, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
 
 BASE INLINE Mask less(Floats x, Floats y) {
@@ -179,6 +208,26 @@ BASE INLINE float reduce_max(Floats x) {
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 BASE INLINE float first_lane(Floats x) { return _mm256_cvtss_f32(x.low); }
+
+/* Pairs of products fit into 16 bits: 2 x 128 x 127 at most, and of codes of 4 bits less. */
+BASE INLINE __m256i add_pairs(__m256i sum, __m256i w, __m256i x) {
+    return _mm256_add_epi32(
+        sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
+}
+BASE INLINE Words dot_4_avx2(Words sum, Words w, Words x) {
+    return (Words){add_pairs(sum.low, w.low, x.low), add_pairs(sum.high, w.high, x.high)};
+}
+BASE INLINE __m256i dot_8_half(__m256i sum, __m256i w, __m256i x) {
+    w = _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80));
+    return add_pairs(sum, _mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+}
+BASE INLINE Words dot_8_avx2(Words sum, Words w, Words x) {
+    return (Words){dot_8_half(sum.low, w.low, x.low), dot_8_half(sum.high, w.high, x.high)};
+}
+AVX_VNNI INLINE Words dot_avx_vnni(Words sum, Words w, Words x) {
+    return (Words){_mm256_dpbusd_avx_epi32(sum.low, w.low, x.low),
+                   _mm256_dpbusd_avx_epi32(sum.high, w.high, x.high)};
+}
 
 /* 8 x 8 lanes at most; past `rows`, zeros. */
 BASE INLINE void transpose_8(const char *from, long from_bytes, int rows, uint32_t *to,

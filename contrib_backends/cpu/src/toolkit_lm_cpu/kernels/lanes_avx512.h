@@ -59,9 +59,22 @@ BASE INLINE Words or_words(Words x, Words y) { return _mm512_or_si512(x, y); }
 BASE INLINE Words and_words(Words x, Words y) { return _mm512_and_si512(x, y); }
 BASE INLINE Words add_words(Words x, Words y) { return _mm512_add_epi32(x, y); }
 BASE INLINE Words left_16(Words x) { return _mm512_slli_epi32(x, 16); }
+BASE INLINE Words left_20(Words x) { return _mm512_slli_epi32(x, 20); }
+BASE INLINE Words left_24(Words x) { return _mm512_slli_epi32(x, 24); }
+BASE INLINE Words right_8(Words x) { return _mm512_srli_epi32(x, 8); }
 BASE INLINE Words right_16(Words x) { return _mm512_srli_epi32(x, 16); }
+BASE INLINE Words bytes_16(const void *from) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128(from));
+}
+BASE INLINE Words look_up(Words bytes, Words x) { return _mm512_shuffle_epi8(bytes, x); }
+BASE INLINE Words right_4(Words x) { return _mm512_srli_epi32(x, 4); }
 BASE INLINE Words as_words(Floats x) { return _mm512_castps_si512(x); }
 BASE INLINE Floats as_floats(Words x) { return _mm512_castsi512_ps(x); }
+
+BASE INLINE Floats floats_of(Words x) { return _mm512_cvtepi32_ps(x); }
+BASE INLINE void store_codes(void *to, Floats x) {
+    _mm_storeu_si128(to, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
+}
 
 BASE INLINE Mask less(Floats x, Floats y) { return _mm512_cmp_ps_mask(x, y, _CMP_LT_OQ); }
 BASE INLINE Mask not_less(Floats x, Floats y) { return _mm512_cmp_ps_mask(x, y, _CMP_NLT_UQ); }
@@ -86,6 +99,12 @@ AVX512_BF16 INLINE Floats dot_bf16(Floats sum, Words x, Words y) {
 }
 AVX512_BF16 INLINE void store_bf16(void *to, Floats x) {
     _mm256_storeu_si256(to, (__m256i)_mm512_cvtneps_pbh(x));
+}
+
+AVX512_VNNI INLINE Words dot_avx512_vnni(Words sum, Words w, Words x) {
+    /* Of the intrinsic GCC 12 copies the sums, and keeps copies in memory. */
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
+    return sum;
 }
 
 /*

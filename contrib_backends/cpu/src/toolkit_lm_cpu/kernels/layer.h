@@ -21,6 +21,7 @@ typedef struct {
 
 typedef struct {
     const void *weights, *bias; /* weights NULL: there is no such product */
+    Quantized quantized;
 } LinearPart;
 
 typedef struct {
@@ -34,6 +35,9 @@ typedef struct {
     LinearPart qkv, out, gate_up, down;
     void *key_pages, *value_pages; /* the cache, as of Write and Step */
     long key_page, value_page, block_tiles;
+    int code;
+    void *key_scales, *value_scales;
+    long scale_page;
     float scale, soft_cap;
     long window;
 } Layer;
@@ -44,7 +48,11 @@ typedef struct {
     void *y;
     int adds; /* x is to be added to the residual */
     long tokens;
-    void *workspace; /* [tokens][2 hidden + 2 heads + 2 kv_heads + inner], elements of each */
+    /*
+     * [tokens][2 hidden + 2 heads + 2 kv_heads + inner], elements of each; and then the memory for
+     * codes of a product, the largest of all
+     */
+    void *workspace;
     const void *cos, *sin;
     long angle_stride, angle_size;
     const int64_t *slots; /* as of Write */

@@ -3,6 +3,55 @@
  * Arithmetic is in float.
  */
 
+/* Sixteen of a row of x, from input `at` of a quantized product on. Past the last, zeros. */
+TARGET INLINE Floats NAME(inputs)(const Linear *l, const ELEMENT *x, long at) {
+    const int32_t *order = l->quantized.order;
+    const long there = l->inputs - at;
+    if (there >= LANES && order == NULL) return FLOATS(x + at);
+    ELEMENT edge[LANES] = {0};
+    for (long i = 0; i < LANES && i < there; i++)
+        edge[i] = x[order == NULL ? at + i : order[at + i]];
+    return FLOATS(edge);
+}
+
+/*
+ * The codes of a row of x. Its greatest number has code 127 or -127. Where a group has NaN or
+ * infinity, its scale is NaN, and so is what it is multiplied with.
+ */
+TARGET static void NAME(quantize_row)(const Linear *l, const ELEMENT *x, long row) {
+    const Quantized *q = &l->quantized;
+    const Codes c = codes_of(l);
+    for (long g = 0; g < q->groups; g++) {
+        const long first = g * q->group, at = row * q->groups + g;
+        int8_t *to = c.codes + at * q->group;
+        Floats most = splat(0), zeros = most, sum = most;
+        for (long i = 0; i < q->group; i += LANES) {
+            const Floats some = NAME(inputs)(l, x, first + i);
+            most = max_lanes(most, abs_lanes(some));
+            zeros = fma_lanes(some, splat(0), zeros);
+        }
+        const float top = reduce_max(most), zero = reduce_add(zeros);
+        /* What is smaller is 0: its factor might be infinite. */
+        const float factor = zero == 0 && top > 1e-30f ? 127 / top : 0;
+        for (long i = 0; i < q->group; i += LANES) {
+            Floats some = mul_lanes(NAME(inputs)(l, x, first + i), splat(factor));
+            some = zero == 0 ? round_lanes(some) : splat(0);
+            sum = add_lanes(sum, some);
+            store_codes(to + i, some);
+        }
+        c.scales[at] = top / 127 + zero;
+        c.sums[at] = (int32_t)reduce_add(sum);
+    }
+}
+
+/* Some rows of what a product of quantized weights multiplies. */
+TARGET static void NAME(quantize)(void *job, long item) {
+    const Linear *l = job;
+    const long end = (item + 1) * SOME_ROWS < l->rows ? (item + 1) * SOME_ROWS : l->rows;
+    for (long row = item * SOME_ROWS; row < end; row++)
+        NAME(quantize_row)(l, (const ELEMENT *)l->x + row * l->x_stride, row);
+}
+
 /*
  * Some rows: weight * x / sqrt(mean(x x) + eps), or with a bias,
  * weight * (x - mean) / sqrt(variance + eps) + bias.
@@ -48,6 +97,7 @@ TARGET static void NAME(norm)(void *job, long item) {
             if (n->bias != NULL) y = add_lanes(y, FLOATS((const ELEMENT *)n->bias + i));
             STORE(out + i, y);
         }
+        if (n->product != NULL) NAME(quantize_row)(n->product, out, row);
     }
 }
 

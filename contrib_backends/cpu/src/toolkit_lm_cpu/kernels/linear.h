@@ -6,17 +6,17 @@
  * Included once for each kind of element, with the words of types.h.
  *
  * W lies in panels of 16 outputs, [N / 16][K / PAIR][16] lanes: a lane is an output; past N, zeros.
- * One layout serves all numbers of rows. An item of work is up to BLOCK rows by COLUMNS panels at
- * most. While a tile is computed, the weights of the next are fetched: from some rows on, reading
- * and arithmetic take equally long.
- * Each result is one sum over K, in order, whatever is computed beside it.
+ * One layout serves all numbers of rows. A work item has at most BLOCK rows by COLUMNS panels.
+ * A tile's computation prefetches the weights of the next tile: from some rows on, reading and
+ * arithmetic take equally long.
+ * Each result is one sum over K in a fixed order, independent of the rest of the batch.
  */
 
 #if !AMX
 
 /*
  * sums [rows][PANELS][16] += x [rows, lanes] by panels of weights.
- * With each lane `fetched` lines from `ahead` on, `step` bytes apart.
+ * Each lane prefetches `fetched` cache lines from `ahead` on, `step` bytes apart.
  */
 TARGET INLINE void NAME(tile)(const int32_t *x, long x_stride, const LANE *weights, long panel,
                               long lanes, float *sums, const char *ahead, long step, const int rows,
@@ -88,7 +88,7 @@ TILES_OF(3, 3)
 #undef TILE_OF
 #undef TILES_OF
 
-/* [whether PANELS panels are taken at once][lines that each lane fetches][rows] */
+/* [whether a tile has PANELS panels, not 1][cache lines that each lane prefetches][rows] */
 static const NAME(Tile) *const NAME(tiles)[2][4] = {
     {NAME(tiles_1_0), ROWS * PANELS > SUMS ? NAME(tiles_1_1) : NULL},
     {NAME(tiles_3_0), NAME(tiles_3_1), NAME(tiles_3_2), NAME(tiles_3_3)},
@@ -96,16 +96,16 @@ static const NAME(Tile) *const NAME(tiles)[2][4] = {
 
 /*
  * sums [rows][PANELS][16] of up to PANELS panels, from `at` on, and rows of x.
- * `next`: the panels that are wanted then, or NULL.
+ * `next`: the panels to prefetch, or NULL.
  *
- * Rows are taken in groups of up to ROWS, and a group meets the panels in one of six ways:
+ * Rows are split into groups of up to ROWS. A group is multiplied in one of six ways:
  *
- *   panels at once  lines fetched
- *   3               3, 2 or 1      as FETCHES says, by the number of groups
- *   3               0              nothing is wanted then
- *   1               1              the sums of so many rows by 3 panels do not fit into registers
- *   1               0              as above, and nothing is wanted then; or there are fewer than 3
- *                                  panels, which are W's last: mostly, nothing follows them
+ *   panels per tile  lines per lane
+ *   3                3, 2 or 1      FETCHES has the number, by the number of groups
+ *   3                0              there is no `next`
+ *   1                1              sums of the group's rows by 3 panels do not fit in registers
+ *   1                0              the same without `next`; or fewer than 3 panels are left, which
+ *                                   are W's last and mostly have no `next`
  */
 TARGET static void NAME(panels)(const LANE *at, long lanes, const int32_t *x, long x_stride,
                                 long rows, long panels, const LANE *next, float *sums) {
@@ -114,7 +114,7 @@ TARGET static void NAME(panels)(const LANE *at, long lanes, const int32_t *x, lo
     for (long begin = 0; begin < lanes; begin += CHUNK) {
         const long some = lanes - begin < CHUNK ? lanes - begin : CHUNK;
         /*
-         * What this thread wants next, where lanes are not cut;
+         * The address to prefetch: `next` if all lanes are in one chunk,
          * else the rest of the first panel, which is better than nothing.
          */
         const char *ahead = (const char *)(some == lanes ? next : at + (begin + some) * LANES);
@@ -138,7 +138,7 @@ TARGET static void NAME(panels)(const LANE *at, long lanes, const int32_t *x, lo
 #else
 
 /*
- * Tiles 0 to 5 hold sums, of up to two times sixteen rows by PANELS panels; 6 rows of x, 7 weights.
+ * Tiles 0 to 5 hold sums of up to 32 rows by PANELS panels. Tile 6 holds rows of x, 7 weights.
  */
 TARGET INLINE void NAME(shape_product)(int rows) {
     struct {
@@ -153,7 +153,7 @@ TARGET INLINE void NAME(shape_product)(int rows) {
     _tile_loadconfig(&shape);
 }
 
-/* Sums in the tiles A, B and C, from memory where some are there already, or to memory. */
+/* MOVE_SUMS loads tiles A, B and C, or zeroes them at first. KEEP_SUMS stores them. */
 #define MOVE_SUMS(A, B, C, at)                                                                     \
     do {                                                                                           \
         if (is_first) {                                                                            \
@@ -183,7 +183,7 @@ TARGET INLINE void NAME(shape_product)(int rows) {
         if (panels > 2) _tile_dpbf16ps(C, 6, 7);                                                   \
     } while (0)
 
-/* As the product of rows above: up to sixteen rows, or where it is `tall` thirty-two. */
+/* The tile product by AMX: up to 16 rows, or 32 if `tall`. */
 TARGET INLINE void NAME(tile)(const int32_t *x, long x_stride, const LANE *weights, long panel,
                               long lanes, float *sums, int is_first, const char *ahead, long lines,
                               const int panels, const int tall) {
@@ -202,7 +202,7 @@ TARGET INLINE void NAME(tile)(const int32_t *x, long x_stride, const LANE *weigh
 
 /*
  * sums [rows][PANELS][16] of up to PANELS panels, from `at` on, and rows of x.
- * `next`: the panels that are wanted then, or NULL.
+ * `next`: the panels to prefetch, or NULL.
  */
 TARGET static void NAME(panels)(const LANE *at, long lanes, const int32_t *x, long x_stride,
                                 long rows, long panels, const LANE *next, float *sums) {
@@ -246,7 +246,7 @@ TARGET static void NAME(panels)(const LANE *at, long lanes, const int32_t *x, lo
 #undef ADD_PANELS
 #endif
 
-/* The outputs [first, first + 16), as far as they exist, of the sums of all rows. */
+/* Writes outputs [first, first + 16) of all rows, without those past the last, from their sums. */
 TARGET static void NAME(put)(const Linear *l, long row, long rows, long first, const float *sums,
                              const float *up, ELEMENT *out, long out_stride) {
     const long there = l->outputs - first < LANES ? l->outputs - first : LANES;
@@ -277,7 +277,18 @@ TARGET static void NAME(put)(const Linear *l, long row, long rows, long first, c
     }
 }
 
-/* One item: some rows by some panels of outputs. */
+/* sums [rows][PANELS][16] of some panels, from `first` on, each of `panel` bytes. */
+TARGET INLINE void NAME(add_up)(const Linear *l, const int32_t *x, long x_stride, long row,
+                                long rows, long first, long panels, long panel, const char *next,
+                                float *sums) {
+    if (l->codes != NULL)
+        l->add_codes(l, row, rows, first, panels, next, sums);
+    else
+        NAME(panels)((const LANE *)((const char *)l->weights + first * panel), l->inputs / PAIR, x,
+                     x_stride, rows, panels, (const LANE *)next, sums);
+}
+
+/* One work item: up to BLOCK rows by l->columns panels. */
 TARGET static void NAME(multiply)(void *job, long item) {
     Linear *l = job;
     const long lanes = l->inputs / PAIR, panels = (l->outputs + LANES - 1) / LANES;
@@ -285,12 +296,12 @@ TARGET static void NAME(multiply)(void *job, long item) {
                rows = l->rows - row < BLOCK ? l->rows - row : BLOCK;
     const long first = item / l->row_blocks * l->columns,
                last = first + l->columns < panels ? first + l->columns : panels;
-    /* Where this thread goes on, if threads take turns. */
+    /* Panel to prefetch: this thread's next item starts there if threads alternate. */
     const long follows = (item + atomic_load_explicit(&team.threads, memory_order_relaxed)) /
                          l->row_blocks * l->columns;
     const size_t size = (size_t)(rows * PANELS * LANES);
 #if CONVERTS
-    const size_t converted = (size_t)(rows * l->inputs);
+    const size_t converted = l->codes == NULL ? (size_t)(rows * l->inputs) : 0;
 #else
     const size_t converted = 0;
 #endif
@@ -305,7 +316,7 @@ TARGET static void NAME(multiply)(void *job, long item) {
     }
 #if CONVERTS
     float *floats = up + size;
-    for (long r = 0; r < rows; r++)
+    for (long r = 0; r < rows && converted; r++)
         for (long k = 0; k < l->inputs; k += LANES)
             store_f32(floats + r * l->inputs + k,
                       FLOATS((const ELEMENT *)l->x + (row + r) * l->x_stride + k));
@@ -313,19 +324,20 @@ TARGET static void NAME(multiply)(void *job, long item) {
 #else
     x = (const int32_t *)((const ELEMENT *)l->x + row * l->x_stride), x_stride = l->x_stride / PAIR;
 #endif
-    const LANE *weights = l->weights;
+    const long panel = l->codes == NULL ? lanes * LANES * (long)sizeof(LANE)
+                                        : panel_bytes(&l->quantized);
+    const char *weights = l->weights;
     const long out_stride = kept ? l->columns * LANES : l->out_stride;
     ELEMENT *out = kept ? (ELEMENT *)(up + size + converted)
                         : (ELEMENT *)l->out + row * out_stride + first * LANES;
     for (long p = first; p < last; p += PANELS) {
         const long some = last - p < PANELS ? last - p : PANELS;
         const long then = p + PANELS < last ? p + PANELS : follows;
-        const LANE *next = then + PANELS <= panels ? weights + then * lanes * LANES : NULL;
-        NAME(panels)(weights + p * lanes * LANES, lanes, x, x_stride, rows, some, next, sums);
+        const char *next = then + PANELS <= panels ? weights + then * panel : NULL;
+        NAME(add_up)(l, x, x_stride, row, rows, p, some, panel, next, sums);
         if (l->is_gated) {
-            const LANE *next_up = next == NULL ? NULL : next + panels * lanes * LANES;
-            NAME(panels)(weights + (panels + p) * lanes * LANES, lanes, x, x_stride, rows, some,
-                         next_up, up);
+            const char *next_up = next == NULL ? NULL : next + panels * panel;
+            NAME(add_up)(l, x, x_stride, row, rows, panels + p, some, panel, next_up, up);
         }
         for (long b = 0; b < some; b++)
             NAME(put)(l, row, rows, (p + b) * LANES, sums + b * LANES, up + b * LANES,
@@ -343,7 +355,7 @@ TARGET static void NAME(multiply)(void *job, long item) {
     }
 }
 
-/* One panel of W [N, K], as `multiply` reads it. */
+/* Packs one panel of W [N, K] for `multiply`. */
 TARGET static void NAME(pack)(void *job, long panel) {
     const Pack *p = job;
     const long lanes = p->inputs / PAIR, first = panel * LANES;

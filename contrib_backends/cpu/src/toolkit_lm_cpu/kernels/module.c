@@ -23,6 +23,20 @@
 
 #include "lanes_avx2.h"
 #include "functions.h"
+#define CODES(x) x##_codes_avx2
+#define TARGET_CODES AVX2
+#define ZERO_8 0
+#define DOT_8 dot_8_avx2
+#define DOT_4 dot_4_avx2
+#define CODE_PANELS 1
+#include "codes.h"
+#define CODES(x) x##_codes_avx_vnni
+#define TARGET_CODES AVX_VNNI
+#define ZERO_8 128
+#define DOT_8 dot_avx_vnni
+#define DOT_4 dot_avx_vnni
+#define CODE_PANELS 1
+#include "codes.h"
 #define TYPE FLOAT32
 #include "kernels.h"
 #define TYPE FLOAT16
@@ -32,6 +46,14 @@
 
 #include "lanes_avx512.h"
 #include "functions.h"
+#define CODES(x) x##_codes_avx512_vnni
+#define TARGET_CODES AVX512_VNNI
+#define ZERO_8 128
+#define DOT_8 dot_avx512_vnni
+#define DOT_4 dot_avx512_vnni
+#define CODE_PANELS 3
+#include "codes.h"
+#include "codes_amx.h"
 #define TYPE FLOAT32
 #include "kernels.h"
 #define TYPE FLOAT16
@@ -40,6 +62,7 @@
 #include "kernels.h"
 
 #define norm_amx norm_bf16
+#define quantize_amx quantize_bf16
 #define rotate_amx rotate_bf16
 #define likeliest_amx likeliest_bf16
 #define TYPE BF16
@@ -67,8 +90,20 @@ static void (*const write_types[])(Write *) = TYPES_OF(write);
 static const Item linear_types[] = TYPES_OF(multiply);
 static const Item pack_types[] = TYPES_OF(pack);
 static const Item norm_types[] = TYPES_OF(norm);
+static const Item quantize_types[] = TYPES_OF(quantize);
 static const Item rotate_types[] = TYPES_OF(rotate);
 static const Item likeliest_types[] = TYPES_OF(likeliest);
+
+/*
+ * Kernels of products of quantized weights, as KERNELS: suffix, instructions. All give the same.
+ */
+#define CODE_KERNELS(K, x)                                                                         \
+    K(x, codes_avx2, "avx2")                                                                       \
+    K(x, codes_avx_vnni, "avx_vnni")                                                               \
+    K(x, codes_avx512_vnni, "avx512_vnni")                                                         \
+    K(x, codes_amx_int8, "amx_int8")
+#define CODE_KERNEL_OF(x, suffix, isa) x##_##suffix,
+static const CodePanels code_panels[] = {CODE_KERNELS(CODE_KERNEL_OF, panels)};
 
 static int is_kernel(int type) {
     if (type >= 0 && type < (int)(sizeof norm_types / sizeof *norm_types)) return 1;
@@ -82,12 +117,12 @@ static int read_kernel(PyObject *given, void *to) {
 }
 
 /*
- * Whether there are AMX tiles for bfloat16,
+ * Whether there are AMX tiles of a kind, which `bit` says: 22 for bfloat16, 25 for 8 bits;
  * and Linux lets this process use them, which it must ask for.
  */
-static int has_amx(void) {
+static int has_amx(int bit) {
     unsigned int a, b, c, d;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d >> 22 & 1) == 0 || (d >> 24 & 1) == 0)
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d >> bit & 1) == 0 || (d >> 24 & 1) == 0)
         return 0;
     return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */,
                    18 /* XFEATURE_XTILEDATA */) == 0;
@@ -99,18 +134,28 @@ static int has_f16c(void) {
     return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
 }
 
+/* Likewise. */
+static int has_avx_vnni(void) {
+    unsigned int a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1) != 0;
+}
+
 static PyObject *supports(PyObject *self, PyObject *args) {
     const char *isa;
     (void)self;
     if (!PyArg_ParseTuple(args, "s", &isa)) return NULL;
     __builtin_cpu_init();
     int able = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+    if (strcmp(isa, "avx_vnni") == 0) return PyBool_FromLong(able && has_avx_vnni());
+    if (strcmp(isa, "avx512_vnni") == 0) able = able && __builtin_cpu_supports("avx512vnni");
     if (strcmp(isa, "avx2") != 0)
         able = able && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     if (strcmp(isa, "avx512_bf16") == 0 || strcmp(isa, "amx") == 0)
         able = able && __builtin_cpu_supports("avx512bf16");
-    if (strcmp(isa, "amx") == 0) able = able && has_amx();
+    if (strcmp(isa, "amx") == 0) able = able && has_amx(22);
+    if (strcmp(isa, "amx_int8") == 0)
+        able = able && __builtin_cpu_supports("avx512vnni") && has_amx(25);
     return PyBool_FromLong(able);
 }
 
@@ -182,6 +227,44 @@ static PyObject *pack(PyObject *self, PyObject *const *values, Py_ssize_t count,
     Py_END_ALLOW_THREADS Py_RETURN_NONE;
 }
 
+static PyObject *pack_codes(PyObject *self, PyObject *const *values, Py_ssize_t count,
+                            PyObject *names) {
+    const Call call = {values, count, names};
+    PackCodes pack = {0};
+    (void)self;
+    if (!take_pack_codes(call, 0, &pack)) return NULL;
+    Py_BEGIN_ALLOW_THREADS share_out((pack.outputs + LANES - 1) / LANES, pack_panel_of_codes,
+                                     &pack);
+    Py_END_ALLOW_THREADS if (pack.failed) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+/* Finds the kernel of a product of quantized weights, and the codes of its x. */
+static void quantize_inputs(Linear *l, int type) {
+    if (l->codes == NULL) return;
+    l->add_codes = code_panels[l->quantized.kernel];
+    share_out_rows(l->rows * l->inputs, l->rows, quantize_types[type], l);
+}
+
+/* The arguments of a product, of which `quantized_linear` has more. */
+static int take_product(Call call, Py_ssize_t count, int is_quantized, Linear *l, int *type) {
+    return (is_quantized ? take_quantized_linear(call, count, l) : take_linear(call, count, l)) &&
+           read_kernel(call.values[0], type);
+}
+
+static PyObject *quantized_linear(PyObject *self, PyObject *const *values, Py_ssize_t count,
+                                  PyObject *names) {
+    const Call call = {values, count, names};
+    Linear l = {0};
+    int type;
+    (void)self;
+    if (!take_product(call, 1, 1, &l, &type)) return NULL;
+    Py_BEGIN_ALLOW_THREADS quantize_inputs(&l, type);
+    share_out_linear(&l, linear_types[type]);
+    Py_END_ALLOW_THREADS if (l.failed) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
 static PyObject *linear(PyObject *self, PyObject *const *values, Py_ssize_t count,
                         PyObject *names) {
     const Call call = {values, count, names};
@@ -194,15 +277,12 @@ static PyObject *linear(PyObject *self, PyObject *const *values, Py_ssize_t coun
     Py_RETURN_NONE;
 }
 
-static PyObject *likeliest_output(PyObject *self, PyObject *const *values, Py_ssize_t count,
-                                  PyObject *names) {
-    const Call call = {values, count, names};
+static PyObject *find_likeliest(Call call, int is_quantized) {
     Linear l = {0};
     void *best, *indices;
     int type;
-    (void)self;
-    if (!take_linear(call, 3, &l) || !read_kernel(values[0], &type) ||
-        !read_pointer(values[1], &best) || !read_pointer(values[2], &indices))
+    if (!take_product(call, 3, is_quantized, &l, &type) || !read_pointer(call.values[1], &best) ||
+        !read_pointer(call.values[2], &indices))
         return NULL;
     cut_linear(&l);
     /* No element is larger than a float. */
@@ -211,7 +291,8 @@ static PyObject *likeliest_output(PyObject *self, PyObject *const *values, Py_ss
     if (l.indices == NULL) return PyErr_NoMemory();
     l.best = l.indices + most;
     Likeliest of = {l.best, best, indices, l.column_blocks, l.column_blocks};
-    Py_BEGIN_ALLOW_THREADS share_out_items(&l, linear_types[type]);
+    Py_BEGIN_ALLOW_THREADS quantize_inputs(&l, type);
+    share_out_items(&l, linear_types[type]);
     for (long row = 0; row < l.rows && !l.failed; row++) {
         likeliest_types[type](&of, row);
         of.indices[row] = l.indices[row * l.column_blocks + of.indices[row]];
@@ -221,10 +302,22 @@ static PyObject *likeliest_output(PyObject *self, PyObject *const *values, Py_ss
     Py_RETURN_NONE;
 }
 
+static PyObject *likeliest_output(PyObject *self, PyObject *const *values, Py_ssize_t count,
+                                  PyObject *names) {
+    (void)self;
+    return find_likeliest((Call){values, count, names}, 0);
+}
+
+static PyObject *likeliest_quantized(PyObject *self, PyObject *const *values, Py_ssize_t count,
+                                     PyObject *names) {
+    (void)self;
+    return find_likeliest((Call){values, count, names}, 1);
+}
+
 static PyObject *norm(PyObject *self, PyObject *const *values, Py_ssize_t count,
                       PyObject *names) {
     const Call call = {values, count, names};
-    Norm n;
+    Norm n = {0};
     int type;
     (void)self;
     if (!take_norm(call, 1, &n) || !read_kernel(values[0], &type)) return NULL;
@@ -305,8 +398,8 @@ static PyObject *lose(PyObject *self, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"supports", supports, METH_VARARGS,
-     "supports(isa) -> whether this processor has \"avx2\", \"avx512\", \"avx512_bf16\" "
-     "or \"amx\", as the kernels use it."},
+     "supports(isa) -> whether this processor has \"avx2\", \"avx512\", \"avx512_bf16\", "
+     "\"amx\", \"avx_vnni\", \"avx512_vnni\" or \"amx_int8\", as the kernels use it."},
     {"set_threads", set_threads, METH_VARARGS,
      "set_threads(number): the kernels' threads from now on, the caller among them."},
     {"bind_threads", bind_threads, METH_O,
@@ -319,6 +412,14 @@ static PyMethodDef methods[] = {
     {"likeliest_output", AS_KEYWORDS(likeliest_output),
      "likeliest_output(type, best, indices, *, ...): the greatest of what `linear` would give, "
      "and where it is, as of `likeliest`."},
+    {"pack_codes", AS_KEYWORDS(pack_codes),
+     "pack_codes(*, ...): codes of a quantized weight as `quantized_linear` reads them, its "
+     "outputs filled up to 16: see codes.h."},
+    {"quantized_linear", AS_KEYWORDS(quantized_linear),
+     "quantized_linear(type, *, ...): as `linear`, of a weight in codes."},
+    {"likeliest_quantized", AS_KEYWORDS(likeliest_quantized),
+     "likeliest_quantized(type, best, indices, *, ...): as `likeliest_output`, of a weight in "
+     "codes."},
     {"norm", AS_KEYWORDS(norm), "norm(type, *, ...): see ops.h."},
     {"rotate", AS_KEYWORDS(rotate), "rotate(type, *, ...): see ops.h."},
     {"likeliest", AS_KEYWORDS(likeliest), "likeliest(type, rows, *, ...): see ops.h."},
@@ -352,12 +453,17 @@ static int export_all(PyObject *module) {
         const char *name;
         long number;
     } numbers[] = {ACTIVATIONS(NUMBER) NUMBER(LANES) NUMBER(TILE) NUMBER(MOST_SIZE)
-                       NUMBER(AMX_INPUTS) NUMBER(SEE_ALL) NUMBER(SEE_PAST) NUMBER(SEE_AROUND)};
+                       NUMBER(AMX_INPUTS) NUMBER(SEE_ALL) NUMBER(SEE_PAST) NUMBER(SEE_AROUND)
+                           NUMBER(AS_INT8) NUMBER(AS_E4M3)};
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
         if (PyModule_AddIntConstant(module, numbers[i].name, numbers[i].number) < 0) return 0;
 #define ENTRY(x, suffix, isa, dtype) , isa, dtype, pair_##suffix
 #define FORMAT(x, suffix, isa, dtype) "(ssi)"
-    return export(module, "KERNELS",
+#define CODE_ENTRY(x, suffix, isa) , isa
+#define CODE_FORMAT(x, suffix, isa) "s"
+    return export(module, "CODE_KERNELS",
+                  Py_BuildValue("(" CODE_KERNELS(CODE_FORMAT, ) ")" CODE_KERNELS(CODE_ENTRY, ))) &&
+           export(module, "KERNELS",
                   Py_BuildValue("(" KERNELS(FORMAT, ) ")" KERNELS(ENTRY, ))) &&
            export(module, "FIELDS", all_fields());
 }

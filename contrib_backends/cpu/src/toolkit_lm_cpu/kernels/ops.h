@@ -3,6 +3,8 @@
 #ifndef OPS_H
 #define OPS_H
 
+#include <string.h>
+
 #include "product.h"
 
 #define SOME_ROWS 16 /* that a thread takes at a time */
@@ -18,7 +20,8 @@ typedef struct {
     long out_stride; /* from token to token; heads follow each other */
     long tokens, heads, size;
     float eps;
-    int is_wide; /* the weight is float */
+    int is_wide;           /* the weight is float */
+    const Linear *product; /* of quantized weights, whose x is `out`; or NULL */
 } Norm;
 
 typedef struct {
@@ -56,6 +59,36 @@ static void embed_rows(void *job, long item) {
         else
             for (long i = 0; i < e->lanes; i++)
                 ((uint16_t *)e->out)[to + i] = ((const uint16_t *)e->weights)[at + i * LANES];
+    }
+}
+
+/* Packs one panel of codes for codes.h. Codes of no output and no input are zeros. */
+static void pack_panel_of_codes(void *job, long panel) {
+    PackCodes *p = job;
+    const long inputs = p->inputs, each = p->bits == 8 ? 1 : 2, lanes = p->width / 4 / each;
+    const uint32_t ones = 0x01010101, more = (uint32_t)p->added * ones;
+    uint8_t *row = own_memory((size_t)p->width);
+    uint32_t *to = p->to + panel * lanes * LANES;
+    if (row == NULL) {
+        p->failed = 1;
+        return;
+    }
+    for (long n = 0; n < LANES; n++) {
+        const long output = panel * LANES + n;
+        memset(row, (p->bits == 8 ? 128 : 8) - p->added, (size_t)p->width);
+        if (output < p->outputs) {
+            const uint8_t *from = p->codes + output * inputs;
+            if (p->order == NULL)
+                memcpy(row, from, (size_t)inputs);
+            else
+                for (long k = 0; k < inputs; k++) row[k] = from[p->order[k]];
+        }
+        for (long k = 0; k < lanes; k++) {
+            uint32_t codes[2] = {0, 0};
+            memcpy(codes, row + k * 4 * each, (size_t)(4 * each));
+            to[k * LANES + n] = codes[0] + more;
+            if (each == 2) to[k * LANES + n] |= (codes[1] + more) << 4;
+        }
     }
 }
 

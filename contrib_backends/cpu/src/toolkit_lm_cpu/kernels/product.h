@@ -1,4 +1,4 @@
-/* What a linear layer asks, and the activations that it may end with. */
+/* Arguments of a linear layer, and its activations. */
 
 #ifndef PRODUCT_H
 #define PRODUCT_H
@@ -12,6 +12,8 @@
 /* lanes of a panel that are multiplied with all rows of an item, before the next */
 #define CHUNK 1024
 #define MOST_COLUMNS 24 /* panels of an item */
+#define CODE_ROWS 4     /* of a tile of codes.h, at most */
+#define MOST_UNPACKED 256 /* codes of 4 bits of a group that are unpacked for the tiles of AMX */
 #define AMX_INPUTS 32   /* what the length of a sum by the tiles of AMX is a multiple of */
 #define FEW 32768       /* multiplications that are not worth other threads */
 
@@ -21,7 +23,32 @@
 enum { ACTIVATIONS(NUMBER) };
 #undef NUMBER
 
+/*
+ * How the weights of a product are quantized. A weight is its code, or the value of its code, times
+ * its group's scale, less its group's offset.
+ */
 typedef struct {
+    /*
+     * [N / 16][scaled groups][16], where all or one are scaled: float16 if is_half, else float;
+     * NULL: weights are elements
+     */
+    const void *scales;
+    const float *offsets; /* as scales, or NULL: all are 0 */
+    const uint8_t *values; /* [16]: of codes of 4 bits, plus 128; or NULL */
+    const int32_t *order; /* [inputs]: the place in x of each input, or NULL: the same */
+    long scaled;         /* groups that have a scale of their own; 1: an output has one */
+    long groups, group;   /* groups of a row, and codes of a group */
+    int bits;             /* that a code has in memory: 4 or 8 */
+    int is_half;
+    int kernel;           /* its number in CODE_KERNELS of module.c */
+} Quantized;
+
+typedef struct Linear Linear;
+/* CODES(panels) of codes.h */
+typedef void (*CodePanels)(const Linear *l, long row, long rows, long first, long panels,
+                           const char *next, float *sums);
+
+struct Linear {
     const void *x;        /* [rows, inputs] */
     const void *weights;  /* panels */
     const void *bias;     /* [outputs], where it is gated twice that; or NULL */
@@ -37,13 +64,58 @@ typedef struct {
     long row_blocks, column_blocks;
     long columns; /* panels of an item */
     int failed;   /* there was no memory */
-} Linear;
+    Quantized quantized;
+    void *codes; /* memory for the codes of x, as `codes_of` has it; or NULL */
+    CodePanels add_codes;
+};
+
+/* Rows of x as codes: x is about its code times its group's scale. */
+typedef struct {
+    int8_t *codes;  /* [rows][groups][group], from -127 to 127; past the last input, 0 */
+    float *scales;  /* [rows][groups] */
+    int32_t *sums;  /* [rows][groups], of codes */
+} Codes;
+
+static inline Codes codes_of(const Linear *l) {
+    const long groups = l->rows * l->quantized.groups, codes = groups * l->quantized.group;
+    Codes c = {l->codes, (float *)((char *)l->codes + codes), NULL};
+    c.sums = (int32_t *)(c.scales + groups);
+    return c;
+}
+
+static inline long panel_bytes(const Quantized *q) {
+    return q->groups * q->group * LANES * q->bits / 8;
+}
+
+/* What a tile of codes.h is made of. */
+typedef struct {
+    const Quantized *weight;
+    const int8_t *codes;          /* of x, [rows][groups][group] */
+    const float *x_scales;        /* [rows][groups] */
+    const int32_t *sums;          /* likewise */
+    const char *panels;           /* one after the other */
+    long first;                   /* the number of the first scale, and offset, of theirs */
+    const char *ahead;            /* to prefetch */
+    long first_ahead;             /* likewise: of the panels that follow */
+    float *out;                   /* [rows][PANELS][16] */
+} Tile;
+typedef void (*TileProduct)(const Tile *t);
+
 
 typedef struct {
     const void *weight; /* [outputs, inputs] */
     void *to;
     long inputs, outputs;
 } Pack;
+
+typedef struct {
+    const uint8_t *codes; /* [outputs, inputs] */
+    const int32_t *order; /* [inputs], or NULL */
+    uint32_t *to;
+    long outputs, inputs, width; /* width: codes of a row of a panel */
+    int bits, added;             /* bits of a code in memory, and what is added to it */
+    int failed;                  /* there was no memory */
+} PackCodes;
 
 /*
  * What is fetched of the next PANELS panels with each lane of a tile: so many lines, which begin so

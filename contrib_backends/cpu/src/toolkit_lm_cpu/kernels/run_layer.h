@@ -2,10 +2,10 @@
 
 /*
  * out = the norm of x + residual, all [tokens, hidden], and that sum into `sum`;
- * or where there is no norm, the sum alone.
+ * or where there is no norm, the sum alone. A product that follows gets its codes from the norm.
  */
 static void run_norm(const Layer *l, NormPart part, const void *x, const void *residual, void *sum,
-                     void *out, long tokens) {
+                     void *out, long tokens, const Linear *product) {
     Norm n = {.x = x,
               .residual = residual,
               .sum = sum,
@@ -18,11 +18,12 @@ static void run_norm(const Layer *l, NormPart part, const void *x, const void *r
     n.heads = 1;
     n.eps = part.eps;
     n.is_wide = part.is_wide;
+    if (part.weight != NULL && product != NULL && product->codes != NULL) n.product = product;
     if (part.weight != NULL || residual != NULL)
         share_out_rows(tokens * n.size, tokens, norm_types[l->type], &n);
 }
 
-/* Of heads in qkv [tokens, stride] that are `width` wide, in place. */
+/* Normalizes parts of `part.size` among `width` elements of each token, in place. */
 static void run_head_norm(const Layer *l, NormPart part, void *x, long stride, long width,
                           long tokens) {
     Norm n = {.x = x,
@@ -40,35 +41,46 @@ static void run_head_norm(const Layer *l, NormPart part, void *x, long stride, l
     share_out_rows(tokens * width, tokens * n.heads, norm_types[l->type], &n);
 }
 
-static int run_linear(const Layer *l, LinearPart part, const void *x, long inputs, void *out,
-                      long outputs, long tokens, float factor) {
+/* `codes`: memory for those of x. */
+static Linear make_linear(const Layer *l, LinearPart part, const void *x, long inputs, void *out,
+                          long outputs, long tokens, float factor, void *codes) {
     Linear p = {.x = x,
                 .weights = part.weights,
                 .bias = part.bias,
                 .out = out,
                 .x_stride = inputs,
-                .out_stride = outputs};
+                .out_stride = outputs,
+                .quantized = part.quantized};
     p.rows = tokens;
+    if (part.quantized.scales != NULL) p.codes = codes;
     p.inputs = inputs;
     p.outputs = outputs;
     p.factor = factor;
     p.is_gated = part.weights == l->gate_up.weights;
     p.activation = p.is_gated ? l->activation : PLAIN;
-    share_out_linear(&p, linear_types[l->type]);
-    return !p.failed;
+    return p;
+}
+
+/* `follows_norm`: a norm made the codes of x. */
+static int run_linear(const Layer *l, Linear *p, int follows_norm) {
+    if (p->codes != NULL && follows_norm)
+        p->add_codes = code_panels[p->quantized.kernel];
+    else
+        quantize_inputs(p, l->type);
+    share_out_linear(p, linear_types[l->type]);
+    return !p->failed;
 }
 
 /*
- * x [tokens, hidden] -> out [tokens, hidden]. `attention` and `write` as of run_layer_step.
- * 0: there was no memory.
+ * qkv [tokens, heads] -> out [tokens, hidden]. `attention` and `write` as of run_layer_step.
+ * 0: out of memory.
  */
-static int run_attention(const Layer *l, const LayerStep *s, const void *x, char *qkv, void *out,
+static int run_attention(const Layer *l, const LayerStep *s, char *qkv, void *out, void *codes,
                          Step *attention, Write *write) {
     const long q = l->heads * l->head_size, kv = l->kv_heads * l->head_size, wide = q + 2 * kv,
                tokens = s->tokens;
     char *keys = qkv + q * l->element, *values = keys + kv * l->element,
          *attended = qkv + tokens * wide * l->element;
-    if (!run_linear(l, l->qkv, x, l->hidden, qkv, wide, tokens, 0)) return 0;
     run_head_norm(l, l->queries, qkv, wide, q, tokens);
     run_head_norm(l, l->keys, keys, wide, kv, tokens);
     Rotate r = {.x = qkv,
@@ -95,31 +107,40 @@ static int run_attention(const Layer *l, const LayerStep *s, const void *x, char
         write->key_stride = write->value_stride = wide;
         write_types[l->attention_type](write);
     }
-    return attend_types[l->attention_type](attention) &&
-           run_linear(l, l->out, attended, q, out, l->hidden, tokens, l->factor);
+    Linear product =
+        make_linear(l, l->out, attended, q, out, l->hidden, tokens, l->factor, codes);
+    return attend_types[l->attention_type](attention) && run_linear(l, &product, 0);
 }
 
 /*
- * 0: there was no memory. `attention` lacks queries, keys and values that are not cached,
- * and the output; `write` what is written.
+ * 0: out of memory. The call fills in the pointers that `attention` and `write` lack: queries,
+ * keys and values of the step, and the output.
  */
 static int run_layer_step(const Layer *l, const LayerStep *s, Step *attention, Write *write) {
-    const long heads = 2 * (l->heads + l->kv_heads) * l->head_size, tokens = s->tokens,
-               row = l->hidden * l->element;
+    const long heads = (l->heads + 2 * l->kv_heads) * l->head_size, tokens = s->tokens,
+               row = l->hidden * l->element, normed = l->input.weight != NULL,
+               fed_normed = l->post.weight != NULL;
     char *h = s->workspace, *o = h + tokens * row, *qkv = o + tokens * row,
-         *inner = qkv + tokens * heads * l->element;
-    run_norm(l, l->input, s->x, s->adds ? s->residual : NULL, s->residual, h, tokens);
-    if (!run_attention(l, s, l->input.weight == NULL ? s->residual : h, qkv, o, attention, write))
+         *inner = qkv + tokens * (heads + l->heads * l->head_size) * l->element,
+         *codes = inner + tokens * l->inner * l->element;
+    Linear in = make_linear(l, l->qkv, normed ? h : s->residual, l->hidden, qkv, heads, tokens, 0,
+                            codes);
+    run_norm(l, l->input, s->x, s->adds ? s->residual : NULL, s->residual, h, tokens, &in);
+    if (!run_linear(l, &in, normed) || !run_attention(l, s, qkv, o, codes, attention, write))
         return 0;
-    run_norm(l, l->attended, o, NULL, NULL, o, tokens);
-    if (l->gate_up.weights == NULL) h = s->y;
-    run_norm(l, l->post, o, s->residual, s->residual, h, tokens);
-    if (l->gate_up.weights == NULL) return 1;
-    if (!run_linear(l, l->gate_up, l->post.weight == NULL ? s->residual : h, l->hidden, inner,
-                    l->inner, tokens, 0))
-        return 0;
-    if (!run_linear(l, l->down, inner, l->inner, s->y, l->hidden, tokens, l->factor)) return 0;
-    run_norm(l, l->fed, s->y, NULL, NULL, s->y, tokens);
+    run_norm(l, l->attended, o, NULL, NULL, o, tokens, NULL);
+    if (l->gate_up.weights == NULL) {
+        run_norm(l, l->post, o, s->residual, s->residual, s->y, tokens, NULL);
+        return 1;
+    }
+    Linear gate_up = make_linear(l, l->gate_up, fed_normed ? h : s->residual, l->hidden, inner,
+                                 l->inner, tokens, 0, codes);
+    run_norm(l, l->post, o, s->residual, s->residual, h, tokens, &gate_up);
+    if (!run_linear(l, &gate_up, fed_normed)) return 0;
+    Linear down =
+        make_linear(l, l->down, inner, l->inner, s->y, l->hidden, tokens, l->factor, codes);
+    if (!run_linear(l, &down, 0)) return 0;
+    run_norm(l, l->fed, s->y, NULL, NULL, s->y, tokens, NULL);
     return 1;
 }
 
@@ -155,6 +176,10 @@ static PyObject *run_layer(PyObject *self, PyObject *const *values, Py_ssize_t c
     step.kv_heads = l->kv_heads;
     step.size = step.real = l->head_size;
     step.group = l->heads / l->kv_heads;
+    step.code = l->code;
+    step.key_scales = l->key_scales;
+    step.value_scales = l->value_scales;
+    step.scale_page = l->scale_page;
     step.scale = l->scale;
     step.soft_cap = l->soft_cap;
     step.window = l->window;
@@ -163,7 +188,11 @@ static PyObject *run_layer(PyObject *self, PyObject *const *values, Py_ssize_t c
                    .to_values = l->value_pages,
                    .key_page = l->key_page,
                    .value_page = l->value_page,
-                   .slots = s.slots};
+                   .slots = s.slots,
+                   .code = l->code,
+                   .key_scales = l->key_scales,
+                   .value_scales = l->value_scales,
+                   .scale_page = l->scale_page};
     write.tokens = s.tokens;
     write.kv_heads = l->kv_heads;
     write.size = l->head_size;

@@ -1,4 +1,4 @@
-/* What a step asks of attention, and how it is cut into work for threads. */
+/* The attention of a step, and its division into work items for threads. */
 
 #ifndef STEP_H
 #define STEP_H
@@ -20,6 +20,12 @@
 #define LOG2_E 1.44269504f
 
 enum { SEE_ALL, SEE_PAST, SEE_AROUND };
+
+/* What a cache holds: elements, or codes of 8 bits. */
+enum { AS_ELEMENTS, AS_INT8, AS_E4M3 };
+#define INT8_ZERO 128 /* the code of 0 */
+#define MOST_INT8 127.0f
+#define MOST_E4M3 448.0f
 
 typedef struct {
     /* queries [T, heads, D]; keys and values of the cache, or [T, kv_heads, D] */
@@ -50,9 +56,13 @@ typedef struct {
     long bias_center; /* where offset 0 stands; below 0: it is not by offset */
     /* [T, 2]: begin and end of each token's span, whose keys SEE_PAST sees too; or NULL */
     const int32_t *spans;
+    int code; /* AS_ELEMENTS, or what the cache holds; its strides are then bytes */
+    /* from block to block [kv_heads, block], `scale_page` floats apart; 0: one for all */
+    const float *key_scales, *value_scales;
+    long scale_page;
 } Step;
 
-/* What a row has of some of its keys, beside the weighted sum of their values. */
+/* Softmax state of a row over some of its keys. The weighted sum of values is kept apart. */
 typedef struct {
     float top, total; /* the greatest score, times log2(e), and the sum of the weights */
 } Sum;
@@ -65,11 +75,14 @@ typedef struct {
     long key_stride, value_stride, key_page, value_page;
     const int64_t *slots; /* [T]; below 0: not stored */
     long tokens, kv_heads, size, block_size;
+    int code; /* and the scales, as of Step */
+    float *key_scales, *value_scales;
+    long scale_page;
 } Write;
 
 /*
- * Tokens of one sequence, by the query heads of one KV head;
- * of its keys all, or one span where these are shared out.
+ * A work item: tokens of one sequence by the query heads of one KV head,
+ * over all keys of the sequence, or over one span if spans are shared out.
  */
 typedef struct {
     long row, kv_head, token, tokens;
@@ -79,14 +92,14 @@ typedef struct {
 typedef struct {
     Work *work;
     long count;
-    /* 0: spans are not shared out; otherwise so many, of each work, follow each other */
+    /* spans of each work, which are neighbours in `work`; 0: spans are not shared out */
     long most_spans;
     long most_rows; /* of a work */
     long longest;   /* most keys of a sequence */
     int is_long;
 } Plan;
 
-/* A step under way. */
+/* State of a step's attention while threads compute it. */
 typedef struct {
     const Step *step;
     Plan plan;
@@ -95,7 +108,7 @@ typedef struct {
     int failed;
 } Attention;
 
-/* The keys that a token sees. Neither end ever comes before that of the token before it. */
+/* The range of keys that a token sees. Neither end decreases from token to token. */
 static inline void visible(const Step *step, long row, long token, long *from, long *to) {
     const long position = step->first[row] + token;
     const long past =

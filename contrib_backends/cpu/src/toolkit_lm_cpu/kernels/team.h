@@ -1,9 +1,9 @@
 /*
- * The team: the threads that kernels share out their work to, the caller among them.
+ * The team: the thread pool of the kernels. The calling thread is a member.
  *
- * A job is so many items. Threads claim them one by one, and who is not running claims none: so a
- * thread that the system has taken off its core delays a job by one item at most, and a team of
- * sleepers by nothing. Threads that find no work spin for a moment, and then sleep.
+ * A job has a number of items, and threads claim them one by one. A thread that is not running
+ * claims none. A preempted thread therefore delays a job by one item at most, and sleeping threads
+ * do not delay it. A thread without work spins for a moment, and then sleeps.
  */
 
 #ifndef TEAM_H
@@ -27,8 +27,8 @@ typedef void (*Item)(void *job, long item);
 
 static struct {
     /*
-     * items of the job, and in the low half the next one.
-     * Both at once: an item claimed belongs to what is read
+     * high half: number of the job's items; low half: the next item to claim.
+     * One word holds both, so that a claimed item belongs to the count that was read
      */
     _Atomic uint64_t turns;
     _Atomic uint32_t left;  /* items that are not done; a futex */
@@ -51,7 +51,7 @@ static inline void futex(_Atomic uint32_t *word, int operation, uint32_t value) 
 
 static inline int has_items(uint64_t turns) { return (uint32_t)turns < turns >> 32; }
 
-/* Does items of the job as long as there are any. */
+/* Claims and executes items until none is left. */
 static void work(void) {
     while (has_items(atomic_load_explicit(&team.turns, memory_order_relaxed))) {
         const uint64_t turns = atomic_fetch_add(&team.turns, 1);
@@ -68,7 +68,7 @@ static inline long long nanoseconds(void) {
     return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
-/* Whether `is_so` came true while the thread spun. */
+/* Spins until `is_so` is true or SPIN_NANOSECONDS have passed. Returns `is_so`. */
 #define SPIN_UNTIL(is_so)                                                                          \
     ({                                                                                             \
         const long long end = nanoseconds() + SPIN_NANOSECONDS;                                    \
@@ -81,14 +81,14 @@ static void keep_to(int core) {
     cpu_set_t cores;
     CPU_ZERO(&cores);
     CPU_SET(core, &cores);
-    /* Where it is refused, the thread runs anywhere. */
+    /* If the system refuses, the thread runs on any core. */
     pthread_setaffinity_np(pthread_self(), sizeof cores, &cores);
 }
 
 static void *member(void *number) {
     const int me = (int)(intptr_t)number;
     int is_bound = 0;
-    /* It may have been started from a core. */
+    /* The thread inherits its creator's affinity, which may be one core. */
     if (CPU_COUNT(&team.anywhere))
         pthread_setaffinity_np(pthread_self(), sizeof team.anywhere, &team.anywhere);
     for (;;) {
@@ -107,7 +107,7 @@ static void *member(void *number) {
     return NULL;
 }
 
-/* Threads do not survive a fork. */
+/* Resets the team in a forked child, which has none of the threads. */
 static void forget(void) {
     atomic_store(&team.sleepers, 0);
     atomic_store(&team.turns, 0);
@@ -122,7 +122,7 @@ static void start_threads(void) {
     pthread_attr_init(&attributes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     pthread_attr_setstacksize(&attributes, 8 << 20);
-    /* Signals are the host's matter. */
+    /* The host application handles signals, so the threads block them. */
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, &all, &old);
     for (pthread_t thread; team.started < atomic_load(&team.threads); team.started++)
@@ -133,8 +133,8 @@ static void start_threads(void) {
 }
 
 /*
- * Has the team do all items of a job; below 2^31 of them.
- * Where another caller has the team, the thread does them alone.
+ * Executes all items of a job, fewer than 2^31, on the team.
+ * If another caller uses the team, the calling thread executes them alone.
  */
 static void share_out(long count, Item item, void *job) {
     if (count == 1 || atomic_load(&team.threads) == 1 || pthread_mutex_trylock(&team.mutex) != 0) {
@@ -157,7 +157,7 @@ static void share_out(long count, Item item, void *job) {
     pthread_mutex_unlock(&team.mutex);
 }
 
-/* The same, where the job `is_long`; what is short is done sooner than threads wake. */
+/* share_out if the job `is_long`, else a loop: a short job ends before threads would wake. */
 static void share_out_if(int is_long, long count, Item item, void *job) {
     if (is_long)
         share_out(count, item, job);
@@ -168,8 +168,8 @@ static void share_out_if(int is_long, long count, Item item, void *job) {
 static pthread_key_t own_key;
 
 /*
- * The calling thread's own memory, for the item that it does; what it held is lost.
- * NULL: there is none.
+ * Scratch memory of the calling thread for one item. Its earlier contents are lost.
+ * NULL: out of memory.
  */
 static void *own_memory(size_t bytes) {
     static __thread size_t size;
@@ -182,7 +182,7 @@ static void *own_memory(size_t bytes) {
     return memory;
 }
 
-/* Before anything else; 0: the system has no room. */
+/* Sets up the team. Must be called first. 0: the system lacks resources. */
 static int make_team(void) {
     return pthread_key_create(&own_key, free) == 0 && pthread_atfork(NULL, NULL, forget) == 0;
 }

@@ -1,0 +1,200 @@
+/*
+ * Products of quantized weights. Included once for each kind of integer instructions, with
+ *   CODES(x)        x with the suffix of the instructions
+ *   TARGET_CODES    the instructions that may be used
+ *   ZERO_8          zero of the codes of 8 bits as DOT_8 sees them, which are 128 more in memory
+ *   DOT_8, DOT_4    sums + products, by fours: sixteen lanes of sums, codes of W and codes of x
+ *   CODE_PANELS     panels of a tile, whose sums fit into registers by CODE_ROWS rows
+ *
+ * W lies in panels of 16 outputs. A lane of 32 bits is an output's:
+ *   codes of 8 bits  [N / 16][K / 4][16][4 bytes]   plus 128
+ *   codes of 4 bits  [N / 16][K / 8][16][4 bytes]   plus 8; the first four inputs in the low bits
+ * Codes of 4 bits may also be indices of values, which are then multiplied as codes of 8 bits.
+ *
+ * Sums of a group are exact integers. A result is the sum of its groups, in their order, each times
+ * the scales of both: it is the same by all instructions, and independent of the rest of the batch.
+ */
+
+/*
+ * Panels of a product, and rows of x to multiply them with. `form`: 8 or 4 bits, or 0 for indices
+ * of values.
+ */
+TARGET_CODES INLINE void CODES(tile)(const Tile *t, const int rows, const int panels,
+                                     const int form, const int fetched) {
+    const Quantized *q = t->weight;
+    const long groups = q->groups, scaled = q->scaled, words = q->group / 4, width = groups * words;
+    const long lanes = form == 8 ? words : words / 2, panel = groups * lanes * LANES * 4;
+    const int32_t *x = (const int32_t *)t->codes;
+    const char *w = t->panels, *ahead = t->ahead;
+    /* A row alone has registers for sums of the other lanes, whose instructions need not wait. */
+    const int apart = rows == 1 && form != 8;
+    const Words values = form == 0 ? bytes_16(q->values) : splat_word(0);
+    Floats f[CODE_ROWS][PANELS];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int b = 0; b < panels; b++) f[r][b] = splat(0);
+    for (long g = 0; g < groups; g++) {
+        const long scale = (scaled > 1 ? g : 0) * LANES;
+        Words c[CODE_ROWS][PANELS], others[PANELS];
+        if (fetched == panels)
+#pragma GCC unroll 4
+            for (int b = 0; b < panels; b++) {
+                const long at = t->first_ahead + b * scaled * LANES + scale;
+                _mm_prefetch((const char *)q->scales + at * (q->is_half ? 2 : 4), _MM_HINT_T1);
+                if (q->offsets != NULL)
+                    _mm_prefetch((const char *)(q->offsets + at), _MM_HINT_T1);
+            }
+#pragma GCC unroll 4
+        for (int b = 0; b < panels; b++) others[b] = splat_word(0);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            const Words zeros = splat_word((form == 4 ? -8 : -ZERO_8) * t->sums[r * groups + g]);
+#pragma GCC unroll 4
+            for (int b = 0; b < panels; b++) c[r][b] = zeros;
+        }
+        for (long k = 0; k < lanes; k++, w += LANES * 4) {
+            Words v[PANELS];
+#pragma GCC unroll 4
+            for (int b = 0; b < panels; b++) v[b] = load_32(w + b * panel);
+#pragma GCC unroll 4
+            for (int p = 0; p < fetched; p++) _mm_prefetch(ahead + p * 64, _MM_HINT_T1);
+            ahead += fetched * 64;
+            if (form == 8) {
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; r++) {
+                    const Words one = splat_word(x[r * width + k]);
+#pragma GCC unroll 4
+                    for (int b = 0; b < panels; b++) c[r][b] = DOT_8(c[r][b], v[b], one);
+                }
+            } else {
+                const Words fifteen = splat_word(0x0f0f0f0f);
+                Words high[PANELS];
+#pragma GCC unroll 4
+                for (int b = 0; b < panels; b++) {
+                    high[b] = and_words(right_4(v[b]), fifteen);
+                    v[b] = and_words(v[b], fifteen);
+                    if (form == 0) {
+                        high[b] = look_up(values, high[b]);
+                        v[b] = look_up(values, v[b]);
+                    }
+                }
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; r++) {
+                    const Words one = splat_word(x[r * width + 2 * k]),
+                                other = splat_word(x[r * width + 2 * k + 1]);
+#pragma GCC unroll 4
+                    for (int b = 0; b < panels; b++) {
+                        c[r][b] = form == 4 ? DOT_4(c[r][b], v[b], one) : DOT_8(c[r][b], v[b], one);
+                        Words *to = apart ? &others[b] : &c[r][b];
+                        *to = form == 4 ? DOT_4(*to, high[b], other) : DOT_8(*to, high[b], other);
+                    }
+                }
+            }
+        }
+        x += words;
+#pragma GCC unroll 4
+        for (int b = 0; b < panels; b++) {
+            if (apart) c[0][b] = add_words(c[0][b], others[b]);
+            const Floats scales = scales_at(q, t->first + b * scaled * LANES + scale);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++)
+                f[r][b] = fma_lanes(floats_of(c[r][b]),
+                                    mul_lanes(scales, splat(t->x_scales[r * groups + g])), f[r][b]);
+        }
+        if (q->offsets != NULL)
+#pragma GCC unroll 4
+            for (int b = 0; b < panels; b++) {
+                const Floats offsets =
+                    floats_f32(q->offsets + t->first + b * scaled * LANES + scale);
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; r++)
+                    f[r][b] = fnma_lanes(offsets,
+                                         splat(t->x_scales[r * groups + g] *
+                                               (float)t->sums[r * groups + g]),
+                                         f[r][b]);
+            }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int b = 0; b < panels; b++) store_f32(t->out + (r * PANELS + b) * LANES, f[r][b]);
+}
+
+#define TILE_OF(rows, panels, form, fetched)                                                       \
+    TARGET_CODES static void CODES(tile_##rows##_##panels##_##form##_##fetched)(const Tile *t) {   \
+        if (panels <= CODE_PANELS) CODES(tile)(t, rows, panels, form, fetched);                    \
+    }
+#define TILES_OF(panels, form, fetched)                                                            \
+    TILE_OF(1, panels, form, fetched)                                                              \
+    TILE_OF(2, panels, form, fetched)                                                              \
+    TILE_OF(3, panels, form, fetched)                                                              \
+    TILE_OF(4, panels, form, fetched)                                                              \
+    static const TileProduct CODES(tiles_##panels##_##form##_##fetched)[] = {                      \
+        NULL,                                                                                      \
+        CODES(tile_1_##panels##_##form##_##fetched),                                               \
+        CODES(tile_2_##panels##_##form##_##fetched),                                               \
+        CODES(tile_3_##panels##_##form##_##fetched),                                               \
+        CODES(tile_4_##panels##_##form##_##fetched),                                               \
+    };
+#define ALL_TILES(form)                                                                            \
+    TILES_OF(1, form, 0)                                                                           \
+    TILES_OF(1, form, 1)                                                                           \
+    TILES_OF(3, form, 0)                                                                           \
+    TILES_OF(3, form, 1)                                                                           \
+    TILES_OF(3, form, 3)                                                                           \
+    /* [whether of PANELS panels][lines][rows] */                                                  \
+    static const TileProduct *const CODES(tiles_##form)[2][4] = {                                  \
+        {CODES(tiles_1_##form##_0), CODES(tiles_1_##form##_1)},                                    \
+        {CODES(tiles_3_##form##_0), CODES(tiles_3_##form##_1), NULL, CODES(tiles_3_##form##_3)},   \
+    };
+ALL_TILES(0)
+ALL_TILES(4)
+ALL_TILES(8)
+#undef TILE_OF
+#undef TILES_OF
+#undef ALL_TILES
+
+/*
+ * sums [rows][PANELS][16] of up to PANELS panels, from panel `first` on, and rows of x from `row`
+ * on. `next`: the panels to prefetch, or NULL.
+ */
+static void CODES(panels)(const Linear *l, long row, long rows, long first, long panels,
+                          const char *next, float *sums) {
+    const Quantized *q = &l->quantized;
+    const long width = q->groups * q->group, panel = panel_bytes(q), lines = panel / 64;
+    const Codes x = codes_of(l);
+    const int at_once = panels == PANELS && CODE_PANELS == PANELS;
+    const TileProduct *const(*tiles)[4] = q->values != NULL ? CODES(tiles_0)
+                                          : q->bits == 4    ? CODES(tiles_4)
+                                                            : CODES(tiles_8);
+    const long count = (rows + CODE_ROWS - 1) / CODE_ROWS;
+    for (long i = 0, at = 0; i < count; i++) {
+        const long end = rows * (i + 1) / count, here = row + at;
+        Tile t = {.weight = q,
+                  .codes = x.codes + here * width,
+                  .x_scales = x.scales + here * q->groups,
+                  .sums = x.sums + here * q->groups};
+        /* All of `next`: by the only group of rows, or by the first three. */
+        const int fetched = next == NULL ? 0 : !at_once ? i == 0 : count < 3 ? 3 * (i == 0) : i < 3;
+        for (long b = 0; b < panels; b += at_once ? PANELS : 1) {
+            const long p = first + b;
+            t.panels = (const char *)l->weights + p * panel;
+            t.first = p * q->scaled * LANES;
+            if (next != NULL)
+                t.first_ahead =
+                    ((next - (const char *)l->weights) / panel + b) * q->scaled * LANES;
+            t.ahead = next + (at_once ? i : b) * lines * 64 * (next != NULL);
+            t.out = sums + (at * PANELS + b) * LANES;
+            tiles[at_once][fetched][end - at](&t);
+        }
+        at = end;
+    }
+}
+
+#undef CODES
+#undef TARGET_CODES
+#undef ZERO_8
+#undef DOT_8
+#undef DOT_4
+#undef CODE_PANELS

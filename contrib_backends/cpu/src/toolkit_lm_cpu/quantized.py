@@ -1,0 +1,443 @@
+"""QuantizedPanels: a linear method with its quantized weight in the kernels' layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from toolkit_lm.model import (
+    NO_EPILOGUE,
+    Epilogue,
+    LinearMethod,
+    LinearSpec,
+    QuantizedWeight,
+    Rows,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from toolkit_lm_cpu.arena import Arena
+from toolkit_lm_cpu.arguments import Quantized
+from toolkit_lm_cpu.library import _kernels, code_isa, code_kernel, usable_types
+from toolkit_lm_cpu.panels import ACTIVATIONS, LANES
+
+_WHOLE = 64
+"""Codes of a row are filled up to a multiple of this number, if all are one group."""
+_GROUPS = (128, 64, 32, LANES)
+"""Inputs whose codes share a scale, if weights have one per output: the first that divides all."""
+_SOME = 2**22
+"""Weights that are rounded again at a time."""
+_MOST_INPUTS = 2**16
+"""Inputs of a group, at most: sums of products are in 32 bits."""
+
+
+class QuantizedPanels(LinearMethod):
+    """A linear method with its weight in panels of 16 outputs, in codes of 4 or 8 bits.
+
+    A row of x is rounded to codes of 8 bits, in each group of inputs by a scale of its own. Their
+    sums are exact. A result is therefore independent of the rest of the batch, and of the
+    processor's instructions.
+    """
+
+    def __init__(self, weight: QuantizedWeight, spec: LinearSpec, arena: Arena) -> None:
+        """Packs a weight, for which `refusal` must be None."""
+        self.outputs, self.inputs = spec.shape
+        self.dtype = spec.dtype
+        self.type = usable_types()[spec.dtype]
+        self.rounded = rounding(weight)
+        """Why weights are rounded to codes of 8 bits. None: they are held as they are."""
+        if self.rounded is not None:
+            weight = round_again(weight)
+        self.bits = 4 if weight.bits <= 4 else 8
+        sizes = {part.size for part in spec.outputs}
+        self.is_halved = len(spec.outputs) == 2 and len(sizes) == 1 and sizes.pop() % LANES != 0
+        """Whether panels hold the two halves of the outputs apart, as gated products need them."""
+        num_scales = weight.scales.shape[1]
+        self.group = (
+            self.inputs // num_scales
+            if num_scales > 1
+            else next((size for size in _GROUPS if self.inputs % size == 0), self.inputs)
+        )
+        """Inputs whose codes share a scale: those of a weight's group, if it has several."""
+        self.groups = self.inputs // self.group
+        if self.groups == 1:
+            self.group = -(-self.inputs // _WHOLE) * _WHOLE
+        self.order = _order(weight)
+        offsets = _offsets(weight)
+        scales = weight.scales
+        self.values: Tensor | None = None
+        """[16] uint8: the values of codes, plus 128."""
+        if weight.values is not None:
+            unit = _unit(weight.values)
+            scales = scales * unit
+            values = (weight.values / unit).round().add(128).to(torch.uint8)
+            self.values = F.pad(values, (0, 16 - len(values)))
+        self.packed = self._pack(weight, arena)
+        halved = scales.half()
+        self.scales = self._pack_scales(halved if torch.equal(halved.float(), scales) else scales)
+        """[panels, G, 16]: in float16 if that is exact, as scales of most checkpoints are."""
+        self.offsets = None if offsets is None else self._pack_scales(offsets)
+
+    def create(self, layer: nn.Module, spec: LinearSpec) -> None:
+        raise AssertionError("it is made once the weight is loaded")
+
+    @property
+    def quantized(self) -> Quantized:
+        """How the kernels read the weight. The method must outlive it."""
+        return describe(
+            self.packed,
+            self.scales,
+            self.offsets,
+            self.values,
+            self.order,
+            self.group,
+            self.bits,
+        )
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if not self.is_halved:
+            return self._product(x, bias)
+        # The kernels see outputs one after the other, with the last panel of each half filled up.
+        half = self.outputs // 2
+        filled = -(-half // LANES) * LANES
+        wide = self._product(x, None, outputs=2 * filled)
+        out = torch.cat([wide[:, :half], wide[:, filled : filled + half]], dim=1)
+        return out if bias is None else out.add_(bias)
+
+    def dequantized(self) -> Tensor:
+        return self.embed(torch.arange(self.outputs))
+
+    def likeliest(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        if self.is_halved:
+            return None
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        quantized = self.quantized
+        best = x.new_empty(len(x))
+        indices = torch.empty(len(x), dtype=torch.int64)
+        codes = memory(quantized, len(x))
+        _kernels.likeliest_quantized(
+            self.type,
+            best.data_ptr(),
+            indices.data_ptr(),
+            weights=self.packed.data_ptr(),
+            bias=0 if bias is None else bias.data_ptr(),
+            outputs=self.outputs,
+            inputs=self.inputs,
+            activation=ACTIVATIONS[None],
+            is_gated=False,
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            residual=0,
+            residual_stride=0,
+            # Results are not kept.
+            out=0,
+            out_stride=0,
+            rows=len(x),
+            quantized=quantized,
+            codes=codes.data_ptr(),
+        )
+        return best, indices
+
+    def apply(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        epilogue: Epilogue = NO_EPILOGUE,
+        *,
+        rows: Rows | Tensor = Rows.FLAT,
+    ) -> Tensor:
+        activation, gated, residual = epilogue
+        half = self.outputs // 2
+        fits = self.is_halved or half % LANES == 0 if gated else not self.is_halved
+        if activation not in ACTIVATIONS or not fits:
+            return super().apply(x, bias, epilogue)
+        return self._product(x, bias, activation, gated, residual)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        if self.is_halved:
+            half = self.outputs // 2
+            ids = torch.where(ids < half, ids, ids - half + -(-half // LANES) * LANES)
+        panels = ids // LANES
+        lanes = ids % LANES
+        words = self.packed.view(-1, self.groups * self.group * self.bits // 32, LANES, 4)
+        codes = words[panels, :, lanes]
+        if self.bits == 4:
+            codes = torch.stack([codes & 15, codes >> 4], dim=2)
+        if self.values is not None:
+            codes = self.values[codes.int()]
+        values = codes.reshape(len(ids), self.groups, self.group).float()
+        values -= 128 if self.values is not None else 2 ** (self.bits - 1)
+        values *= self.scales[panels, :, lanes].unsqueeze(2)
+        if self.offsets is not None:
+            values -= self.offsets[panels, :, lanes].unsqueeze(2)
+        rows = values.view(len(ids), -1)[:, : self.inputs]
+        if self.order is not None:
+            rows = torch.empty_like(rows).index_copy_(1, self.order.long(), rows)
+        return rows.to(self.dtype)
+
+    def _product(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        activation: str | None = None,
+        gated: bool = False,
+        residual: Tensor | None = None,
+        *,
+        outputs: int | None = None,
+    ) -> Tensor:
+        product = linear
+        if torch.compiler.is_compiling():
+            product = torch.ops.toolkit_lm_cpu.quantized_linear
+        return product(
+            self.type,
+            x,
+            self.packed,
+            self.scales,
+            self.offsets,
+            self.values,
+            self.order,
+            self.group,
+            self.inputs,
+            outputs or (self.outputs // 2 if gated else self.outputs),
+            self.bits,
+            bias,
+            ACTIVATIONS[activation],
+            gated,
+            residual,
+        )
+
+    def _pack(self, weight: QuantizedWeight, arena: Arena) -> Tensor:
+        codes = weight.codes.contiguous()
+        halves = 2 if self.is_halved else 1
+        outputs = self.outputs // halves
+        width = self.groups * self.group
+        size = -(-outputs // LANES) * LANES * width * self.bits // 8
+        packed = arena.empty(halves * size, torch.uint8)
+        for half in range(halves):
+            _kernels.pack_codes(
+                codes=codes.data_ptr() + half * outputs * self.inputs,
+                order=0 if self.order is None else self.order.data_ptr(),
+                to=packed.data_ptr() + half * size,
+                outputs=outputs,
+                inputs=self.inputs,
+                width=width,
+                bits=self.bits,
+                added=0
+                if self.values is not None
+                else 2 ** (self.bits - 1) - 2 ** (weight.bits - 1),
+            )
+        return packed
+
+    def _pack_scales(self, scales: Tensor) -> Tensor:
+        """[N, G] -> [panels, G, 16]"""
+        parts = scales.chunk(2) if self.is_halved else (scales,)
+        filled = [F.pad(part, (0, 0, 0, -len(part) % LANES)) for part in parts]
+        return torch.cat(filled).view(-1, LANES, scales.shape[1]).transpose(1, 2).contiguous()
+
+
+def describe(
+    packed: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    values: Tensor | None,
+    order: Tensor | None,
+    group: int,
+    bits: int,
+) -> Quantized:
+    """How the kernels read a weight in panels. The tensors must outlive it."""
+    return Quantized(
+        scales=scales.data_ptr(),
+        offsets=0 if offsets is None else offsets.data_ptr(),
+        values=0 if values is None else values.data_ptr(),
+        order=0 if order is None else order.data_ptr(),
+        scaled=scales.shape[1],
+        groups=packed.numel() * 8 // bits // (len(scales) * LANES * group),
+        group=group,
+        bits=bits,
+        is_half=scales.dtype is torch.float16,
+        kernel=code_kernel(),
+    )
+
+
+def size_of_codes(quantized: Quantized) -> int:
+    """Bytes for the codes of a row of x, with a scale and a sum of each group."""
+    return quantized.groups * (quantized.group + 8)
+
+
+def memory(quantized: Quantized, rows: int) -> Tensor:
+    """Memory for the codes of rows of x. There is some for no rows too."""
+    return torch.empty(rows * size_of_codes(quantized) + 1, dtype=torch.uint8)
+
+
+def linear(
+    type: int,
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    values: Tensor | None,
+    order: Tensor | None,
+    group: int,
+    inputs: int,
+    outputs: int,
+    bits: int,
+    bias: Tensor | None,
+    activation: int,
+    gated: bool,
+    residual: Tensor | None,
+) -> Tensor:
+    """Computes activation(x W^T + bias) + residual, or the gated form, with W in panels of codes.
+
+    `outputs` are those of the result.
+    """
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    if residual is not None and residual.stride(1) != 1:
+        residual = residual.contiguous()
+    quantized = describe(packed, scales, offsets, values, order, group, bits)
+    rows = len(x)
+    out = x.new_empty(rows, outputs)
+    codes = memory(quantized, rows)
+    _kernels.quantized_linear(
+        type,
+        weights=packed.data_ptr(),
+        bias=0 if bias is None else bias.data_ptr(),
+        outputs=outputs,
+        inputs=inputs,
+        activation=activation,
+        is_gated=gated,
+        x=x.data_ptr(),
+        x_stride=x.stride(0),
+        residual=0 if residual is None else residual.data_ptr(),
+        residual_stride=0 if residual is None else residual.stride(0),
+        out=out.data_ptr(),
+        out_stride=outputs,
+        rows=rows,
+        quantized=quantized,
+        codes=codes.data_ptr(),
+    )
+    return out
+
+
+def refusal(weight: QuantizedWeight, spec: LinearSpec) -> str | None:
+    """Why the kernels cannot multiply by a weight. None: they can."""
+    if spec.dtype not in usable_types():
+        return f"its kernels do not compute in {spec.dtype}"
+    if weight.scales.shape[1] == 1 and spec.shape[1] > _MOST_INPUTS:
+        return f"a group has more than {_MOST_INPUTS} inputs"
+    return None
+
+
+def explain(weight: QuantizedWeight) -> str:
+    """The kernel that multiplies by a weight without a `refusal`, and why none is faster."""
+    rounded = rounding(weight)
+    groups = weight.scales.shape[1]
+    size = weight.codes.shape[1] // groups
+    bits = 4 if weight.bits <= 4 and rounded is None else 8
+    start = f"codes of {bits} bits by {code_isa(code_kernel())}"
+    if rounded is not None:
+        return (
+            f"{start}, rounded to 8 bits with a scale for {_fine(weight)} inputs, since {rounded}"
+        )
+    reasons = [start]
+    if weight.bits not in (4, 8):
+        reasons.append(f"which hold those of {weight.bits}, since there are panels of 4 and 8")
+    if groups > 1 and size < _GROUPS[0]:
+        reasons.append(f"a scale to multiply by for {size} inputs")
+    if weight.zeros is not None or weight.mins is not None:
+        reasons.append("an offset for each group, unless all are 0")
+    if weight.values is not None:
+        reasons.append("a table to look codes up in")
+    if weight.groups is not None:
+        reasons.append("inputs to bring into the order of their groups")
+    return ", ".join(reasons)
+
+
+def rounding(weight: QuantizedWeight) -> str | None:
+    """Why the kernels must round a weight again. None: they hold it as it is."""
+    inputs = weight.codes.shape[1]
+    groups = weight.scales.shape[1]
+    if weight.codes.is_floating_point():
+        return f"they have no codes in {weight.codes.dtype}"
+    if weight.values is not None and weight.bits > 4:
+        return "they have values of codes of 4 bits, and no more"
+    if groups > 1 and (inputs % groups or inputs // groups % LANES):
+        return f"a group of {inputs / groups:g} inputs is not a multiple of {LANES}"
+    if (
+        weight.groups is not None
+        and len(set(weight.groups.bincount(minlength=groups).tolist())) > 1
+    ):
+        return "groups of inputs are of unequal size"
+    return None
+
+
+def round_again(weight: QuantizedWeight) -> QuantizedWeight:
+    """The nearest weight in codes of 8 bits, with a scale for 32 or 16 inputs; for all if neither
+    divides them."""
+    outputs, inputs = weight.codes.shape
+    group = _fine(weight)
+    codes = torch.empty(outputs, inputs, dtype=torch.uint8)
+    scales = torch.empty(outputs, inputs // group)
+    # Some rows at a time: as floats they take four times the memory.
+    number = max(1, _SOME // max(1, inputs))
+    for first in range(0, outputs, number):
+        some = torch.arange(first, min(first + number, outputs))
+        parts = weight.select(some).dequantized().view(len(some), -1, group)
+        step = parts.abs().amax(2) / 127
+        scales[some] = step
+        rounded = (parts / step.clamp(min=1e-30).unsqueeze(2)).round().add_(128)
+        codes[some] = rounded.flatten(1).to(torch.uint8)
+    return QuantizedWeight(codes=codes, bits=8, scales=scales)
+
+
+def _fine(weight: QuantizedWeight) -> int:
+    """Inputs that share a scale where a weight is rounded again."""
+    inputs = weight.codes.shape[1]
+    return next((size for size in (32, LANES) if inputs % size == 0), inputs)
+
+
+def _unit(values: Tensor) -> float:
+    """The unit of the codes that values of weights have in the kernels: a power of 2 by which all
+    are whole numbers, if they are then in 8 bits; otherwise the finest for 8 bits."""
+    most = values.abs().max().item() or 1.0
+    for exponent in range(8):
+        unit = 2.0**-exponent
+        if most / unit <= 127 and torch.equal((values / unit).round(), values / unit):
+            return unit
+    return most / 127
+
+
+def _order(weight: QuantizedWeight) -> Tensor | None:
+    """The inputs by group, [K] int32. None: they are in order."""
+    if weight.groups is None:
+        return None
+    order = weight.groups.argsort(stable=True)
+    return None if torch.equal(order, torch.arange(len(order))) else order.int()
+
+
+def _offsets(weight: QuantizedWeight) -> Tensor | None:
+    """Offset of each group, with the kernels' zeros of codes: [N, G]. It is subtracted."""
+    offsets = weight.mins
+    if weight.zeros is not None:
+        zero = 0 if weight.values is not None else 2 ** (weight.bits - 1)
+        shifted = (weight.zeros - zero) * weight.scales
+        offsets = shifted if offsets is None else offsets + shifted
+    return offsets if offsets is not None and offsets.any() else None
+
+
+# To a compiler a product is one opaque op.
+_library: Any = torch.library.Library("toolkit_lm_cpu", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(
+    "quantized_linear(int type, Tensor x, Tensor packed, Tensor scales, Tensor? offsets, Tensor? "
+    "values, Tensor? order, int group, int inputs, int outputs, int bits, Tensor? bias, int "
+    "activation, bool gated, Tensor? residual) -> Tensor"
+)
+_library.impl("quantized_linear", linear, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "toolkit_lm_cpu::quantized_linear",
+    lambda type, x, packed, scales, offsets, values, order, group, inputs, outputs, *rest: (
+        x.new_empty(x.shape[0], outputs)
+    ),
+    lib=_library,
+)

@@ -1,0 +1,535 @@
+"""Products of quantized weights: within half a step of x's codes of the exact result, and the same
+bits by all instructions, whatever else is in the batch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from toolkit_lm.model import (
+    DequantizingMethod,
+    Epilogue,
+    LinearSpec,
+    QuantizedWeight,
+    Shard,
+    gate,
+    get_activation,
+)
+from toolkit_lm_cpu import library, quantized
+from toolkit_lm_cpu.layers import CpuKernels
+from toolkit_lm_cpu.library import _kernels
+from toolkit_lm_cpu.panels import ACTIVATIONS
+from toolkit_lm_cpu.quantized import QuantizedPanels, explain, refusal
+from torch import Tensor
+from torch.nn import functional as F
+
+pytestmark = pytest.mark.skipif(library.refusal() is not None, reason=str(library.refusal()))
+STEP = {torch.float32: 2**-23, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+"""Most relative error of rounding a result."""
+CODE_KERNELS = tuple(getattr(_kernels, "CODE_KERNELS", ()))
+MXFP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+KINDS: dict[str, dict[str, Any]] = {
+    "1 bit": {"bits": 1, "groups": 2},
+    "2 bits": {"bits": 2, "groups": 4},
+    "3 bits, mins": {"bits": 3, "groups": 4, "mins": True},
+    "4 bits of a channel": {"bits": 4, "groups": 1},
+    "4 bits": {"bits": 4, "groups": 4},
+    "4 bits, zeros": {"bits": 4, "groups": 4, "zeros": True},
+    "4 bits in any order": {"bits": 4, "groups": 4, "order": True},
+    "2 bits of a table": {"bits": 2, "groups": 4, "values": [-3.0, -0.5, 0.5, 2.0]},
+    "4 bits of a table": {"bits": 4, "groups": 4, "values": MXFP4},
+    "4 bits of a table, zeros and mins": {
+        "bits": 4,
+        "groups": 2,
+        "values": list(range(-127, 113, 15)),
+        "zeros": True,
+        "mins": True,
+    },
+    "5 bits, zeros and mins": {"bits": 5, "groups": 2, "zeros": True, "mins": True},
+    "8 bits of a channel": {"bits": 8, "groups": 1},
+    "8 bits of a channel, zeros": {"bits": 8, "groups": 1, "zeros": True},
+    "8 bits": {"bits": 8, "groups": 4},
+    "8 bits in any order, zeros": {"bits": 8, "groups": 2, "order": True, "zeros": True},
+}
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    yield
+    library.use_threads()
+
+
+@pytest.fixture(params=CODE_KERNELS)
+def kernel(request, monkeypatch) -> str:
+    use_kernel(monkeypatch, request.param)
+    return request.param
+
+
+def use_kernel(monkeypatch, isa: str, *, able: bool = False) -> None:
+    if not able and not _kernels.supports(isa):
+        pytest.skip(f"the processor lacks {isa}")
+    monkeypatch.setattr(quantized, "code_kernel", lambda: CODE_KERNELS.index(isa))
+
+
+def random_weight(
+    outputs: int,
+    inputs: int,
+    *,
+    bits: int = 8,
+    groups: int = 1,
+    zeros: bool = False,
+    mins: bool = False,
+    order: bool = False,
+    values: list[float] | None = None,
+) -> QuantizedWeight:
+    number = 2**bits
+    return QuantizedWeight(
+        codes=torch.randint(0, number, (outputs, inputs), dtype=torch.uint8),
+        bits=bits,
+        scales=torch.rand(outputs, groups).add_(0.1).mul_(inputs**-0.5 / number),
+        zeros=torch.randint(0, number, (outputs, groups)).float() if zeros else None,
+        mins=torch.randn(outputs, groups).mul_(inputs**-0.5) if mins else None,
+        groups=torch.arange(inputs)[torch.randperm(inputs)] % groups if order else None,
+        values=None if values is None else torch.tensor(values, dtype=torch.float32),
+    )
+
+
+def make_spec(weight: QuantizedWeight, dtype: torch.dtype, *parts: int) -> LinearSpec:
+    outputs, inputs = weight.codes.shape
+    return LinearSpec(
+        kind="linear",
+        prefix="layer",
+        inputs=Shard.whole(inputs),
+        outputs=tuple(map(Shard.whole, parts or (outputs,))),
+        dtype=dtype,
+    )
+
+
+def pack(
+    weight: QuantizedWeight, dtype: torch.dtype = torch.float32, *parts: int
+) -> QuantizedPanels:
+    method = CpuKernels().quantized_method(make_spec(weight, dtype, *parts), weight)
+    assert isinstance(method, QuantizedPanels)
+    return method
+
+
+def bound(x: Tensor, weight: QuantizedWeight, exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """Most error of each result [rows, outputs].
+
+    Codes are off by half a step of their group's scale at most, which is its greatest |x| / 127.
+    Half a step of each input times |W| is therefore the bound, and rounding of sums and of the
+    result comes on top. Groups are those of the weight, or runs of inputs if it has but one.
+    """
+    group_of = groups_of_inputs(weight)
+    groups = int(group_of.max()) + 1
+    steps = torch.stack(
+        [x.abs().double()[:, group_of == g].amax(1) / 127 for g in range(groups)], dim=1
+    )
+    dense = weight.dequantized().double().abs()
+    rounding = 1e-5 * (x.abs().double() @ dense.T + steps[:, group_of] @ dense.T)
+    return 0.5 * steps[:, group_of] @ dense.T + rounding + STEP[dtype] * exact.abs()
+
+
+def groups_of_inputs(weight: QuantizedWeight) -> Tensor:
+    inputs = weight.codes.shape[1]
+    if weight.groups is not None:
+        return weight.groups
+    groups = weight.scales.shape[1]
+    run = inputs // groups
+    if groups == 1:
+        run = next((size for size in (128, 64, 32, 16) if inputs % size == 0), inputs)
+    return torch.arange(inputs) // run
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(48, 64), (33, 128), (100, 320)], ids=str)
+def test_products(kernel, kind, shape) -> None:
+    weight = random_weight(*shape, **KINDS[kind])
+    dense = weight.dequantized()
+    bias = torch.randn(shape[0])
+    for dtype in STEP:
+        method = pack(weight, dtype)
+        torch.testing.assert_close(
+            method.dequantized(), dense.to(dtype), rtol=2 * STEP[dtype], atol=1e-6
+        )
+        ids = torch.tensor([3, 0, shape[0] - 1, 3])
+        assert torch.equal(method.embed(ids), method.dequantized()[ids])
+        x = torch.randn(70, shape[1]).mul_(3).to(dtype)
+        exact = x.double() @ dense.double().T
+        whole = method.multiply(x, None)
+        assert (whole.shape, whole.dtype) == ((70, shape[0]), dtype)
+        assert ((whole.double() - exact).abs() <= bound(x, weight, exact, dtype)).all()
+        shifted = method.multiply(x, bias.to(dtype))
+        exact = exact + bias.to(dtype).double()
+        assert ((shifted.double() - exact).abs() <= bound(x, weight, exact, dtype)).all()
+
+
+@pytest.mark.parametrize("inputs", [1, 5, 37, 63, 65, 1000])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_any_number_of_inputs_and_outputs(kernel, bits, inputs) -> None:
+    weight = random_weight(7, inputs, bits=bits)
+    method = pack(weight)
+    x = torch.randn(5, inputs)
+    exact = x.double() @ weight.dequantized().double().T
+    found = method.multiply(x, None)
+    assert ((found.double() - exact).abs() <= bound(x, weight, exact, torch.float32)).all()
+    assert method.multiply(x[:0], None).shape == (0, 7)
+
+
+def in_plain_torch(x: Tensor, weight: QuantizedWeight) -> Tensor:
+    """The kernels' arithmetic: exact sums of a group, and then fused multiplications, which float64
+    has room for."""
+    groups = int(groups_of_inputs(weight).max()) + 1
+    parts = x.view(len(x), groups, -1)
+    most = parts.abs().amax(2)
+    codes = (parts * (127 / most).unsqueeze(2)).round()
+    scales = most / 127
+    values = weight.codes.view(len(weight.codes), groups, -1).double() - 2 ** (weight.bits - 1)
+    total = torch.zeros(len(x), len(weight.codes))
+    for g in range(groups):
+        sums = (codes[:, g].double() @ values[:, g].T).float()
+        both = weight.scales[:, g % weight.scales.shape[1]] * scales[:, g, None]
+        total = (sums.double() * both.double() + total.double()).float()
+    return total
+
+
+@pytest.mark.parametrize(("bits", "groups"), [(4, 4), (8, 1), (8, 8)])
+def test_the_arithmetic_is_that_of_plain_torch(kernel, bits, groups) -> None:
+    weight = random_weight(48, 256, bits=bits, groups=groups)
+    x = torch.randn(9, 256)
+    assert torch.equal(pack(weight).multiply(x, None), in_plain_torch(x, weight))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_instructions_give_the_same_bits(monkeypatch, kind) -> None:
+    weight = random_weight(100, 320, **KINDS[kind])
+    x = torch.randn(13, 320)
+    found = []
+    for isa in CODE_KERNELS:
+        if _kernels.supports(isa):
+            use_kernel(monkeypatch, isa)
+            found.append(pack(weight).multiply(x, None))
+    assert len(found) >= 1 and all(torch.equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_does_not_depend_on_others(kernel, kind) -> None:
+    """Neither on their number, nor on its place, nor on the number of threads."""
+    weight = random_weight(210, 512, **KINDS[kind])
+    method = pack(weight, torch.bfloat16)
+    x = torch.randn(96, 512).bfloat16()
+    whole = method.multiply(x, None)
+    for number in (1, 3):
+        _kernels.set_threads(number)
+        for rows in range(1, 97):
+            assert torch.equal(method.multiply(x[-rows:], None), whole[-rows:])
+
+
+@pytest.mark.parametrize("name", sorted(name for name in ACTIVATIONS if name))
+@pytest.mark.parametrize("half", [48, 20, 171])
+def test_what_follows_a_product(kernel, half, name) -> None:
+    """Activations, gates and residuals, as of the product alone."""
+    weight = random_weight(2 * half, 64, bits=4, groups=2, zeros=True)
+    method = pack(weight, torch.float32, half, half)
+    bias = torch.randn(2 * half)
+    residual = torch.randn(21, 2 * half)
+    x = torch.randn(21, 64).mul_(3)
+    product = method.multiply(x, bias)
+    exact = F.linear(x, weight.dequantized(), bias)
+    assert (product - exact).norm() < 0.02 * exact.norm()
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(
+        method.apply(x, bias, Epilogue(name)), get_activation(name)(product.clone()), **close
+    )
+    torch.testing.assert_close(
+        method.apply(x, bias, Epilogue(name, gated=True)), gate(product.clone(), name), **close
+    )
+    torch.testing.assert_close(
+        method.apply(x, bias, Epilogue(residual=residual)), product + residual
+    )
+    assert torch.equal(method.embed(torch.arange(2 * half)), method.dequantized())
+    torch.testing.assert_close(method.dequantized(), weight.dequantized())
+
+
+def test_an_activation_that_the_kernels_lack() -> None:
+    weight = random_weight(32, 64)
+    method = pack(weight)
+    x = torch.randn(3, 64)
+    found = method.apply(x, None, Epilogue("sigmoid"))
+    torch.testing.assert_close(found, method.multiply(x, None).sigmoid())
+
+
+def test_rows_at_the_ends_of_numbers(kernel) -> None:
+    """Nothing, too small, infinite, and NaN: a row is its own matter."""
+    weight = random_weight(20, 128, bits=4, groups=2, zeros=True)
+    method = pack(weight)
+    x = torch.randn(6, 128)
+    x[1] = 0
+    x[2] *= 1e-38
+    x[3, 5] = torch.inf
+    x[4, 100] = torch.nan
+    x[5] *= 1e30
+    found = method.multiply(x, None)
+    assert not found[1].any()
+    torch.testing.assert_close(found[2], torch.zeros(20), atol=1e-35, rtol=0)
+    assert found[3:5].isnan().all()
+    assert found[[0, 5]].isfinite().all()
+    assert torch.equal(found[0], method.multiply(x[:1], None)[0])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"bits": 8}, {"bits": 4}, {"bits": 4, "zeros": True}, {"bits": 4, "values": [*range(16)]}],
+    ids=str,
+)
+def test_scales_in_16_bits_give_the_same_bits(kernel, fields) -> None:
+    """They are held so where that is exact. Panels are taken by three and, the last, alone."""
+    weight = random_weight(100, 128, groups=4, **fields)
+    assert pack(weight).scales.dtype is torch.float32
+    method = pack(replace(weight, scales=weight.scales.half().float()))
+    assert method.scales.dtype is torch.float16
+    x = torch.randn(70, 128)
+    found = [method.multiply(x[:rows], None) for rows in (1, 5, 70)]
+    rows = method.dequantized()
+    method.scales = method.scales.float()
+    for out in found:
+        assert torch.equal(out, method.multiply(x[: len(out)], None))
+    assert torch.equal(rows, method.dequantized())
+
+
+def test_strided_rows(kernel) -> None:
+    method = pack(random_weight(32, 64, bits=4, groups=2), torch.bfloat16)
+    wide = torch.randn(9, 131).bfloat16()
+    for x in (wide[:, :64], wide[:, 3:67], wide[:, :128:2]):
+        assert torch.equal(method.multiply(x, None), method.multiply(x.contiguous(), None))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("outputs", [1, 100, 1003])
+def test_the_likeliest_output_is_that_of_the_product(kernel, outputs) -> None:
+    method = pack(random_weight(outputs, 64, bits=8), torch.bfloat16)
+    bias = torch.randn(outputs).bfloat16()
+    x = torch.randint(-2, 3, (130, 64)).bfloat16()
+    x[1] = torch.nan
+    x[2] = 0
+    for number in (1, 2):
+        _kernels.set_threads(number)
+        for rows in (0, 1, 33, 130):
+            for added in (None, bias):
+                best, found = method.likeliest(x[:rows], added)
+                expected = CpuKernels().likeliest(method.multiply(x[:rows], added))
+                assert torch.equal(best.nan_to_num(7), expected[0].nan_to_num(7))
+                assert found.tolist() == expected[1].tolist()
+
+
+def test_a_compiler_sees_one_op(kernel) -> None:
+    method = pack(random_weight(48, 64, bits=4, groups=2, zeros=True))
+    x = torch.randn(5, 64)
+    bias = torch.randn(48)
+    compiled = torch.compile(
+        lambda x: method.apply(x, bias, Epilogue("silu")), fullgraph=True, backend="eager"
+    )
+    assert torch.equal(compiled(x), method.apply(x, bias, Epilogue("silu")))
+
+
+ROUNDED: dict[str, tuple[dict[str, Any], str]] = {
+    "float8": (
+        {"codes": torch.randn(24, 64).to(torch.float8_e4m3fn)},
+        "codes in torch.float8_e4m3",
+    ),
+    "float8 of 5 exponents": (
+        {"codes": torch.randn(24, 64).to(torch.float8_e5m2)},
+        "codes in torch.float8_e5m2",
+    ),
+    "a large table": ({"values": torch.linspace(-1, 1, 256)}, "of 4 bits, and no more"),
+    "a small group": ({"scales": torch.ones(24, 8)}, "a group of 8 inputs is not a multiple of 16"),
+    "a group without inputs": (
+        {"scales": torch.ones(24, 4), "groups": torch.arange(64) // 32},
+        "unequal size",
+    ),
+    "unequal groups": (
+        {"scales": torch.ones(24, 2), "groups": torch.arange(64) // 48},
+        "unequal size",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ROUNDED)
+def test_other_weights_are_rounded_to_8_bits(kernel, case) -> None:
+    """A weight is off by half a step at most, which is its group's greatest / 127."""
+    fields, reason = ROUNDED[case]
+    stated: dict[str, Any] = {
+        "codes": torch.randint(0, 256, (24, 64), dtype=torch.uint8),
+        "bits": 8,
+        "scales": torch.ones(24, 1),
+    }
+    weight = QuantizedWeight(**stated | fields)
+    method = pack(weight)
+    assert method.rounded is not None and reason in method.rounded
+    dense = weight.dequantized()
+    step = dense.view(24, 2, 32).abs().amax(2).repeat_interleave(32, dim=1) / 127
+    assert ((method.dequantized() - dense).abs() <= 0.5001 * step).all()
+    x = torch.randn(9, 64)
+    exact = x @ dense.T
+    assert (method.multiply(x, None) - exact).norm() < 0.02 * exact.norm()
+    assert pack(random_weight(24, 64)).rounded is None
+
+
+EXPLAINED: dict[str, tuple[dict[str, Any], str]] = {
+    **{
+        f"{bits} bits": ({"bits": bits, "groups": 2}, "" if bits in (4, 8) else f"those of {bits}")
+        for bits in range(1, 9)
+    },
+    "one scale": ({"bits": 4}, ""),
+    "an odd number of inputs": ({"inputs": 63}, ""),
+    "zeros": ({"bits": 4, "zeros": True}, "an offset"),
+    "mins": ({"bits": 4, "mins": True}, "an offset"),
+    "an order": ({"bits": 4, "groups": 4, "order": True}, "into the order"),
+    "a table": ({"bits": 4, "values": [*range(16)]}, "a table"),
+    "groups of 16": ({"bits": 4, "groups": 4}, "for 16 inputs"),
+    "groups of 8": ({"bits": 4, "groups": 8}, "a group of 8 inputs"),
+}
+
+
+@pytest.mark.parametrize("case", [*EXPLAINED, *ROUNDED])
+@pytest.mark.parametrize("isa", CODE_KERNELS)
+def test_what_multiplies_by_a_weight_is_explained_as_it_is(monkeypatch, isa, case) -> None:
+    """By each kernel, with a reason for each faster one; and the same of a weight that is not
+    read."""
+    number = CODE_KERNELS.index(isa)
+    monkeypatch.setattr(_kernels, "supports", lambda name: CODE_KERNELS.index(name) <= number)
+    use_kernel(monkeypatch, isa)
+    if case in EXPLAINED:
+        fields, words = EXPLAINED[case]
+        weight = random_weight(24, **({"inputs": 64} | fields))
+    else:
+        fields, words = ROUNDED[case]
+        weight = replace(random_weight(24, 64), **fields)
+    found = CpuKernels().explain_quantized(make_spec(weight, torch.float32), weight)
+    method = pack(weight)
+    assert found.startswith(f"codes of {method.bits} bits by {isa}")
+    assert words in found
+    assert (method.rounded or "") in found
+    assert ("rounded" in found) == (method.rounded is not None)
+    faster = CODE_KERNELS[number + 1 :]
+    assert [name for name in faster if f"{name}: this processor lacks it" not in found] == []
+    if weight.groups is None:
+        names = ("codes", "scales", "zeros", "mins", "values")
+        stored = {name: getattr(weight, name) for name in names}
+        unread = {name: one.to("meta") for name, one in stored.items() if one is not None}
+        assert explain(replace(weight, **unread)) == found
+
+
+def test_a_limit_of_the_environment_is_a_reason(monkeypatch) -> None:
+    monkeypatch.setenv(library.ISA_VARIABLE, "avx2")
+    use_kernel(monkeypatch, "avx2")
+    assert "avx512_vnni: TOOLKIT_LM_CPU_ISA is avx2" in explain(random_weight(24, 64))
+
+
+def test_values_that_are_no_whole_numbers() -> None:
+    """Those of nf4 are off by half a 127th of the greatest."""
+    values = torch.linspace(-1, 1, 16).sin()
+    weight = random_weight(24, 64, bits=4, groups=2, values=values.tolist())
+    method = pack(weight)
+    assert method.rounded is None
+    most = 0.5 / 127 * values.abs().max() * weight.scales.repeat_interleave(32, dim=1)
+    assert ((method.dequantized() - weight.dequantized()).abs() <= 1.001 * most).all()
+
+
+def test_kernels_refuse_a_dtype_and_more_inputs_than_sums_have_room_for() -> None:
+    weight = random_weight(2, 2**16 + 64)
+    spec = make_spec(weight, torch.float32)
+    assert "more than 65536 inputs" in str(refusal(weight, spec))
+    method = CpuKernels().quantized_method(spec, weight)
+    assert type(method) is DequantizingMethod
+    small = random_weight(2, 64)
+    assert "torch.float64" in str(refusal(small, make_spec(small, torch.float64)))
+
+
+def test_a_tied_head_shares_its_embeddings_panels() -> None:
+    weight = random_weight(100, 64)
+    embedding = pack(weight)
+    spec = make_spec(weight, torch.float32)
+    head = CpuKernels().quantized_method(
+        LinearSpec(
+            kind="lm_head",
+            prefix="head",
+            inputs=spec.inputs,
+            outputs=spec.outputs,
+            dtype=spec.dtype,
+            tied_to=embedding,
+        ),
+        weight,
+    )
+    assert head is embedding
+
+
+@pytest.mark.parametrize(
+    ("limit", "best"),
+    [
+        ("avx2", ["avx2"] * 4),
+        ("avx512", ["avx2", "avx_vnni", "avx512_vnni", "avx512_vnni"]),
+        ("amx", CODE_KERNELS),
+        ("", CODE_KERNELS),
+    ],
+)
+def test_the_best_instructions_within_the_limit(monkeypatch, limit, best) -> None:
+    monkeypatch.setenv(library.ISA_VARIABLE, limit)
+    for number, expected in enumerate(best, start=1):
+        able = SimpleNamespace(
+            supports=CODE_KERNELS[:number].__contains__, CODE_KERNELS=CODE_KERNELS
+        )
+        monkeypatch.setattr(library, "_kernels", able)
+        assert CODE_KERNELS[library.code_kernel.__wrapped__()] == expected
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory) -> Any:
+    """The kernels with the tiles of AMX in plain C."""
+    if not _kernels.supports("avx512_vnni"):
+        pytest.skip("the processor lacks avx512_vnni")
+    library_path = tmp_path_factory.mktemp("emulated") / "_kernels.abi3.so"
+    command = [
+        *os.environ.get("CC", "cc").split(),
+        *["-std=gnu11", "-O1", "-D_GNU_SOURCE", "-shared", "-fPIC", "-pthread", "-include"],
+        str(Path(__file__).with_name("emulated_tiles.h")),
+        f"-I{sysconfig.get_path('include')}",
+        str(Path(library.__file__).parent / "kernels" / "module.c"),
+        "-lm",
+        "-o",
+        str(library_path),
+    ]
+    subprocess.run(command, check=True)
+    spec = importlib.util.spec_from_file_location("emulated._kernels", library_path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize("kind", KINDS)
+def test_tiles_of_amx_give_the_same_bits(monkeypatch, emulated, kind) -> None:
+    cases = [
+        (pack(weight), torch.randn(70, inputs))
+        for inputs in (320, 1024)
+        for weight in [random_weight(100, inputs, **KINDS[kind])]
+    ]
+    expected = [method.multiply(x, None) for method, x in cases]
+    monkeypatch.setattr(quantized, "_kernels", emulated)
+    use_kernel(monkeypatch, "amx_int8", able=True)
+    for (method, x), whole in zip(cases, expected, strict=True):
+        for rows in (1, 8, 9, 16, 17, 33, 70):
+            assert torch.equal(method.multiply(x[:rows], None), whole[:rows])
