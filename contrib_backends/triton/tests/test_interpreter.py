@@ -19,9 +19,9 @@ pytestmark = [
 ]
 
 
-def interpret(*arguments: str) -> None:
+def interpret(*arguments: str, **environ: str) -> None:
     """Runs tests of this folder, all of which must pass, and none be skipped."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    environment = os.environ | {"TRITON_INTERPRET": "1"} | environ
     # Triton 3.6 takes a number out of an array of one; numpy from 2.4 on gives none.
     warnings = ["-W", "error", "-W", "ignore:Conversion of an array with ndim:DeprecationWarning"]
     command = [
@@ -44,37 +44,35 @@ def interpret(*arguments: str) -> None:
     assert "passed" in summary and "skipped" not in summary, summary
 
 
-FEW_KERNELS = "row_without_keys or large_scores or many_scores or rotated_into or gated_layer"
-FEW_GRAPHS = "(launch and plain)"
+FEW = "row_without_keys or large_scores or many_scores or rotated_into or (launch and plain)"
+"""Tests of kernels, and a decode in a graph."""
+TESTS = (
+    "test_triton_kernels.py",
+    "test_triton_graphs.py",
+    "test_triton_quantized.py",
+    "test_triton_kit.py",
+    "test_triton_engine.py",
+)
 
 
 def test_some_kernels() -> None:
-    interpret("test_triton_kernels.py", "-k", FEW_KERNELS)
-
-
-def test_a_decode_in_a_graph() -> None:
-    interpret("test_triton_graphs.py", "-k", FEW_GRAPHS)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_other_graphs() -> None:
-    interpret("test_triton_graphs.py", "-k", f"not on_a_gpu and not {FEW_GRAPHS}")
-
-
-@pytest.mark.slow
-def test_other_kernels() -> None:
-    interpret("test_triton_kernels.py", "-k", f"not ({FEW_KERNELS})")
+    interpret(*TESTS[:2], "-k", FEW, "-m", "not nightly")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("kit", ["TestTriton", "TestTritonKernels"])
-def test_conformance(kit) -> None:
-    interpret(f"test_triton_kit.py::{kit}")
+def test_all_others() -> None:
+    """In one process, since each imports torch and triton."""
+    interpret(*TESTS, "-k", f"not on_a_gpu and not ({FEW})", "-m", "not nightly")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_engine() -> None:
-    interpret("test_triton_engine.py")
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_those_for_the_night() -> None:
+    interpret(*TESTS, "-m", "nightly")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_operations_with_many_rows() -> None:
+    interpret("test_triton_kit.py::TestTritonKernels", TRITON_TESTS_WHOLE="1")

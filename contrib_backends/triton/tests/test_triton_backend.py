@@ -18,7 +18,7 @@ from toolkit_lm.attention import AttentionSpec, AttentionType, BatchView, GraphS
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.kv import FullSpec, PageTensor
 from toolkit_lm.plugin import AttentionBackendRegistry, KernelsRegistry, PluginInfo
-from toolkit_lm_triton.backend import TritonBackend
+from toolkit_lm_triton.backend import CACHES, TritonBackend
 from toolkit_lm_triton.fused import fits
 from toolkit_lm_triton.layers import TritonKernels
 from toolkit_lm_triton.pieces import (
@@ -51,7 +51,7 @@ NO_CPU = (
 
 @pytest.fixture
 def able(monkeypatch) -> None:
-    """As on a machine with a GPU and Triton."""
+    """Simulates a machine with a GPU and Triton."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -61,9 +61,12 @@ def able(monkeypatch) -> None:
 @pytest.mark.parametrize("type", AttentionType)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_runs_every_type_on_a_gpu(type, dtype) -> None:
+    kept = msgspec.structs.replace(SPEC.kv_cache, dtype=dtype)
     assert (
         TritonBackend.refuses(
-            msgspec.structs.replace(SPEC, type=type, dtype=dtype, soft_cap=30.0, sinks=True)
+            msgspec.structs.replace(
+                SPEC, type=type, dtype=dtype, kv_cache=kept, soft_cap=30.0, sinks=True
+            )
         )
         is None
     )
@@ -130,13 +133,32 @@ def test_the_interpreter_refuses_what_it_gets_wrong(monkeypatch) -> None:
         == TritonKernels.refuses(VllmConfig.default(dtype="bfloat16"))
         == wrong
     )
-    assert TritonBackend.refuses(msgspec.structs.replace(on_cpu, dtype="float16")) is None
+    kept = msgspec.structs.replace(SPEC.kv_cache, dtype="float16")
+    half = msgspec.structs.replace(on_cpu, dtype="float16", kv_cache=kept)
+    assert TritonBackend.refuses(half) is None
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert TritonBackend.refuses(msgspec.structs.replace(on_cpu, dtype="float16")) == NO_CPU
+    assert TritonBackend.refuses(half) == NO_CPU
 
 
 def test_a_page_holds_keys_and_values() -> None:
     assert TritonBackend.page_layout(SPEC.kv_cache) == [PageTensor((2, 16, 2, 80), "bfloat16")]
+    quantized = msgspec.structs.replace(SPEC.kv_cache, dtype="int8", scales="token")
+    assert TritonBackend.page_layout(quantized) == [
+        PageTensor((2, 16, 2, 80), "int8"),
+        PageTensor((2, 16, 2), "float32"),
+    ]
+
+
+@pytest.mark.usefixtures("able")
+def test_float8_caches_need_a_gpu_that_has_float8(monkeypatch) -> None:
+    for dtype, scales in CACHES:
+        cache = msgspec.structs.replace(SPEC.kv_cache, dtype=dtype, scales=scales)
+        spec = msgspec.structs.replace(SPEC, kv_cache=cache)
+        for capability in ((8, 0), (8, 9), (9, 0)):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+            is_refused = dtype != "int8" and capability < (8, 9)
+            reason = "float8 needs a GPU of compute capability 8.9 or above"
+            assert TritonBackend.refuses(spec) == (reason if is_refused else None)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,9 @@ STEPS: dict[str, dict[str, Any]] = {
     "bias of pairs": {"BIAS": 2, "BLOCK_SIZE": 0},
     "encoder": {"CAUSAL": False, "WINDOW": 99, "BLOCK_SIZE": 0},
     "cross": {"CAUSAL": False, "SINKS": True},
+    "int8 cache": {"CACHE": "i8"},
+    "fp8 cache, decode": DECODE | {"CACHE": "fp8e4nv"},
+    "fp8 cache of the layer": {"CACHE": "fp8e4nv", "LAYER": True},
     "wide heads": {"SIZE": 256, "SIZE_FILLED": 256, "KEYS": 32},
 }
 ROTATED = {"HALF": 48, "HALF_FILLED": 64, "INTERLEAVED": False}
@@ -98,7 +101,11 @@ def compiled(
     ("step", "dtype", "capability"),
     [
         ("decode, all", "bf16", 90),
-        *(pytest.param(step, "bf16", 80, marks=pytest.mark.slow) for step in STEPS),
+        *(
+            # Conversions from float8 are no GPU's of that age.
+            pytest.param(step, "bf16", 90 if "fp8" in step else 80, marks=pytest.mark.slow)
+            for step in STEPS
+        ),
         *(
             pytest.param(step, "fp32", 80, marks=pytest.mark.slow)
             for step in ("prefill", "decode", "wide heads")
@@ -114,6 +121,8 @@ def test_attention(step, dtype, capability) -> None:
     from toolkit_lm_triton.kernels import attention
 
     constants = ATTEND | STEPS[step]
+    cache = constants.pop("CACHE", None)
+    is_of_layer = constants.pop("LAYER", False)
     if dtype == "fp32":
         constants["KEYS"] = min(constants["KEYS"], 2**14 // (4 * constants["SIZE_FILLED"]))
     given = {
@@ -123,6 +132,7 @@ def test_attention(step, dtype, capability) -> None:
         "span_ends": constants["SPANS"],
     }
     given |= {"partial": constants["SPLIT"], "stats": constants["SPLIT"]}
+    given |= {"scales": cache and not is_of_layer, "k_scale": is_of_layer, "v_scale": is_of_layer}
     elements = {"block_table": "*i32", "span_ends": "*i32"}
     types = {
         name: elements.get(name, "*fp32") if is_given else "none"
@@ -132,6 +142,8 @@ def test_attention(step, dtype, capability) -> None:
         "pieces": "*i32",
         "scale": "fp32",
     }
+    if cache is not None:
+        types |= dict.fromkeys(("k", "v"), f"*{cache}")
     made = compiled(attention.attend, types, constants, capability)
     if dtype == "bf16":
         assert "mma" in made.asm["ptx"], "products do not run on tensor cores"
@@ -143,8 +155,18 @@ def test_attention(step, dtype, capability) -> None:
 def test_what_is_beside_attention(dtype) -> None:
     from toolkit_lm_triton.kernels import attention
 
-    pointers = dict.fromkeys(("k", "v", "keys", "values"), f"*{dtype}") | {"slots": "*i64"}
-    compiled(attention.store_kv, pointers, {"BLOCK_SIZE": 16, "SIZE": 80, "SIZE_FILLED": 128})
+    brought = dict.fromkeys(("k", "v"), f"*{dtype}") | {"slots": "*i64"}
+    sizes = {"BLOCK_SIZE": 16, "SIZE": 80, "SIZE_FILLED": 128}
+    for stored, greatest, given in (
+        (dtype, 0, ()),
+        ("i8", 127, ("scales",)),
+        ("fp8e4nv", 448, ("scales",)),
+        ("fp8e4nv", 448, ("k_scale", "v_scale")),
+    ):
+        pages = dict.fromkeys(("keys", "values"), f"*{stored}")
+        scales = dict.fromkeys(("scales", "k_scale", "v_scale"), "none")
+        scales |= dict.fromkeys(given, "*fp32")
+        compiled(attention.store_kv, brought | pages | scales, sizes | {"GREATEST": greatest})
     shape = {
         name: ATTEND[name] for name in ("COLUMNS", "GROUP", "GROUP_FILLED", "SIZE", "SIZE_FILLED")
     }
@@ -182,3 +204,45 @@ def test_layers(dtype) -> None:
     scores = {"scores": f"*{dtype}", "best": f"*{dtype}", "found": "*i64"}
     compiled(layers.likeliest, scores | {"places": "none"}, {"BLOCK": 4096, "HAS_PLACES": False})
     compiled(layers.likeliest, scores | {"places": "*i64"}, {"BLOCK": 32, "HAS_PLACES": True})
+
+
+FEW = {"ROWS": 16, "OUTPUTS": 32}
+MANY = {"ROWS": 128, "OUTPUTS": 128}
+PRODUCT = {"ZERO": 8, "GROUP": 128, "PACKED": True, "TILE": 64}
+CODED = {"ZERO": 0, "GROUP": 0, "PACKED": False, "TILE": 128}
+PRODUCTS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
+    "int4, few rows": ("bf16", PRODUCT | FEW, {}),
+    "int4, many rows": ("bf16", PRODUCT | MANY, {}),
+    "int4 with zeros": ("fp16", PRODUCT | MANY | {"TILE": 32}, {"zeros": "*u8"}),
+    "int4 with mins": ("bf16", PRODUCT | MANY, {"mins": "*bf16", "bias": "*bf16"}),
+    "int4 in float32": ("fp32", PRODUCT | {"ROWS": 64, "OUTPUTS": 64}, {}),
+    "groups of any size": ("bf16", PRODUCT | MANY, {"groups": "*i64"}),
+    "a table": ("bf16", PRODUCT | MANY | {"ZERO": 0}, {"values": "*fp32"}),
+    "int8 of groups": ("bf16", PRODUCT | MANY | {"ZERO": 128, "PACKED": False}, {}),
+    "int8 by int8, few rows": ("i8", CODED | FEW, {"x_scales": "*fp32"}),
+    "int8 by int8, many rows": ("i8", CODED | MANY, {"x_scales": "*fp32"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("product", "capability"),
+    [
+        ("int4, few rows", 90),
+        ("int8 by int8, many rows", 80),
+        *(pytest.param(product, 80, marks=pytest.mark.slow) for product in PRODUCTS),
+        *(pytest.param(product, 90, marks=pytest.mark.nightly) for product in PRODUCTS),
+    ],
+)
+def test_products_of_quantized_weights(product, capability) -> None:
+    from toolkit_lm_triton.kernels import quantized
+
+    dtype, constants, given = PRODUCTS[product]
+    types = dict.fromkeys(("x_scales", "zeros", "mins", "values", "groups", "bias"), "none")
+    types |= {"x": f"*{dtype}", "codes": "*i8" if dtype == "i8" else "*u8", "scales": "*fp32"}
+    types |= {"out": "*fp32" if constants["ROWS"] == 16 or dtype == "i8" else f"*{dtype}"}
+    warps = 8 if constants["ROWS"] == 128 else 4
+    made = compiled(quantized.product, types | given, constants, capability, warps)
+    if dtype != "fp32":
+        assert "mma" in made.asm["ptx"], "products do not run on tensor cores"
+    rows = {"x": "*bf16", "codes": "*i8", "scales": "*fp32"}
+    compiled(quantized.quantize_rows, rows, {"TILE": 128}, capability, warps=1)

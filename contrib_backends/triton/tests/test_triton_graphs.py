@@ -82,11 +82,11 @@ class ByOffset(OffsetTable):
     ids=["plain", "window", "long window", "bias", "keys that programs share"],
 )
 def test_later_steps_launch_what_the_recorded_one_launched(features, most) -> None:
-    """What `build` fills lies where it lay, has room for the longest rows, and holds nothing of
-    longer steps before."""
+    """`build` fills tensors at the same addresses, with room for the longest rows, and leaves
+    nothing of longer steps in them."""
     steps = FixedSteps(TritonBackend, **{"window": None, "most": most, **features})
     launches = steps.backend._kernels = Launches(steps.backend._kernels)
-    # As before a capture.
+    # The same as before a capture.
     steps.run([2, 0, 0, 0])
     launches.seen.clear()
     recorded = steps.run([9, 0, 0, 0]), launches.seen.copy()
@@ -105,7 +105,13 @@ def folder(request, tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"), request.param)
 
 
+# A window is what could make a step's programs differ.
 @interpreted
+@pytest.mark.parametrize(
+    "folder",
+    [pytest.param(None, id="no window", marks=pytest.mark.nightly), pytest.param(12, id="window")],
+    indirect=True,
+)
 def test_steps_in_graphs_give_what_steps_without_give(folder, monkeypatch) -> None:
     recorder = FakeRecorder()
     monkeypatch.setattr(graphs_module, "make_recorder", lambda device: recorder)

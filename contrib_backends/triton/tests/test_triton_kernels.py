@@ -1,5 +1,5 @@
-"""What only these kernels do: on a GPU, or by Triton's interpreter, which `test_interpreter.py`
-runs these tests with."""
+"""Tests of these kernels alone: on a GPU, or by Triton's interpreter, with which
+`test_interpreter.py` runs them."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_gated_layer_uses_the_kernel(monkeypatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_likeliest_of_many_scores(dtype) -> None:
-    """Of rows that several programs share."""
+    """Rows are so long that several programs share each."""
     scores = random(5, 9000, dtype=dtype)
     scores[0, [70, 5000, 8999]] = 60
     scores[1, 8999] = 60

@@ -1,4 +1,4 @@
-"""TritonBackend: paged attention of every kind, in kernels of its own."""
+"""TritonBackend: paged attention of all types in kernels of this distribution."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from toolkit_lm.attention import (
-    AttentionBackend,
+    AttentionCall,
     AttentionSpec,
     AttentionType,
     BatchView,
@@ -17,14 +17,15 @@ from toolkit_lm.attention import (
     OffsetBias,
     common_refusal,
 )
-from toolkit_lm.kv import FullSpec, KVCacheSpec, PageTensor
+from toolkit_lm.kv import FullSpec
+from toolkit_lm_paged_attention import OffsetTables, PagedBackend
 from torch import Tensor
 
-from toolkit_lm_triton.device import DTYPES, LAUNCH, refusal
+from toolkit_lm_triton.device import DTYPES, LAUNCH, float8_refusal, refusal
 from toolkit_lm_triton.pieces import (
     COLUMNS,
+    Launch,
     Metadata,
-    Part,
     PlanKey,
     Tile,
     decode_table,
@@ -34,27 +35,30 @@ from toolkit_lm_triton.pieces import (
 )
 
 _MOST_SIZE = 256
-"""Of heads: larger ones do not fit the memory that a program has."""
+"""Largest head size: larger heads do not fit the memory of a program."""
 _MOST_BIASES = 2**24
 """Most biases that are held at a time."""
+_GREATEST = {"int8": 127, "float8_e4m3fn": 448}
+"""Greatest code of a quantized cache, by its dtype."""
+CACHES = (("int8", "token"), ("float8_e4m3fn", "token"), ("float8_e4m3fn", "layer"))
+"""Dtype and `scales` of the quantized caches that are read."""
 _TILE_BYTES = 2**14
-"""Of the keys, or values, that a program holds at a time."""
+"""Bytes of the keys, or values, that a program holds at a time."""
 
 
 class _Bias(NamedTuple):
-    """Of the pieces first : end of a part."""
+    """Bias of the pieces first : end of a launch."""
 
     first: int
     end: int
     tensor: Tensor | None
     kind: int
-    """As in `attend`."""
+    """Value of BIAS in the kernel `attend`: 0 none, 1 by offset, 2 by pair of positions."""
     origin: int
 
 
-class TritonBackend(AttentionBackend):
-    """Exact attention of all types on GPUs. A page holds (2, block_size, num_kv_heads, head_size):
-    keys before values.
+class TritonBackend(PagedBackend):
+    """Exact attention of all types on GPUs.
 
     Scores, softmax and sums are in float32. The keys of rows with few queries are shared out to
     programs, equally many to each. Nothing is padded. In an encoder, a window hides keys at a
@@ -68,12 +72,12 @@ class TritonBackend(AttentionBackend):
         if spec.head_size > _MOST_SIZE:
             return f"head_size {spec.head_size} is above {_MOST_SIZE}"
         # The dtype was checked above.
-        return common_refusal(spec, DTYPES)
-
-    @classmethod
-    def page_layout(cls, spec: KVCacheSpec) -> list[PageTensor]:
-        assert isinstance(spec, FullSpec)
-        return [PageTensor((2, spec.block_size, spec.num_kv_heads, spec.head_size), spec.dtype)]
+        if (reason := common_refusal(spec, DTYPES, CACHES)) is not None:
+            return reason
+        cache = spec.kv_cache
+        if isinstance(cache, FullSpec) and cache.dtype == "float8_e4m3fn":
+            return float8_refusal(spec.device)
+        return None
 
     @classmethod
     def graphs(cls, spec: AttentionSpec | None) -> GraphSupport | str:
@@ -90,14 +94,11 @@ class TritonBackend(AttentionBackend):
         from toolkit_lm_triton.kernels import attention
 
         self._kernels = attention
-        self._tables: dict[int, Tensor] = {}
-        """Of the biases that depend on offsets, by identity: layers hold them for as long as the
-        backend lives."""
-
+        self._offset_tables = OffsetTables(setup.device)
         self._split = split_for(setup.limits.max_model_len)
-        self._decode_keys = list(dict.fromkeys(_decode_key(one) for one in setup.layers))
+        self._decode_keys = list(dict.fromkeys(_decode_key(layer) for layer in setup.layers))
         self._decode_tables: dict[tuple[PlanKey, int], Tensor] = {}
-        """By the number of rows, those that CUDA graphs read."""
+        """Tables that CUDA graphs read, by plan and number of rows."""
 
     def build(self, batch: BatchView) -> Metadata:
         meta = Metadata(batch, self._split)
@@ -107,7 +108,7 @@ class TritonBackend(AttentionBackend):
                 meta.keep(key, self._decode_part(batch, key))
         return meta
 
-    def _decode_part(self, batch: BatchView, key: PlanKey) -> Part:
+    def _decode_part(self, batch: BatchView, key: PlanKey) -> Launch:
         """The rows of a step in a CUDA graph, where those of other steps of as many rows lay. As
         many programs as the longest row needs."""
         place = key, batch.num_rows
@@ -115,53 +116,47 @@ class TritonBackend(AttentionBackend):
             self._decode_tables[place] = decode_table(batch.num_rows, self.setup.device)
         fill_decode_table(self._decode_tables[place], batch.seq_lens_device, key.window)
         most = min(batch.max_seq_len, key.window or batch.max_seq_len)
-        return Part(
+        return Launch(
             Tile.of_decodes(key.group),
             None,
             self._decode_tables[place],
             max(-(-most // self._split), 1),
         )
 
-    def write_kv(
-        self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Metadata
-    ) -> None:
+    def write_kv(self, call: AttentionCall) -> None:
+        assert call.k is not None and call.v is not None and call.kv_cache is not None
+        meta: Metadata = call.metadata
+        layer = call.layer
         slots = meta.batch.slot_mapping
         assert slots is not None
-        k, v, (keys, values) = _side_by_side(k), _side_by_side(v), kv_cache[0].unbind(1)
+        k = _side_by_side(call.k)
+        v = _side_by_side(call.v)
+        keys, values = call.kv_cache[0].unbind(1)
         if len(slots):
             self._kernels.store_kv[len(slots), layer.num_kv_heads](
-                *(
-                    k,
-                    v,
-                    keys,
-                    values,
-                    slots,
-                    k.stride(0),
-                    k.stride(1),
-                    v.stride(0),
-                    v.stride(1),
-                    *keys.stride()[:3],
-                ),
+                *(k, v, keys, values, slots),
+                k_token=k.stride(0),
+                k_head=k.stride(1),
+                v_token=v.stride(0),
+                v_head=v.stride(1),
+                block=keys.stride(0),
+                token=keys.stride(1),
+                head=keys.stride(2),
+                GREATEST=_GREATEST.get(str(keys.dtype).removeprefix("torch."), 0),
+                **_scales(call),
                 BLOCK_SIZE=keys.shape[1],
                 SIZE=layer.head_size,
                 SIZE_FILLED=power_of_2(layer.head_size),
                 **LAUNCH,
             )
 
-    def forward(
-        self,
-        layer: LayerParams,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        kv_cache: tuple[Tensor, ...] | None,
-        meta: Metadata,
-        out: Tensor,
-    ) -> None:
-        q, to = _side_by_side(q), _side_by_side(out)
-        if kv_cache is None:
-            assert k is not None and v is not None
-            k, v = _side_by_side(k), _side_by_side(v)
+    def forward(self, call: AttentionCall) -> None:
+        meta: Metadata = call.metadata
+        out = _side_by_side(call.out)
+        if call.kv_cache is None:
+            assert call.k is not None and call.v is not None
+            k = _side_by_side(call.k)
+            v = _side_by_side(call.v)
             pages: dict[str, Any] = {
                 "k_block": 0,
                 "v_block": 0,
@@ -171,7 +166,7 @@ class TritonBackend(AttentionBackend):
             }
             strides = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
         else:
-            k, v = kv_cache[0].unbind(1)
+            k, v = call.kv_cache[0].unbind(1)
             table = meta.batch.block_table
             assert table is not None
             pages = {
@@ -183,24 +178,27 @@ class TritonBackend(AttentionBackend):
             pages["BLOCK_SIZE"] = k.shape[1]
             strides = (k.stride(1), k.stride(2), v.stride(1), v.stride(2))
         shared = pages | dict(zip(("k_token", "k_head", "v_token", "v_head"), strides, strict=True))
-        for part in meta.plan(layer):
-            for bias in self._biases(layer, meta, part):
-                self._attend(layer, q, k, v, to, meta, part, bias, shared)
-        if to is not out:
-            out.copy_(to)
+        kernel_call = AttentionCall(
+            call.layer, _side_by_side(call.q), k, v, call.kv_cache, meta, out
+        )
+        for part in meta.plan(call.layer):
+            for bias in self._biases(call.layer, meta, part):
+                self._attend(kernel_call, part, bias, shared)
+        if out is not call.out:
+            call.out.copy_(out)
 
     def _attend(
-        self,
-        layer: LayerParams,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        meta: Metadata,
-        part: Part,
-        bias: _Bias,
-        shared: dict[str, Any],
+        self, call: AttentionCall, part: Launch, bias: _Bias, shared: dict[str, Any]
     ) -> None:
+        """Launches the kernels for a part.
+
+        The elements of a head are contiguous in the call's tensors. k and v are the cache's if
+        there is one.
+        """
+        layer = call.layer
+        meta: Metadata = call.metadata
+        q = call.q
+        out = call.out
         pieces = part.device_table[bias.first : bias.end]
         spans = layer.spans and meta.batch.spans is not None
         filled = power_of_2(max(layer.head_size, 16))
@@ -219,7 +217,7 @@ class TritonBackend(AttentionBackend):
         shares = (len(pieces), part.splits, kv_heads, part.tile.rows)
         partial, stats = _partial(shares, filled, q.device) if is_shared else (None, None)
         self._kernels.attend[len(pieces), kv_heads, part.splits](
-            *(q, k, v, out, pieces),
+            *(q, call.k, call.v, out, pieces),
             sinks=layer.sinks,
             bias=bias.tensor,
             span_ends=meta.span_ends() if spans else None,
@@ -229,6 +227,7 @@ class TritonBackend(AttentionBackend):
             q_head=q.stride(1),
             out_token=out.stride(0),
             out_head=out.stride(1),
+            **_scales(call),
             bias_head=0 if bias.tensor is None else bias.tensor.stride(0),
             bias_query=0 if bias.tensor is None else bias.tensor.stride(-2),
             bias_origin=bias.origin,
@@ -249,8 +248,8 @@ class TritonBackend(AttentionBackend):
                 **shape,
             )
 
-    def _biases(self, layer: LayerParams, meta: Metadata, part: Part) -> Iterator[_Bias]:
-        """Of all pieces of the part."""
+    def _biases(self, layer: LayerParams, meta: Metadata, part: Launch) -> Iterator[_Bias]:
+        """Biases of all pieces of the launch."""
         if layer.bias is None:
             yield _Bias(0, len(part.device_table), None, 0, 0)
             return
@@ -262,7 +261,7 @@ class TritonBackend(AttentionBackend):
                 if part.table is None
                 else int(part.table[:, 2:6].max())
             )
-            table = self._by_offset(layer.bias, most)
+            table = self._offset_tables.find(layer.bias, most)
             yield _Bias(0, len(part.device_table), table, 1, table.shape[1] // 2)
         else:
             assert part.table is not None, "graphs hold no biases of pairs"
@@ -279,16 +278,18 @@ class TritonBackend(AttentionBackend):
                     int(part.table[first, 7]),
                 )
 
-    def _by_offset(self, bias: OffsetBias, most: int) -> Tensor:
-        """[num_heads, offsets] float32, of keys that are up to `most` before or after their query,
-        or farther."""
-        table = self._tables.get(id(bias))
-        if table is None or table.shape[1] <= 2 * most:
-            # It grows by doubling, so that most steps find one.
-            table = self._tables[id(bias)] = (
-                bias.by_offset(1 << most.bit_length()).float().contiguous().to(self.setup.device)
-            )
-        return table
+
+def _scales(call: AttentionCall) -> dict[str, Any]:
+    """Arguments of the kernels for the scales of a quantized cache."""
+    pages = call.kv_cache[1] if call.kv_cache is not None and len(call.kv_cache) > 1 else None
+    is_stored = call.kv_cache is not None
+    return {
+        "scales": pages,
+        "scales_block": 0 if pages is None else pages.stride(0),
+        "scales_token": 0 if pages is None else pages.stride(2),
+        "k_scale": call.layer.k_scale if is_stored else None,
+        "v_scale": call.layer.v_scale if is_stored else None,
+    }
 
 
 def _decode_key(spec: AttentionSpec) -> PlanKey:
@@ -305,6 +306,6 @@ def _partial(shares: tuple[int, ...], size: int, device: torch.device) -> tuple[
 
 
 def _side_by_side(x: Tensor) -> Tensor:
-    """x [T, heads, head_size] with a head's elements side by side, which they are as a model gives
-    them."""
+    """Makes the elements of a head in x [T, heads, head_size] contiguous. Models' own tensors are
+    so already."""
     return x if x.stride(2) == 1 else x.contiguous()

@@ -1,4 +1,4 @@
-"""Where the kernels can run. Nothing here imports Triton."""
+"""Devices and dtypes on which the kernels can run. Nothing here imports Triton."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import torch
 
 DTYPES = ("float32", "bfloat16", "float16")
 _INTERPRETED = ("float32", "float16")
+FLOAT8_CAPABILITY = 8, 9
+"""Compute capability of the first GPUs that have float8."""
 LAUNCH = {"enable_fp_fusion": True}
-"""Of every kernel. Triton 3.9 warns where it is not said, and 3.10 has another default: products
-and sums are rounded together."""
+"""Options of every kernel launch. Products and sums are rounded together: Triton 3.9 warns if this
+is not stated, and 3.10 has another default."""
 
 
 def refusal(device: str, dtype: str) -> str | None:
@@ -35,6 +37,19 @@ def refusal(device: str, dtype: str) -> str | None:
             f"numbers in {dtype}"
         )
     return None
+
+
+def float8_refusal(device: str) -> str | None:
+    """Why no kernel can convert numbers to float8 on a device of that type; None when one can."""
+    if device != "cuda" or multiplies_float8(torch.device(device)):
+        return None
+    number = ".".join(map(str, FLOAT8_CAPABILITY))
+    return f"float8 needs a GPU of compute capability {number} or above"
+
+
+def multiplies_float8(device: torch.device) -> bool:
+    """Whether a device has products of float8."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
 
 
 def interprets() -> bool:

@@ -1,11 +1,12 @@
-"""FusedDecoderLayer: a decoder layer of the usual kind, whose keys are turned into the cache."""
+"""FusedDecoderLayer: a decoder layer of the usual kind that rotates keys straight into the
+cache."""
 
 from __future__ import annotations
 
 from types import ModuleType
 
 import torch
-from toolkit_lm.attention import AttentionType, current
+from toolkit_lm.attention import AttentionCall, AttentionType, current
 from toolkit_lm.model import LayerParts, Rotation
 from torch import Tensor
 
@@ -19,7 +20,7 @@ class FusedDecoderLayer:
     values to the cache."""
 
     def __init__(self, parts: LayerParts, kernels: ModuleType) -> None:
-        """`parts` are such that `fits`."""
+        """Keeps the parts, for which `fits` must hold."""
         self._parts = parts
         self._kernels = kernels
 
@@ -42,6 +43,9 @@ class FusedDecoderLayer:
         )
         if type(backend) is not TritonBackend or cache is None or not turns or not len(x):
             return None
+        if len(cache) > 1 or params.k_scale is not None:
+            # The kernel stores no codes, which a quantized cache holds.
+            return None
         if residual is None:
             x, residual = parts.input_norm(x), x
         else:
@@ -52,7 +56,7 @@ class FusedDecoderLayer:
             q, k = parts.head_norms[0](q), parts.head_norms[1](k)
         self._rotate_and_store(q, k, v, rotation, cache, meta.batch.slot_mapping)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        backend.forward(params, q, None, None, cache, meta, out)
+        backend.forward(AttentionCall(params, q, None, None, cache, meta, out))
         x, residual = parts.post_norm(parts.out(out.flatten(1)), residual)
         return parts.down(parts.gate_up(x)), residual
 

@@ -1,4 +1,4 @@
-"""TritonKernels: what the layers of a model compute with on a GPU."""
+"""TritonKernels: the kernels of norms, rotations and gates on a GPU."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from toolkit_lm.model import (
     LayerParts,
     LinearMethod,
     LinearSpec,
-    Rows,
+    QuantizedWeight,
     UnquantizedMethod,
 )
 from torch import Tensor
 
 from toolkit_lm_triton.device import LAUNCH, interprets, refusal
 from toolkit_lm_triton.fused import FusedDecoderLayer, fits
+from toolkit_lm_triton.gated import GatedMethod
 from toolkit_lm_triton.pieces import power_of_2
+from toolkit_lm_triton.quantized import QuantizedMethod, QuantizedProduct, ScaledProduct, is_scaled
 
 GATES: Mapping[str, str] = {
     "silu": "silu",
@@ -36,36 +38,19 @@ GATES: Mapping[str, str] = {
 """The activations of the kernel `gate`, by the names of checkpoints."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_SIZE = 2**15
-"""Of a row that is normed: a program holds it whole."""
+"""Largest row that is normalized: a program holds it whole."""
 _BLOCK = 1024
 _SCORES = 4096
-"""Scores of a program."""
+"""Scores that a program of `likeliest` reads."""
 
 
-class GatedLinear(UnquantizedMethod):
-    """A weight as it was loaded, whose product passes the gate in one kernel."""
-
-    def __init__(self, kernels: TritonKernels) -> None:
-        self._kernels = kernels
-
-    def apply(
-        self,
-        x: Tensor,
-        bias: Tensor | None,
-        *,
-        rows: Rows | Tensor = Rows.FLAT,
-        activation: str | None = None,
-        gated: bool = False,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        if not gated or activation is None or activation not in GATES or not self._kernels.runs(x):
-            return super().apply(x, bias, activation=activation, gated=gated, residual=residual)
-        return self._kernels.gate(self.multiply(x, bias), activation)
+class GatedLinear(GatedMethod, UnquantizedMethod):
+    """A linear method with the weight as it was loaded."""
 
 
 class TritonKernels(Kernels):
     """Norms with their residuals, rotations, gates and greedy tokens in one kernel each. Products
-    are torch's."""
+    are torch's, but for those of quantized weights."""
 
     @classmethod
     def refuses(cls, vllm_config: VllmConfig) -> str | None:
@@ -89,6 +74,14 @@ class TritonKernels(Kernels):
 
     def linear_method(self, spec: LinearSpec) -> LinearMethod:
         return GatedLinear(self) if spec.kind == "linear" else UnquantizedMethod()
+
+    def quantized_method(self, spec: LinearSpec, weight: QuantizedWeight) -> LinearMethod:
+        if isinstance(spec.tied_to, QuantizedMethod):
+            return spec.tied_to
+        if spec.dtype not in _DTYPES or weight.codes.device.type != self._device:
+            return super().quantized_method(spec, weight)
+        method = ScaledProduct if is_scaled(weight, spec) else QuantizedProduct
+        return method(weight, spec, self)
 
     def fuse(self, parts: LayerParts) -> FusedLayer | None:
         return FusedDecoderLayer(parts, self._kernels) if fits(parts) else None
@@ -132,7 +125,8 @@ class TritonKernels(Kernels):
         return x
 
     def likeliest(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """In two passes: of parts of the rows, and of what these give."""
+        """The greatest score and its index in each row. A first kernel reduces parts of the rows, a
+        second one their results."""
         if not self.runs(scores) or scores.stride(1) != 1 or not len(scores):
             return super().likeliest(scores)
         best = scores
@@ -152,6 +146,10 @@ class TritonKernels(Kernels):
             )
             best, places = parts
         return best[:, 0], places[:, 0]
+
+    def has_gate(self, activation: str, x: Tensor) -> bool:
+        """Whether `gate` computes that activation of a product of x."""
+        return activation in GATES and self.runs(x)
 
     def gate(self, x: Tensor, activation: str) -> Tensor:
         """[gate, up] side by side [T, 2 * size], with rows' elements side by side ->
@@ -182,7 +180,7 @@ class TritonKernels(Kernels):
     def _norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """And the sum, which is x where there is no residual."""
+        """The norm of x + residual, and that sum. Without a residual the sum is x."""
         size = x.shape[-1]
         heads = 1 if x.dim() == 2 else x.shape[1]
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

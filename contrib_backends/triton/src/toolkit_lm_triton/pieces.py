@@ -1,5 +1,5 @@
-"""What one step's batch means for a layer: which queries a program of the kernels computes, and
-which keys they can see."""
+"""Plan of one step for a layer: queries that a program of the kernels computes, and the keys that
+they can see."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from toolkit_lm.attention import AttentionType, BatchView, LayerParams
 from torch import Tensor
 
 COLUMNS = 8
-"""Of a piece, as the kernels read it: row, token, position, count, first key, end of keys, first
-token of its row, its place in the part.
+"""Columns of a piece in the kernels' table: row, token, position, count, first key, end of keys,
+origin, place.
 
-`token` is its first query, of the step's tokens, `position` that query's, of its row. Its place in
-the part counts queries.
+`token` is the index of its first query in the step, `position` that query's in its row. `origin` is
+the index of its row's first token. `place` counts queries from the start of the launch.
 """
 SPLIT = 256
 """Fewest keys of a program, where few queries have many."""
@@ -29,8 +29,10 @@ _ROWS = 64
 
 
 class Tile(NamedTuple):
-    """The queries of a program: its rows are `queries` times `group`, which is the query heads of a
-    KV head, filled up to a power of 2."""
+    """Queries of a program. Its rows are `queries` times `group`.
+
+    `group`: the query heads of a KV head, filled up to a power of 2.
+    """
 
     queries: int
     group: int
@@ -46,7 +48,7 @@ class Tile(NamedTuple):
 
     @classmethod
     def of_decodes(cls, group: int) -> Tile:
-        """Of rows with few queries."""
+        """Tile for rows with few queries."""
         return cls.of(group, _LEAST_ROWS)
 
 
@@ -60,16 +62,16 @@ class PlanKey(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Launch:
     """The pieces that one launch of the kernels computes."""
 
     tile: Tile
     table: np.ndarray | None
     """[P, COLUMNS] int32. None: the host does not know it, in a CUDA graph."""
     device_table: Tensor
-    """The same, [P, COLUMNS] int32."""
+    """[P, COLUMNS] int32: the table on the device."""
     splits: int
-    """Programs that share the keys of a piece, at most. 1: none are shared."""
+    """Most programs that share the keys of a piece. 1: no keys are shared out."""
 
     def positions(self, first: int, end: int) -> np.ndarray:
         """[queries] int64: of the queries of pieces first : end, one piece after the other."""
@@ -106,10 +108,10 @@ class Metadata:
     batch: BatchView
     split: int = SPLIT
     """Keys of a program, as `split_for` has it."""
-    _plans: dict[PlanKey, list[Part]] = field(default_factory=dict)
+    _plans: dict[PlanKey, list[Launch]] = field(default_factory=dict)
     _span_ends: list[Tensor] = field(default_factory=list)
 
-    def plan(self, layer: LayerParams) -> list[Part]:
+    def plan(self, layer: LayerParams) -> list[Launch]:
         spans = layer.spans and self.batch.spans is not None
         key = PlanKey(
             layer.attention_type, layer.window, layer.num_heads // layer.num_kv_heads, spans
@@ -119,7 +121,7 @@ class Metadata:
             self._plans[key] = make_plan(self.batch, key, self.split)
         return self._plans[key]
 
-    def keep(self, key: PlanKey, part: Part) -> None:
+    def keep(self, key: PlanKey, part: Launch) -> None:
         """Gives the plan of a step in a CUDA graph."""
         self._plans[key] = [part]
 
@@ -159,7 +161,7 @@ def fill_decode_table(table: Tensor, seq_lens: Tensor, window: int | None) -> No
         torch.clamp(seq_lens - window, min=0, out=table[:, 4])
 
 
-def make_plan(batch: BatchView, key: PlanKey, split: int = SPLIT) -> list[Part]:
+def make_plan(batch: BatchView, key: PlanKey, split: int = SPLIT) -> list[Launch]:
     """Rows of few queries (decode, drafts), whose keys are shared out; and the other ones (prefill,
     chunks, encoders)."""
     counts = np.diff(batch.query_start)
@@ -175,7 +177,7 @@ def make_plan(batch: BatchView, key: PlanKey, split: int = SPLIT) -> list[Part]:
             most = int((table[:, 5] - table[:, 4]).max())
             splits = max(-(-most // split), 1) if tile is short else 1
             parts.append(
-                Part(
+                Launch(
                     tile,
                     table,
                     torch.from_numpy(table).to(batch.seq_lens_device.device, non_blocking=True),

@@ -20,6 +20,9 @@ def attend(
     span_ends,
     partial,
     stats,
+    scales,
+    k_scale,
+    v_scale,
     q_token,
     q_head,
     k_block,
@@ -28,6 +31,8 @@ def attend(
     v_block,
     v_token,
     v_head,
+    scales_block,
+    scales_token,
     out_token,
     out_head,
     table_row,
@@ -51,15 +56,19 @@ def attend(
     SINKS: tl.constexpr,
     BIAS: tl.constexpr,
 ) -> None:
-    """One piece, one KV head with all its query heads, one share of the keys: programs (pieces,
-    kv_heads, splits).
+    """Attention of a piece, for one KV head with its query heads, over one share of the keys.
+    Programs (pieces, kv_heads, splits).
 
-    q and out [T, heads, SIZE]. k and v are paged where BLOCK_SIZE is not 0, else [T, kv_heads,
-    SIZE]. SPLIT 0: the keys are not shared out, and `out` is written; else sums [pieces, splits,
-    kv_heads, rows, SIZE_FILLED] to `partial`, and maxima and denominators [pieces, splits,
-    kv_heads, rows, 2] to `stats`, all in fp32. BIAS 1: by offset [heads, 2 * bias_origin + 1]; 2:
-    of each pair [heads, queries, keys], whose queries begin at that of the first piece,
-    `bias_origin`.
+    q and out are [T, heads, SIZE]. k and v are paged if BLOCK_SIZE is not 0, else [T, kv_heads,
+    SIZE]. Those of a quantized cache are codes: times their scales, in pages [2, BLOCK_SIZE,
+    kv_heads], or times k_scale and v_scale of the layer.
+
+    SPLIT 0: the keys are not shared out, and `out` is written. Otherwise all results are in fp32:
+    sums [pieces, splits, kv_heads, rows, SIZE_FILLED] in `partial`, maxima and denominators
+    [pieces, splits, kv_heads, rows, 2] in `stats`.
+
+    BIAS 1: by offset, [heads, 2 * bias_origin + 1]. BIAS 2: by pair, [heads, queries, keys]. Its
+    first query is number `bias_origin` of the launch.
     """
     ROWS: tl.constexpr = GROUP_FILLED * QUERIES
     index = tl.program_id(0)
@@ -119,13 +128,22 @@ def attend(
         else:
             k_places = (origin + keys).to(tl.int64) * k_token
             v_places = (origin + keys).to(tl.int64) * v_token
-        # What no query of the piece sees may be NaN, and is never read.
+        # Keys that no query of the chunk sees may be NaN, and are never read.
         key = tl.load(
             k + k_places[None, :] + kv_head * k_head + dims[:, None],
             mask=is_key[None, :] & is_dim[:, None],
             other=0.0,
         )
-        scores = tl.dot(queries, key, input_precision="ieee") * scale
+        # Codes are exact in 16 bits.
+        scores = tl.dot(queries, key.to(queries.dtype), input_precision="ieee") * scale
+        if scales is not None:
+            places = block * scales_block + (keys % BLOCK_SIZE) * scales_token + kv_head
+            key_scale = tl.load(scales + places, mask=is_key, other=0.0)
+            places += scales_token * BLOCK_SIZE
+            value_scale = tl.load(scales + places, mask=is_key, other=0.0)
+            scores *= key_scale[None, :]
+        elif k_scale is not None:
+            scores *= tl.load(k_scale)
         if SOFT_CAP > 0.0:
             # tanh(x) = (1 - exp(-2x)) / (1 + exp(-2x)), of |x|: nothing overflows.
             shrunk = tl.exp(tl.abs(scores) * (-2.0 / SOFT_CAP))
@@ -153,7 +171,7 @@ def attend(
             seen = seen & (ahead > -WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
-        # Of a query that has seen no key yet, the exponents are -inf and not NaN.
+        # The exponents of a query that has seen no key yet are -inf and not NaN.
         base = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp(scores - base[:, None])
         kept = tl.exp(top - base)
@@ -163,8 +181,15 @@ def attend(
             mask=is_key[:, None] & is_dim[None, :],
             other=0.0,
         )
-        sums = sums * kept[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        if scales is not None:
+            weights *= value_scale[None, :]
+        sums = sums * kept[:, None] + tl.dot(
+            weights.to(queries.dtype), value.to(queries.dtype), input_precision="ieee"
+        )
         top = higher
+
+    if v_scale is not None:
+        sums *= tl.load(v_scale)
 
     if SPLIT:
         share = (
@@ -203,7 +228,7 @@ def merge(
     SIZE_FILLED: tl.constexpr,
     SPLIT: tl.constexpr,
 ) -> None:
-    """The shares of `attend`, in order: programs (pieces, kv_heads)."""
+    """Merges the shares of `attend`, in order. Programs (pieces, kv_heads)."""
     ROWS: tl.constexpr = GROUP_FILLED * QUERIES
     index = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -249,6 +274,9 @@ def store_kv(
     keys,
     values,
     slots,
+    scales,
+    k_scale,
+    v_scale,
     k_token,
     k_head,
     v_token,
@@ -256,22 +284,65 @@ def store_kv(
     block,
     token,
     head,
+    scales_block,
+    scales_token,
     BLOCK_SIZE: tl.constexpr,
     SIZE: tl.constexpr,
     SIZE_FILLED: tl.constexpr,
+    GREATEST: tl.constexpr,
 ) -> None:
-    """k and v [S, kv_heads, SIZE] to pages, at slots [S]; -1 is skipped. Programs (S, kv_heads)."""
+    """Stores k and v [S, kv_heads, SIZE] in pages, at slots [S]. Slots of -1 are skipped. Programs
+    (S, kv_heads).
+
+    GREATEST: the greatest code of a quantized cache. Codes are k / k_scale, or have scales of their
+    own in pages [2, BLOCK_SIZE, kv_heads].
+    """
     index = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     slot = tl.load(slots + index)
     dims = tl.arange(0, SIZE_FILLED)
     stored = dims < tl.where(slot >= 0, SIZE, 0)
     to = slot // BLOCK_SIZE * block + slot % BLOCK_SIZE * token + kv_head * head + dims
-    tl.store(
-        keys + to, tl.load(k + index * k_token + kv_head * k_head + dims, mask=stored), mask=stored
-    )
-    tl.store(
-        values + to,
-        tl.load(v + index * v_token + kv_head * v_head + dims, mask=stored),
-        mask=stored,
-    )
+    key = tl.load(k + index * k_token + kv_head * k_head + dims, mask=stored, other=0.0)
+    value = tl.load(v + index * v_token + kv_head * v_head + dims, mask=stored, other=0.0)
+    if GREATEST:
+        key = key.to(tl.float32)
+        value = value.to(tl.float32)
+        if scales is not None:
+            key_scale = _scale(key, GREATEST)
+            value_scale = _scale(value, GREATEST)
+            at = slot // BLOCK_SIZE * scales_block + slot % BLOCK_SIZE * scales_token + kv_head
+            tl.store(scales + at, key_scale, mask=slot >= 0)
+            tl.store(scales + at + scales_token * BLOCK_SIZE, value_scale, mask=slot >= 0)
+        else:
+            key_scale = tl.load(k_scale)
+            value_scale = tl.load(v_scale)
+        key = _codes(key, key_scale, GREATEST)
+        value = _codes(value, value_scale, GREATEST)
+    tl.store(keys + to, key.to(keys.dtype.element_ty), mask=stored)
+    tl.store(values + to, value.to(values.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _scale(x, GREATEST: tl.constexpr):
+    """The scale by which the greatest |x| has the greatest code; 1 for zeros. NaN if any x is."""
+    largest = tl.max(tl.abs(x), 0)
+    scale = tl.where(largest == 0.0, 1.0, largest / GREATEST)
+    return tl.where(tl.sum((x != x).to(tl.int32), 0) > 0, float("nan"), scale)
+
+
+@triton.jit
+def _codes(x, scale, GREATEST: tl.constexpr):
+    """Codes of x as floats: whole numbers for int8, and numbers of float8_e4m3fn."""
+    # NaN stays NaN.
+    least = tl.maximum(x / scale, -GREATEST, propagate_nan=tl.PropagateNan.ALL)
+    codes = tl.minimum(least, GREATEST, propagate_nan=tl.PropagateNan.ALL)
+    # 1.5 * 2^23 steps, which are added, leave the nearest number of steps, even among equals.
+    if GREATEST == 127:
+        steps = 12582912.0
+    else:
+        # 8 steps for each power of 2, and at least 2^-9. The conversion has nothing left to round,
+        # which the interpreter's gets wrong.
+        exponent = tl.maximum(((codes.to(tl.int32, bitcast=True) >> 23) & 255) - 3, 118)
+        steps = (exponent << 23).to(tl.float32, bitcast=True) * 12582912.0
+    return (codes + steps) - steps

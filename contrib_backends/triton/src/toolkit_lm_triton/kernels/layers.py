@@ -29,13 +29,13 @@ def rms_norm(
     head = row % num_heads
     dims = tl.arange(0, SIZE_FILLED)
     is_dim = dims < SIZE
-    given = tl.load(x + token * x_token + head * x_head + dims, mask=is_dim, other=0.0)
+    loaded = tl.load(x + token * x_token + head * x_head + dims, mask=is_dim, other=0.0)
     if ADDS:
         # The sum is rounded, as what is stored of it, before it is normed.
         other = tl.load(residual + token * residual_token + dims, mask=is_dim, other=0.0)
-        given = (given.to(tl.float32) + other.to(tl.float32)).to(given.dtype)
-        tl.store(total + row * SIZE + dims, given, mask=is_dim)
-    values = given.to(tl.float32)
+        loaded = (loaded.to(tl.float32) + other.to(tl.float32)).to(loaded.dtype)
+        tl.store(total + row * SIZE + dims, loaded, mask=is_dim)
+    values = loaded.to(tl.float32)
     scaled = values * tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
     found = scaled * tl.load(weight + dims, mask=is_dim, other=0.0).to(tl.float32)
     tl.store(out + row * SIZE + dims, found.to(out.dtype.element_ty), mask=is_dim)
@@ -128,7 +128,7 @@ def rotate_and_store(
                 mask=is_dim,
             )
             if 2 * HALF < SIZE:
-                # What is not turned.
+                # Dimensions that are not rotated.
                 is_rest = is_dim & (dims >= 2 * HALF)
                 tl.store(keys + page + dims, tl.load(key + dims, mask=is_rest), mask=is_rest)
 
@@ -184,7 +184,8 @@ def gate(
 
 @triton.jit
 def _sigmoid(x):
-    """What lies below -80 is 0 but for rounding, and exp(-x) does not overflow."""
+    """Sigmoid of x, clamped at -80 so that exp(-x) does not overflow. Smaller x would give 0 up to
+    rounding."""
     return tl.sigmoid(tl.maximum(x, -80.0))
 
 
